@@ -5,6 +5,8 @@
 #                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
 # make test-loaders   our directories through vLLM's own LoRA loader and packing, no GPU
 #                    (1.5 GB in .venv-loaders and 0.4 GB of wheels, once; skips what can't be fetched)
+# make test-llama   our GGUF adapters and `verify` against llama.cpp, built from llama-cpp-python's source
+#                   (.venv-llama, some minutes, once); KTBRIDGE_LLAMA_SERVER=PATH tries a llama-server too
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
@@ -17,6 +19,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+LLAMA := .venv-llama
 DEMO_DIR ?= ktbridge-demo
 CMAKE ?= cmake
 CTEST ?= ctest
@@ -27,7 +30,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test test-oldest test-peft test-gpu test-engine test-loaders test-clients check format clean help test-kernels sanitize
+.PHONY: demo test test-oldest test-peft test-gpu test-engine test-loaders test-llama test-clients check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -106,6 +109,17 @@ $(LOADERS_VENV)/.ready: tests/loaders_cpu/requirements.txt
 	  -r tests/loaders_cpu/requirements.txt
 	@touch $@
 
+test-llama: $(VENV)/.dev $(LLAMA)/.installed
+	@KTBRIDGE_LLAMA_PYTHON=$(CURDIR)/$(LLAMA)/bin/python $(BIN)/python -m pytest tests/engine_llama
+
+## From source: there are no wheels, and the instructions of this CPU are wanted.
+$(LLAMA)/.installed:
+	@echo "Building llama-cpp-python into $(LLAMA) (some minutes, once) ..."
+	@$(PYTHON) -m venv $(LLAMA)
+	@CMAKE_ARGS="-DGGML_NATIVE=ON -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF" $(LLAMA)/bin/python -m pip install \
+	  --disable-pip-version-check --quiet 'llama-cpp-python[server]>=0.3.36'
+	@touch $@
+
 test-clients: $(VENV)/.dev $(CLIENTS)/.installed
 	@KTBRIDGE_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest tests/clients
 
@@ -136,7 +150,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
-	rm -rf $(VENV) $(ENGINE_VENV) $(LOADERS_VENV) $(CLIENTS) build dist $(DEMO_DIR)
+	rm -rf $(VENV) $(ENGINE_VENV) $(LOADERS_VENV) $(CLIENTS) $(LLAMA) build dist $(DEMO_DIR)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \

@@ -96,10 +96,20 @@ class OpenAIClient:
 
     def models(self) -> list[str]:
         """The model names that the server lists."""
+        return list(self.owners())
+
+    def owners(self) -> dict[str, tuple[str, str | None]]:
+        """The model names that the server lists -> its own name for itself, and the base an adapter is of.
+
+        The first is ``owned_by`` ("vllm", "sglang", "llamacpp", …), the second ``parent``, where given.
+        """
         listed = self.ask("/models")
         try:
-            return [str(model["id"]) for model in listed["data"]]
-        except (KeyError, TypeError):
+            return {
+                str(model["id"]): (str(model.get("owned_by")), model.get("parent"))
+                for model in listed["data"]
+            }
+        except (KeyError, TypeError, AttributeError):
             raise KtbridgeError(
                 f"{self.url}/models answered with no list of models.",
                 "give the URL of an OpenAI-compatible API: what stands before /v1/models",

@@ -65,7 +65,7 @@ class JsonServer:
             disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
-                self.reply(200, {}, {"object": "list", "data": server.listed})
+                self.reply(200, {}, server.get(self.path))
 
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["content-length"]))
@@ -92,6 +92,10 @@ class JsonServer:
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,))
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def get(self, path: str) -> dict[str, Any]:
+        """What a GET of ``path`` is answered with."""
+        return {"object": "list", "data": self.listed}
 
     def respond(self, request: dict[str, Any]) -> Any:
         """(status, headers, body); a dict is sent as JSON."""

@@ -18,6 +18,7 @@ LONG = {
 WIDE = {
     "adapter/raw.py:write_raw_adapter",
     "cli/eval.py:command",
+    "cli/verify.py:command",
     "eval/judging/run.py:judge_run",
     "eval/run.py:collect",
     "experts/backends/kt_kernel.py:__init__",

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,11 @@ TEXTS = [
     "今天天气很好，我们去公园散步吧。你喜欢吃苹果吗？我很喜欢。",
     "user system assistant answer question yes no maybe",
 ]
+ASCII = [
+    *map(chr, range(33, 127)),
+    "Ġ",
+    "Ċ",
+]  # tokenizers of these alone have no parts of characters
 TEMPLATE = (
     "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}"
@@ -35,11 +40,10 @@ TEMPLATE = (
 )
 
 
-def save_model(directory: Path, seed: int) -> Path:
-    import torch
-    from tinymoe import tiny_config
+def save_tokenizer(directory: Path, alphabet: Sequence[str] | None = None):
+    """A byte-level tokenizer of TEXTS, with a chat template; ``alphabet``: the letters that it has."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,8 +52,9 @@ def save_model(directory: Path, seed: int) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=alphabet or pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
+        **({"limit_alphabet": len(alphabet)} if alphabet else {}),
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     fast = PreTrainedTokenizerFast(
@@ -58,6 +63,16 @@ def save_model(directory: Path, seed: int) -> Path:
         pad_token="<|endoftext|>",
         chat_template=TEMPLATE,
     )
+    fast.save_pretrained(directory)
+    return fast
+
+
+def save_model(directory: Path, seed: int) -> Path:
+    import torch
+    from tinymoe import tiny_config
+    from transformers import Qwen3MoeForCausalLM
+
+    fast = save_tokenizer(directory)
     torch.manual_seed(seed)
     config = tiny_config(
         vocab_size=len(fast),
@@ -69,7 +84,6 @@ def save_model(directory: Path, seed: int) -> Path:
         pad_token_id=fast.pad_token_id,
     )
     Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    fast.save_pretrained(directory)
     return directory
 
 

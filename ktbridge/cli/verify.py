@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ktbridge.cli._app import Command
+from ktbridge.verify.logprobs import SAMPLED, WAYS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,6 +55,13 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
     show_default=True,
     help="Ask so many times; what identical requests differ by counts as noise.",
 )
+@click.option(
+    "--logprobs-from",
+    type=click.Choice(["auto", *WAYS]),
+    default="auto",
+    show_default=True,
+    help="How to ask. `sampled` takes those of generated tokens, and accepts that they tell less.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(
     server: str,
@@ -63,11 +71,13 @@ def command(
     expert_model: str | None,
     api_key: str | None,
     repeat: int,
+    logprobs_from: str,
     as_json: bool,
 ) -> None:
     """Check that a served adapter took effect, and name what is wrong if not.
 
-    Asks the server for the logprobs of fixed tokens and computes here, in float32, what base, expert
+    Asks the server for the logprobs of fixed tokens (of its own where it gives no others, which is never
+    "ok" unless --logprobs-from sampled accepts it) and computes here, in float32, what base, expert
     LoRA and full adapter give; the base is read layer by layer and never held whole. The verdict is one
     of: applied, not applied, only experts, only attention, wrong scale (≈ ×k), can't tell. Exit code 0
     only for "applied", with every other arm what its name promises.
@@ -86,6 +96,7 @@ def command(
             expert_model=expert_model,
             api_key=api_key,
             repeat=repeat,
+            logprobs_from=logprobs_from,
             on_progress=bar,
             on_stage=bar.describe,
         )
@@ -105,8 +116,11 @@ def _print_verdict(result: Verification) -> None:
     from ktbridge.cli._ui import console
 
     style = STYLES.get(result.verdict, WRONG)
+    verdict: str = result.verdict
+    if result.logprobs_from == SAMPLED and verdict == "applied":
+        style, verdict = "yellow", "applied, as far as sampled tokens tell"
     console.print(
-        f"{escape(result.model)}: [{style}]{result.verdict}[/] - {escape(result.reason)}",
+        f"{escape(result.model)}: [{style}]{verdict}[/] - {escape(result.reason)}",
         soft_wrap=True,
     )
     console.file.flush()  # problems follow, on stderr
@@ -117,6 +131,7 @@ def _print_evidence(result: Verification) -> None:
     from ktbridge.cli._ui import console
 
     console.print()
+    console.print(f"asked: {result.asked}", markup=False, soft_wrap=True)
     console.print(_arms(result))
     if result.told_by == "base":
         return

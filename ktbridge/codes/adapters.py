@@ -174,6 +174,9 @@ BASE_MODEL = Subject("Against the base model", "adapter", (
          " one that the adapter was trained on", "download or copy the base model again"),
     Code("KTB618", "error", "the engine doesn't serve the base model's family", "serve with the embedded"
          " engine, or merge and serve the result where the family is served"),
+    Code("KTB630", "error", "the adapter has LoRA that llama.cpp loads and never applies in this"
+         " architecture (a warning where such a file is read)",
+         "merge the adapter into the base model and convert that, or train without these modules"),
 ))  # fmt: skip
 
 CONVERSION = Subject("Conversion and merging", "adapter", (

@@ -50,6 +50,11 @@ VERIFY = Subject("Verifying a server", "serve", (
          " attention backend, and with another machine"),
     Code("KTV003", "error", "another arm than the verified one isn't what it is named",
          "check what the server serves under this name before comparing arms"),
+    Code("KTV010", "error", "the server gives logprobs of no fixed tokens, only of those that it generates"
+         " itself: few, and likely ones (a warning where that was asked for)",
+         "verify an engine that gives prompt logprobs, or accept this with --logprobs-from sampled"),
+    Code("KTV011", "warning", "the server tokenises prompts otherwise than the base model's tokenizer: they"
+         " are left out", "serve the tokenizer and the chat template of --base-model"),
 ))  # fmt: skip
 
 SUBJECTS = (LAUNCH, VERIFY)

@@ -19,17 +19,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ktbridge.codes import problem
+from ktbridge.verify.references import References, mean_distance
 from ktbridge.verify.verdict import (
     CLEAR_OF_NOISE,
     HALVES,
     WITHIN,
     ArmReading,
     Hypothesis,
-    References,
     Variant,
     Verdict,
     Verification,
-    mean_distance,
 )
 
 ROUNDS = 4  # refinement rounds, each one more pass over the checkpoint

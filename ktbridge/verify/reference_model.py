@@ -16,7 +16,8 @@ import torch
 from ktbridge.adapter import Adapter
 from ktbridge.verify.layerwise import LayerwiseModel
 from ktbridge.verify.lora import AdapterLora
-from ktbridge.verify.verdict import References, Variant, mean_distance, standard_variants
+from ktbridge.verify.references import References
+from ktbridge.verify.verdict import Variant, standard_variants
 
 TOKENS = 8192  # of all variants together, in one pass over the checkpoint
 
@@ -24,12 +25,20 @@ TOKENS = 8192  # of all variants together, in one pass over the checkpoint
 class ReferenceModel:
     """Prompt logprobs of a base in ``path`` with any variants of one adapter.
 
-    ``prompts`` are token ids. Raises ProblemsError for adapter tensors that have no place in the
+    ``prompts`` are token ids; logprobs are of those from ``starts`` on, of all but the first one where it
+    isn't given. Raises ProblemsError for adapter tensors that have no place in the
     model, and KtbridgeError for a base that can't be read.
     """
 
-    def __init__(self, path: Path, adapter: Adapter, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        adapter: Adapter,
+        prompts: Sequence[Sequence[int]],
+        starts: Sequence[int] | None = None,
+    ) -> None:
         self._path, self._adapter, self._prompts = path, adapter, prompts
+        self._starts = starts or [1] * len(prompts)
         self._models: dict[torch.dtype, tuple[LayerwiseModel, AdapterLora]] = {}
         self._at(torch.float32)
 
@@ -39,7 +48,7 @@ class ReferenceModel:
         dtype: torch.dtype = torch.float32,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[list[float]]:
-        """For each variant one natural logprob for every token but the first of each prompt, in order."""
+        """For each variant the natural logprob of each prompt's measured tokens, in order."""
         model, lora = self._at(dtype)
         length = max(map(len, self._prompts))
         padded = [[*prompt, *[prompt[-1]] * (length - len(prompt))] for prompt in self._prompts]
@@ -70,10 +79,9 @@ class ReferenceModel:
         parts = output.last_hidden_state.chunk(len(variants))
         for variant, hidden in zip(variants, parts, strict=True):
             # Padding is behind each prompt, where attention and states of causal models don't see it.
-            states = torch.cat(
-                [h[: len(p) - 1] for h, p in zip(hidden, self._prompts, strict=True)]
-            )
-            targets = torch.tensor([token for prompt in self._prompts for token in prompt[1:]])
+            measured = list(zip(hidden, self._prompts, self._starts, strict=True))
+            states = torch.cat([h[start - 1 : len(p) - 1] for h, p, start in measured])
+            targets = torch.tensor([token for _, p, start in measured for token in p[start:]])
             with lora.in_head(variant):
                 found.append(model.logprobs(output, states, targets).tolist())
         return found
@@ -103,6 +111,4 @@ def compute_references(
 
         vectors = model.logprobs(tuple(variants.values()), dtype, heard)
         found.append(dict(zip(variants, vectors, strict=True)))
-    exact, rounded = found
-    noise = {name: mean_distance(exact[name], rounded[name]) for name in exact}
-    return References(exact, noise)
+    return References.of(*found)

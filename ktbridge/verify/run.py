@@ -1,24 +1,25 @@
 """One verification from end to end: arms to query, their logprobs, references, verdict, explanation.
 
-Prompt logprobs of fixed tokens come over an OpenAI-compatible API or SGLang's own.
+Logprobs come over an OpenAI-compatible API or SGLang's own: ``ktbridge.verify.logprobs`` has the ways.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktbridge.adapter import Adapter, read_adapter
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config, resolve_model
-from ktbridge.openai_client import OpenAIClient, Refused
 from ktbridge.served_names import base_name, listed_as, split_name
 from ktbridge.verify.hypotheses import Facts, explain
-from ktbridge.verify.verdict import Verification, judge, mean_distance
+from ktbridge.verify.logprobs import SAMPLED, WAYS, LogprobClient, Span
+from ktbridge.verify.sampled import FORMS, Sampler
+from ktbridge.verify.verdict import Variant, Verification, judge
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,6 @@ TEXTS = (
     "小明把书放进书包，锁好门，慢慢地走回了家。",
 )
 SEED = 20_260
-_NOT_SERVED = (400, 404)  # statuses with which servers refuse a model that they don't serve
 
 
 def arms_to_ask(
@@ -76,6 +76,7 @@ def verify(
     expert_model: str | None = None,
     api_key: str | None = None,
     repeat: int = 1,
+    logprobs_from: str = "auto",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Verification:
@@ -83,50 +84,102 @@ def verify(
 
     ``model`` is the served name to judge, ``expert_model`` one that should have the expert LoRA alone;
     ``adapter_dir`` is what training wrote, ``base_model`` a checkpoint's directory. ``repeat`` asks the
-    server several times; differences between identical requests count as noise.
+    server several times; differences between identical requests count as noise. ``logprobs_from``: one of
+    ``logprobs.WAYS``, or "auto" for the first that the server has; sampled tokens are only ``ok`` by name.
     ``on_progress(done, total)`` counts decoder layers of a stage that ``on_stage`` names.
 
     Raises KtbridgeError when the server cannot be measured or the references not be computed;
     a Verification is only ever made of numbers from both.
     """
     base = Path(resolve_model(base_model))
+    adapter, halves = _read(adapter_dir)
+    server = LogprobClient(base_url, api_key)
+    arms = _arms(server, model, expert_model)
+
+    from ktbridge.experts.loading import load_tokenizer
+    from ktbridge.verify.reference_model import ReferenceModel, compute_references
+
+    tokenizer = load_tokenizer(base)
+    prompts = fixed_prompts(tokenizer, read_model_config(base).text["vocab_size"])
+    sampler = Sampler(tokenizer, prompts)
+    server.choose(model, prompts, sampler, logprobs_from)
+    asked = server.ask_all(arms, repeat, needed=(model, expert_model))
+    spans = list(dict.fromkeys(span for answer in asked.values() for span in answer.spans))
+    places = {name: _places(spans, answer.spans) for name, answer in asked.items()}
+    reference_model = ReferenceModel(
+        base, adapter, [span.tokens for span in spans], [span.start for span in spans]
+    )
+    on_stage("computing references")
+    computed = compute_references(reference_model, halves, on_progress)
+    references = {name: computed.at(of) for name, of in places.items()}
+    means = _meanings(*halves)
+    served = {name: (means[arms[name]], answer.logprobs) for name, answer in asked.items()}
+    spread = {name: a.spread for name, a in asked.items() if a.spread is not None}
+    result = judge(model, served, references[model], spread, references)
+    if result.in_doubt:
+        on_stage("trying explanations")
+
+        def compute(variants: Sequence[Variant]) -> list[list[float]]:
+            vectors = reference_model.logprobs(variants, on_progress=on_progress)
+            return [[vector[n] for n in places[model]] for vector in vectors]
+
+        facts = facts_of(adapter)
+        result = explain(result, asked[model].logprobs, references[model], facts, compute)
+    return _with_source(result, server.way, sampler, accepted=logprobs_from == SAMPLED)
+
+
+def _arms(server: LogprobClient, model: str, expert_model: str | None) -> dict[str, str]:
+    owners = server.owners()
+    arms = arms_to_ask(model, list(owners), expert_model)
+    owner, parent = owners.get(model, ("", None))
+    # vLLM's base has no LoRA; the one that SGLang-KT lists an adapter under has the experts'.
+    return {parent: "base", **arms} if owner == "vllm" and parent in owners else arms
+
+
+def _read(adapter_dir: str) -> tuple[Adapter, tuple[bool, bool]]:
+    """The adapter, and whether it has an expert and a non-expert half."""
     adapter = read_adapter(adapter_dir)
     halves = (bool(adapter.expert_layers()), bool(adapter.nonexpert_keys()))
     if not any(halves):
         raise KtbridgeError(
             f"the adapter in {adapter_dir} has no LoRA tensor.", "check it with `ktbridge validate`"
         )
-    server = LogprobClient(base_url, api_key)
-    arms = arms_to_ask(model, server.models(), expert_model)
+    return adapter, halves
 
-    from ktbridge.experts.loading import load_tokenizer
-    from ktbridge.verify.reference_model import ReferenceModel, compute_references
 
-    vocab_size = read_model_config(base).text["vocab_size"]
-    prompts = fixed_prompts(load_tokenizer(base), vocab_size)
-    asked = server.ask_all(arms, prompts, repeat, needed=(model, expert_model))
-    reference_model = ReferenceModel(base, adapter, prompts)
-    on_stage("computing references")
-    references = compute_references(reference_model, halves, on_progress)
-    # An adapter with one half has fewer arms than the names suggest.
-    means = {
+def _meanings(expert: bool, nonexpert: bool) -> dict[str, str]:
+    """Arm -> reference: an adapter with one half has fewer than the names suggest."""
+    return {
         "base": "base",
-        "expert": "expert" if halves[0] else "base",
-        "full": "full" if all(halves) else "expert" if halves[0] else "nonexpert",
+        "expert": "expert" if expert else "base",
+        "full": "full" if expert and nonexpert else "expert" if expert else "nonexpert",
     }
-    served = {name: (means[arms[name]], answer.logprobs) for name, answer in asked.items()}
-    spread = {name: a.spread for name, a in asked.items() if a.spread is not None}
-    result = judge(model, served, references, spread)
-    if not result.in_doubt:
-        return result
-    on_stage("trying explanations")
-    return explain(
-        result,
-        asked[model].logprobs,
-        references,
-        facts_of(adapter),
-        lambda variants: reference_model.logprobs(variants, on_progress=on_progress),
-    )
+
+
+def _places(spans: Sequence[Span], of: Sequence[Span]) -> list[int]:
+    """Where the tokens of the spans ``of`` are among those of all ``spans``."""
+    starts, count = {}, 0
+    for span in spans:
+        starts[span] = count
+        count += span.size
+    return [starts[span] + n for span in of for n in range(span.size)]
+
+
+def _with_source(result: Verification, way: str, sampler: Sampler, accepted: bool) -> Verification:
+    """How the logprobs were got, and KTV010 and KTV011 for what sampled ones don't tell."""
+    if way != SAMPLED:
+        return replace(result, logprobs_from=way, asked=WAYS[way])
+    found = f"logprobs of {result.positions} tokens of its own choosing, and of no fixed ones"
+    told = problem("KTV010", result.model, found)
+    if accepted:
+        told = replace(told, severity="warning", next_step="nothing: it was asked for")
+    problems = [told, *result.problems]
+    if sampler.unlike:
+        left_out = f"{sampler.unlike} prompts of {len(sampler.prompts)} have another number of tokens there"
+        problems.append(problem("KTV011", result.model, left_out))
+    reason = f"{result.reason}; on {result.positions} tokens that the server chose"
+    asked = f"{WAYS[way]}, by {FORMS[sampler.form]}"
+    return replace(result, reason=reason, logprobs_from=way, asked=asked, problems=tuple(problems))
 
 
 def facts_of(adapter: Adapter) -> Facts:
@@ -160,110 +213,3 @@ def fixed_prompts(
     prompts = [draw.choices(ordinary, k=length) for _ in range(random_prompts)]
     prompts += [tokenizer.encode(text, add_special_tokens=False)[: 2 * length] for text in TEXTS]
     return [prompt for prompt in prompts if len(prompt) > 1]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Logprobs of the prompts' tokens, averaged over all requests.
-
-    ``spread``: the largest mean |Δ| of a request to the first one; None when there was only one.
-    """
-
-    logprobs: list[float]
-    spread: float | None
-
-
-class LogprobClient(OpenAIClient):
-    """Asks one server for the logprobs of prompts."""
-
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = 120) -> None:
-        super().__init__(url, api_key, timeout)
-        self._sglang: bool | None = None
-
-    def ask_all(
-        self,
-        models: Iterable[str],
-        prompts: Sequence[Sequence[int]],
-        repeat: int = 1,
-        needed: Collection[str | None] = (),
-    ) -> dict[str, Answer]:
-        """Logprobs of each of ``models``, requested ``repeat`` times in turn.
-
-        A listed model need not be served: with a merged adapter, sglang-kt 0.7.2 lists the bare name
-        and refuses it. One that is refused is left out, unless it is ``needed``: then Refused.
-        """
-        rounds: dict[str, list[list[float]]] = {model: [] for model in models}
-        for _ in range(repeat):
-            for model in list(rounds):
-                try:
-                    rounds[model].append(self.prompt_logprobs(model, prompts))
-                except Refused as refused:
-                    if model in needed or refused.status not in _NOT_SERVED:
-                        raise
-                    del rounds[model]
-        return {model: _answer(vectors) for model, vectors in rounds.items()}
-
-    def prompt_logprobs(self, model: str, prompts: Sequence[Sequence[int]]) -> list[float]:
-        """Natural logprobs of every token but the first of each prompt, in order."""
-        ask = self._ask_sglang if self._is_sglang() else self._ask_openai
-        return [value for prompt in prompts for value in ask(model, list(prompt))]
-
-    def _ask_openai(self, model: str, prompt: list[int]) -> list[float]:
-        request: dict[str, object] = {"model": model, "prompt": prompt, "max_tokens": 0}
-        request |= {"echo": True, "logprobs": 0, "temperature": 0}
-        answer = self.ask("/completions", request)
-        try:
-            got = answer["choices"][0]["logprobs"]["token_logprobs"]
-        except (KeyError, IndexError, TypeError):
-            raise self._unusable("/completions", "no prompt logprobs") from None
-        if not isinstance(got, list) or len(got) != len(prompt):
-            raise self._unusable("/completions", f"not {len(prompt)} logprobs")
-        return self._numbers("/completions", got[1:])
-
-    def _is_sglang(self) -> bool:
-        """SGLang computes no prompt logprobs over OpenAI's API, only over its own."""
-        if self._sglang is None:
-            try:
-                self._sglang = "model_path" in self.ask("/model_info", native=True)
-            except (KtbridgeError, TypeError):
-                self._sglang = False
-        return self._sglang
-
-    def _ask_sglang(self, model: str, prompt: list[int]) -> list[float]:
-        """The same from SGLang's /generate, where an adapter goes by its bare name."""
-        request: dict[str, object] = {
-            "input_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        _, adapter = split_name(model)
-        if adapter is not None:
-            request["lora_path"] = adapter
-        answer = self.ask("/generate", request, native=True)
-        try:
-            rows = answer["meta_info"]["input_token_logprobs"][1:]
-            values, tokens = [row[0] for row in rows], [row[1] for row in rows]
-        except (KeyError, IndexError, TypeError):
-            raise self._unusable("/generate", "no prompt logprobs") from None
-        if tokens != prompt[1:]:
-            raise self._unusable("/generate", f"not the logprobs of {len(prompt)} tokens")
-        return self._numbers("/generate", values)
-
-    def _numbers(self, path: str, values: list[object]) -> list[float]:
-        numbers = [float(v) for v in values if isinstance(v, float | int) and math.isfinite(v)]
-        if len(numbers) != len(values):
-            raise self._unusable(path, "logprobs that are not numbers")
-        return numbers
-
-    def _unusable(self, path: str, what: str) -> KtbridgeError:
-        return KtbridgeError(
-            f"{self.url}{path} answered with {what}, so nothing can be verified.",
-            "use a server whose /v1/completions supports echo with logprobs",
-        )
-
-
-def _answer(vectors: Sequence[Sequence[float]]) -> Answer:
-    first, *others = vectors
-    spread = max((mean_distance(first, other) for other in others), default=None)
-    return Answer([sum(column) / len(vectors) for column in zip(*vectors, strict=True)], spread)

@@ -9,12 +9,13 @@ floor. What this can't classify goes to ``ktbridge.verify.hypotheses``, which tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ktbridge.codes import problem
-from ktbridge.errors import Problem
+from ktbridge.errors import Problem, has_errors
+from ktbridge.verify.references import References, mean_distance
 
 HALVES = ("expert", "nonexpert")
 
@@ -83,14 +84,6 @@ SHARE = 0.15  # how far the share may lie from 1 (applied) or 0 (not applied)
 
 
 @dataclass(frozen=True)
-class References:
-    """Logprob vectors by reference name, and mean |bfloat16 - float32| of each (the noise floor)."""
-
-    logprobs: Mapping[str, Sequence[float]]
-    noise: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class ArmReading:
     """One served model: its mean |Δlogprob| to each reference, and which one it is nearest.
 
@@ -138,7 +131,8 @@ class Verification:
     ``verdict`` is about ``model``, ``told_by`` names the test that decided. ``scale`` gives, for a wrong
     scale, its multiple of the right one by half; ``looks_like`` an explanation that was computed and fits.
     ``noise`` is the floor of each reference (precision), ``spread`` the server's own, if it was asked
-    more than once. ``ok``: applied, and every other arm matches its name.
+    more than once. ``logprobs_from`` is the way they were asked for, of ``logprobs.WAYS``, ``asked`` that way
+    in words. ``ok``: applied, every other arm matches its name, and no problem is an error.
     """
 
     model: str
@@ -154,10 +148,13 @@ class Verification:
     looks_like: str | None = None
     hypotheses: tuple[Hypothesis, ...] = ()
     problems: tuple[Problem, ...] = ()
+    logprobs_from: str = ""
+    asked: str = ""
 
     @property
     def ok(self) -> bool:
-        return self.verdict == "applied" and all(arm.as_expected for arm in self.arms)
+        told = self.verdict == "applied" and all(arm.as_expected for arm in self.arms)
+        return told and not has_errors(self.problems)
 
     @property
     def arm(self) -> ArmReading:
@@ -180,29 +177,30 @@ class Verification:
         return {"ok": self.ok} | asdict(self)
 
 
-def mean_distance(left: Sequence[float], right: Sequence[float]) -> float:
-    """Mean |Δ| of two vectors of equal length."""
-    return sum(abs(a - b) for a, b in zip(left, right, strict=True)) / len(left)
-
-
 def judge(
     model: str,
     served: Mapping[str, tuple[str, Sequence[float]]],
     references: References,
     spread: Mapping[str, float] | None = None,
+    own: Mapping[str, References] | None = None,
 ) -> Verification:
     """Judge ``model``, the verified arm, and the other served arms.
 
     ``served``: model name -> (reference it should equal, its logprobs). ``references`` holds the
     arms that the adapter has: base and expert for one without a non-expert half, and so on.
-    ``spread``: model name -> mean |Δlogprob| between identical requests.
+    ``spread``: model name -> mean |Δlogprob| between identical requests. ``own``: the references of arms
+    that were measured on other tokens than ``model``.
     """
-    spread = spread or {}
+    spread, own = spread or {}, own or {}
     floor = max(spread.values(), default=0.0)
-    noise = {name: max(value, floor) for name, value in references.noise.items()}
-    floored = References(references.logprobs, noise)
+
+    def floored_for(name: str) -> References:
+        of = own.get(name, references)
+        return replace(of, noise={key: max(value, floor) for key, value in of.noise.items()})
+
+    floored = floored_for(model)
     arms = tuple(
-        replace(_read_arm(name, expected, vector, floored), spread=spread.get(name))
+        replace(_read_arm(name, expected, vector, floored_for(name)), spread=spread.get(name))
         for name, (expected, vector) in served.items()
     )
     asked = next(arm for arm in arms if arm.model == model)
@@ -210,7 +208,7 @@ def judge(
     halves = tuple(
         _read_half(half, vector, asked, floored) for half in HALVES if half in references.logprobs
     )
-    verdict, reason, told_by = _whole(arms, halves, floored)
+    verdict, reason, told_by = _whole(arms, halves, floored_for)
     arms = tuple(
         replace(arm, as_expected=verdict == "applied") if arm is asked else arm for arm in arms
     )
@@ -242,7 +240,9 @@ def _mismatched_arms(arms: Sequence[ArmReading], model: str, told_by: str) -> It
 
 
 def _whole(
-    arms: Sequence[ArmReading], halves: Sequence[HalfReading], references: References
+    arms: Sequence[ArmReading],
+    halves: Sequence[HalfReading],
+    references_for: Callable[[str], References],
 ) -> tuple[Verdict, str, str]:
     """The verdict, its reason, and the test that decided."""
     verdicts = {half.half: half.verdict for half in halves}
@@ -253,7 +253,7 @@ def _whole(
             return "can't tell", "the adapter changes nothing: its B is zero", "effect"
         return "can't tell", "the adapter's effect drowns in the noise floor", "effect"
     for arm in arms:
-        if arm.expected == "base" and not _is_that_base(arm, references):
+        if arm.expected == "base" and not _is_that_base(arm, references_for(arm.model)):
             reason = (
                 f"{arm.model} is {arm.distances['base']:.3g} nats from --base-model, more than the adapter "
                 "moves: the server has another base model, or other weights of it"

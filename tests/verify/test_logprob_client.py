@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.verify.run import LogprobClient
+from ktbridge.verify.logprobs import LogprobClient
 
 
 @contextmanager
@@ -71,25 +71,3 @@ def test_a_key_is_never_shown():
     with pytest.raises(KtbridgeError) as caught:
         LogprobClient("http://127.0.0.1:9", "hush\nhush")
     assert "hush" not in str(caught.value)
-
-
-def test_sglang_is_asked_in_its_own_way(monkeypatch):
-    """By its own API, where an adapter goes by its bare name; what answers for other tokens is refused."""
-    asked = []
-
-    def ask(self, path, body=None, *, native=False):
-        assert native
-        if path == "/model_info":
-            return {"model_path": "m"}
-        asked.append(body)
-        rows = [[None, 5, None], [-0.5, 6, None], [-1.5, 7, None]]
-        return {"meta_info": {"input_token_logprobs": rows}}
-
-    monkeypatch.setattr(LogprobClient, "ask", ask)
-    client = LogprobClient("http://127.0.0.1:9")
-    assert client.prompt_logprobs("S:a", [[5, 6, 7]] * 2) == [-0.5, -1.5] * 2
-    assert [body["lora_path"] for body in asked] == ["a", "a"]
-    client.prompt_logprobs("S", [[5, 6, 7]])
-    assert "lora_path" not in asked[-1]
-    with pytest.raises(KtbridgeError, match="not the logprobs of 3 tokens"):
-        client.prompt_logprobs("S", [[5, 6, 8]])

@@ -200,6 +200,22 @@ def test_unavailable_is_never_a_pass(ktbridge, server, servers, base, adapter):
         assert done.stdout == ""
 
 
+def test_sampled_tokens_say_less(ktbridge, servers, server, base, adapter, make_adapter):
+    """Here through the chat template; ok only because they were asked for, and never of a few tokens."""
+    half = make_adapter("expert-half", nonexpert=False)
+    args = ("--model", "tiny", "--adapter", str(half), "--base-model", str(base))
+    way = ("--logprobs-from", "sampled", "--repeat", "2")
+    url = servers["expert"].root
+    done = ktbridge("verify", "--server", url, *args, *way, KTBRIDGE_API_KEY=KEY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny: applied, as far as sampled tokens tell - ")
+    assert "asked: logprobs of the tokens that the server generates itself" in done.stdout
+    assert "warning KTV010  tiny\n" in done.stderr
+    # This tokenizer's base mostly says parts of characters, whose ids texts don't give away.
+    with pytest.raises(KtbridgeError, match="tokens that tiny:base sampled are known, of 32"):
+        verify(server.url, "tiny:neko", str(adapter), str(base), logprobs_from="sampled")
+
+
 def test_which_arms_are_asked():
     listed = ["S", "S:a", "S:base"]
     assert arms_to_ask("S:a", listed) == {"S:base": "base", "S": "expert", "S:a": "full"}

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from ktbridge.verify.verdict import References, judge
+from ktbridge.verify.references import References
+from ktbridge.verify.verdict import judge
 
 SIZE = 200
 

@@ -8,13 +8,16 @@ halves of different rank fit as long as their alphas agree, or differ by a power
 An adapter's rows must be permuted as the base model's converter permutes them: q and k rows of
 llama-type models (Mixtral) are permuted here; the value heads of linear attention (Qwen3.5,
 Qwen3-Next) and kv_b_proj of DeepSeek are reordered in ways not implemented here, and are refused.
-References: llama.cpp's convert_lora_to_gguf.py, conversion scripts and src/llama-adapter.cpp.
+DeepSeek's other attention projections are multiplied without LoRA, which is refused as well (KTB630).
+References: llama.cpp's convert_lora_to_gguf.py, conversion scripts, src/llama-adapter.cpp, src/models.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,6 +60,7 @@ _ARCHITECTURES = {
     "qwen3_vl_moe": "qwen3vlmoe",
     "qwen3_vl_moe_text": "qwen3vlmoe",
     "mixtral": "llama",
+    "olmoe": "olmoe",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "kimi_k2": "deepseek2",
@@ -77,6 +81,11 @@ _MODULES = (
 )
 _NAME = re.compile(r"blk\.([0-9]{1,6})\.([a-z_0-9]+)\.weight\.lora_([ab])")
 _EXPERTS = {f"ffn_{name}_exps": name for name in ("gate", "up", "down")}
+# Modules that an architecture's graph multiplies without LoRA: an adapter to them loads and does nothing.
+# src/models/deepseek2.cpp of llama-cpp-python 0.3.36; `make test-llama` measures it.
+_UNAPPLIED = {
+    "deepseek2": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+}
 _MOVED = "llama.cpp rearranges this module's weights, and an adapter to it would have to follow"
 
 
@@ -107,8 +116,11 @@ def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
         piece(f"blk.{layer}.ffn_{projection}_exps.weight.lora_{half.lower()}", block)
         for (layer, projection, half), block in sorted(source.experts.items())
     ]
+    problems += [*_unapplied(source, architecture), *_other_experts(source, base)]
     for key, block in sorted(source.nonexpert.items()):
         parsed = parse_key(key)
+        if parsed.leaf in _UNAPPLIED.get(architecture, ()):
+            continue
         name = names.get(_plain(parsed))
         reason = _refused(parsed, architecture)
         if name is None or reason:
@@ -140,6 +152,26 @@ def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
     output.header = partial(_header, metadata)
     output.alignment = package.GGUF_DEFAULT_ALIGNMENT
     return [output], problems
+
+
+def _unapplied(source: Source, architecture: str) -> Iterator[Problem]:
+    """KTB630, once for all modules whose LoRA llama.cpp would load and never apply."""
+    keys = [parse_key(key) for key in source.nonexpert]
+    found = {(k.leaf, k.layer) for k in keys if k.leaf in _UNAPPLIED.get(architecture, ())}
+    if found:
+        names = ", ".join(sorted({leaf for leaf, _ in found}))
+        layers = len({layer for _, layer in found})
+        where = f"{layers} layer{'s' * (layers > 1)}"
+        what = f"LoRA of {names} in {where}, which llama.cpp's {architecture} never applies"
+        yield problem("KTB630", str(source.path), what)
+
+
+def _other_experts(source: Source, base: ModelConfig) -> Iterator[Problem]:
+    """KTB604: llama.cpp compares no number of experts; too many are ignored, too few end the process."""
+    counts = {block.shape[0] for block in source.experts.values()}
+    if base.num_experts and counts - {base.num_experts}:
+        found = f"LoRA for {', '.join(map(str, sorted(counts)))} experts"
+        yield problem("KTB604", str(source.path), found, f"{base.num_experts} experts")
 
 
 def _header(metadata: dict[str, object], name: str, rows: Rows) -> bytes:
@@ -270,6 +302,9 @@ def _source(
     source.alpha = float(alpha) if is_number(alpha) else float(source.rank)
     source.nonexpert_alpha = float(alpha) if is_number(alpha) else float(source.nonexpert_rank)
     source.tensors_in = len(tensors)
+    source.findings = [
+        replace(item, severity="warning") for item in _unapplied(source, architecture)
+    ]
     if not tensors:
         findings.append(problem("KTB003", str(file), "has no LoRA tensors"))
     fail_if(file, [*findings, *check_source(source)])

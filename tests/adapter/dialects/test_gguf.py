@@ -98,6 +98,22 @@ def test_mixtral_rows_follow_llama_cpps_rotary_order(tmp_path: Path) -> None:
         assert bytes(again.nonexpert_tensor(key).data) == bytes(source.nonexpert_tensor(key).data)
 
 
+def test_what_llama_cpp_would_ignore_is_refused(tmp_path: Path) -> None:
+    """Projections that DeepSeek's graph has without LoRA; another number of experts. Each is said once."""
+    base = write_config(tmp_path / "base", "deepseek_v2", num_experts=5)
+    modules = {"q_proj": (24, 16), "kv_a_proj_with_mqa": (12, 16), "o_proj": (16, 24)}
+    raw = write_raw(tmp_path / "raw", modules=modules, base_model=str(base))
+    with pytest.raises(ProblemsError) as caught:
+        convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
+    ignored, experts = caught.value.problems
+    assert (ignored.code, experts.code) == ("KTB630", "KTB604")
+    assert (
+        "kv_a_proj_with_mqa, q_proj in 2 layers, which llama.cpp's deepseek2 never" in ignored.found
+    )
+    assert "3 experts" in experts.found
+    assert not (tmp_path / "out").exists()
+
+
 def llama_cpp_adapter(
     path: Path, alpha: float | None, architecture: str = "qwen3moe"
 ) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""llama.cpp in a Python of its own (llama-cpp-python), tiny models as GGUF, and their references."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ggufmodel import save_base, save_lora, write_base
+
+from ktbridge.adapter import convert_adapter, read_adapter
+from ktbridge.verify.reference_model import ReferenceModel
+from ktbridge.verify.verdict import Variant
+
+DRIVER = Path(__file__).parent / "engine_llama" / "driver.py"
+DRAW = random.Random(1)
+PROMPTS = [[DRAW.randrange(3, 170) for _ in range(32)] for _ in range(4)]
+
+
+@dataclass
+class Outcome:
+    """What llama.cpp did: logprobs of PROMPTS' tokens, or none and the reason.
+
+    ``code`` is 0, 3 for what it refused with a sentence, negative for the signal that ended it.
+    """
+
+    code: int
+    logprobs: list[float]
+    log: str
+
+
+def run_llama(python: str, model: Path, lora: Path | None = None, scale: float = 1.0) -> Outcome:
+    asked = {"model": str(model), "lora": lora and str(lora), "scale": scale, "prompts": PROMPTS}
+    command = [python, str(DRIVER), json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = json.loads(done.stdout) if done.returncode == 0 else []
+    return Outcome(done.returncode, [x for row in found for x in row], done.stderr)
+
+
+@dataclass
+class Case:
+    """One family: its checkpoint, that as GGUF, and adapters for it."""
+
+    family: str
+    root: Path
+
+    @cached_property
+    def base(self) -> Path:
+        return save_base(self.family, self.root / "base")
+
+    @cached_property
+    def model(self) -> Path:
+        return write_base(self.base, self.root / "base.gguf")
+
+    def raw(self, name: str = "raw", **options: object) -> Path:
+        path = self.root / name
+        return path if path.exists() else save_lora(self.base, path, **options)
+
+    def converted(self, name: str = "raw", **options: object) -> Path:
+        """The adapter file that `ktbridge convert --to gguf` makes of ``raw``."""
+        path = self.root / f"{name}-gguf"
+        if not path.exists():
+            convert_adapter(self.raw(name, **options), to="gguf", output_dir=path)
+        return path / "adapter_model.gguf"
+
+    def reference(self, *variants: Variant, name: str = "raw") -> list[list[float]]:
+        """Logprobs by transformers' modules in float32."""
+        return ReferenceModel(self.base, read_adapter(self.raw(name)), PROMPTS).logprobs(variants)

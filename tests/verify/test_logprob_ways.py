@@ -1,0 +1,404 @@
+"""Each engine's answers, in the shapes that its code gives them: the way that is taken, and what is refused.
+
+llama-server's and llama-cpp-python's are as these (b1-0c1e570, 0.3.36) answered here; vLLM's follow 0.33.0's
+entrypoints/openai/completion/serving.py, SGLang-KT's 0.7.2's srt/entrypoints, TGI's router/src/lib.rs.
+Logprobs and next tokens are functions of all tokens before, so that one of another place is noticed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mockserver import JsonServer
+from tinyserver import ASCII, save_tokenizer
+
+from ktbridge.adapter import read_adapter
+from ktbridge.errors import KtbridgeError
+from ktbridge.verify.logprobs import LogprobClient, Span
+from ktbridge.verify.reference_model import ReferenceModel
+from ktbridge.verify.run import verify
+from ktbridge.verify.sampled import LENGTH, Sampler
+from ktbridge.verify.verdict import Variant
+
+PROMPTS = [[5, 40, 7], [90, 33, 12, 60], [17, 18, 19], [51, 52]]
+REFUSED = {"error": {"message": "no such field"}}
+
+
+def logprob(tokens: list[int], place: int) -> float:
+    return -0.5 - sum((n + 1) * token for n, token in enumerate(tokens[: place + 1])) % 97 / 8
+
+
+def continued(tokens: list[int], count: int) -> list[int]:
+    found = list(tokens)
+    for _ in range(count):
+        found.append(8 + (sum(found) * 7 + len(found)) % 160)
+    return found[len(tokens) :]
+
+
+class Engine(JsonServer):
+    """One engine's endpoints; ``shape`` makes the part of an answer that has logprobs."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__([{"id": "tiny", "object": "model"}])
+        self.tokenizer = tokenizer
+
+    def text(self, token: int) -> str:
+        return self.tokenizer.decode([token])
+
+    def answer(self, prompt: list[int], made: list[int], **choice: Any) -> Any:
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(made)}
+        return 200, {}, {"choices": [{"index": 0, "text": "", **choice}], "usage": usage}
+
+    def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
+        whole = prompt + made
+        return [
+            ({"id": token} if ids else {})
+            | {"token": self.text(token), "logprob": logprob(whole, n), "top_logprobs": []}
+            for n, token in enumerate(whole)
+            if n >= len(prompt)
+        ]
+
+    def ids(self, request: dict[str, Any]) -> list[int]:
+        """The prompt of a request that gives ids, text or messages."""
+        if "messages" in request:
+            return self.tokenizer.apply_chat_template(
+                request["messages"], add_generation_prompt=True, return_dict=False
+            )
+        prompt = request["prompt"]
+        text = isinstance(prompt, str)
+        return self.tokenizer.encode(prompt, add_special_tokens=False) if text else list(prompt)
+
+
+class Vllm(Engine):
+    def respond(self, request: dict[str, Any]) -> Any:
+        prompt, made = request["prompt"], continued(request["prompt"], 1)
+        if "prompt_logprobs" not in request:
+            return Echo.respond(self, request)
+        rows = [
+            {
+                str(token): {
+                    "logprob": logprob(prompt, n),
+                    "rank": 3,
+                    "decoded_token": self.text(token),
+                }
+            }
+            for n, token in enumerate(prompt)
+        ]
+        return self.answer(prompt, made, logprobs=None, prompt_logprobs=[None, *rows[1:]])
+
+
+class Echo(Engine):
+    """vLLM without prompt_logprobs, our embedded engine, OpenAI's old completions."""
+
+    def respond(self, request: dict[str, Any]) -> Any:
+        if not request.get("echo"):
+            return 400, {}, REFUSED
+        prompt = request["prompt"]
+        values = [None, *(logprob(prompt, n) for n in range(1, len(prompt)))]
+        texts = [self.text(token) for token in prompt]
+        return self.answer(prompt, [], logprobs={"tokens": texts, "token_logprobs": values})
+
+
+class Sglang(Engine):
+    def get(self, path: str) -> dict[str, Any]:
+        return {"model_path": "m"} if path == "/model_info" else super().get(path)
+
+    def respond(self, request: dict[str, Any]) -> Any:
+        prompt = request["input_ids"]
+        rows = [[logprob(prompt, n) if n else None, t, None] for n, t in enumerate(prompt)]
+        return 200, {}, {"text": "", "meta_info": {"input_token_logprobs": rows}}
+
+
+class LlamaServer(Engine):
+    """Ignores echo and prompt_logprobs; ``logprobs`` is a list of objects, in completions too."""
+
+    def prefixed(self, prompt: list[int]) -> list[int]:
+        return prompt
+
+    def respond(self, request: dict[str, Any]) -> Any:
+        prompt = self.prefixed(self.ids(request))
+        made = continued(prompt, max(1, request["max_tokens"]))
+        content = {"content": self.rows(prompt, made, ids=True)}
+        return self.answer(prompt, made, logprobs=content if request.get("logprobs") else None)
+
+
+class LlamaCppPython(Engine):
+    """Takes text alone: ids end in 500."""
+
+    def respond(self, request: dict[str, Any]) -> Any:
+        if not isinstance(request.get("prompt"), str):
+            return (
+                500,
+                {},
+                {"error": {"message": "5 validation errors:\n  {'type': 'string_type'}"}},
+            )
+        prompt = self.ids(request)
+        made = continued(prompt, request["max_tokens"])
+        rows = self.rows(prompt, made, ids=False)
+        logprobs = {
+            "tokens": [row["token"] for row in rows],
+            "token_logprobs": [row["logprob"] for row in rows],
+            "top_logprobs": [{row["token"]: row["logprob"]} for row in rows],
+        }
+        return self.answer(prompt, made, logprobs=logprobs)
+
+
+class Tgi(Engine):
+    """Its completions never have logprobs; chat has, without ids or bytes."""
+
+    def respond(self, request: dict[str, Any]) -> Any:
+        if "messages" in request:
+            prompt = self.ids(request)
+            made = continued(prompt, request["max_tokens"])
+            content = {"content": self.rows(prompt, made, ids=False)}
+            return self.answer(prompt, made, message={}, logprobs=content)
+        if not isinstance(request["prompt"], str):
+            return 422, {}, "Failed to deserialize the JSON body into the target type"
+        prompt = self.ids(request)
+        return self.answer(prompt, continued(prompt, 1), logprobs=None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), ASCII)
+
+
+@pytest.fixture
+def start(tokenizer):
+    """start(engine, way): a client that has chosen how to ask it, and the sampler."""
+    servers = []
+
+    def run(engine: Any, way: str = "auto", using: Any = None) -> tuple[LogprobClient, Sampler]:
+        servers.append(engine(using or tokenizer))
+        client = LogprobClient(servers[-1].url, timeout=10)
+        sampler = Sampler(using or tokenizer, PROMPTS)
+        client.choose("tiny", PROMPTS, sampler, way)
+        return client, sampler
+
+    yield run
+    for server in servers:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "way", "form"),
+    [
+        (Vllm, "prompt_logprobs", ""),
+        (Echo, "echo", ""),
+        (Sglang, "sglang", ""),
+        (LlamaServer, "sampled", "ids"),
+        (LlamaCppPython, "sampled", "text"),
+        (Tgi, "sampled", "chat"),
+    ],
+)
+def test_each_engine_is_asked_in_the_way_that_it_has(start, engine, way: str, form: str) -> None:
+    client, sampler = start(engine)
+    assert (client.way, sampler.form) == (way, form)
+    answer = client.ask_all(["tiny"], repeat=2)["tiny"]
+    assert answer.spread == 0.0
+    place = 0
+    for span in answer.spans:
+        tokens = list(span.tokens)
+        for n in range(span.start, len(tokens)):
+            assert answer.logprobs[place] == pytest.approx(logprob(tokens, n))
+            place += 1
+    assert place == len(answer.logprobs)
+    if way == "sampled":
+        assert place == LENGTH * len(answer.spans)
+        assert all(list(s.tokens[s.start :]) == continued(list(s.tokens[: s.start]), LENGTH)
+                   for s in answer.spans)  # fmt: skip
+    else:
+        assert answer.spans == tuple(Span(tuple(prompt), 1) for prompt in PROMPTS)
+
+
+class Computed(Vllm):
+    """vLLM's answers with an adapter's real logprobs. ``neko`` of ``org/base``, as vLLM lists adapters."""
+
+    def __init__(self, base: Path, served_base: Path, adapter: Path) -> None:
+        from ktbridge.experts.loading import load_tokenizer
+
+        super().__init__(load_tokenizer(base))
+        self.listed = [
+            {"id": "org/base", "owned_by": "vllm", "parent": None, "root": str(base)},
+            {"id": "neko", "owned_by": "vllm", "parent": "org/base", "root": str(adapter)},
+        ]
+        self.base, self.adapter = served_base, read_adapter(adapter)
+
+    def respond(self, request: dict[str, Any]) -> Any:
+        prompt = request["prompt"]
+        variant = Variant(1, 1) if request["model"] == "neko" else Variant()
+        with self.lock:
+            (found,) = ReferenceModel(self.base, self.adapter, [prompt]).logprobs([variant])
+        rows = [{str(t): {"logprob": x, "rank": 9}} for t, x in zip(prompt[1:], found, strict=True)]
+        return self.answer(prompt, [1], prompt_logprobs=[None, *rows])
+
+
+def test_vllms_adapter_is_told_from_its_base(base, other_base, adapter) -> None:
+    """The listing says which base an adapter is of, so that another base is noticed too."""
+    for served_base, verdict, told_by in (
+        (base, "applied", "references"),
+        (other_base, "can't tell", "base"),
+    ):
+        server = Computed(base, served_base, adapter)
+        result = verify(server.url, "neko", str(adapter), str(base))
+        server.close()
+        assert (result.verdict, result.told_by) == (verdict, told_by)
+        assert result.logprobs_from == "prompt_logprobs"
+        assert [(arm.model, arm.expected) for arm in result.arms] == [
+            ("org/base", "base"),
+            ("neko", "full"),
+        ]
+        assert result.ok == (verdict == "applied")
+
+
+def test_a_way_can_be_insisted_on(start) -> None:
+    assert start(Vllm, "echo")[0].way == "echo"
+    with pytest.raises(KtbridgeError, match=r"no logprobs of tiny .*\(echo: no prompt logprobs\)"):
+        start(LlamaServer, "echo")
+    with pytest.raises(KtbridgeError, match=r"sglang: 400, no such field"):
+        start(Echo, "sglang")
+
+
+def test_every_way_that_failed_is_named(start) -> None:
+    class Nothing(Engine):
+        def respond(self, request: dict[str, Any]) -> Any:
+            return 404, {}, {"error": {"message": "not here " * 100}}
+
+    with pytest.raises(KtbridgeError) as caught:
+        start(Nothing)
+    for name in ("prompt_logprobs: 404", "echo: 404", "ids: 404", "text: 404", "chat: 404"):
+        assert name in str(caught.value)
+    assert len(str(caught.value)) < 1200
+
+
+def test_a_wrong_key_ends_the_search(start) -> None:
+    class Locked(Engine):
+        def respond(self, request: dict[str, Any]) -> Any:
+            return 401, {}, {"error": {"message": "who are you?"}}
+
+    with pytest.raises(KtbridgeError, match=r"answered 401: who are you\?"):
+        start(Locked)
+
+
+def shifted(values: list[Any]) -> list[Any]:
+    return [*values[1:], -1.0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values[1:],
+        lambda values: [*values, -1.0],
+        shifted,  # no null first: as llama-cpp-python's echo has it, whose logprobs are another token's
+        lambda values: [None, *["-1.5"] * (len(values) - 1)],
+        lambda values: [None] * len(values),
+    ],
+)
+def test_an_echo_that_is_not_of_these_tokens_is_not_used(start, change) -> None:
+    class Odd(Echo):
+        def respond(self, request: dict[str, Any]) -> Any:
+            status, headers, body = super().respond(request)
+            if status == 200:
+                logprobs = body["choices"][0]["logprobs"]
+                logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
+            return status, headers, body
+
+    with pytest.raises(KtbridgeError, match="echo: "):
+        start(Odd, "echo")
+
+
+def test_prompt_logprobs_of_other_tokens_are_not_used(start) -> None:
+    class Other(Vllm):
+        def respond(self, request: dict[str, Any]) -> Any:
+            return super().respond({**request, "prompt": [n + 1 for n in request["prompt"]]})
+
+    with pytest.raises(KtbridgeError, match="prompt_logprobs: not the logprobs of 3 tokens"):
+        start(Other, "prompt_logprobs")
+
+
+def test_prompts_that_the_server_counts_otherwise_are_left_out(start, tokenizer) -> None:
+    class Begins(LlamaServer):
+        """Puts a token of its own before prompts of three."""
+
+        def prefixed(self, prompt: list[int]) -> list[int]:
+            return [1, *prompt] if len(prompt) == 3 else prompt
+
+    client, sampler = start(Begins)
+    assert (sampler.unlike, len(client.ask_all(["tiny"])["tiny"].spans)) == (2, 2)
+
+    class Always(LlamaServer):
+        def prefixed(self, prompt: list[int]) -> list[int]:
+            return [1, *prompt]
+
+    with pytest.raises(KtbridgeError, match="4 of 4 prompts tokenised otherwise"):
+        start(Always)
+
+
+def test_tokens_that_are_not_certain_end_a_continuation(start, tokenizer) -> None:
+    """llama-server skips tokens that end inside a character, and gives the next id the text of all."""
+
+    class Joined(LlamaServer):
+        def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
+            rows = super().rows(prompt, made, ids=ids)
+            if len(rows) > 10:
+                rows[10]["token"] = rows[9]["token"] + rows[10]["token"]
+                del rows[9]
+            return rows
+
+    client, _ = start(Joined)
+    assert {span.size for span in client.ask_all(["tiny"])["tiny"].spans} == {9}
+
+    class Fewer(LlamaCppPython):
+        def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
+            return super().rows(prompt, made, ids=ids)[2:]
+
+    with pytest.raises(KtbridgeError, match="text: 0 tokens whose ids are known"):
+        start(Fewer)
+
+
+def test_rounds_that_part_count_up_to_where_they_do(start) -> None:
+    class Wavering(LlamaServer):
+        def respond(self, request: dict[str, Any]) -> Any:
+            self.seen[str(request["prompt"])] += 1
+            status, headers, body = super().respond(request)
+            logprobs = body["choices"][0]["logprobs"]
+            if logprobs and self.seen[str(request["prompt"])] > 4:
+                row = logprobs["content"][12]
+                row["id"] = 8 if row["id"] != 8 else 9
+                row["token"] = self.text(row["id"])
+            return status, headers, body
+
+    client, _ = start(Wavering)
+    answer = client.ask_all(["tiny"], repeat=4)["tiny"]
+    assert {span.size for span in answer.spans} == {12}
+
+
+def test_a_token_that_begins_texts_is_counted_in(start, tmp_path) -> None:
+    """llama.cpp puts BOS before a text, where the GGUF says so, and not before ids."""
+    tokenizer = save_tokenizer(tmp_path, ASCII)
+    tokenizer.bos_token = "<|endoftext|>"
+
+    class Begins(LlamaCppPython):
+        def ids(self, request: dict[str, Any]) -> list[int]:
+            return [tokenizer.bos_token_id, *super().ids(request)]
+
+    client, sampler = start(Begins, using=tokenizer)
+    assert (sampler.form, sampler.unlike) == ("text", 0)
+    for span in client.ask_all(["tiny"])["tiny"].spans:
+        assert span.tokens[0] == tokenizer.bos_token_id
+
+
+def test_an_arm_with_too_few_tokens_is_not_judged(start) -> None:
+    class Terse(LlamaServer):
+        def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
+            return super().rows(prompt, made, ids=ids)[: 3 if self.terse else None]
+
+        def respond(self, request: dict[str, Any]) -> Any:
+            self.terse = request["model"] != "tiny"
+            return super().respond(request)
+
+    client, _ = start(Terse)
+    with pytest.raises(KtbridgeError, match="12 tokens that tiny:base sampled are known, of 32"):
+        client.ask_all(["tiny", "tiny:base"])
