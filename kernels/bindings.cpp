@@ -4,12 +4,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <tuple>
 
 #include "common/ceilings.h"
 #include "common/cpu.h"
+#include "common/faults.h"
 #include "common/parts.h"
 #include "common/recycler.h"
 #include "job.h"
@@ -129,10 +131,17 @@ class Layer {
                                      const DropoutAt& dropout) const {
     check_size(tokens, top_k);
     return queued(launch, stream, [=, machine = machine_, experts = experts_](Job& job) {
-      job.saved = forward(machine, *experts, lora_at<const float>(lora, rank, scale), tokens, top_k,
-                          reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
-                          reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep,
-                          dropout_at(dropout));
+      job.tokens = tokens;
+      job.top_k = top_k;
+      try {
+        job.saved = forward(
+            machine, *experts, lora_at<const float>(lora, rank, scale), tokens, top_k,
+            reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
+            reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep, dropout_at(dropout));
+      } catch (...) {  // the stream goes on until somebody hears of it: with zeros, not with garbage
+        std::fill_n(reinterpret_cast<bf16*>(out), job.tokens * experts->hidden, bf16{0});
+        throw;
+      }
     });
   }
 
@@ -141,11 +150,20 @@ class Layer {
                                       Address hidden, Address d_out, Address d_hidden, Address d_weights,
                                       const LoraAddresses& d_lora) const {
     return queued(launch, stream, [=, machine = machine_, experts = experts_](Job&) {
-      if (!before->saved) return;  // its forward failed, as whoever checks that job will hear
-      backward(machine, *experts, lora_at<const float>(lora, rank, scale), *before->saved,
-               reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const bf16*>(d_out),
-               reinterpret_cast<bf16*>(d_hidden), reinterpret_cast<float*>(d_weights),
-               lora_at<float>(d_lora, rank, scale));
+      const auto nothing = [&] {
+        std::fill_n(reinterpret_cast<bf16*>(d_hidden), before->tokens * experts->hidden, bf16{0});
+        std::fill_n(reinterpret_cast<float*>(d_weights), before->tokens * before->top_k, 0.f);
+      };
+      if (!before->saved) return nothing();  // its forward failed, as whoever checks that job will hear
+      try {
+        backward(machine, *experts, lora_at<const float>(lora, rank, scale), *before->saved,
+                 reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const bf16*>(d_out),
+                 reinterpret_cast<bf16*>(d_hidden), reinterpret_cast<float*>(d_weights),
+                 lora_at<float>(d_lora, rank, scale));
+      } catch (...) {
+        nothing();
+        throw;
+      }
       if (last) before->saved.reset();
     });
   }
@@ -185,6 +203,16 @@ PYBIND11_MODULE(_kernels, m) {
         return names;
       },
       "Kernel paths this CPU can run, worst first.");
+  m.def("why_no_tiles", &why_no_tiles, "Why this CPU's AMX isn't used; empty where it is, or has none.");
+  m.def(
+      "watch_map",
+      [](Address begin, std::size_t bytes, const std::string& sentence) {
+        return watch_map(reinterpret_cast<const void*>(begin), bytes, sentence);
+      },
+      py::arg("begin"), py::arg("bytes"), py::arg("sentence"),
+      "Ends the process with a sentence where a mapped file can't be read (kernels/common/faults.h).");
+  m.def("forget_map", &forget_map, py::arg("number"), "Of watch_map.");
+  m.def("after_fault", &after_fault, py::arg("text"), "What is written behind such a sentence.");
   m.def(
       "isa_default", [] { return std::string(isa_name(choose_isa("auto"))); },
       "The path that isa='auto' takes (KTBRIDGE_ISA decides, if set).");

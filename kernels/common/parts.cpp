@@ -61,7 +61,7 @@ struct Share {
           {at, static_cast<std::ptrdiff_t>(kStrip) * hidden, kLeftStrips, hidden, kSteps, cold},
           token_strips(tiles),
           tiles};
-      kernels.gemm(&product, 1, result.data());
+      kernels.gemm(&product, 1, result.data(), false);
     }
   }
 
@@ -72,7 +72,7 @@ struct Share {
     for (int column = 0; column + kPanelStrips * kStrip <= hidden; column += kPanelStrips * kStrip) {
       kernels.pack_right(matrix, inner, column, right);
       const Product product{token_strips(tiles), right, tiles};
-      if (multiply) kernels.gemm(&product, 1, result.data());
+      if (multiply) kernels.gemm(&product, 1, result.data(), false);
     }
   }
 

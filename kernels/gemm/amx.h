@@ -1,6 +1,6 @@
 // The strip product on AMX tiles: blocks of 2 x 3 or 3 x 2, so that loaded tiles are used more than once.
-// Operands stream from L2 over the whole reduction; blocking it for L1 costs more in sums stored and
-// reloaded than it saves (docs/kernel-log.md).
+// Operands stream from L2 over what moe/pass.h gives of the reduction; blocking it for L1 costs more in
+// sums stored and reloaded than it saves (docs/kernel-log.md).
 #pragma once
 
 #include <algorithm>
@@ -63,8 +63,14 @@ inline void tile_product(const Product& product, const bf16* left, const bf16* r
 }
 
 template <int kRows, int kColumns>
-inline void tile_block(const Product* products, int count, int i, int j, float* result) {
-  unroll<kRows * kColumns>([]<int sum>() { tile_zero<sum>(); });
+inline void tile_block(const Product* products, int count, int i, int j, float* result, bool add) {
+  const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
+  float* block = result + i * stride + static_cast<std::ptrdiff_t>(j) * kBlock;
+  const auto at = [=](int sum) { return block + sum / kColumns * stride + sum % kColumns * kBlock; };
+  if (add)
+    unroll<kRows * kColumns>([=]<int sum>() { tile_load<sum>(at(sum)); });
+  else
+    unroll<kRows * kColumns>([]<int sum>() { tile_zero<sum>(); });
   for (int p = 0; p < count; ++p) {
     const Product& product = products[p];
     const bf16* left = product.left.data + i * product.left.stride;
@@ -80,18 +86,15 @@ inline void tile_block(const Product* products, int count, int i, int j, float* 
     else
       tile_product<kRows, kColumns, false, false>(product, left, right);
   }
-  const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
-  float* block = result + i * stride + static_cast<std::ptrdiff_t>(j) * kBlock;
-  unroll<kRows * kColumns>(
-      [&]<int sum>() { tile_store<sum>(block + sum / kColumns * stride + sum % kColumns * kBlock); });
+  unroll<kRows * kColumns>([=]<int sum>() { tile_store<sum>(at(sum)); });
 }
 
 // Cuts `left` strips into threes and twos as far as that goes.
 inline int strips_at_once(int left) { return left == 4 ? 2 : std::min(left, 3); }
 
 // The calling thread must have its tiles configured (tiles_begin).
-inline void gemm_amx(const Product* products, int count, float* result) {
-  using Block = void (*)(const Product*, int, int, int, float*);
+inline void gemm_amx(const Product* products, int count, float* result, bool add) {
+  using Block = void (*)(const Product*, int, int, int, float*, bool);
   static constexpr Block kBlocks[3][3] = {{tile_block<1, 1>, tile_block<1, 2>, tile_block<1, 3>},
                                           {tile_block<2, 1>, tile_block<2, 2>, tile_block<2, 3>},
                                           {tile_block<3, 1>, tile_block<3, 2>, nullptr}};
@@ -102,7 +105,7 @@ inline void gemm_amx(const Product* products, int count, float* result) {
     m = wide ? std::min(2, rows - i) : strips_at_once(rows - i);
     for (int j = 0, n; j < columns; j += n) {
       n = wide ? strips_at_once(columns - j) : std::min(2, columns - j);
-      kBlocks[m - 1][n - 1](products, count, i, j, result);
+      kBlocks[m - 1][n - 1](products, count, i, j, result, add);
     }
   }
 }

@@ -44,6 +44,8 @@ struct Kernels {
   void (*end)();
 
   Gemm gemm;
+  // Whether left rows that begin between two lines of the cache cost more than a tile of zeros.
+  bool wants_aligned_rows;
 
   // W's rows [row, row + 16) as a left strip; rows past the end become zeros.
   void (*pack_left)(const Matrix& w, int row, bf16* strip);

@@ -59,6 +59,8 @@ inline int whole_panel_to_right(const Matrix w, int column, Strips target) {
   const char* ahead = panel + kRowsAhead * w.stride;
   bf16* to = const_cast<bf16*>(target.data);
   const std::ptrdiff_t stride = target.stride;
+  // A piece that doesn't begin with a line has the beginning of one more.
+  const bool straddles = reinterpret_cast<std::uintptr_t>(panel) % 64 != 0;
   int k = 0;
   for (; k + 1 < w.rows; k += 2, ahead += 2 * w.stride, to += 2 * kStrip) {
     if (k == (w.rows - kRowsAhead) / 2 * 2) ahead = panel + kWidth;
@@ -66,6 +68,10 @@ inline int whole_panel_to_right(const Matrix w, int column, Strips target) {
     for (int byte = 0; byte < kWidth; byte += 64) {
       __builtin_prefetch(ahead + byte, 0, 2);
       __builtin_prefetch(ahead + w.stride + byte, 0, 2);
+    }
+    if (straddles) {
+      __builtin_prefetch(ahead + kWidth - 1, 0, 2);
+      __builtin_prefetch(ahead + w.stride + kWidth - 1, 0, 2);
     }
     for (int half = 0; half < 2; ++half) {
       Pairs first, second;
