@@ -12,7 +12,6 @@
 #include "common/ceilings.h"
 #include "common/cpu.h"
 #include "common/faults.h"
-#include "common/parts.h"
 #include "common/recycler.h"
 #include "job.h"
 #include "moe/layer.h"
@@ -134,10 +133,11 @@ class Layer {
       job.tokens = tokens;
       job.top_k = top_k;
       try {
-        job.saved = forward(
-            machine, *experts, lora_at<const float>(lora, rank, scale), tokens, top_k,
-            reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
-            reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep, dropout_at(dropout));
+        job.saved =
+            forward(machine, *experts, lora_at<const float>(lora, rank, scale), tokens, top_k,
+                    reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
+                    reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep,
+                    dropout_at(dropout));
       } catch (...) {  // the stream goes on until somebody hears of it: with zeros, not with garbage
         std::fill_n(reinterpret_cast<bf16*>(out), job.tokens * experts->hidden, bf16{0});
         throw;
@@ -204,15 +204,8 @@ PYBIND11_MODULE(_kernels, m) {
       },
       "Kernel paths this CPU can run, worst first.");
   m.def("why_no_tiles", &why_no_tiles, "Why this CPU's AMX isn't used; empty where it is, or has none.");
-  m.def(
-      "watch_map",
-      [](Address begin, std::size_t bytes, const std::string& sentence) {
-        return watch_map(reinterpret_cast<const void*>(begin), bytes, sentence);
-      },
-      py::arg("begin"), py::arg("bytes"), py::arg("sentence"),
-      "Ends the process with a sentence where a mapped file can't be read (kernels/common/faults.h).");
-  m.def("forget_map", &forget_map, py::arg("number"), "Of watch_map.");
-  m.def("after_fault", &after_fault, py::arg("text"), "What is written behind such a sentence.");
+  m.def("explain_faults", &explain_faults, py::arg("before"), py::arg("behind"),
+        "What stands around a file's path where it is mapped and can't be read (kernels/common/faults.h).");
   m.def(
       "isa_default", [] { return std::string(isa_name(choose_isa("auto"))); },
       "The path that isa='auto' takes (KTBRIDGE_ISA decides, if set).");
@@ -235,25 +228,6 @@ PYBIND11_MODULE(_kernels, m) {
       },
       py::arg("threads"), py::arg("bytes"), py::arg("seconds"),
       "bytes/s of reading a buffer of that size.");
-  py::enum_<Part>(m, "Part", "What keeps a pass busy (kernels/common/parts.h).")
-      .value("products", Part::products)
-      .value("forward", Part::forward)
-      .value("pack", Part::pack)
-      .value("backward", Part::backward);
-  m.def(
-      "measure_part",
-      [](Part part, const std::string& isa, int threads, int strips, int inner, int hidden,
-         std::size_t bytes, double seconds) {
-        if (strips < 1 || inner < 64 || hidden < 64 || inner % 32 != 0 || hidden % 64 != 0)
-          throw std::invalid_argument("inner is a multiple of 32, hidden of 64, both at least 64");
-        const Kernels& kernels = kernels_for(choose_isa(isa));
-        py::gil_scoped_release release;
-        return measure_part(kernels, Pool::shared(choose_threads(threads)), part, strips, inner, hidden,
-                            bytes, seconds);
-      },
-      py::arg("part"), py::arg("isa"), py::arg("threads"), py::arg("strips"), py::arg("inner"),
-      py::arg("hidden"), py::arg("bytes"), py::arg("seconds"),
-      "Seconds to walk over `bytes` of bf16 weights, doing one part of a pass only.");
   m.def("release_memory", &release_memory,
         "Gives activation memory kept for the next pass back to the system.");
   py::enum_<Keep>(m, "Keep", "What forward keeps for backward.")

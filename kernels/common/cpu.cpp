@@ -83,7 +83,8 @@ std::string why_no_tiles() {
   const Registers seven = cpuid(7);
   if (!bit(seven.edx, 22) || !bit(seven.edx, 24) || runs(Isa::amx_bf16)) return "";
   if ((saved_state() & 0x60000) != 0x60000) return "the operating system doesn't save AMX's registers";
-  if (refused_tiles() == ENOSPC) return "a thread's alternate signal stack is too small for AMX's registers";
+  if (refused_tiles() == ENOSPC)
+    return "a thread's alternate signal stack is too small for AMX's registers";
   return std::string("arch_prctl was refused: ") + std::strerror(refused_tiles());
 }
 

@@ -39,23 +39,47 @@ inline void tile_step(const bf16* left, std::ptrdiff_t row, std::ptrdiff_t left_
   });
 }
 
-template <int kRows, int kColumns, bool kCold, bool kLast>
-inline void tile_product(const Product& product, const bf16* left, const bf16* right) {
+// Of the rows that come next, so many lines with each tile at most; kMostAsked is what memory delivers.
+constexpr int kMostAsked = 8;
+
+// Cold rows come in pairs of strips, one pair after the other. The first block reads them; where it is the
+// `kOnly` one, it asks for the beginning of the next pair, a row with each tile.
+template <int kRows, int kColumns, bool kOnly>
+inline void cold_product(const Product& product, const bf16* left, const bf16* right) {
   const std::ptrdiff_t row = product.left.row, left_stride = product.left.stride;
   const std::ptrdiff_t step = product.left.tile, right_stride = product.right.stride;
-  // Cold rows come in pairs of strips, one pair after the other: the last use of one pair asks for the
-  // beginning of the next, a row with each tile.
   const bf16* next = left + 2 * left_stride;
   for (int tile = 0; tile < product.tiles; ++tile) {
-    if constexpr (kLast)
+    if constexpr (kOnly)
       if (tile < 2 * kStrip) {
         for (int ahead = 0; ahead < kTilesAhead; ++ahead) __builtin_prefetch(next + ahead * step, 0, 2);
         next += tile + 1 == kStrip ? left_stride - (kStrip - 1) * row : row;
       }
-    if constexpr (kCold)
-      if (tile + kTilesAhead < product.tiles)
-        for (int r = 0; r < kRows * kStrip; ++r)
-          __builtin_prefetch(left + r / kStrip * left_stride + r % kStrip * row + kTilesAhead * step);
+    if (tile + kTilesAhead < product.tiles)
+      for (int r = 0; r < kRows * kStrip; ++r)
+        __builtin_prefetch(left + r / kStrip * left_stride + r % kStrip * row + kTilesAhead * step);
+    tile_step<kRows, kColumns>(left, row, left_stride, right, right_stride);
+    left += step;
+    right += kTile;
+  }
+}
+
+// Rows that are in cache. With each tile it asks for `lines` rows' lines of the next pair, from tile
+// `from`.
+template <int kRows, int kColumns>
+inline void warm_product(const Product& product, const bf16* left, const bf16* right, int from, int lines) {
+  const std::ptrdiff_t row = product.left.row, left_stride = product.left.stride;
+  const std::ptrdiff_t step = product.left.tile, right_stride = product.right.stride;
+  const bf16* next = left + 2 * left_stride + from * step;
+  int r = 0;
+  for (int tile = 0; tile < product.tiles; ++tile) {
+    for (int line = r; line < r + lines; ++line)
+      __builtin_prefetch(next + line / kStrip * left_stride + line % kStrip * row, 0, 2);
+    r += lines;
+    if (r >= 2 * kStrip) {
+      r = 0;
+      next += step;
+    }
     tile_step<kRows, kColumns>(left, row, left_stride, right, right_stride);
     left += step;
     right += kTile;
@@ -64,7 +88,8 @@ inline void tile_product(const Product& product, const bf16* left, const bf16* r
 
 template <int kRows, int kColumns>
 inline void tile_block(const Product* products, int count, int i, int j, float* result, bool add) {
-  const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
+  const int columns = products->right.count;
+  const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(columns) * kBlock;
   float* block = result + i * stride + static_cast<std::ptrdiff_t>(j) * kBlock;
   const auto at = [=](int sum) { return block + sum / kColumns * stride + sum % kColumns * kBlock; };
   if (add)
@@ -75,16 +100,18 @@ inline void tile_block(const Product* products, int count, int i, int j, float* 
     const Product& product = products[p];
     const bf16* left = product.left.data + i * product.left.stride;
     const bf16* right = product.right.data + j * product.right.stride;
-    const bool first = product.left.cold && j == 0,
-               last = product.left.cold && j + kColumns >= product.right.count;
-    if (first && last)
-      tile_product<kRows, kColumns, true, true>(product, left, right);
-    else if (first)
-      tile_product<kRows, kColumns, true, false>(product, left, right);
-    else if (last)
-      tile_product<kRows, kColumns, false, true>(product, left, right);
-    else
-      tile_product<kRows, kColumns, false, false>(product, left, right);
+    if (!product.left.cold) {
+      warm_product<kRows, kColumns>(product, left, right, 0, 0);
+    } else if (j > 0) {  // blocks behind the first share what comes next; lines are a power of two
+      const int blocks = std::max(1, (columns - 1) / 3),
+                share = 1 << (31 - __builtin_clz(2 * kStrip / blocks));
+      const int lines = std::min(kMostAsked, share), before = (j - 1) / 3 * product.tiles;
+      warm_product<kRows, kColumns>(product, left, right, before * lines / (2 * kStrip), lines);
+    } else if (kColumns == columns) {
+      cold_product<kRows, kColumns, true>(product, left, right);
+    } else {
+      cold_product<kRows, kColumns, false>(product, left, right);
+    }
   }
   unroll<kRows * kColumns>([=]<int sum>() { tile_store<sum>(at(sum)); });
 }

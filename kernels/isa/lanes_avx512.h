@@ -125,6 +125,14 @@ inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
 inline Lanes from_bytes(const std::uint8_t* p) {  // 16 unsigned bytes -> their bits in 32-bit lanes
   return {_mm512_castsi512_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+// 16 e4m3 bytes, divided by 256: put into place as halves (float16), whose bias is larger by 8. Their
+// conversion takes subnormals as fast as others, where a product of subnormal float32 takes 150 cycles.
+inline Lanes from_e4m3_by_256(const std::uint8_t* p) {
+  const __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(bits, 7), _mm256_set1_epi16(0x3f80));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(bits, 8), _mm256_set1_epi16(-32768));
+  return {_mm512_cvtph_ps(_mm256_or_si256(magnitude, sign))};
+}
 template <int kBits>
 inline Lanes shift_left(Lanes a) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a.v), kBits))};

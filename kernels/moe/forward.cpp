@@ -8,7 +8,7 @@ namespace ktbridge {
 namespace {
 
 // Panels of the down projection: 64 rows of H.
-constexpr int kDownStrips = kPanelStrips;
+constexpr int kDownStrips = 4;
 
 class Forward {
  public:
@@ -93,8 +93,9 @@ class Forward {
                                 y_.data() + slot * y_stride_ + row + i * kStrip, y_stride_);
         }
       };
-      for_panels({sizes_.inner_tiles, sizes_.rank_tiles}, chunk_unit(w, false), block.count, unit,
-                 add_panel, finish_panel);
+      for_panels(
+          {unit, block.count, kDownStrips, {sizes_.inner_tiles, sizes_.rank_tiles}, chunk_unit(w, false)},
+          add_panel, finish_panel);
     });
   }
 

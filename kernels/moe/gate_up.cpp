@@ -4,7 +4,7 @@ namespace ktbridge {
 namespace {
 
 // A panel is 32 rows of I of both projections: strips gate, gate, up, up of the result.
-constexpr int kStrips = kPanelStrips;
+constexpr int kStrips = 4;
 
 }  // namespace
 
@@ -58,8 +58,8 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
             keep ? target.saved->up.data() + kept : nullptr);
       }
     };
-    const int unit_tiles = chunk_unit(experts.weight[kGate][expert], false);
-    for_panels({sizes.hidden_tiles, sizes.rank_tiles}, unit_tiles, block.count, unit, add_panel,
+    const int chunk = chunk_unit(experts.weight[kGate][expert], false);
+    for_panels({unit, block.count, kStrips, {sizes.hidden_tiles, sizes.rank_tiles}, chunk}, add_panel,
                finish_panel);
   });
 }

@@ -84,9 +84,6 @@ void for_token_blocks(const Routing& routing, int expert, Body body) {
     body(TokenBlock{begin, std::min(each, strips - begin)});
 }
 
-// Of a panel of weights, so many result strips at once.
-constexpr int kPanelStrips = 4;
-
 constexpr int kLeastChunk = 8;  // tiles: fewer, and sums are loaded and stored too often
 
 // How a block's products with an expert's panels are cut so that they stay in L2: the reduction into chunks
@@ -96,14 +93,13 @@ constexpr int kLeastChunk = 8;  // tiles: fewer, and sums are loaded and stored 
 struct Cut {
   int chunk, group;
 };
-inline Cut cut_for_cache(int strips, int tiles, int panels) {
+inline Cut cut_for_cache(int strips, int panel_strips, int tiles, int most, int panels) {
   static const int l2_tiles = static_cast<int>(std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), 256L << 10) /
                                                static_cast<long>(kTile * sizeof(bf16)));
-  const int room = l2_tiles * 3 / 4, sums = strips * kPanelStrips;
-  if ((strips + kPanelStrips) * tiles + sums <= room) return {tiles, 1};
-
+  const int room = l2_tiles * 3 / 4, sums = strips * panel_strips, together = strips + panel_strips;
+  if (tiles <= most && together * tiles + sums <= room) return {tiles, 1};
   const int group = std::clamp(room / 2 / sums, 1, panels);
-  return {std::max(kLeastChunk, (room - group * sums) / (strips + kPanelStrips)), group};
+  return {std::clamp((room - group * sums) / together, kLeastChunk, most), group};
 }
 
 // Tiles [begin, begin + tiles) of the part of a reduction that one matrix has.
@@ -148,19 +144,26 @@ void for_chunks(std::initializer_list<int> parts, int most, int unit, Body body)
   end(true);
 }
 
-// A unit's panels of one block of tokens: add(panel, chunk, result) for all of a reduction's chunks, then
-// finish(panel, result), panels rising.
+// The sums that a unit's panels have for one block of tokens.
+struct Panels {
+  Unit unit;
+  int strips, panel_strips;              // of the block, of a panel
+  std::initializer_list<int> parts;      // tiles of the reduction's matrices
+  int chunk_unit, most_tiles = 1 << 20;  // chunks begin at multiples of the one and end before the other
+};
+
+// add(panel, chunk, result) for all of a reduction's chunks, then finish(panel, result), panels rising.
 template <class Add, class Finish>
-void for_panels(std::initializer_list<int> parts, int unit_tiles, int strips, Unit unit, Add add,
-                Finish finish) {
-  const int tiles = std::accumulate(parts.begin(), parts.end(), 0);
-  const Cut cut = cut_for_cache(strips, tiles, unit.end - unit.begin);
-  const std::ptrdiff_t size = static_cast<std::ptrdiff_t>(strips) * kPanelStrips * kBlock;
-  float* results = result_blocks(kMain, cut.group * strips * kPanelStrips);
-  for (int begin = unit.begin; begin < unit.end; begin += cut.group)
-    for_chunks(parts, cut.chunk, unit_tiles, [&](const Chunk& chunk) {
-      for (int p = begin; p < std::min(unit.end, begin + cut.group); ++p) {
-        float* result = results + (p - begin) * size;
+void for_panels(const Panels& all, Add add, Finish finish) {
+  const int tiles = std::accumulate(all.parts.begin(), all.parts.end(), 0),
+            blocks = all.strips * all.panel_strips;
+  const int end = all.unit.end, panels = end - all.unit.begin;
+  const Cut cut = cut_for_cache(all.strips, all.panel_strips, tiles, all.most_tiles, panels);
+  float* results = result_blocks(kMain, static_cast<std::ptrdiff_t>(cut.group) * blocks);
+  for (int begin = all.unit.begin; begin < end; begin += cut.group)
+    for_chunks(all.parts, cut.chunk, all.chunk_unit, [&](const Chunk& chunk) {
+      for (int p = begin; p < std::min(end, begin + cut.group); ++p) {
+        float* result = results + static_cast<std::ptrdiff_t>(p - begin) * blocks * kBlock;
         add(p, chunk, result);
         if (chunk.last) finish(p, result);
       }
@@ -226,6 +229,27 @@ inline Product rows_product(const Kernels& kernels, const Matrix& w, Stretch at,
 inline void zero_margins(bf16* strip, int tiles) {
   std::fill_n(strip - tile_elements(kMargin), tile_elements(kMargin), bf16{0});
   std::fill_n(strip + tile_elements(tiles), tile_elements(kMargin), bf16{0});
+}
+
+// Adds a chunk of left times `strips` strips of the matrices' columns, whose rows are the reduction, one
+// matrix behind the other.
+inline void add_columns(const Kernels& kernels, const Chunk& chunk,
+                        std::initializer_list<const Matrix*> matrices, int column, int strips, Strips left,
+                        float* result) {
+  const std::ptrdiff_t stride = tile_elements(chunk.tiles);
+  const Strips panel{workspace(kPanel, strips * stride), stride, strips};
+  Product products[4];
+  int tiles = 0;
+  for (int i = 0; i < chunk.count; ++i) {
+    const Stretch at = chunk.stretches[i];
+    const Strips right = behind(panel, tiles);
+    kernels.pack_right(rows_of(*matrices.begin()[at.part], at), at.tiles * kSteps, column, right);
+    int before = at.begin;
+    for (int part = 0; part < at.part; ++part) before += chunk.parts.begin()[part];
+    products[i] = {behind(left, before), right, at.tiles};
+    tiles += at.tiles;
+  }
+  kernels.gemm(products, chunk.count, result, !chunk.first);
 }
 
 inline int first_slot(const Routing& routing, int expert, int strip) {

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts.faults import explain_faults
 from ktbridge.experts.modules import Triple, experts_modules
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
@@ -48,6 +49,7 @@ class MappedExperts:
         self.path = path
         self.config: ModelConfig = read_model_config(path)
         self.checkpoint: Checkpoint = open_checkpoint(path)
+        explain_faults()
 
     def layer(self, layer: int) -> Triple:
         """gate, up [E, I, H] and down [E, H, I] of a layer, for ``MoELoRAExperts.from_tensors``.

@@ -22,6 +22,7 @@ from ktbridge.sft import distributed
 from ktbridge.sft.checkpoints import Checkpoints
 from ktbridge.sft.held_out import HeldOut
 from ktbridge.sft.passes import Batch, Passes, Row
+from ktbridge.sft.weights_watch import WatchWeights
 from ktbridge.sft.progress import Finite, Pace
 from ktbridge.sft.rates import separate_b, set_learning_rate
 
@@ -42,6 +43,7 @@ class RunTrainer(Trainer):
     checkpoints: Checkpoints
     passes: Passes
     held_out: HeldOut
+    weights: WatchWeights
     pace: Pace
     ratio_of_b = 1.0
     """The learning rate of LoRA's B as a multiple of A's."""
