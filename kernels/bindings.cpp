@@ -12,7 +12,7 @@
 
 #include "common/ceilings.h"
 #include "common/cpu.h"
-#include "common/parts.h"
+#include "common/faults.h"
 #include "common/recycler.h"
 #include "job.h"
 #include "moe/layer.h"
@@ -149,10 +149,18 @@ class Layer {
                                      const DropoutAt& dropout) const {
     check_size(tokens, top_k);
     return queued(launch, stream, [=, machine = machine_, experts = experts_](Job& job) {
-      job.saved = forward(machine, *experts, lora_at<const float>(lora, rank, scale), tokens, top_k,
-                          reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
-                          reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep,
-                          dropout_at(dropout));
+      job.tokens = tokens;
+      job.top_k = top_k;
+      try {
+        job.saved =
+            forward(machine, *experts, lora_at<const float>(lora, rank, scale), tokens, top_k,
+                    reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
+                    reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep,
+                    dropout_at(dropout));
+      } catch (...) {  // the stream goes on until somebody hears of it: with zeros, not with garbage
+        std::fill_n(reinterpret_cast<bf16*>(out), job.tokens * experts->hidden, bf16{0});
+        throw;
+      }
     });
   }
 
@@ -161,11 +169,20 @@ class Layer {
                                       Address hidden, Address d_out, Address d_hidden, Address d_weights,
                                       const LoraAddresses& d_lora) const {
     return queued(launch, stream, [=, machine = machine_, experts = experts_](Job&) {
-      if (!before->saved) return;  // its forward failed, as whoever checks that job will hear
-      backward(machine, *experts, lora_at<const float>(lora, rank, scale), *before->saved,
-               reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const bf16*>(d_out),
-               reinterpret_cast<bf16*>(d_hidden), reinterpret_cast<float*>(d_weights),
-               lora_at<float>(d_lora, rank, scale));
+      const auto nothing = [&] {
+        std::fill_n(reinterpret_cast<bf16*>(d_hidden), before->tokens * experts->hidden, bf16{0});
+        std::fill_n(reinterpret_cast<float*>(d_weights), before->tokens * before->top_k, 0.f);
+      };
+      if (!before->saved) return nothing();  // its forward failed, as whoever checks that job will hear
+      try {
+        backward(machine, *experts, lora_at<const float>(lora, rank, scale), *before->saved,
+                 reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const bf16*>(d_out),
+                 reinterpret_cast<bf16*>(d_hidden), reinterpret_cast<float*>(d_weights),
+                 lora_at<float>(d_lora, rank, scale));
+      } catch (...) {
+        nothing();
+        throw;
+      }
       if (last) before->saved.reset();
     });
   }
@@ -205,6 +222,9 @@ PYBIND11_MODULE(_kernels, m) {
         return names;
       },
       "Kernel paths this CPU can run, worst first.");
+  m.def("why_no_tiles", &why_no_tiles, "Why this CPU's AMX isn't used; empty where it is, or has none.");
+  m.def("explain_faults", &explain_faults, py::arg("before"), py::arg("behind"),
+        "What stands around a file's path where it is mapped and can't be read (kernels/common/faults.h).");
   m.def(
       "isa_default", [] { return std::string(isa_name(choose_isa("auto"))); },
       "The path that isa='auto' takes (KTBRIDGE_ISA decides, if set).");
@@ -227,25 +247,6 @@ PYBIND11_MODULE(_kernels, m) {
       },
       py::arg("threads"), py::arg("bytes"), py::arg("seconds"),
       "bytes/s of reading a buffer of that size.");
-  py::enum_<Part>(m, "Part", "What keeps a pass busy (kernels/common/parts.h).")
-      .value("products", Part::products)
-      .value("forward", Part::forward)
-      .value("pack", Part::pack)
-      .value("backward", Part::backward);
-  m.def(
-      "measure_part",
-      [](Part part, const std::string& isa, int threads, int strips, int inner, int hidden,
-         std::size_t bytes, double seconds) {
-        if (strips < 1 || inner < 64 || hidden < 64 || inner % 32 != 0 || hidden % 64 != 0)
-          throw std::invalid_argument("inner is a multiple of 32, hidden of 64, both at least 64");
-        const Kernels& kernels = kernels_for(choose_isa(isa));
-        py::gil_scoped_release release;
-        return measure_part(kernels, Pool::shared(choose_threads(threads)), part, strips, inner, hidden,
-                            bytes, seconds);
-      },
-      py::arg("part"), py::arg("isa"), py::arg("threads"), py::arg("strips"), py::arg("inner"),
-      py::arg("hidden"), py::arg("bytes"), py::arg("seconds"),
-      "Seconds to walk over `bytes` of bf16 weights, doing one part of a pass only.");
   m.def("release_memory", &release_memory,
         "Gives activation memory kept for the next pass back to the system.");
   py::enum_<Keep>(m, "Keep", "What forward keeps for backward.")

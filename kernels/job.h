@@ -46,6 +46,7 @@ class Job : public std::enable_shared_from_this<Job> {
 
   // What a forward pass keeps for a backward pass of the same stream.
   std::unique_ptr<Saved> saved;
+  std::ptrdiff_t tokens = 0, top_k = 0;  // of a forward
 
  private:
   static void run(void* data) {

@@ -6,16 +6,20 @@
     scripts/bench_kernels.py --shape 64,6,2048,1408,512 --threads-sweep 1,2,4,8,16
     scripts/bench_kernels.py --decode --peer torch
     scripts/bench_kernels.py --lora-dropout 0.1          with it and without, taking turns
+    scripts/bench_kernels.py --shape 32,1,7168,2048,2048:fp8        beside the same in bfloat16
+    scripts/bench_kernels.py --aligned                   weights at a multiple of 64 bytes, as checkpoints seldom have
     scripts/bench_kernels.py --from-json run.json --plot roofline.png
 
-Every contestant is a process with its own copy of the same seeded weights; they take turns, so quote
-the ratios, not the milliseconds. peers/cases.py states the floor, peers/driver.py how turns are kept fair.
+Every contestant is a process that maps the same file of seeded weights, whose data begins 8 bytes behind a
+multiple of 64, as a checkpoint's may (kt-kernel packs them anew). They take turns, so quote the ratios, not
+the milliseconds. peers/cases.py states the floor, peers/driver.py how turns are kept fair.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -69,7 +73,7 @@ class Bench:
         self.record |= {"shapes": [], "sweep": []}
         del self.record["contestants"]  # each shape has its own
         self.cpus = cpus
-        self.weights_of: tuple[int, ...] = ()
+        self.weights_of: Shape | None = None
         self.contestants = self._contestants(peers)
 
     def run(self) -> Record:
@@ -83,7 +87,8 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="ktbridge-bench-") as scratch:
             self.scratch = Path(scratch)
             for shape in self.shapes:
-                self._one_shape(shape)
+                for skew in self.options["skews"]:
+                    self._one_shape(shape, skew)
         return self.record
 
     def _given(self, who: Contestant, **spec: object) -> Contestant:
@@ -124,27 +129,34 @@ class Bench:
         worker, python = "peers.kt_kernel_worker", python or sys.executable
         return [Contestant("kt-kernel", worker, {"isa": "auto"}, python, path=path, passive=True)]
 
-    def _one_shape(self, shape: Shape) -> None:
-        needed, free = memory_needed(shape, self.contestants), read_machine().memory_available
+    def _one_shape(self, shape: Shape, skew: float) -> None:
+        contestants = self.contestants
+        if shape.storage != "bf16":  # nobody else trains on these; our own bfloat16 is the measure
+            contestants = [
+                self.contestants[0],
+                dataclasses.replace(self.contestants[0], name="bf16"),
+            ]
+        needed, free = memory_needed(shape, contestants), read_machine().memory_available
         if free and needed > free:
             sizes = f"it needs {needed / GIB:.1f} GB, {free / GIB:.1f} GB are free"
             say(f"{shape} is left out: {sizes}.", self.record["skipped"])
             return
-        spec, routed = self._write(shape)
+        spec, routed = self._write(shape, skew)
         reference = self._reference(shape, spec) if self.options["accurate"] else None
         result: Record = {
             "label": str(shape),
             "shape": dataclasses.asdict(shape),
             "routed": routed,
+            "skew": skew,
+            "load": os.getloadavg()[0],
+            **self._ceilings_now(),
             "floor": self._floor(shape, routed),
         }
-        if self.options["parts"]:
-            result["parts"] = self._parts(shape, routed)
         notes: list[str] = []
         failed, label = self.record["failed"], f"{shape}: "
         with ExitStack() as stack:
-            contestants = [self._given(who, **spec) for who in self.contestants]
-            workers = driver.start_all(stack, contestants, failed, label)
+            given = [self._given(who, **self._stored(who, shape, spec)) for who in contestants]
+            workers = driver.start_all(stack, given, failed, label)
             peer = any(worker.contestant.name == "kt-kernel" for worker in workers)
             if peer and "amx_bf16" not in read_machine().isa:
                 notes.append("This CPU has no AMX: kt-kernel runs on AVX512-BF16 instead.")
@@ -177,15 +189,29 @@ class Bench:
         worker.pause()
         return entry
 
-    def _write(self, shape: Shape) -> tuple[dict[str, object], int]:
+    def _ceilings_now(self) -> Record:
+        """What the machine does in these minutes, for the instance may have become busier since the start."""
+        now, best = driver.run_once(self.ceilings), self.record["machine"]["best_isa"]
+        return {"peak": now["peaks"][best], "bandwidth": now["bandwidth"]}
+
+    def _stored(self, who: Contestant, shape: Shape, spec: dict[str, object]) -> dict[str, object]:
+        """``spec`` with bfloat16 weights of their own for the contestant that is called so."""
+        if who.name != "bf16":
+            return spec
+        plain = dataclasses.replace(shape, storage="bf16")
+        path = self.scratch / "plain.safetensors"
+        cases.write_weights(path, plain)
+        return {**spec, "weights": str(path), "shape": str(plain)}
+
+    def _write(self, shape: Shape, skew: float) -> tuple[dict[str, object], int]:
         """The files of a case, as workers are given them, and how many experts have tokens."""
         weights = self.scratch / "weights.safetensors"
-        sizes = (shape.experts, shape.hidden, shape.inner)
-        if sizes != self.weights_of:
-            cases.write_weights(weights, shape)
-            self.weights_of = sizes
+        same = dataclasses.replace(shape, top_k=1, tokens=1)
+        if same != self.weights_of:
+            cases.write_weights(weights, shape, 0 if self.options["aligned"] else cases.MISALIGNED)
+            self.weights_of = same
         inputs = self.scratch / "inputs.safetensors"
-        routed = cases.write_inputs(inputs, shape, self.rank)
+        routed = cases.write_inputs(inputs, shape, self.rank, skew)
         spec = {"weights": str(weights), "inputs": str(inputs), "shape": str(shape)}
         return {**spec, "rank": self.rank, "alpha": ALPHA}, routed
 
@@ -197,19 +223,9 @@ class Bench:
             for which, work in cases.floor(shape, self.rank, routed).items()
         }
 
-    def _parts(self, shape: Shape, routed: int) -> Record:
-        """Seconds for each part of a pass over the routed experts' weights, by itself."""
-        part = self._given(self.ceilings, isa=self.record["machine"]["isa"])
-        with Worker(part) as worker:
-            return worker.ask(
-                "parts",
-                strips=-(-shape.slots // (16 * routed)),
-                inner=shape.inner,
-                hidden=shape.hidden,
-                bytes=shape.weight_bytes * routed // shape.experts,
-            )
-
     def _reference(self, shape: Shape, spec: dict[str, object]) -> Path | None:
+        if shape.storage != "bf16":
+            return None
         if shape.slots * shape.hidden * shape.inner * 6 > MOST_FLOPS:
             why = "no accuracy, the float32 reference would take too long"
             say(f"{shape}: {why}.", self.record["skipped"])
@@ -310,7 +326,16 @@ EXISTING = click.Path(exists=True, path_type=Path)
 @click.option("--repeat", default=7, show_default=True, type=COUNT, help="Measured rounds.")
 @click.option("--isa", default="auto", show_default=True, help="ktbridge's kernels.")
 @click.option("--accuracy", "accurate", is_flag=True, help="Error against float32 autograd.")
-@click.option("--parts", is_flag=True, help="What the main loops take by themselves.")
+@click.option("--aligned", is_flag=True, help="Weights begin at a multiple of 64 bytes.")
+@click.option(
+    "--skew",
+    "skews",
+    multiple=True,
+    type=click.FloatRange(0),
+    default=(0.0, 1.0),
+    show_default=True,
+    help="Routing by Zipf's law; 0 is even.",
+)
 @click.option("--json", "json_file", type=FILE, help="All samples.")
 @click.option("--plot", "plot_file", type=FILE, help="Roofline PNG.")
 @click.option("--from-json", type=EXISTING, help="Show a recorded run.")

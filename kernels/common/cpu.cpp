@@ -4,8 +4,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 namespace ktbridge {
@@ -35,11 +37,11 @@ std::uint64_t saved_state() {
 }
 
 // Linux hands out AMX's 8 KB of tile state only to processes that ask (arch_prctl, since 5.16); the
-// answer holds for all threads started later.
-bool may_use_tiles() {
+// answer holds for all threads started later. 0, or the errno of the refusal.
+int refused_tiles() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return granted;
+  static const int error = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;
+  return error;
 }
 
 bool runs(Isa isa) {
@@ -57,7 +59,7 @@ bool runs(Isa isa) {
              bit(seven_one.eax, 5);
     case Isa::amx_bf16:  // Sapphire Rapids and later: AMX tiles with BF16, beside AVX-512 BF16
       return runs(Isa::avx512_bf16) && (state & 0x60000) == 0x60000 && bit(seven.edx, 22) &&
-             bit(seven.edx, 24) && may_use_tiles();
+             bit(seven.edx, 24) && refused_tiles() == 0;
   }
   return false;
 }
@@ -75,6 +77,15 @@ const char* isa_name(Isa isa) {
     default:
       return "scalar";
   }
+}
+
+std::string why_no_tiles() {
+  const Registers seven = cpuid(7);
+  if (!bit(seven.edx, 22) || !bit(seven.edx, 24) || runs(Isa::amx_bf16)) return "";
+  if ((saved_state() & 0x60000) != 0x60000) return "the operating system doesn't save AMX's registers";
+  if (refused_tiles() == ENOSPC)
+    return "a thread's alternate signal stack is too small for AMX's registers";
+  return std::string("arch_prctl was refused: ") + std::strerror(refused_tiles());
 }
 
 std::vector<Isa> available_isas() {

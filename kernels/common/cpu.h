@@ -14,6 +14,9 @@ const char* isa_name(Isa isa);
 // Every path this CPU can run, worst first. `scalar` is always there.
 std::vector<Isa> available_isas();
 
+// Why the kernels don't use this CPU's AMX; "" where they do, or where it has none.
+std::string why_no_tiles();
+
 // The path for a wish: "auto" takes KTBRIDGE_ISA if set, else the best available; a name forces that
 // path. Throws std::invalid_argument, saying what is available, when the wish can't be granted.
 Isa choose_isa(const std::string& wish);

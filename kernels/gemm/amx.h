@@ -1,6 +1,6 @@
 // The strip product on AMX tiles: blocks of 2 x 3 or 3 x 2, so that loaded tiles are used more than once.
-// Operands stream from L2 over the whole reduction; blocking it for L1 costs more in sums stored and
-// reloaded than it saves (docs/kernel-log.md).
+// Operands stream from L2 over what moe/pass.h gives of the reduction; blocking it for L1 costs more in
+// sums stored and reloaded than it saves (docs/kernel-log.md).
 #pragma once
 
 #include <algorithm>
@@ -39,23 +39,47 @@ inline void tile_step(const bf16* left, std::ptrdiff_t row, std::ptrdiff_t left_
   });
 }
 
-template <int kRows, int kColumns, bool kCold, bool kLast>
-inline void tile_product(const Product& product, const bf16* left, const bf16* right) {
+// Of the rows that come next, so many lines with each tile at most; kMostAsked is what memory delivers.
+constexpr int kMostAsked = 8;
+
+// Cold rows come in pairs of strips, one pair after the other. The first block reads them; where it is the
+// `kOnly` one, it asks for the beginning of the next pair, a row with each tile.
+template <int kRows, int kColumns, bool kOnly>
+inline void cold_product(const Product& product, const bf16* left, const bf16* right) {
   const std::ptrdiff_t row = product.left.row, left_stride = product.left.stride;
   const std::ptrdiff_t step = product.left.tile, right_stride = product.right.stride;
-  // Cold rows come in pairs of strips, one pair after the other: the last use of one pair asks for the
-  // beginning of the next, a row with each tile.
   const bf16* next = left + 2 * left_stride;
   for (int tile = 0; tile < product.tiles; ++tile) {
-    if constexpr (kLast)
+    if constexpr (kOnly)
       if (tile < 2 * kStrip) {
         for (int ahead = 0; ahead < kTilesAhead; ++ahead) __builtin_prefetch(next + ahead * step, 0, 2);
         next += tile + 1 == kStrip ? left_stride - (kStrip - 1) * row : row;
       }
-    if constexpr (kCold)
-      if (tile + kTilesAhead < product.tiles)
-        for (int r = 0; r < kRows * kStrip; ++r)
-          __builtin_prefetch(left + r / kStrip * left_stride + r % kStrip * row + kTilesAhead * step);
+    if (tile + kTilesAhead < product.tiles)
+      for (int r = 0; r < kRows * kStrip; ++r)
+        __builtin_prefetch(left + r / kStrip * left_stride + r % kStrip * row + kTilesAhead * step);
+    tile_step<kRows, kColumns>(left, row, left_stride, right, right_stride);
+    left += step;
+    right += kTile;
+  }
+}
+
+// Rows that are in cache. With each tile it asks for `lines` rows' lines of the next pair, from tile
+// `from`.
+template <int kRows, int kColumns>
+inline void warm_product(const Product& product, const bf16* left, const bf16* right, int from, int lines) {
+  const std::ptrdiff_t row = product.left.row, left_stride = product.left.stride;
+  const std::ptrdiff_t step = product.left.tile, right_stride = product.right.stride;
+  const bf16* next = left + 2 * left_stride + from * step;
+  int r = 0;
+  for (int tile = 0; tile < product.tiles; ++tile) {
+    for (int line = r; line < r + lines; ++line)
+      __builtin_prefetch(next + line / kStrip * left_stride + line % kStrip * row, 0, 2);
+    r += lines;
+    if (r >= 2 * kStrip) {
+      r = 0;
+      next += step;
+    }
     tile_step<kRows, kColumns>(left, row, left_stride, right, right_stride);
     left += step;
     right += kTile;
@@ -63,35 +87,41 @@ inline void tile_product(const Product& product, const bf16* left, const bf16* r
 }
 
 template <int kRows, int kColumns>
-inline void tile_block(const Product* products, int count, int i, int j, float* result) {
-  unroll<kRows * kColumns>([]<int sum>() { tile_zero<sum>(); });
+inline void tile_block(const Product* products, int count, int i, int j, float* result, bool add) {
+  const int columns = products->right.count;
+  const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(columns) * kBlock;
+  float* block = result + i * stride + static_cast<std::ptrdiff_t>(j) * kBlock;
+  const auto at = [=](int sum) { return block + sum / kColumns * stride + sum % kColumns * kBlock; };
+  if (add)
+    unroll<kRows * kColumns>([=]<int sum>() { tile_load<sum>(at(sum)); });
+  else
+    unroll<kRows * kColumns>([]<int sum>() { tile_zero<sum>(); });
   for (int p = 0; p < count; ++p) {
     const Product& product = products[p];
     const bf16* left = product.left.data + i * product.left.stride;
     const bf16* right = product.right.data + j * product.right.stride;
-    const bool first = product.left.cold && j == 0,
-               last = product.left.cold && j + kColumns >= product.right.count;
-    if (first && last)
-      tile_product<kRows, kColumns, true, true>(product, left, right);
-    else if (first)
-      tile_product<kRows, kColumns, true, false>(product, left, right);
-    else if (last)
-      tile_product<kRows, kColumns, false, true>(product, left, right);
-    else
-      tile_product<kRows, kColumns, false, false>(product, left, right);
+    if (!product.left.cold) {
+      warm_product<kRows, kColumns>(product, left, right, 0, 0);
+    } else if (j > 0) {  // blocks behind the first share what comes next; lines are a power of two
+      const int blocks = std::max(1, (columns - 1) / 3),
+                share = 1 << (31 - __builtin_clz(2 * kStrip / blocks));
+      const int lines = std::min(kMostAsked, share), before = (j - 1) / 3 * product.tiles;
+      warm_product<kRows, kColumns>(product, left, right, before * lines / (2 * kStrip), lines);
+    } else if (kColumns == columns) {
+      cold_product<kRows, kColumns, true>(product, left, right);
+    } else {
+      cold_product<kRows, kColumns, false>(product, left, right);
+    }
   }
-  const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
-  float* block = result + i * stride + static_cast<std::ptrdiff_t>(j) * kBlock;
-  unroll<kRows * kColumns>(
-      [&]<int sum>() { tile_store<sum>(block + sum / kColumns * stride + sum % kColumns * kBlock); });
+  unroll<kRows * kColumns>([=]<int sum>() { tile_store<sum>(at(sum)); });
 }
 
 // Cuts `left` strips into threes and twos as far as that goes.
 inline int strips_at_once(int left) { return left == 4 ? 2 : std::min(left, 3); }
 
 // The calling thread must have its tiles configured (tiles_begin).
-inline void gemm_amx(const Product* products, int count, float* result) {
-  using Block = void (*)(const Product*, int, int, int, float*);
+inline void gemm_amx(const Product* products, int count, float* result, bool add) {
+  using Block = void (*)(const Product*, int, int, int, float*, bool);
   static constexpr Block kBlocks[3][3] = {{tile_block<1, 1>, tile_block<1, 2>, tile_block<1, 3>},
                                           {tile_block<2, 1>, tile_block<2, 2>, tile_block<2, 3>},
                                           {tile_block<3, 1>, tile_block<3, 2>, nullptr}};
@@ -102,7 +132,7 @@ inline void gemm_amx(const Product* products, int count, float* result) {
     m = wide ? std::min(2, rows - i) : strips_at_once(rows - i);
     for (int j = 0, n; j < columns; j += n) {
       n = wide ? strips_at_once(columns - j) : std::min(2, columns - j);
-      kBlocks[m - 1][n - 1](products, count, i, j, result);
+      kBlocks[m - 1][n - 1](products, count, i, j, result, add);
     }
   }
 }

@@ -26,9 +26,16 @@ constexpr int kNarrowAhead = 2;
 // Columns [column, column + kColumns) of right strip j, for left strip i; one sum a column.
 template <int kColumns, class Multiply>
 inline void narrow_columns(const Product* products, int count, int i, int j, int column, float* result,
-                           Multiply multiply) {
+                           bool add, Multiply multiply) {
+  const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
+  float* block = result + i * apart + static_cast<std::ptrdiff_t>(j) * kBlock + column;
   Lanes sums[kColumns];
-  for (int c = 0; c < kColumns; ++c) sums[c] = every(0.f);
+  for (int c = 0; c < kColumns; ++c) {
+    float values[kStrip] = {};
+    if (add)
+      for (int m = 0; m < kStrip; ++m) values[m] = block[m * kStrip + c];
+    sums[c] = load(values);
+  }
   for (int p = 0; p < count; ++p) {
     const Strips& strips = products[p].left;
     const std::ptrdiff_t row = strips.row;
@@ -50,36 +57,37 @@ inline void narrow_columns(const Product* products, int count, int i, int j, int
       }
     }
   }
-  const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
   for (int c = 0; c < kColumns; ++c) {
     float values[kStrip];
     store(values, sums[c]);
-    for (int m = 0; m < kStrip; ++m) result[i * apart + j * kBlock + m * kStrip + column + c] = values[m];
+    for (int m = 0; m < kStrip; ++m) block[m * kStrip + c] = values[m];
   }
 }
 
 // All of `live` columns from `column`, at most kMost: the most whose sums stay in registers.
 template <int kMost, class Multiply>
 inline void narrow_part(const Product* products, int count, int i, int j, int column, int live,
-                        float* result, Multiply multiply) {
+                        float* result, bool add, Multiply multiply) {
   if constexpr (kMost > 1) {
-    if (live < kMost) return narrow_part<kMost - 1>(products, count, i, j, column, live, result, multiply);
+    if (live < kMost)
+      return narrow_part<kMost - 1>(products, count, i, j, column, live, result, add, multiply);
   }
-  narrow_columns<kMost>(products, count, i, j, column, result, multiply);
+  narrow_columns<kMost>(products, count, i, j, column, result, add, multiply);
 }
 
 // Right strip j of all of a result: the columns that are live, and zeros. `multiply` is the step of the
 // product that it stands in for.
 template <class Multiply>
-inline void narrow_strip(const Product* products, int count, int j, int live, float* result,
+inline void narrow_strip(const Product* products, int count, int j, int live, float* result, bool add,
                          Multiply multiply) {
   const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
   const int parts = ceil_div(live, kNarrowMost);
   for (int i = 0; i < products->left.count; ++i) {
-    for (int m = 0; m < kStrip; ++m) store(result + i * apart + j * kBlock + m * kStrip, every(0.f));
+    for (int m = 0; m < kStrip && !add; ++m)
+      store(result + i * apart + j * kBlock + m * kStrip, every(0.f));
     for (int part = 0; part < parts; ++part) {
       const int column = live * part / parts, end = live * (part + 1) / parts;
-      narrow_part<kNarrowMost>(products, count, i, j, column, end - column, result, multiply);
+      narrow_part<kNarrowMost>(products, count, i, j, column, end - column, result, add, multiply);
     }
   }
 }

@@ -49,8 +49,10 @@ struct Product {
   int tiles;
 };
 
-// result[i][j] = the sum over `count` products of left strip i x right strip j. All products have as many
-// left strips and as many right strips; blocks are laid out [left.count][right.count][16][16].
-using Gemm = void (*)(const Product* products, int count, float* result);
+// result[i][j] = the sum over `count` products of left strip i x right strip j, on top of what is there if
+// `add`. All products have as many left strips and as many right strips; blocks are laid out
+// [left.count][right.count][16][16]. A sum takes its terms in order, so a reduction may be cut anywhere and
+// added up in several calls: the bits are the same.
+using Gemm = void (*)(const Product* products, int count, float* result, bool add);
 
 }  // namespace ktbridge

@@ -39,6 +39,10 @@ inline void tile_load(const bf16* p, std::ptrdiff_t row) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(row * 2), "i"(kIndex) : "memory");
 }
 template <int kIndex>
+inline void tile_load(const float* p) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(64L), "i"(kIndex) : "memory");
+}
+template <int kIndex>
 inline void tile_store(float* p) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(64L), "i"(kIndex) : "memory");
 }
@@ -59,6 +63,10 @@ template <int kIndex>
 inline void tile_load(const bf16* p, std::ptrdiff_t row) {
   for (int m = 0; m < 16; ++m)
     __builtin_memcpy(tile_memory[kIndex][m], p + m * row, sizeof tile_memory[kIndex][m]);
+}
+template <int kIndex>
+inline void tile_load(const float* p) {
+  __builtin_memcpy(tile_memory[kIndex], p, sizeof tile_memory[kIndex]);
 }
 template <int kIndex>
 inline void tile_store(float* p) {

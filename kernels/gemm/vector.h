@@ -18,10 +18,14 @@ constexpr int kVectorRows = 4, kVectorColumns = 1;
 #endif
 
 template <int kColumns>
-inline void vector_block(const Product* products, int count, int i, int first_row, int j, float* result) {
+inline void vector_block(const Product* products, int count, int i, int first_row, int j, float* result,
+                         bool add) {
+  float* block =
+      result + (static_cast<std::ptrdiff_t>(i) * products->right.count + j) * kBlock + first_row * kStrip;
   Lanes sums[kVectorRows][kColumns];
   for (int m = 0; m < kVectorRows; ++m)
-    for (int n = 0; n < kColumns; ++n) sums[m][n] = every(0.f);
+    for (int n = 0; n < kColumns; ++n)
+      sums[m][n] = add ? load(block + n * kBlock + m * kStrip) : every(0.f);
   for (int p = 0; p < count; ++p) {
     const std::ptrdiff_t row = products[p].left.row, right_stride = products[p].right.stride;
     const bf16* left = products[p].left.data + i * products[p].left.stride + first_row * row;
@@ -41,13 +45,11 @@ inline void vector_block(const Product* products, int count, int i, int first_ro
       right += kTile;
     }
   }
-  float* block =
-      result + (static_cast<std::ptrdiff_t>(i) * products->right.count + j) * kBlock + first_row * kStrip;
   for (int m = 0; m < kVectorRows; ++m)
     for (int n = 0; n < kColumns; ++n) store(block + n * kBlock + m * kStrip, sums[m][n]);
 }
 
-inline void gemm_vector(const Product* products, int count, float* result) {
+inline void gemm_vector(const Product* products, int count, float* result, bool add) {
   const int rows = products->left.count, columns = products->right.count;
   const int live = products->right.live, wide_columns = live <= kNarrow ? columns - 1 : columns;
   for (int i = 0; i < rows; ++i) {
@@ -55,15 +57,15 @@ inline void gemm_vector(const Product* products, int count, float* result) {
       const bool wide = kVectorColumns == 2 && j + 2 <= wide_columns;
       for (int row = 0; row < kStrip; row += kVectorRows) {
         if (wide)
-          vector_block<kVectorColumns>(products, count, i, row, j, result);
+          vector_block<kVectorColumns>(products, count, i, row, j, result, add);
         else
-          vector_block<1>(products, count, i, row, j, result);
+          vector_block<1>(products, count, i, row, j, result, add);
       }
       j += wide ? 2 : 1;
     }
   }
   if (wide_columns < columns)
-    narrow_strip(products, count, wide_columns, live, result,
+    narrow_strip(products, count, wide_columns, live, result, add,
                  [](Lanes sum, std::uint32_t pair, Split weights) { return dot(sum, pair, weights); });
 }
 

@@ -38,11 +38,11 @@ inline void widened_block(const float* left, int tiles, const bf16* right, std::
     for (int n = 0; n < kColumns; ++n) store(result + n * kBlock + m * kStrip, sums[m][n]);
 }
 
-inline void gemm_widened(const Product* products, int count, float* result) {
+inline void gemm_widened(const Product* products, int count, float* result, bool add) {
   const int columns = products->right.count, live = products->right.live;
   const int wide_columns = live <= kNarrow ? columns - 1 : columns;
   if (wide_columns < columns)
-    narrow_strip(products, count, wide_columns, live, result,
+    narrow_strip(products, count, wide_columns, live, result, add,
                  [](Lanes sum, std::uint32_t pair, Pairs weights) {
                    const Pairs token = same(pair);
                    return fma(high(token), high(weights), fma(low(token), low(weights), sum));
@@ -52,7 +52,7 @@ inline void gemm_widened(const Product* products, int count, float* result) {
   for (int i = 0; i < products->left.count; ++i) {
     for (int first_row = 0; first_row < kStrip; first_row += kWideRows) {
       float* blocks = result + static_cast<std::ptrdiff_t>(i) * columns * kBlock + first_row * kStrip;
-      bool first = true;
+      bool first = !add;
       for (int p = 0; p < count; ++p) {
         const Strips &left = products[p].left, &right = products[p].right;
         const bf16* rows = left.data + i * left.stride + first_row * left.row;

@@ -39,6 +39,7 @@ const Kernels& kernels_amx_bf16() {
     kernels.begin = tiles_begin;
     kernels.end = tiles_end;
     kernels.gemm = gemm_amx;
+    kernels.wants_aligned_rows = true;
     kernels.peak = peak_amx;
     return kernels;
   }();

@@ -55,10 +55,12 @@ struct Kernels {
   void (*end)();
 
   Gemm gemm;
+  // Whether left rows that begin between two lines of the cache cost more than a tile of zeros.
+  bool wants_aligned_rows;
 
   // W's rows [row, row + 16) as a left strip; rows past the end become zeros.
   void (*pack_left)(const Matrix& w, int row, bf16* strip);
-  // W's columns from `column` (a multiple of 32) as 1 to 4 right strips; the reduction runs down W's rows
+  // W's columns from `column` (a multiple of 32) as 1 to 8 right strips; the reduction runs down W's rows
   // and is padded with zeros to whole tiles of `reduction`, which is W's rows or, where W has none, any.
   void (*pack_right)(const Matrix& w, int reduction, int column, Strips target);
   // At most 16 rows as one strip, the reduction running along them.

@@ -39,8 +39,7 @@ inline Lanes clamp(Lanes b, float low, float high) {
 }
 inline Lanes keep_within(Lanes a, Lanes b, float low, float high) {
   const __mmask16 above = _mm512_cmp_ps_mask(b.v, _mm512_set1_ps(low), _CMP_GE_OQ);
-  return {
-      _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(above, b.v, _mm512_set1_ps(high), _CMP_LE_OQ), a.v)};
+  return {_mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(above, b.v, _mm512_set1_ps(high), _CMP_LE_OQ), a.v)};
 }
 inline Lanes pick(const float (&eight)[8], Lanes a) {
   const __m512 table = _mm512_broadcast_f32x8(_mm256_loadu_ps(eight));  // the fourth bit changes nothing
@@ -133,6 +132,14 @@ inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
 }
 inline Lanes from_bytes(const std::uint8_t* p) {  // 16 unsigned bytes -> their bits in 32-bit lanes
   return {_mm512_castsi512_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+// 16 e4m3 bytes, divided by 256: put into place as halves (float16), whose bias is larger by 8. Their
+// conversion takes subnormals as fast as others, where a product of subnormal float32 takes 150 cycles.
+inline Lanes from_e4m3_by_256(const std::uint8_t* p) {
+  const __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i magnitude = _mm256_and_si256(_mm256_slli_epi16(bits, 7), _mm256_set1_epi16(0x3f80));
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(bits, 8), _mm256_set1_epi16(-32768));
+  return {_mm512_cvtph_ps(_mm256_or_si256(magnitude, sign))};
 }
 template <int kBits>
 inline Lanes shift_left(Lanes a) {

@@ -36,12 +36,31 @@ inline double peak_float(long rounds) {
 inline void nothing() {}
 
 inline Kernels vector_kernels() {
-  return {nothing,        nothing,         gemm_vector,     pack_left,
-          pack_right,     tokens_to_left,  tokens_to_right, token_pairs_to_right,
-          tiles_to_right, blocks_to_left,  blocks_to_right, transpose_blocks,
-          activate,       inner_gradients, weigh_rows,      row_products,
-          round_rows,     sum_rows,        add_blocks,      drop_right,
-          kept_bits,      add_kept,        peak_vector,     peak_float};
+  return {nothing,
+          nothing,
+          gemm_vector,
+          false,
+          pack_left,
+          pack_right,
+          tokens_to_left,
+          tokens_to_right,
+          token_pairs_to_right,
+          tiles_to_right,
+          blocks_to_left,
+          blocks_to_right,
+          transpose_blocks,
+          activate,
+          inner_gradients,
+          weigh_rows,
+          row_products,
+          round_rows,
+          sum_rows,
+          add_blocks,
+          drop_right,
+          kept_bits,
+          add_kept,
+          peak_vector,
+          peak_float};
 }
 
 }  // namespace

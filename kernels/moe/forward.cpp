@@ -21,13 +21,13 @@ class Forward {
         saved_(saved),
         routing_(saved.routing),
         gate_up_{kernels_, experts, lora, sizes_, routing_, saved.seeds, hidden},
-        h_stride_(tile_elements(sizes_.inner_tiles + sizes_.rank_tiles)),
+        h_stride_(tile_elements(kMargin + sizes_.inner_tiles + kMargin + sizes_.rank_tiles)),
         y_stride_(slot_stride(sizes_)),
         h_(routing_.first_strip.back() * h_stride_),
         y_(routing_.slots() * y_stride_) {}
 
   // One expert's panels of I: g, u and h.
-  void gate_up(Unit unit) { gate_up_.run(unit, {h_.data(), h_stride_, &saved_}); }
+  void gate_up(Unit unit) { gate_up_.run(unit, {h_.data() + tile_elements(kMargin), h_stride_, &saved_}); }
 
   // t = s (h Ad^T), behind h in the same strips; and w t for backward.
   void thin_down(int expert) {
@@ -35,14 +35,13 @@ class Forward {
     const int strips = sizes_.rank_strips;
     bf16* room = workspace(kFactor, strips * tile_elements(sizes_.inner_tiles));
     const Strips a = left_rows(kernels_, factor_a(lora_, kDown, sizes_, expert), 0, strips, room);
-    for_token_blocks(routing_, expert, sizes_.inner_tiles, 0, [&](TokenBlock block) {
+    for_token_blocks(routing_, expert, [&](TokenBlock block) {
       const Strips h = h_strips(expert, block);
       const auto product = [&](int first, Strips input) {
         float* t = result_blocks(kSmall, strips * input.count);
         multiply(kernels_, {{a, input, sizes_.inner_tiles}}, t);
         kernels_.blocks_to_right(t, strips, input.count, lora_.scale,
-                                 writable(h) + first * h_stride_ + tile_elements(sizes_.inner_tiles),
-                                 h_stride_);
+                                 writable(thin_strips_behind(h)) + first * h_stride_, h_stride_);
         if (saved_.keep == Keep::nothing) return;
         const int begin = block.begin + first;
         float* weights = result_blocks(kWeights, input.count);
@@ -62,36 +61,43 @@ class Forward {
     const int expert = unit.expert;
     const std::ptrdiff_t stride = tile_elements(sizes_.inner_tiles);
     bf16* room = workspace(kPanel, kDownStrips * h_stride_);
-    for_token_blocks(
-        routing_, expert, sizes_.inner_tiles, kDownStrips * sizes_.inner_tiles, [&](TokenBlock block) {
-          float* result = result_blocks(kMain, kDownStrips * block.count);
-          const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
-          const Strips h = h_strips(expert, block),
-                       t = token_strips(routing_, expert, block, h.data + stride, h.stride);
-          for (int p = unit.begin; p < unit.end; ++p) {
-            const int row = p * kDownStrips * kStrip,
-                      strips = std::min(kDownStrips, 2 * tiles_of(sizes_.hidden - row));
-            const Product main{left_rows(kernels_, experts_.weight[kDown][expert], row, strips, room), h,
-                               sizes_.inner_tiles};
-            if (sizes_.rank == 0) {
-              multiply(kernels_, {main}, result);
-            } else {
-              const Strips b = left_rows(kernels_, factor_b(lora_, kDown, sizes_, expert), row, strips,
-                                         room + kDownStrips * stride);
-              multiply(kernels_, {main, {b, t, sizes_.rank_tiles}}, result);
-            }
-            for (int j = 0; j < block.count; ++j) {
-              float weights[kStrip];
-              strip_weights(routing_, expert, block.begin + j, weights);
-              const int slot = first_slot(routing_, expert, block.begin + j);
-              for (int i = 0; i < strips; i += 2)
-                kernels_.weigh_rows(result + i * apart + j * kBlock, apart,
-                                    experts_.bias_at(kDown, expert, row + i * kStrip), weights,
-                                    live_rows(routing_, expert, block.begin + j),
-                                    y_.data() + slot * y_stride_ + row + i * kStrip, y_stride_);
-            }
-          }
-        });
+    const Matrix& w = experts_.weight[kDown][expert];
+    const Matrix b = factor_b(lora_, kDown, sizes_, expert);
+    for_token_blocks(routing_, expert, [&](TokenBlock block) {
+      const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
+      const Strips h = h_strips(expert, block);
+      const auto strips_from = [&](int row) {
+        return std::min(kDownStrips, 2 * tiles_of(sizes_.hidden - row));
+      };
+      const auto add_panel = [&](int p, const Chunk& chunk, float* result) {
+        const int row = p * kDownStrips * kStrip;
+        Product products[2];
+        for (int i = 0; i < chunk.count; ++i) {
+          const Stretch at = chunk.stretches[i];
+          const bool main = at.part == 0;
+          products[i] =
+              rows_product(kernels_, main ? w : b, at, row, strips_from(row),
+                           main ? h : thin_strips_behind(h), main ? room : room + kDownStrips * stride);
+        }
+        kernels_.gemm(products, chunk.count, result, !chunk.first);
+      };
+      const auto finish_panel = [&](int p, const float* result) {
+        const int row = p * kDownStrips * kStrip;
+        for (int j = 0; j < block.count; ++j) {
+          float weights[kStrip];
+          strip_weights(routing_, expert, block.begin + j, weights);
+          const int slot = first_slot(routing_, expert, block.begin + j);
+          for (int i = 0; i < strips_from(row); i += 2)
+            kernels_.weigh_rows(result + i * apart + j * kBlock, apart,
+                                experts_.bias_at(kDown, expert, row + i * kStrip), weights,
+                                live_rows(routing_, expert, block.begin + j),
+                                y_.data() + slot * y_stride_ + row + i * kStrip, y_stride_);
+        }
+      };
+      for_panels(
+          {unit, block.count, kDownStrips, {sizes_.inner_tiles, sizes_.rank_tiles}, chunk_unit(w, false)},
+          add_panel, finish_panel);
+    });
   }
 
   void combine(int unit, bf16* out) {
@@ -103,9 +109,12 @@ class Forward {
 
  private:
   Strips h_strips(int expert, TokenBlock block) const {
-    return token_strips(routing_, expert, block,
-                        h_.data() + (routing_.first_strip[expert] + block.begin) * h_stride_, h_stride_);
+    const std::ptrdiff_t strip = routing_.first_strip[expert] + block.begin;
+    return token_strips(routing_, expert, block, h_.data() + strip * h_stride_ + tile_elements(kMargin),
+                        h_stride_);
   }
+
+  Strips thin_strips_behind(Strips h) const { return behind(h, sizes_.inner_tiles + kMargin); }
 
   const Kernels& kernels_;
   const Experts& experts_;
@@ -115,7 +124,7 @@ class Forward {
   const Routing& routing_;
   const GateUp gate_up_;
   const std::ptrdiff_t h_stride_, y_stride_;
-  Buffer<bf16> h_;  // h and behind it t of down: right strips [token strips][tiles of I, tiles of r]
+  Buffer<bf16> h_;  // right strips [margin][h][margin][t of down], tiles of I and of r
   Buffer<bf16> y_;  // weighted outputs by slot
 };
 

@@ -9,43 +9,48 @@ constexpr int kStrips = 4;
 }  // namespace
 
 void GateUp::run(Unit unit, const GateUpTarget& target) const {
-  const int expert = unit.expert, tiles = sizes.hidden_tiles + 2 * sizes.rank_tiles;
+  const int expert = unit.expert, tiles = sizes.hidden_tiles + 2 * kMargin + 2 * sizes.rank_tiles;
   const std::ptrdiff_t token_stride = tile_elements(tiles), stride = tile_elements(sizes.hidden_tiles);
   const std::ptrdiff_t thin_stride = tile_elements(sizes.rank_tiles);
   bf16* room = workspace(kPanel, 2 * (stride + thin_stride));
-  for_token_blocks(routing, expert, tiles, 4 * sizes.hidden_tiles, [&](TokenBlock block) {
-    // Token strips are [x][t of gate][t of up].
-    bf16* tokens = workspace(kTokens, block.count * token_stride);
+  for_token_blocks(routing, expert, [&](TokenBlock block) {
+    // Token strips are [margin][x][margin][t of gate][t of up].
+    bf16* tokens = workspace(kTokens, block.count * token_stride) + tile_elements(kMargin);
     const auto strips = [&](const bf16* data) {
       return token_strips(routing, expert, block, data, token_stride);
     };
     const Strips x = strips(tokens);
-    for (int j = 0; j < block.count; ++j)
+    for (int j = 0; j < block.count; ++j) {
       kernels.tokens_to_right(strip_tokens(routing, expert, block.begin + j, hidden, sizes.hidden),
                               tokens + j * token_stride);
-    const Strips t[2] = {strips(tokens + stride), strips(tokens + stride + thin_stride)};
+      zero_margins(tokens + j * token_stride, sizes.hidden_tiles);
+    }
+    bf16* thin_tokens = tokens + stride + tile_elements(kMargin);
+    const Strips t[2] = {strips(thin_tokens), strips(thin_tokens + thin_stride)};
     for (Projection projection : {kGate, kUp}) thin(projection, unit, block, x, t[projection], target);
 
-    float* result = result_blocks(kMain, kStrips * block.count);
     const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
-    for (int p = unit.begin; p < unit.end; ++p) {
+    const auto add_panel = [&](int p, const Chunk& chunk, float* result) {
       for (Projection projection : {kGate, kUp}) {
-        const int row = p * kSteps;
-        const Strips w = left_rows(kernels, experts.weight[projection][expert], row, 2, room);
-        const Product main{w, x, sizes.hidden_tiles};
-        float* half = result + projection * 2 * apart;
-        if (sizes.rank == 0) {
-          multiply(kernels, {main}, half);
-        } else {
-          const Strips b =
-              left_rows(kernels, factor_b(lora, projection, sizes, expert), row, 2, room + 2 * stride);
-          multiply(kernels, {main, {b, t[projection], sizes.rank_tiles}}, half);
+        const Matrix& w = experts.weight[projection][expert];
+        const Matrix b = factor_b(lora, projection, sizes, expert);
+        Product products[2];
+        for (int i = 0; i < chunk.count; ++i) {
+          const Stretch at = chunk.stretches[i];
+          const bool main = at.part == 0;
+          products[i] = rows_product(kernels, main ? w : b, at, p * kSteps, 2, main ? x : t[projection],
+                                     main ? room : room + 2 * stride);
         }
+        kernels.gemm(products, chunk.count, result + projection * 2 * apart, !chunk.first);
       }
+    };
+    const auto finish_panel = [&](int p, const float* result) {
       Gating room_for_gating;
       const Gating* gating = experts.gating_at(expert, p * kSteps, room_for_gating);
       for (int j = 0; j < block.count; ++j) {
         const std::ptrdiff_t strip = routing.first_strip[expert] + block.begin + j;
+        if (p == 0 && target.h != nullptr)
+          zero_margins(target.h + strip * target.h_stride, sizes.inner_tiles);
         const std::ptrdiff_t kept = tile_elements(strip * sizes.inner_tiles + p);
         const bool keep = target.saved->gate.data() != nullptr;
         kernels.activate(
@@ -54,7 +59,10 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
             keep ? target.saved->gate.data() + kept : nullptr,
             keep ? target.saved->up.data() + kept : nullptr, gating);
       }
-    }
+    };
+    const int chunk = chunk_unit(experts.weight[kGate][expert], false);
+    for_panels({unit, block.count, kStrips, {sizes.hidden_tiles, sizes.rank_tiles}, chunk}, add_panel,
+               finish_panel);
   });
 }
 

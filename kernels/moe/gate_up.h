@@ -9,7 +9,7 @@ namespace ktbridge {
 
 // Where it goes. Null or empty targets are skipped.
 struct GateUpTarget {
-  bf16* h;  // right strips
+  bf16* h;  // right strips, with a margin on either side
   std::ptrdiff_t h_stride;
   Saved* saved;  // g, u and the thin products, as far as it has room for them
 };

@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <numeric>
 
 #include "common/buffer.h"
 #include "moe/layer.h"
+#include "moe/schedule.h"
 
 namespace ktbridge {
 
@@ -62,7 +64,7 @@ inline std::ptrdiff_t weight_gradients(const Sizes& sizes, std::ptrdiff_t slots)
 }
 
 inline void multiply(const Kernels& kernels, std::initializer_list<Product> products, float* result) {
-  kernels.gemm(products.begin(), static_cast<int>(products.size()), result);
+  kernels.gemm(products.begin(), static_cast<int>(products.size()), result, false);
 }
 
 // Strips of an expert's tokens that are worked on together. Even, so that two strips make one tile over
@@ -71,17 +73,118 @@ struct TokenBlock {
   int begin, count;  // strips, counted from the expert's first
 };
 
-// A block's strips of `tiles` tiles and a panel of `panel_tiles` tiles should stay in L2 while the expert's
-// weights pass by; but fewer than 128 tokens would make the weights pass too often.
+// An expert's weights pass once for each block, so blocks are large. They don't depend on the machine, for
+// LoRA's gradients are summed block by block.
+constexpr int kMostStrips = 48;
 template <class Body>
-void for_token_blocks(const Routing& routing, int expert, int tiles, int panel_tiles, Body body) {
-  static const long l2_tiles =
-      std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), 256L << 10) / (kTile * sizeof(bf16));
-  const int strips = routing.strips(expert);
-  const int fit = std::max(8, static_cast<int>((l2_tiles * 3 / 4 - panel_tiles) / std::max(tiles, 1)));
-  const int blocks = ceil_div(strips, fit), each = 2 * ceil_div(ceil_div(strips, blocks), 2);
+void for_token_blocks(const Routing& routing, int expert, Body body) {
+  const int strips = routing.strips(expert), blocks = ceil_div(strips, kMostStrips);
+  const int each = blocks == 0 ? 1 : 2 * ceil_div(ceil_div(strips, blocks), 2);
   for (int begin = 0; begin < strips; begin += each)
     body(TokenBlock{begin, std::min(each, strips - begin)});
+}
+
+constexpr int kLeastChunk = 8;  // tiles: fewer, and sums are loaded and stored too often
+
+// How a block's products with an expert's panels are cut so that they stay in L2: the reduction into chunks
+// of at most `chunk` tiles, and so many panels in a `group`, whose sums wait there from chunk to chunk.
+// Bits don't depend on it. Where all of the block's strips fit, each panel is one chunk. Else a group's
+// tokens come from memory chunk by chunk and serve all of its panels.
+struct Cut {
+  int chunk, group;
+};
+inline Cut cut_for_cache(int strips, int panel_strips, int tiles, int most, int panels) {
+  static const int l2_tiles = static_cast<int>(std::max(sysconf(_SC_LEVEL2_CACHE_SIZE), 256L << 10) /
+                                               static_cast<long>(kTile * sizeof(bf16)));
+  const int room = l2_tiles * 3 / 4, sums = strips * panel_strips, together = strips + panel_strips;
+  if (tiles <= most && together * tiles + sums <= room) return {tiles, 1};
+  const int group = std::clamp(room / 2 / sums, 1, panels);
+  return {std::clamp((room - group * sums) / together, kLeastChunk, most), group};
+}
+
+// Tiles [begin, begin + tiles) of the part of a reduction that one matrix has.
+struct Stretch {
+  int part, begin, tiles;
+};
+struct Chunk {
+  std::initializer_list<int> parts;  // all of the reduction
+  bool first = true, last = false;
+  int tiles = 0, count = 0;
+  Stretch stretches[4] = {};
+};
+
+// A reduction over matrices of `parts` tiles, one behind the other, in even chunks of at most `most` tiles
+// (or a `unit` more) that begin at multiples of `unit` tiles of their matrix.
+template <class Body>
+void for_chunks(std::initializer_list<int> parts, int most, int unit, Body body) {
+  const int total = std::accumulate(parts.begin(), parts.end(), 0);
+  const int even = ceil_div(total, std::max(ceil_div(total, most), 1)), each = ceil_div(even, unit) * unit;
+  Chunk chunk{parts};
+  const auto end = [&](bool last) {
+    chunk.last = last;
+    body(static_cast<const Chunk&>(chunk));
+    chunk.first = false;
+    chunk.tiles = chunk.count = 0;
+  };
+  int part = 0;
+  for (int tiles : parts) {
+    for (int begin = 0; begin < tiles;) {
+      int take = std::min(each - chunk.tiles, tiles - begin);
+      if (begin + take < tiles) take -= take % unit;
+      if (take == 0) {
+        end(false);
+        continue;
+      }
+      chunk.stretches[chunk.count++] = {part, begin, take};
+      chunk.tiles += take;
+      begin += take;
+    }
+    ++part;
+  }
+  end(true);
+}
+
+// The sums that a unit's panels have for one block of tokens.
+struct Panels {
+  Unit unit;
+  int strips, panel_strips;              // of the block, of a panel
+  std::initializer_list<int> parts;      // tiles of the reduction's matrices
+  int chunk_unit, most_tiles = 1 << 20;  // chunks begin at multiples of the one and end before the other
+};
+
+// add(panel, chunk, result) for all of a reduction's chunks, then finish(panel, result), panels rising.
+template <class Add, class Finish>
+void for_panels(const Panels& all, Add add, Finish finish) {
+  const int tiles = std::accumulate(all.parts.begin(), all.parts.end(), 0),
+            blocks = all.strips * all.panel_strips;
+  const int end = all.unit.end, panels = end - all.unit.begin;
+  const Cut cut = cut_for_cache(all.strips, all.panel_strips, tiles, all.most_tiles, panels);
+  float* results = result_blocks(kMain, static_cast<std::ptrdiff_t>(cut.group) * blocks);
+  for (int begin = all.unit.begin; begin < end; begin += cut.group)
+    for_chunks(all.parts, cut.chunk, all.chunk_unit, [&](const Chunk& chunk) {
+      for (int p = begin; p < std::min(end, begin + cut.group); ++p) {
+        float* result = results + static_cast<std::ptrdiff_t>(p - begin) * blocks * kBlock;
+        add(p, chunk, result);
+        if (chunk.last) finish(p, result);
+      }
+    });
+}
+
+// Chunks of W's reduction begin where its scales do.
+inline int chunk_unit(const Matrix& w, bool down_rows) {
+  if (w.scale == nullptr) return 1;
+  const int shift = down_rows ? w.row_shift : w.column_shift, size = down_rows ? w.rows : w.columns;
+  return shift < 31 && (1 << shift) < size ? std::max(1, (1 << shift) / kSteps) : tiles_of(size);
+}
+inline Matrix columns_of(const Matrix& w, Stretch stretch) {
+  return part_of(w, 0, w.rows, stretch.begin * kSteps, stretch.tiles * kSteps);
+}
+inline Matrix rows_of(const Matrix& w, Stretch stretch) {
+  return part_of(w, stretch.begin * kSteps, stretch.tiles * kSteps, 0, w.columns);
+}
+inline Strips behind(Strips strips, int tiles) {
+  strips.data += tile_elements(tiles);
+  return strips;
 }
 
 // Sixteen rows from `row` as they lie, if they can be multiplied like that.
@@ -100,6 +203,53 @@ inline Strips left_rows(const Kernels& kernels, const Matrix& w, int row, int co
   const std::ptrdiff_t stride = tile_elements(tiles_of(w.columns));
   for (int i = 0; i < count; ++i) kernels.pack_left(w, row + i * kStrip, room + i * stride);
   return {room, stride, count};
+}
+
+// Right strips that follow rows of weights have a tile of zeros on either side. So rows that begin between
+// two lines may be multiplied from the line's beginning on: what lies there before and behind them meets
+// zeros. The same terms are added in the same order.
+constexpr int kMargin = 1;
+
+// `count` strips of W's rows from `row`, one stretch of their columns, times the strips of all columns.
+inline Product rows_product(const Kernels& kernels, const Matrix& w, Stretch at, int row, int count,
+                            Strips right, bf16* room) {
+  Product product{left_rows(kernels, columns_of(w, at), row, count, room), behind(right, at.begin),
+                  at.tiles};
+  const int before =
+      static_cast<int>(reinterpret_cast<std::uintptr_t>(product.left.data) % 64 / sizeof(bf16));
+  // The first and the last row have neighbours of which nothing is known; not even that they are finite.
+  if (!kernels.wants_aligned_rows || !product.left.cold || before % 2 != 0 || before == 0 ||
+      w.columns % kSteps != 0 || w.stride % 64 != 0 || row == 0 || row + count * kStrip >= w.rows)
+    return product;
+  product.left.data -= before;
+  product.right.data -= before * kStrip;
+  if (at.begin + at.tiles == tiles_of(w.columns)) ++product.tiles;
+  return product;
+}
+inline void zero_margins(bf16* strip, int tiles) {
+  std::fill_n(strip - tile_elements(kMargin), tile_elements(kMargin), bf16{0});
+  std::fill_n(strip + tile_elements(tiles), tile_elements(kMargin), bf16{0});
+}
+
+// Adds a chunk of left times `strips` strips of the matrices' columns, whose rows are the reduction, one
+// matrix behind the other.
+inline void add_columns(const Kernels& kernels, const Chunk& chunk,
+                        std::initializer_list<const Matrix*> matrices, int column, int strips, Strips left,
+                        float* result) {
+  const std::ptrdiff_t stride = tile_elements(chunk.tiles);
+  const Strips panel{workspace(kPanel, strips * stride), stride, strips};
+  Product products[4];
+  int tiles = 0;
+  for (int i = 0; i < chunk.count; ++i) {
+    const Stretch at = chunk.stretches[i];
+    const Strips right = behind(panel, tiles);
+    kernels.pack_right(rows_of(*matrices.begin()[at.part], at), at.tiles * kSteps, column, right);
+    int before = at.begin;
+    for (int part = 0; part < at.part; ++part) before += chunk.parts.begin()[part];
+    products[i] = {behind(left, before), right, at.tiles};
+    tiles += at.tiles;
+  }
+  kernels.gemm(products, chunk.count, result, !chunk.first);
 }
 
 inline int first_slot(const Routing& routing, int expert, int strip) {

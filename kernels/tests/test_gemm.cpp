@@ -84,9 +84,18 @@ void check_products(Gemm gemm, Random& random, int m, int n, const std::vector<i
   }
   const check::Case here(name);
   Output<float> result(sums.size());
-  gemm(products.data(), static_cast<int>(products.size()), result.data());
+  gemm(products.data(), static_cast<int>(products.size()), result.data(), false);
   CHECK(first_difference(result.data(), std::vector<float>(sums.begin(), sums.end())) == -1);
   CHECK(result.guards_intact());
+  // Cut anywhere and added up: the same.
+  const int first = random.below(static_cast<int>(products.size()) + 1);
+  Output<float> added(sums.size());
+  if (first > 0) gemm(products.data(), first, added.data(), false);
+  gemm(products.data() + first % products.size(),
+       static_cast<int>(products.size()) - first % products.size(), added.data(),
+       first > 0 && first < static_cast<int>(products.size()));
+  if (first < static_cast<int>(products.size()))
+    CHECK(first_difference(added.data(), std::vector<float>(sums.begin(), sums.end())) == -1);
 }
 
 void every_shape(Gemm gemm) {
@@ -118,7 +127,7 @@ void columns_do_not_see_each_other(Gemm gemm) {
   const std::vector<bf16> left = random.halves(3 * kTiles * kTile), all = random.halves(kTiles * kTile);
   Product product{{left.data(), kTiles * kTile, 3}, {all.data(), 0, 1}, kTiles};
   std::vector<float> want(3 * kBlock);
-  gemm(&product, 1, want.data());
+  gemm(&product, 1, want.data(), false);
   for (int live = 1; live < kStrip; ++live) {
     const check::Case name(std::to_string(live) + " columns");
     std::vector<bf16> some = all;
@@ -127,7 +136,7 @@ void columns_do_not_see_each_other(Gemm gemm) {
     product.right.data = some.data();
     product.right.live = live;
     Output<float> got(want.size());
-    gemm(&product, 1, got.data());
+    gemm(&product, 1, got.data(), false);
     std::vector<float> expected = want;
     for (int i = 0; i < 3 * kStrip; ++i)
       for (int column = live; column < kStrip; ++column) expected[i * kStrip + column] = 0;
@@ -143,7 +152,7 @@ void sums_in_float32(Gemm gemm) {
   const std::vector<bf16> left = random.halves(kTiles * kTile), right = random.halves(kTiles * kTile);
   const Product product{{left.data(), 0, 1}, {right.data(), 0, 1}, kTiles};
   Output<float> result(kBlock);
-  gemm(&product, 1, result.data());
+  gemm(&product, 1, result.data(), false);
   double worst = 0;
   for (int m = 0; m < kStrip; ++m)
     for (int n = 0; n < kStrip; ++n) {

@@ -15,6 +15,11 @@ inline float scale_of(const Matrix& w, int row, int column) {
                          : static_cast<const float*>(w.scale)[at];
 }
 
+#if defined(__AVX512BF16__)
+constexpr float kE4m3Unit = 256;
+inline Lanes from_e4m3(const std::uint8_t* p) { return from_e4m3_by_256(p); }
+#else
+constexpr float kE4m3Unit = 1;
 // e4m3's exponent bias is 7 and float32's 127, so its bits put into place are too small by 2^120;
 // multiplying (rather than adding to the exponent) is right for its subnormals too.
 inline Lanes from_e4m3(const std::uint8_t* p) {
@@ -22,6 +27,7 @@ inline Lanes from_e4m3(const std::uint8_t* p) {
   const Lanes magnitude = shift_left<20>(bits_and(bits, 0x7f)) * every(0x1p120f);
   return bits_or(magnitude, shift_left<24>(bits_and(bits, 0x80)));
 }
+#endif
 
 inline Lanes from_int8(const std::uint8_t* p) {
   return whole(shift_right<24>(shift_left<24>(from_bytes(p))));
@@ -52,7 +58,7 @@ inline Pairs decode(const Matrix& w, int row, int column) {
     return sequence(load(values), load(values + 16));
   }
   if constexpr (kStorage == Storage::fp8) {
-    const Lanes scale = every(scale_of(w, row, column));
+    const Lanes scale = every(scale_of(w, row, column) * kE4m3Unit);
     return sequence(from_e4m3(p) * scale, from_e4m3(p + 16) * scale);
   }
   if constexpr (kStorage == Storage::int8) {

@@ -31,6 +31,19 @@ struct Matrix {
   int row_shift = 0, column_shift = 0;
 };
 
+constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns);
+
+// Rows from `row` and columns from `column` of `w`, so many or as many as there are. Where they don't begin
+// at one of its scales, all of them share one.
+inline Matrix part_of(Matrix w, int row, int rows, int column, int columns) {
+  w.data = static_cast<const char*>(w.data) + row * w.stride + stored_bytes(w.storage, column);
+  const std::ptrdiff_t scales = (row >> w.row_shift) * w.scale_stride + (column >> w.column_shift);
+  if (w.scale != nullptr) w.scale = static_cast<const char*>(w.scale) + scales * (w.scale_is_bf16 ? 2 : 4);
+  w.rows = w.rows - row < rows ? (w.rows > row ? w.rows - row : 0) : rows;
+  w.columns = w.columns - column < columns ? w.columns - column : columns;
+  return w;
+}
+
 // Bytes that `columns` neighbouring elements of one row take.
 constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns) {
   switch (storage) {

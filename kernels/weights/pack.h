@@ -50,15 +50,18 @@ inline void row_pair_to_right(const Matrix w, int k, int column, Strips target) 
   }
 }
 
-// A panel of 64 columns that are all there, in a loop without conditions: most of a large matrix. Near its
-// end it asks for the first rows of the panel beside it, which arrive while this one is multiplied.
-template <Storage kStorage>
+// A panel of 64 or 128 columns that are all there, in a loop without conditions: most of a large matrix.
+// Near its end it asks for the first rows of the panel beside it, which arrive while this one is
+// multiplied.
+template <Storage kStorage, int kStrips>
 inline int whole_panel_to_right(const Matrix w, int column, Strips target) {
-  constexpr int kWidth = stored_bytes(kStorage, 4 * kStrip);
+  constexpr int kWidth = stored_bytes(kStorage, kStrips * kStrip);
   const char* panel = static_cast<const char*>(w.data) + stored_bytes(kStorage, column);
   const char* ahead = panel + kRowsAhead * w.stride;
   bf16* to = const_cast<bf16*>(target.data);
   const std::ptrdiff_t stride = target.stride;
+  // A piece that doesn't begin with a line has the beginning of one more.
+  const bool straddles = reinterpret_cast<std::uintptr_t>(panel) % 64 != 0;
   int k = 0;
   for (; k + 1 < w.rows; k += 2, ahead += 2 * w.stride, to += 2 * kStrip) {
     if (k == (w.rows - kRowsAhead) / 2 * 2) ahead = panel + kWidth;
@@ -67,7 +70,11 @@ inline int whole_panel_to_right(const Matrix w, int column, Strips target) {
       __builtin_prefetch(ahead + byte, 0, 2);
       __builtin_prefetch(ahead + w.stride + byte, 0, 2);
     }
-    for (int half = 0; half < 2; ++half) {
+    if (straddles) {
+      __builtin_prefetch(ahead + kWidth - 1, 0, 2);
+      __builtin_prefetch(ahead + w.stride + kWidth - 1, 0, 2);
+    }
+    for (int half = 0; half < kStrips / 2; ++half) {
       Pairs first, second;
       interleave(decode<kStorage>(w, k, column + half * kSteps),
                  decode<kStorage>(w, k + 1, column + half * kSteps), first, second);
@@ -80,8 +87,18 @@ inline int whole_panel_to_right(const Matrix w, int column, Strips target) {
 
 template <Storage kStorage>
 inline void columns_to_right(const Matrix w, int column, Strips target) {
-  const bool whole = target.count == 4 && column + 4 * kStrip <= w.columns;
-  int k = whole ? whole_panel_to_right<kStorage>(w, column, target) : 0;
+  const bool whole = column + target.count * kStrip <= w.columns;
+  if (target.count > 4 && !(whole && target.count == 8)) {
+    Strips first = target, rest = target;
+    first.count = 4;
+    rest.count -= 4;
+    rest.data += 4 * target.stride;
+    columns_to_right<kStorage>(w, column, first);
+    return columns_to_right<kStorage>(w, column + 4 * kStrip, rest);
+  }
+  int k = 0;
+  if (whole && target.count == 8) k = whole_panel_to_right<kStorage, 8>(w, column, target);
+  if (whole && target.count == 4) k = whole_panel_to_right<kStorage, 4>(w, column, target);
   for (; k < w.rows; k += 2) row_pair_to_right<kStorage>(w, k, column, target);
 }
 

@@ -131,6 +131,12 @@ EXPERTS = Subject("Routed experts and their LoRA", "experts", (
     Code("KTL006", "error", "the adapter to go on from has another rank, alpha or modules than are"
          " configured", "Set what the adapter has."),
     Code("KTL007", "error", "the adapter has LoRA on a module that the model doesn't have", _ITS_BASE),
+    Code("KTL020", "warning", "the CPU has AMX and the kernels may not use it, so they are some three to five"
+         " times slower", "Use Linux 5.16 or newer, and a container runtime that allows arch_prctl."),
+    Code("KTL021", "error", "a mapped file can't be read any more while it is in use",
+         "Restore the file as it was, or copy the checkpoint to a disk that keeps it, and run again."),
+    Code("KTL022", "warning", "the page cache doesn't keep the experts: they are read from disk again and again",
+         "Free memory, or raise the container's limit: docs/plan.md says what the run needs."),
 ))  # fmt: skip
 
 SUBJECTS = (CONFIGURATION, RUN, DATA, PREDICTIONS, EXPERTS)

@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.experts.faults import explain_faults
 from ktbridge.experts.modules import (
     Triple,
     experts_modules,
@@ -56,6 +57,7 @@ class MappedExperts:
         self.path = path
         self.config: ModelConfig = read_model_config(path)
         self.checkpoint: Checkpoint = open_checkpoint(path)
+        explain_faults()
 
     def layer(self, layer: int) -> Triple:
         """gate, up [E, I, H] and down [E, H, I] of a layer, for ``MoELoRAExperts.from_tensors``.

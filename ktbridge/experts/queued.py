@@ -70,18 +70,21 @@ def queue(
     _settle(stream)  # first, for what is queued must not be forgotten because of another's failure
     # Kept before the start: an interrupt right after it must not free what the job works on.
     entry = _Queued(alive)
-    _queued[stream].append(entry)
+    with _lock:
+        _queued[stream].append(entry)
     try:
         entry.job = start(launcher(), stream.cuda_stream, *arguments)
     except Exception:
-        _queued[stream].remove(entry)
+        with _lock:
+            _queued[stream].remove(entry)
         raise
     return entry.job
 
 
 def finish(stream: Stream) -> None:
     """Wait for the jobs of ``stream``. Raises what the first of them that failed raised."""
-    asked = tuple(_queued[stream])
+    with _lock:
+        asked = tuple(_queued[stream])
     stream.synchronize()
     for entry in asked:
         entry.ended = True
@@ -115,6 +118,8 @@ def _settle(stream: Stream) -> None:
 @atexit.register
 def _let_jobs_end() -> None:
     """Before the interpreter frees what they work on."""
-    for stream in [stream for stream, entries in _queued.items() if entries]:
+    with _lock:
+        waiting = [stream for stream, entries in _queued.items() if entries]
+    for stream in waiting:
         with suppress(RuntimeError):  # a GPU that has failed runs no more of them
             stream.synchronize()

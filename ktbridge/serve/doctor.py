@@ -84,9 +84,8 @@ def _kernels(machine: Machine) -> Check:
         return Check("kernels", "problem", found, f"install ktbridge again: {reinstall_hint()}")
     available = ", ".join(kernels.isa_available())
     if "amx_bf16" in machine.isa and "amx" not in available:
-        found = (
-            f"the CPU has AMX, but the operating system doesn't let us use it (only {available})"
-        )
+        reason = kernels.why_no_tiles() or "the CPU that is seen here lacks some of it"
+        found = f"the CPU has AMX, but it isn't used (only {available}): {reason}"
         step = "use Linux 5.16 or newer, and a container runtime that allows arch_prctl"
         return Check("kernels", "problem", found, step)
     try:

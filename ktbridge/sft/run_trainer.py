@@ -26,6 +26,7 @@ from ktbridge.sft.passes import Batch, Passes, Row
 from ktbridge.sft.progress import Finite, Pace
 from ktbridge.sft.rates import separate_b, set_learning_rate
 from ktbridge.sft.vision import Vision
+from ktbridge.sft.weights_watch import WatchWeights
 
 _TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
 """What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
@@ -44,6 +45,7 @@ class RunTrainer(Trainer):
     checkpoints: Checkpoints
     passes: Passes
     held_out: HeldOut
+    weights: WatchWeights
     pace: Pace
     ratio_of_b = 1.0
     """The learning rate of LoRA's B as a multiple of A's."""

@@ -49,6 +49,7 @@ from ktbridge.sft.progress import OnLog, Reporter, is_record
 from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.stages import LOSSES, STAGES
+from ktbridge.sft.weights_watch import WatchWeights
 
 
 @dataclass(frozen=True)
@@ -326,6 +327,9 @@ def make_trainer(
         Passes(trainer, tokens_per_pass(config, choose(config), tokens), on_note),
         HeldOut(trainer, config, on_note),
     )
+    isa = next(iter(expert_layers(model).values())).isa
+    trainer.weights = WatchWeights(trainer.checkpoints.last_good, isa, on_note)
+    trainer.add_callback(trainer.weights)
     if config.load_best_model_at_end:
         trainer.checkpoints.best_step = trainer.held_out.best_step
     return trainer
@@ -367,6 +371,7 @@ def _result(
         warning=str(trainer.checkpoints.last_not_saved or ""),
         notes=(
             *((placed.note,) if placed.note else ()),
+            *trainer.weights.notes,
             *trainer.passes.notes,
             *trainer.held_out.notes,
             *chosen.notes,

@@ -1,8 +1,4 @@
-"""What the machine can do, by itself: bf16 FLOP/s and bytes/s read, and the parts of a pass.
-
-The floor of a pass assumes that reading and multiplying overlap; the parts are measured to see whether they
-can on this machine, with the layer's own loops and nothing around them (kernels/common/parts.h).
-"""
+"""What the machine can do, by itself: bf16 FLOP/s and bytes/s read."""
 
 from __future__ import annotations
 
@@ -13,11 +9,10 @@ from peers.worker import serve
 from ktbridge import _kernels
 
 TRIES = 3
-MOST_BYTES = 1 << 31
 
 
 class Ceilings:
-    """``spec``: ``threads``, ``isa``, ``seconds`` of each measurement, and what one of the turns needs."""
+    """``spec``: ``threads``, ``isa``, ``seconds`` of each measurement."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
@@ -39,19 +34,6 @@ class Ceilings:
             read = _kernels.measure_bandwidth(threads, self.spec["bytes"], seconds)
             bandwidth = max(bandwidth, read)
         return {"isa": isa, "best_isa": best, "peaks": peaks, "bandwidth": bandwidth}
-
-    def parts(self, strips: int, inner: int, hidden: int, bytes: int) -> dict[str, float]:
-        """Seconds of each main loop for so many ``bytes`` of weights, and of reading them."""
-        isa, threads, seconds = (self.spec[key] for key in ("isa", "threads", "seconds"))
-        inner, hidden = -(-inner // 64) * 64, -(-hidden // 64) * 64
-        # A share of the weights stands for all of them where memory is short.
-        walked = min(bytes, MOST_BYTES)
-        found = {"read": bytes / _kernels.measure_bandwidth(threads, walked, seconds)}
-        for name in ("products", "forward", "pack", "backward"):
-            part = getattr(_kernels.Part, name)
-            took = _kernels.measure_part(part, isa, threads, strips, inner, hidden, walked, seconds)
-            found[name] = bytes / walked * took
-        return found
 
 
 if __name__ == "__main__":

@@ -16,11 +16,21 @@ from peers.cases import LORA_NAMES, PROJECTIONS, RESULTS
 from peers.layer import Case, serve
 
 from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.weights import ExpertWeights
+
+
+def stored(case: Case, name: str) -> torch.Tensor | ExpertWeights:
+    weight, scale = case.weights[name], case.weights.get(f"{name}_scale")
+    if scale is None:
+        return weight
+    if case.shape.storage == "fp8":
+        return ExpertWeights.fp8(weight, scale)
+    return ExpertWeights.int4(weight, scale, 32)
 
 
 class Ktbridge:
     def __init__(self, case: Case) -> None:
-        weights = (case.weights[name] for name in PROJECTIONS)
+        weights = (stored(case, name) for name in PROJECTIONS)
         self.layer = MoELoRAExperts.from_tensors(
             *weights,
             lora_rank=case.rank,

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import torch
 from peers import worker
-from peers.cases import LORA_NAMES, PROJECTIONS, RESULTS, Shape
+from peers.cases import LORA_NAMES, RESULTS, Shape
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 
 @dataclass
 class Case:
-    """The same tensors for every contestant: weights, inputs and LoRA in bfloat16, ids in int64,
+    """The same tensors for every contestant: weights as stored, inputs and LoRA in bfloat16, ids in int64,
     routing weights in float32; see ``cases.write_weights`` and ``cases.write_inputs``."""
 
     shape: Shape
@@ -93,10 +93,11 @@ def serve(build: Callable[[Case], Layer]) -> None:
 def load(spec: dict[str, Any]) -> Case:
     """``spec``: the files ``weights`` and ``inputs``, and the case's shape, rank, alpha, threads and isa."""
 
-    def read(path: str, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        # clone: safetensors maps the file, and a contestant must own ordinary memory
+    def read(path: str, names: tuple[str, ...], mapped: bool = False) -> dict[str, torch.Tensor]:
+        # safetensors maps the file: weights stay there, as they do in training; the rest is cloned
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name).clone() for name in names}
+            tensors = {name: file.get_tensor(name) for name in names or file.keys()}
+            return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
 
     rest = ("hidden", "topk_ids", "topk_weights", "d_out")
     return Case(
@@ -105,7 +106,7 @@ def load(spec: dict[str, Any]) -> Case:
         alpha=spec["alpha"],
         threads=spec["threads"],
         isa=spec["isa"],
-        weights=read(spec["weights"], PROJECTIONS),
+        weights=read(spec["weights"], (), mapped=True),
         lora=read(spec["inputs"], LORA_NAMES),
         **read(spec["inputs"], rest),
         lora_dropout=spec.get("lora_dropout", 0.0),

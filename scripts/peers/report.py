@@ -122,10 +122,8 @@ def print_result(console: Console, result: Record) -> None:
             parts = ", ".join(f"{which} {ratio(result, entry, which):.2f}x" for which in PASSES)
             console.print(f"{entry['name']} / {OURS} = {both:.2f}x ({parts})")
     console.print(
-        f"Quartiles, forward and backward, ms: {'; '.join(map(spread, result['contestants']))}"
+        f"Least and quartiles, forward and backward, ms: {'; '.join(map(spread, result['contestants']))}"
     )
-    if "parts" in result:
-        console.print(parts_table(result))
     if any("accuracy" in entry for entry in result["contestants"]):
         console.print(accuracy_table(result))
     who = (
@@ -136,16 +134,21 @@ def print_result(console: Console, result: Record) -> None:
     least = (result["floor"][which]["seconds"] for _ in result["contestants"] for which in PASSES)
     if any(took < floor for took, floor in zip(fastest, least, strict=True)):
         console.print("More than 100 % of the floor: the ceilings were measured in a busy moment.")
+    if "load" in result:
+        console.print(
+            f"Load {result['load']:.1f}; ceilings in between: {result['peak'] / 1e12:.2f} TFLOP/s, "
+            f"{result['bandwidth'] / 1e9:.1f} GB/s."
+        )
     for note in result.get("notes", ()):
         console.print(note, markup=False)
     console.print()
 
 
 def spread(entry: Record) -> str:
-    """The quartiles of both passes in milliseconds."""
-    ranges = (quartiles(entry["samples"][which]) for which in PASSES)
+    """The least and the quartiles of both passes in milliseconds."""
+    ranges = ((min(samples), *quartiles(samples)) for samples in map(entry["samples"].get, PASSES))
     return f"{entry['name']} " + ", ".join(
-        f"{1e3 * low:.2f} – {1e3 * high:.2f}" for low, high in ranges
+        f"{1e3 * least:.2f}, {1e3 * low:.2f} – {1e3 * high:.2f}" for least, low, high in ranges
     )
 
 
@@ -153,6 +156,8 @@ def shape_table(result: Record) -> Table:
     shape, floor = result["shape"], result["floor"]
     title = (
         f"E={shape['experts']} K={shape['top_k']} H={shape['hidden']} I={shape['inner']} T={shape['tokens']}"
+        f"{' ' + shape['storage'] if shape.get('storage', 'bf16') != 'bf16' else ''}"
+        f"{', skew ' + format(result['skew'], 'g') if result.get('skew') else ''}"
         f"; floor {floor['forward']['seconds'] * 1e3:.2f} + {floor['backward']['seconds'] * 1e3:.2f} ms"
     )
     headings = ("fwd ms", "bwd ms", "both", "TFLOP/s", "% of floor", "÷ ours", "+MB")
@@ -169,33 +174,6 @@ def shape_table(result: Record) -> Table:
             "–" if both is None else f"{both:.2f}x",
             f"{entry['extra_bytes'] / 1e6:.0f}",
         )
-    return table
-
-
-def parts_table(result: Record) -> Table:
-    """What the layer's main loops take by themselves, beside the passes and a third of each peer."""
-    parts = {name: took * 1e3 for name, took in result["parts"].items()}
-    peers = [entry for entry in result["contestants"] if entry["name"] != OURS]
-    headings = (
-        "read",
-        "multiply",
-        "sum",
-        "loop",
-        OURS,
-        *(f"{entry['name']} / 3" for entry in peers),
-    )
-    table = plain_table("Parts of a pass over these weights by themselves, ms", *headings)
-    first = {"forward": parts["read"], "backward": parts["pack"]}
-    rows = {
-        w: (first[w], parts["products"], first[w] + parts["products"], parts[w]) for w in PASSES
-    }
-    rows["both"] = tuple(map(sum, zip(*rows.values(), strict=True)))
-    ours = [entry for entry in result["contestants"] if entry["name"] == OURS]
-    for which, numbers in rows.items():
-        took = [1e3 * seconds(entry, which) for entry in ours]
-        third = [1e3 * seconds(entry, which) / 3 for entry in peers]
-        label = "backward (read: into panels)" if which == "backward" else which
-        table.add_row(label, *(f"{value:.2f}" for value in (*numbers, *took, *third)))
     return table
 
 

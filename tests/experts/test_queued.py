@@ -135,6 +135,33 @@ def test_a_stream_does_not_wait_for_another_to_tell_its_failure(layer):
     assert watched() is None
 
 
+def test_a_failed_forward_leaves_zeros_and_no_garbage(layer):
+    """In its output, and in the gradients of a backward that was queued behind it."""
+    stream, (hidden, ids, weights) = Stream(), make_inputs(SHAPE)
+    out, d_hidden = (torch.full_like(hidden, float("nan")) for _ in range(2))
+    d_weights = torch.full_like(weights, float("nan"))
+    inputs = hidden, torch.full_like(ids, 9), weights
+    stream.gate.clear()
+    arguments = (
+        [0] * 6,
+        0,
+        0.0,
+        SHAPE.tokens,
+        SHAPE.top_k,
+        *(each.data_ptr() for each in (*inputs, out)),
+    )
+    kept = _kernels.Keep.retain, (0, 0, 0)
+    job = queued.queue(stream, layer._layer.queue_forward, (*arguments, *kept), inputs)
+    addresses = [each.data_ptr() for each in (hidden, hidden, d_hidden, d_weights)]
+    behind = (job, True, [0] * 6, 0, 0.0, *addresses, [0] * 6)
+    queued.queue(stream, layer._layer.queue_backward, behind, (d_hidden, d_weights))
+    stream.gate.set()
+    with pytest.raises(IndexError, match="holds 9 but"):
+        queued.finish(stream)
+    for filled in (out, d_hidden, d_weights):
+        assert not filled.any()
+
+
 class Awaiting(torch.autograd.Function):
     """A backward that queues a pass, and one that fails."""
 

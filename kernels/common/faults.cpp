@@ -1,0 +1,92 @@
+#include "common/faults.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+
+namespace ktbridge {
+namespace {
+
+// A handler may neither lock nor allocate. Words are never freed: another thread's may be writing them.
+std::atomic<const char*> words_before{nullptr}, words_behind{nullptr};
+struct sigaction previous;
+
+void write_all(const char* text, std::size_t left) {
+  while (left > 0) {
+    const ssize_t count = write(2, text, left);
+    if (count <= 0) return;
+    text += count;
+    left -= static_cast<std::size_t>(count);
+  }
+}
+void write_all(const char* text) { write_all(text, std::strlen(text)); }
+
+// Reads a line of /proc/self/maps into `line`, cut to its size; false at the end.
+bool next_line(int file, char* line, std::size_t size) {
+  std::size_t used = 0;
+  for (char c; read(file, &c, 1) == 1;) {
+    if (c == '\n') {
+      line[used] = '\0';
+      return true;
+    }
+    if (used + 1 < size) line[used++] = c;
+  }
+  return false;
+}
+
+std::uintptr_t hexadecimal(const char*& at) {
+  std::uintptr_t value = 0;
+  for (;; ++at) {
+    const char c = *at;
+    if (c >= '0' && c <= '9')
+      value = value * 16 + (c - '0');
+    else if (c >= 'a' && c <= 'f')
+      value = value * 16 + (c - 'a' + 10);
+    else
+      return value;
+  }
+}
+
+// "begin-end rights offset device inode     path"
+const char* path_of(std::uintptr_t address, const char* line) {
+  const std::uintptr_t begin = hexadecimal(line);
+  if (*line++ != '-' || address < begin || address >= hexadecimal(line)) return nullptr;
+  return std::strchr(line, '/');
+}
+
+void on_fault(int, siginfo_t* info, void*) {
+  char line[4200];
+  const int file = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+  while (file >= 0 && next_line(file, line, sizeof line))
+    if (const char* path = path_of(reinterpret_cast<std::uintptr_t>(info->si_addr), line)) {
+      write_all(words_before);
+      write_all(path);
+      write_all(words_behind);
+      _exit(1);
+    }
+  if (file >= 0) close(file);
+  sigaction(SIGBUS, &previous, nullptr);  // the instruction runs again, and meets what was there before
+}
+
+const char* kept(const std::string& text) { return std::strcpy(new char[text.size() + 1], text.c_str()); }
+
+}  // namespace
+
+void explain_faults(const std::string& before, const std::string& behind) {
+  words_before = kept(before);
+  words_behind = kept(behind);
+  static std::once_flag once;
+  std::call_once(once, [] {
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO;
+    sigaction(SIGBUS, &action, &previous);
+  });
+}
+
+}  // namespace ktbridge
