@@ -35,6 +35,7 @@ _SHARD = re.compile(r"(adapter_model|fused_expert_lora)-(\d+)-of-(\d+)\.safetens
 
 _STACKED = re.compile(r"\.experts\.(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])$")
 
+SPARSE = 1 << 30  # bytes from which a file must have more than a twentieth of its size on the disk
 MAX_CONFIG = 8_000_000  # bytes: the names of every expert of the largest models are half of that
 
 
@@ -99,6 +100,7 @@ def _scan(
     for name in names:
         try:
             file = open_tensor_file(path / name)
+            _refuse_sparse(file)
             adapter.files.append(file)
             stamps[file.path] = file.stamp
         except KtbridgeError as error:
@@ -120,6 +122,16 @@ def _scan(
         config["r"] = _rank_of(adapter)
     adapter.layout = _layout_of(adapter)
     return adapter
+
+
+def _refuse_sparse(file: TensorFile) -> None:
+    """All of an adapter is read: KtbridgeError for a giant that is mostly holes."""
+    held = 512 * getattr(file.path.stat(), "st_blocks", 0)
+    if file.stamp.size > SPARSE and 0 < 20 * held < file.stamp.size:
+        raise KtbridgeError(
+            f"{file.path} is {file.stamp.size} bytes long, of which only {held} are on the disk",
+            "copy or save the file again",
+        )
 
 
 def _rank_of(adapter: Adapter) -> int | None:

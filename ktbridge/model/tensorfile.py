@@ -31,7 +31,6 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 400_000
 """Of one file: twice what Kimi-K2's experts would have in a single one."""
 MAX_NAME = 1000  # characters
-SPARSE = 1 << 30  # bytes from which a file must have more than a twentieth of its size on the disk
 MAX_DIMENSIONS = 32
 
 # In bits, because the format has sub-byte types; a tensor must still fill whole bytes.
@@ -177,9 +176,6 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
         with open(path, "rb") as file:
             stamp = stamp_of(os.fstat(file.fileno()))
             size = stamp.size
-            held = 512 * getattr(os.fstat(file.fileno()), "st_blocks", 0)
-            if size > SPARSE and 0 < 20 * held < size:
-                _fail(path, f"is {size} bytes long, of which only {held} are on the disk")
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8:

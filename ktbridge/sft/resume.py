@@ -103,12 +103,11 @@ def identity(
     base: Path,
     digest: str,
     held_digest: str | None = None,
-    *,
     images: bool = False,
 ) -> Identity:
     """Identity of a run, which must match for a continuation: settings, models, digests of rows.
 
-    ``images``: whether rows have some, which the model's processor turns into the model's input.
+    ``images``: whether rows have some.
     """
     settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
     for key in _FREE_KT:

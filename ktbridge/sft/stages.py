@@ -17,7 +17,7 @@ from torch import nn
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from ktbridge.sft.data.fit import PICTURES
+from ktbridge.sft.data.sequences import PICTURES
 from ktbridge.sft.passes import Batch, Row
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.vision import Vision

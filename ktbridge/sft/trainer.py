@@ -33,8 +33,8 @@ from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
-from ktbridge.sft.data.fit import PICTURES
 from ktbridge.sft.data.kept import keep_rows, lengths_of
+from ktbridge.sft.data.sequences import PICTURES
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted

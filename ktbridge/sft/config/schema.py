@@ -34,15 +34,12 @@ from ktbridge.sft.config.values import (
 
 SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "rmsprop", "adagrad")
+_ANSWERS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
 METRICS = {
-    "sft": ("loss", "mean_token_accuracy", "entropy"),
-    "pt": ("loss", "mean_token_accuracy", "entropy"),
-    "dpo": (
-        "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected",
-        "logps/chosen", "logps/rejected",
-    ),
-    "kto": ("loss", "kl", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"),
-}  # fmt: skip
+    **dict.fromkeys(("sft", "pt"), ("loss", "mean_token_accuracy", "entropy")),
+    "dpo": ("loss", "rewards/accuracies", "rewards/margins", *_ANSWERS),
+    "kto": ("loss", "kl", *_ANSWERS),
+}
 """What is measured of held-out rows, by stage; in records of the log each begins with eval_."""
 ATTENTION = {
     "auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2",

@@ -115,23 +115,12 @@ def read_shape(
         )
     homes = _expert_homes(path, checkpoint, config)
     prefixes = tuple(prefix for home in homes.values() for prefix in home.prefixes)
-    experts_own = [
-        (name, checkpoint.entry(name))
-        for name in checkpoint
-        if name.startswith(prefixes) and not name.endswith(_BIAS)
-    ]
-    storages = {
-        _STORAGE.get(entry.dtype, entry.dtype)
-        for name, entry in experts_own
-        if not name.endswith(_SCALES)
-    }
-    storage = storages.pop() if len(storages) == 1 else "mixed"
-    whole = whole or config.model_type in _WHOLE
+    expert_bytes, storage = _experts(checkpoint, prefixes)
     layers, elements, vocabulary = _outside_experts(checkpoint, config, prefixes)
-    tower = sum(
-        prod(checkpoint.entry(name).shape) for name in checkpoint if name.startswith(_VISION)
-    )
-    tower = tower if whole else 0
+    tower = 0
+    if whole or config.model_type in _WHOLE:
+        seen = (name for name in checkpoint if name.startswith(_VISION))
+        tower = sum(prod(checkpoint.entry(name).shape) for name in seen)
     return ModelShape(
         path=path,
         config=config,
@@ -140,11 +129,27 @@ def read_shape(
         vision_elements=tower,
         image_token_numbers=_image_token_numbers(path) if tower else 0,
         vocabulary=vocabulary or int(config.text.get("vocab_size") or 0),
-        expert_bytes=sum(entry.nbytes for _, entry in experts_own),
+        expert_bytes=expert_bytes,
         expert_storage=storage,
         mappable=storage in _STORAGE.values() and not _turned(checkpoint, config, homes),
         to_download=declared.nbytes if declared else 0,
     )
+
+
+def _experts(checkpoint: Checkpoint | Declared, prefixes: tuple[str, ...]) -> tuple[int, str]:
+    """Bytes of the experts, and how they are stored."""
+    own = {
+        name: checkpoint.entry(name)
+        for name in checkpoint
+        if name.startswith(prefixes) and not name.endswith(_BIAS)
+    }
+    storages = {
+        _STORAGE.get(entry.dtype, entry.dtype)
+        for name, entry in own.items()
+        if not name.endswith(_SCALES)
+    }
+    storage = storages.pop() if len(storages) == 1 else "mixed"
+    return sum(entry.nbytes for entry in own.values()), storage
 
 
 def _image_token_numbers(path: Path) -> int:
