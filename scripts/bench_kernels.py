@@ -7,7 +7,7 @@
     scripts/bench_kernels.py --decode --peer torch
     scripts/bench_kernels.py --lora-dropout 0.1          with it and without, taking turns
     scripts/bench_kernels.py --shape 32,1,7168,2048,2048:fp8        beside the same in bfloat16
-    scripts/bench_kernels.py --aligned                   weights at a multiple of 64 bytes, as checkpoints seldom have
+    scripts/bench_kernels.py --aligned                   weights at a multiple of 64 bytes
     scripts/bench_kernels.py --from-json run.json --plot roofline.png
 
 Every contestant is a process that maps the same file of seeded weights, whose data begins 8 bytes behind a
@@ -132,7 +132,10 @@ class Bench:
     def _one_shape(self, shape: Shape, skew: float) -> None:
         contestants = self.contestants
         if shape.storage != "bf16":  # nobody else trains on these; our own bfloat16 is the measure
-            contestants = [self.contestants[0], dataclasses.replace(self.contestants[0], name="bf16")]
+            contestants = [
+                self.contestants[0],
+                dataclasses.replace(self.contestants[0], name="bf16"),
+            ]
         needed, free = memory_needed(shape, contestants), read_machine().memory_available
         if free and needed > free:
             sizes = f"it needs {needed / GIB:.1f} GB, {free / GIB:.1f} GB are free"
@@ -325,7 +328,12 @@ EXISTING = click.Path(exists=True, path_type=Path)
 @click.option("--accuracy", "accurate", is_flag=True, help="Error against float32 autograd.")
 @click.option("--aligned", is_flag=True, help="Weights begin at a multiple of 64 bytes.")
 @click.option(
-    "--skew", "skews", multiple=True, type=click.FloatRange(0), default=(0.0, 1.0), show_default=True,
+    "--skew",
+    "skews",
+    multiple=True,
+    type=click.FloatRange(0),
+    default=(0.0, 1.0),
+    show_default=True,
     help="Routing by Zipf's law; 0 is even.",
 )
 @click.option("--json", "json_file", type=FILE, help="All samples.")

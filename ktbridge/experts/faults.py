@@ -17,7 +17,9 @@ def explain_faults(last_good: str | None = None) -> None:
     Otherwise it would die without a word: access to what was truncated, or what a disk or network fails to
     deliver, is a SIGBUS. ``last_good``: the checkpoint that a run can go on from, "" for none so far.
     """
-    behind = f": it was truncated, or it can't be read any more\n  next: {CODES['KTL021'].next_step}\n"
+    behind = (
+        f": it was truncated, or it can't be read any more\n  next: {CODES['KTL021'].next_step}\n"
+    )
     if last_good:
         behind += f"  the last good checkpoint is {last_good}; resume_from_checkpoint=true goes on from it\n"
     elif last_good is not None:

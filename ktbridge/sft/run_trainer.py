@@ -22,9 +22,9 @@ from ktbridge.sft import distributed
 from ktbridge.sft.checkpoints import Checkpoints
 from ktbridge.sft.held_out import HeldOut
 from ktbridge.sft.passes import Batch, Passes, Row
-from ktbridge.sft.weights_watch import WatchWeights
 from ktbridge.sft.progress import Finite, Pace
 from ktbridge.sft.rates import separate_b, set_learning_rate
+from ktbridge.sft.weights_watch import WatchWeights
 
 _TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
 """What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""

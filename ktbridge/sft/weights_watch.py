@@ -38,7 +38,9 @@ class WatchWeights(TrainerCallback):
         elif waits := self._reads.step():
             where = f"step {state.global_step}"
             if not any(note.code == "KTL022" for note in self.notes):
-                self._note(problem("KTL022", where, f"{waits:,} reads of memory waited for the disk"))
+                self._note(
+                    problem("KTL022", where, f"{waits:,} reads of memory waited for the disk")
+                )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         explain_faults(self._last_good())

@@ -142,7 +142,14 @@ def test_a_failed_forward_leaves_zeros_and_no_garbage(layer):
     d_weights = torch.full_like(weights, float("nan"))
     inputs = hidden, torch.full_like(ids, 9), weights
     stream.gate.clear()
-    arguments = ([0] * 6, 0, 0.0, SHAPE.tokens, SHAPE.top_k, *(each.data_ptr() for each in (*inputs, out)))
+    arguments = (
+        [0] * 6,
+        0,
+        0.0,
+        SHAPE.tokens,
+        SHAPE.top_k,
+        *(each.data_ptr() for each in (*inputs, out)),
+    )
     kept = _kernels.Keep.retain, (0, 0, 0)
     job = queued.queue(stream, layer._layer.queue_forward, (*arguments, *kept), inputs)
     addresses = [each.data_ptr() for each in (hidden, hidden, d_hidden, d_weights)]
