@@ -7,7 +7,7 @@
     scripts/bench_kernels.py --decode --peer torch
     scripts/bench_kernels.py --lora-dropout 0.1          with it and without, taking turns
     scripts/bench_kernels.py --shape 32,1,7168,2048,2048:fp8        beside the same in bfloat16
-    scripts/bench_kernels.py --aligned                   weights at a multiple of 64 bytes, as checkpoints seldom have
+    scripts/bench_kernels.py --aligned                   weights at a multiple of 64 bytes
     scripts/bench_kernels.py --from-json run.json --plot roofline.png
 
 Every contestant is a process that maps the same file of seeded weights, whose data begins 8 bytes behind a

@@ -135,7 +135,7 @@ EXPERTS = Subject("Routed experts and their LoRA", "experts", (
          " times slower", "Use Linux 5.16 or newer, and a container runtime that allows arch_prctl."),
     Code("KTL021", "error", "a mapped file can't be read any more while it is in use",
          "Restore the file as it was, or copy the checkpoint to a disk that keeps it, and run again."),
-    Code("KTL022", "warning", "the page cache doesn't keep the experts: they are read from disk again and again",
+    Code("KTL022", "warning", "the page cache doesn't keep the experts: they are read from disk each time",
          "Free memory, or raise the container's limit: docs/plan.md says what the run needs."),
 ))  # fmt: skip
 

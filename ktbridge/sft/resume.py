@@ -105,10 +105,7 @@ def identity(
     held_digest: str | None = None,
     images: bool = False,
 ) -> Identity:
-    """Identity of a run, which must match for a continuation: settings, models, digests of rows.
-
-    ``images``: whether rows have some.
-    """
+    """What must match for a continuation: settings, models, digests of rows; ``images``: rows have some."""
     settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
     for key in _FREE_KT:
         settings["kt_config"].pop(key, None)

@@ -29,7 +29,7 @@ MISALIGNED = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """E experts, K of them a token, hidden size H, intermediate size I, T tokens, and how weights are stored."""
+    """E experts, K of them a token, hidden size H, intermediate size I, T tokens; how weights are stored."""
 
     experts: int
     top_k: int
@@ -120,7 +120,7 @@ def floor(shape: Shape, rank: int, routed: int) -> dict[str, Work]:
 
     With S = T·K, all weights and activations in bfloat16 (2 bytes):
 
-    * forward bytes: 3·I·H·2 of each (or what it is stored in) routed expert, once; hidden in, output out: 2·T·H·2
+    * forward bytes: 3·I·H·2 (or as stored) of each routed expert, once; hidden in, output out: 2·T·H·2
     * forward FLOPs: 2·S·3·H·I, and for LoRA 2·S·r·(3H + 3I)
     * backward bytes: the same weights, once (activations are retained, in cache at best, so they count
       nothing); hidden and d_out in, d_hidden out: 3·T·H·2; LoRA's float32 gradients of the routed

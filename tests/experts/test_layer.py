@@ -500,3 +500,28 @@ def test_a_forked_child_is_told_of_its_parents_layer_instead_of_hanging():
     child.join(30)
     assert child.exitcode == 0
     assert "don't survive fork()" in queue.get()
+
+
+@pytest.mark.parametrize("tokens", [40, 780])  # 780 need sums that wait in L2 from chunk to chunk
+def test_weights_that_begin_between_two_lines_of_the_cache(tokens):
+    """As mapped checkpoints have them; what lies before and behind them isn't finite and must not matter."""
+    shape = Shape(2, 1, 1024, 160, tokens)
+    aligned, moved = make_weights(shape)[0], []
+    aligned = [weight for (weight,) in aligned]
+    for weight in aligned:
+        room = torch.full((weight.numel() + 128,), float("nan"), dtype=torch.bfloat16)
+        start = (-room.data_ptr() % 64 + 64 + 8) // 2
+        there = room[start : start + weight.numel()].view(weight.shape)
+        moved.append(there.copy_(weight))
+        assert there.data_ptr() % 64 == 8
+    hidden, ids, weights = make_inputs(shape)
+    ids.zero_()  # one expert has them all
+    results = []
+    for given_weights in (aligned, moved):
+        layer = MoELoRAExperts.from_tensors(*given_weights, lora_rank=0)
+        x = hidden.clone().requires_grad_()
+        out = layer(x, ids, weights)
+        out.backward(torch.ones_like(out))
+        results.append((out.detach().float(), x.grad.float()))
+    for expected, found in zip(*results, strict=True):
+        assert error(found, expected) < 1e-3

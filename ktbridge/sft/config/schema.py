@@ -1,7 +1,6 @@
-"""The keys that mean something, with their defaults and what each does.
+"""The keys that mean something, by LLaMA-Factory's names, with their defaults and what each does.
 
-The names are LLaMA-Factory's. docs/train.md has them as a table, with those of the ``kt_config`` block.
-"""
+docs/train.md has them as a table, with those of the ``kt_config`` block."""
 
 from __future__ import annotations
 
