@@ -136,9 +136,10 @@ def _measure(base: Path, merged: Path, adapter: Adapter) -> dict[str, Any]:
 
         with progress_bar("measuring logprobs", "layers") as on_progress:
             return asdict(merge_distance(base, merged, adapter, on_progress))
-    except (ImportError, KtbridgeError) as error:
-        reason = getattr(error, "sentence", str(error))
-        return {"not_measured": reason, "next_step": _LATER}
+    except KtbridgeError as error:
+        return {"not_measured": error.sentence, "next_step": _LATER}
+    except ImportError as error:
+        return {"not_measured": str(error), "next_step": _LATER}
 
 
 def _print_losses(losses: tuple[Loss, ...]) -> None:

@@ -157,10 +157,14 @@ def test_no_finding_on_what_peft_saves_for_the_engine(
     family = family_of(model_type)
     assert family is not None
     served = family.nonexpert_targets
+    # Qwen3-Next's q_proj ends the engine at start-up (KTB903), and the others need it beside them (KTB209).
+    ending = [f"self_attn.{part}_proj" for part in "qkv" if model_type == "qwen3_next"]
     model, _ = tuned(
         model_type,
         tmp_path / "base",
-        lambda name: reachable(model_type, name) and (not served or name in served),
+        lambda name: (
+            reachable(model_type, name) and name not in ending and (not served or name in served)
+        ),
     )
     model.save_pretrained(tmp_path / "adapter")
     engine = None if model_type == "gpt_oss" else "sglang-kt==0.7.2"

@@ -147,6 +147,11 @@ class Kept:
         size = size_text(sum(size for size, _ in record["files"].values()))
         self._note("KTD043", f"{rows.fitted.used:,} rows are kept there as tokens ({size})")
 
+    def not_kept(self, why: str) -> None:
+        """Note that the rows can't be kept, which ends no run."""
+        found = f"the rows can't be kept there: {why}"
+        self.notes = (problem("KTD043", str(self.directory), found, severity="warning"),)
+
     def _note(self, code: str, found: str) -> None:
         self.notes = (problem(code, str(self.directory), found),)
 
@@ -176,10 +181,10 @@ def keep_rows(
     """Keep the rows, and tell ``on_note`` what came of it. That they can't be kept ends no run."""
     try:
         kept.keep(rows)
-    except (OSError, KtbridgeError) as error:
-        why = error.sentence if isinstance(error, KtbridgeError) else str(error)
-        found = f"the rows can't be kept there: {why}"
-        kept.notes = (problem("KTD043", str(kept.directory), found, severity="warning"),)
+    except KtbridgeError as error:
+        kept.not_kept(error.sentence)
+    except OSError as error:
+        kept.not_kept(str(error))
     if on_note:
         for note in kept.notes:
             on_note(note)

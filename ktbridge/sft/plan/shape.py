@@ -27,9 +27,12 @@ _SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale", ".weight_shape"
 _BIAS = "_bias"  # of fused experts, which isn't read where it lies but loaded, as all that isn't an expert
 # Draft layers, which training doesn't load, and vision towers, which it loads for rows with images.
 _DRAFT = ("mtp.", "model.mtp.")
-_VISION = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.")
+_VISION = (
+    "model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.",
+    "model.sam_model.", "model.vision_model.",
+)  # fmt: skip
 # Their text model can't be loaded alone: the wrapper is, with its vision tower.
-_WHOLE = ("qwen3_vl_moe", "kimi_k25", "glm4v_moe", "ernie4_5_vl_moe")
+_WHOLE = ("qwen3_vl_moe", "kimi_k25", "glm4v_moe", "ernie4_5_vl_moe", "unlimited_ocr")
 _PLAIN = ("bf16", "F16", "F32")  # what is quantised
 _STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4", "U8": "mxfp4"}
 
