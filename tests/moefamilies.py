@@ -108,7 +108,15 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
     "minimax": SIZES,
     "phimoe": {**SMALL, "router_jitter_noise": 100.0},
     "solar_open": SIZES,
-    "unlimited_ocr": {"text_config": {**SIZES, **LATENT}},
+    "unlimited_ocr": {"text_config": {**SIZES, **LATENT}, "vision_config": {
+        "sam_config": {
+            "hidden_size": 16, "output_channels": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "mlp_dim": 16, "image_size": 64, "global_attn_indexes": [0], "downsample_channels": [16, 16],
+        },
+        "encoder_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        },
+    }},
 }  # fmt: skip
 """Families whose experts differ from others' in nothing but name and place: the kernels alone are held."""
 FAMILIES |= EXECUTED_ALIKE
