@@ -29,7 +29,7 @@ _BIAS = "_bias"  # of fused experts, which isn't read where it lies but loaded, 
 _DRAFT = ("mtp.", "model.mtp.")
 _VISION = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.")
 # Their text model can't be loaded alone: the wrapper is, with its vision tower.
-_WHOLE = ("qwen3_vl_moe", "kimi_k25", "glm4v_moe", "ernie4_5_vl_moe")
+_WHOLE = ("qwen3_vl_moe", "kimi_k25", "glm4v_moe", "glm5_next", "ernie4_5_vl_moe")
 _PLAIN = ("bf16", "F16", "F32")  # what is quantised
 _STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4", "U8": "mxfp4"}
 
