@@ -85,6 +85,16 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
         }},
         "vision_config": {**VISION, "image_size": 28, "patch_size": 14}, **SEEN,
     },
+    "glm5_next": {
+        "text_config": {
+            **SPARSE_ATTENTION, "layer_types": MIXED["layer_types"], "qk_rope_head_dim": 0,
+            "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limit": 1.0,
+            "linear_head_dim": 8, "linear_num_heads": 4, "index_kpool": 4, "hc_mult": 2,
+        },
+        "vision_config": {
+            **VISION, "projection_intermediate_size": 16, "image_size": 28, "patch_size": 14,
+        }, **SEEN,
+    },
     "glm_moe_dsa": SPARSE_ATTENTION,
     "granitemoe": SMALL,
     "granitemoe_swa": SMALL,
@@ -92,7 +102,7 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
     "granitemoeshared": SMALL,
     "hunyuan_v1_moe": {**SIZES, "moe_topk": 2, "num_shared_expert": 1},
     "hy_v3": SIZES,
-    "hy_v4": {**SPARSE_ATTENTION, "swiglu_limit": 2.0},
+    "hy_v4": {**SPARSE_ATTENTION, "swiglu_limit": 0.3},
     "jamba": {
         **SIZES, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2,
         "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 8, "use_mamba_kernels": False,

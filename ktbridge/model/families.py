@@ -136,6 +136,7 @@ FAMILIES: tuple[Family, ...] = (
     _stored("OLMoE", "olmoe", "flex_olmo", expert_size="intermediate_size"),
     _stored("DeepSeek-V3.2", "deepseek_v32"),
     _stored("GLM-5", "glm_moe_dsa"),
+    _stored("GLM-5-Next", "glm5_next", prefix="model.language_model."),
     _stored("GLM-4.7-Flash", "glm4_moe_lite"),
     _stored(
         "MiniMax-01",
@@ -146,7 +147,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _stored("Hunyuan", "hunyuan_v1_moe", expert_size="intermediate_size"),
     _stored("Hunyuan 3", "hy_v3"),
-    _stored("Hunyuan 4", "hy_v4"),
+    _stored("Hunyuan 4", "hy_v4", storage="fused"),
     _stored("dots1", "dots1"),
     _stored("EXAONE-MoE", "exaone_moe"),
     _stored(
@@ -203,7 +204,6 @@ UNSERVED = {
     "ernie4_5_vl_moe": "a layer has two sets of experts, for text and for images",
     "gemma4": "its experts use GELU, and the kernels compute SiLU",
     "gemma4_text": "its experts use GELU, and the kernels compute SiLU",
-    "glm5_next": "its experts clamp gate and up, as gpt-oss's kin do; it hasn't been held yet",
     "inkling2": "its experts cap gate and up softly, which the kernels don't",
     "llama4": "the router scales what goes into an expert, not what comes out, and transformers doesn't "
     "dispatch such experts",

@@ -47,6 +47,12 @@ _RENAMED = tuple(
         (r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),  # ERNIE 4.5
         (r"\.post_self_attn_layernorm\.", ".post_attn_norm."),  # Kolibri
         (r"\.post_mlp_layernorm\.", ".post_ffn_norm."),
+        (r"\.(attn|ffn)_hc\.(fn|base|scale)$", r".hc_\1_\2"),  # GLM-5-Next
+        (r"\.attn_hc\.(fn|base|scale)$", r".hc_pre.hc_attn_layer.hc_\1"),  # Hunyuan 4
+        (r"\.ffn_hc\.(fn|base|scale)$", r".hc_pre.hc_mlp_layer.hc_\1"),
+        (r"\bhc_head\.hc_(fn|base|scale)$", r"hc_pre.hc_head.hc_head_\1"),
+        (r"\.gate_proj(?=\.|$)", ".linear_gate"),
+        (r"\.self_attn\.sinks$", ".self_attn.learnable_sink_param"),
         (r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),  # MiMo
         (r"\.self_attn\.sinks$", ".self_attn.softmax_offset"),  # Flint
     )

@@ -30,6 +30,8 @@ from ktbridge.sft.attach import attach_lora
 from ktbridge.verify.reference_model import ReferenceModel
 from ktbridge.verify.verdict import Variant
 
+NOT_IN_PEFT = ("laguna", "unlimited_ocr")
+"""PEFT doesn't load these as trained, as docs/models.md says."""
 ROUNDED = 0.04  # of bfloat16, relative to logits that the adapter moves by more than a tenth
 
 
@@ -74,27 +76,27 @@ def test_adapter(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert off(tuned.plain, tuned.exact) > 0.1
     converted(tuned)
     faults(tuned)
-    if model_type not in ("laguna", "unlimited_ocr"):  # PEFT does not load them: docs/models.md
+    if model_type not in NOT_IN_PEFT:
         choices.again()
         peft = PeftModel.from_pretrained(
             load_model(tuned.base, torch.float32), tmp_path / "peft-fused"
         )
         assert off(logits(peft.eval()), tuned.exact) < ROUNDED / 2
-    if model_type == "gpt_oss":  # into MXFP4 nothing is merged
-        with pytest.raises(ProblemsError, match="KTB732"):
-            merge_adapter(tuned.raw, base_model=tuned.base, output=tmp_path / "merged")
-        choices.anew()
-        referenced(tuned)
-        return
     merged = tmp_path / "merged"
-    merge_adapter(tuned.raw, base_model=tuned.base, output=merged)
-    model = load_mapped(merged, torch.float32).eval()
-    wrap_experts(model, lora_rank=0)
-    choices.again()
-    assert off(logits(model), tuned.exact) < ROUNDED / 2
+    if model_type == "gpt_oss":  # its base is MXFP4; into BF16: tests/sft/test_gpt_oss.py
+        with pytest.raises(ProblemsError, match="KTB732"):
+            merge_adapter(tuned.raw, base_model=tuned.base, output=merged)
+    else:
+        merge_adapter(tuned.raw, base_model=tuned.base, output=merged)
+        model = load_mapped(merged, torch.float32).eval()
+        wrap_experts(model, lora_rank=0)
+        choices.again()
+        assert off(logits(model), tuned.exact) < ROUNDED / 2
     choices.anew()
     referenced(tuned)
-    served(tuned, merged)
+    serves(tuned.base, {"a": str(tuned.raw)}, {"m:a": tuned.exact, "m:base": tuned.plain})
+    if merged.exists():
+        serves(merged, {}, {"m": tuned.exact})
 
 
 def converted(tuned: Tuned) -> None:
@@ -160,16 +162,12 @@ def referenced(tuned: Tuned) -> None:
         assert (torch.tensor(found) - expected).abs().median() < 0.02 * moved
 
 
-def served(tuned: Tuned, merged: Path) -> None:
-    """The embedded engine: base and adapter by name from one server, and the merged model as it is."""
-    given = {"m:a": tuned.exact, "m:base": tuned.plain}
-    for base, adapters, answers in (
-        (tuned.base, {"a": str(tuned.raw)}, given),
-        (merged, {}, {"m": tuned.exact}),
-    ):
-        plan = plan_local(ServeRequest(str(base), adapters, served_name="m"))
-        engine = load_engine(plan)
-        for arm in plan.arms:
-            if arm.name in answers:
-                found, _ = engine.prefill(arm, IDS[0].tolist(), all_logits=True)
-                assert off(found.float(), answers[arm.name][0]) < ROUNDED, arm.name
+def serves(base: Path, adapters: dict[str, str], answers: dict[str, torch.Tensor]) -> None:
+    """The embedded engine answers for its arms by name as ``answers`` do."""
+    plan = plan_local(ServeRequest(str(base), adapters, served_name="m"))
+    engine = load_engine(plan)
+    asked = [arm for arm in plan.arms if arm.name in answers]
+    assert len(asked) == len(answers)
+    for arm in asked:
+        found, _ = engine.prefill(arm, IDS[0].tolist(), all_logits=True)
+        assert off(found.float(), answers[arm.name][0]) < ROUNDED, arm.name

@@ -72,8 +72,6 @@ _ARCHITECTURES = {
 _MODULES = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")),
     "self_attn.kv_a_proj_with_mqa",
-    "mlp.gate",
-    "mlp.router",
     "mlp.shared_expert_gate",
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")),
@@ -353,8 +351,11 @@ def _names(package: Any, architecture: str, layers: int) -> dict[str, str]:
     names: dict[str, str] = {}
     shared = "shared_experts" if architecture in ("deepseek2", "glm4moe") else "shared_expert"
     of_shared = [f"mlp.{shared}.{name}_proj" for name in ("gate", "up", "down")]
+    router = (
+        "mlp.router" if architecture == "gpt-oss" else "mlp.gate"
+    )  # llama.cpp has one name for both
     for layer in range(layers):
-        for module in (*_MODULES, *of_shared):
+        for module in (*_MODULES, router, *of_shared):
             hf = f"model.layers.{layer}.{module}"
             name = table.get_name(hf)
             if name is not None:

@@ -32,7 +32,9 @@ _VISION = (
     "model.sam_model.", "model.vision_model.",
 )  # fmt: skip
 # Their text model can't be loaded alone: the wrapper is, with its vision tower.
-_WHOLE = ("qwen3_vl_moe", "kimi_k25", "glm4v_moe", "ernie4_5_vl_moe", "unlimited_ocr")
+_WHOLE = (
+    "qwen3_vl_moe", "kimi_k25", "glm4v_moe", "glm5_next", "ernie4_5_vl_moe", "unlimited_ocr",
+)  # fmt: skip
 _PLAIN = ("bf16", "F16", "F32")  # what is quantised
 _STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4", "U8": "mxfp4"}
 
