@@ -30,7 +30,7 @@
 //   keep_at_least(a, p, least)                   keep(a, at_least(p, least))
 //
 // What compilers' vector types can say is here, in registers as wide as the ISA has them; the rest, mostly
-// what moves lanes, is in isa/lanes_*.h.
+// what moves lanes and what GCC 12 makes slow (shifts of broadcasts, bytes to words), in isa/lanes_*.h.
 //
 // Each isa/*.cpp compiles this under its own flags, so everything that includes it has internal linkage
 // and uses no library template: a shared inline function would let the linker hand, say, AVX-512 code to
@@ -60,11 +60,9 @@ typedef float Floats __attribute__((vector_size(4 * kWidth)));
 typedef std::uint32_t Words __attribute__((vector_size(4 * kWidth)));
 typedef std::int32_t Integers __attribute__((vector_size(4 * kWidth)));
 typedef std::uint16_t Halves __attribute__((vector_size(4 * kWidth)));
-typedef std::uint8_t Bytes __attribute__((vector_size(kWidth)));
 // Anywhere in memory.
 typedef Floats LooseFloats __attribute__((aligned(1), may_alias));
 typedef Words LooseWords __attribute__((aligned(1), may_alias));
-typedef Bytes LooseBytes __attribute__((aligned(1), may_alias));
 
 struct Lanes {
   Floats v[kParts];
@@ -115,12 +113,6 @@ inline Lanes power_of_two(Lanes a) {
   return each<Lanes>(
       [&](int i) { return (Floats)(((Words) __builtin_convertvector(a.v[i], Integers) + 127) << 23); });
 }
-inline Lanes low(Pairs a) {
-  return each<Lanes>([&](int i) { return (Floats)(a.v[i] << 16); });
-}
-inline Lanes high(Pairs a) {
-  return each<Lanes>([&](int i) { return (Floats)(a.v[i] & 0xffff0000u); });
-}
 inline Pairs operator+(Pairs a, Pairs b) {
   return each<Pairs>([&](int i) { return a.v[i] + b.v[i]; });
 }
@@ -133,10 +125,6 @@ inline Pairs operator^(Pairs a, Pairs b) {
 template <int kBits>
 inline Pairs shift_down(Pairs a) {
   return each<Pairs>([&](int i) { return a.v[i] >> kBits; });
-}
-inline Lanes from_bytes(const std::uint8_t* p) {
-  const LooseBytes* bytes = reinterpret_cast<const LooseBytes*>(p);
-  return each<Lanes>([=](int i) { return (Floats) __builtin_convertvector(Bytes(bytes[i]), Words); });
 }
 template <int kBits>
 inline Lanes shift_left(Lanes a) {
@@ -190,7 +178,8 @@ constexpr std::uint32_t kWordBits[] = {1, 2, 4, 8, 16, 32, 64, 128};
 inline Pairs keep(Pairs a, std::uint32_t bits) {
   return each<Pairs>([&](int i) {
     const Halves each = (Halves) * reinterpret_cast<const LooseWords*>(kHalfBits);
-    return a.v[i] & (Words)((static_cast<std::uint16_t>(bits >> 2 * kWidth * i) & each) == each);
+    const std::uint16_t part = static_cast<std::uint16_t>(bits >> 2 * kWidth * i);
+    return a.v[i] & (Words)((part & each) == each);
   });
 }
 inline Lanes keep(Lanes a, std::uint32_t bits) {
@@ -199,7 +188,6 @@ inline Lanes keep(Lanes a, std::uint32_t bits) {
     return (bits >> kWidth * i & each) == each ? a.v[i] : Floats{};
   });
 }
-inline Split split(Pairs a) { return {low(a), high(a)}; }
 #endif
 
 }  // namespace
@@ -216,6 +204,15 @@ inline Split split(Pairs a) { return {low(a), high(a)}; }
 namespace ktbridge {
 namespace {
 
+inline Lanes low(Pairs a) {
+  return each<Lanes>([&](int i) { return low_of(a.v[i]); });
+}
+inline Lanes high(Pairs a) {
+  return each<Lanes>([&](int i) { return high_of(a.v[i]); });
+}
+inline Lanes from_bytes(const std::uint8_t* p) {
+  return each<Lanes>([=](int i) { return byte_bits(p + kWidth * i); });
+}
 inline Lanes fma(Lanes a, Lanes b, Lanes c) {
   return each<Lanes>([&](int i) { return fused(a.v[i], b.v[i], c.v[i]); });
 }
@@ -227,6 +224,7 @@ inline Lanes nearest(Lanes a) {
 }
 
 #if !defined(__AVX512BF16__)
+inline Split split(Pairs a) { return {low(a), high(a)}; }
 inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
   const Pairs left = same(pair);
   return fma(high(left), right.second, fma(low(left), right.first, sum));

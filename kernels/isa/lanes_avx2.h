@@ -6,6 +6,11 @@
 namespace ktbridge {
 namespace {
 
+inline Floats low_of(Words a) { return (Floats)_mm256_slli_epi32((__m256i)a, 16); }
+inline Floats high_of(Words a) { return (Floats)_mm256_and_si256((__m256i)a, _mm256_set1_epi32(-65536)); }
+inline Floats byte_bits(const std::uint8_t* p) {
+  return (Floats)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats within(Floats a, Floats low, Floats high) {
   return _mm256_min_ps(high, _mm256_max_ps(low, a));  // keeps a NaN

@@ -11,6 +11,11 @@ using Split = Pairs;
 inline __m512i bits_of(Pairs a) { return (__m512i)a.v[0]; }
 inline Pairs pairs_of(__m512i bits) { return {{(Words)bits}}; }
 
+inline Floats low_of(Words a) { return (Floats)_mm512_slli_epi32((__m512i)a, 16); }
+inline Floats high_of(Words a) { return (Floats)_mm512_and_si512((__m512i)a, _mm512_set1_epi32(-65536)); }
+inline Floats byte_bits(const std::uint8_t* p) {
+  return (Floats)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats within(Floats a, Floats low, Floats high) {
   return _mm512_min_ps(high, _mm512_max_ps(low, a));  // keeps a NaN

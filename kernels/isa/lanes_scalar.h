@@ -6,6 +6,9 @@
 namespace ktbridge {
 namespace {
 
+inline Floats low_of(Words a) { return (Floats)(a << 16); }
+inline Floats high_of(Words a) { return (Floats)(a & 0xffff0000u); }
+inline Floats byte_bits(const std::uint8_t* p) { return (Floats)Words{p[0], p[1], p[2], p[3]}; }
 inline Floats fused(Floats a, Floats b, Floats c) { return a * b + c; }
 inline Floats within(Floats a, Floats low, Floats high) {
   return _mm_min_ps(high, _mm_max_ps(low, a));  // keeps a NaN
