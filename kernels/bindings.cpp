@@ -45,9 +45,11 @@ Dropout dropout_at(const DropoutAt& at) {
 }
 
 Storage storage_named(const std::string& name) {
-  const std::pair<const char*, Storage> all[] = {
-      {"bf16", Storage::bf16}, {"fp8", Storage::fp8}, {"int8", Storage::int8}, {"int4", Storage::int4},
-      {"mxfp4", Storage::mxfp4}};
+  const std::pair<const char*, Storage> all[] = {{"bf16", Storage::bf16},
+                                                 {"fp8", Storage::fp8},
+                                                 {"int8", Storage::int8},
+                                                 {"int4", Storage::int4},
+                                                 {"mxfp4", Storage::mxfp4}};
   for (const auto& [known, storage] : all)
     if (name == known) return storage;
   throw std::invalid_argument("there is no storage format '" + name + "'");
@@ -92,8 +94,7 @@ class Layer {
     experts_->hidden = hidden;
     experts_->intermediate = intermediate;
     experts_->plain = !gating;
-    if (gating)
-      std::tie(experts_->gating.limit, experts_->gating.alpha, experts_->gating.offset) = *gating;
+    if (gating) std::tie(experts_->gating.limit, experts_->gating.alpha, experts_->gating.offset) = *gating;
     Matrix matrix;
     matrix.storage = storage_named(storage);
     matrix.scale_is_bf16 = scale_is_bf16;
@@ -122,11 +123,10 @@ class Layer {
         experts_->node.push_back(machine_.pool->node_index(node_of_page(gate.data)));
   }
 
-  std::unique_ptr<Saved> run_forward(const LoraAddresses& lora, int rank, float scale, int tokens,
-                                     int top_k, Address hidden, Address ids, Address weights, Address out,
-                                     Keep keep, const DropoutAt& dropout) const {
+  std::unique_ptr<Saved> run_forward(const LoraAddresses& lora, int rank, float scale, int tokens, int top_k,
+                                     Address hidden, Address ids, Address weights, Address out, Keep keep,
+                                     const DropoutAt& dropout) const {
     check_size(tokens, top_k);
-    py::gil_scoped_release release;
     return forward(machine_, *experts_, lora_at<const float>(lora, rank, scale), tokens, top_k,
                    reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
                    reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep,
@@ -135,7 +135,6 @@ class Layer {
 
   void run_backward(const Saved& saved, const LoraAddresses& lora, int rank, float scale, Address hidden,
                     Address d_out, Address d_hidden, Address d_weights, const LoraAddresses& d_lora) const {
-    py::gil_scoped_release release;
     backward(machine_, *experts_, lora_at<const float>(lora, rank, scale), saved,
              reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const bf16*>(d_out),
              reinterpret_cast<bf16*>(d_hidden), reinterpret_cast<float*>(d_weights),
@@ -148,37 +147,31 @@ class Layer {
                                      Address weights, Address out, Keep keep,
                                      const DropoutAt& dropout) const {
     check_size(tokens, top_k);
-    return queued(launch, stream, [=, machine = machine_, experts = experts_](Job& job) {
+    return queued(launch, stream, [=, layer = *this](Job& job) {
       job.tokens = tokens;
       job.top_k = top_k;
       try {
         job.saved =
-            forward(machine, *experts, lora_at<const float>(lora, rank, scale), tokens, top_k,
-                    reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const std::int64_t*>(ids),
-                    reinterpret_cast<const float*>(weights), reinterpret_cast<bf16*>(out), keep,
-                    dropout_at(dropout));
+            layer.run_forward(lora, rank, scale, tokens, top_k, hidden, ids, weights, out, keep, dropout);
       } catch (...) {  // the stream goes on until somebody hears of it: with zeros, not with garbage
-        std::fill_n(reinterpret_cast<bf16*>(out), job.tokens * experts->hidden, bf16{0});
+        std::fill_n(reinterpret_cast<bf16*>(out), job.tokens * layer.experts_->hidden, bf16{0});
         throw;
       }
     });
   }
 
-  std::shared_ptr<Job> queue_backward(Address launch, Address stream, std::shared_ptr<Job> before,
-                                      bool last, const LoraAddresses& lora, int rank, float scale,
-                                      Address hidden, Address d_out, Address d_hidden, Address d_weights,
+  std::shared_ptr<Job> queue_backward(Address launch, Address stream, std::shared_ptr<Job> before, bool last,
+                                      const LoraAddresses& lora, int rank, float scale, Address hidden,
+                                      Address d_out, Address d_hidden, Address d_weights,
                                       const LoraAddresses& d_lora) const {
-    return queued(launch, stream, [=, machine = machine_, experts = experts_](Job&) {
+    return queued(launch, stream, [=, layer = *this](Job&) {
       const auto nothing = [&] {
-        std::fill_n(reinterpret_cast<bf16*>(d_hidden), before->tokens * experts->hidden, bf16{0});
+        std::fill_n(reinterpret_cast<bf16*>(d_hidden), before->tokens * layer.experts_->hidden, bf16{0});
         std::fill_n(reinterpret_cast<float*>(d_weights), before->tokens * before->top_k, 0.f);
       };
       if (!before->saved) return nothing();  // its forward failed, as whoever checks that job will hear
       try {
-        backward(machine, *experts, lora_at<const float>(lora, rank, scale), *before->saved,
-                 reinterpret_cast<const bf16*>(hidden), reinterpret_cast<const bf16*>(d_out),
-                 reinterpret_cast<bf16*>(d_hidden), reinterpret_cast<float*>(d_weights),
-                 lora_at<float>(d_lora, rank, scale));
+        layer.run_backward(*before->saved, lora, rank, scale, hidden, d_out, d_hidden, d_weights, d_lora);
       } catch (...) {
         nothing();
         throw;
@@ -198,7 +191,6 @@ class Layer {
 
   static std::shared_ptr<Job> queued(Address launch, Address stream, std::function<void(Job&)> pass) {
     auto job = std::make_shared<Job>(std::move(pass));
-    py::gil_scoped_release release;
     job->launch(launch, stream);
     return job;
   }
@@ -231,21 +223,19 @@ PYBIND11_MODULE(_kernels, m) {
   m.def(
       "threads_default", [] { return choose_threads(0); },
       "Threads that threads=0 means (KTBRIDGE_THREADS decides, if set).");
+  const py::call_guard<py::gil_scoped_release> no_gil;
   m.def(
       "measure_peak",
       [](const std::string& isa, int threads, double seconds) {
-        const Kernels& kernels = kernels_for(choose_isa(isa));
-        py::gil_scoped_release release;
-        return measure_peak(kernels, Pool::shared(choose_threads(threads)), seconds);
+        return measure_peak(kernels_for(choose_isa(isa)), Pool::shared(choose_threads(threads)), seconds);
       },
-      py::arg("isa"), py::arg("threads"), py::arg("seconds"), "FLOP/s of products out of registers.");
+      py::arg("isa"), py::arg("threads"), py::arg("seconds"), no_gil, "FLOP/s of products out of registers.");
   m.def(
       "measure_bandwidth",
       [](int threads, std::size_t bytes, double seconds) {
-        py::gil_scoped_release release;
         return measure_bandwidth(Pool::shared(choose_threads(threads)), bytes, seconds);
       },
-      py::arg("threads"), py::arg("bytes"), py::arg("seconds"),
+      py::arg("threads"), py::arg("bytes"), py::arg("seconds"), no_gil,
       "bytes/s of reading a buffer of that size.");
   m.def("release_memory", &release_memory,
         "Gives activation memory kept for the next pass back to the system.");
@@ -277,12 +267,12 @@ PYBIND11_MODULE(_kernels, m) {
       .def(py::init<int, int, const std::string&, const std::array<Weights, 3>&, bool, int, int,
                     const std::optional<GatingAt>&, const std::string&, int>(),
            py::arg("hidden"), py::arg("intermediate"), py::arg("storage"), py::arg("weights"),
-           py::arg("scale_is_bf16"), py::arg("row_group"), py::arg("column_group"), py::arg("gating"), py::arg("isa"),
-           py::arg("threads"))
-      .def("forward", &Layer::run_forward)
-      .def("backward", &Layer::run_backward)
-      .def("queue_forward", &Layer::queue_forward)
-      .def("queue_backward", &Layer::queue_backward)
+           py::arg("scale_is_bf16"), py::arg("row_group"), py::arg("column_group"), py::arg("gating"),
+           py::arg("isa"), py::arg("threads"))
+      .def("forward", &Layer::run_forward, no_gil)
+      .def("backward", &Layer::run_backward, no_gil)
+      .def("queue_forward", &Layer::queue_forward, no_gil)
+      .def("queue_backward", &Layer::queue_backward, no_gil)
       .def_property_readonly("isa", &Layer::isa)
       .def_property_readonly("threads", &Layer::threads);
 }

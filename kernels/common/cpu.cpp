@@ -50,8 +50,7 @@ bool runs(Isa isa) {
   const bool zmm = (state & 0xe6) == 0xe6;
   const Registers one = cpuid(1), seven = cpuid(7), seven_one = cpuid(7, 1);
   switch (isa) {
-    case Isa::scalar:
-      return true;
+    case Isa::scalar: return true;
     case Isa::avx2:  // Haswell, Zen and later: AVX2 + FMA
       return ymm && bit(seven.ebx, 5) && bit(one.ecx, 12);
     case Isa::avx512_bf16:  // Cooper Lake, Sapphire Rapids, Zen 4 and later: AVX-512 F, DQ, BW, VL, BF16
@@ -68,14 +67,10 @@ bool runs(Isa isa) {
 
 const char* isa_name(Isa isa) {
   switch (isa) {
-    case Isa::avx2:
-      return "avx2";
-    case Isa::avx512_bf16:
-      return "avx512_bf16";
-    case Isa::amx_bf16:
-      return "amx_bf16";
-    default:
-      return "scalar";
+    case Isa::avx2: return "avx2";
+    case Isa::avx512_bf16: return "avx512_bf16";
+    case Isa::amx_bf16: return "amx_bf16";
+    default: return "scalar";
   }
 }
 
@@ -83,8 +78,7 @@ std::string why_no_tiles() {
   const Registers seven = cpuid(7);
   if (!bit(seven.edx, 22) || !bit(seven.edx, 24) || runs(Isa::amx_bf16)) return "";
   if ((saved_state() & 0x60000) != 0x60000) return "the operating system doesn't save AMX's registers";
-  if (refused_tiles() == ENOSPC)
-    return "a thread's alternate signal stack is too small for AMX's registers";
+  if (refused_tiles() == ENOSPC) return "a thread's alternate signal stack is too small for AMX's registers";
   return std::string("arch_prctl was refused: ") + std::strerror(refused_tiles());
 }
 

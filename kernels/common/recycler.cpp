@@ -18,8 +18,7 @@ constexpr std::size_t kHugePage = 2 << 20;
 
 // Straight from the system and back to it, for malloc's heap would keep the holes. Null if there is none.
 void* map(std::size_t bytes) {
-  void* whole =
-      mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* whole = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (whole == MAP_FAILED) return nullptr;
   // Aligned to a huge page; what is before and behind goes back.
   char* const begin = static_cast<char*>(whole);

@@ -77,8 +77,7 @@ std::map<int, int> nodes_of_cpus(const std::string& root) {
     if (name.size() < 5 || name.compare(0, 4, "node") != 0 ||
         name.find_first_not_of("0123456789", 4) != std::string::npos)
       continue;
-    for (int id : parse_cpulist(first_line(entry.path() / "cpulist")))
-      result[id] = std::stoi(name.substr(4));
+    for (int id : parse_cpulist(first_line(entry.path() / "cpulist"))) result[id] = std::stoi(name.substr(4));
   }
   return result;
 }

@@ -66,8 +66,8 @@ inline void narrow_columns(const Product* products, int count, int i, int j, int
 
 // All of `live` columns from `column`, at most kMost: the most whose sums stay in registers.
 template <int kMost, class Multiply>
-inline void narrow_part(const Product* products, int count, int i, int j, int column, int live,
-                        float* result, bool add, Multiply multiply) {
+inline void narrow_part(const Product* products, int count, int i, int j, int column, int live, float* result,
+                        bool add, Multiply multiply) {
   if constexpr (kMost > 1) {
     if (live < kMost)
       return narrow_part<kMost - 1>(products, count, i, j, column, live, result, add, multiply);
@@ -83,8 +83,7 @@ inline void narrow_strip(const Product* products, int count, int j, int live, fl
   const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(products->right.count) * kBlock;
   const int parts = ceil_div(live, kNarrowMost);
   for (int i = 0; i < products->left.count; ++i) {
-    for (int m = 0; m < kStrip && !add; ++m)
-      store(result + i * apart + j * kBlock + m * kStrip, every(0.f));
+    for (int m = 0; m < kStrip && !add; ++m) store(result + i * apart + j * kBlock + m * kStrip, every(0.f));
     for (int part = 0; part < parts; ++part) {
       const int column = live * part / parts, end = live * (part + 1) / parts;
       narrow_part<kNarrowMost>(products, count, i, j, column, end - column, result, add, multiply);

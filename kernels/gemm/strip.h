@@ -7,12 +7,7 @@
 //     left tile   [16 rows][32 steps]                 bf16, as the rows lie in memory
 //     right tile  [16 step pairs][16 columns][2]      bf16, what AMX and vdpbf16ps want on the right
 //
-// A right tile is a left tile with its 32-bit pairs transposed. Two consequences shape the layer:
-//   - forward computes (W X^T): W's rows are left strips without any reordering, tokens are transposed
-//     once per expert, and the result comes out by tokens in lanes;
-//   - backward computes (dY W): tokens are left strips without any reordering, and two neighbouring rows
-//     of W interleaved are a right tile's row. So no pass needs a transposed copy of the weights.
-//
+// A right tile is a left tile with its 32-bit pairs transposed (docs/kernels.md says who pays for that).
 // Results are blocks of 16 x 16 float32, row-major in themselves.
 #pragma once
 

@@ -24,8 +24,7 @@ inline void vector_block(const Product* products, int count, int i, int first_ro
       result + (static_cast<std::ptrdiff_t>(i) * products->right.count + j) * kBlock + first_row * kStrip;
   Lanes sums[kVectorRows][kColumns];
   for (int m = 0; m < kVectorRows; ++m)
-    for (int n = 0; n < kColumns; ++n)
-      sums[m][n] = add ? load(block + n * kBlock + m * kStrip) : every(0.f);
+    for (int n = 0; n < kColumns; ++n) sums[m][n] = add ? load(block + n * kBlock + m * kStrip) : every(0.f);
   for (int p = 0; p < count; ++p) {
     const std::ptrdiff_t row = products[p].left.row, right_stride = products[p].right.stride;
     const bf16* left = products[p].left.data + i * products[p].left.stride + first_row * row;

@@ -75,8 +75,7 @@ struct Kernels {
   void (*blocks_to_left)(const float* blocks, int m, int n, float scale, const float* column_scale,
                          bf16* left, std::ptrdiff_t stride);
   // [m][n] blocks -> right tiles of n strips: rows become the reduction.
-  void (*blocks_to_right)(const float* blocks, int m, int n, float scale, bf16* right,
-                          std::ptrdiff_t stride);
+  void (*blocks_to_right)(const float* blocks, int m, int n, float scale, bf16* right, std::ptrdiff_t stride);
   // [m][n] blocks -> [n][m] blocks, each transposed.
   void (*transpose_blocks)(const float* blocks, int m, int n, float* target);
 

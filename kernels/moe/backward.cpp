@@ -92,9 +92,8 @@ class Backward {
         }
       };
       const int factor = drops() ? 0 : sizes_.rank_tiles;
-      for_panels(
-          {unit, block.count, kStrips, {sizes_.hidden_tiles, factor}, chunk_unit(w, true), kMostTiles},
-          add_panel, finish_panel);
+      for_panels({unit, block.count, kStrips, {sizes_.hidden_tiles, factor}, chunk_unit(w, true), kMostTiles},
+                 add_panel, finish_panel);
     });
   }
 
@@ -260,8 +259,7 @@ class Backward {
     strip_weights(routing_, expert, strip, weight);
     kernels_.inner_gradients({result, inner_.gate.data() + at, inner_.up.data() + at, weight, d,
                               d + tile_elements(sizes_.inner_tiles), h, d_weight,
-                              part == nullptr ? nullptr : kept,
-                              experts_.plain ? nullptr : &experts_.gating});
+                              part == nullptr ? nullptr : kept, experts_.plain ? nullptr : &experts_.gating});
     float* d_weights = d_weight_.data() + static_cast<std::ptrdiff_t>(tile) * routing_.slots() +
                        first_slot(routing_, expert, strip);
     std::copy_n(d_weight, live_rows(routing_, expert, strip), d_weights);
@@ -324,8 +322,8 @@ class Backward {
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
     const Strips right{workspace(purpose, kPanelsAtOnce * kStrips * stride), stride, strips};
     const int* index = routing_.token.data() + routing_.first[expert] + begin;
-    kernels_.token_pairs_to_right(
-        {source, sizes_.hidden, index, count, sizes_.hidden, kept.bits, kept.words}, column, right);
+    kernels_.token_pairs_to_right({source, sizes_.hidden, index, count, sizes_.hidden, kept.bits, kept.words},
+                                  column, right);
     return right;
   }
 

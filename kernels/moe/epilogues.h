@@ -58,7 +58,8 @@ template <bool kPlain>
 inline Lanes gated(Lanes g, Lanes u, const Gating& gating) {
   if constexpr (kPlain) return g * sigmoid(g) * u;
   const Lanes x = clamp(g, -kInfinity, gating.limit);
-  return x * sigmoid(x * every(gating.alpha)) * (clamp(u, -gating.limit, gating.limit) + every(gating.offset));
+  return x * sigmoid(x * every(gating.alpha)) *
+         (clamp(u, -gating.limit, gating.limit) + every(gating.offset));
 }
 
 template <bool kPlain>
@@ -148,8 +149,8 @@ inline void inner_gradients(const InnerTile& tile) {
 }
 
 template <bool kBias>
-inline void weigh_rows_with(const float* blocks, std::ptrdiff_t apart, const float* bias,
-                            const float* weight, int live, bf16* target, std::ptrdiff_t stride) {
+inline void weigh_rows_with(const float* blocks, std::ptrdiff_t apart, const float* bias, const float* weight,
+                            int live, bf16* target, std::ptrdiff_t stride) {
   const Lanes weights = load(weight);
   Pairs rows[16];
   for (int i = 0; i < 16; ++i) {
@@ -221,8 +222,8 @@ inline void add_blocks(const float* blocks, int m, int n, float* target, int row
       } else {
         float turned[kBlock];
         transpose_block(block, turned);
-        add_block(turned, target + static_cast<std::ptrdiff_t>(column) * rows + row, live_columns,
-                  live_rows, rows);
+        add_block(turned, target + static_cast<std::ptrdiff_t>(column) * rows + row, live_columns, live_rows,
+                  rows);
       }
     }
 }

@@ -31,28 +31,9 @@ class Forward {
 
   // t = s (h Ad^T), behind h in the same strips; and w t for backward.
   void thin_down(int expert) {
-    if (sizes_.rank == 0) return;
-    const int strips = sizes_.rank_strips;
-    bf16* room = workspace(kFactor, strips * tile_elements(sizes_.inner_tiles));
-    const Strips a = left_rows(kernels_, factor_a(lora_, kDown, sizes_, expert), 0, strips, room);
     for_token_blocks(routing_, expert, [&](TokenBlock block) {
       const Strips h = h_strips(expert, block);
-      const auto product = [&](int first, Strips input) {
-        float* t = result_blocks(kSmall, strips * input.count);
-        multiply(kernels_, {{a, input, sizes_.inner_tiles}}, t);
-        kernels_.blocks_to_right(t, strips, input.count, lora_.scale,
-                                 writable(thin_strips_behind(h)) + first * h_stride_, h_stride_);
-        if (saved_.keep == Keep::nothing) return;
-        const int begin = block.begin + first;
-        float* weights = result_blocks(kWeights, input.count);
-        for (int i = 0; i < input.count; ++i)
-          strip_weights(routing_, expert, begin + i, weights + i * kStrip);
-        const Strips thin = thin_strips(saved_.thin, routing_, sizes_, expert, kDown);
-        kernels_.blocks_to_left(t, strips, input.count, lora_.scale, weights,
-                                writable(thin) + tile_elements(begin / 2), thin.stride);
-      };
-      for_lora_input(kernels_, routing_, saved_.seeds, kDown, expert, block, h, sizes_.inner_tiles,
-                     product);
+      gate_up_.thin(kDown, expert, block, h, thin_strips_behind(h), saved_);
     });
   }
 

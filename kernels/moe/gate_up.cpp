@@ -27,7 +27,9 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
     }
     bf16* thin_tokens = tokens + stride + tile_elements(kMargin);
     const Strips t[2] = {strips(thin_tokens), strips(thin_tokens + thin_stride)};
-    for (Projection projection : {kGate, kUp}) thin(projection, unit, block, x, t[projection], target);
+    Saved nowhere;  // only the unit that has the expert's first panel keeps them
+    for (Projection projection : {kGate, kUp})
+      thin(projection, expert, block, x, t[projection], unit.begin == 0 ? *target.saved : nowhere);
 
     const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
     const auto add_panel = [&](int p, const Chunk& chunk, float* result) {
@@ -66,25 +68,26 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
   });
 }
 
-// t = s (x A^T) as right strips, and kept for backward by the unit that has the expert's first panel.
-void GateUp::thin(Projection projection, Unit unit, TokenBlock block, Strips x, Strips t,
-                  const GateUpTarget& target) const {
+void GateUp::thin(Projection projection, int expert, TokenBlock block, Strips input, Strips t,
+                  Saved& kept) const {
   if (sizes.rank == 0) return;
-  const std::ptrdiff_t stride = tile_elements(sizes.hidden_tiles);
-  bf16* room = workspace(kFactor, sizes.rank_strips * stride);
-  const Strips a =
-      left_rows(kernels, factor_a(lora, projection, sizes, unit.expert), 0, sizes.rank_strips, room);
-  const auto product = [&](int first, Strips input) {
-    float* result = result_blocks(kSmall, sizes.rank_strips * input.count);
-    multiply(kernels, {{a, input, sizes.hidden_tiles}}, result);
-    kernels.blocks_to_right(result, sizes.rank_strips, input.count, lora.scale,
-                            writable(t) + first * t.stride, t.stride);
-    if (unit.begin != 0 || target.saved->thin.data() == nullptr) return;
-    const Strips kept = thin_strips(target.saved->thin, routing, sizes, unit.expert, projection);
-    kernels.blocks_to_left(result, sizes.rank_strips, input.count, lora.scale, nullptr,
-                           writable(kept) + tile_elements((block.begin + first) / 2), kept.stride);
+  const int strips = sizes.rank_strips, tiles = projection == kDown ? sizes.inner_tiles : sizes.hidden_tiles;
+  bf16* room = workspace(kFactor, strips * tile_elements(tiles));
+  const Strips a = left_rows(kernels, factor_a(lora, projection, sizes, expert), 0, strips, room);
+  const auto product = [&](int first, Strips some) {
+    float* result = result_blocks(kSmall, strips * some.count);
+    multiply(kernels, {{a, some, tiles}}, result);
+    kernels.blocks_to_right(result, strips, some.count, lora.scale, writable(t) + first * t.stride, t.stride);
+    if (kept.thin.data() == nullptr) return;
+    const int begin = block.begin + first;
+    float* weights = projection == kDown ? result_blocks(kWeights, some.count) : nullptr;
+    for (int i = 0; i < some.count && weights != nullptr; ++i)
+      strip_weights(routing, expert, begin + i, weights + i * kStrip);
+    const Strips thin = thin_strips(kept.thin, routing, sizes, expert, projection);
+    kernels.blocks_to_left(result, strips, some.count, lora.scale, weights,
+                           writable(thin) + tile_elements(begin / 2), thin.stride);
   };
-  for_lora_input(kernels, routing, seeds, projection, unit.expert, block, x, sizes.hidden_tiles, product);
+  for_lora_input(kernels, routing, seeds, projection, expert, block, input, tiles, product);
 }
 
 void reserve_inner(Saved& saved, const Routing& routing, const Sizes& sizes) {

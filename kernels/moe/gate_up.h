@@ -25,8 +25,9 @@ struct GateUp {
 
   void run(Unit unit, const GateUpTarget& target) const;
 
-  void thin(Projection projection, Unit unit, TokenBlock block, Strips x, Strips t,
-            const GateUpTarget& target) const;
+  // t = s (input A^T) of one block of tokens, as right strips; and for backward in `kept`, if it has room,
+  // times the tokens' weights for down.
+  void thin(Projection projection, int expert, TokenBlock block, Strips input, Strips t, Saved& kept) const;
 };
 
 // g and u again, where forward didn't keep them; else null.

@@ -80,8 +80,7 @@ template <class Body>
 void for_token_blocks(const Routing& routing, int expert, Body body) {
   const int strips = routing.strips(expert), blocks = ceil_div(strips, kMostStrips);
   const int each = blocks == 0 ? 1 : 2 * ceil_div(ceil_div(strips, blocks), 2);
-  for (int begin = 0; begin < strips; begin += each)
-    body(TokenBlock{begin, std::min(each, strips - begin)});
+  for (int begin = 0; begin < strips; begin += each) body(TokenBlock{begin, std::min(each, strips - begin)});
 }
 
 constexpr int kLeastChunk = 8;  // tiles: fewer, and sums are loaded and stored too often
@@ -213,8 +212,7 @@ constexpr int kMargin = 1;
 // `count` strips of W's rows from `row`, one stretch of their columns, times the strips of all columns.
 inline Product rows_product(const Kernels& kernels, const Matrix& w, Stretch at, int row, int count,
                             Strips right, bf16* room) {
-  Product product{left_rows(kernels, columns_of(w, at), row, count, room), behind(right, at.begin),
-                  at.tiles};
+  Product product{left_rows(kernels, columns_of(w, at), row, count, room), behind(right, at.begin), at.tiles};
   const int before =
       static_cast<int>(reinterpret_cast<std::uintptr_t>(product.left.data) % 64 / sizeof(bf16));
   // The first and the last row have neighbours of which nothing is known; not even that they are finite.
@@ -302,8 +300,8 @@ inline Tokens strip_tokens(const Routing& routing, int expert, int strip, const 
 }
 
 // parts[slot] = <dy, down's bias>, where there is one, for a block of an expert's tokens.
-inline void bias_products(const Kernels& kernels, const Experts& experts, const Routing& routing,
-                          int expert, TokenBlock block, const bf16* d_out, float* parts) {
+inline void bias_products(const Kernels& kernels, const Experts& experts, const Routing& routing, int expert,
+                          TokenBlock block, const bf16* d_out, float* parts) {
   const float* bias = experts.bias_at(kDown, expert, 0);
   for (int j = block.begin; bias != nullptr && j < block.begin + block.count; ++j)
     kernels.row_products(strip_tokens(routing, expert, j, d_out, experts.hidden), bias,
@@ -336,8 +334,8 @@ inline bf16* writable(Strips strips) { return const_cast<bf16*>(strips.data); }
 
 // tokens_out[t] = the sum of its slots' rows, for one unit of kTokensAtOnce tokens.
 constexpr int kTokensAtOnce = 16;
-inline void sum_slots(const Kernels& kernels, const Routing& routing, const bf16* rows,
-                      std::ptrdiff_t stride, int columns, bf16* out, int unit) {
+inline void sum_slots(const Kernels& kernels, const Routing& routing, const bf16* rows, std::ptrdiff_t stride,
+                      int columns, bf16* out, int unit) {
   const int end = std::min(routing.tokens, (unit + 1) * kTokensAtOnce);
   for (int t = unit * kTokensAtOnce; t < end; ++t)
     kernels.sum_rows(rows, stride, routing.slot_of.data() + static_cast<std::ptrdiff_t>(t) * routing.top_k,

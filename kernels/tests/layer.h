@@ -26,8 +26,7 @@ constexpr const char* kLoraNames[] = {"A of gate", "B of gate", "A of up",
                                       "B of up",   "A of down", "B of down"};
 
 struct Model {
-  Model(Random& random, const Shape& shape, Present present = kAllPresent)
-      : shape(shape), present(present) {
+  Model(Random& random, const Shape& shape, Present present = kAllPresent) : shape(shape), present(present) {
     experts.hidden = shape.hidden;
     experts.intermediate = shape.inner;
     for (int p = 0; p < kProjections; ++p) {
@@ -61,8 +60,7 @@ struct Model {
   // A factor's element as the layer must see it: rounded to bf16.
   double a_at(int p, int e, int r, int in) const {
     if (lora.a[p] == nullptr) return 0;
-    return to_float(
-        to_bf16(lora.a[p][(static_cast<std::ptrdiff_t>(e) * shape.rank + r) * columns(p) + in]));
+    return to_float(to_bf16(lora.a[p][(static_cast<std::ptrdiff_t>(e) * shape.rank + r) * columns(p) + in]));
   }
   double b_at(int p, int e, int out, int r) const {
     if (lora.b[p] == nullptr) return 0;

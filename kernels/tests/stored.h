@@ -69,8 +69,8 @@ class Stored {
     return Stored(random, format, rows, columns, bytes, gap, scale_gap);
   }
 
-  Stored(Random& random, const Format& format, int rows, int columns,
-         const std::vector<std::uint8_t>& bytes, int gap = 0, int scale_gap = 0)
+  Stored(Random& random, const Format& format, int rows, int columns, const std::vector<std::uint8_t>& bytes,
+         int gap = 0, int scale_gap = 0)
       : groups_(((columns - 1) >> format.column_shift) + 1),
         scale_stride_(groups_ + scale_gap),
         scales_(scales_of(random, format, ((rows - 1) >> format.row_shift) * scale_stride_ + groups_)),
@@ -100,8 +100,7 @@ class Stored {
   bf16 at(int row, int column) const {
     if (row >= matrix.rows || column >= matrix.columns) return 0;
     const std::uint8_t* p = static_cast<const std::uint8_t*>(matrix.data) + row * matrix.stride;
-    const float scale =
-        scales_[(row >> matrix.row_shift) * scale_stride_ + (column >> matrix.column_shift)];
+    const float scale = scales_[(row >> matrix.row_shift) * scale_stride_ + (column >> matrix.column_shift)];
     switch (matrix.storage) {
       case Storage::bf16: {
         bf16 value;
@@ -113,14 +112,11 @@ class Stored {
         std::memcpy(&value, p + 4 * column, sizeof value);
         return to_bf16(value);
       }
-      case Storage::fp8:
-        return to_bf16(e4m3(p[column]) * scale);
-      case Storage::int8:
-        return to_bf16(static_cast<float>(static_cast<std::int8_t>(p[column])) * scale);
+      case Storage::fp8: return to_bf16(e4m3(p[column]) * scale);
+      case Storage::int8: return to_bf16(static_cast<float>(static_cast<std::int8_t>(p[column])) * scale);
       case Storage::int4:
         return to_bf16(static_cast<float>((p[column / 2] >> (column % 2 * 4) & 15) - 8) * scale);
-      case Storage::mxfp4:
-        return to_bf16(e2m1(p[column / 2] >> (column % 2 * 4) & 15) * scale);
+      case Storage::mxfp4: return to_bf16(e2m1(p[column / 2] >> (column % 2 * 4) & 15) * scale);
     }
     return 0;
   }

@@ -145,8 +145,8 @@ constexpr std::ptrdiff_t left_at(int row, int step) {
   return static_cast<std::ptrdiff_t>(step / kSteps) * kTile + row * kSteps + step % kSteps;
 }
 constexpr std::ptrdiff_t right_at(int step, int column) {
-  return static_cast<std::ptrdiff_t>(step / kSteps) * kTile + (step % kSteps / 2) * 2 * kStrip +
-         2 * column + step % 2;
+  return static_cast<std::ptrdiff_t>(step / kSteps) * kTile + (step % kSteps / 2) * 2 * kStrip + 2 * column +
+         step % 2;
 }
 
 // Runs `test(kernels)` for every ISA of this CPU, as a thread of a pass would.

@@ -86,8 +86,8 @@ void differentiates(const Kernels& kernels) {
     const std::vector<bf16> gate = random.many(kTile, [&] { return to_bf16(pre_activation(random)); });
     const Gating& gating = kGatings[i % 4];
     const bool plain = i % 8 == 0;
-    const std::vector<bf16> up = random.many(
-        kTile, [&] { return to_bf16(i % 4 == 0 ? random.value() : pre_activation(random)); });
+    const std::vector<bf16> up =
+        random.many(kTile, [&] { return to_bf16(i % 4 == 0 ? random.value() : pre_activation(random)); });
     const AtPageEnd<float> results(result), weights(weight);
     const AtPageEnd<bf16> gates(gate), ups(up);
     Output<bf16> d_gate(kTile), d_up(kTile), h(kTile);
@@ -104,8 +104,7 @@ void differentiates(const Kernels& kernels) {
         const Gated want = gated(gating, to_float(gate[at]), u);
         far_off += !near(to_float(h.data()[at]), want.h, std::abs(want.h));
         far_off += !near(to_float(d_up.data()[at]), w * d * want.by_u, std::abs(w * d * want.by_u));
-        far_off +=
-            !near(to_float(d_gate.data()[at]), w * d * want.by_g, std::abs(w * d) * (std::abs(u) + 1));
+        far_off += !near(to_float(d_gate.data()[at]), w * d * want.by_g, std::abs(w * d) * (std::abs(u) + 1));
         product += d * want.h;
         size += std::abs(d * want.h);
       }

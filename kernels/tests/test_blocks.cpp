@@ -30,8 +30,7 @@ void to_strips(const Kernels& kernels) {
             for (int k = 0; k < left_tiles * kSteps; ++k) {
               const int j = k / kStrip, c = k % kStrip;
               const float value = j < n ? at(blocks, n, i, j, r, c) * scale : 0.f;
-              want[i * left_stride + left_at(r, k)] =
-                  to_bf16(j < n && weighted ? value * weights[k] : value);
+              want[i * left_stride + left_at(r, k)] = to_bf16(j < n && weighted ? value * weights[k] : value);
             }
         kernels.blocks_to_left(input.data(), m, n, scale, weighted ? weight.data() : nullptr, left.data(),
                                left_stride);
@@ -84,9 +83,8 @@ void to_rows(const Kernels& kernels) {
     std::vector<bf16> want_weighed = weighed.all_untouched(), want_rounded = want_weighed;
     for (int i = 0; i < live; ++i)
       for (int c = 0; c < kSteps; ++c) {
-        want_weighed[i * stride + c] =
-            to_bf16((blocks[c / kStrip * apart + c % kStrip * kStrip + i] + (live % 2 ? biases[c] : 0)) *
-                    weights[i]);
+        want_weighed[i * stride + c] = to_bf16(
+            (blocks[c / kStrip * apart + c % kStrip * kStrip + i] + (live % 2 ? biases[c] : 0)) * weights[i]);
         want_rounded[i * stride + c] = to_bf16(neighbours[c / kStrip * kBlock + i * kStrip + c % kStrip]);
       }
     kernels.weigh_rows(input.data(), apart, live % 2 ? bias.data() : nullptr, weight.data(), live,

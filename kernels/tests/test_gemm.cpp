@@ -91,9 +91,8 @@ void check_products(Gemm gemm, Random& random, int m, int n, const std::vector<i
   const int first = random.below(static_cast<int>(products.size()) + 1);
   Output<float> added(sums.size());
   if (first > 0) gemm(products.data(), first, added.data(), false);
-  gemm(products.data() + first % products.size(),
-       static_cast<int>(products.size()) - first % products.size(), added.data(),
-       first > 0 && first < static_cast<int>(products.size()));
+  gemm(products.data() + first % products.size(), static_cast<int>(products.size()) - first % products.size(),
+       added.data(), first > 0 && first < static_cast<int>(products.size()));
   if (first < static_cast<int>(products.size()))
     CHECK(first_difference(added.data(), std::vector<float>(sums.begin(), sums.end())) == -1);
 }

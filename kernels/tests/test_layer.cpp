@@ -90,7 +90,8 @@ void biases_and_limits() {
   for (const auto& [hidden, inner] : {std::pair{72, 41}, {64, 96}, {33, 31}})
     for (int rank : {0, 8}) {
       const check::Case name(std::to_string(hidden) + " x " + std::to_string(inner));
-      const Format format = inner == 96 ? Format{"mxfp4", Storage::mxfp4, 0, 5} : Format{"bf16", Storage::bf16};
+      const Format format =
+          inner == 96 ? Format{"mxfp4", Storage::mxfp4, 0, 5} : Format{"bf16", Storage::bf16};
       const Shape shape{hidden, inner, 3, rank, format, true};
       check_layer(Model(random, shape), Batch(random, shape, 40, 2));
       check_layer(Model(random, shape), Batch(random, shape, 3, 1));

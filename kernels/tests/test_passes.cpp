@@ -77,9 +77,8 @@ void tokens_do_not_see_each_other() {
       const std::unique_ptr<Saved> saved = forward(
           machine, model.experts, model.lora, count, 1, batch.hidden.data() + at, batch.ids.data() + first,
           batch.weights.data() + first, results.out.data() + at, Keep::recompute);
-      backward(machine, model.experts, model.lora, *saved, batch.hidden.data() + at,
-               batch.d_out.data() + at, results.d_hidden.data() + at, results.d_weights.data() + first,
-               gradients(model, results));
+      backward(machine, model.experts, model.lora, *saved, batch.hidden.data() + at, batch.d_out.data() + at,
+               results.d_hidden.data() + at, results.d_weights.data() + first, gradients(model, results));
     };
     run_chunk(0, tokens, all);
     for (int first = 0; first < tokens;)

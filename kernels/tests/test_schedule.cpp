@@ -107,8 +107,7 @@ class Recorder {
  public:
   Recorder(Pool& pool, const Model& model) : pool_(pool) {
     for (const auto& projection : model.experts.weight)
-      for (std::size_t e = 0; e < projection.size(); ++e)
-        experts_[projection[e].data] = static_cast<int>(e);
+      for (std::size_t e = 0; e < projection.size(); ++e) experts_[projection[e].data] = static_cast<int>(e);
     pool.run([](int thread) { thread_ = thread; });
     only_ = this;
   }
@@ -156,8 +155,7 @@ class Recorder {
 };
 
 // Own experts first, and none of them any more once the thread has begun to help.
-void check_order(const Pool& pool, const std::vector<int>& node,
-                 const std::vector<std::vector<int>>& taken) {
+void check_order(const Pool& pool, const std::vector<int>& node, const std::vector<std::vector<int>>& taken) {
   for (int thread = 0; thread < pool.threads(); ++thread) {
     const check::Case name("thread " + std::to_string(thread));
     const int own = pool.node_index(pool.node(thread));

@@ -71,7 +71,8 @@ void every_code(const Kernels& kernels) {
     for (int code = 0; code < 256; ++code) codes.push_back(static_cast<std::uint8_t>(code));
     if (format.storage == Storage::fp8)
       codes.erase(std::remove_if(codes.begin(), codes.end(), is_e4m3_nan), codes.end());
-    const int columns = static_cast<int>(codes.size()) * (3 - static_cast<int>(stored_bytes(format.storage, 2)));
+    const int columns =
+        static_cast<int>(codes.size()) * (3 - static_cast<int>(stored_bytes(format.storage, 2)));
     const Stored w(random, format, 1, columns, codes);
     packs_left(kernels, w);
     packs_right(kernels, w, 4, 0);

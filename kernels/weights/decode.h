@@ -86,9 +86,9 @@ inline Pairs decode_end(const Matrix& w, int row, int column) {
     return sequence(load_first(values, live), load_first(values + 16, live - 16));
   }
   alignas(64) std::uint8_t bytes[32 * 4] = {};
-  __builtin_memcpy(
-      bytes, static_cast<const std::uint8_t*>(w.data) + row * w.stride + stored_bytes(kStorage, column),
-      stored_bytes(kStorage, live));
+  __builtin_memcpy(bytes,
+                   static_cast<const std::uint8_t*>(w.data) + row * w.stride + stored_bytes(kStorage, column),
+                   stored_bytes(kStorage, live));
   Matrix end = w;
   end.data = bytes - row * w.stride - stored_bytes(kStorage, column);
   alignas(64) bf16 values[kSteps];

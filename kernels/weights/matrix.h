@@ -10,11 +10,11 @@ namespace ktbridge {
 
 enum class Storage {
   bf16,
-  fp32,  // LoRA masters; rounded to bf16 on the way
-  fp8,   // e4m3 (no infinities), scale per block of rows x columns, as DeepSeek-V3 ships
-  int8,  // symmetric, scale per row
-  int4,  // two in a byte, low nibble first, value + 8; scale per row and group of columns, as
-         // compressed-tensors' pack-quantized (Kimi-K2) ships
+  fp32,   // LoRA masters; rounded to bf16 on the way
+  fp8,    // e4m3 (no infinities), scale per block of rows x columns, as DeepSeek-V3 ships
+  int8,   // symmetric, scale per row
+  int4,   // two in a byte, low nibble first, value + 8; scale per row and group of columns, as
+          // compressed-tensors' pack-quantized (Kimi-K2) ships
   mxfp4,  // two e2m1 in a byte, low nibble first; scale e8m0 per row and 32 columns, as gpt-oss ships
           // (OCP Microscaling Formats 1.0)
 };
@@ -38,7 +38,8 @@ constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns);
 inline Matrix part_of(Matrix w, int row, int rows, int column, int columns) {
   w.data = static_cast<const char*>(w.data) + row * w.stride + stored_bytes(w.storage, column);
   const std::ptrdiff_t scales = (row >> w.row_shift) * w.scale_stride + (column >> w.column_shift);
-  if (w.scale != nullptr) w.scale = static_cast<const char*>(w.scale) + scales * (w.scale_is_bf16 ? 2 : 4);
+  const int bytes = w.storage == Storage::mxfp4 ? 1 : w.scale_is_bf16 ? 2 : 4;
+  if (w.scale != nullptr) w.scale = static_cast<const char*>(w.scale) + scales * bytes;
   w.rows = w.rows - row < rows ? (w.rows > row ? w.rows - row : 0) : rows;
   w.columns = w.columns - column < columns ? w.columns - column : columns;
   return w;
@@ -47,15 +48,11 @@ inline Matrix part_of(Matrix w, int row, int rows, int column, int columns) {
 // Bytes that `columns` neighbouring elements of one row take.
 constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns) {
   switch (storage) {
-    case Storage::bf16:
-      return columns * 2;
-    case Storage::fp32:
-      return columns * 4;
+    case Storage::bf16: return columns * 2;
+    case Storage::fp32: return columns * 4;
     case Storage::int4:
-    case Storage::mxfp4:
-      return (columns + 1) / 2;
-    default:
-      return columns;
+    case Storage::mxfp4: return (columns + 1) / 2;
+    default: return columns;
   }
 }
 

@@ -21,8 +21,7 @@ inline void rows_to_left(const Matrix w, int row, bf16* strip) {
   for (int column = 0; column < whole_columns; column += kSteps, strip += kTile)
     for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode<kStorage>(w, row + r, column));
   if (whole_columns < w.columns)
-    for (int r = 0; r < live; ++r)
-      store(strip + r * kSteps, decode_end<kStorage>(w, row + r, whole_columns));
+    for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode_end<kStorage>(w, row + r, whole_columns));
 }
 
 // One pair of rows, all columns of the panel.
@@ -108,18 +107,12 @@ inline void zero_fill(bf16* p, std::ptrdiff_t count) { __builtin_memset(p, 0, co
 template <class F>
 inline void with_storage(Storage storage, F f) {
   switch (storage) {
-    case Storage::bf16:
-      return f.template operator()<Storage::bf16>();
-    case Storage::fp32:
-      return f.template operator()<Storage::fp32>();
-    case Storage::fp8:
-      return f.template operator()<Storage::fp8>();
-    case Storage::int8:
-      return f.template operator()<Storage::int8>();
-    case Storage::int4:
-      return f.template operator()<Storage::int4>();
-    case Storage::mxfp4:
-      return f.template operator()<Storage::mxfp4>();
+    case Storage::bf16: return f.template operator()<Storage::bf16>();
+    case Storage::fp32: return f.template operator()<Storage::fp32>();
+    case Storage::fp8: return f.template operator()<Storage::fp8>();
+    case Storage::int8: return f.template operator()<Storage::int8>();
+    case Storage::int4: return f.template operator()<Storage::int4>();
+    case Storage::mxfp4: return f.template operator()<Storage::mxfp4>();
   }
 }
 
@@ -159,8 +152,7 @@ inline void row_products(const Tokens& tokens, const float* vector, float* produ
 }
 
 inline void tokens_to_left(const Tokens& tokens, bf16* strip) {
-  if (tokens.count < kStrip)
-    zero_fill(strip, static_cast<std::ptrdiff_t>(tiles_of(tokens.columns)) * kTile);
+  if (tokens.count < kStrip) zero_fill(strip, static_cast<std::ptrdiff_t>(tiles_of(tokens.columns)) * kTile);
   for (int i = 0; i < tokens.count; ++i) {
     const bf16* row = tokens.row(i);
     for (int c = 0; c < tokens.columns; c += kSteps)
