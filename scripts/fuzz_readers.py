@@ -1,8 +1,9 @@
-"""Fuzz everything that reads files until time is up; say how much was tried and what was found.
+"""Fuzz everything that reads files or requests until time is up; say how much was tried and found.
 
-    python scripts/fuzz_readers.py --seconds 300 [--engine auto|atheris|random] [--seed 0]
+    python scripts/fuzz_readers.py --seconds 300 [--engine auto|atheris|random] [--seed 0] [--corpus D]
+    python scripts/fuzz_readers.py --seconds 300 --what requests
 
-Two harnesses take turns, those of the suite (tests/fuzz/attacks.py): one safetensors file, read by
+Of files two harnesses take turns, those of the suite (tests/fuzz/attacks.py): one safetensors file, read by
 us and by the safetensors library, and a whole adapter with its base model, of which one file is
 damaged. With atheris (``pip install atheris``) coverage guides the damage; without it, or with
 ``--engine random``, the same harnesses are fed random numbers. A finding is anything but success or
@@ -22,6 +23,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,11 +47,17 @@ class Session:
         self.outcomes: Counter[str] = Counter()
         self.findings: dict[str, str] = {}
 
+    def request(self, seed: bytes) -> None:
+        """One execution: a request whose damage ``seed`` repeats."""
+        with self._finding(seed):
+            body = self.attacks.mutate_request(random.Random(seed))
+            self.outcomes[f"request {self.attacks.check_request(body)}"] += 1
+
     def once(self, data: bytes) -> None:
         """One execution: ``data`` is raw material for a file, and seeds structured damage."""
         rng = random.Random(data)
         choice = data[0] % 4 if data else 0
-        try:
+        with self._finding(data):
             if choice == 0:
                 self._count("tensor file, raw: read by", data[1:])
             elif choice == 1:
@@ -60,6 +69,11 @@ class Session:
                 self.victim.try_with(path, data[2:])
             else:
                 self.outcomes[f"directory, structured {self.victim.attack(rng)}"] += 1
+
+    @contextmanager
+    def _finding(self, data: bytes) -> Iterator[None]:
+        try:
+            yield
         except (Exception, self.attacks.Late) as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             name = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
@@ -101,7 +115,15 @@ def run_random(session: Session, seed: int) -> int:
     return session.report()
 
 
-def run_atheris(folder: Path, seconds: float, seed: int) -> int:
+def run_requests(session: Session, seed: int) -> int:
+    """Bodies of requests, as the embedded server reads them. pydantic's core can't be instrumented."""
+    rng = random.Random(seed)
+    while time.monotonic() < session.end:
+        session.request(rng.randbytes(8))
+    return session.report()
+
+
+def run_atheris(folder: Path, seconds: float, seed: int, corpus: Path) -> int:
     """Coverage-guided, in this process. libFuzzer ends a process its own way, so we do it first."""
     import atheris
 
@@ -111,10 +133,9 @@ def run_atheris(folder: Path, seconds: float, seed: int) -> int:
     sys.path.insert(0, str(ROOT))
     with atheris.instrument_imports(include=["ktbridge.model", "ktbridge.adapter"]):
         session = Session(folder, seconds, "atheris")
-    corpus = folder / "corpus"
-    corpus.mkdir()
+    corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(seeds(session)):
-        (corpus / str(number)).write_bytes(data)
+        (corpus / f"seed-{number}").write_bytes(data)
 
     def once(data: bytes) -> None:
         session.once(data)
@@ -140,8 +161,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--engine", choices=("auto", "atheris", "random"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--what", choices=("files", "requests"), default="files")
+    parser.add_argument("--corpus", type=Path, help="keep atheris's corpus there, for the next run")
     options = parser.parse_args()
-    engine = options.engine
+    engine = "random" if options.what == "requests" else options.engine
     if engine == "auto":
         found = subprocess.run([sys.executable, "-c", "import atheris"], capture_output=True)
         engine = "random" if found.returncode else "atheris"
@@ -150,8 +173,12 @@ def main() -> int:
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="ktbridge-fuzz-", dir=place) as folder:
         if engine == "atheris":
-            return run_atheris(Path(folder), options.seconds, options.seed)
-        return run_random(Session(Path(folder), options.seconds, engine), options.seed)
+            corpus = options.corpus or Path(folder, "corpus")
+            return run_atheris(Path(folder), options.seconds, options.seed, corpus)
+        session = Session(Path(folder), options.seconds, engine)
+        if options.what == "requests":
+            return run_requests(session, options.seed)
+        return run_random(session, options.seed)
 
 
 if __name__ == "__main__":

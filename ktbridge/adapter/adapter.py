@@ -22,6 +22,7 @@ Layout = Literal["raw", "expert", "nonexpert", "merged"]
 CONFIG_FILE = "adapter_config.json"
 MODEL_FILE = "adapter_model.safetensors"
 FUSED_FILE = "fused_expert_lora.safetensors"
+MAX_ALPHA = 1e6  # nobody trains with more, and float32 and bfloat16 overflow far above
 
 
 class Slice(NamedTuple):

@@ -22,6 +22,7 @@ from ktbridge.model.identity import parse_fingerprint
 
 MANIFEST_FILE = "kt_adapter_manifest.json"
 TRAINING = "training"
+MAX_BYTES = 8_000_000  # the names of every expert of the largest models are half of that
 
 
 def dump_json(value: Mapping[str, object]) -> bytes:

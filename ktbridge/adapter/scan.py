@@ -16,15 +16,17 @@ from pathlib import Path
 from ktbridge.adapter.adapter import (
     CONFIG_FILE,
     FUSED_FILE,
+    MAX_ALPHA,
     MODEL_FILE,
     Adapter,
     ExpertStack,
     Layout,
     Part,
+    is_number,
 )
 from ktbridge.adapter.checks import many
 from ktbridge.adapter.keys import parse_key, peft_key
-from ktbridge.adapter.manifest import MANIFEST_FILE
+from ktbridge.adapter.manifest import MANIFEST_FILE, MAX_BYTES
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import TensorFile, open_tensor_file
@@ -36,7 +38,8 @@ _SHARD = re.compile(r"(adapter_model|fused_expert_lora)-(\d+)-of-(\d+)\.safetens
 _STACKED = re.compile(r"\.experts\.(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])$")
 
 SPARSE = 1 << 30  # bytes from which a file must have more than a twentieth of its size on the disk
-MAX_CONFIG = 8_000_000  # bytes: the names of every expert of the largest models are half of that
+MAX_LAYERS = 10_000  # two lists of what lies between layers are made of a number in a name
+MAX_ARTIFACTS = 10_000  # files that a manifest may list
 
 
 def read_adapter(path: str | os.PathLike[str]) -> Adapter:
@@ -112,6 +115,10 @@ def _scan(
     twice: list[tuple[Part, Part]] = []
     for file in adapter.files:
         _file_tensors(adapter, file, twice)
+    if far := [part for part in _parts(adapter) if part.key.layer >= MAX_LAYERS]:
+        found, expected = f"is of layer {far[0].key.layer}", f"layers up to {MAX_LAYERS - 1}"
+        problems += many("KTB675", far, found, expected)
+        return None
     if twice:
         found = f"gives again what {twice[0][1].where} gives"
         problems += many("KTB014", [part for part, _ in twice], found, "each tensor once")
@@ -122,6 +129,13 @@ def _scan(
         config["r"] = _rank_of(adapter)
     adapter.layout = _layout_of(adapter)
     return adapter
+
+
+def _parts(adapter: Adapter) -> Iterator[Part]:
+    for stack in adapter.experts.values():
+        yield from stack.sources
+    yield from adapter.nonexpert.values()
+    yield from adapter.leftovers
 
 
 def _refuse_sparse(file: TensorFile) -> None:
@@ -162,7 +176,7 @@ def _read_config(path: Path, problems: list[Problem]) -> dict[str, object] | Non
         problems.append(problem("KTB001", str(path), f"has no {CONFIG_FILE}", CONFIG_FILE))
         return None
     try:
-        return read_json_file(file, most=MAX_CONFIG)
+        return read_json_file(file, most=MAX_BYTES)
     except KtbridgeError as error:
         text = error.sentence.removeprefix(f"{file} ")
         step = _readable(file)
@@ -175,7 +189,7 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, object] | N
     if not file.exists():
         return None
     try:
-        manifest = read_json_file(file, most=MAX_CONFIG)
+        manifest = read_json_file(file, most=MAX_BYTES)
     except KtbridgeError as error:
         text = error.sentence.removeprefix(f"{file} ")
         step = _readable(file)
@@ -183,8 +197,17 @@ def _read_manifest(path: Path, problems: list[Problem]) -> dict[str, object] | N
         return None
     version, status = manifest.get("version"), manifest.get("status")
     if version != 1 or status != "ready":
-        found = f"has version {version!r}, status {status!r}"
+        found = f"has version {version!r:.80}, status {status!r:.80}"
         problems.append(problem("KTB010", str(file), found, "version 1, status 'ready'"))
+    artifacts, lora = manifest.get("artifacts"), manifest.get("lora")
+    if isinstance(artifacts, dict) and len(artifacts) > MAX_ARTIFACTS:
+        found, expected = f"lists {len(artifacts)} files", f"at most {MAX_ARTIFACTS}"
+        problems.append(problem("KTB010", str(file), found, expected))
+        return None
+    alpha = lora.get("alpha") if isinstance(lora, dict) else None
+    if is_number(alpha) and alpha > MAX_ALPHA:
+        found = f"lora alpha is {alpha:g}"
+        problems.append(problem("KTB103", str(file), found, "a positive number up to 1e6"))
     return manifest
 
 

@@ -110,6 +110,8 @@ KEYS = Subject("Keys and inventory", "adapter", (
          " can't be known without the base model", "add --base-model (a config.json is enough)"),
     Code("KTB216", "error", "expert LoRA of all experts is one tensor (upstream SGLang's layout), which KT"
          " engines don't read", "ktbridge convert DIR --from sglang-3d --to raw --output D"),
+    Code("KTB675", "error", "a key has a layer number that no model has",
+         "save the adapter again; a key of it is damaged"),
 ))  # fmt: skip
 
 SHAPES = Subject("Shapes and dtypes", "adapter", (

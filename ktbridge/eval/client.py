@@ -62,6 +62,8 @@ _NEXT_STEPS = {
 # Some servers omit the finish reason (null) of a complete answer; any other reason is a failure.
 _FINISHED = {"stop", "length", None}
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_MOST_PARTS = 100_000  # lists and objects in a reply
+_LONGEST_ERROR = 100_000  # characters of an error's body that are read as JSON
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 
@@ -244,6 +246,8 @@ def _read_reply(reply: Reply) -> dict[str, Any]:
     coding = reply.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise BadReplyError(f"content-encoding {coding!r}, which was not asked for")
+    if _is_bomb(reply.body):
+        raise BadReplyError(f"JSON of more than {_MOST_PARTS} parts")
     try:
         value = json.loads(reply.body)
     except (ValueError, RecursionError):
@@ -252,6 +256,20 @@ def _read_reply(reply: Reply) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadReplyError(f"a JSON {type(value).__name__} instead of an object")
     return value
+
+
+def _is_bomb(body: bytes) -> bool:
+    """Whether JSON has so many lists and objects that reading it takes many times its size in memory.
+
+    What stands in its texts doesn't count: an answer may be brackets without end.
+    """
+    if body.count(b"[") + body.count(b"{") <= _MOST_PARTS:
+        return False
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 2 * _MOST_PARTS:
+        return True
+    outside = plain.split(b'"')[::2]
+    return sum(part.count(b"[") + part.count(b"{") for part in outside) > _MOST_PARTS
 
 
 def _refuse_surrogates(value: object) -> None:
@@ -294,6 +312,8 @@ def describe_reply(status: int, body: bytes) -> str:
 
 def _message(text: str) -> str:
     """The message of a JSON error ({"error": {"message": ...}}, {"message": ...}, {"detail": ...})."""
+    if len(text) > _LONGEST_ERROR:
+        return " ".join(text[:_LONGEST_ERROR].split())
     try:
         value: object = json.loads(text)
         for _ in range(3):

@@ -54,6 +54,19 @@ def piped(adapter: Path, name: str) -> None:
     os.mkfifo(adapter / name)
 
 
+def set_manifest(adapter: Path, **changes: object) -> None:
+    path = adapter / "kt_adapter_manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rename_layers(adapter: Path, number: int) -> None:
+    """Layer 1's LoRA of attention under another number."""
+    data = (adapter / MODEL).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length].replace(b"layers.1.", f"layers.{number}.".encode())
+    (adapter / MODEL).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
 PLACE = "base_model.model.model.layers.0.self_attn."
 ATTACKS = {
     "a device": lambda at: linked(at, "/dev/zero"),
@@ -74,6 +87,11 @@ ATTACKS = {
         at, {f"{PLACE}{NASTY}.lora_A": entry(1)}, 4
     ),
     "alpha of 1e299": lambda at: set_config(at, lora_alpha=1e299),
+    "alpha of 1e30 in the manifest": lambda at: set_manifest(at, lora={"rank": 4, "alpha": 1e30}),
+    "a manifest of many files": lambda at: set_manifest(
+        at, artifacts={f"f{i}": {"size": 1} for i in range(150_000)}
+    ),
+    "layer 999999": lambda at: rename_layers(at, 999_999),
     "patterns": lambda at: set_config(
         at, alpha_pattern={"(.*)*" * 6 + str(i): 1 for i in range(1000)}
     ),

@@ -353,3 +353,36 @@ class Victim:
 def scratch() -> str | None:
     """Memory-backed scratch space where there is some: millions of small files are written."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+REQUEST: dict[str, Any] = {
+    "model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+    "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "n": 1, "stop": ["a"], "seed": 1, "logprobs": True,
+    "top_logprobs": 2, "stream": True, "stream_options": {"include_usage": True}, "prompt": ["a"],
+    "logit_bias": {}, "tools": [], "response_format": {"type": "text"}, "chat_template_kwargs": {"a": 1},
+    "echo": True, "user": "u", "presence_penalty": 0, "min_p": 0.1, "top_k": 3,
+}  # fmt: skip
+
+
+def mutate_request(rng: random.Random) -> bytes:
+    """A request for an answer with some of its fields, of which some are damaged."""
+    names = rng.sample(list(REQUEST), rng.randrange(len(REQUEST) + 1))
+    chosen = {name: REQUEST[name] for name in {"model", *names}}
+    return mutate_document(chosen, rng) if rng.random() < 0.9 else json.dumps(chosen).encode()
+
+
+def check_request(data: bytes) -> str:
+    """What the server makes of a request's body: "taken", or "refused" in one short sentence."""
+    from ktbridge.serve.local.bodies import read_body
+    from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest
+
+    taken = 0
+    with deadline():
+        for kind in (ChatRequest, CompletionRequest):
+            try:
+                read_body(kind, data)
+                taken += 1
+            except ApiError as error:
+                assert error.status == 400
+                assert 0 < len(str(error)) < 1000, error
+    return "taken" if taken else "refused"

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from shlex import quote
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, convert_step, is_number, last_part
+from ktbridge.adapter.adapter import (
+    CONFIG_FILE,
+    MAX_ALPHA,
+    Adapter,
+    Part,
+    convert_step,
+    is_number,
+    last_part,
+)
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.lora_config import fold_patterns
 from ktbridge.adapter.manifest import MANIFEST_FILE
@@ -37,8 +45,6 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Names under which training may target routed experts: their LoRA is in the expert half.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EXPERT_TARGETS = {*_PROJECTIONS, "gate_up_proj", "w1", "w2", "w3", "experts"}
-
-MAX_ALPHA = 1e6  # nobody trains with more, and float32 and bfloat16 overflow far above
 
 
 def check_foreign(adapter: Adapter) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE, Adapter, convert_step
 from ktbridge.adapter.checks import Use
-from ktbridge.adapter.manifest import MANIFEST_FILE, fused_tensors
+from ktbridge.adapter.manifest import MANIFEST_FILE, MAX_BYTES, fused_tensors
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, Severity
 from ktbridge.model import TensorFile
@@ -142,7 +142,7 @@ class Hashes:
             return
         jobs = self._jobs[directory] = []
         try:
-            manifest = read_json_file(directory / MANIFEST_FILE)
+            manifest = read_json_file(directory / MANIFEST_FILE, most=MAX_BYTES)
         except KtbridgeError:
             return  # no manifest; an unreadable one is reported when it is parsed
         self._steps[directory] = resave_step(manifest)

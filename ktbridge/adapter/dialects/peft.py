@@ -64,6 +64,7 @@ from ktbridge.model import ModelConfig
 # PEFT matches patterns as regular expressions; these can't take exponential time.
 _UNSLOTH_LAYOUT = "lora_B_layout"
 """Key by which Unsloth since 2026.9.6 says how B is ordered: "rank_major" (PEFT's) or "grouped_by_expert"."""
+MAX_PATTERNS = 2000  # each is tried on each module
 _PLAIN_PATTERN = re.compile(r"(?:[\w^$|-]|\\?\.|\.\*|\\d\+?|\[0-9\]\+?)*")
 
 
@@ -258,6 +259,9 @@ def _pattern(config: Mapping[str, object], field: str, name: str, default: objec
     patterns = config.get(field) or {}
     if not isinstance(patterns, dict):
         raise KtbridgeError(f"{field} of {CONFIG_FILE} is not a table", "save the adapter again")
+    if len(patterns) > MAX_PATTERNS:
+        found = f"{field} of {CONFIG_FILE} has {len(patterns)} patterns (limit {MAX_PATTERNS})"
+        raise KtbridgeError(found, "name modules by patterns that they share")
     for pattern, value in patterns.items():
         if not _PLAIN_PATTERN.fullmatch(pattern) or pattern.count("*") + pattern.count("+") > 4:
             raise KtbridgeError(

@@ -135,10 +135,16 @@ UNITS: dict[str, Callable[[str], int]] = {
 _LENGTH = {"unit": is_one_of(*UNITS), "n": is_count}
 
 
+_REGEX_SECONDS = 2
+
+
 @scorer("regex", required={"pattern": is_pattern}, longest=LONGEST_SEARCHED)
 def regex(text: str, check: Check, gold: Gold) -> Mark:
-    """``pattern`` (a Python regular expression) is found in the answer."""
-    return mark(re.search(check["pattern"], text) is not None, f"pattern {check['pattern']!r}")
+    """``pattern`` (a Python regular expression) is found in the answer. TimeoutError of a costly one."""
+    import regex as timed  # like re, which can't be interrupted
+
+    found = timed.search(check["pattern"], text, timeout=_REGEX_SECONDS)
+    return mark(found is not None, f"pattern {check['pattern']!r}")
 
 
 _WORDS = {"any": is_words, "all": is_words, "none": is_words}

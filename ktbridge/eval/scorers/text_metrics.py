@@ -48,9 +48,10 @@ def references(text: str, check: Check, gold: Gold) -> Mark:
 
     Tokens are ideographs and words (``unicode_tokens``). bleu-4 uses all references at once and is
     smoothed (method 3): unrelated texts don't score 0, so compare arms with each other, not with 0.
-    These marks are for comparing arms item by item; for published numbers see ``measure_texts``.
+    These marks are for comparing arms item by item; for published numbers see ``measure_texts``. Only the
+    first ``LONGEST_MEASURED`` characters are measured.
     """
-    metric = check["metric"]
+    metric, text = check["metric"], text[:LONGEST_MEASURED]
     if metric == "chrf":
         from sacrebleu.metrics import CHRF
 
