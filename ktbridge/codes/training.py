@@ -108,6 +108,10 @@ DATA = Subject("Training data", "sft", (
          "Delete the directory when no run needs it."),
     Code("KTD044", "error", "a dataset can't be streamed",
          "Write one row a line (JSONL), or Parquet or CSV; max_samples bounds what is read."),
+    Code("KTD060", "warning", "the judged answers are all good, or all bad",
+         "Add rows of the other kind: without them nothing is told from what is wanted."),
+    Code("KTD061", "warning", "a file of a stream has changed since the run began",
+         "Rows may be missing from what was trained on, or twice in it: train again on files that stay."),
 ))  # fmt: skip
 
 PREDICTIONS = Subject("Predictions", "predict", (

@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import describe, fit_rows, load_rows
 from ktbridge.sft.data.pictures import load_picture
 from ktbridge.sft.plan import Target, make_plan
+from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.vision import read_vision
 
 VL = "qwen3_vl_moe"
@@ -303,3 +305,45 @@ def test_learns_colours(
     square("white").save(tmp_path / "images/red0.png")
     with pytest.raises(KtbridgeError, match="rows"):  # with another image it is another run
         train(tmp_path, "max_steps=70", "resume_from_checkpoint=true", "overwrite_output_dir=true")
+
+
+def test_an_answer_behind_an_image_too_many_is_never_left_out_in_silence(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Where each answer has a sequence of its own, the row is refused, though its first answer would fit."""
+    for side in (64, 256):
+        square("red", side).save(tmp_path / f"{side}.png")
+    first, last = (row(ASK, name)["conversations"] for name in ("64.png", "256.png"))
+    both = {"conversations": [*first, *last], "images": ["64.png", "256.png"]}
+    file = write_lines(tmp_path / "rows.jsonl", [both, row(ASK, "64.png")])
+    config = configured(bases[VL], file, cutoff_len=60)
+    tokenizer = load_tokenizer(bases[VL])
+    tokenizer.chat_template += (
+        "{{ 'x' if messages[-1].role == 'assistant' and messages | length == 2 }}"
+    )
+    whole, found = (
+        fit_rows(load_rows(config), tokenizer, each, vision=read_vision(bases[VL], each))
+        for each in (replace(config, cutoff_len=500), config)
+    )
+    assert (whole.used, len(whole.dataset)) == (2, 3)
+    assert (found.used, len(found.dataset), found.cut) == (1, 1, [])
+    assert [why.partition(":")[0] for why in whys(found)] == ["images beyond cutoff_len=60"]
+
+
+def test_a_mixture_of_images_has_the_same_number_of_rows_in_the_plan(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    for side in (64, 256):
+        square("red", side).save(tmp_path / f"{side}.png")
+    shown = [row(ASK, "256.png")] * 6 + [row(ASK, "64.png")] * 2
+    files = [
+        write_lines(tmp_path / "shown.jsonl", shown),
+        write_lines(tmp_path / "read.jsonl", [row("colour?")] * 5),
+    ]
+    config = configured(
+        bases[VL], *files, cutoff_len=60, allow_refused_rows=True,
+        mix_strategy="interleave_over", interleave_probs=(0.5, 0.5),
+    )  # fmt: skip
+    found, _ = fitted(config)
+    assert [(share.usable, share.distinct) for share in found.shares] == [(2, 2), (5, 5)]
+    assert read_lengths(config, bases[VL]).sequences == len(found.dataset)

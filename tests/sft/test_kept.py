@@ -3,15 +3,16 @@
 import json
 import os
 from dataclasses import replace
+from datetime import date, timedelta
 
 import pytest
 from findings import codes
 from trainrun import conversation, quiet, text, train, write_lines, write_run
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.config.values import options
-from ktbridge.sft.data import describe
+from ktbridge.sft.data import describe, kept
 from ktbridge.sft.data.kept import _MEANINGLESS, MANIFEST, keep_rows, made_of
 from ktbridge.sft.prepare import prepare
 
@@ -49,6 +50,8 @@ def start(run_dir, *overrides):
 def same(one, other):
     for part in ("fitted", "held_out"):
         ours, theirs = getattr(one, part), getattr(other, part)
+        if ours is theirs is None:
+            continue
         assert ours.dataset[:] == theirs.dataset[:]
         assert replace(ours, dataset=None) == replace(theirs, dataset=None)
         assert describe(ours) == describe(theirs)
@@ -133,3 +136,66 @@ def test_a_directory_of_something_else_is_left_alone(run_dir):
     (run_dir / "file").write_text("")
     with pytest.raises(KtbridgeError, match="is no directory"):
         start(run_dir, "tokenized_path=file")
+
+
+def test_a_dataset_that_is_not_there_is_told_and_not_left_out(run_dir):
+    entry = {"file_name": "rows.jsonl", "formatting": "openai", "columns": {"messages": "messages"}}
+    (run_dir / "dataset_info.json").write_text(json.dumps({"mine": entry}))
+    given = ("dataset_dir=.", "mix_strategy=concat")
+    start(run_dir, *given)
+    assert start(run_dir, *given)[0] == {"KTD043"}
+    for names in ("rows.jsonl,other.jsonl,mein", "rows.jsonl,mein,other.jsonl"):
+        with pytest.raises(ProblemsError) as caught:
+            start(run_dir, *given, f"dataset={names}")
+        assert codes(caught) == {"KTD002"}
+    named = [*given, "val_size=0", "eval_dataset=other.jsonl"]
+    assert start(run_dir, *named)[1].held_out.used == 7
+    assert start(run_dir, *named)[0] == {"KTD043"}
+    with pytest.raises(ProblemsError):
+        start(run_dir, *named, "eval_dataset=other.jsonl,mein")
+
+
+def test_rows_are_not_kept_whose_images_may_be_put_right_later(run_dir):
+    row = {**conversation("<image> who", "me"), "images": ["x.png"]}
+    write_lines(run_dir / "other.jsonl", [row, *[conversation("who", "me")] * 3])
+    told = []
+    ready = prepare(load_config(run_dir / "run.yaml"))
+    keep_rows(*ready.to_keep, told.append)
+    assert "1 are refused for their images" in told[0].found
+    assert not (run_dir / "kept").exists()
+
+
+def test_a_template_that_writes_the_date_makes_rows_anew_each_day(run_dir, monkeypatch):
+    template = run_dir / "base" / "chat_template.jinja"
+    assert "date" not in made_of(load_config(run_dir / "run.yaml"), template.parent)
+    with template.open("a") as file:
+        file.write('{%- if false %}{{ strftime_now("%d") }}{% endif %}')
+    start(run_dir)
+    assert start(run_dir)[0] == {"KTD043"}
+
+    class Tomorrow(date):
+        @classmethod
+        def today(cls):
+            return date.today() + timedelta(days=1)
+
+    monkeypatch.setattr(kept, "date", Tomorrow)
+    found, ready = start(run_dir)
+    assert found == {"KTD041"}
+    assert any(note.found == "kept of another date" for note in ready.notes)
+
+
+def test_rows_that_another_run_puts_there_meanwhile_are_not_taken_for_these(run_dir, monkeypatch):
+    """Between the manifest's reading and the files' another run replaces the directory."""
+    plain = start(run_dir, "val_size=0")[1]
+    whole = kept._damaged
+
+    def replaced(path, *expected):
+        found = whole(path, *expected)
+        monkeypatch.setattr(kept, "_damaged", whole)
+        start(run_dir, "val_size=0", "cutoff_len=16")
+        return found
+
+    monkeypatch.setattr(kept, "_damaged", replaced)
+    found, ready = start(run_dir, "val_size=0")
+    assert found == {"KTD041"}
+    same(ready, plain)

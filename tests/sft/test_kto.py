@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from findings import codes
+from tinymoe import tiny_tokenizer
 from trainrun import WORDS, conversation, log_of, quiet, train, write_lines, write_run
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
+from ktbridge.sft.data import fit_rows, load_rows
 
 pytestmark = quiet
 WEIGHTS = {"kto_chosen_weight": 1.5, "kto_rejected_weight": 0.7, "pref_beta": 2.0}
@@ -139,8 +141,6 @@ def test_a_killed_run_ends_in_the_same_bits_and_evaluates_its_held_out_rows(run_
 
 
 def test_llama_factorys_entry_names_the_judgements_column(run_dir, tmp_path):
-    from ktbridge.sft.data import load_rows
-
     said = conversation("who", "cat")["messages"]
     rows = [{"said": said, "ok": value} for value in (True, False)]
     write_lines(tmp_path / "mine.jsonl", rows)
@@ -159,8 +159,6 @@ def test_llama_factorys_entry_names_the_judgements_column(run_dir, tmp_path):
 
 
 def test_rows_and_settings_that_kto_cannot_take_are_refused(run_dir, tmp_path):
-    from ktbridge.sft.data import load_rows
-
     good = judged(1)[0]
     bad = [
         ({**good, "label": "perhaps"}, "a judgement that is neither true nor false: 'perhaps'"),
@@ -182,3 +180,17 @@ def test_rows_and_settings_that_kto_cannot_take_are_refused(run_dir, tmp_path):
     assert codes(caught) == {"KTC080", "KTC005"}
     sft = load_rows(load_config(run_dir / "run.yaml", ["stage=sft", "allow_refused_rows=true"]))
     assert "with kto_tag: every answer counts alike" in {item.why for item in sft.refused}
+
+
+def test_answers_of_one_kind_alone_are_told(run_dir, tmp_path):
+    config = load_config(run_dir / "run.yaml")
+    for kind in (True, False):
+        write_lines(tmp_path / "rows.jsonl", [{**conversation("a", "b"), "kto_tag": kind}] * 4)
+        found = fit_rows(load_rows(config), tiny_tokenizer(), config)
+        assert "KTD060" in codes(found.notes)
+    write_lines(tmp_path / "rows.jsonl", judged(6))
+    assert "KTD060" not in codes(fit_rows(load_rows(config), tiny_tokenizer(), config).notes)
+    write_lines(tmp_path / "rows.jsonl", [{**conversation("a", "b"), "kto_tag": True}] * 3)
+    with pytest.raises(ProblemsError) as caught:
+        load_rows(load_config(run_dir / "run.yaml", ["stage=sft"]))
+    assert "Set stage: kto" in caught.value.next_step

@@ -106,3 +106,4 @@ def test_shares_that_fit_no_datasets_are_refused(run_dir):
         fitted(run_dir, "cutoff_len=25")
     assert codes(caught) == {"KTD040"}
     assert caught.value.problems[0].where.endswith("few.jsonl")
+    assert "(1 no answer within cutoff_len=25 tokens)" in caught.value.problems[0].found

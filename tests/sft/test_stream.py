@@ -129,3 +129,25 @@ def test_what_needs_all_rows_at_once_is_refused(run_dir):
     with pytest.raises(ProblemsError, match="another run") as caught:
         train(run_dir)
     assert [one.where.rpartition(": ")[2] for one in caught.value.problems] == ["rows"]
+
+
+def test_an_empty_file_and_one_that_changes_are_told(run_dir):
+    (run_dir / "empty.jsonl").write_text("\n")
+    with pytest.raises(ProblemsError) as caught:
+        prepare(load_config(run_dir / "run.yaml", ["dataset=rows.jsonl,empty.jsonl"]))
+    assert codes(caught) == {"KTD044"}
+    assert [one.found for one in caught.value.problems] == ["no row"]
+    with pytest.raises(ProblemsError) as caught:
+        prepare(load_config(run_dir / "run.yaml", ["dataset=more.jsonl", "val_size=30"]))
+    assert codes(caught) == {"KTD011"}
+
+    def shorten(done, steps):
+        rows = run_dir / "more.jsonl"
+        rows.write_text("".join(rows.open().readlines()[:-1]))
+
+    told = []
+    short = ("dataset=more.jsonl", "max_steps=2", "save_steps=0")
+    train(run_dir, *short, on_note=told.append)
+    assert "KTD061" not in codes(told)
+    train(run_dir, *short, "output_dir=other", on_note=told.append, on_progress=shorten)
+    assert [note.where for note in told if note.code == "KTD061"] == [str(run_dir / "more.jsonl")]

@@ -56,7 +56,7 @@ class Fitted:
     with_images: int = 0
     """Used rows that have an image."""
     image_tokens: int = 0
-    """Tokens that stand for images, in ``tokens``."""
+    """Tokens that stand for images, of the used rows."""
     cutoff_len: int = 0
     packed: bool = False
     streamed: bool = False
@@ -88,7 +88,7 @@ def fit_rows(
     places = None
     if config.mix_strategy != "concat":
         own = [*dict.fromkeys(fit.sizes.rows)]
-        order, shares = mixed(own, rows.origins, rows.datasets, config)
+        order, shares = mixed(own, rows.origins, rows.datasets, config, reasons(refused))
         places = None if config.mix_strategy in CONCAT else fit.sizes.of(order)
     tokens, trained = fit.sizes.sums(places)
     return Fitted(

@@ -2,7 +2,8 @@
 
 One rule: they are used where everything that they were made of is the same, and made anew where anything
 differs. That is the bytes of the rows' files, of dataset_info.json and of the tokenizer's files, every
-setting but those known to mean nothing for rows, and the code: this package's and the libraries' versions.
+setting but those known to mean nothing for rows, the code (this package's and the libraries' versions), and
+the day where the chat template writes it. Rows that name images depend on more, and aren't kept.
 The files carry hashes, so that damaged ones are made anew, too; a directory appears whole or not at all.
 """
 
@@ -12,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import options
 from ktbridge.sft.data.fit import Fitted
 from ktbridge.sft.data.mixing import Share
-from ktbridge.sft.data.rows import Refused
+from ktbridge.sft.data.rows import Refused, plain_value
 from ktbridge.sft.data.sources import INFO, find_sources
 from ktbridge.units import size_text
 
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 MANIFEST = "ktbridge_tokenized.json"
 _PARTS = ("train", "held_out")
 _OF_TOKENIZERS = (".json", ".jinja", ".model", ".txt")
+_TEMPLATES = (".jinja", "tokenizer_config.json")
+_DATE = b"strftime_now"
+"""How chat templates (gpt-oss', Llama's) write today's date."""
+_IMAGE = "image"
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "trl", "datasets")
 # Settings that rows don't depend on. What isn't named here counts, so that a key that is added later makes
 # rows anew too often and never too seldom.
@@ -98,16 +104,22 @@ class Kept:
             keys = sorted(theirs.keys() | (own or {}).keys())
             differ = [key for key in keys if own and theirs.get(key) != own.get(key)]
             more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-            found = f"kept of another {', '.join(differ[:3]) or 'dataset of the Hub'}{more}"
+            found = f"kept of another {', '.join(differ[:3]) or 'dataset'}{more}"
             self._note("KTD041", found)
             return None
         for name, (size, digest) in record["files"].items():
             path = self.directory / name
-            if not path.is_file() or path.stat().st_size != size or hash_file(path) != digest:
+            if _damaged(path, size, digest):
                 self._note("KTD042", f"{name} is damaged")
                 return None
-        train, held = (self._read(record.get(part), part) for part in _PARTS)
-        assert train is not None
+        try:
+            train, held = (self._read(record.get(part), part) for part in _PARTS)
+        except OSError:
+            train = held = None
+        # Another run may have put its own in this place since; what was opened then is of one or the other.
+        if train is None or _read_manifest(self.directory / MANIFEST) != record:
+            self._note("KTD041", "replaced by another run just now")
+            return None
         size = size_text(sum(size for size, _ in record["files"].values()))
         self._note(
             "KTD043", f"{train.used:,} rows as tokens from there ({size}), none was read anew"
@@ -122,7 +134,17 @@ class Kept:
         own = made_of(self._config, self._base)
         if own is None or own != self._before:
             why = "changed while they were read" if own else "came from the Hub just now"
-            self._note("KTD043", f"the rows {why}, and are kept by the next run that reads them")
+            self._note(
+                "KTD043", f"the rows {why}, and are kept by the next run that reads them", ""
+            )
+            return
+        fits = [each for each in (rows.fitted, rows.held_out) if each]
+        if outside := sum(
+            _IMAGE in row.why.partition(":")[0] for fit in fits for row in fit.refused
+        ):
+            why = f"{outside:,} are refused for their images, which may be put right outside these files"
+            step = "Mend or remove these rows, or leave tokenized_path out."
+            self._note("KTD043", f"the rows aren't kept: {why}", step)
             return
         with Staging(self.directory, _objection) as staging:
             record: dict[str, Any] = {"made of": own, "files": {}}
@@ -141,7 +163,7 @@ class Kept:
                 }
                 for key in ("notes", "shares", "refused"):
                     record[part][key] = [asdict(each) for each in getattr(fitted, key)]
-            text = json.dumps(record, default=str)
+            text = json.dumps(record, default=plain_value)
             staging.write_bytes(MANIFEST, f"{_hash([text])}\n{text}\n".encode())
             staging.commit()
         size = size_text(sum(size for size, _ in record["files"].values()))
@@ -150,10 +172,11 @@ class Kept:
     def not_kept(self, why: str) -> None:
         """Note that the rows can't be kept, which ends no run."""
         found = f"the rows can't be kept there: {why}"
-        self.notes = (problem("KTD043", str(self.directory), found, severity="warning"),)
+        step = "Make room there, or name another tokenized_path; this run goes on without."
+        self.notes = (problem("KTD043", str(self.directory), found, "", step, severity="warning"),)
 
-    def _note(self, code: str, found: str) -> None:
-        self.notes = (problem(code, str(self.directory), found),)
+    def _note(self, code: str, found: str, step: str | None = None) -> None:
+        self.notes = (problem(code, str(self.directory), found, next_step=step),)
 
     def _read(self, record: Mapping[str, Any] | None, part: str) -> Fitted | None:
         from datasets import Dataset
@@ -184,7 +207,7 @@ def keep_rows(
     except KtbridgeError as error:
         kept.not_kept(error.sentence)
     except OSError as error:
-        kept.not_kept(str(error))
+        kept.not_kept(error.strerror or str(error))
     if on_note:
         for note in kept.notes:
             on_note(note)
@@ -199,11 +222,16 @@ def lengths_of(dataset: Dataset) -> Iterator[int]:
 
 
 def made_of(config: TrainConfig, base: Path) -> dict[str, str] | None:
-    """All that rows depend on: names -> hashes or values. None while rows of the Hub aren't here."""
+    """All that rows depend on: names -> hashes or values.
+
+    None while rows of the Hub aren't here, and where a dataset can't be found: reading them says why.
+    """
     found = {key: json.dumps(getattr(config, key)) for key in options(TrainConfig)
              if key not in _MEANINGLESS}  # fmt: skip
     for name in ("dataset", "eval_dataset"):
-        sources, _ = find_sources(replace(config, dataset=getattr(config, name)))
+        sources, failed = find_sources(replace(config, dataset=getattr(config, name)))
+        if failed:
+            return None
         for number, source in enumerate(sources):
             files = source.remote.cached() if source.remote else [(str(p), p) for p in source.paths]
             if files is None:
@@ -218,6 +246,8 @@ def made_of(config: TrainConfig, base: Path) -> dict[str, str] | None:
         if path.is_file() and path.suffix in _OF_TOKENIZERS
     ]
     found["tokenizer"] = _hash(_hashes(tokenizer))
+    if any(_DATE in path.read_bytes() for name, path in tokenizer if name.endswith(_TEMPLATES)):
+        found["date"] = date.today().isoformat()
     code = [(path.name, path) for path in sorted(Path(__file__).parent.glob("*.py"))]
     found["version of ktbridge"] = _hash([version("ktbridge"), *_hashes(code)])
     for library in _LIBRARIES:
@@ -245,6 +275,13 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
         return record if digest == _hash([text]) else None
     except (OSError, ValueError):
         return None
+
+
+def _damaged(path: Path, size: int, digest: str) -> bool:
+    try:
+        return path.stat().st_size != size or hash_file(path) != digest
+    except OSError:
+        return True
 
 
 def _objection(path: Path) -> tuple[str, str] | None:

@@ -38,19 +38,23 @@ class Share:
 
 
 def mixed(
-    rows: Sequence[int], origins: Sequence[int], names: Sequence[str], config: TrainConfig
+    rows: Sequence[int],
+    origins: Sequence[int],
+    names: Sequence[str],
+    config: TrainConfig,
+    refused: str = "",
 ) -> tuple[list[int], list[Share]]:
     """An epoch's rows, and what it has of each dataset; ``rows`` are those that can be used.
 
-    ``origins``: of every row, which of ``names`` it is from. In the order and of the number that
-    datasets.interleave_datasets makes by ``mix_strategy``, ``interleave_probs`` and ``seed``. Raises
-    ProblemsError (KTD040) where a dataset has no row left.
+    ``origins``: of every row, which of ``names`` it is from. ``refused``: why others can't be used. In the
+    order and of the number that datasets.interleave_datasets makes by ``mix_strategy``, ``interleave_probs``
+    and ``seed``. Raises ProblemsError (KTD040) where a dataset has no row left.
     """
     given: list[list[int]] = [[] for _ in names]
     for row in rows:
         given[origins[row]].append(row)
     empty = [
-        problem("KTD040", name, "no row that can be used")
+        problem("KTD040", name, f"no row that can be used{f' ({refused})' if refused else ''}")
         for name, own in zip(names, given, strict=True)
         if not own
     ]

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.answers import Lists, Sizes, encode_last, last_answer
@@ -167,6 +168,12 @@ class FittedJudged(_Compared):
 
     def _others(self) -> Mapping[str, object]:
         return {"label": self._good}
+
+    def notes(self) -> Iterator[Problem]:
+        yield from super().notes()
+        if not all(self.judged):
+            good, bad = self.judged
+            yield problem("KTD060", "dataset", f"{good:,} good answers and {bad:,} bad")
 
     @property
     def judged(self) -> tuple[int, int]:

@@ -38,6 +38,7 @@ STAGES = {
     "no pair of answers": "sft",
     "no text": "sft",
     "no judgement": "sft",
+    "with kto_tag": "kto",
 }
 """Reasons that another stage doesn't have."""
 REASONS = 3
@@ -249,14 +250,15 @@ def refused_file(refused: Iterable[Refused]) -> bytes:
     """JSONL of ``{"where", "why", "row"}``, in ASCII so that half characters can be written too."""
     return b"".join(
         json.dumps(
-            {"where": item.where, "why": item.why, "row": item.row}, default=_plain_value
+            {"where": item.where, "why": item.why, "row": item.row}, default=plain_value
         ).encode()
         + b"\n"
         for item in refused
     )
 
 
-def _plain_value(value: object) -> str:
+def plain_value(value: object) -> str:
+    """What JSON has of a value that it can't write."""
     return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 

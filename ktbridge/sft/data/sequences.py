@@ -154,6 +154,7 @@ class Conversations(Sequences):
         whys = dict.fromkeys(used, f"no answer within cutoff_len={self._cutoff} tokens")
         rows = dict(batch)
         encoded = self._chat.tokens([text.text for _, text in written])
+        whole, made = set(used), []
         for (number, text), ids, offsets in zip(written, *encoded, strict=True):
             learned = ids if self._everything else labels(ids, offsets, text.spans)
             shown = rows[number].pictures[: text.images]
@@ -162,7 +163,11 @@ class Conversations(Sequences):
                     ids, learned = self._vision.widened(ids, learned, shown, self._cutoff)
                 except ValueError as error:
                     whys[number] = str(error)
-                    continue
+                    whole.discard(number)  # all its answers: what is left out must be told
+            made.append((number, ids, learned, shown))
+        for number, ids, learned, shown in made:
+            if number not in whole:
+                continue
             if len(ids) > self._cutoff and number not in self.cut[-1:]:
                 self.cut.append(number)
             numbers = self._vision.numbered(shown) if self._vision else ()

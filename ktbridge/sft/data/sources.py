@@ -314,7 +314,7 @@ def _whole(path: Path, shown: str) -> list[object] | None:
         if error.msg == "Extra data":
             return None
         raise KtbridgeError(
-            f"{shown} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}.",
+            f"{shown} is not valid JSON: {_said(error)} at line {error.lineno}, column {error.colno}.",
             "Mend it there, or write one row a line (JSONL): then broken rows are listed, not fatal.",
         ) from error
     except (ValueError, RecursionError) as error:  # integer too long, or nesting too deep
@@ -331,13 +331,17 @@ def _json_lines(path: Path, shown: str) -> Iterator[Line]:
                 yield _line(f"{shown}: line {number}", text)
 
 
+def _said(error: json.JSONDecodeError) -> str:
+    return error.msg.removesuffix(" at")  # as in "Invalid control character at"
+
+
 def _line(where: str, text: bytes) -> Line:
     try:
         return Line(where, json.loads(text.decode("utf-8")))
     except UnicodeDecodeError as error:
         broken = f"not UTF-8 text: byte {error.start}"
     except json.JSONDecodeError as error:
-        broken = f"not valid JSON: {error.msg} at column {error.colno}"
+        broken = f"not valid JSON: {_said(error)} at column {error.colno}"
     except (ValueError, RecursionError) as error:
         broken = f"not JSON that can be read: {error}"
     return Line(where, text.decode("utf-8", "backslashreplace").rstrip("\r\n"), broken)

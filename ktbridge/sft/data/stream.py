@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.fit import BATCH, Fitted, Tally, fit_rows, tokenize
 from ktbridge.sft.data.rows import (
@@ -43,6 +43,7 @@ STATE_FILE, REFUSED_SO_FAR = "stream.json", "stream_refused.jsonl"
 KEPT = 10_000
 """Refused rows that are kept whole; of more there are the place and the reason."""
 _SAMPLES, _SAMPLE = 64, 1 << 16
+_EMPTY = "Write rows into it, or leave it out of dataset."
 Drawn = tuple[Source, Line]
 
 
@@ -66,6 +67,7 @@ class Stream:
     _tally: Tally = field(default_factory=Tally)
     _parts: list[_Part] = field(default_factory=list)
     _start: tuple[_Part, list[Refused]] | None = None
+    _samples: dict[Path, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._sources, failed = find_sources(self.config)
@@ -81,6 +83,12 @@ class Stream:
                 problems.append(
                     problem("KTD044", source.name, f"num_samples: {source.num_samples}")
                 )
+        if not problems:
+            problems = [
+                problem("KTD044", source.name, "no row", next_step=_EMPTY)
+                for source in self._sources
+                if next(source.lines(self.config.seed), None) is None
+            ]
         if problems:
             raise ProblemsError("the datasets can't be streamed; nothing was started.", problems)
         if failed:
@@ -94,16 +102,16 @@ class Stream:
         found = hashlib.sha256()
         for source in self._sources:
             found.update(repr((source.name, source.layout)).encode())
-            for path in (
-                [path for _, path in source.remote.fetch()] if source.remote else source.paths
-            ):
-                size = path.stat().st_size
-                found.update(size.to_bytes(8, "little"))
-                with path.open("rb") as file:
-                    for place in range(_SAMPLES):
-                        file.seek(place * max(0, size - _SAMPLE) // (_SAMPLES - 1))
-                        found.update(file.read(_SAMPLE))
+            for path in _files(source):
+                sample = self._samples[path] = _sample_of(path)
+                found.update(sample)
         return found.hexdigest()
+
+    def _changed(self) -> Iterator[Problem]:
+        """A warning for each file that is another than when the run began."""
+        for path, before in self._samples.items():
+            if not path.is_file() or _sample_of(path) != before:
+                yield problem("KTD061", str(path), "changed while its rows were read")
 
     def begin(self, tokenizer: PreTrainedTokenizerBase) -> Fitted:
         """The first rows, to be looked at before the run. Raises what ``fit_rows`` does."""
@@ -174,7 +182,7 @@ class Stream:
             trained_tokens=tally.trained,
             with_thoughts=tally.with_thoughts,
             judged=tally.judged if first.judged else None,
-            notes=[*refused_note(refused, tally.total)],
+            notes=[*refused_note(refused, tally.total), *self._changed()],
         )
 
     def _part_of(self, sequence: int) -> int:
@@ -235,6 +243,8 @@ class Stream:
                 place = draw.randrange(len(buffer))
                 yield buffer[place]
                 buffer[place] = each
+            if empty and self._held_places:
+                raise _none_held_out(f"{self.config.val_size:g} rows, which are all that there are")
             if empty:
                 raise KtbridgeError(
                     "the datasets hold no row to train on.", "Write rows into them."
@@ -279,9 +289,28 @@ class Stream:
                 break
         if len(held.places) < count or len(self._held_places) < count:
             found = f"{count} of which {len(held.places)} were found"
-            raise ProblemsError(
-                "the held-out rows can't be taken from the stream; nothing was started.",
-                [problem("KTD011", "val_size", found)],
-            )
+            raise _none_held_out(found)
         held.refused, held.total = [], count  # they are counted where they are streamed
         self.held = held
+
+
+def _none_held_out(found: str) -> ProblemsError:
+    return ProblemsError(
+        "the held-out rows can't be taken from the stream; nothing was started.",
+        [problem("KTD011", "val_size", found)],
+    )
+
+
+def _files(source: Source) -> list[Path]:
+    return [path for _, path in source.remote.fetch()] if source.remote else [*source.paths]
+
+
+def _sample_of(path: Path) -> bytes:
+    """The hash of a file's size and of parts of it."""
+    size = path.stat().st_size
+    found = hashlib.sha256(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        for place in range(_SAMPLES):
+            file.seek(place * max(0, size - _SAMPLE) // (_SAMPLES - 1))
+            found.update(file.read(_SAMPLE))
+    return found.digest()

@@ -122,7 +122,7 @@ def _counted_images(rows: Rows, config: TrainConfig, base: Path) -> dict[Picture
 
     vision, found = read_vision(base, config), dict[Picture, int]()
     kept = []
-    for conversation, place in zip(rows.conversations, rows.places, strict=True):
+    for conversation, *where in zip(rows.conversations, rows.places, rows.origins, strict=True):
         try:
             if conversation.pictures and vision is None:
                 continue
@@ -131,13 +131,13 @@ def _counted_images(rows: Rows, config: TrainConfig, base: Path) -> dict[Picture
             continue
         if sum(tokens) < config.cutoff_len:
             found.update(zip(conversation.pictures, tokens, strict=True))
-            kept.append((conversation, place))
+            kept.append((conversation, *where))
     if not kept:
         raise KtbridgeError(
             f"no row can be used: {base} reads text alone, or the images don't fit into cutoff_len.",
             "ktbridge train CONFIG --dry-run lists the rows with their reasons.",
         )
-    rows.conversations, rows.places = [one for one, _ in kept], [place for _, place in kept]
+    rows.conversations, rows.places, rows.origins = map(list, zip(*kept, strict=True))
     return found
 
 
