@@ -54,7 +54,7 @@ _EXPERTS = re.compile(
 _LAYER = re.compile(rf"(?:^|\.)layers\.{_NUMBER}\.")
 _LE = re.compile(r"\.lora_experts\.[0-9]+\.le_(?:gate|up|down)\.")
 _HALF = {"lora_A": "A", "lora_B": "B"}
-_CANONICAL = {
+CANONICAL = {
     "gate_proj": "gate",
     "up_proj": "up",
     "down_proj": "down",
@@ -110,7 +110,7 @@ def _plain_expert_key(name: str) -> Key | None:
     parts = name.rsplit(".", 4)
     if len(parts) != 5 or parts[4] != "weight":
         return None
-    projection, half = _CANONICAL.get(parts[2]), _HALF.get(parts[3])
+    projection, half = CANONICAL.get(parts[2]), _HALF.get(parts[3])
     if projection is None or half is None:
         return None
     experts, layer = _experts_of(parts[0])
@@ -129,7 +129,7 @@ def _parse_any(name: str) -> Key:
         expert = _EXPERT_MODULE.fullmatch(module)
         if expert:
             layer, number, projection = expert.groups()
-            return Key("expert", module, half, int(layer), int(number), _CANONICAL[projection])
+            return Key("expert", module, half, int(layer), int(number), CANONICAL[projection])
         kind: Kind = "lora"
         if module.endswith((".experts", ".experts.base_layer")):
             kind = "peft-fused"

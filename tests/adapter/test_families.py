@@ -111,6 +111,8 @@ def converted(tuned: Tuned) -> None:
         found = validate_adapter([path], base_model=tuned.base)
         # What SGLang-KT doesn't apply, of the families of which that is known.
         assert codes(found) - {"KTB608"} == set(), found.problems
+    spelled = validate_adapter([tuned.raw.parent / "vllm"], base_model=tuned.base)
+    assert not codes(spelled) & {"KTB117", "KTB118"}, spelled.problems  # w1, w3 and w2 are targeted
 
 
 def faults(tuned: Tuned) -> None:

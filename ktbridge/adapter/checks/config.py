@@ -17,6 +17,7 @@ from ktbridge.adapter.adapter import (
     last_part,
 )
 from ktbridge.adapter.checks import Use
+from ktbridge.adapter.keys import CANONICAL
 from ktbridge.adapter.lora_config import fold_patterns
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.codes import problem
@@ -236,6 +237,8 @@ def _targets(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
             yield problem("KTB106", where, found[:200], "a list of module names", next_step=step)
         return
     assert isinstance(targets, list)
+    if adapter.expert_modules():  # which have one name each here: w1 is gate_proj
+        targets = [f"{CANONICAL[each]}_proj" if each in CANONICAL else each for each in targets]
     modules = {part.key.module for part in adapter.nonexpert.values()}
     modules |= {f"mlp.experts.0.{name}" for name in adapter.expert_modules()}
     absent = [
