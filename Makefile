@@ -10,6 +10,7 @@
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
+# make soak    the embedded server under mixed and hostile requests, SECONDS=600; a report in build/soak
 # make check   lint, formatting, types, and families that are new in transformers
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
@@ -30,7 +31,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test test-oldest test-peft test-gpu test-engine test-loaders test-llama test-clients check format clean help test-kernels sanitize
+.PHONY: demo test test-oldest test-peft test-gpu test-engine test-loaders test-llama test-clients soak check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -122,6 +123,10 @@ $(LLAMA)/.installed:
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.installed
 	@KTBRIDGE_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest tests/clients
+
+SECONDS ?= 600
+soak: $(VENV)/.dev
+	@$(BIN)/python scripts/soak.py $(SECONDS) build/soak
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PYTHON_FILES)

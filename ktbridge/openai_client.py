@@ -12,8 +12,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.hosts import is_loopback, is_loopback_url, server_url
@@ -21,7 +21,10 @@ from ktbridge.hosts import is_loopback, is_loopback_url, server_url
 Message = dict[str, str]
 LONGEST_REPLY = 1 << 28
 """Bytes of one reply: tens of thousands of tokens with twenty logprobs each."""
+LONGEST_LIST = 1 << 24
+"""Bytes of a list of models."""
 SHORTEST_SECRET = 8
+Result = TypeVar("Result")
 
 
 def hide_key(text: str, key: str | None) -> str:
@@ -74,25 +77,35 @@ class OpenAIClient:
         )
 
     def is_healthy(self) -> bool:
-        """Whether the server answers /health with 200, all of its head within the timeout.
+        """Whether the server answers /health with 200, all of its head within the timeout."""
+
+        def ask() -> int:
+            with self.open("/health", native=True) as response:
+                return response.status
+
+        return self._in_time(ask) == 200
+
+    def models_in_time(self) -> list[str] | None:
+        """As ``models``, or None where no list comes, all of it within the timeout."""
+        return self._in_time(self.models)
+
+    def _in_time(self, ask: Callable[[], Result]) -> Result | None:
+        """What ``ask`` returns, or None where it fails, takes longer, or the one before is still asking.
 
         The library's own timeout begins anew with each byte.
         """
         if self._probe is not None and self._probe.is_alive():
-            return False
-        found: list[int] = []
+            return None
+        found: list[Result] = []
 
-        def ask() -> None:
-            try:
-                with self.open("/health", native=True) as response:
-                    found.append(response.status)
-            except KtbridgeError:
-                pass
+        def run() -> None:
+            with suppress(KtbridgeError):
+                found.append(ask())
 
-        self._probe = threading.Thread(target=ask, name="health", daemon=True)
+        self._probe = threading.Thread(target=run, name="probe", daemon=True)
         self._probe.start()
         self._probe.join(self._timeout)
-        return found == [200]
+        return found[0] if found else None
 
     def models(self) -> list[str]:
         """The model names that the server lists."""
@@ -103,7 +116,7 @@ class OpenAIClient:
 
         The first is ``owned_by`` ("vllm", "sglang", "llamacpp", …), the second ``parent``, where given.
         """
-        listed = self.ask("/models")
+        listed = self.ask("/models", most=LONGEST_LIST)
         try:
             return {
                 str(model["id"]): (str(model.get("owned_by")), model.get("parent"))
@@ -144,13 +157,18 @@ class OpenAIClient:
         raise KtbridgeError("the answer broke off: the server closed the connection.")
 
     def ask(
-        self, path: str, body: Mapping[str, object] | None = None, *, native: bool = False
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        native: bool = False,
+        most: int = LONGEST_REPLY,
     ) -> Any:
-        """The JSON document that the server answers with."""
+        """The JSON document that the server answers with; ``most``: its bytes."""
         with self.open(path, body, native=native) as response:
-            text = response.read(LONGEST_REPLY + 1)
-            if len(text) > LONGEST_REPLY:
-                raise ValueError(f"its reply is longer than {LONGEST_REPLY:,} bytes")
+            text = response.read(most + 1)
+            if len(text) > most:
+                raise ValueError(f"its reply is longer than {most:,} bytes")
             try:
                 return json.loads(text)
             except RecursionError:

@@ -95,10 +95,13 @@ def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
     from ktbridge.cli._ui import emit_json, print_problems
     from ktbridge.serve.sglang.facts import gather
     from ktbridge.serve.sglang.launch import check_sources
+    from ktbridge.serve.sglang.leftovers import end_leftovers
     from ktbridge.serve.sglang.plan import plan as make_plan
     from ktbridge.serve.sglang.preflight import sort_problems
 
     request = _request(options, dry_run)
+    if not dry_run:
+        print_problems(end_leftovers())  # before a port or memory is found to be taken
     facts = gather(request)
     plan = make_plan(request, facts)
     found = check_sources(plan, facts, request.allow_other_base)

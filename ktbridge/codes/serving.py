@@ -33,6 +33,8 @@ LAUNCH = Subject("Launching an engine", "serve", (
     Code("KTB962", "warning", "kt-kernel is of another version than the engine",
          "install matching versions"),
     Code("KTB963", "error", "a name is one that requests can't select", "choose another name"),
+    Code("KTB964", "warning", "a ktbridge that had started an engine was killed, and left something of it",
+         "nothing if it has been ended; else end the processes by hand"),
     Code("KTB965", "warning", "an environment variable may hide the log line that shows the LoRA was"
          " loaded", "unset it"),
     Code("KTB966", "error", "the engine, or kt-kernel beside it, is not installed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from realengine import FIRST_MERGED, MERGED, SPLIT, Pairs, trained, wheel_path
 
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.serve.sglang.facts import ENGINE_CACHE
-from ktbridge.serve.sglang.launch import key_file
+from ktbridge.serve.sglang.leftovers import place
 from ktbridge.serve.sglang.logs import diagnose
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a version starts its engine
@@ -129,7 +130,10 @@ def test_the_engine_understands_each_flag_as_we_do(engines, make_plan, raws, ver
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
 def test_the_api_key_arrives_through_its_file(engines, make_plan, raws, version) -> None:
     made = make_plan(version, adapters={"neko": str(raws[version])}, api_key="s3cret: #'\"x")
-    with key_file("s3cret: #'\"x") as words:
+    with place() as home, home.key_file("s3cret: #'\"x") as words:
+        link = Path(words[-1])
+        link.unlink()  # the process that is asked was begun before, and has no such descriptor
+        link.symlink_to(f"/proc/{os.getpid()}/fd/{home.inherited[0]}")
         loaded = engines(version).run(replace(made, argv=(*made.argv, *words)), load=False)
     assert loaded.error == ""
     assert loaded.arguments["api_key"] == "s3cret: #'\"x"

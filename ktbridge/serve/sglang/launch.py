@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from ktbridge.adapter import validate_adapter
@@ -18,6 +15,7 @@ from ktbridge.hosts import url_from_here
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import convert
 from ktbridge.serve.sglang.facts import Facts
+from ktbridge.serve.sglang.leftovers import place
 from ktbridge.serve.sglang.plan import Plan
 from ktbridge.serve.sglang.supervise import GRACE_SECONDS, Engine, Progress
 
@@ -76,25 +74,6 @@ def prepare(
     return [found for found in report.problems if found.severity != "info"]
 
 
-@contextmanager
-def key_file(api_key: str | None) -> Iterator[tuple[str, ...]]:
-    """Flags that hand the API key to the engine: a private file, deleted afterwards.
-
-    The engine reads no environment variable for it; its argv would show in `ps`.
-    """
-    if not api_key:
-        yield ()
-        return
-    directory = Path(tempfile.mkdtemp(prefix="ktbridge-", dir=os.environ.get("XDG_RUNTIME_DIR")))
-    try:
-        file = directory / "engine.yaml"
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as handle:
-            handle.write(f"api-key: {json.dumps(api_key)}\n")
-        yield "--config", str(file)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def default_log(port: int) -> Path:
     """$XDG_STATE_HOME/ktbridge/logs/serve-PORT-TIME.log, or below ~/.local/state."""
     home = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
@@ -119,8 +98,9 @@ def serve(
     Raises EngineFailed otherwise. Nothing of the engine is left running, whatever happens.
     """
     url = f"{url_from_here(plan.host, plan.port)}/v1"
-    with ExitStack() as key, ExitStack() as stack:
-        key_flags = key.enter_context(key_file(request.api_key))
+    with ExitStack() as stack, ExitStack() as key:
+        home = stack.enter_context(place())
+        key_flags = key.enter_context(home.key_file(request.api_key))
         engine = stack.enter_context(
             Engine(
                 (*plan.argv, *key_flags),
@@ -130,6 +110,7 @@ def serve(
                 log=log,
                 secret=request.api_key,
                 grace=grace,
+                home=home,
             )
         )
         try:

@@ -24,15 +24,18 @@ from ktbridge.openai_client import OpenAIClient
 from ktbridge.serve.processes import (
     MARK,
     adopt_orphans,
+    children,
     end_members,
     members,
 )
+from ktbridge.serve.sglang.leftovers import Place
 from ktbridge.serve.sglang.logs import Pump, diagnose, readable
 
 GRACE_SECONDS = 20.0
 # Log lines may still be in the pipe when the server already answers.
 _LATE_LINES = 3.0
 _TAIL = 12
+_RECORD_SECONDS = 2.0
 
 _LOADED = re.compile(rb"Loaded KT expert LoRA for layer (\d+)\b")
 
@@ -72,8 +75,8 @@ class Progress:
         if not self.healthy:
             self.healthy = client.is_healthy()
         if self.healthy and not self.ready:
-            with suppress(KtbridgeError):
-                self.listed = set(client.models())
+            listed = client.models_in_time()
+            self.listed = None if listed is None else set(listed)
 
     @property
     def missing_layers(self) -> tuple[int, ...]:
@@ -129,8 +132,8 @@ class EngineFailed(KtbridgeError):
 class Engine:
     """A started engine. Use as a context manager: leaving it ends the whole tree.
 
-    ``url`` is its API's from here. ``secret``, the API key, is redacted from the log. Made on the main
-    thread: the kernel signals the engine when that thread ends.
+    ``url`` is its API's from here. ``secret``, the API key, is redacted from the log. Its processes
+    are recorded in ``home``. Made on the main thread: the kernel signals the engine when that thread ends.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class Engine:
         log: Path,
         secret: str | None = None,
         grace: float = GRACE_SECONDS,
+        home: Place,
     ) -> None:
         self.progress = Progress(conditions)
         self.log = log
@@ -152,19 +156,23 @@ class Engine:
         self._code: int | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
         # The key is passed separately; the engine's children must not inherit it.
-        inherited = {
+        variables = {
             name: value for name, value in os.environ.items() if name != "KTBRIDGE_API_KEY"
         }
         adopt_orphans()
+        self._strangers = children()
         self._process = subprocess.Popen(
             list(argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**inherited, "PYTHONUNBUFFERED": "1", **environment, MARK: self._mark},
+            env={**variables, "PYTHONUNBUFFERED": "1", **environment, MARK: self._mark},
+            pass_fds=home.inherited,
             start_new_session=True,  # we forward the terminal's Ctrl-C
             preexec_fn=partial(end_with_parent, os.getpid()),  # no thread runs yet
         )
+        self._home, self._recorded = home, 0.0
+        self._record()
         assert self._process.stdout is not None
         self._pump = Pump(self._process.stdout, log, self.progress.read, secret)  # type: ignore[arg-type]
 
@@ -187,6 +195,7 @@ class Engine:
             if self._process.poll() is not None:
                 raise self._ended("before it was ready")
             self.progress.ask(self._client)
+            self._record()
             on_progress(self.progress)
             if self.progress.ready:
                 return
@@ -208,6 +217,7 @@ class Engine:
     def wait(self) -> int:
         """Wait until the engine ends by itself. Returns 0, or raises EngineFailed with its code."""
         while self._process.poll() is None:
+            self._record()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
         if self._process.returncode != 0:
@@ -228,9 +238,9 @@ class Engine:
                 self._process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(self._grace)
-            left = end_members(leader, self._mark)
+            left = end_members(leader, self._mark, strangers=self._strangers)
         except KeyboardInterrupt:
-            left = end_members(leader, self._mark, grace=0.0)
+            left = end_members(leader, self._mark, grace=0.0, strangers=self._strangers)
         if left:
             numbers = ", ".join(map(str, sorted(left)))
             raise KtbridgeError(
@@ -241,9 +251,19 @@ class Engine:
         self._code = _exit_code(code)
         return self._code
 
+    def _members(self) -> set[int]:
+        return members(self._process.pid, self._mark, strangers=self._strangers)
+
+    def _record(self) -> None:
+        """Write down the tree for the next start, which finds it if ktbridge is killed."""
+        now = time.monotonic()
+        if now - self._recorded >= _RECORD_SECONDS:
+            self._recorded = now
+            self._home.record(self._process.pid, self._mark, self._members())
+
     def _ended(self, when: str) -> EngineFailed:
         code = self._process.wait()
-        if not members(self._process.pid, self._mark):
+        if not self._members():
             self._pump.join(5.0)  # its last log lines
         else:
             time.sleep(0.2)

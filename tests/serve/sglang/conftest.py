@@ -64,6 +64,13 @@ time.sleep(600)
 """, scratch + "/child"])
 while not os.path.exists(scratch + "/child") or not open(scratch + "/child").read():
     time.sleep(0.01)
+if mode == "orphans":  # in a session of its own, without a variable, its parent gone
+    subprocess.run([sys.executable, "-c", """
+import os, signal, subprocess, sys
+code = "import os, signal, sys, time; signal.signal(15, signal.SIG_IGN);"
+code += "print(os.getpid(), file=open(sys.argv[1], 'w'), flush=True); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", code, sys.argv[1]], start_new_session=True, env={})
+""", scratch + "/orphan"])
 
 def stop(number, frame):
     if mode != "stubborn":
@@ -85,10 +92,30 @@ if mode == "waits":
     print("Loading: 10%|#", end="\\r", flush=True)
     time.sleep(600)
 
+def slowly():
+    while True:
+        yield b" "
+        time.sleep(0.2)
+
+HOSTILE = {
+    "huge": lambda: (b"x" * 2**20 for _ in range(2**20)),
+    "deep": lambda: [b"[" * 2**20],
+    "slow": slowly,
+    "odd": lambda: [b'{"data": 5}'],
+}
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         known = not args.api_key or self.headers["Authorization"] == f"Bearer {args.api_key}"
-        if self.path == "/health" or (self.path == "/v1/models" and known):
+        if mode in HOSTILE and self.path == "/v1/models":
+            self.send_response(200)
+            self.end_headers()
+            try:
+                for piece in HOSTILE[mode]():
+                    self.wfile.write(piece)
+            except OSError:
+                pass
+        elif self.path == "/health" or (self.path == "/v1/models" and known):
             names = [args.served_model_name] + [p.partition("=")[0] for p in args.lora_paths]
             body = json.dumps({"data": [{"id": name} for name in names]}).encode()
             self.send_response(200)
@@ -167,7 +194,7 @@ class Played:
         scratch.mkdir()
         return {
             **os.environ,
-            "PYTHONPATH": str(site),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))),
             "PATH": f"{self.root / 'tools'}:{os.environ['PATH']}",
             "PLAYED": mode,
             "PLAYED_SCRATCH": str(scratch),
