@@ -34,8 +34,8 @@ CHECKS: dict[str, tuple[dict[str, Any], Any]] = {
 }  # fmt: skip
 PIECES = (
     "a", "万亿", "1", "1,", "1/", "-", "e1", "A ", "(*", " ", "\n", "[", '{"a":', "I cannot ", "sorry ", "这",
-    "负", "三点", "分之", "minus ", "one and ", "hundred ", "=", "答案 ", "'", ".", "…", "\u202e", "\u0301", "ﷺ",
-    "<think>", "\x00", "```", "\\", "9" * 400,
+    "负", "三点", "分之", "minus ", "one and ", "hundred ", "=", "答案 ", "'", ".", "…", "\u202e", "\u0301",
+    "ﷺ", "<think>", "\x00", "```", "\\", "9" * 400,
 )  # fmt: skip
 ANSWERS = st.lists(
     st.tuples(st.sampled_from(PIECES), st.sampled_from((1, 2, 50, 3000))), max_size=6

@@ -55,6 +55,8 @@ FLOODS = {
     "bad messages": json.dumps(GOOD | {"messages": [{"x": 1}] * 200_000}),
     "bad parts": json.dumps(GOOD | {"messages": [{"role": "user", "content": [{}] * 900_000}]}),
     "nesting": '{"model":' + '{"a":' * 600 + "1" + "}" * 600 + "}",
+    "bad tools": json.dumps(GOOD | {"tools": [1] * 200_000}),
+    "bad biases": json.dumps(GOOD | {"logit_bias": {f"{i}": "x" for i in range(150_000)}}),
     "many items": json.dumps(GOOD | {"stop": ["x"] * 600_000}),
     "a long name": json.dumps(GOOD | {"x" * 1_000_000: 1}),
 }

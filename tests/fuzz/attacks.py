@@ -379,10 +379,13 @@ def check_request(data: bytes) -> str:
     taken = 0
     with deadline():
         for kind in (ChatRequest, CompletionRequest):
+            error = None
             try:
                 read_body(kind, data)
                 taken += 1
-            except ApiError as error:
+            except ApiError as refused:
+                error = refused
+            if error is not None:
                 assert error.status == 400
                 assert 0 < len(str(error)) < 1000, error
     return "taken" if taken else "refused"

@@ -20,6 +20,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_ITEMS = 2**18
 """Of a list in a request: more tokens or messages than any context has."""
+MAX_ERRORS = 100  # of a request that are looked at: each alternative of a field makes one
 NAMED = 5  # unknown fields that an error names
 SEED_RANGE = 2**63
 # Keyword arguments of apply_chat_template that decide how the server renders and tokenises.
@@ -351,8 +352,10 @@ def from_validation(errors: Sequence[object]) -> ApiError:
     """Convert pydantic's errors into one ApiError: the field of the first, the messages of all.
 
     For a union, pydantic reports every alternative; those that matched less of the value than
-    another are left out.
+    another are left out, and of many errors all but the first ones.
     """
+    left = len(errors) - MAX_ERRORS
+    errors = errors[:MAX_ERRORS]
     found: dict[tuple[str, ...], list[str]] = {}
     for error in map(_Invalid.model_validate, errors):
         path, text = error.path, error.msg.removeprefix("Value error, ")
@@ -366,6 +369,7 @@ def from_validation(errors: Sequence[object]) -> ApiError:
         if not any(len(p) > len(path) > 0 and p[: len(path)] == path for p in found):
             prefix = f"{'.'.join(path)}: " if path else ""
             reasons.append((path, prefix + " or ".join(dict.fromkeys(texts))))
-    return ApiError(
-        400, "; ".join(text for _, text in reasons), param=".".join(reasons[0][0]) or None
-    )
+    told = [text[:200] for _, text in reasons[:NAMED]]
+    if len(reasons) > NAMED or left > 0:
+        told.append(f"and {len(reasons) - len(told) + max(0, left)} more")
+    return ApiError(400, "; ".join(told), param=".".join(reasons[0][0]) or None)
