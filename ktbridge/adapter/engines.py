@@ -30,9 +30,12 @@ MIXED_FLAG = "--enable-mixed-moe-lora-format"
 """With it vLLM wraps every family's experts one by one, and a request says of its adapter which it is."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's --max-lora-rank; 16 unless given."""
-VLLM_HONOURS = ("KTB107", "KTB109", "KTB117", "KTB118", "KTB209", "KTB212", "KTB214", "KTB608")
+VLLM_HONOURS = (
+    "KTB107", "KTB109", "KTB117", "KTB118", "KTB208", "KTB209", "KTB212", "KTB214", "KTB608",
+)  # fmt: skip
 """Findings that hold for SGLang-KT and not for vLLM: rsLoRA, alpha_pattern, target_modules that say less than
-the tensors, k without q and v, projections and modules of one layer only, w1/w3/w2, other modules."""
+the tensors, PEFT's fused layout, k without q and v, projections and modules of one layer only, w1/w3/w2, other
+modules."""
 
 
 @dataclass(frozen=True)

@@ -245,11 +245,15 @@ class _Fields:
     def pictures(self, messages: list[Message]) -> list[Picture]:
         """The images for the places that ``messages`` have for them.
 
-        ``PLACE`` in a text is one only where the row has a field of images; elsewhere it is text.
+        ``PLACE`` in a text is one only where the row has a field of images, an empty list too; elsewhere it is
+        text.
         """
         names = self._image_fields()
         self._read.update(names)
+        lists = [self._row[name] for name in names if isinstance(self._row.get(name), list)]
         given = next((self._row[name] for name in names if not is_empty(self._row.get(name))), None)
+        if given is None and lists and not self.parts:
+            given = lists[0]
         values: list[object] = [*self.parts]
         if given is not None:
             if any(part is not None for part in values):
