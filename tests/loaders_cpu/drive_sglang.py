@@ -1,6 +1,6 @@
 """Runs in an interpreter that has SGLang's Python files: hands our directories to its own LoRA code.
 
-Requests and answers are those of drive_vllm.py; ``flags`` and ``fused`` are not used. A request is a start of the
+Requests and answers are those of drive_vllm.py, without ``flags`` and ``fused``. A request is a start of the
 server with --lora-paths: target modules and rank are taken from the adapter.
 
 The model class, its layers' LoRA wrappers, the LoRA manager, its memory pool and the loader are SGLang's own,
