@@ -3,7 +3,7 @@
 # make test-gpu   the tests that need a CUDA GPU
 # make test-engine   the launcher and its directories against SGLang-KT's own parser and loaders, no GPU
 #                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
-# make test-loaders   our directories through vLLM's own LoRA loader and packing, no GPU
+# make test-loaders   our directories through vLLM's and upstream SGLang's own LoRA code, no GPU
 #                    (1.5 GB in .venv-loaders and 0.4 GB of wheels, once; skips what can't be fetched)
 # make test-llama   our GGUF adapters and `verify` against llama.cpp, built from llama-cpp-python's source
 #                   (.venv-llama, some minutes, once); KTBRIDGE_LLAMA_SERVER=PATH tries a llama-server too
@@ -90,7 +90,7 @@ $(ENGINE_VENV)/.ready:
 	@rm -rf $(ENGINE_VENV)/tmp
 	@touch $@
 
-## What vLLM's own LoRA code imports, and vLLM's Python files from its wheel; no GPU and no CUDA packages.
+## What vLLM's and SGLang's LoRA code imports, and their Python files from the wheels; no GPU and no CUDA packages.
 ## KTBRIDGE_LOADERS_PYTHON names an interpreter that has them already.
 LOADERS_VENV := .venv-loaders
 

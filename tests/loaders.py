@@ -7,6 +7,7 @@ one); without it these tests skip. The engines themselves are the Python files o
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ktbridge.adapter import read_adapter
 PYTHON = "KTBRIDGE_LOADERS_PYTHON"
 # No two sizes alike, so that nothing fits where it doesn't belong.
 HIDDEN, INNER, EXPERTS, LAYERS, RANK = 48, 40, 3, 2, 4
+PLAIN = (".py", ".json", ".pyi", ".h", ".cuh")
 Deltas = dict[str, np.ndarray]
 ATTENTION = {
     "self_attn.q_proj": (64, HIDDEN),
@@ -111,7 +113,8 @@ class Loader:
         site = unpacked(
             fetched_wheel(package, version),
             root / "site",
-            lambda name: name.endswith((".py", ".json", ".pyi")) or ".dist-info/" in name,
+            # SGLang looks for its kernels' headers as it is imported.
+            lambda name: name.endswith(PLAIN) or ".dist-info/" in name,
         )
         driver = Path(__file__).parent / "loaders_cpu" / f"drive_{package}.py"
         command = [os.environ[PYTHON], "-W", "ignore", str(driver)]
@@ -134,9 +137,12 @@ class Loader:
         self._asked.end()
 
 
-def make_raw(directory: Path, model_type: str, model: Path, **kind: Any) -> Path:
-    """A raw adapter of all experts and of all that the family has besides."""
+def make_raw(
+    directory: Path, model_type: str, model: Path, without: Sequence[str] = (), **kind: Any
+) -> Path:
+    """A raw adapter of all experts and of all that the family has besides, but ``without``."""
     _, _, prefix, modules = FAMILIES[model_type]
+    modules = {name: shape for name, shape in modules.items() if name not in without}
     return write_raw(
         directory, layers=tuple(range(LAYERS)), experts=EXPERTS, hidden=HIDDEN, inter=INNER,
         prefix=prefix, modules=modules, block="", base_model=str(model), seed=3, **{"rank": RANK, **kind},

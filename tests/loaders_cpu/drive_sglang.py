@@ -1,0 +1,203 @@
+"""Runs in an interpreter that has SGLang's Python files: hands our directories to its own LoRA code.
+
+Requests and answers are those of drive_vllm.py, without ``flags`` and ``fused``. A request is a start of the
+server with --lora-paths: target modules and rank are taken from the adapter.
+
+The model class, its layers' LoRA wrappers, the LoRA manager, its memory pool and the loader are SGLang's own,
+in the order that a model runner calls them. What a machine without a GPU needs:
+
+- SGLang's CPU platform; ``sgl_kernel`` (its compiled kernels, which need CUDA's libraries to be imported) and
+  torchvision are empty modules, and no kernel is run;
+- the model has no weights; read are the buffers that the wrappers hand to the kernels, with the factor that
+  each kernel gets: alpha/r for dense modules, none for experts, whose B the pool has multiplied by it;
+- two small index tensors, which wrappers ask for in pinned memory, are not pinned;
+- so what the kernels make of these buffers is not shown.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import re
+import sys
+import tempfile
+import traceback
+from types import ModuleType
+from typing import Any
+
+answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
+os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+
+import torch  # noqa: E402
+from transformers.utils import is_torchvision_available  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+class Empty(ModuleType):
+    """A module in which every name is found, and is another."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Empty(name)
+
+
+class NotHere(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds these packages and whatever is asked for below them, empty."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] in ("torchvision", "sgl_kernel"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return Empty(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+assert not is_torchvision_available()  # transformers keeps the answer
+sys.meta_path.insert(0, NotHere())
+
+from safetensors.torch import save_file  # noqa: E402
+from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.distributed.parallel_state import (  # noqa: E402
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from sglang.srt.layers.moe.utils import initialize_moe_config  # noqa: E402
+from sglang.srt.lora.layers import FusedMoEWithLoRA  # noqa: E402
+from sglang.srt.lora.lora_manager import LoRAManager  # noqa: E402
+from sglang.srt.lora.lora_registry import LoRARef  # noqa: E402
+from sglang.srt.model_loader.loader import _initialize_model  # noqa: E402
+from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
+
+torch.ops.sgl_kernel = Empty(
+    "sgl_kernel"
+)  # model classes take kernels from it as they are imported
+unpinned = torch.tensor
+torch.tensor = lambda *values, pin_memory=False, **rest: unpinned(*values, **rest)
+PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("q", "k", "v", "z"),
+}
+
+
+def build(request: dict[str, Any]) -> tuple[Any, Any]:
+    """A model without weights, and the arguments of its server."""
+    args = ServerArgs(
+        model_path=request["model"], device="cpu", skip_tokenizer_init=True, load_format="dummy",
+        dtype="bfloat16", disable_cuda_graph=True, moe_runner_backend="triton", lora_backend="triton",
+        context_length=128, disable_radix_cache=True, max_loras_per_batch=2,
+        enable_lora=True, attention_backend="triton",
+    )  # fmt: skip
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
+    if not torch.distributed.is_initialized():
+        meeting = f"file://{tempfile.mkdtemp()}/meet"
+        init_distributed_environment(1, 0, meeting, 0, "gloo")
+        initialize_model_parallel(backend="gloo")
+    initialize_moe_config()
+    config = ModelConfig.from_server_args(args)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return _initialize_model(config, LoadConfig()), (args, config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def experts(module: Any, slot: int, rank: int) -> dict[str, torch.Tensor]:
+    """Each expert's delta by its place below the module: "2.gate_proj" [I, H]."""
+    gate_up_a, gate_up_b, down_a, down_b = (
+        weights[slot].double()
+        for weights in (
+            module.gate_up_lora_a_weights, module.gate_up_lora_b_weights,
+            module.down_lora_a_weights, module.down_lora_b_weights,
+        )
+    )  # fmt: skip
+    width = gate_up_b.shape[1] // 2
+    halves = (gate_up_b[:, :width], gate_up_b[:, width:])
+    if module._uses_interleaved_gate_up:
+        halves = (gate_up_b[:, ::2], gate_up_b[:, 1::2])
+    deltas = {
+        "gate": halves[0] @ gate_up_a[:, :rank],
+        "up": halves[1] @ gate_up_a[:, rank:],
+        "down": down_b @ down_a,
+    }
+    return {
+        f"{expert}.{name}_proj": delta
+        for name, stack in deltas.items()
+        for expert, delta in enumerate(stack)
+    }
+
+
+def dense(leaf: str, module: Any, slot: int, rank: int, scale: float) -> dict[str, torch.Tensor]:
+    """The delta of each part of a module whose parts have an A each and follow one another in B."""
+    kind = {"qkv_proj": "_qkv", "gate_up_proj": "_gate_up"}.get(leaf, "")
+    a, b = (
+        getattr(module, name + kind, getattr(module, name, None))[slot].double()
+        for name in ("A_buffer", "B_buffer")
+    )
+    b = b * scale
+    names = PARTS.get(leaf, (leaf,))
+    sizes = list(getattr(module.base_layer, "output_partition_sizes", ()))
+    if getattr(module, "first_output_dim", 0):
+        sizes = [module.first_output_dim, b.shape[0] - module.first_output_dim]
+    if len(names) == 1 or len(sizes) != len(names):
+        return {leaf: b @ a} if len(names) == 1 else {leaf: b @ a[:rank]}
+    parts = zip(names, b.split(sizes), a.split(rank), strict=True)
+    return {name: part_b @ part_a for name, part_b, part_a in parts}
+
+
+def loaded(manager: Any, uid: str) -> dict[str, torch.Tensor]:
+    """The delta of every module, by its path from ``layers.`` on in the checkpoint's parts and names."""
+    slot, scale = manager.memory_pool.get_buffer_id(uid), manager.loras[uid].scaling
+    rank, deltas = manager.max_lora_rank, {}
+    for modules in manager.lora_modules:
+        for name, module in modules.items():
+            path = re.sub(r"^.*?(?=layers\.\d)", "", name)
+            path = path.replace(".block_sparse_moe.", ".mlp.")
+            stem, _, leaf = path.rpartition(".")
+            if isinstance(module, FusedMoEWithLoRA):
+                deltas |= {f"{path}.{k}": v for k, v in experts(module, slot, rank).items()}
+            else:
+                parts = dense(leaf, module, slot, rank, scale)
+                deltas |= {f"{stem}.{k}": v for k, v in parts.items()}
+    return deltas
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = {"stage": "model"}
+    try:
+        model, (args, config) = build(request)
+        told["stage"] = "adapter"
+        reference = LoRARef(
+            lora_id="1", lora_name="neko", lora_path=request["adapter"], pinned=False
+        )
+        manager = LoRAManager(
+            base_model=model, base_hf_config=config.hf_config, max_loras_per_batch=2,
+            load_config=LoadConfig(), dtype=torch.bfloat16, server_args=args, lora_backend="triton",
+            lora_paths=[reference], max_lora_rank=None, target_modules=None,
+        )  # fmt: skip
+        manager.fetch_new_loras({"1"})
+        save_file({k: v.contiguous() for k, v in loaded(manager, "1").items()}, request["out"])
+        told["stage"] = "done"
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        told["error"] = f"{type(error).__name__}: {error}"
+    return told
+
+
+if __name__ == "__main__":
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(f"request: {line}", file=sys.stderr)
+        print(json.dumps(answer(json.loads(line)), default=str), file=answers, flush=True)
