@@ -34,8 +34,8 @@ VLLM_HONOURS = (
     "KTB107", "KTB109", "KTB117", "KTB118", "KTB208", "KTB209", "KTB212", "KTB214", "KTB608",
 )  # fmt: skip
 """Findings that hold for SGLang-KT and not for vLLM: rsLoRA, alpha_pattern, target_modules that say less than
-the tensors, PEFT's fused layout, k without q and v, projections and modules of one layer only, w1/w3/w2, other
-modules."""
+the tensors, PEFT's fused layout, k without q and v, projections and modules of one layer only, w1/w3/w2, and
+other modules."""
 
 
 @dataclass(frozen=True)

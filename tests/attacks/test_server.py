@@ -96,7 +96,7 @@ def test_slow_clients_are_let_go(attacked: Server) -> None:
     start = time.monotonic()
     dripping.settimeout(0.5)
     told = b""
-    while not told and time.monotonic() - start < 15:
+    while not told and time.monotonic() - start < 60:
         dripping.sendall(b" ")
         try:
             told = dripping.recv(65536)

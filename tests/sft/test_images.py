@@ -143,7 +143,8 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<image>"}]
     rows = [
         (row(ASK, "red.png"), None),
-        (row("no images, <image> is a word"), None),
+        ({"messages": [{"role": "user", "content": "here <image> is a word"}, answer[1] | {"content": "a"}]}, None),
+        (row(ASK), "images without a place of their own: 0 for 1 times <image>"),
         (row(ASK, "red.png", "red.png"), "images without a place of their own: 2 for 1 times <image>"),
         (row("colour?", "red.png"), "images without a place of their own: 1 for 0 times <image>"),
         (row(ASK, "gone.png"), f"an image that isn't there: gone.png, looked for in {tmp_path}"),
