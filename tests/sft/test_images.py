@@ -143,7 +143,7 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<image>"}]
     rows = [
         (row(ASK, "red.png"), None),
-        ({"messages": [{"role": "user", "content": "here <image> is a word"}, answer[1] | {"content": "a"}]}, None),
+        ({"prompt": "here <image> is a word", "completion": "a"}, None),
         (row(ASK), "images without a place of their own: 0 for 1 times <image>"),
         (row(ASK, "red.png", "red.png"), "images without a place of their own: 2 for 1 times <image>"),
         (row("colour?", "red.png"), "images without a place of their own: 1 for 0 times <image>"),

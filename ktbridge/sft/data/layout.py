@@ -245,7 +245,7 @@ class _Fields:
     def pictures(self, messages: list[Message]) -> list[Picture]:
         """The images for the places that ``messages`` have for them.
 
-        ``PLACE`` in a text is one where the row has a field of images, an empty list too; elsewhere it is text.
+        ``PLACE`` in a text is one where the row has a field of images, even an empty one; else it is text.
         """
         names = self._image_fields()
         self._read.update(names)
