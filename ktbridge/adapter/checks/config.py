@@ -237,9 +237,8 @@ def _targets(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
             yield problem("KTB106", where, found[:200], "a list of module names", next_step=step)
         return
     assert isinstance(targets, list)
-    if adapter.expert_modules():  # which have one name each here: w1 is gate_proj
-        targets = [f"{CANONICAL[each]}_proj" if each in CANONICAL else each for each in targets]
     modules = {part.key.module for part in adapter.nonexpert.values()}
+    targets = _with_experts(targets, adapter, {name.rpartition(".")[2] for name in modules})
     modules |= {f"mlp.experts.0.{name}" for name in adapter.expert_modules()}
     absent = [
         target
@@ -258,6 +257,22 @@ def _targets(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
             yield problem("KTB118", where, found, expected, next_step=step)
     elif not is_foreign(adapter):
         yield from _untargeted(adapter, where, targets)
+
+
+def _with_experts(targets: list[str], adapter: Adapter, own: set[str]) -> list[str]:
+    """``targets`` with experts' projections by the one name that they have here: w1 is gate_proj.
+
+    ``own``: names of other modules, which stay (LFM2's dense layers have w1, too).
+    """
+    experts = adapter.expert_modules()
+    found: dict[str, None] = {}
+    for each in targets:
+        name = f"{CANONICAL[each]}_proj" if experts and each in CANONICAL else each
+        if each in own:
+            found[each] = None
+        if each not in own or name in experts:
+            found[name] = None
+    return [*found]
 
 
 def _untargeted(adapter: Adapter, where: str, targets: list[str]) -> Iterator[Problem]:
