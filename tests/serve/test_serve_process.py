@@ -111,6 +111,7 @@ def test_a_signal_leaves_the_queue_to_the_event_loop():
             assert not closed.is_set()
             server.handle_exit(signal.SIGTERM, None)
             await asyncio.wait_for(closed.wait(), 5)
+        server.ended()  # else it would end this process a minute later
 
     asyncio.run(scenario())
 

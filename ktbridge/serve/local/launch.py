@@ -75,7 +75,10 @@ def serve(
         worker = app.state.worker
         server = _Server(config, app.state.drain, worker.close, plan.limits.drain_seconds)
         worker.on_failure = server.stop
-        asyncio.run(_serve(server, listener, on_ready))
+        try:
+            asyncio.run(_serve(server, listener, on_ready))
+        finally:
+            server.ended()
         if worker.failure is not None:
             raise KtbridgeError(
                 f"the thread that computes has died: {type(worker.failure).__name__}: {worker.failure}.",
@@ -113,6 +116,7 @@ class _Server(uvicorn.Server):
         self._abort = give_up
         self._seconds = seconds
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._late: threading.Timer | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -129,14 +133,19 @@ class _Server(uvicorn.Server):
         """End without a signal; from any thread."""
         self.should_exit = True
 
+    def ended(self) -> None:
+        """Whoever called the server goes on: nothing ends its process any more."""
+        if self._late is not None:
+            self._late.cancel()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self.should_exit
         self.should_exit = True
         if not again:
             # Whatever holds up the event loop or a thread, the process ends in time.
-            late = threading.Timer(self._seconds + 3 * GRACE_SECONDS, os._exit, (1,))
-            late.daemon = True
-            late.start()
+            self._late = threading.Timer(self._seconds + 3 * GRACE_SECONDS, os._exit, (1,))
+            self._late.daemon = True
+            self._late.start()
         # Not from the handler: the signal may have interrupted a holder of the queue's lock.
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._abort if again else self._begin_shutdown)
