@@ -145,7 +145,7 @@ class OpenAIClient:
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
-                event = json.loads(data)
+                event = _parsed(data)
                 if not isinstance(event, dict) or "error" in event:
                     text = hide_key(_error_text(data.decode(errors="replace")), self._key)
                     raise KtbridgeError(f"the answer broke off: {text}.")
@@ -169,10 +169,7 @@ class OpenAIClient:
             text = response.read(most + 1)
             if len(text) > most:
                 raise ValueError(f"its reply is longer than {most:,} bytes")
-            try:
-                return json.loads(text)
-            except RecursionError:
-                raise ValueError("the JSON of its reply is nested too deep") from None
+            return _parsed(text)
 
     @contextmanager
     def open(
@@ -196,6 +193,14 @@ class OpenAIClient:
             ) from error
 
 
+def _parsed(text: bytes | str) -> Any:
+    """The JSON value in ``text``. Raises ValueError, which ``open`` makes a sentence of."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON of its reply is nested too deep") from None
+
+
 def _refusal(error: urllib.error.HTTPError) -> str:
     try:
         text = error.read(10_000).decode(errors="replace")
@@ -207,6 +212,6 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 def _error_text(text: str) -> str:
     """The message of an error body in OpenAI's format, or the beginning of the body."""
     try:
-        return str(json.loads(text)["error"]["message"]).rstrip(".")
+        return str(_parsed(text)["error"]["message"]).rstrip(".")
     except (ValueError, KeyError, TypeError):
         return " ".join(text.split())[:500]

@@ -7,7 +7,8 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -51,6 +52,20 @@ class _Http(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server on loopback whose requests ``handler`` answers: its URL, without a path."""
+    http = _Http(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=http.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
 class JsonServer:
     """Lists ``listed`` as its models, and answers each POST by ``respond``."""
 
@@ -88,10 +103,8 @@ class JsonServer:
             def log_message(self, *args: Any) -> None:
                 pass
 
-        self._http = _Http(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,))
-        self._thread.start()
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self._open = ExitStack()
+        self.url = self._open.enter_context(answering(Handler))
 
     def get(self, path: str) -> dict[str, Any]:
         """What a GET of ``path`` is answered with."""
@@ -108,9 +121,7 @@ class JsonServer:
         return self.seen[key]
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
+        self._open.close()
 
 
 class MockServer(JsonServer):

@@ -8,10 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from mockserver import answering
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.client import Client
@@ -50,13 +51,8 @@ class Hostile(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hostile() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(Hostile) as url:
+        yield url
 
 
 def test_a_key_that_comes_back_is_taken_out(hostile: str) -> None:

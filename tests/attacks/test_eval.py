@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mockserver import answering
 
 from ktbridge.eval.client import Client
 from ktbridge.eval.scorers import SCORERS, ScorerError, score_task
@@ -97,13 +97,8 @@ class Bomb(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def bomber() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Bomb)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(Bomb) as url:
+        yield f"{url}/v1"
 
 
 def test_replies_are_read_in_bounded_memory(bomber: str) -> None:

@@ -22,15 +22,15 @@ from __future__ import annotations
 import copy
 import ctypes
 import dataclasses
-import json
 import os
 import sys
 import tempfile
-import traceback
+from pathlib import Path
 from typing import Any
 
-answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+sys.path.append(str(Path(__file__).parents[1]))
+from askeddriver import answer_all
+
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 try:
@@ -39,7 +39,7 @@ except OSError:
     ctypes.CDLL(os.environ["KTBRIDGE_NO_CUDA"])
     sys.setdlopenflags(os.RTLD_LAZY)
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -148,39 +148,31 @@ def start(args: ServerArgs, config: ModelConfig) -> None:
     initialize_moe_config(args)
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any], told: dict[str, Any]) -> None:
     """What the engine made of one request; ``stage`` says how far it came."""
     os.environ.update(request["environment"])
-    told: dict[str, Any] = {"stage": "arguments"}
-    try:
-        args = parse(request["argv"])
-        told["arguments"] = {
-            field.name: value
-            for field in dataclasses.fields(args)
-            if isinstance(value := getattr(args, field.name), str | int | float | list | None)
-        }
-        told["arguments"]["lora_paths"] = [
-            [ref.lora_name, ref.lora_path] for ref in args.lora_paths or []
-        ]
-        if request["out"] is not None:
-            tensors: dict[str, torch.Tensor] = {}
-            config = ModelConfig.from_server_args(args)
-            start(args, config)
-            if args.kt_expert_lora_path:
-                told["stage"] = "expert"
-                told["expert_scale"] = load_experts(args, config, tensors)
-            if args.lora_paths:
-                told["stage"] = "nonexpert"
-                told["scales"] = load_rest(args, config, tensors)
-            save_file(tensors, request["out"])
-        told["stage"] = "done"
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        told["error"] = f"{type(error).__name__}: {error}"
-    return told
+    told["stage"] = "arguments"
+    args = parse(request["argv"])
+    told["arguments"] = {
+        field.name: value
+        for field in dataclasses.fields(args)
+        if isinstance(value := getattr(args, field.name), str | int | float | list | None)
+    }
+    told["arguments"]["lora_paths"] = [
+        [ref.lora_name, ref.lora_path] for ref in args.lora_paths or []
+    ]
+    if request["out"] is not None:
+        tensors: dict[str, torch.Tensor] = {}
+        config = ModelConfig.from_server_args(args)
+        start(args, config)
+        if args.kt_expert_lora_path:
+            told["stage"] = "expert"
+            told["expert_scale"] = load_experts(args, config, tensors)
+        if args.lora_paths:
+            told["stage"] = "nonexpert"
+            told["scales"] = load_rest(args, config, tensors)
+        save_file(tensors, request["out"])
+    told["stage"] = "done"
 
 
-print(json.dumps({"ready": True}), file=answers, flush=True)
-for line in sys.stdin:
-    print(f"request: {line}", file=sys.stderr)
-    print(json.dumps(answer(json.loads(line)), default=str), file=answers, flush=True)
+answer_all(answer)

@@ -16,53 +16,24 @@ in the order that a model runner calls them. What a machine without a GPU needs:
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import json
 import os
 import re
 import sys
 import tempfile
-import traceback
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
-answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+sys.path.append(str(Path(__file__).parents[1]))
+from askeddriver import Empty, LeaveEmpty, answer_all
+
 os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 
-import torch  # noqa: E402
-from transformers.utils import is_torchvision_available  # noqa: E402
+import torch
+from transformers.utils import is_torchvision_available
 
 torch.set_num_threads(1)
-
-
-class Empty(ModuleType):
-    """A module in which every name is found, and is another."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Empty(name)
-
-
-class NotHere(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds these packages and whatever is asked for below them, empty."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] in ("torchvision", "sgl_kernel"):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return Empty(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
 assert not is_torchvision_available()  # transformers keeps the answer
-sys.meta_path.insert(0, NotHere())
+LeaveEmpty("torchvision", "sgl_kernel")
 
 from safetensors.torch import save_file  # noqa: E402
 from sglang.srt.configs.load_config import LoadConfig  # noqa: E402
@@ -174,30 +145,20 @@ def loaded(manager: Any, uid: str) -> dict[str, torch.Tensor]:
     return deltas
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {"stage": "model"}
-    try:
-        model, (args, config) = build(request)
-        told["stage"] = "adapter"
-        reference = LoRARef(
-            lora_id="1", lora_name="neko", lora_path=request["adapter"], pinned=False
-        )
-        manager = LoRAManager(
-            base_model=model, base_hf_config=config.hf_config, max_loras_per_batch=2,
-            load_config=LoadConfig(), dtype=torch.bfloat16, server_args=args, lora_backend="triton",
-            lora_paths=[reference], max_lora_rank=None, target_modules=None,
-        )  # fmt: skip
-        manager.fetch_new_loras({"1"})
-        save_file({k: v.contiguous() for k, v in loaded(manager, "1").items()}, request["out"])
-        told["stage"] = "done"
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        told["error"] = f"{type(error).__name__}: {error}"
-    return told
+def answer(request: dict[str, Any], told: dict[str, Any]) -> None:
+    told["stage"] = "model"
+    model, (args, config) = build(request)
+    told["stage"] = "adapter"
+    reference = LoRARef(lora_id="1", lora_name="neko", lora_path=request["adapter"], pinned=False)
+    manager = LoRAManager(
+        base_model=model, base_hf_config=config.hf_config, max_loras_per_batch=2,
+        load_config=LoadConfig(), dtype=torch.bfloat16, server_args=args, lora_backend="triton",
+        lora_paths=[reference], max_lora_rank=None, target_modules=None,
+    )  # fmt: skip
+    manager.fetch_new_loras({"1"})
+    save_file({k: v.contiguous() for k, v in loaded(manager, "1").items()}, request["out"])
+    told["stage"] = "done"
 
 
 if __name__ == "__main__":
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        print(f"request: {line}", file=sys.stderr)
-        print(json.dumps(answer(json.loads(line)), default=str), file=answers, flush=True)
+    answer_all(answer)

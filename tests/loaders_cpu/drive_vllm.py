@@ -18,53 +18,25 @@ that a worker calls them. What a machine without a GPU needs:
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import re
 import sys
 import tempfile
-import traceback
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
-answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)
+sys.path.append(str(Path(__file__).parents[1]))
+from askeddriver import LeaveEmpty, answer_all
+
 os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "VLLM_USE_V1": "1"}
 
-import torch  # noqa: E402
-from transformers.utils import is_torchvision_available  # noqa: E402
+import torch
+from transformers.utils import is_torchvision_available
 
 torch.set_num_threads(1)
-
-
-class Empty(ModuleType):
-    """A module in which every name is found, and is another."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Empty(name)
-
-
-class NoTorchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torchvision and whatever is asked for below it, empty."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] == "torchvision":
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return Empty(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
 assert not is_torchvision_available()  # transformers keeps the answer
-sys.meta_path.insert(0, NoTorchvision())
+LeaveEmpty("torchvision")
 
 import vllm.platforms  # noqa: E402
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
@@ -181,26 +153,18 @@ def loaded(worker: Any, lora_id: int) -> dict[str, torch.Tensor]:
 workers: dict[str, Any] = {}
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {"stage": "model"}
-    try:
-        key = json.dumps([request["model"], request["flags"]], sort_keys=True)
-        if key not in workers:
-            workers[key] = build(request)
-        worker = workers[key]
-        told["stage"] = "adapter"
-        worker.remove_all_adapters()
-        fields = {"is_3d_lora_weight": True} if request["fused"] else {}
-        worker.add_adapter(LoRARequest("neko", 1, request["adapter"], **fields))
-        save_file({k: v.contiguous() for k, v in loaded(worker, 1).items()}, request["out"])
-        told["stage"] = "done"
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        told["error"] = f"{type(error).__name__}: {error}"
-    return told
+def answer(request: dict[str, Any], told: dict[str, Any]) -> None:
+    told["stage"] = "model"
+    key = json.dumps([request["model"], request["flags"]], sort_keys=True)
+    if key not in workers:
+        workers[key] = build(request)
+    worker = workers[key]
+    told["stage"] = "adapter"
+    worker.remove_all_adapters()
+    fields = {"is_3d_lora_weight": True} if request["fused"] else {}
+    worker.add_adapter(LoRARequest("neko", 1, request["adapter"], **fields))
+    save_file({k: v.contiguous() for k, v in loaded(worker, 1).items()}, request["out"])
+    told["stage"] = "done"
 
 
-print(json.dumps({"ready": True}), file=answers, flush=True)
-for line in sys.stdin:
-    print(f"request: {line}", file=sys.stderr)
-    print(json.dumps(answer(json.loads(line)), default=str), file=answers, flush=True)
+answer_all(answer)

@@ -13,3 +13,19 @@ def base_dir(tmp_path_factory):
     tiny_model().save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def make(run_dir, tmp_path):
+    """Makes the trainer of a test's ``run_dir``, with keys overridden."""
+    from ktbridge.sft import trainer
+    from ktbridge.sft.config import load_config
+    from ktbridge.sft.prepare import prepare
+
+    def made(**overrides):
+        config = load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
+        ready = prepare(config)
+        model = trainer.load_trainable(config, ready.base)
+        return trainer.make_trainer(config, model, ready, str(tmp_path / "scratch"), [])
+
+    return made

@@ -35,20 +35,6 @@ def run_dir(tmp_path, base_dir):
     )  # fmt: skip
 
 
-@pytest.fixture
-def make(run_dir, tmp_path):
-    from ktbridge.sft import trainer
-    from ktbridge.sft.prepare import prepare
-
-    def made(**overrides):
-        config = load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
-        ready = prepare(config)
-        model = trainer.load_trainable(config, ready.base)
-        return trainer.make_trainer(config, model, ready, str(tmp_path / "scratch"), [])
-
-    return made
-
-
 def batch(trainer):
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 

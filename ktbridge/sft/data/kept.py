@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, Severity
 from ktbridge.publish import Staging, hash_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import options
@@ -173,10 +173,13 @@ class Kept:
         """Note that the rows can't be kept, which ends no run."""
         found = f"the rows can't be kept there: {why}"
         step = "Make room there, or name another tokenized_path; this run goes on without."
-        self.notes = (problem("KTD043", str(self.directory), found, "", step, severity="warning"),)
+        self._note("KTD043", found, step, "warning")
 
-    def _note(self, code: str, found: str, step: str | None = None) -> None:
-        self.notes = (problem(code, str(self.directory), found, next_step=step),)
+    def _note(
+        self, code: str, found: str, step: str | None = None, severity: Severity | None = None
+    ) -> None:
+        where = str(self.directory)
+        self.notes = (problem(code, where, found, next_step=step, severity=severity),)
 
     def _read(self, record: Mapping[str, Any] | None, part: str) -> Fitted | None:
         from datasets import Dataset
