@@ -148,6 +148,7 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
         (row(ASK, "red.png", "red.png"), "images without a place of their own: 2 for 1 times <image>"),
         (row("colour?", "red.png"), "images without a place of their own: 1 for 0 times <image>"),
         (row(ASK, "gone.png"), f"an image that isn't there: gone.png, looked for in {tmp_path}"),
+        (row(ASK, "."), "an image that isn't a file: ."),
         (row(ASK, "text.png"), "an image that can't be read: text.png: no image in a format that Pillow"),
         (row(ASK, "cut.png"), "an image that can't be read: cut.png: image file is truncated"),
         (row(ASK, "bomb.png"), "an image too large to decode: bomb.png has more than"),

@@ -117,6 +117,8 @@ def _in_file(name: str, folders: Sequence[Path]) -> Picture:
     try:
         path = next((place for place in places if place.is_file()), None)
         if path is None:
+            if any(place.exists() for place in places):
+                raise ValueError(f"an image that isn't a file: {_short(name)}")
             where = " or ".join(dict.fromkeys(str(place.parent) for place in places))
             raise ValueError(f"an image that isn't there: {_short(name)}, looked for in {where}")
         mark = _mark(path)
