@@ -57,7 +57,7 @@ OPTIONS = (
     _Option("--max-body-mib", "body", WHOLE, "MiB of a request",
             f"{_NONE}; set it in a proxy before it", MIB),
     _Option("--body-seconds", "body_seconds", SECONDS,
-            "Seconds to wait for the next piece of a request",
+            "Seconds for the whole of a request to arrive",
             f"{_NONE}; set it in a proxy before it"),
     _Option("--drain-seconds", "drain_seconds", SECONDS,
             "Seconds to go on answering after SIGTERM or Ctrl-C",
@@ -138,7 +138,7 @@ def _print_plan(plan: ServePlan) -> None:
     console.print(
         f"limits: {limits.running} answers together, {limits.waiting} prompts waiting, "
         f"{limits.context} tokens of context, prompts by {limits.chunk} tokens, n up to {limits.choices}, "
-        f"bodies of {limits.body / MIB:g} MiB within {limits.body_seconds:g} s a piece, "
+        f"bodies of {limits.body / MIB:g} MiB within {limits.body_seconds:g} s, "
         f"{limits.drain_seconds:g} s to drain",
         markup=False,
         soft_wrap=True,

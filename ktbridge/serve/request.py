@@ -83,7 +83,7 @@ class Limits:
     maximum is reserved before it begins, so that memory never runs out half-way.
     ``chunk``: tokens of a prompt that are computed between two steps of the answers under way.
     ``choices``: the largest ``n`` of a request. ``body``: bytes of a request. ``body_seconds``: timeout
-    for the next piece of a body. ``drain_seconds``: how long a server that is being stopped
+    for the whole of it. ``drain_seconds``: how long a server that is being stopped
     continues to answer accepted requests.
     """
 
