@@ -115,6 +115,7 @@ def _unowned(path: Path) -> Iterator[bool]:
 
 
 def _end(path: Path) -> Problem:
+    unread = ""
     try:
         known = read_json_file(path / _RECORD)
         since, mark = started(), str(known["mark"])
@@ -127,9 +128,10 @@ def _end(path: Path) -> Problem:
         left = end_members(leader, mark, known=alive)
     except (KtbridgeError, KeyError, TypeError, ValueError, AttributeError):
         ended, left = set(), set()
+        unread = "; its record can't be read, so processes of that engine may be left"
     shutil.rmtree(path, ignore_errors=True)
     numbers = ", ".join(map(str, sorted(ended - left)))
-    found = "a ktbridge that started an engine was killed"
+    found = f"a ktbridge that started an engine was killed{unread}"
     found += f"; what was left of it has been ended: processes {numbers}" if numbers else ""
     if left:
         found += f"; these can't be ended: {', '.join(map(str, sorted(left)))}"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ktbridge.serve.sglang.leftovers import end_leftovers
+
 KEY = "a-secret_4711"
 
 
@@ -77,3 +79,16 @@ def test_nothing_outlives_ktbridge_or_the_next_start(
         assert str(orphan) in said
     until(lambda: not lives(orphan))
     gone(env, free_port)
+
+
+def test_a_record_that_cannot_be_read_is_not_taken_for_nothing_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    left = tmp_path / "ktbridge-left"
+    left.mkdir(mode=0o700)
+    (left / "engine.json").write_text("{")
+    (told,) = end_leftovers()
+    assert told.code == "KTB964"
+    assert "processes of that engine may be left" in told.found
+    assert not left.exists()
