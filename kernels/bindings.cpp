@@ -13,6 +13,7 @@
 #include "common/ceilings.h"
 #include "common/cpu.h"
 #include "common/faults.h"
+#include "common/pool.h"
 #include "common/recycler.h"
 #include "job.h"
 #include "moe/layer.h"
@@ -69,6 +70,14 @@ struct Weights {
   Address bias = 0;                  // [E, rows] float32, contiguous, which is copied; 0: none
 };
 
+using Places = std::vector<std::pair<int, int>>;  // CPU and NUMA node of each thread
+
+Pool& pool_at(const Places& at) {
+  std::vector<Place> places;
+  for (const auto& [cpu, node] : at) places.push_back({cpu, node});
+  return Pool::shared(places);
+}
+
 using GatingAt = std::tuple<float, float, float>;  // limit, alpha, offset (isa/kernels.h)
 
 // [E][rows padded to whole tiles].
@@ -85,8 +94,8 @@ class Layer {
  public:
   Layer(int hidden, int intermediate, const std::string& storage, const std::array<Weights, 3>& weights,
         bool scale_is_bf16, int row_group, int column_group, const std::optional<GatingAt>& gating,
-        const std::string& isa, int threads)
-      : isa_(choose_isa(isa)), machine_{&kernels_for(isa_), &Pool::shared(choose_threads(threads))} {
+        const std::string& isa, const Places& places)
+      : isa_(isa), machine_{&kernels_for(isa), &pool_at(places)} {
     const std::size_t count = weights[kGate].data.size();
     if (hidden < 1 || intermediate < 1 || count == 0 || weights[kUp].data.size() != count ||
         weights[kDown].data.size() != count)
@@ -180,7 +189,7 @@ class Layer {
     });
   }
 
-  const char* isa() const { return isa_name(isa_); }
+  const std::string& isa() const { return isa_; }
   int threads() const { return machine_.pool->threads(); }
 
  private:
@@ -195,7 +204,7 @@ class Layer {
     return job;
   }
 
-  Isa isa_;
+  std::string isa_;
   Machine machine_;
   std::shared_ptr<Experts> experts_ = std::make_shared<Experts>();  // shared with queued passes
 };
@@ -206,36 +215,24 @@ class Layer {
 PYBIND11_MODULE(_kernels, m) {
   using namespace ktbridge;
   m.doc() = "MoE-LoRA layer on CPU (private: use ktbridge.sft.MoELoRAExperts)";
-  m.def(
-      "isa_available",
-      [] {
-        std::vector<std::string> names;
-        for (Isa isa : available_isas()) names.push_back(isa_name(isa));
-        return names;
-      },
-      "Kernel paths this CPU can run, worst first.");
+  m.attr("ISAS") = all_isas();
+  m.def("isa_available", &available_isas, "Kernel paths this CPU can run, worst first.");
   m.def("why_no_tiles", &why_no_tiles, "Why this CPU's AMX isn't used; empty where it is, or has none.");
   m.def("explain_faults", &explain_faults, py::arg("before"), py::arg("behind"),
         "What stands around a file's path where it is mapped and can't be read (kernels/common/faults.h).");
-  m.def(
-      "isa_default", [] { return std::string(isa_name(choose_isa("auto"))); },
-      "The path that isa='auto' takes (KTBRIDGE_ISA decides, if set).");
-  m.def(
-      "threads_default", [] { return choose_threads(0); },
-      "Threads that threads=0 means (KTBRIDGE_THREADS decides, if set).");
   const py::call_guard<py::gil_scoped_release> no_gil;
   m.def(
       "measure_peak",
-      [](const std::string& isa, int threads, double seconds) {
-        return measure_peak(kernels_for(choose_isa(isa)), Pool::shared(choose_threads(threads)), seconds);
+      [](const std::string& isa, const Places& places, double seconds) {
+        return measure_peak(kernels_for(isa), pool_at(places), seconds);
       },
-      py::arg("isa"), py::arg("threads"), py::arg("seconds"), no_gil, "FLOP/s of products out of registers.");
+      py::arg("isa"), py::arg("places"), py::arg("seconds"), no_gil, "FLOP/s of products out of registers.");
   m.def(
       "measure_bandwidth",
-      [](int threads, std::size_t bytes, double seconds) {
-        return measure_bandwidth(Pool::shared(choose_threads(threads)), bytes, seconds);
+      [](const Places& places, std::size_t bytes, double seconds) {
+        return measure_bandwidth(pool_at(places), bytes, seconds);
       },
-      py::arg("threads"), py::arg("bytes"), py::arg("seconds"), no_gil,
+      py::arg("places"), py::arg("bytes"), py::arg("seconds"), no_gil,
       "bytes/s of reading a buffer of that size.");
   m.def("release_memory", &release_memory,
         "Gives activation memory kept for the next pass back to the system.");
@@ -265,10 +262,10 @@ PYBIND11_MODULE(_kernels, m) {
            py::arg("bias") = 0);
   py::class_<Layer>(m, "Layer")
       .def(py::init<int, int, const std::string&, const std::array<Weights, 3>&, bool, int, int,
-                    const std::optional<GatingAt>&, const std::string&, int>(),
+                    const std::optional<GatingAt>&, const std::string&, const Places&>(),
            py::arg("hidden"), py::arg("intermediate"), py::arg("storage"), py::arg("weights"),
            py::arg("scale_is_bf16"), py::arg("row_group"), py::arg("column_group"), py::arg("gating"),
-           py::arg("isa"), py::arg("threads"))
+           py::arg("isa"), py::arg("places"))
       .def("forward", &Layer::run_forward, no_gil)
       .def("backward", &Layer::run_backward, no_gil)
       .def("queue_forward", &Layer::queue_forward, no_gil)

@@ -28,13 +28,21 @@ void futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value)
 }
 
 // A pin that fails (a CPU gone offline, a sandbox) costs speed only.
-void pin(std::thread& thread, const Cpu& cpu) {
+void pin(std::thread& thread, const Place& place) {
   cpu_set_t mask[8] = {};  // 8192 CPUs, for 1024 are not enough everywhere
-  CPU_SET_S(cpu.id, sizeof mask, mask);
+  CPU_SET_S(place.cpu, sizeof mask, mask);
   pthread_setaffinity_np(thread.native_handle(), sizeof mask, mask);
 }
 
 }  // namespace
+
+int node_of_page(const void* address) {
+  const auto offset = reinterpret_cast<std::uintptr_t>(address) % sysconf(_SC_PAGESIZE);
+  const void* page = static_cast<const char*>(address) - offset;
+  int node = -1;
+  // Without target nodes the call moves nothing and tells each page's node, or -ENOENT and its like.
+  return syscall(SYS_move_pages, 0, 1UL, &page, nullptr, &node, 0) == 0 ? std::max(node, -1) : -1;
+}
 
 template <class Ready>
 void Pool::Signal::wait(Ready ready) {
@@ -56,9 +64,9 @@ void Pool::Signal::wake() {
   if (sleepers.load() > 0) futex(value, FUTEX_WAKE_PRIVATE, INT_MAX);
 }
 
-Pool::Pool(std::vector<Cpu> places) : places_(std::move(places)), owner_(getpid()) {
+Pool::Pool(std::vector<Place> places) : places_(std::move(places)), owner_(getpid()) {
   if (places_.empty()) throw std::invalid_argument("a pool needs a CPU for each thread, and at least one");
-  for (const Cpu& cpu : places_) nodes_.push_back(cpu.node);
+  for (const Place& place : places_) nodes_.push_back(place.node);
   std::sort(nodes_.begin(), nodes_.end());
   nodes_.erase(std::unique(nodes_.begin(), nodes_.end()), nodes_.end());
   try {
@@ -110,7 +118,7 @@ void Pool::make_way() {
   if (here == caller_cpu_) return;
   caller_cpu_ = here;
   if (moved_ != 0) pin(workers_[moved_ - 1], places_[moved_]);
-  for (moved_ = threads() - 1; moved_ > 0 && places_[moved_].id != here;) --moved_;
+  for (moved_ = threads() - 1; moved_ > 0 && places_[moved_].cpu != here;) --moved_;
   if (moved_ != 0) pin(workers_[moved_ - 1], places_[0]);
 }
 
@@ -136,15 +144,14 @@ void Pool::work(int thread) {
   }
 }
 
-Pool& Pool::shared(int threads) {
+Pool& Pool::shared(const std::vector<Place>& places) {
   static std::mutex mutex;
   // Never destroyed: joining threads while the interpreter unloads libraries can hang.
   // By process too: a forked child can't use its parent's.
-  static auto& pools = *new std::map<std::pair<pid_t, std::size_t>, std::unique_ptr<Pool>>;
-  std::vector<Cpu> places = place(usable_cpus(), std::max(threads, 1));
+  static auto& pools = *new std::map<std::pair<pid_t, std::vector<Place>>, std::unique_ptr<Pool>>;
   std::lock_guard lock(mutex);
-  std::unique_ptr<Pool>& pool = pools[{getpid(), places.size()}];
-  if (!pool) pool = std::make_unique<Pool>(std::move(places));
+  std::unique_ptr<Pool>& pool = pools[{getpid(), places}];
+  if (!pool) pool = std::make_unique<Pool>(places);
   return *pool;
 }
 

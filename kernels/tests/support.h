@@ -15,7 +15,8 @@
 #include "check.h"
 #include "common/bf16.h"
 #include "common/buffer.h"
-#include "common/topology.h"
+#include "common/pool.h"
+#include "cpus.h"
 #include "isa/kernels.h"
 
 namespace ktbridge {
@@ -152,8 +153,8 @@ constexpr std::ptrdiff_t right_at(int step, int column) {
 // Runs `test(kernels)` for every ISA of this CPU, as a thread of a pass would.
 template <class Test>
 void for_each_isa(Test test) {
-  for (Isa isa : available_isas()) {
-    const check::Case name(isa_name(isa));
+  for (const std::string& isa : available_isas()) {
+    const check::Case name(isa);
     const Kernels& kernels = kernels_for(isa);
     kernels.begin();
     test(kernels);
@@ -162,13 +163,10 @@ void for_each_isa(Test test) {
 }
 
 // Places for more threads than this machine may have CPUs, on alternating nodes if there are several.
-inline std::vector<Cpu> crowd(int threads, int nodes = 1) {
-  const std::vector<Cpu> cpus = usable_cpus();
-  std::vector<Cpu> places;
-  for (int i = 0; i < threads; ++i) {
-    places.push_back(cpus[i % cpus.size()]);
-    places.back().node = i % nodes;
-  }
+inline std::vector<Place> crowd(int threads, int nodes = 1) {
+  const std::vector<int> cpus = own_cpus();
+  std::vector<Place> places;
+  for (int i = 0; i < threads; ++i) places.push_back({cpus[i % cpus.size()], i % nodes});
   return places;
 }
 

@@ -15,6 +15,7 @@ from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing, compat, crossing, queued
 from ktbridge.experts.dropout import Dropout
+from ktbridge.experts.kernel_choice import choose_isa, choose_threads, places
 from ktbridge.experts.weights import PROJECTIONS, SILU, ExpertWeights
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
@@ -231,8 +232,8 @@ def kernels_of(weights: Sequence[ExpertWeights], isa: str, threads: int | None) 
             gate.row_group,
             gate.column_group,
             None if own == SILU else (own.limit, own.alpha, own.offset),
-            isa,
-            threads or 0,
+            choose_isa(isa),
+            places(choose_threads(threads or 0)),
         )
     except ValueError as error:
         raise UsageError(f"the expert kernels can't start: {error}.") from error

@@ -7,6 +7,7 @@ from typing import Any
 from peers.worker import serve
 
 from ktbridge import _kernels
+from ktbridge.experts.kernel_choice import choose_isa, places
 
 TRIES = 3
 
@@ -23,15 +24,15 @@ class Ceilings:
 
         A ceiling is what the machine can do, not what it did just then, so the best of three tries counts.
         """
-        threads, seconds = self.spec["threads"], self.spec["seconds"]
+        cpus, seconds = places(self.spec["threads"]), self.spec["seconds"]
         best = _kernels.isa_available()[-1]
-        isa = _kernels.isa_default() if self.spec["isa"] == "auto" else self.spec["isa"]
+        isa = choose_isa(self.spec["isa"])
         peaks = dict.fromkeys((best, isa), 0.0)
         bandwidth = 0.0
         for _ in range(TRIES):
             for name, so_far in peaks.items():
-                peaks[name] = max(so_far, _kernels.measure_peak(name, threads, seconds))
-            read = _kernels.measure_bandwidth(threads, self.spec["bytes"], seconds)
+                peaks[name] = max(so_far, _kernels.measure_peak(name, cpus, seconds))
+            read = _kernels.measure_bandwidth(cpus, self.spec["bytes"], seconds)
             bandwidth = max(bandwidth, read)
         return {"isa": isa, "best_isa": best, "peaks": peaks, "bandwidth": bandwidth}
 
