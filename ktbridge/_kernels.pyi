@@ -12,6 +12,13 @@ def measure_peak(isa: str, places: Sequence[tuple[int, int]], seconds: float) ->
 def measure_bandwidth(places: Sequence[tuple[int, int]], bytes: int, seconds: float) -> float: ...
 def release_memory() -> None: ...
 
+class Storage(enum.Enum):
+    bf16 = ...
+    fp8 = ...
+    int8 = ...
+    int4 = ...
+    mxfp4 = ...
+
 class Keep(enum.Enum):
     nothing = ...
     recompute = ...
@@ -25,10 +32,6 @@ class Load:
 
 def saved_memory(hidden: int, intermediate: int, rank: int, load: Load, keep: Keep) -> int: ...
 def backward_memory(hidden: int, intermediate: int, rank: int, load: Load, keep: Keep) -> int: ...
-
-class Saved:
-    @property
-    def bytes(self) -> int: ...
 
 class Job:
     @property
@@ -54,42 +57,16 @@ class Layer:
         self,
         hidden: int,
         intermediate: int,
-        storage: str,
+        storage: Storage,
         weights: Sequence[Weights],
         scale_is_bf16: bool,
-        row_group: int,
-        column_group: int,
+        row_shift: int,
+        column_shift: int,
         gating: tuple[float, float, float] | None,
         isa: str,
         places: Sequence[tuple[int, int]],
     ) -> None: ...
     def forward(
-        self,
-        lora: Sequence[int],
-        rank: int,
-        scale: float,
-        tokens: int,
-        top_k: int,
-        hidden: int,
-        ids: int,
-        weights: int,
-        out: int,
-        keep: Keep,
-        dropout: tuple[int, int, int],
-    ) -> Saved | None: ...
-    def backward(
-        self,
-        saved: Saved,
-        lora: Sequence[int],
-        rank: int,
-        scale: float,
-        hidden: int,
-        d_out: int,
-        d_hidden: int,
-        d_weights: int,
-        d_lora: Sequence[int],
-    ) -> None: ...
-    def queue_forward(
         self,
         launch: int,
         stream: int,
@@ -105,7 +82,7 @@ class Layer:
         keep: Keep,
         dropout: tuple[int, int, int],
     ) -> Job: ...
-    def queue_backward(
+    def backward(
         self,
         launch: int,
         stream: int,
