@@ -14,7 +14,6 @@
 #include "common/cpu.h"
 #include "common/faults.h"
 #include "common/pool.h"
-#include "common/recycler.h"
 #include "job.h"
 #include "moe/layer.h"
 
@@ -58,14 +57,6 @@ struct Weights {
   Address bias = 0;                  // [E, rows padded by 0 to whole tiles] float32, which is copied; or 0
 };
 
-using Places = std::vector<std::pair<int, int>>;  // CPU and NUMA node of each thread
-
-Pool& pool_of(const Places& pairs) {
-  std::vector<Place> places;
-  for (const auto& [cpu, node] : pairs) places.push_back({cpu, node});
-  return Pool::shared(places);
-}
-
 using GatingAt = std::tuple<float, float, float>;  // limit, alpha, offset (isa/kernels.h)
 
 // One layer's frozen experts and the machine that runs them.
@@ -73,8 +64,8 @@ class Layer {
  public:
   Layer(int hidden, int intermediate, Storage storage, const std::array<Weights, 3>& weights,
         bool scale_is_bf16, int row_shift, int column_shift, const std::optional<GatingAt>& gating,
-        const std::string& isa, const Places& places)
-      : isa_(isa), machine_{&kernels_for(isa), &pool_of(places)} {
+        const std::string& isa, const std::vector<Place>& places)
+      : isa_(isa), machine_{&kernels_for(isa), &Pool::shared(places)} {
     const std::size_t count = weights[kGate].data.size();
     experts_->hidden = hidden;
     experts_->intermediate = intermediate;
@@ -177,19 +168,10 @@ PYBIND11_MODULE(_kernels, m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
   m.def(
       "measure_peak",
-      [](const std::string& isa, const Places& places, double seconds) {
-        return measure_peak(kernels_for(isa), pool_of(places), seconds);
+      [](const std::string& isa, const std::vector<Place>& places) {
+        return measure_peak(kernels_for(isa), Pool::shared(places));
       },
-      py::arg("isa"), py::arg("places"), py::arg("seconds"), no_gil, "FLOP/s of products out of registers.");
-  m.def(
-      "measure_bandwidth",
-      [](const Places& places, std::size_t bytes, double seconds) {
-        return measure_bandwidth(pool_of(places), bytes, seconds);
-      },
-      py::arg("places"), py::arg("bytes"), py::arg("seconds"), no_gil,
-      "bytes/s of reading a buffer of that size.");
-  m.def("release_memory", &release_memory,
-        "Gives activation memory kept for the next pass back to the system.");
+      py::arg("isa"), py::arg("places"), no_gil, "FLOP/s of products out of registers, in one round.");
   py::enum_<Storage>(m, "Storage", "How a checkpoint stores weights (kernels/weights/matrix.h).")
       .value("bf16", Storage::bf16)
       .value("fp8", Storage::fp8)
@@ -205,10 +187,11 @@ PYBIND11_MODULE(_kernels, m) {
   py::class_<Load>(m, "Load", "What a pass has to do (kernels/moe/layer.h).")
       .def(py::init<std::int64_t, std::int64_t, std::int64_t>(), py::arg("slots"), py::arg("strips"),
            py::arg("doubles"));
-  m.def("saved_memory", &saved_memory, py::arg("hidden"), py::arg("intermediate"), py::arg("rank"),
-        py::arg("load"), py::arg("keep"), "Bytes that a layer's forward keeps.");
-  m.def("backward_memory", &backward_memory, py::arg("hidden"), py::arg("intermediate"), py::arg("rank"),
-        py::arg("load"), py::arg("keep"), "Bytes that a layer's backward takes beside what forward kept.");
+  py::class_<Memory>(m, "Memory", "Bytes that forward keeps, and that backward takes beside them.")
+      .def_readonly("saved", &Memory::saved)
+      .def_readonly("backward", &Memory::backward);
+  m.def("pass_memory", &pass_memory, py::arg("hidden"), py::arg("intermediate"), py::arg("rank"),
+        py::arg("load"), py::arg("keep"), "What a layer's pass takes, workspaces of threads left out.");
   py::class_<Job, std::shared_ptr<Job>>(m, "Job", "A pass, and what it keeps for backward.")
       .def_property_readonly("done", &Job::done)
       .def_property_readonly("seconds", &Job::seconds)
@@ -218,9 +201,11 @@ PYBIND11_MODULE(_kernels, m) {
       .def(py::init<std::vector<Address>, std::vector<Address>, std::ptrdiff_t, std::ptrdiff_t, Address>(),
            py::arg("data"), py::arg("scale"), py::arg("stride"), py::arg("scale_stride"),
            py::arg("bias") = 0);
+  py::class_<Place>(m, "Place", "Where a thread belongs.")
+      .def(py::init<int, int>(), py::arg("cpu"), py::arg("node"));
   py::class_<Layer>(m, "Layer")
       .def(py::init<int, int, Storage, const std::array<Weights, 3>&, bool, int, int,
-                    const std::optional<GatingAt>&, const std::string&, const Places&>(),
+                    const std::optional<GatingAt>&, const std::string&, const std::vector<Place>&>(),
            py::arg("hidden"), py::arg("intermediate"), py::arg("storage"), py::arg("weights"),
            py::arg("scale_is_bf16"), py::arg("row_shift"), py::arg("column_shift"), py::arg("gating"),
            py::arg("isa"), py::arg("places"))

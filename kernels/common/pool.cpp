@@ -96,12 +96,6 @@ int Pool::node_index(int kernel_node) const {
   return at != nodes_.end() && *at == kernel_node ? static_cast<int>(at - nodes_.begin()) : -1;
 }
 
-void Pool::refuse_forked() const {
-  if (getpid() != owner_)
-    throw std::runtime_error(
-        "the kernel threads don't survive fork(); start worker processes with the 'spawn' method");
-}
-
 void Pool::attempt(int thread) {
   try {
     (*body_)(thread);
@@ -124,7 +118,9 @@ void Pool::make_way() {
 
 void Pool::run(const std::function<void(int)>& body) {
   if (workers_.empty()) return body(0);
-  refuse_forked();
+  if (getpid() != owner_)
+    throw std::runtime_error(
+        "the kernel threads don't survive fork(); start worker processes with the 'spawn' method");
   make_way();
   body_ = &body;
   busy_.value.store(static_cast<std::uint32_t>(workers_.size()), std::memory_order_relaxed);

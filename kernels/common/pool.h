@@ -70,7 +70,6 @@ class Pool {
   void attempt(int thread);
   void stop();
   void make_way();
-  void refuse_forked() const;
 
   const std::vector<Place> places_;
   std::vector<int> nodes_;

@@ -180,9 +180,6 @@ class Backward : Pass {
     }
   }
 
-  int inner_panels() const { return ceil_div(sizes.inner, kStrips * kStrip); }
-  int outer_panels() const { return ceil_div(sizes.hidden, kStrips * kStrip); }
-
  private:
   // dg and du of one block of tokens: left strips [s dg Bg][dg][du][s du Bu].
   Strips d_strips(int expert, TokenBlock block) const {
@@ -370,8 +367,8 @@ void backward(const Machine& machine, const Experts& experts, const LoraWeights&
   const std::unique_ptr<Saved> again = recomputed(machine, pass, saved.keep);
   Backward backward(pass, saved, again ? *again : saved, d_out, d_lora);
   Work work;
-  work.first_panels = backward.inner_panels();
-  work.second_panels = backward.outer_panels();
+  work.first_panels = ceil_div(experts.intermediate, kStrips * kStrip);
+  work.second_panels = ceil_div(experts.hidden, kStrips * kStrip);
   work.last_units = ceil_div(saved.routing.tokens, Pass::kTokensAtOnce);
   work.first = [&](Unit unit) { backward.inner(unit); };
   work.between = [&](int expert) { backward.thin_hidden(expert); };

@@ -69,9 +69,6 @@ class Forward : Pass {
 
   void combine(int unit, bf16* out) { sum_slots(y_.data(), out, unit); }
 
-  int gate_up_panels() const { return sizes.inner_tiles; }
-  int down_panels() const { return ceil_div(sizes.hidden, kDownStrips * kStrip); }
-
  private:
   Strips h_strips(int expert, TokenBlock block) const {
     const std::ptrdiff_t strip = routing.first_strip[expert] + block.begin;
@@ -104,8 +101,8 @@ std::unique_ptr<Saved> forward(const Machine& machine, const Experts& experts, c
   std::lock_guard lock(machine.pool->guard());
   Forward forward(pass, *saved);
   Work work;
-  work.first_panels = forward.gate_up_panels();
-  work.second_panels = forward.down_panels();
+  work.first_panels = pass.sizes.inner_tiles;
+  work.second_panels = ceil_div(experts.hidden, kDownStrips * kStrip);
   work.last_units = ceil_div(tokens, Pass::kTokensAtOnce);
   work.first = [&](Unit unit) { forward.gate_up(unit); };
   work.between = [&](int expert) { forward.thin_down(expert); };

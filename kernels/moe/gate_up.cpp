@@ -97,22 +97,14 @@ std::unique_ptr<Saved> recomputed(const Machine& machine, const Pass& pass, Keep
   return again;
 }
 
-std::size_t saved_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
+Memory pass_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
   const Sizes sizes(hidden, intermediate, rank);
-  if (keep == Keep::nothing) return 0;
   const std::size_t thin = memory_taken(thin_elements(sizes, load.doubles) * sizeof(bf16));
-  const std::size_t inner = memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
-  return keep == Keep::retain ? thin + 2 * inner : thin;
-}
-
-std::size_t backward_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
-  const Sizes sizes(hidden, intermediate, rank);
-  std::size_t taken = memory_taken(load.strips * gradient_stride(sizes) * sizeof(bf16)) +
-                      memory_taken(load.slots * slot_stride(sizes) * sizeof(bf16)) +
-                      memory_taken(weight_gradients(sizes, load.slots) * sizeof(float)) +
-                      memory_taken(thin_elements(sizes, load.doubles) * sizeof(bf16));
-  if (keep == Keep::recompute) taken += 2 * memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
-  return taken;
+  const std::size_t inner = 2 * memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
+  const std::size_t taken = memory_taken(load.strips * gradient_stride(sizes) * sizeof(bf16)) +
+                            memory_taken(load.slots * slot_stride(sizes) * sizeof(bf16)) +
+                            memory_taken(weight_gradients(sizes, load.slots) * sizeof(float)) + thin;
+  return keep == Keep::retain ? Memory{thin + inner, taken} : Memory{thin, taken + inner};
 }
 
 }  // namespace ktbridge

@@ -49,8 +49,8 @@ def choose_threads(wish: int = 0) -> int:
     return max(1, int(min(cores, cpu_quota() or cores)))
 
 
-def places(threads: int) -> tuple[tuple[int, int], ...]:
-    """CPU and NUMA node of each of ``threads`` threads, or of the usable CPUs if they are fewer.
+def places(threads: int) -> tuple[_kernels.Place, ...]:
+    """The places of ``threads`` threads, or one on each usable CPU if they are fewer.
 
     Threads that wait for each other's CPU would be slower than fewer threads.
     """
@@ -58,6 +58,8 @@ def places(threads: int) -> tuple[tuple[int, int], ...]:
 
 
 @functools.cache
-def _places(threads: int, affinity: frozenset[int]) -> tuple[tuple[int, int], ...]:
+def _places(threads: int, affinity: frozenset[int]) -> tuple[_kernels.Place, ...]:
     """By affinity, which may change; reading every CPU's files for every layer would take a while."""
-    return tuple((cpu.id, cpu.node) for cpu in place(usable_cpus(affinity=affinity), threads))
+    return tuple(
+        _kernels.Place(cpu.id, cpu.node) for cpu in place(usable_cpus(affinity=affinity), threads)
+    )
