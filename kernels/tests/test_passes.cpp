@@ -96,7 +96,7 @@ void tokens_do_not_see_each_other() {
     }
   };
   check(available_isas().back(), kTokens, {85});
-  for (const std::string& isa : available_isas()) check(isa, 37, {1, 2, 3, 4, 5, 6, 7, 8, 1});
+  for (const std::string& isa : tested_isas()) check(isa, 37, {1, 2, 3, 4, 5, 6, 7, 8, 1});
 }
 
 void refuses_an_unknown_expert() {
