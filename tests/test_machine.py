@@ -151,7 +151,7 @@ def test_quotas_of_cgroups(machine, groups, files, quota) -> None:
 @pytest.mark.parametrize(("quota", "threads"), [(None, 8), (2.5, 2), (0.3, 1), (8, 8), (100, 8)])
 def test_threads_are_cores_and_not_above_the_quota(monkeypatch, quota, threads) -> None:
     monkeypatch.delenv("KTBRIDGE_THREADS", raising=False)
-    monkeypatch.setattr(kernel_choice, "usable_cpus", lambda: [Cpu(n, n % 8) for n in range(16)])
+    monkeypatch.setattr(kernel_choice, "_own_cpus", lambda: [Cpu(n, n % 8) for n in range(16)])
     monkeypatch.setattr(kernel_choice, "cpu_quota", lambda: quota)
     assert choose_threads() == threads
 

@@ -7,7 +7,7 @@ import os
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.machine import cpu_quota, place, usable_cpus
+from ktbridge.machine import Cpu, cpu_quota, place, usable_cpus
 
 MOST_THREADS = 4096
 
@@ -45,7 +45,7 @@ def choose_threads(wish: int = 0) -> int:
                 f"KTBRIDGE_THREADS must be a number from 1 to {MOST_THREADS}, not {text!r}."
             )
         return int(text)
-    cores = len({cpu.core for cpu in usable_cpus()})
+    cores = len({cpu.core for cpu in _own_cpus()})
     return max(1, int(min(cores, cpu_quota() or cores)))
 
 
@@ -54,12 +54,14 @@ def places(threads: int) -> tuple[_kernels.Place, ...]:
 
     Threads that wait for each other's CPU would be slower than fewer threads.
     """
-    return _places(threads, frozenset(os.sched_getaffinity(os.getpid())))
+    return tuple(_kernels.Place(cpu.id, cpu.node) for cpu in place(_own_cpus(), threads))
+
+
+def _own_cpus() -> tuple[Cpu, ...]:
+    return _read_cpus(frozenset(os.sched_getaffinity(os.getpid())))
 
 
 @functools.cache
-def _places(threads: int, affinity: frozenset[int]) -> tuple[_kernels.Place, ...]:
+def _read_cpus(affinity: frozenset[int]) -> tuple[Cpu, ...]:
     """By affinity, which may change; reading every CPU's files for every layer would take a while."""
-    return tuple(
-        _kernels.Place(cpu.id, cpu.node) for cpu in place(usable_cpus(affinity=affinity), threads)
-    )
+    return usable_cpus(affinity=affinity)
