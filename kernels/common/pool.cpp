@@ -21,7 +21,8 @@ namespace {
 // By the clock, for a pause takes from 10 to 140 cycles. Longer than the gap between a layer's phases.
 constexpr auto kSpin = std::chrono::microseconds(80);
 
-// A bare futex: one system call wakes all, and they meet at no mutex on their way out.
+// A bare futex: one system call wakes all, and they meet at no mutex on their way out. std::atomic's wait
+// gives its CPU away before it sleeps, which on a busy machine makes wake-ups several times as slow.
 void futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value) {
   static_assert(sizeof word == sizeof(std::uint32_t) && std::atomic<std::uint32_t>::is_always_lock_free);
   syscall(SYS_futex, &word, operation, value, nullptr, nullptr, 0);
