@@ -1,4 +1,5 @@
-// A pass that a CUDA stream runs when it comes to it, so that Python can queue what follows meanwhile.
+// A pass that is run at once, or by a CUDA stream when it comes to it, so that Python can queue what follows
+// meanwhile.
 //
 // cuLaunchHostFunc (its address is given: this library links no CUDA) calls back on a thread of the
 // driver, which may use neither CUDA nor Python. So a pass keeps its result, its failure and its duration
@@ -29,9 +30,15 @@ class Job : public std::enable_shared_from_this<Job> {
   void launch(std::uintptr_t launch, std::uintptr_t stream) {
     auto self = std::make_unique<std::shared_ptr<Job>>(shared_from_this());
     const int error =
-        reinterpret_cast<Launch>(launch)(reinterpret_cast<void*>(stream), &Job::run, self.get());
+        reinterpret_cast<Launch>(launch)(reinterpret_cast<void*>(stream), &Job::run_queued, self.get());
     if (error != 0) throw std::runtime_error("cuLaunchHostFunc failed with error " + std::to_string(error));
-    self.release();  // `run` has it now
+    self.release();  // `run_queued` has it now
+  }
+
+  // Runs it now. Throws what the pass throws.
+  void run() {
+    perform();
+    check();
   }
 
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -49,19 +56,22 @@ class Job : public std::enable_shared_from_this<Job> {
   std::ptrdiff_t tokens = 0, top_k = 0;  // of a forward
 
  private:
-  static void run(void* data) {
+  static void run_queued(void* data) {
     const std::unique_ptr<std::shared_ptr<Job>> self(static_cast<std::shared_ptr<Job>*>(data));
-    Job& job = **self;
+    (*self)->perform();
+  }
+
+  void perform() {
     const auto started = std::chrono::steady_clock::now();
     try {
-      job.pass_(job);
-      if (job.saved) job.bytes_ = job.saved->bytes();
+      pass_(*this);
+      if (saved) bytes_ = saved->bytes();
     } catch (...) {
-      job.failure_ = std::current_exception();
+      failure_ = std::current_exception();
     }
-    job.pass_ = nullptr;
-    job.seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
-    job.done_.store(true, std::memory_order_release);
+    pass_ = nullptr;
+    seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+    done_.store(true, std::memory_order_release);
   }
 
   std::function<void(Job&)> pass_;

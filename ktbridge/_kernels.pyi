@@ -3,14 +3,19 @@
 import enum
 from collections.abc import Sequence
 
+ISAS: list[str]
+
 def isa_available() -> list[str]: ...
-def isa_default() -> str: ...
 def why_no_tiles() -> str: ...
 def explain_faults(before: str, behind: str) -> None: ...
-def threads_default() -> int: ...
-def measure_peak(isa: str, threads: int, seconds: float) -> float: ...
-def measure_bandwidth(threads: int, bytes: int, seconds: float) -> float: ...
-def release_memory() -> None: ...
+def measure_peak(isa: str, places: Sequence[Place]) -> float: ...
+
+class Storage(enum.Enum):
+    bf16 = ...
+    fp8 = ...
+    int8 = ...
+    int4 = ...
+    mxfp4 = ...
 
 class Keep(enum.Enum):
     nothing = ...
@@ -23,12 +28,13 @@ DOUBLE: int
 class Load:
     def __init__(self, slots: int, strips: int, doubles: int) -> None: ...
 
-def saved_memory(hidden: int, intermediate: int, rank: int, load: Load, keep: Keep) -> int: ...
-def backward_memory(hidden: int, intermediate: int, rank: int, load: Load, keep: Keep) -> int: ...
-
-class Saved:
+class Memory:
     @property
-    def bytes(self) -> int: ...
+    def saved(self) -> int: ...
+    @property
+    def backward(self) -> int: ...
+
+def pass_memory(hidden: int, intermediate: int, rank: int, load: Load, keep: Keep) -> Memory: ...
 
 class Job:
     @property
@@ -49,47 +55,24 @@ class Weights:
         bias: int = 0,
     ) -> None: ...
 
+class Place:
+    def __init__(self, cpu: int, node: int) -> None: ...
+
 class Layer:
     def __init__(
         self,
         hidden: int,
         intermediate: int,
-        storage: str,
+        storage: Storage,
         weights: Sequence[Weights],
         scale_is_bf16: bool,
-        row_group: int,
-        column_group: int,
+        row_shift: int,
+        column_shift: int,
         gating: tuple[float, float, float] | None,
         isa: str,
-        threads: int,
+        places: Sequence[Place],
     ) -> None: ...
     def forward(
-        self,
-        lora: Sequence[int],
-        rank: int,
-        scale: float,
-        tokens: int,
-        top_k: int,
-        hidden: int,
-        ids: int,
-        weights: int,
-        out: int,
-        keep: Keep,
-        dropout: tuple[int, int, int],
-    ) -> Saved | None: ...
-    def backward(
-        self,
-        saved: Saved,
-        lora: Sequence[int],
-        rank: int,
-        scale: float,
-        hidden: int,
-        d_out: int,
-        d_hidden: int,
-        d_weights: int,
-        d_lora: Sequence[int],
-    ) -> None: ...
-    def queue_forward(
         self,
         launch: int,
         stream: int,
@@ -105,7 +88,7 @@ class Layer:
         keep: Keep,
         dropout: tuple[int, int, int],
     ) -> Job: ...
-    def queue_backward(
+    def backward(
         self,
         launch: int,
         stream: int,

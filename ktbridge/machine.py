@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,15 @@ ISA_FLAGS = (
     "amx_bf16",
     "amx_int8",
 )
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """A CPU and its NUMA node as the kernel numbers them, and its physical core, which SMT siblings share."""
+
+    id: int
+    core: int
+    node: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,23 +137,63 @@ def read_machine(root: Path = ROOT) -> Machine:
     """Read the facts below ``root`` (/proc, /sys)."""
     cpuinfo = _text(root / "proc/cpuinfo") or ""
     meminfo = _text(root / "proc/meminfo") or ""
-    groups = _cgroups(root)
     return Machine(
         cpu=_match(r"^model name\s*:\s*(.+)$", cpuinfo),
         isa=_isa(cpuinfo),
         physical_cores=_physical_cores(root),
         logical_cpus=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),
-        cpu_quota=min(filter(None, (_quota(group) for group in groups)), default=None),
+        cpu_quota=cpu_quota(root),
         memory=_kilobytes(meminfo, "MemTotal"),
         memory_available=_kilobytes(meminfo, "MemAvailable"),
-        memory_limit=min(filter(None, (_limit(group) for group in groups)), default=None),
+        memory_limit=min(filter(None, (_limit(group) for group in _cgroups(root))), default=None),
         numa=_numa(root),
         huge_pages=_huge_pages(meminfo),
         transparent_huge_pages=_match(
             r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
         ),
     )
+
+
+def usable_cpus(root: Path = ROOT, affinity: Iterable[int] | None = None) -> tuple[Cpu, ...]:
+    """The CPUs that this process may run on (or those of ``affinity``), by rising number.
+
+    Where the machine doesn't say, each CPU is its own core, on node 0.
+    """
+    if affinity is None:
+        # The process's own: the calling thread may be pinned by somebody.
+        affinity = os.sched_getaffinity(os.getpid())
+    node_of = {cpu: node.node for node in _numa(root) for cpu in _cpu_numbers(node.cpus)}
+    cores: dict[object, int] = {}
+    return tuple(
+        Cpu(cpu, cores.setdefault(_core(root, f"cpu{cpu}") or cpu, len(cores)), node_of.get(cpu, 0))
+        for cpu in sorted(affinity)
+    )
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """CPUs' worth of time that this process's cgroups grant, the smallest along the ancestors."""
+    return min(filter(None, (_quota(group) for group in _cgroups(root))), default=None)
+
+
+def place(cpus: Iterable[Cpu], threads: int) -> tuple[Cpu, ...]:
+    """The CPUs of ``threads`` threads, thread by thread; fewer where there are fewer.
+
+    A physical core each first, spread over the nodes in proportion to their cores; SMT siblings only once
+    every core has a thread. Fewer threads get a prefix of what more threads get.
+    """
+    siblings: Counter[int] = Counter()
+    queues: defaultdict[tuple[int, int], list[Cpu]] = defaultdict(list)
+    for cpu in sorted(cpus, key=lambda cpu: cpu.id):
+        queues[siblings[cpu.core], cpu.node].append(cpu)
+        siblings[cpu.core] += 1
+    # Ordered by the share of its node that is taken with it, CPUs interleave in proportion.
+    order = [
+        (sibling, number / len(queue), node, cpu)
+        for (sibling, node), queue in queues.items()
+        for number, cpu in enumerate(queue, 1)
+    ]
+    return tuple(cpu for *_, cpu in sorted(order, key=lambda each: each[:3])[:threads])
 
 
 def read_gpus() -> tuple[Gpu, ...]:
@@ -166,13 +217,21 @@ def _isa(cpuinfo: str) -> tuple[str, ...]:
 
 
 def _physical_cores(root: Path) -> int | None:
-    """Number of cores, not hyperthreads: distinct (package, core) pairs."""
-    pairs = set()
-    for topology in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology"):
-        package, core = _text(topology / "physical_package_id"), _text(topology / "core_id")
-        if package is not None and core is not None:
-            pairs.add((package, core))
-    return len(pairs) or None
+    """Number of cores, not hyperthreads."""
+    names = [path.name for path in (root / "sys/devices/system/cpu").glob("cpu[0-9]*")]
+    return len({_core(root, name) for name in names} - {None}) or None
+
+
+def _core(root: Path, name: str) -> tuple[int, ...] | None:
+    """What tells the core of "cpu5" from others: ids repeat between packages, and between some's dies."""
+    topology = root / "sys/devices/system/cpu" / name / "topology"
+    package, core, die = (
+        _text(topology / file) or "" for file in ("physical_package_id", "core_id", "die_id")
+    )
+    # Some virtual machines say -1.
+    if not (package.isdigit() and core.isdigit()):
+        return None
+    return int(package), int(die) if die.isdigit() else 0, int(core)
 
 
 def _cgroups(root: Path) -> list[Path]:
@@ -185,7 +244,9 @@ def _cgroups(root: Path) -> list[Path]:
     found = []
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        for controller in [""] if not controllers else controllers.split(","):
+        # Version 2 has no controllers here; version 1's directories may be named after all of a group's.
+        names = [*controllers.split(","), controllers] if controllers else ["", "unified"]
+        for controller in names:
             inner = Path(path.lstrip("/"))
             found += [mount / controller / parent for parent in (inner, *inner.parents)]
     return list(dict.fromkeys([*found, mount]))

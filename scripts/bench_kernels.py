@@ -59,7 +59,7 @@ class Bench:
         self.options = options
         self.rank, self.repeat, self.isa = options["rank"], options["repeat"], options["isa"]
         self.sweep = options["threads_sweep"]
-        cpus, cores = driver.usable_cpus()
+        cpus, cores = driver.cores_first()
         self.threads = max(self.sweep or (options["threads"] or cores,))
         if self.threads > len(cpus):
             raise ValueError(f"{self.threads} threads asked for, {len(cpus)} CPUs usable.")

@@ -38,9 +38,9 @@ from peers.driver import (
     Contestant,
     Record,
     console,
+    cores_first,
     new_run,
     stderr,
-    usable_cpus,
     write_run,
 )
 from peers.report import plain_table
@@ -69,7 +69,7 @@ def measure(case: Record, log: Path) -> Record:
     command, gpus = [sys.executable], case.get("gpus", 1)
     if gpus > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-        threads = str(max(1, usable_cpus()[1] // gpus))  # torchrun's own choice is 1
+        threads = str(max(1, cores_first()[1] // gpus))  # torchrun's own choice is 1
         environment.setdefault("OMP_NUM_THREADS", threads)
     command += [str(WORKER), json.dumps(case), str(result)]
     with (

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <utility>
 
 #include "common/recycler.h"
 
@@ -15,11 +14,8 @@ class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(std::size_t count) { reset(count); }
-  Buffer(Buffer&& other) noexcept { swap(other); }
-  Buffer& operator=(Buffer&& other) noexcept {
-    swap(other);
-    return *this;
-  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { free(); }
 
   // Room for exactly `count` elements; earlier contents are lost.
@@ -47,11 +43,6 @@ class Buffer {
     if (data_ != nullptr) give_memory(data_, bytes_);
     data_ = nullptr;
     bytes_ = count_ = 0;
-  }
-  void swap(Buffer& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    std::swap(count_, other.count_);
   }
 
   T* data_ = nullptr;

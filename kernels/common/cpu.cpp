@@ -5,35 +5,23 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <stdexcept>
 
 namespace ktbridge {
 namespace {
 
-constexpr Isa kAll[] = {Isa::scalar, Isa::avx2, Isa::avx512_bf16, Isa::amx_bf16};
-
-struct Registers {
+bool has_tiles() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-};
-
-Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
-  Registers r;
-  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
-  return r;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & bit_AMX_TILE) && (edx & bit_AMX_BF16);
 }
 
-bool bit(unsigned value, int index) { return (value >> index) & 1u; }
-
-// The register state the operating system saves on a context switch (XCR0). A CPU flag without it
-// would still end in SIGILL.
-std::uint64_t saved_state() {
-  if (!bit(cpuid(1).ecx, 27)) return 0;  // OSXSAVE
+// Whether the operating system saves tiles on a context switch (XCR0). A CPU flag without it would still end
+// in SIGILL.
+bool saves_tiles() {
+  constexpr unsigned kTiles = 0x60000;
   unsigned low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (static_cast<std::uint64_t>(high) << 32) | low;
+  return (low & kTiles) == kTiles;
 }
 
 // Linux hands out AMX's 8 KB of tile state only to processes that ask (arch_prctl, since 5.16); the
@@ -44,72 +32,26 @@ int refused_tiles() {
   return error;
 }
 
-bool runs(Isa isa) {
-  const std::uint64_t state = saved_state();
-  const bool ymm = (state & 0x6) == 0x6;
-  const bool zmm = (state & 0xe6) == 0xe6;
-  const Registers one = cpuid(1), seven = cpuid(7), seven_one = cpuid(7, 1);
-  switch (isa) {
-    case Isa::scalar: return true;
-    case Isa::avx2:  // Haswell, Zen and later: AVX2 + FMA
-      return ymm && bit(seven.ebx, 5) && bit(one.ecx, 12);
-    case Isa::avx512_bf16:  // Cooper Lake, Sapphire Rapids, Zen 4 and later: AVX-512 F, DQ, BW, VL, BF16
-      return zmm && bit(seven.ebx, 16) && bit(seven.ebx, 17) && bit(seven.ebx, 30) && bit(seven.ebx, 31) &&
-             bit(seven_one.eax, 5);
-    case Isa::amx_bf16:  // Sapphire Rapids and later: AMX tiles with BF16, beside AVX-512 BF16
-      return runs(Isa::avx512_bf16) && (state & 0x60000) == 0x60000 && bit(seven.edx, 22) &&
-             bit(seven.edx, 24) && refused_tiles() == 0;
-  }
-  return false;
-}
-
 }  // namespace
 
-const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::avx2: return "avx2";
-    case Isa::avx512_bf16: return "avx512_bf16";
-    case Isa::amx_bf16: return "amx_bf16";
-    default: return "scalar";
-  }
+// The compiler's own checks look at what the operating system saves, too.
+bool runs_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+bool runs_avx512_bf16() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bf16");
 }
 
+bool runs_amx_bf16() { return runs_avx512_bf16() && has_tiles() && saves_tiles() && refused_tiles() == 0; }
+
 std::string why_no_tiles() {
-  const Registers seven = cpuid(7);
-  if (!bit(seven.edx, 22) || !bit(seven.edx, 24) || runs(Isa::amx_bf16)) return "";
-  if ((saved_state() & 0x60000) != 0x60000) return "the operating system doesn't save AMX's registers";
+  if (!runs_avx512_bf16() || !has_tiles() || runs_amx_bf16()) return "";
+  if (!saves_tiles()) return "the operating system doesn't save AMX's registers";
   if (refused_tiles() == ENOSPC) return "a thread's alternate signal stack is too small for AMX's registers";
   return std::string("arch_prctl was refused: ") + std::strerror(refused_tiles());
 }
 
-std::vector<Isa> available_isas() {
-  std::vector<Isa> result;
-  for (Isa isa : kAll)
-    if (runs(isa)) result.push_back(isa);
-  return result;
-}
-
-Isa choose_isa(const std::string& wish) {
-  const std::vector<Isa> available = available_isas();
-  std::string name = wish;
-  const char* forced = std::getenv("KTBRIDGE_ISA");
-  if (name == "auto" && forced != nullptr && *forced != '\0') name = forced;
-  if (name == "auto") return available.back();
-  std::string names;
-  for (Isa isa : available) {
-    if (name == isa_name(isa)) return isa;
-    names += names.empty() ? isa_name(isa) : std::string(", ") + isa_name(isa);
-  }
-  for (Isa isa : kAll)
-    if (name == isa_name(isa))
-      throw std::invalid_argument("this CPU can't run the '" + name + "' kernels; it can run: " + names);
-  throw std::invalid_argument("there are no '" + name + "' kernels; this CPU can run: auto, " + names);
-}
-
-bool multiplies_floats_faster() {
-  const Registers vendor = cpuid(0);
-  return vendor.ebx == signature_INTEL_ebx && vendor.ecx == signature_INTEL_ecx &&
-         vendor.edx == signature_INTEL_edx;
-}
+bool multiplies_floats_faster() { return __builtin_cpu_is("intel"); }
 
 }  // namespace ktbridge

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <charconv>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
@@ -16,15 +17,13 @@ namespace {
 std::atomic<const char*> words_before{nullptr}, words_behind{nullptr};
 struct sigaction previous;
 
-void write_all(const char* text, std::size_t left) {
-  while (left > 0) {
-    const ssize_t count = write(2, text, left);
+void write_all(const char* text) {
+  while (*text != '\0') {
+    const ssize_t count = write(2, text, std::strlen(text));
     if (count <= 0) return;
     text += count;
-    left -= static_cast<std::size_t>(count);
   }
 }
-void write_all(const char* text) { write_all(text, std::strlen(text)); }
 
 // Reads a line of /proc/self/maps into `line`, cut to its size; false at the end.
 bool next_line(int file, char* line, std::size_t size) {
@@ -39,24 +38,14 @@ bool next_line(int file, char* line, std::size_t size) {
   return false;
 }
 
-std::uintptr_t hexadecimal(const char*& at) {
-  std::uintptr_t value = 0;
-  for (;; ++at) {
-    const char c = *at;
-    if (c >= '0' && c <= '9')
-      value = value * 16 + (c - '0');
-    else if (c >= 'a' && c <= 'f')
-      value = value * 16 + (c - 'a' + 10);
-    else
-      return value;
-  }
-}
-
 // "begin-end rights offset device inode     path"
 const char* path_of(std::uintptr_t address, const char* line) {
-  const std::uintptr_t begin = hexadecimal(line);
-  if (*line++ != '-' || address < begin || address >= hexadecimal(line)) return nullptr;
-  return std::strchr(line, '/');
+  const char* const stop = line + std::strlen(line);
+  std::uintptr_t begin = 0, end = 0;
+  const char* dash = std::from_chars(line, stop, begin, 16).ptr;
+  if (*dash != '-') return nullptr;
+  std::from_chars(dash + 1, stop, end, 16);
+  return begin <= address && address < end ? std::strchr(line, '/') : nullptr;
 }
 
 void on_fault(int, siginfo_t* info, void*) {
@@ -73,13 +62,11 @@ void on_fault(int, siginfo_t* info, void*) {
   sigaction(SIGBUS, &previous, nullptr);  // the instruction runs again, and meets what was there before
 }
 
-const char* kept(const std::string& text) { return std::strcpy(new char[text.size() + 1], text.c_str()); }
-
 }  // namespace
 
 void explain_faults(const std::string& before, const std::string& behind) {
-  words_before = kept(before);
-  words_behind = kept(behind);
+  words_before = strdup(before.c_str());
+  words_behind = strdup(behind.c_str());
   static std::once_flag once;
   std::call_once(once, [] {
     struct sigaction action = {};

@@ -21,20 +21,29 @@ namespace {
 // By the clock, for a pause takes from 10 to 140 cycles. Longer than the gap between a layer's phases.
 constexpr auto kSpin = std::chrono::microseconds(80);
 
-// A bare futex: one system call wakes all, and they meet at no mutex on their way out.
+// A bare futex: one system call wakes all, and they meet at no mutex on their way out. std::atomic's wait
+// gives its CPU away before it sleeps, which on a busy machine makes wake-ups several times as slow.
 void futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value) {
   static_assert(sizeof word == sizeof(std::uint32_t) && std::atomic<std::uint32_t>::is_always_lock_free);
   syscall(SYS_futex, &word, operation, value, nullptr, nullptr, 0);
 }
 
 // A pin that fails (a CPU gone offline, a sandbox) costs speed only.
-void pin(std::thread& thread, const Cpu& cpu) {
+void pin(std::thread& thread, const Place& place) {
   cpu_set_t mask[8] = {};  // 8192 CPUs, for 1024 are not enough everywhere
-  CPU_SET_S(cpu.id, sizeof mask, mask);
+  CPU_SET_S(place.cpu, sizeof mask, mask);
   pthread_setaffinity_np(thread.native_handle(), sizeof mask, mask);
 }
 
 }  // namespace
+
+int node_of_page(const void* address) {
+  const auto offset = reinterpret_cast<std::uintptr_t>(address) % sysconf(_SC_PAGESIZE);
+  const void* page = static_cast<const char*>(address) - offset;
+  int node = -1;
+  // Without target nodes the call moves nothing and tells each page's node, or -ENOENT and its like.
+  return syscall(SYS_move_pages, 0, 1UL, &page, nullptr, &node, 0) == 0 ? std::max(node, -1) : -1;
+}
 
 template <class Ready>
 void Pool::Signal::wait(Ready ready) {
@@ -56,9 +65,9 @@ void Pool::Signal::wake() {
   if (sleepers.load() > 0) futex(value, FUTEX_WAKE_PRIVATE, INT_MAX);
 }
 
-Pool::Pool(std::vector<Cpu> places) : places_(std::move(places)), owner_(getpid()) {
+Pool::Pool(std::vector<Place> places) : places_(std::move(places)), owner_(getpid()) {
   if (places_.empty()) throw std::invalid_argument("a pool needs a CPU for each thread, and at least one");
-  for (const Cpu& cpu : places_) nodes_.push_back(cpu.node);
+  for (const Place& place : places_) nodes_.push_back(place.node);
   std::sort(nodes_.begin(), nodes_.end());
   nodes_.erase(std::unique(nodes_.begin(), nodes_.end()), nodes_.end());
   try {
@@ -88,12 +97,6 @@ int Pool::node_index(int kernel_node) const {
   return at != nodes_.end() && *at == kernel_node ? static_cast<int>(at - nodes_.begin()) : -1;
 }
 
-void Pool::refuse_forked() const {
-  if (getpid() != owner_)
-    throw std::runtime_error(
-        "the kernel threads don't survive fork(); start worker processes with the 'spawn' method");
-}
-
 void Pool::attempt(int thread) {
   try {
     (*body_)(thread);
@@ -110,13 +113,15 @@ void Pool::make_way() {
   if (here == caller_cpu_) return;
   caller_cpu_ = here;
   if (moved_ != 0) pin(workers_[moved_ - 1], places_[moved_]);
-  for (moved_ = threads() - 1; moved_ > 0 && places_[moved_].id != here;) --moved_;
+  for (moved_ = threads() - 1; moved_ > 0 && places_[moved_].cpu != here;) --moved_;
   if (moved_ != 0) pin(workers_[moved_ - 1], places_[0]);
 }
 
 void Pool::run(const std::function<void(int)>& body) {
   if (workers_.empty()) return body(0);
-  refuse_forked();
+  if (getpid() != owner_)
+    throw std::runtime_error(
+        "the kernel threads don't survive fork(); start worker processes with the 'spawn' method");
   make_way();
   body_ = &body;
   busy_.value.store(static_cast<std::uint32_t>(workers_.size()), std::memory_order_relaxed);
@@ -136,15 +141,14 @@ void Pool::work(int thread) {
   }
 }
 
-Pool& Pool::shared(int threads) {
+Pool& Pool::shared(const std::vector<Place>& places) {
   static std::mutex mutex;
   // Never destroyed: joining threads while the interpreter unloads libraries can hang.
   // By process too: a forked child can't use its parent's.
-  static auto& pools = *new std::map<std::pair<pid_t, std::size_t>, std::unique_ptr<Pool>>;
-  std::vector<Cpu> places = place(usable_cpus(), std::max(threads, 1));
+  static auto& pools = *new std::map<std::pair<pid_t, std::vector<Place>>, std::unique_ptr<Pool>>;
   std::lock_guard lock(mutex);
-  std::unique_ptr<Pool>& pool = pools[{getpid(), places.size()}];
-  if (!pool) pool = std::make_unique<Pool>(std::move(places));
+  std::unique_ptr<Pool>& pool = pools[{getpid(), places}];
+  if (!pool) pool = std::make_unique<Pool>(places);
   return *pool;
 }
 

@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <compare>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -11,9 +12,17 @@
 #include <thread>
 #include <vector>
 
-#include "common/topology.h"
-
 namespace ktbridge {
+
+// Where a thread belongs: a CPU and its NUMA node, as the kernel numbers them. ktbridge/machine.py reads
+// them.
+struct Place {
+  int cpu = 0, node = 0;
+  auto operator<=>(const Place&) const = default;
+};
+
+// NUMA node of the page that holds `address`; -1 if it isn't resident or the kernel won't say.
+int node_of_page(const void* address);
 
 // The thread that calls `run` is thread 0 of the pool and is never pinned: it is the user's. Where it sits
 // on a worker's CPU, that worker takes thread 0's place meanwhile. One `run` at a time, and none from
@@ -23,7 +32,7 @@ class Pool {
  public:
   // Thread i belongs on places[i]. Throws std::invalid_argument if there is no place or the system
   // refuses that many threads.
-  explicit Pool(std::vector<Cpu> places);
+  explicit Pool(std::vector<Place> places);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -45,9 +54,8 @@ class Pool {
   // Held by a caller over a sequence of runs that share per-thread workspaces.
   std::mutex& guard() { return guard_; }
 
-  // The process-wide pool of that size, or of the usable CPUs if they are fewer (a pool whose threads
-  // wait for each other's CPU is slower than a smaller one). Created on first use, never destroyed.
-  static Pool& shared(int threads);
+  // The process-wide pool of these places. Created on first use, never destroyed.
+  static Pool& shared(const std::vector<Place>& places);
 
  private:
   // A word that threads wait on; alone on its cache line, for they poll it.
@@ -62,9 +70,8 @@ class Pool {
   void attempt(int thread);
   void stop();
   void make_way();
-  void refuse_forked() const;
 
-  const std::vector<Cpu> places_;
+  const std::vector<Place> places_;
   std::vector<int> nodes_;
   std::vector<std::thread> workers_;
   const pid_t owner_;

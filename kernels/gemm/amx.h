@@ -7,7 +7,11 @@
 #include <utility>
 
 #include "gemm/strip.h"
+#if defined(__AMX_BF16__)
 #include "gemm/tiles.h"
+#else  // in the tests alone
+#include "tests/emulated_tiles.h"
+#endif
 
 namespace ktbridge {
 namespace {

@@ -1,6 +1,4 @@
-// AMX's eight tile registers, all 16 rows of 64 bytes. Without AMX at compile time the same names work on
-// ordinary memory, which is how kernels/tests check gemm/amx.h on machines that have none; the library
-// itself never uses that.
+// AMX's eight tile registers, all 16 rows of 64 bytes. kernels/tests/emulated_tiles.h has the same names.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +8,6 @@
 
 namespace ktbridge {
 namespace {
-
-#if defined(__AMX_BF16__)
 
 // LDTILECFG's operand (Intel SDM volume 1, section 18.2).
 struct alignas(64) TileConfig {
@@ -50,44 +46,6 @@ template <int kSum, int kLeft, int kRight>
 inline void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
 }
-
-#else
-
-thread_local std::uint32_t tile_memory[8][16][16];
-
-template <int kIndex>
-inline void tile_zero() {
-  __builtin_memset(tile_memory[kIndex], 0, sizeof tile_memory[kIndex]);
-}
-template <int kIndex>
-inline void tile_load(const bf16* p, std::ptrdiff_t row) {
-  for (int m = 0; m < 16; ++m)
-    __builtin_memcpy(tile_memory[kIndex][m], p + m * row, sizeof tile_memory[kIndex][m]);
-}
-template <int kIndex>
-inline void tile_load(const float* p) {
-  __builtin_memcpy(tile_memory[kIndex], p, sizeof tile_memory[kIndex]);
-}
-template <int kIndex>
-inline void tile_store(float* p) {
-  __builtin_memcpy(p, tile_memory[kIndex], sizeof tile_memory[kIndex]);
-}
-template <int kSum, int kLeft, int kRight>
-inline void tile_multiply() {
-  const auto first = [](std::uint32_t pair) { return to_float(static_cast<bf16>(pair)); };
-  const auto second = [](std::uint32_t pair) { return to_float(static_cast<bf16>(pair >> 16)); };
-  for (int m = 0; m < 16; ++m)
-    for (int n = 0; n < 16; ++n) {
-      float sum = __builtin_bit_cast(float, tile_memory[kSum][m][n]);
-      for (int k = 0; k < 16; ++k) {
-        const std::uint32_t left = tile_memory[kLeft][m][k], right = tile_memory[kRight][k][n];
-        sum += first(left) * first(right) + second(left) * second(right);
-      }
-      tile_memory[kSum][m][n] = __builtin_bit_cast(std::uint32_t, sum);
-    }
-}
-
-#endif
 
 }  // namespace
 }  // namespace ktbridge

@@ -1,3 +1,4 @@
+#include "common/cpu.h"
 #include "gemm/widened.h"
 #include "isa/table.h"
 

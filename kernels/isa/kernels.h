@@ -3,8 +3,9 @@
 #pragma once
 
 #include <limits>
+#include <string>
+#include <vector>
 
-#include "common/cpu.h"
 #include "gemm/strip.h"
 #include "weights/matrix.h"
 
@@ -118,6 +119,11 @@ const Kernels& kernels_avx2();
 const Kernels& kernels_avx512_bf16();
 const Kernels& kernels_amx_bf16();
 
-const Kernels& kernels_for(Isa isa);
+// Names of these, in rising order of preference: all there are, and those that this CPU can run.
+std::vector<std::string> all_isas();
+std::vector<std::string> available_isas();
+
+// Throws std::invalid_argument for a name that isn't available.
+const Kernels& kernels_for(const std::string& isa);
 
 }  // namespace ktbridge

@@ -24,115 +24,106 @@ namespace {
 constexpr int kStrips = 8, kPanelTiles = 4, kMostTiles = 48;
 constexpr int kPanelsAtOnce = 2;
 
-class Backward {
+class Backward : Pass {
  public:
-  Backward(const Machine& machine, const Experts& experts, const LoraWeights& lora, const Saved& saved,
-           const Saved& inner, const bf16* hidden, const bf16* d_out, const LoraGradients& d_lora)
-      : kernels_(*machine.kernels),
-        experts_(experts),
-        lora_(lora),
-        sizes_(experts, lora.rank),
+  Backward(const Pass& pass, const Saved& saved, const Saved& inner, const bf16* d_out,
+           const LoraGradients& d_lora)
+      : Pass(pass),
         saved_(saved),
         inner_(inner),
-        routing_(saved.routing),
-        hidden_(hidden),
         d_out_(d_out),
         d_lora_(d_lora),
-        d_stride_(gradient_stride(sizes_)),
-        dx_stride_(slot_stride(sizes_)),
-        d_(routing_.first_strip.back() * d_stride_),
-        dx_(routing_.slots() * dx_stride_),
-        d_weight_(weight_gradients(sizes_, routing_.slots())),
-        thin_(thin_elements(sizes_, routing_.first_double.back())) {}
+        d_stride_(gradient_stride(sizes)),
+        dx_stride_(slot_stride(sizes)),
+        d_(routing.first_strip.back() * d_stride_),
+        dx_(routing.slots() * dx_stride_),
+        d_weight_(weight_gradients(sizes, routing.slots())),
+        thin_(thin_elements(sizes, routing.first_double.back())) {}
 
   // One expert's panels of I: dh~, from it dg, du, partial d w, and the LoRA gradients of these columns.
   void inner(Unit unit) {
-    const int expert = unit.expert, tiles = sizes_.hidden_tiles + sizes_.rank_tiles;
+    const int expert = unit.expert, tiles = sizes.hidden_tiles + sizes.rank_tiles;
     const std::ptrdiff_t stride = tile_elements(tiles);
-    const Strips b = pack_factor_b(kDown, sizes_.hidden, expert);
-    for_token_blocks(routing_, expert, [&](TokenBlock block) {
+    const Strips b = pack_factor_b(kDown, sizes.hidden, expert);
+    for_token_blocks(routing, expert, [&](TokenBlock block) {
       bf16* dy = workspace(kTokens, block.count * stride);
       for (int j = 0; j < block.count; ++j)
-        kernels_.tokens_to_left(strip_tokens(routing_, expert, block.begin + j, d_out_, sizes_.hidden),
-                                dy + j * stride);
+        kernels.tokens_to_left(strip_tokens(expert, block.begin + j, d_out_), dy + j * stride);
       const Strips left{dy, stride, block.count};
       Strips thin;
-      if (sizes_.rank > 0) thin = thin_inner(expert, block, left, b);
+      if (sizes.rank > 0) thin = thin_inner(expert, block, left, b);
 
-      if (unit.begin == 0)
-        bias_products(kernels_, experts_, routing_, expert, block, d_out_,
-                      d_weight_.data() + weight_gradients(sizes_, routing_.slots()) - routing_.slots());
+      if (unit.begin == 0) bias_products(expert, block);
       bf16* h = workspace(kLocal, block.count * tile_elements(kPanelTiles));
-      const Matrix& w = experts_.weight[kDown][expert];
-      const Matrix a = factor_a(lora_, kDown, sizes_, expert);
+      const Matrix& w = experts.weight[kDown][expert];
+      const Matrix a = factor_a(kDown, expert);
       const auto live_tiles = [&](int p) {
-        return std::min(kPanelTiles, sizes_.inner_tiles - p * kPanelTiles);
+        return std::min(kPanelTiles, sizes.inner_tiles - p * kPanelTiles);
       };
       const auto add_panel = [&](int p, const Chunk& chunk, float* result) {
-        add_columns(kernels_, chunk, {&w, &a}, p * kStrips * kStrip, 2 * live_tiles(p), left, result);
+        add_columns(kernels, chunk, {&w, &a}, p * kStrips * kStrip, 2 * live_tiles(p), left, result);
       };
       const auto finish_panel = [&](int p, float* result) {
         const int live = live_tiles(p);
         const float* part = nullptr;
-        if (drops()) part = thin_part(a, p * kStrips * kStrip, 2 * live, behind(left, sizes_.hidden_tiles));
+        if (drops()) part = thin_part(a, p * kStrips * kStrip, 2 * live, behind(left, sizes.hidden_tiles));
         for (int j = 0; j < block.count; ++j)
           for (int t = 0; t < live; ++t) {
             const int at = (j * 2 * live + 2 * t) * kBlock;
             inner_tile(expert, block.begin + j, p * kPanelTiles + t, result + at,
                        part == nullptr ? nullptr : part + at, h + (j * kPanelTiles + t) * kTile);
           }
-        for (int t = 0; t < live && sizes_.rank > 0; ++t) {
+        for (int t = 0; t < live && sizes.rank > 0; ++t) {
           const int tile = p * kPanelTiles + t;
-          gradient_b(kGate, expert, block, sizes_.rank_tiles + tile, tile * kSteps);
-          gradient_b(kUp, expert, block, sizes_.rank_tiles + sizes_.inner_tiles + tile, tile * kSteps);
+          gradient_b(kGate, expert, block, sizes.rank_tiles + tile, tile * kSteps);
+          gradient_b(kUp, expert, block, sizes.rank_tiles + sizes.inner_tiles + tile, tile * kSteps);
           if (d_lora_.a[kDown] != nullptr) {
             const Strips turned = over_tokens({h, tile_elements(kPanelTiles), block.count}, t);
-            add_gradient(thin, turned, block, d_lora_.a[kDown], expert, sizes_.inner, tile * kSteps, false);
+            add_gradient(thin, turned, block, d_lora_.a[kDown], expert, sizes.inner, tile * kSteps, false);
           }
         }
       };
-      const int factor = drops() ? 0 : sizes_.rank_tiles;
-      for_panels({unit, block.count, kStrips, {sizes_.hidden_tiles, factor}, chunk_unit(w, true), kMostTiles},
+      const int factor = drops() ? 0 : sizes.rank_tiles;
+      for_panels({unit, block.count, kStrips, {sizes.hidden_tiles, factor}, chunk_unit(w, true), kMostTiles},
                  add_panel, finish_panel);
     });
   }
 
   // s (dg Bg) and s (du Bu) around dg and du in the same strips, and their transposes for dA.
   void thin_hidden(int expert) {
-    if (sizes_.rank == 0) return;
-    const int strips = sizes_.rank_strips;
+    if (sizes.rank == 0) return;
+    const int strips = sizes.rank_strips;
     for (Projection projection : {kGate, kUp}) {
-      const Strips right = pack_factor_b(projection, sizes_.inner, expert);
-      for_token_blocks(routing_, expert, [&](TokenBlock block) {
+      const Strips right = pack_factor_b(projection, sizes.inner, expert);
+      for_token_blocks(routing, expert, [&](TokenBlock block) {
         Strips d = d_strips(expert, block);
         const bf16* row = d.data;
-        d.data += tile_elements(sizes_.rank_tiles + (projection == kUp ? sizes_.inner_tiles : 0));
+        d.data += tile_elements(sizes.rank_tiles + (projection == kUp ? sizes.inner_tiles : 0));
         float* t = result_blocks(kSmall, block.count * strips);
-        multiply(kernels_, {{d, right, sizes_.inner_tiles}}, t);
-        const std::ptrdiff_t behind = tile_elements(sizes_.rank_tiles + 2 * sizes_.inner_tiles);
-        kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr,
-                                const_cast<bf16*>(projection == kGate ? row : row + behind), d_stride_);
-        transpose_to(t, block, nullptr,
-                     from(thin_strips(thin_, routing_, sizes_, expert, projection), block));
+        multiply(kernels, {{d, right, sizes.inner_tiles}}, t);
+        const std::ptrdiff_t behind = tile_elements(sizes.rank_tiles + 2 * sizes.inner_tiles);
+        kernels.blocks_to_left(t, block.count, strips, lora.scale, nullptr,
+                               const_cast<bf16*>(projection == kGate ? row : row + behind), d_stride_);
+        transpose_to(t, block, nullptr, from(thin_strips(thin_, projection, expert), block));
       });
     }
   }
 
   // One expert's panels of H: dX by slots, and the LoRA gradients of these columns.
   void outer(Unit unit) {
-    const int expert = unit.expert, rank_tiles = sizes_.rank_tiles, inner_tiles = sizes_.inner_tiles;
-    const Matrix a[2] = {factor_a(lora_, kGate, sizes_, expert), factor_a(lora_, kUp, sizes_, expert)};
-    const Matrix &gate = experts_.weight[kGate][expert], &up = experts_.weight[kUp][expert];
-    for_token_blocks(routing_, expert, [&](TokenBlock block) {
+    const int expert = unit.expert, rank_tiles = sizes.rank_tiles, inner_tiles = sizes.inner_tiles;
+    const Matrix a[2] = {factor_a(kGate, expert), factor_a(kUp, expert)};
+    const Matrix &gate = experts.weight[kGate][expert], &up = experts.weight[kUp][expert];
+    for_token_blocks(routing, expert, [&](TokenBlock block) {
       const Strips d = d_strips(expert, block);
       Strips x[2], dy;
       KeptColumns kept[2];
       const auto strips_from = [&](int column) {
-        return std::min(kStrips, 2 * tiles_of(sizes_.hidden - column));
+        return std::min(kStrips, 2 * tiles_of(sizes.hidden - column));
       };
       const auto add_panel = [&](int p, const Chunk& chunk, float* result) {
         const int column = p * kStrips * kStrip;
-        add_columns(kernels_, chunk, {&a[kGate], &gate, &up, &a[kUp]}, column, strips_from(column),
+        add_columns(kernels, chunk, {&a[kGate], &gate, &up, &a[kUp]}, column, strips_from(column),
                     behind(d, drops() ? rank_tiles : 0), result);
       };
       const auto finish_panel = [&](int p, float* result) {
@@ -149,15 +140,14 @@ class Backward {
         for (int j = 0; j < block.count; ++j) {
           const int strip = block.begin + j;
           for (int i = 0; i < strips; i += 2)
-            kernels_.round_rows(
-                result + (j * strips + i) * kBlock, live_rows(routing_, expert, strip),
-                dx_.data() + first_slot(routing_, expert, strip) * dx_stride_ + column + i * kStrip,
-                dx_stride_);
+            kernels.round_rows(result + (j * strips + i) * kBlock, live_rows(expert, strip),
+                               dx_.data() + first_slot(expert, strip) * dx_stride_ + column + i * kStrip,
+                               dx_stride_);
         }
-        if (sizes_.rank == 0) return;
+        if (sizes.rank == 0) return;
         if (turn == 0) {
-          x[kGate] = rows_over_tokens(hidden_, kGradient, expert, block, column, panels, kept[kGate]);
-          x[kUp] = drops() ? rows_over_tokens(hidden_, kDropped, expert, block, column, panels, kept[kUp])
+          x[kGate] = rows_over_tokens(hidden, kGradient, expert, block, column, panels, kept[kGate]);
+          x[kUp] = drops() ? rows_over_tokens(hidden, kDropped, expert, block, column, panels, kept[kUp])
                            : x[kGate];
           dy = rows_over_tokens(d_out_, kLocal, expert, block, column, panels, {});
         }
@@ -178,68 +168,72 @@ class Backward {
   }
 
   void combine(int unit, bf16* d_hidden, float* d_weights) {
-    sum_slots(kernels_, routing_, dx_.data(), dx_stride_, sizes_.hidden, d_hidden, unit);
-    const int end = std::min(routing_.tokens, (unit + 1) * kTokensAtOnce) * routing_.top_k;
-    for (int source = unit * kTokensAtOnce * routing_.top_k; source < end; ++source) {
-      const float* part = d_weight_.data() + routing_.slot_of[source];
+    sum_slots(dx_.data(), d_hidden, unit);
+    const int end = std::min(routing.tokens, (unit + 1) * kTokensAtOnce) * routing.top_k;
+    for (int source = unit * kTokensAtOnce * routing.top_k; source < end; ++source) {
+      const float* part = d_weight_.data() + routing.slot_of[source];
       float total = 0.f;
-      const int parts = sizes_.inner_tiles + !experts_.bias[kDown].empty();
+      const int parts = sizes.inner_tiles + !experts.bias[kDown].empty();
       for (int tile = 0; tile < parts; ++tile)
-        total += part[static_cast<std::ptrdiff_t>(tile) * routing_.slots()];
+        total += part[static_cast<std::ptrdiff_t>(tile) * routing.slots()];
       d_weights[source] = total;
     }
   }
 
-  int inner_panels() const { return ceil_div(sizes_.inner, kStrips * kStrip); }
-  int outer_panels() const { return ceil_div(sizes_.hidden, kStrips * kStrip); }
-
  private:
   // dg and du of one block of tokens: left strips [s dg Bg][dg][du][s du Bu].
   Strips d_strips(int expert, TokenBlock block) const {
-    return {d_.data() + (routing_.first_strip[expert] + block.begin) * d_stride_, d_stride_, block.count};
+    return {d_.data() + (routing.first_strip[expert] + block.begin) * d_stride_, d_stride_, block.count};
   }
 
   // B as right strips: r is its width, and the reduction runs down its rows.
   Strips pack_factor_b(Projection projection, int rows, int expert) const {
     const std::ptrdiff_t stride = tile_elements(tiles_of(rows));
-    const Strips right{workspace(kFactor, sizes_.rank_strips * stride), stride, sizes_.rank_strips};
-    if (sizes_.rank > 0) kernels_.pack_right(factor_b(lora_, projection, sizes_, expert), rows, 0, right);
+    const Strips right{workspace(kFactor, sizes.rank_strips * stride), stride, sizes.rank_strips};
+    if (sizes.rank > 0) kernels.pack_right(factor_b(projection, expert), rows, 0, right);
     return right;
   }
 
   // s (dy Bd) behind dy in the same strips; returns w s (dy Bd) transposed.
   Strips thin_inner(int expert, TokenBlock block, Strips dy, Strips b) const {
-    const int strips = sizes_.rank_strips;
+    const int strips = sizes.rank_strips;
     float* t = result_blocks(kSmall, block.count * strips);
-    multiply(kernels_, {{dy, b, sizes_.hidden_tiles}}, t);
-    kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr,
-                            writable(dy) + tile_elements(sizes_.hidden_tiles), dy.stride);
+    multiply(kernels, {{dy, b, sizes.hidden_tiles}}, t);
+    kernels.blocks_to_left(t, block.count, strips, lora.scale, nullptr,
+                           writable(dy) + tile_elements(sizes.hidden_tiles), dy.stride);
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
     const Strips turned{workspace(kThin, strips * stride), stride, strips};
     float* weights = result_blocks(kWeights, block.count);
-    for (int i = 0; i < block.count; ++i)
-      strip_weights(routing_, expert, block.begin + i, weights + i * kStrip);
+    for (int i = 0; i < block.count; ++i) strip_weights(expert, block.begin + i, weights + i * kStrip);
     transpose_to(t, block, weights, turned);
     return turned;
   }
 
   // t [token strips][strips of r] -> left strips over tokens, times s and the tokens' weights (or null).
   void transpose_to(const float* t, TokenBlock block, const float* weights, Strips target) const {
-    float* turned = result_blocks(kTurned, block.count * sizes_.rank_strips);
-    kernels_.transpose_blocks(t, block.count, sizes_.rank_strips, turned);
-    kernels_.blocks_to_left(turned, sizes_.rank_strips, block.count, lora_.scale, weights, writable(target),
-                            target.stride);
+    float* turned = result_blocks(kTurned, block.count * sizes.rank_strips);
+    kernels.transpose_blocks(t, block.count, sizes.rank_strips, turned);
+    kernels.blocks_to_left(turned, sizes.rank_strips, block.count, lora.scale, weights, writable(target),
+                           target.stride);
   }
 
-  bool drops() const { return saved_.seeds.any(); }
+  bool drops() const { return seeds.any(); }
+
+  // The last part of d w, <dy, down's bias>, where there is one, for a block of an expert's tokens.
+  void bias_products(int expert, TokenBlock block) {
+    const float* bias = experts.bias_at(kDown, expert, 0);
+    float* parts = d_weight_.data() + static_cast<std::ptrdiff_t>(sizes.inner_tiles) * routing.slots();
+    for (int j = block.begin; bias != nullptr && j < block.begin + block.count; ++j)
+      kernels.row_products(strip_tokens(expert, j, d_out_), bias, parts + first_slot(expert, j));
+  }
 
   // With dropout, left times the columns of a factor A isn't in the sums, but in blocks of its own.
   const float* thin_part(const Matrix& a, int column, int strips, Strips left) const {
-    const std::ptrdiff_t stride = tile_elements(sizes_.rank_tiles);
+    const std::ptrdiff_t stride = tile_elements(sizes.rank_tiles);
     const Strips right{workspace(kPanel, kStrips * stride), stride, strips};
-    kernels_.pack_right(a, sizes_.rank, column, right);
+    kernels.pack_right(a, sizes.rank, column, right);
     float* part = result_blocks(kPart, left.count * strips);
-    multiply(kernels_, {{left, right, sizes_.rank_tiles}}, part);
+    multiply(kernels, {{left, right, sizes.rank_tiles}}, part);
     return part;
   }
 
@@ -248,39 +242,38 @@ class Backward {
   void inner_tile(int expert, int strip, int tile, float* result, const float* part, bf16* h) {
     std::uint32_t kept[kStrip];
     if (part != nullptr) {
-      const Seeds seeds = saved_.seeds.from(kDown, first_slot(routing_, expert, strip));
-      kernels_.kept_bits(seeds, kStrip, tile * kSteps, 1, kept);
-      kernels_.add_kept(result, part, kept, 1);
+      kernels.kept_bits(seeds.from(kDown, first_slot(expert, strip)), kStrip, tile * kSteps, 1, kept);
+      kernels.add_kept(result, part, kept, 1);
     }
-    const std::ptrdiff_t row = routing_.first_strip[expert] + strip;
-    const std::ptrdiff_t at = tile_elements(row * sizes_.inner_tiles + tile);
-    bf16* d = d_.data() + row * d_stride_ + tile_elements(sizes_.rank_tiles + tile);
+    const std::ptrdiff_t row = routing.first_strip[expert] + strip;
+    const std::ptrdiff_t at = tile_elements(row * sizes.inner_tiles + tile);
+    bf16* d = d_.data() + row * d_stride_ + tile_elements(sizes.rank_tiles + tile);
     float weight[kStrip], d_weight[kStrip];
-    strip_weights(routing_, expert, strip, weight);
-    kernels_.inner_gradients({result, inner_.gate.data() + at, inner_.up.data() + at, weight, d,
-                              d + tile_elements(sizes_.inner_tiles), h, d_weight,
-                              part == nullptr ? nullptr : kept, experts_.plain ? nullptr : &experts_.gating});
-    float* d_weights = d_weight_.data() + static_cast<std::ptrdiff_t>(tile) * routing_.slots() +
-                       first_slot(routing_, expert, strip);
-    std::copy_n(d_weight, live_rows(routing_, expert, strip), d_weights);
+    strip_weights(expert, strip, weight);
+    kernels.inner_gradients({result, inner_.gate.data() + at, inner_.up.data() + at, weight, d,
+                             d + tile_elements(sizes.inner_tiles), h, d_weight,
+                             part == nullptr ? nullptr : kept, experts.plain ? nullptr : &experts.gating});
+    float* d_weights =
+        d_weight_.data() + static_cast<std::ptrdiff_t>(tile) * routing.slots() + first_slot(expert, strip);
+    std::copy_n(d_weight, live_rows(expert, strip), d_weights);
   }
 
   // target += thin^T right for one block of tokens; target is [r, columns], or its transpose.
   void add_gradient(Strips thin, Strips right, TokenBlock block, float* tensor, int expert, int columns,
                     int column, bool transposed) const {
     float* sums = result_blocks(kSmall, thin.count * right.count);
-    multiply(kernels_, {{thin, right, ceil_div(block.count, 2)}}, sums);
-    kernels_.add_blocks(sums, thin.count, right.count,
-                        tensor + static_cast<std::ptrdiff_t>(expert) * sizes_.rank * columns, sizes_.rank,
-                        columns, column, transposed);
+    multiply(kernels, {{thin, right, ceil_div(block.count, 2)}}, sums);
+    kernels.add_blocks(sums, thin.count, right.count,
+                       tensor + static_cast<std::ptrdiff_t>(expert) * sizes.rank * columns, sizes.rank,
+                       columns, column, transposed);
   }
 
   // dB of gate or up for one tile of I, from tile `tile` of the d strips.
   void gradient_b(Projection projection, int expert, TokenBlock block, int tile, int column) const {
     if (d_lora_.b[projection] == nullptr) return;
     const Strips turned = over_tokens(d_strips(expert, block), tile);
-    add_gradient(from(thin_strips(saved_.thin, routing_, sizes_, expert, projection), block), turned, block,
-                 d_lora_.b[projection], expert, sizes_.inner, column, true);
+    add_gradient(from(thin_strips(saved_.thin, projection, expert), block), turned, block,
+                 d_lora_.b[projection], expert, sizes.inner, column, true);
   }
 
   // `kept_bits` of one block of tokens; null where all is kept.
@@ -293,11 +286,10 @@ class Backward {
   KeptColumns kept_columns(Projection projection, int expert, TokenBlock block, int column,
                            int panels) const {
     thread_local Buffer<std::uint32_t> buffers[2];
-    const int words = std::min(panels * kPanelTiles, tiles_of(sizes_.hidden - column));
+    const int words = std::min(panels * kPanelTiles, tiles_of(sizes.hidden - column));
     const int rows = block.count * kStrip;
     std::uint32_t* bits = buffers[projection].reserve(static_cast<std::size_t>(rows) * words);
-    const Seeds seeds = saved_.seeds.from(projection, first_slot(routing_, expert, block.begin));
-    kernels_.kept_bits(seeds, rows, column, words, bits);
+    kernels.kept_bits(seeds.from(projection, first_slot(expert, block.begin)), rows, column, words, bits);
     return {bits, words};
   }
 
@@ -308,7 +300,7 @@ class Backward {
       for (int j = 0; j < strips; j += 2) {
         const std::ptrdiff_t at = (static_cast<std::ptrdiff_t>(i) * strips + j) * kBlock;
         const std::uint32_t* bits = kept.bits + i * kStrip * kept.words + word + j / 2;
-        kernels_.add_kept(result + at, part + at, bits, kept.words);
+        kernels.add_kept(result + at, part + at, bits, kept.words);
       }
   }
 
@@ -317,13 +309,13 @@ class Backward {
   Strips rows_over_tokens(const bf16* source, Purpose purpose, int expert, TokenBlock block, int column,
                           int panels, KeptColumns kept) const {
     const int begin = block.begin * kStrip,
-              count = std::min(block.count * kStrip, routing_.rows(expert) - begin);
-    const int strips = std::min(panels * kStrips, 2 * tiles_of(sizes_.hidden - column));
+              count = std::min(block.count * kStrip, routing.rows(expert) - begin);
+    const int strips = std::min(panels * kStrips, 2 * tiles_of(sizes.hidden - column));
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
     const Strips right{workspace(purpose, kPanelsAtOnce * kStrips * stride), stride, strips};
-    const int* index = routing_.token.data() + routing_.first[expert] + begin;
-    kernels_.token_pairs_to_right({source, sizes_.hidden, index, count, sizes_.hidden, kept.bits, kept.words},
-                                  column, right);
+    const int* index = routing.token.data() + routing.first[expert] + begin;
+    kernels.token_pairs_to_right({source, sizes.hidden, index, count, sizes.hidden, kept.bits, kept.words},
+                                 column, right);
     return right;
   }
 
@@ -333,8 +325,8 @@ class Backward {
     const auto add = [&](const Buffer<bf16>& thin, Projection projection, Strips right, float* tensor,
                          bool transposed) {
       if (tensor != nullptr)
-        add_gradient(from(thin_strips(thin, routing_, sizes_, expert, projection), block), right, block,
-                     tensor, expert, sizes_.hidden, column, transposed);
+        add_gradient(from(thin_strips(thin, projection, expert), block), right, block, tensor, expert,
+                     sizes.hidden, column, transposed);
     };
     add(thin_, kGate, x_gate, d_lora_.a[kGate], false);
     add(thin_, kUp, x_up, d_lora_.a[kUp], false);
@@ -344,7 +336,7 @@ class Backward {
   Strips over_tokens(Strips left, int tile) const {
     const std::ptrdiff_t stride = tile_elements(ceil_div(left.count, 2));
     const Strips right{workspace(kGradient, 2 * stride), stride, 2};
-    kernels_.tiles_to_right(left, tile, right);
+    kernels.tiles_to_right(left, tile, right);
     return right;
   }
 
@@ -353,14 +345,9 @@ class Backward {
     return thin;
   }
 
-  const Kernels& kernels_;
-  const Experts& experts_;
-  const LoraWeights& lora_;
-  const Sizes sizes_;
-  const Saved& saved_;  // routing and thin products
+  const Saved& saved_;  // thin products
   const Saved& inner_;  // g and u
-  const Routing& routing_;
-  const bf16 *hidden_, *d_out_;
+  const bf16* d_out_;
   const LoraGradients& d_lora_;
   const std::ptrdiff_t d_stride_, dx_stride_;
   Buffer<bf16> d_;          // see d_strips
@@ -375,16 +362,18 @@ void backward(const Machine& machine, const Experts& experts, const LoraWeights&
               const bf16* hidden, const bf16* d_out, bf16* d_hidden, float* d_weights,
               const LoraGradients& d_lora) {
   std::lock_guard lock(machine.pool->guard());
-  const std::unique_ptr<Saved> again = recomputed(machine, experts, lora, saved, hidden);
-  Backward pass(machine, experts, lora, saved, again ? *again : saved, hidden, d_out, d_lora);
+  const Pass pass{*machine.kernels, experts,     lora,  Sizes(experts, lora.rank),
+                  saved.routing,    saved.seeds, hidden};
+  const std::unique_ptr<Saved> again = recomputed(machine, pass, saved.keep);
+  Backward backward(pass, saved, again ? *again : saved, d_out, d_lora);
   Work work;
-  work.first_panels = pass.inner_panels();
-  work.second_panels = pass.outer_panels();
-  work.last_units = ceil_div(saved.routing.tokens, kTokensAtOnce);
-  work.first = [&](Unit unit) { pass.inner(unit); };
-  work.between = [&](int expert) { pass.thin_hidden(expert); };
-  work.second = [&](Unit unit) { pass.outer(unit); };
-  work.last = [&](int unit) { pass.combine(unit, d_hidden, d_weights); };
+  work.first_panels = ceil_div(experts.intermediate, kStrips * kStrip);
+  work.second_panels = ceil_div(experts.hidden, kStrips * kStrip);
+  work.last_units = ceil_div(saved.routing.tokens, Pass::kTokensAtOnce);
+  work.first = [&](Unit unit) { backward.inner(unit); };
+  work.between = [&](int expert) { backward.thin_hidden(expert); };
+  work.second = [&](Unit unit) { backward.outer(unit); };
+  work.last = [&](int unit) { backward.combine(unit, d_hidden, d_weights); };
   run_work(machine, experts, saved.routing, work);
 }
 

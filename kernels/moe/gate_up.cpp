@@ -16,13 +16,10 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
   for_token_blocks(routing, expert, [&](TokenBlock block) {
     // Token strips are [margin][x][margin][t of gate][t of up].
     bf16* tokens = workspace(kTokens, block.count * token_stride) + tile_elements(kMargin);
-    const auto strips = [&](const bf16* data) {
-      return token_strips(routing, expert, block, data, token_stride);
-    };
+    const auto strips = [&](const bf16* data) { return token_strips(expert, block, data, token_stride); };
     const Strips x = strips(tokens);
     for (int j = 0; j < block.count; ++j) {
-      kernels.tokens_to_right(strip_tokens(routing, expert, block.begin + j, hidden, sizes.hidden),
-                              tokens + j * token_stride);
+      kernels.tokens_to_right(strip_tokens(expert, block.begin + j, hidden), tokens + j * token_stride);
       zero_margins(tokens + j * token_stride, sizes.hidden_tiles);
     }
     bf16* thin_tokens = tokens + stride + tile_elements(kMargin);
@@ -34,16 +31,8 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
     const std::ptrdiff_t apart = static_cast<std::ptrdiff_t>(block.count) * kBlock;
     const auto add_panel = [&](int p, const Chunk& chunk, float* result) {
       for (Projection projection : {kGate, kUp}) {
-        const Matrix& w = experts.weight[projection][expert];
-        const Matrix b = factor_b(lora, projection, sizes, expert);
-        Product products[2];
-        for (int i = 0; i < chunk.count; ++i) {
-          const Stretch at = chunk.stretches[i];
-          const bool main = at.part == 0;
-          products[i] = rows_product(kernels, main ? w : b, at, p * kSteps, 2, main ? x : t[projection],
-                                     main ? room : room + 2 * stride);
-        }
-        kernels.gemm(products, chunk.count, result + projection * 2 * apart, !chunk.first);
+        add_rows(kernels, chunk, experts.weight[projection][expert], factor_b(projection, expert), p * kSteps,
+                 2, x, t[projection], room, result + projection * 2 * apart);
       }
     };
     const auto finish_panel = [&](int p, const float* result) {
@@ -73,7 +62,7 @@ void GateUp::thin(Projection projection, int expert, TokenBlock block, Strips in
   if (sizes.rank == 0) return;
   const int strips = sizes.rank_strips, tiles = projection == kDown ? sizes.inner_tiles : sizes.hidden_tiles;
   bf16* room = workspace(kFactor, strips * tile_elements(tiles));
-  const Strips a = left_rows(kernels, factor_a(lora, projection, sizes, expert), 0, strips, room);
+  const Strips a = left_rows(kernels, factor_a(projection, expert), 0, strips, room);
   const auto product = [&](int first, Strips some) {
     float* result = result_blocks(kSmall, strips * some.count);
     multiply(kernels, {{a, some, tiles}}, result);
@@ -82,53 +71,40 @@ void GateUp::thin(Projection projection, int expert, TokenBlock block, Strips in
     const int begin = block.begin + first;
     float* weights = projection == kDown ? result_blocks(kWeights, some.count) : nullptr;
     for (int i = 0; i < some.count && weights != nullptr; ++i)
-      strip_weights(routing, expert, begin + i, weights + i * kStrip);
-    const Strips thin = thin_strips(kept.thin, routing, sizes, expert, projection);
+      strip_weights(expert, begin + i, weights + i * kStrip);
+    const Strips thin = thin_strips(kept.thin, projection, expert);
     kernels.blocks_to_left(result, strips, some.count, lora.scale, weights,
                            writable(thin) + tile_elements(begin / 2), thin.stride);
   };
-  for_lora_input(kernels, routing, seeds, projection, expert, block, input, tiles, product);
+  for_lora_input(projection, expert, block, input, tiles, product);
 }
 
-void reserve_inner(Saved& saved, const Routing& routing, const Sizes& sizes) {
-  saved.gate.reset(inner_elements(sizes, routing.first_strip.back()));
-  saved.up.reset(inner_elements(sizes, routing.first_strip.back()));
+void reserve_inner(Saved& saved, const Pass& pass) {
+  const std::ptrdiff_t elements = inner_elements(pass.sizes, pass.routing.first_strip.back());
+  saved.gate.reset(elements);
+  saved.up.reset(elements);
 }
 
-void reserve_thin(Saved& saved, const Routing& routing, const Sizes& sizes) {
-  saved.thin.reset(thin_elements(sizes, routing.first_double.back()));
-}
-
-std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts, const LoraWeights& lora,
-                                  const Saved& saved, const bf16* hidden) {
-  if (saved.keep == Keep::retain) return nullptr;
+std::unique_ptr<Saved> recomputed(const Machine& machine, const Pass& pass, Keep keep) {
+  if (keep == Keep::retain) return nullptr;
   auto again = std::make_unique<Saved>();
-  const Sizes sizes(experts, lora.rank);
-  reserve_inner(*again, saved.routing, sizes);
-  const GateUp gate_up{*machine.kernels, experts, lora, sizes, saved.routing, saved.seeds, hidden};
+  reserve_inner(*again, pass);
+  const GateUp gate_up{pass};
   Work work;
-  work.first_panels = sizes.inner_tiles;
+  work.first_panels = pass.sizes.inner_tiles;
   work.first = [&](Unit unit) { gate_up.run(unit, {nullptr, 0, again.get()}); };
-  run_work(machine, experts, saved.routing, work);
+  run_work(machine, pass.experts, pass.routing, work);
   return again;
 }
 
-std::size_t saved_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
+Memory pass_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
   const Sizes sizes(hidden, intermediate, rank);
-  if (keep == Keep::nothing) return 0;
   const std::size_t thin = memory_taken(thin_elements(sizes, load.doubles) * sizeof(bf16));
-  const std::size_t inner = memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
-  return keep == Keep::retain ? thin + 2 * inner : thin;
-}
-
-std::size_t backward_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep) {
-  const Sizes sizes(hidden, intermediate, rank);
-  std::size_t taken = memory_taken(load.strips * gradient_stride(sizes) * sizeof(bf16)) +
-                      memory_taken(load.slots * slot_stride(sizes) * sizeof(bf16)) +
-                      memory_taken(weight_gradients(sizes, load.slots) * sizeof(float)) +
-                      memory_taken(thin_elements(sizes, load.doubles) * sizeof(bf16));
-  if (keep == Keep::recompute) taken += 2 * memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
-  return taken;
+  const std::size_t inner = 2 * memory_taken(inner_elements(sizes, load.strips) * sizeof(bf16));
+  const std::size_t taken = memory_taken(load.strips * gradient_stride(sizes) * sizeof(bf16)) +
+                            memory_taken(load.slots * slot_stride(sizes) * sizeof(bf16)) +
+                            memory_taken(weight_gradients(sizes, load.slots) * sizeof(float)) + thin;
+  return keep == Keep::retain ? Memory{thin + inner, taken} : Memory{thin, taken + inner};
 }
 
 }  // namespace ktbridge

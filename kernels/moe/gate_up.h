@@ -14,15 +14,7 @@ struct GateUpTarget {
   Saved* saved;  // g, u and the thin products, as far as it has room for them
 };
 
-struct GateUp {
-  const Kernels& kernels;
-  const Experts& experts;
-  const LoraWeights& lora;
-  const Sizes& sizes;
-  const Routing& routing;
-  const DropSeeds& seeds;
-  const bf16* hidden;
-
+struct GateUp : Pass {
   void run(Unit unit, const GateUpTarget& target) const;
 
   // t = s (input A^T) of one block of tokens, as right strips; and for backward in `kept`, if it has room,
@@ -31,10 +23,9 @@ struct GateUp {
 };
 
 // g and u again, where forward didn't keep them; else null.
-std::unique_ptr<Saved> recomputed(const Machine& machine, const Experts& experts, const LoraWeights& lora,
-                                  const Saved& saved, const bf16* hidden);
+std::unique_ptr<Saved> recomputed(const Machine& machine, const Pass& pass, Keep keep);
 
-void reserve_inner(Saved& saved, const Routing& routing, const Sizes& sizes);
-void reserve_thin(Saved& saved, const Routing& routing, const Sizes& sizes);
+// Room for g and u in `saved`.
+void reserve_inner(Saved& saved, const Pass& pass);
 
 }  // namespace ktbridge

@@ -88,9 +88,11 @@ struct Load {
 };
 
 // Bytes that a layer's `forward` keeps, and that `backward` takes beside them, workspaces of threads left
-// out.
-std::size_t saved_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep);
-std::size_t backward_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep);
+// out. `keep` is not Keep::nothing.
+struct Memory {
+  std::size_t saved, backward;
+};
+Memory pass_memory(int hidden, int intermediate, int rank, const Load& load, Keep keep);
 
 // hidden [tokens, H] bf16, ids and weights [tokens, top_k], out [tokens, H] bf16. Returns what `backward`
 // needs; null for Keep::nothing. `dropout` is backward's, too. Throws std::out_of_range for an id that is

@@ -224,6 +224,19 @@ inline Product rows_product(const Kernels& kernels, const Matrix& w, Stretch at,
   if (at.begin + at.tiles == tiles_of(w.columns)) ++product.tiles;
   return product;
 }
+// Adds a chunk of `count` strips of W's and B's rows from `row` times x's and t's strips. `room` is for
+// strips of both.
+inline void add_rows(const Kernels& kernels, const Chunk& chunk, const Matrix& w, const Matrix& b, int row,
+                     int count, Strips x, Strips t, bf16* room, float* result) {
+  Product products[2];
+  for (int i = 0; i < chunk.count; ++i) {
+    const Stretch at = chunk.stretches[i];
+    products[i] = at.part == 0 ? rows_product(kernels, w, at, row, count, x, room)
+                               : rows_product(kernels, b, at, row, count, t,
+                                              room + count * tile_elements(tiles_of(w.columns)));
+  }
+  kernels.gemm(products, chunk.count, result, !chunk.first);
+}
 inline void zero_margins(bf16* strip, int tiles) {
   std::fill_n(strip - tile_elements(kMargin), tile_elements(kMargin), bf16{0});
   std::fill_n(strip + tile_elements(tiles), tile_elements(kMargin), bf16{0});
@@ -250,96 +263,92 @@ inline void add_columns(const Kernels& kernels, const Chunk& chunk,
   kernels.gemm(products, chunk.count, result, !chunk.first);
 }
 
-inline int first_slot(const Routing& routing, int expert, int strip) {
-  return routing.first[expert] + strip * kStrip;
-}
-inline int live_rows(const Routing& routing, int expert, int strip) {
-  return std::min(kStrip, routing.rows(expert) - strip * kStrip);
-}
-
-// A block's tokens as right strips.
-inline Strips token_strips(const Routing& routing, int expert, TokenBlock block, const bf16* data,
-                           std::ptrdiff_t stride) {
-  Strips strips{data, stride, block.count};
-  strips.live = live_rows(routing, expert, block.begin + block.count - 1);
-  return strips;
-}
-
-// x or h of one block of tokens, right strips of `tiles` tiles, as A of a projection sees it: body(first,
-// strips), where `first` counts from the block's. With dropout that are copies of a few strips at a time,
-// an even number; enough for the products' blocks, and few beside x in L2.
-template <class Body>
-void for_lora_input(const Kernels& kernels, const Routing& routing, const DropSeeds& seeds,
-                    Projection projection, int expert, TokenBlock block, Strips x, int tiles, Body body) {
-  if (!seeds.any()) return body(0, x);
-  constexpr int kAtOnce = 6;
-  const std::ptrdiff_t stride = tile_elements(tiles);
-  bf16* room = workspace(kDropped, kAtOnce * stride);
-  for (int first = 0; first < block.count; first += kAtOnce) {
-    Strips some{room, stride, std::min(kAtOnce, block.count - first)};
-    for (int i = 0; i < some.count; ++i) {
-      const int slot = first_slot(routing, expert, block.begin + first + i);
-      kernels.drop_right(x.data + (first + i) * x.stride, tiles, seeds.from(projection, slot),
-                         room + i * stride);
-    }
-    if (first + some.count == block.count) some.live = x.live;
-    body(first, some);
-  }
-}
-
-// The routing weights of one strip's tokens; 0 where there is no token.
-inline void strip_weights(const Routing& routing, int expert, int strip, float* weight) {
-  const int live = live_rows(routing, expert, strip);
-  for (int i = 0; i < kStrip; ++i)
-    weight[i] = i < live ? routing.weight[first_slot(routing, expert, strip) + i] : 0.f;
-}
-
-inline Tokens strip_tokens(const Routing& routing, int expert, int strip, const bf16* source, int columns) {
-  return {source, columns, routing.token.data() + first_slot(routing, expert, strip),
-          live_rows(routing, expert, strip), columns};
-}
-
-// parts[slot] = <dy, down's bias>, where there is one, for a block of an expert's tokens.
-inline void bias_products(const Kernels& kernels, const Experts& experts, const Routing& routing, int expert,
-                          TokenBlock block, const bf16* d_out, float* parts) {
-  const float* bias = experts.bias_at(kDown, expert, 0);
-  for (int j = block.begin; bias != nullptr && j < block.begin + block.count; ++j)
-    kernels.row_products(strip_tokens(routing, expert, j, d_out, experts.hidden), bias,
-                         parts + first_slot(routing, expert, j));
-}
-
 // One expert's factor out of a contiguous [E, rows, columns] tensor; no rows if there is no tensor.
 inline Matrix factor(const float* tensor, int expert, int rows, int columns) {
   if (tensor == nullptr) return {nullptr, 0, 0, columns, Storage::fp32};
   return {tensor + static_cast<std::ptrdiff_t>(expert) * rows * columns,
           columns * static_cast<std::ptrdiff_t>(sizeof(float)), rows, columns, Storage::fp32};
 }
-inline Matrix factor_a(const LoraWeights& lora, Projection projection, const Sizes& sizes, int expert) {
-  return factor(lora.a[projection], expert, sizes.rank, projection == kDown ? sizes.inner : sizes.hidden);
-}
-inline Matrix factor_b(const LoraWeights& lora, Projection projection, const Sizes& sizes, int expert) {
-  return factor(lora.b[projection], expert, projection == kDown ? sizes.hidden : sizes.inner, sizes.rank);
-}
-
-// Where Saved::thin holds one projection of one expert: rank_strips left strips over the expert's tokens.
-inline Strips thin_strips(const Buffer<bf16>& thin, const Routing& routing, const Sizes& sizes, int expert,
-                          Projection projection) {
-  const std::ptrdiff_t doubles = routing.doubles(expert);
-  const std::ptrdiff_t at =
-      (kProjections * static_cast<std::ptrdiff_t>(routing.first_double[expert]) + projection * doubles) *
-      sizes.rank_strips;
-  return {thin.data() + tile_elements(at), tile_elements(doubles), sizes.rank_strips};
-}
 inline bf16* writable(Strips strips) { return const_cast<bf16*>(strips.data); }
 
-// tokens_out[t] = the sum of its slots' rows, for one unit of kTokensAtOnce tokens.
-constexpr int kTokensAtOnce = 16;
-inline void sum_slots(const Kernels& kernels, const Routing& routing, const bf16* rows, std::ptrdiff_t stride,
-                      int columns, bf16* out, int unit) {
-  const int end = std::min(routing.tokens, (unit + 1) * kTokensAtOnce);
-  for (int t = unit * kTokensAtOnce; t < end; ++t)
-    kernels.sum_rows(rows, stride, routing.slot_of.data() + static_cast<std::ptrdiff_t>(t) * routing.top_k,
-                     routing.top_k, columns, out + static_cast<std::ptrdiff_t>(t) * columns);
-}
+// What a pass works on, and its parts for one expert and its strips of tokens.
+struct Pass {
+  const Kernels& kernels;
+  const Experts& experts;
+  const LoraWeights& lora;
+  const Sizes sizes;
+  const Routing& routing;
+  const DropSeeds& seeds;
+  const bf16* hidden;
+
+  int first_slot(int expert, int strip) const { return routing.first[expert] + strip * kStrip; }
+  int live_rows(int expert, int strip) const {
+    return std::min(kStrip, routing.rows(expert) - strip * kStrip);
+  }
+
+  // A block's tokens as right strips.
+  Strips token_strips(int expert, TokenBlock block, const bf16* data, std::ptrdiff_t stride) const {
+    Strips strips{data, stride, block.count};
+    strips.live = live_rows(expert, block.begin + block.count - 1);
+    return strips;
+  }
+
+  // x or h of one block of tokens, right strips of `tiles` tiles, as A of a projection sees it: body(first,
+  // strips), where `first` counts from the block's. With dropout that are copies of a few strips at a time,
+  // an even number; enough for the products' blocks, and few beside x in L2.
+  template <class Body>
+  void for_lora_input(Projection projection, int expert, TokenBlock block, Strips x, int tiles,
+                      Body body) const {
+    if (!seeds.any()) return body(0, x);
+    constexpr int kAtOnce = 6;
+    const std::ptrdiff_t stride = tile_elements(tiles);
+    bf16* room = workspace(kDropped, kAtOnce * stride);
+    for (int first = 0; first < block.count; first += kAtOnce) {
+      Strips some{room, stride, std::min(kAtOnce, block.count - first)};
+      for (int i = 0; i < some.count; ++i)
+        kernels.drop_right(x.data + (first + i) * x.stride, tiles,
+                           seeds.from(projection, first_slot(expert, block.begin + first + i)),
+                           room + i * stride);
+      if (first + some.count == block.count) some.live = x.live;
+      body(first, some);
+    }
+  }
+
+  // The routing weights of one strip's tokens; 0 where there is no token.
+  void strip_weights(int expert, int strip, float* weight) const {
+    const int live = live_rows(expert, strip);
+    for (int i = 0; i < kStrip; ++i)
+      weight[i] = i < live ? routing.weight[first_slot(expert, strip) + i] : 0.f;
+  }
+
+  Tokens strip_tokens(int expert, int strip, const bf16* source) const {
+    return {source, sizes.hidden, routing.token.data() + first_slot(expert, strip), live_rows(expert, strip),
+            sizes.hidden};
+  }
+
+  Matrix factor_a(Projection projection, int expert) const {
+    return factor(lora.a[projection], expert, sizes.rank, projection == kDown ? sizes.inner : sizes.hidden);
+  }
+  Matrix factor_b(Projection projection, int expert) const {
+    return factor(lora.b[projection], expert, projection == kDown ? sizes.hidden : sizes.inner, sizes.rank);
+  }
+
+  // Where Saved::thin holds one projection of one expert: rank_strips left strips over the expert's tokens.
+  Strips thin_strips(const Buffer<bf16>& thin, Projection projection, int expert) const {
+    const std::ptrdiff_t doubles = routing.doubles(expert);
+    const std::ptrdiff_t before = kProjections * static_cast<std::ptrdiff_t>(routing.first_double[expert]);
+    return {thin.data() + tile_elements((before + projection * doubles) * sizes.rank_strips),
+            tile_elements(doubles), sizes.rank_strips};
+  }
+
+  // out[t] = the sum of its slots' rows, which are slot_stride apart, for one unit of kTokensAtOnce tokens.
+  static constexpr int kTokensAtOnce = 16;
+  void sum_slots(const bf16* rows, bf16* out, int unit) const {
+    const int end = std::min(routing.tokens, (unit + 1) * kTokensAtOnce);
+    for (std::ptrdiff_t t = unit * kTokensAtOnce; t < end; ++t)
+      kernels.sum_rows(rows, slot_stride(sizes), routing.slot_of.data() + t * routing.top_k, routing.top_k,
+                       sizes.hidden, out + t * sizes.hidden);
+  }
+};
 
 }  // namespace ktbridge

@@ -3,7 +3,6 @@
 #include <xmmintrin.h>
 
 #include <algorithm>
-#include <memory>
 #include <thread>
 
 namespace ktbridge {
@@ -23,7 +22,7 @@ struct alignas(64) Counter {
 // whoever has its first unit does the second as well, while what the first has made is in cache.
 struct Queue {
   std::vector<Unit> first, second;
-  std::unique_ptr<Counter> next = std::make_unique<Counter>();
+  Counter next;
 };
 
 // The state in which a thread computes: AMX tiles configured, and the default rounding without flushing
@@ -54,8 +53,11 @@ void cut(std::vector<Unit>& units, int expert, int panels, double pieces) {
 class Run {
  public:
   Run(const Machine& machine, const Experts& experts, const Routing& routing, const Work& work)
-      : machine_(machine), work_(work), pending_(experts.count()), ready_(experts.count()) {
-    queues_.resize(machine.pool->nodes());
+      : machine_(machine),
+        work_(work),
+        queues_(machine.pool->nodes()),
+        pending_(experts.count()),
+        ready_(experts.count()) {
     double total = 0;
     for (int expert : routing.active) total += routing.rows(expert) + kReadCost;
     for (int expert : routing.active) {
@@ -95,7 +97,7 @@ class Run {
   void drain(Queue& queue) {
     const int firsts = static_cast<int>(queue.first.size());
     const int all = firsts + static_cast<int>(queue.second.size());
-    for (int i; (i = queue.next->value.fetch_add(1, std::memory_order_relaxed)) < all;) {
+    for (int i; (i = queue.next.value.fetch_add(1, std::memory_order_relaxed)) < all;) {
       if (i < firsts) {
         const Unit& unit = queue.first[i];
         work_.first(unit);

@@ -14,6 +14,7 @@
 
 #include "check.h"
 #include "common/pool.h"
+#include "cpus.h"
 
 using namespace ktbridge;
 
@@ -21,14 +22,11 @@ namespace {
 
 // More threads than this machine may have CPUs, so that they also meet asleep and descheduled; an
 // impossible CPU makes the pin fail, which must not matter.
-std::vector<Cpu> crowd(int threads) {
-  const std::vector<Cpu> cpus = usable_cpus();
-  std::vector<Cpu> places;
-  for (int i = 0; i < threads; ++i) {
-    places.push_back(cpus[i % cpus.size()]);
-    places.back().node = i % 2 == 0 ? 5 : 2;
-  }
-  places.back().id = 8000;
+std::vector<Place> crowd(int threads) {
+  const std::vector<int> cpus = own_cpus();
+  std::vector<Place> places;
+  for (int i = 0; i < threads; ++i) places.push_back({cpus[i % cpus.size()], i % 2 == 0 ? 5 : 2});
+  places.back().cpu = 8000;
   return places;
 }
 
@@ -105,7 +103,7 @@ void a_forked_child_is_refused() {
   Pool pool(crowd(2));
   // All threads have started: one that is starting holds locks of AddressSanitizer's, which a child would
   // wait for.
-  for (Pool* each : {&pool, &Pool::shared(2)}) each->run([](int) {});
+  for (Pool* each : {&pool, &Pool::shared(crowd(2))}) each->run([](int) {});
   const pid_t child = fork();
   if (child == 0) {
     const auto refused = [](auto call) {
@@ -119,10 +117,10 @@ void a_forked_child_is_refused() {
     alarm(20);
     const bool right = refused([&] { pool.run([](int) {}); });
     // What needs no thread of the parent's works: one thread, and a pool made here.
-    Pool::shared(1).run([](int) {});
+    Pool::shared(crowd(1)).run([](int) {});
     std::atomic<int> runs = 0;
-    Pool::shared(2).run([&](int) { ++runs; });
-    _exit(right && runs == Pool::shared(2).threads() ? 42 : 1);
+    Pool::shared(crowd(2)).run([&](int) { ++runs; });
+    _exit(right && runs == 2 ? 42 : 1);
   }
   int status = 0;
   CHECK(waitpid(child, &status, 0) == child);
@@ -140,31 +138,36 @@ void knows_its_nodes() {
   for (int node : {-1, 0, 3, 6}) CHECK(pool.node_index(node) == -1);
 }
 
-void shared_pools_end_at_the_machine() {
-  const int most = static_cast<int>(usable_cpus().size());
-  Pool& pool = Pool::shared(most + 1);
-  CHECK(pool.threads() == most);
-  CHECK(&pool == &Pool::shared(most));
-  CHECK(&pool == &Pool::shared(4096));
-  CHECK(Pool::shared(1).threads() == 1);
+void knows_the_node_of_a_page() {
+  int resident = 1;
+  CHECK(node_of_page(&resident) >= -1);  // -1: a sandbox may forbid the question
+  CHECK(node_of_page(nullptr) == -1);
+}
+
+void places_share_a_pool() {
+  Pool& pool = Pool::shared(crowd(3));
+  CHECK(pool.threads() == 3);
+  CHECK(&pool == &Pool::shared(crowd(3)));
+  CHECK(&pool != &Pool::shared(crowd(2)));
   CHECK_THROWS(Pool({}), std::invalid_argument, "at least one");
 }
 
 void workers_stay_off_the_callers_cpu() {
-  const std::vector<Cpu> places = place(usable_cpus(), 2);
-  if (places.size() < 2) return;
+  const std::vector<int> cpus = own_cpus();
+  if (cpus.size() < 2) return;
+  const std::vector<Place> places = {{cpus[0], 0}, {cpus[1], 0}};
   cpu_set_t before;
   CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
   Pool pool(places);
   for (int turn : {0, 1, 1, 0}) {
     cpu_set_t here;
     CPU_ZERO(&here);
-    CPU_SET(places[turn].id, &here);
+    CPU_SET(places[turn].cpu, &here);
     CHECK(sched_setaffinity(0, sizeof here, &here) == 0);
     int cpu[2] = {-1, -1};
     pool.run([&](int thread) { cpu[thread] = sched_getcpu(); });
-    CHECK(cpu[0] == places[turn].id);
-    CHECK(cpu[1] == places[1 - turn].id);
+    CHECK(cpu[0] == places[turn].cpu);
+    CHECK(cpu[1] == places[1 - turn].cpu);
     cpu_set_t after;
     CHECK(sched_getaffinity(0, sizeof after, &after) == 0);
     CHECK(CPU_EQUAL(&after, &here));  // the caller's own affinity is left alone
@@ -181,7 +184,8 @@ int main() {
   exceptions_reach_the_caller();
   callers_take_turns_by_the_guard();
   knows_its_nodes();
-  shared_pools_end_at_the_machine();
+  knows_the_node_of_a_page();
+  places_share_a_pool();
   workers_stay_off_the_callers_cpu();
   return check::report();
 }

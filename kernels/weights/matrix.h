@@ -31,7 +31,16 @@ struct Matrix {
   int row_shift = 0, column_shift = 0;
 };
 
-constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns);
+// Bytes that `columns` neighbouring elements of one row take.
+constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns) {
+  switch (storage) {
+    case Storage::bf16: return columns * 2;
+    case Storage::fp32: return columns * 4;
+    case Storage::int4:
+    case Storage::mxfp4: return (columns + 1) / 2;
+    default: return columns;
+  }
+}
 
 // Rows from `row` and columns from `column` of `w`, so many or as many as there are. Where they don't begin
 // at one of its scales, all of them share one.
@@ -43,17 +52,6 @@ inline Matrix part_of(Matrix w, int row, int rows, int column, int columns) {
   w.rows = w.rows - row < rows ? (w.rows > row ? w.rows - row : 0) : rows;
   w.columns = w.columns - column < columns ? w.columns - column : columns;
   return w;
-}
-
-// Bytes that `columns` neighbouring elements of one row take.
-constexpr std::ptrdiff_t stored_bytes(Storage storage, std::ptrdiff_t columns) {
-  switch (storage) {
-    case Storage::bf16: return columns * 2;
-    case Storage::fp32: return columns * 4;
-    case Storage::int4:
-    case Storage::mxfp4: return (columns + 1) / 2;
-    default: return columns;
-  }
 }
 
 }  // namespace ktbridge

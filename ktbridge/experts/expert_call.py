@@ -15,13 +15,14 @@ from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing, compat, crossing, queued
 from ktbridge.experts.dropout import Dropout
+from ktbridge.experts.kernel_choice import choose_isa, choose_threads, places
 from ktbridge.experts.weights import PROJECTIONS, SILU, ExpertWeights
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
-
-
-Saved = _kernels.Saved | _kernels.Job | None
-"""What a forward left for its backward: with a job, once the stream has come to it."""
+AT_ONCE = (0, 0)
+"""In the place of a launcher and its stream."""
+Saved = _kernels.Job | None
+"""What a forward left for its backward, once a stream has come to it where it was queued."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,15 @@ def run_forward(
         lora.dropout.arguments() if lora.dropout else (0, 0, 0),
     )
     if stream is not None:
-        return queued.queue(stream, kernels.queue_forward, arguments, (owner, inputs, out, lora))
+        return queued.queue(stream, kernels.forward, arguments, (owner, inputs, out, lora))
     with counted():
-        return kernels.forward(*arguments)
+        return kernels.forward(*AT_ONCE, *arguments)
 
 
 def run_backward(
     kernels: _kernels.Layer,
     stream: torch.cuda.Stream | None,
-    saved: Saved,
+    saved: _kernels.Job,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     lora: Lora,
     targets: Mapping[str, torch.Tensor | None],
@@ -96,15 +97,12 @@ def run_backward(
     gradients are added to ``targets``, float32 by name.
     """
     addresses = (tensor.data_ptr() for tensor in tensors)
-    arguments: tuple[Any, ...] = (*lora.arguments(), *addresses, _addresses(targets))
-    if isinstance(saved, _kernels.Job):
-        assert stream is not None
-        alive = owner, tensors, lora, targets
-        queued.queue(stream, kernels.queue_backward, (saved, last, *arguments), alive)
+    arguments: tuple[Any, ...] = (saved, last, *lora.arguments(), *addresses, _addresses(targets))
+    if stream is not None:
+        queued.queue(stream, kernels.backward, arguments, (owner, tensors, lora, targets))
         return
-    assert saved is not None
     with counted():
-        kernels.backward(saved, *arguments)
+        kernels.backward(*AT_ONCE, *arguments)
 
 
 def _addresses(tensors: Mapping[str, torch.Tensor | None]) -> list[int]:
@@ -130,6 +128,8 @@ class ExpertCall:
     replayed: torch.Tensor | None = None
     """The output [T, H] of this call, on the host, where a checkpointed layer runs a second time."""
     saved: Saved = None
+    queued: bool = False
+    """Whether the forward was queued in a GPU's stream, as its backward is then."""
     host: tuple[torch.Tensor, ...] = ()
     """Host copies of hidden [T, H] and topk_weights [T, K] that came from a GPU."""
 
@@ -155,6 +155,7 @@ class ExpertFunction(torch.autograd.Function):
             ahead = call.ahead and crosses and call.keep != _kernels.Keep.nothing
             host, ids, weights = crossing.to_host(hidden, topk_ids, topk_weights, wait=not ahead)
             out = crossing.host_empty(hidden, crosses)
+            call.queued = ahead
             stream = torch.cuda.current_stream(hidden.device) if ahead else None
             call.saved = run_forward(
                 call.layer, stream, (host, ids, weights), out, used, call.keep, call
@@ -178,9 +179,7 @@ class ExpertFunction(torch.autograd.Function):
         assert call.saved is not None  # autograd refuses a second backward above
         hidden, topk_weights, *lora = (*call.host, *kept)
         hidden, topk_weights = hidden.contiguous(), topk_weights.contiguous()
-        (d_out,) = crossing.to_host(
-            d_out.to(torch.bfloat16), wait=not isinstance(call.saved, _kernels.Job)
-        )
+        (d_out,) = crossing.to_host(d_out.to(torch.bfloat16), wait=not call.queued)
         crosses = ctx.device.type != "cpu"
         d_hidden = crossing.host_empty(hidden, crosses)
         d_weights = crossing.host_empty(topk_weights, crosses)
@@ -196,12 +195,11 @@ class ExpertFunction(torch.autograd.Function):
             returned.append(float_zeros(parameter.shape) if fresh else None)
             targets[name] = parameter.grad if straight else returned[-1]
         last = not compat.graph_is_kept()
-        stream = torch.cuda.current_stream(ctx.device) if crosses else None
+        stream = torch.cuda.current_stream(ctx.device) if call.queued else None
         tensors = hidden, d_out, d_hidden, d_weights
         used = call.used.of(lora)
         run_backward(call.layer, stream, call.saved, tensors, used, targets, last, call)
-        if isinstance(call.saved, _kernels.Job):
-            assert stream is not None
+        if stream is not None:
             if any(gradient is not None for gradient in returned):
                 queued.finish(stream)  # autograd adds these up at once
             else:
@@ -219,23 +217,31 @@ def kernels_of(weights: Sequence[ExpertWeights], isa: str, threads: int | None) 
     Raises ``UsageError`` where they can't start.
     """
     gate, _, down = weights
-    biases = [None if each.bias is None else each.bias.float().contiguous() for each in weights]
+    biases = [_padded(each.bias) for each in weights]
     own = gate.gating
     try:
         return _kernels.Layer(
             down.rows,
             gate.rows,
-            gate.storage,
+            getattr(_kernels.Storage, gate.storage),
             [each.for_kernels(bias) for each, bias in zip(weights, biases, strict=True)],
             gate.scale_is_bf16,
-            gate.row_group,
-            gate.column_group,
+            gate.row_group.bit_length() - 1,
+            gate.column_group.bit_length() - 1,
             None if own == SILU else (own.limit, own.alpha, own.offset),
-            isa,
-            threads or 0,
+            choose_isa(isa),
+            places(choose_threads(threads or 0)),
         )
     except ValueError as error:
         raise UsageError(f"the expert kernels can't start: {error}.") from error
+
+
+def _padded(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """[E, rows] as float32, contiguous, with zeros behind the rows to a multiple of a tile's."""
+    if bias is None:
+        return None
+    room = -bias.shape[1] % _kernels.DOUBLE
+    return torch.nn.functional.pad(bias.float(), (0, room)).contiguous()
 
 
 _seconds = 0.0

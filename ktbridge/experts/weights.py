@@ -193,7 +193,7 @@ class ExpertWeights:
     def for_kernels(self, bias: torch.Tensor | None = None) -> _kernels.Weights:
         """Addresses and strides. The caller keeps this object alive while they are used.
 
-        ``bias`` is its bias as contiguous float32, which the kernels copy.
+        ``bias`` is its bias as contiguous float32, padded to whole tiles, which the kernels copy.
         """
         weight = _matrix(self.weight)
         return _kernels.Weights(
@@ -215,9 +215,9 @@ class ExpertWeights:
             return found
         dims = (1, 2) if self.storage == "int8" else (2,)
         found += _stack_problems("scale", self.scale, _SCALE_DTYPES[self.storage], dims)
-        group = self.column_group
-        if group < 32 or group & (group - 1):
-            found.append(f"group_size is {group} (expected a power of two from 32)")
+        for group, least in ((self.row_group, 1), (self.column_group, 32)):
+            if group < least or group & (group - 1):
+                found.append(f"group_size is {group} (expected a power of two from {least})")
         if found or self.scale is None:
             return found
         if len(self.scale) != self.count:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, dataclass
 
 from ktbridge.adapter.engines import ENGINE, REPLAY_HOLE, SERVER_HOLES, contract_for, install_engine
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.gpu.probe import GpuFacts
 from ktbridge.install import reinstall_hint
 from ktbridge.machine import Machine, read_machine
@@ -88,9 +88,12 @@ def _kernels(machine: Machine) -> Check:
         found = f"the CPU has AMX, but it isn't used (only {available}): {reason}"
         step = "use Linux 5.16 or newer, and a container runtime that allows arch_prctl"
         return Check("kernels", "problem", found, step)
+    # Here, because it needs what may not import.
+    from ktbridge.experts.kernel_choice import choose_isa
+
     try:
-        return Check("kernels", "ok", f"{kernels.isa_default()} (of {available})")
-    except ValueError as error:
+        return Check("kernels", "ok", f"{choose_isa()} (of {available})")
+    except UsageError as error:
         found = f"KTBRIDGE_ISA={os.environ.get('KTBRIDGE_ISA')}: {error}"
         step = f"unset KTBRIDGE_ISA, or set it to one of {available}"
         return Check("kernels", "problem", found, step)

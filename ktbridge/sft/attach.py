@@ -9,9 +9,9 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktbridge import _kernels
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
+from ktbridge.experts.kernel_choice import choose_threads
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.load_adapter import copy_nonexpert
 from ktbridge.experts.modules import experts_modules
@@ -103,7 +103,7 @@ def threads_beside_python(device: torch.device) -> int:
 
     With attention on a GPU, Python queues its work while the kernels run, and needs a CPU of its own.
     """
-    threads = _kernels.threads_default()
+    threads = choose_threads()
     spare = device.type == "cuda" and threads >= 4 and "KTBRIDGE_THREADS" not in os.environ
     return threads - 1 if spare else 0
 

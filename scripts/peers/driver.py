@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ktbridge.machine import read_machine
+from ktbridge.machine import read_machine, usable_cpus
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
@@ -285,7 +285,7 @@ def compete(
 
 def new_run(**settings: object) -> Record:
     """The document that --json writes, before anything was measured."""
-    cpus, cores = usable_cpus()
+    cpus, cores = cores_first()
     machine = {
         "cpu": read_machine().cpu or "unknown CPU",
         "cores": cores,
@@ -307,15 +307,12 @@ def write_run(run: Record, path: Path | None) -> None:
         path.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def usable_cpus() -> tuple[list[int], int]:
+def cores_first() -> tuple[list[int], int]:
     """CPUs this process may use, one of each physical core first; how many of them those are."""
-    first, rest, seen = [], [], set()
-    for cpu in sorted(os.sched_getaffinity(0)):
-        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings = topology.read_text() if topology.exists() else str(cpu)
-        (rest if siblings in seen else first).append(cpu)
-        seen.add(siblings)
-    return first + rest, len(first)
+    cpus = usable_cpus()
+    first = {cpu.core: cpu.id for cpu in reversed(cpus)}
+    rest = [cpu.id for cpu in cpus if cpu.id != first[cpu.core]]
+    return sorted(first.values()) + rest, len(first)
 
 
 def threads_outside(worker: Worker) -> list[str]:

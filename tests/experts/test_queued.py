@@ -77,7 +77,7 @@ def forward(stream, layer, ids=None, out=None):
         *(tensor.data_ptr() for tensor in (*tensors, out)), _kernels.Keep.retain, (0, 0, 0),
     )  # fmt: skip
     watched = weakref.ref(kept)
-    queued.queue(stream, layer._layer.queue_forward, arguments, (tensors, out, layer, kept))
+    queued.queue(stream, layer._layer.forward, arguments, (tensors, out, layer, kept))
     return out, watched
 
 
@@ -151,10 +151,10 @@ def test_a_failed_forward_leaves_zeros_and_no_garbage(layer):
         *(each.data_ptr() for each in (*inputs, out)),
     )
     kept = _kernels.Keep.retain, (0, 0, 0)
-    job = queued.queue(stream, layer._layer.queue_forward, (*arguments, *kept), inputs)
+    job = queued.queue(stream, layer._layer.forward, (*arguments, *kept), inputs)
     addresses = [each.data_ptr() for each in (hidden, hidden, d_hidden, d_weights)]
     behind = (job, True, [0] * 6, 0, 0.0, *addresses, [0] * 6)
-    queued.queue(stream, layer._layer.queue_backward, behind, (d_hidden, d_weights))
+    queued.queue(stream, layer._layer.backward, behind, (d_hidden, d_weights))
     stream.gate.set()
     with pytest.raises(IndexError, match="holds 9 but"):
         queued.finish(stream)
@@ -200,7 +200,7 @@ def test_backward_waits_again_after_one_that_raised_half_way(layer):
 def test_a_call_that_is_refused_keeps_nothing(layer):
     stream = Stream()
     with pytest.raises(TypeError):
-        queued.queue(stream, layer._layer.queue_forward, ("no", "pass"), Kept())
+        queued.queue(stream, layer._layer.forward, ("no", "pass"), Kept())
     assert not queued._queued[stream]
 
 

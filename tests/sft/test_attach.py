@@ -16,7 +16,6 @@ from peft.tuners.lora import LoraLayer
 from tinymoe import tiny_model
 from transformers import AutoModelForCausalLM
 
-from ktbridge import _kernels
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.experts.loading import load_mapped
@@ -30,7 +29,7 @@ from ktbridge.experts.nonexpert_lora import (
 from ktbridge.experts.raw_adapter import nonexpert_tensors
 from ktbridge.experts.tensors import to_torch
 from ktbridge.model import family_of
-from ktbridge.sft import expert_layers, save_raw_adapter, set_expert_lora, wrap_experts
+from ktbridge.sft import attach, expert_layers, save_raw_adapter, set_expert_lora, wrap_experts
 from ktbridge.sft.attach import attach_lora, attention_device, threads_beside_python
 from ktbridge.sft.config import TrainConfig, parse_config
 
@@ -272,7 +271,7 @@ def test_a_cpu_for_python_is_spared_where_any_part_is_elsewhere(
     assert attention_device(torch.nn.Sequential(*parts)).type == "meta"
     assert attention_device(torch.nn.Sequential(parts[0])).type == "cpu"
     monkeypatch.delenv("KTBRIDGE_THREADS", raising=False)
-    monkeypatch.setattr(_kernels, "threads_default", lambda: 8)
+    monkeypatch.setattr(attach, "choose_threads", lambda: 8)
     devices = torch.device("cuda"), torch.device("cpu")
     assert [threads_beside_python(device) for device in devices] == [7, 0]
 

@@ -22,11 +22,11 @@ from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 
-from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing
 from ktbridge.experts.backends.kt_call import KtCall, KtFunction, KtLayer
 from ktbridge.experts.experts_layer import ExpertsLayer, check_inputs, lora_shapes
+from ktbridge.experts.kernel_choice import choose_threads
 from ktbridge.experts.weights import PROJECTIONS, SILU, ExpertWeights, Stack, checked_layer
 
 VERSION = "0.7.2"
@@ -195,7 +195,7 @@ class KtKernelExperts(ExpertsLayer):
             inner=inner,
             rank=lora_rank,
             alpha=lora_alpha,
-            threads=threads or _kernels.threads_default(),
+            threads=choose_threads(threads or 0),
             threadpool_count=threadpool_count,
             max_tokens=max_tokens,
             storage=weights[0].storage,

@@ -173,8 +173,7 @@ def saved_bytes(
     Where they aren't given, those of a router that spreads tokens at random. "retain" keeps g and u,
     both activations keep the three thin products.
     """
-    load = _load(size, strips, doubles)
-    return _kernels.saved_memory(size.hidden, size.inner, size.rank, load, _keep(retain))
+    return _memory(size, retain, strips, doubles).saved
 
 
 def host_bytes(size: Pass, retain: bool, threads: int) -> int:
@@ -182,9 +181,7 @@ def host_bytes(size: Pass, retain: bool, threads: int) -> int:
 
     A forward needs less: h and y.
     """
-    load = _load(size)
-    taken = _kernels.backward_memory(size.hidden, size.inner, size.rank, load, _keep(retain))
-    return taken + threads * _WORKSPACE
+    return _memory(size, retain).backward + threads * _WORKSPACE
 
 
 def blocks(size: Pass, width: int) -> float:
@@ -203,11 +200,11 @@ def blocks(size: Pass, width: int) -> float:
     return size.experts * expected
 
 
-def _load(size: Pass, strips: float | None = None, doubles: float | None = None) -> _kernels.Load:
+def _memory(
+    size: Pass, retain: bool, strips: float | None = None, doubles: float | None = None
+) -> _kernels.Memory:
     strips = blocks(size, _kernels.STRIP) if strips is None else strips
     doubles = blocks(size, _kernels.DOUBLE) if doubles is None else doubles
-    return _kernels.Load(size.slots, round(strips), round(doubles))
-
-
-def _keep(retain: bool) -> _kernels.Keep:
-    return _kernels.Keep.retain if retain else _kernels.Keep.recompute
+    load = _kernels.Load(size.slots, round(strips), round(doubles))
+    keep = _kernels.Keep.retain if retain else _kernels.Keep.recompute
+    return _kernels.pass_memory(size.hidden, size.inner, size.rank, load, keep)

@@ -1,0 +1,67 @@
+"""Which of our kernels run, and on which CPUs: as an argument, the environment or the machine says."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from ktbridge import _kernels
+from ktbridge.errors import UsageError
+from ktbridge.machine import Cpu, cpu_quota, place, usable_cpus
+
+MOST_THREADS = 4096
+
+
+def choose_isa(wish: str = "auto") -> str:
+    """The name of the kernels for ``wish``: "auto" is KTBRIDGE_ISA if set, else the best this CPU can run.
+
+    Raises ``UsageError`` where this CPU can't run them, or there are none of that name.
+    """
+    available = _kernels.isa_available()
+    name = (os.environ.get("KTBRIDGE_ISA") if wish == "auto" else None) or wish
+    if name == "auto":
+        return available[-1]
+    if name in available:
+        return name
+    can = ", ".join(available)
+    if name in _kernels.ISAS:
+        raise UsageError(f"this CPU can't run the {name!r} kernels; it can run: {can}.")
+    raise UsageError(f"there are no {name!r} kernels; this CPU can run: auto, {can}.")
+
+
+def choose_threads(wish: int = 0) -> int:
+    """The number of kernel threads: ``wish``; for 0 KTBRIDGE_THREADS if set, else one a physical core.
+
+    Not above the cgroup's quota then: threads beyond it would be stopped while all the others wait. Raises
+    ``UsageError`` for what is no number of threads.
+    """
+    if not 0 <= wish <= MOST_THREADS:
+        raise UsageError(f"threads must be 0 (automatic) or at most {MOST_THREADS}, not {wish}.")
+    if wish:
+        return wish
+    if text := os.environ.get("KTBRIDGE_THREADS"):
+        if not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS:
+            raise UsageError(
+                f"KTBRIDGE_THREADS must be a number from 1 to {MOST_THREADS}, not {text!r}."
+            )
+        return int(text)
+    cores = len({cpu.core for cpu in _own_cpus()})
+    return max(1, int(min(cores, cpu_quota() or cores)))
+
+
+def places(threads: int) -> tuple[_kernels.Place, ...]:
+    """The places of ``threads`` threads, or one on each usable CPU if they are fewer.
+
+    Threads that wait for each other's CPU would be slower than fewer threads.
+    """
+    return tuple(_kernels.Place(cpu.id, cpu.node) for cpu in place(_own_cpus(), threads))
+
+
+def _own_cpus() -> tuple[Cpu, ...]:
+    return _read_cpus(frozenset(os.sched_getaffinity(os.getpid())))
+
+
+@functools.cache
+def _read_cpus(affinity: frozenset[int]) -> tuple[Cpu, ...]:
+    """By affinity, which may change; reading every CPU's files for every layer would take a while."""
+    return usable_cpus(affinity=affinity)
