@@ -55,7 +55,7 @@ class Backward {
       for (int j = 0; j < block.count; ++j)
         kernels_.tokens_to_left(strip_tokens(routing_, expert, block.begin + j, d_out_, sizes_.hidden),
                                 dy + j * stride);
-      const Strips left{dy, stride, block.count};
+      const Strips left = token_strips(routing_, expert, block, dy, stride);
       Strips thin;
       if (sizes_.rank > 0) thin = thin_inner(expert, block, left, b);
 
@@ -196,13 +196,17 @@ class Backward {
  private:
   // dg and du of one block of tokens: left strips [s dg Bg][dg][du][s du Bu].
   Strips d_strips(int expert, TokenBlock block) const {
-    return {d_.data() + (routing_.first_strip[expert] + block.begin) * d_stride_, d_stride_, block.count};
+    const std::ptrdiff_t strip = routing_.first_strip[expert] + block.begin;
+    return token_strips(routing_, expert, block, d_.data() + strip * d_stride_, d_stride_);
   }
 
   // B as right strips: r is its width, and the reduction runs down its rows.
   Strips pack_factor_b(Projection projection, int rows, int expert) const {
     const std::ptrdiff_t stride = tile_elements(tiles_of(rows));
-    const Strips right{workspace(kFactor, sizes_.rank_strips * stride), stride, sizes_.rank_strips};
+    const Strips right{.data = workspace(kFactor, sizes_.rank_strips * stride),
+                       .stride = stride,
+                       .count = sizes_.rank_strips,
+                       .live = sizes_.rank_live()};
     if (sizes_.rank > 0) kernels_.pack_right(factor_b(lora_, projection, sizes_, expert), rows, 0, right);
     return right;
   }
@@ -215,7 +219,10 @@ class Backward {
     kernels_.blocks_to_left(t, block.count, strips, lora_.scale, nullptr,
                             writable(dy) + tile_elements(sizes_.hidden_tiles), dy.stride);
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
-    const Strips turned{workspace(kThin, strips * stride), stride, strips};
+    const Strips turned{.data = workspace(kThin, strips * stride),
+                        .stride = stride,
+                        .count = strips,
+                        .live = sizes_.rank_live()};
     float* weights = result_blocks(kWeights, block.count);
     for (int i = 0; i < block.count; ++i)
       strip_weights(routing_, expert, block.begin + i, weights + i * kStrip);

@@ -28,6 +28,8 @@ struct Sizes {
         inner_tiles(tiles_of(inner)),
         rank_tiles(tiles_of(rank)),
         rank_strips(strips_of(rank)) {}
+  // Of the last of r's strips.
+  int rank_live() const { return rank - (rank_strips - 1) * kStrip; }
 };
 
 // One thread's memory, by purpose; kept from unit to unit and from pass to pass.
@@ -201,7 +203,8 @@ inline Strips left_rows(const Kernels& kernels, const Matrix& w, int row, int co
   }
   const std::ptrdiff_t stride = tile_elements(tiles_of(w.columns));
   for (int i = 0; i < count; ++i) kernels.pack_left(w, row + i * kStrip, room + i * stride);
-  return {room, stride, count};
+  const int live = std::clamp(w.rows - row - (count - 1) * kStrip, 0, kStrip);
+  return {.data = room, .stride = stride, .count = count, .live = live};
 }
 
 // Right strips that follow rows of weights have a tile of zeros on either side. So rows that begin between
@@ -257,7 +260,7 @@ inline int live_rows(const Routing& routing, int expert, int strip) {
   return std::min(kStrip, routing.rows(expert) - strip * kStrip);
 }
 
-// A block's tokens as right strips.
+// A block's tokens as strips.
 inline Strips token_strips(const Routing& routing, int expert, TokenBlock block, const bf16* data,
                            std::ptrdiff_t stride) {
   Strips strips{data, stride, block.count};
@@ -328,7 +331,10 @@ inline Strips thin_strips(const Buffer<bf16>& thin, const Routing& routing, cons
   const std::ptrdiff_t at =
       (kProjections * static_cast<std::ptrdiff_t>(routing.first_double[expert]) + projection * doubles) *
       sizes.rank_strips;
-  return {thin.data() + tile_elements(at), tile_elements(doubles), sizes.rank_strips};
+  return {.data = thin.data() + tile_elements(at),
+          .stride = tile_elements(doubles),
+          .count = sizes.rank_strips,
+          .live = sizes.rank_live()};
 }
 inline bf16* writable(Strips strips) { return const_cast<bf16*>(strips.data); }
 
