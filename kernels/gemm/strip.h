@@ -35,7 +35,7 @@ struct Strips {
   int count = 0;
   std::ptrdiff_t row = kSteps, tile = kTile;
   bool cold = false;  // left only: not in cache yet, so read ahead
-  int live = kStrip;  // right only: the last strip's columns behind these are zeros
+  int live = kStrip;  // the last strip's rows or columns behind these are zeros
 };
 
 // left x right over `tiles` tiles of the reduction.

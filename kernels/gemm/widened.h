@@ -14,14 +14,13 @@ namespace {
 constexpr int kWideRows = 8, kWideColumns = 3;  // 24 sums, 3 right vectors, a broadcast: 28 of 32 registers
 constexpr int kStretch = 8;                     // tiles: 8 rows x 256 steps x 4 bytes = 8 KB
 
-// left: [kWideRows][kStretch * kSteps] float32; adds to what `result` holds unless it is the first stretch.
+// left: [kWideRows][kStretch * kSteps] float32; adds to what `result` holds.
 template <int kColumns>
 inline void widened_block(const float* left, int tiles, const bf16* right, std::ptrdiff_t right_stride,
-                          float* result, bool first) {
+                          float* result) {
   Lanes sums[kWideRows][kColumns];
   for (int m = 0; m < kWideRows; ++m)
-    for (int n = 0; n < kColumns; ++n)
-      sums[m][n] = first ? every(0.f) : load(result + n * kBlock + m * kStrip);
+    for (int n = 0; n < kColumns; ++n) sums[m][n] = load(result + n * kBlock + m * kStrip);
   for (int k = 0; k < tiles * kSteps; k += 2) {
     Pairs columns[kColumns];
     for (int n = 0; n < kColumns; ++n) columns[n] = load_pairs(right + n * right_stride + k * kStrip);
@@ -41,8 +40,9 @@ inline void widened_block(const float* left, int tiles, const bf16* right, std::
 inline void gemm_widened(const Product* products, int count, float* result, bool add) {
   const int columns = products->right.count, live = products->right.live;
   const int wide_columns = live <= kNarrow ? columns - 1 : columns;
+  if (!add) __builtin_memset(result, 0, sizeof(float) * kBlock * products->left.count * columns);
   if (wide_columns < columns)
-    narrow_strip(products, count, wide_columns, live, result, add,
+    narrow_strip(products, count, wide_columns, live, result,
                  [](Lanes sum, std::uint32_t pair, Pairs weights) {
                    const Pairs token = same(pair);
                    return fma(high(token), high(weights), fma(low(token), low(weights), sum));
@@ -52,11 +52,10 @@ inline void gemm_widened(const Product* products, int count, float* result, bool
   for (int i = 0; i < products->left.count; ++i) {
     for (int first_row = 0; first_row < kStrip; first_row += kWideRows) {
       float* blocks = result + static_cast<std::ptrdiff_t>(i) * columns * kBlock + first_row * kStrip;
-      bool first = !add;
       for (int p = 0; p < count; ++p) {
         const Strips &left = products[p].left, &right = products[p].right;
         const bf16* rows = left.data + i * left.stride + first_row * left.row;
-        for (int tile = 0; tile < products[p].tiles; tile += kStretch, first = false) {
+        for (int tile = 0; tile < products[p].tiles; tile += kStretch) {
           const int tiles = products[p].tiles - tile < kStretch ? products[p].tiles - tile : kStretch;
           for (int m = 0; m < kWideRows; ++m)
             for (int t = 0; t < tiles; ++t) {
@@ -71,18 +70,15 @@ inline void gemm_widened(const Product* products, int count, float* result, bool
             float* block = blocks + static_cast<std::ptrdiff_t>(j) * kBlock;
             const int left_over = wide_columns - j;
             if (left_over >= 3)
-              widened_block<3>(wide, tiles, from, right.stride, block, first);
+              widened_block<3>(wide, tiles, from, right.stride, block);
             else if (left_over == 2)
-              widened_block<2>(wide, tiles, from, right.stride, block, first);
+              widened_block<2>(wide, tiles, from, right.stride, block);
             else
-              widened_block<1>(wide, tiles, from, right.stride, block, first);
+              widened_block<1>(wide, tiles, from, right.stride, block);
             j += left_over >= 3 ? 3 : left_over;
           }
         }
       }
-      if (first)  // nothing to sum
-        for (int j = 0; j < wide_columns; ++j)
-          widened_block<1>(wide, 0, nullptr, 0, blocks + static_cast<std::ptrdiff_t>(j) * kBlock, true);
     }
   }
 }

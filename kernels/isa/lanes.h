@@ -4,6 +4,7 @@
 //   Lanes   16 x float32, or 16 x 32 bits where a function says `bits`
 //   Pairs   16 x (two bfloat16: first in the low half), which is also 32 bfloat16 in a row
 //   Split   a Pairs made ready to be multiplied many times
+//   Eight   the first half of a Lanes, for sums whose other half is zeros: load, store and dot only
 //
 //   load store every + - * fma sum             as their names say; fma(a, b, c) = a b + c
 //   load_first(p, count)                         the first `count` of 16, zeros behind; reads no further
@@ -82,6 +83,7 @@ inline All each(F f) {
 inline Lanes load(const float* p) {
   return each<Lanes>([=](int i) { return reinterpret_cast<const LooseFloats*>(p)[i]; });
 }
+inline void load(const float* p, Lanes& a) { a = load(p); }
 inline Pairs load_pairs(const void* p) {
   return each<Pairs>([=](int i) { return static_cast<const LooseWords*>(p)[i]; });
 }
@@ -228,6 +230,18 @@ inline Split split(Pairs a) { return {low(a), high(a)}; }
 inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
   const Pairs left = same(pair);
   return fma(high(left), right.second, fma(low(left), right.first, sum));
+}
+struct Eight {
+  Floats v[kParts / 2];
+};
+inline void load(const float* p, Eight& a) { __builtin_memcpy(&a, p, sizeof a); }
+inline void store(float* p, Eight a) { __builtin_memcpy(p, &a, sizeof a); }
+inline Eight dot(Eight sum, std::uint32_t pair, Split right) {
+  const Words left = same(pair).v[0];
+  const Floats first = low_of(left), second = high_of(left);
+  for (int i = 0; i < kParts / 2; ++i)
+    sum.v[i] = fused(second, right.second.v[i], fused(first, right.first.v[i], sum.v[i]));
+  return sum;
 }
 inline void transpose(Pairs (&rows)[16]) {
   bf16 values[16][32];

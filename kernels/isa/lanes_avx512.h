@@ -101,6 +101,16 @@ inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
   return {{_mm512_dpbf16_ps(sum.v[0], (__m512bh)bits_of(same(pair)), (__m512bh)bits_of(right))}};
 }
 
+struct Eight {
+  __m256 v;
+};
+inline void load(const float* p, Eight& a) { a.v = _mm256_loadu_ps(p); }
+inline void store(float* p, Eight a) { _mm256_storeu_ps(p, a.v); }
+inline Eight dot(Eight sum, std::uint32_t pair, Split right) {
+  const __m256i left = _mm256_set1_epi32(static_cast<int>(pair));
+  return {_mm256_dpbf16_ps(sum.v, (__m256bh)left, (__m256bh)_mm512_castsi512_si256(bits_of(right)))};
+}
+
 // 16 e4m3 bytes, divided by 256: put into place as halves (float16), whose bias is larger by 8. Their
 // conversion takes subnormals as fast as others, where a product of subnormal float32 takes 150 cycles.
 inline Lanes from_e4m3_by_256(const std::uint8_t* p) {

@@ -49,7 +49,7 @@ class Backward : Pass {
       bf16* dy = workspace(kTokens, block.count * stride);
       for (int j = 0; j < block.count; ++j)
         kernels.tokens_to_left(strip_tokens(expert, block.begin + j, d_out_), dy + j * stride);
-      const Strips left{dy, stride, block.count};
+      const Strips left = token_strips(expert, block, dy, stride);
       Strips thin;
       if (sizes.rank > 0) thin = thin_inner(expert, block, left, b);
 
@@ -183,13 +183,17 @@ class Backward : Pass {
  private:
   // dg and du of one block of tokens: left strips [s dg Bg][dg][du][s du Bu].
   Strips d_strips(int expert, TokenBlock block) const {
-    return {d_.data() + (routing.first_strip[expert] + block.begin) * d_stride_, d_stride_, block.count};
+    const std::ptrdiff_t strip = routing.first_strip[expert] + block.begin;
+    return token_strips(expert, block, d_.data() + strip * d_stride_, d_stride_);
   }
 
   // B as right strips: r is its width, and the reduction runs down its rows.
   Strips pack_factor_b(Projection projection, int rows, int expert) const {
     const std::ptrdiff_t stride = tile_elements(tiles_of(rows));
-    const Strips right{workspace(kFactor, sizes.rank_strips * stride), stride, sizes.rank_strips};
+    const Strips right{.data = workspace(kFactor, sizes.rank_strips * stride),
+                       .stride = stride,
+                       .count = sizes.rank_strips,
+                       .live = sizes.rank_live()};
     if (sizes.rank > 0) kernels.pack_right(factor_b(projection, expert), rows, 0, right);
     return right;
   }
@@ -202,7 +206,10 @@ class Backward : Pass {
     kernels.blocks_to_left(t, block.count, strips, lora.scale, nullptr,
                            writable(dy) + tile_elements(sizes.hidden_tiles), dy.stride);
     const std::ptrdiff_t stride = tile_elements(ceil_div(block.count, 2));
-    const Strips turned{workspace(kThin, strips * stride), stride, strips};
+    const Strips turned{.data = workspace(kThin, strips * stride),
+                        .stride = stride,
+                        .count = strips,
+                        .live = sizes.rank_live()};
     float* weights = result_blocks(kWeights, block.count);
     for (int i = 0; i < block.count; ++i) strip_weights(expert, block.begin + i, weights + i * kStrip);
     transpose_to(t, block, weights, turned);

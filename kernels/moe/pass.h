@@ -28,6 +28,8 @@ struct Sizes {
         inner_tiles(tiles_of(inner)),
         rank_tiles(tiles_of(rank)),
         rank_strips(strips_of(rank)) {}
+  // Of the last of r's strips.
+  int rank_live() const { return rank - (rank_strips - 1) * kStrip; }
 };
 
 // One thread's memory, by purpose; kept from unit to unit and from pass to pass.
@@ -201,7 +203,8 @@ inline Strips left_rows(const Kernels& kernels, const Matrix& w, int row, int co
   }
   const std::ptrdiff_t stride = tile_elements(tiles_of(w.columns));
   for (int i = 0; i < count; ++i) kernels.pack_left(w, row + i * kStrip, room + i * stride);
-  return {room, stride, count};
+  const int live = std::clamp(w.rows - row - (count - 1) * kStrip, 0, kStrip);
+  return {.data = room, .stride = stride, .count = count, .live = live};
 }
 
 // Right strips that follow rows of weights have a tile of zeros on either side. So rows that begin between
@@ -286,7 +289,7 @@ struct Pass {
     return std::min(kStrip, routing.rows(expert) - strip * kStrip);
   }
 
-  // A block's tokens as right strips.
+  // A block's tokens as strips.
   Strips token_strips(int expert, TokenBlock block, const bf16* data, std::ptrdiff_t stride) const {
     Strips strips{data, stride, block.count};
     strips.live = live_rows(expert, block.begin + block.count - 1);
@@ -337,8 +340,10 @@ struct Pass {
   Strips thin_strips(const Buffer<bf16>& thin, Projection projection, int expert) const {
     const std::ptrdiff_t doubles = routing.doubles(expert);
     const std::ptrdiff_t before = kProjections * static_cast<std::ptrdiff_t>(routing.first_double[expert]);
-    return {thin.data() + tile_elements((before + projection * doubles) * sizes.rank_strips),
-            tile_elements(doubles), sizes.rank_strips};
+    return {.data = thin.data() + tile_elements((before + projection * doubles) * sizes.rank_strips),
+            .stride = tile_elements(doubles),
+            .count = sizes.rank_strips,
+            .live = sizes.rank_live()};
   }
 
   // out[t] = the sum of its slots' rows, which are slot_stride apart, for one unit of kTokensAtOnce tokens.

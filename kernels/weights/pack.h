@@ -11,6 +11,9 @@ namespace {
 // A panel of columns touches a new page with every row, where hardware doesn't read ahead; so we do, into
 // L2 and not L1, because rows a power of two apart share the same few sets of L1.
 constexpr int kRowsAhead = 48;
+// Sixteen rows at a time are more streams than hardware follows closely. Further ahead they would push each
+// other out of L1 (docs/kernel-log.md, entry 43).
+constexpr int kBytesAhead = 256;
 
 // Matrices come by value here: stores of vectors may alias anything, so fields of a reference would be
 // loaded again after each.
@@ -18,8 +21,13 @@ template <Storage kStorage>
 inline void rows_to_left(const Matrix w, int row, bf16* strip) {
   const int live = w.rows - row < kStrip ? w.rows - row : kStrip;
   const int whole_columns = w.columns / kSteps * kSteps;
-  for (int column = 0; column < whole_columns; column += kSteps, strip += kTile)
+  for (int column = 0; column < whole_columns; column += kSteps, strip += kTile) {
+    const std::ptrdiff_t at = stored_bytes(kStorage, column);
+    const char* ahead = static_cast<const char*>(w.data) + row * w.stride + at + kBytesAhead;
+    for (int r = 0; r < live && at % 64 == 0; ++r)  // a hint only, so it may point past the end
+      __builtin_prefetch(ahead + r * w.stride);
     for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode<kStorage>(w, row + r, column));
+  }
   if (whole_columns < w.columns)
     for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode_end<kStorage>(w, row + r, whole_columns));
 }
