@@ -36,6 +36,7 @@ from ktbridge.eval.results.cards import Json
 from ktbridge.eval.sources import read_source
 from ktbridge.eval.text import is_json
 from ktbridge.hosts import is_loopback_url
+from ktbridge.yamlfile import load_yaml
 
 __all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]
 
@@ -226,11 +227,8 @@ def _merged(file: str, same: list[Problem]) -> Problem:
 
 def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> object:
     try:
-        value = yaml.safe_load(files[name].decode("utf-8"))
-        # A lone surrogate ("\ud83d") can be written in YAML, but neither sent nor stored.
-        json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
-        return value
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        return load_yaml(files[name].decode("utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         found = " ".join(str(error).split())
         problems.append(problem("KTB810", name, found, "YAML in UTF-8", f"edit {name}"))
         return {}

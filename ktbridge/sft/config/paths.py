@@ -23,6 +23,7 @@ from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, NOT_THERE, 
 from ktbridge.sft.config.kt_schema import STORAGE_BACKENDS
 from ktbridge.sft.config.schema import TrainConfig
 from ktbridge.sft.config.values import Values, one_of
+from ktbridge.yamlfile import load_yaml
 
 RULE_KEY = "kt_optimize_rule"
 _EXPERTS = "a safetensors checkpoint with the experts"
@@ -285,7 +286,7 @@ def read_rules(
     rule; rules that are ignored become one note.
     """
     try:
-        rules = yaml.safe_load(path.read_text(encoding="utf-8"))
+        rules = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         findings.error(
             RULE_KEY,

@@ -19,7 +19,7 @@ from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.schema import TrainConfig
 from ktbridge.sft.config.values import Parser, Values, options
 from ktbridge.sft.launch import launch_problems
-from ktbridge.yamlfile import read_yaml, shown
+from ktbridge.yamlfile import load_yaml, read_yaml, shown
 
 _REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
 """Stand-ins for keys that have no default, so that what is given can be checked without them."""
@@ -122,7 +122,7 @@ def _unquoted(value: object, parse: Parser) -> str:
     if not isinstance(value, str):
         return ""
     try:
-        parse(yaml.safe_load(value))
+        parse(load_yaml(value))
     except (ValueError, yaml.YAMLError):
         return ""
     return f"Write {value.strip()} without quotes."
@@ -143,7 +143,7 @@ def _override(values: dict[object, Any], text: str) -> None:
     if not sign or not key:
         raise UsageError(f"{text!r} is not an override.", "Write key=value, as in lora_rank=16.")
     try:
-        parsed = yaml.safe_load(value)
+        parsed = load_yaml(value)
     except yaml.YAMLError as error:
         raise UsageError(f"{text!r}: the value is not valid YAML.") from error
     block, dot, inner = key.partition(".")
