@@ -6,8 +6,8 @@
 
 The targets are those of tests/fuzz/targets.py, one process after another. With atheris
 (``pip install atheris``) coverage guides the damage; without it, or with ``--engine random``, the damage
-is of the same kinds, at random. A finding is anything but success or one KtbridgeError in one sentence, within
-five seconds and 300 MB: it is printed, its input is kept in the corpus, and the exit code is 1.
+is of the same kinds, at random. A finding is anything but success or one KtbridgeError in one sentence,
+within five seconds and 300 MB: it is printed, its input is kept in the corpus, and the exit code is 1.
 """
 
 from __future__ import annotations

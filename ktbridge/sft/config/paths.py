@@ -268,7 +268,7 @@ def check_output_dir(config: TrainConfig) -> None:
 
 def check_writable(output: Path) -> None:
     """Create an empty directory where ``output`` would be, and remove it. Raises UsageError."""
-    parent = next(path for path in output.absolute().parents if path.exists())
+    parent = next((path for path in output.absolute().parents if path.exists()), Path("/"))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=f".{output.name}.", dir=parent))
     except OSError as error:
