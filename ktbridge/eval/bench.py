@@ -34,6 +34,7 @@ from ktbridge.eval.bench_checks import (
 from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
 from ktbridge.eval.results.cards import Json
 from ktbridge.eval.sources import read_source
+from ktbridge.eval.store import read_stored
 from ktbridge.eval.text import is_json
 from ktbridge.hosts import is_loopback_url
 from ktbridge.yamlfile import load_yaml
@@ -237,7 +238,7 @@ def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> obj
 def read_snapshot(folder: Path) -> Bench:
     """The bench's snapshot in a run, so that a report needs nothing but the run's directory."""
     try:
-        return parse_bench({name: (folder / name).read_bytes() for name in FILES})
+        return parse_bench({name: read_stored(folder / name) for name in FILES})
     except FileNotFoundError as error:
         raise KtbridgeError(
             f"the run has no {Path(error.filename).name!r} in {str(folder)!r}.",
