@@ -118,6 +118,7 @@ def run_atheris(session_of: Callable[[], Session], folder: Path, flags: list[str
                         and "ScikitBuild" not in type(hook).__name__]  # fmt: skip
     with atheris.instrument_imports(include=["ktbridge", "yaml", "gguf"]):
         session = session_of()
+    session.corpus.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(session.target.seeds):
         (session.corpus / f"seed-{number}").write_bytes(data)
 
@@ -152,10 +153,10 @@ def fuzz(name: str, options: argparse.Namespace, seconds: float) -> int:
         flags = options.flags
         if not flags:
             corpus.mkdir(parents=True, exist_ok=True)
-            flags = [f"-seed={options.seed + 1}", f"-max_len={LONGEST}", str(corpus)]
+            flags = [sys.argv[0], f"-seed={options.seed + 1}", f"-max_len={LONGEST}", str(corpus)]
             flags += [str(kept)] if kept.is_dir() else []
         common = ["-verbosity=0", "-timeout=0", "-rss_limit_mb=4096"]
-        return run_atheris(session_of, Path(folder), [sys.argv[0], *common, *flags])
+        return run_atheris(session_of, Path(folder), [flags[0], *common, *flags[1:]])
 
 
 def merge(name: str, grown: Path) -> int:
@@ -165,13 +166,12 @@ def merge(name: str, grown: Path) -> int:
     for path in grown.glob("found-*"):
         shutil.copy(path, kept / path.name)
     with tempfile.TemporaryDirectory() as folder:
-        again = Path(
-            folder, "fuzz"
-        )  # libFuzzer merges in processes of its own, which it starts by argv[0]
+        # libFuzzer merges in processes of its own, which it starts by argv[0].
+        again = Path(folder, "fuzz")
         own = shlex.join(
             [sys.executable, __file__, "--engine", "atheris", "--target", name, "--seconds", "1e9"]
         )
-        again.write_text(f'#!/bin/sh\nexec {own} --libfuzzer "$@"\n')
+        again.write_text(f'#!/bin/sh\nexec {own} --libfuzzer "$0" "$@"\n')
         again.chmod(0o755)
         return subprocess.run([again, "-merge=1", f"-max_len={LONGEST}", kept, grown]).returncode
 
