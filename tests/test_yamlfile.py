@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ktbridge.errors import UsageError
+from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.bench import load_bench
+from ktbridge.predict.inference import load_inference
 from ktbridge.sft.config import load_config
 from ktbridge.yamlfile import load_yaml, read_yaml
 
@@ -92,3 +93,15 @@ def test_only_yaml_errors_are_raised() -> None:
     for text in UNFIT.values():
         with pytest.raises(yaml.YAMLError):
             load_yaml(text)
+
+
+@pytest.mark.parametrize("name", ["~nobodyatall/x", "~!!x", "x" * 5000])
+def test_names_that_no_file_can_have(tmp_path: Path, name: str) -> None:
+    """Tracebacks before: a home that isn't there, a name too long for the file system."""
+    path = tmp_path / "train.yaml"
+    path.write_text(f"model_name_or_path: {name}\ndataset: d\noutput_dir: o\n")
+    with pytest.raises(KtbridgeError):
+        load_config(path)
+    path.write_text(f"model_name_or_path: base\nadapter_name_or_path: {name}\n")
+    with pytest.raises(KtbridgeError):
+        load_inference(path)

@@ -72,7 +72,10 @@ def parse_config(
     main = parse_keys(TrainConfig, outside, OUTSIDE, "", findings, unneeded)
     kt = parse_keys(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
     if root is not None:
-        paths.resolve(main, kt, root, findings)
+        try:
+            paths.resolve(main, kt, root, findings)
+        except OSError as error:  # a name that is too long, a directory that may not be looked into
+            findings.error(f"{error.filename!s:.80}", f"{error.strerror}", "a path")
         findings.errors += launch_problems()
     config = TrainConfig(**{**_REQUIRED, **main}, kt_config=KtConfig(**kt))
     if config.do_predict and outside.get("eval_dataset") is None:
