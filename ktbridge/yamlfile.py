@@ -1,7 +1,9 @@
-"""YAML files of keys that people write: strict about keys that stand twice, errors with line and remedy."""
+"""YAML that people write: of bounded size, a key stands once, errors have line and remedy."""
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,64 @@ import yaml
 
 from ktbridge.errors import UsageError
 
+MAX_CHARACTERS = 300_000  # four seconds of reading
+MAX_VALUES = 100_000
+"""With every alias counted as what it stands for: a kilobyte of aliases can stand for terabytes."""
+
+
+def load_yaml(text: str, *, unique: bool = False) -> Any:
+    """The plain values in a YAML document; ``unique`` refuses a key that stands twice in a mapping.
+
+    Raises ``yaml.YAMLError``, and nothing else, for what isn't YAML, is nested too deeply, holds itself, is
+    too large, or has a tag that its text doesn't fit.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise _Unfit(f"it has {len(text)} characters, and at most {MAX_CHARACTERS} are read")
+    loader: yaml.SafeLoader | None = None
+    try:
+        loader = (_Strict if unique else yaml.SafeLoader)(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if (count := _values(node, {})) == math.inf:
+            raise _Unfit("an alias stands inside what it stands for")
+        if count > MAX_VALUES:
+            raise _Unfit(f"it holds more than {MAX_VALUES} values, with what its aliases stand for")
+        values = loader.construct_document(node)
+        # A lone surrogate ("\ud83d") can be written in YAML, but not be printed, sent or stored.
+        json.dumps(values, ensure_ascii=False, skipkeys=True, default=str).encode()
+        return values
+    except RecursionError:
+        raise _Unfit("it is nested too deeply") from None
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        # What PyYAML's constructors of numbers, dates and tags raise for a text that is none.
+        raise _Unfit(f"a value is not what it looks like or is tagged as ({error})") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _values(node: yaml.Node, seen: dict[int, float]) -> float:
+    """How many values a node holds, with what its aliases stand for; infinity where it holds itself."""
+    if id(node) not in seen:
+        seen[id(node)] = math.inf
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        seen[id(node)] = 1 + sum(_values(part, seen) for part in parts)
+    return seen[id(node)]
+
 
 def read_yaml(path: Path) -> dict[Any, Any]:
     """The keys and values in a file. Raises ``UsageError`` naming the line where it isn't YAML."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        if not path.is_file():  # a pipe would block forever
+            raise UsageError(f"{path} is not a file.")
+        if path.stat().st_size > 4 * MAX_CHARACTERS:
+            raise UsageError(f"{path} is larger than any configuration.", "Name another file.")
+        values = load_yaml(path.read_text(encoding="utf-8"), unique=True)
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text.", "Save it as UTF-8.") from error
     except OSError as error:
@@ -54,7 +109,14 @@ def _yaml_fix(message: str) -> str:
     return next((step for words, step in steps.items() if words in message), "")
 
 
-class _Loader(yaml.SafeLoader):
+class _Unfit(yaml.MarkedYAMLError):
+    """YAML that isn't read, for a reason of ours; ``problem`` is the reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(problem=reason)
+
+
+class _Strict(yaml.SafeLoader):
     """YAML, but a duplicate key is an error instead of a silent choice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -1,21 +1,22 @@
-"""Fuzz everything that reads files or requests until time is up; say how much was tried and found.
+"""Fuzz everything that reads files, requests or replies until time is up; say how much was tried and found.
 
-    python scripts/fuzz_readers.py --seconds 300 [--engine auto|atheris|random] [--seed 0] [--corpus D]
-    python scripts/fuzz_readers.py --seconds 300 --what requests
+    python scripts/fuzz_readers.py --seconds 300 [--target NAME …] [--engine auto|atheris|random] [--seed 0]
+    python scripts/fuzz_readers.py --seconds 300 --corpus DIR    # DIR/NAME grows, for the next run
+    python scripts/fuzz_readers.py --merge DIR                   # the best of it goes into tests/fuzz/corpus
 
-Of files two harnesses take turns, those of the suite (tests/fuzz/attacks.py): one safetensors file, read by
-us and by the safetensors library, and a whole adapter with its base model, of which one file is
-damaged. With atheris (``pip install atheris``) coverage guides the damage; without it, or with
-``--engine random``, the same harnesses are fed random numbers. A finding is anything but success or
-one KtbridgeError in one sentence within seconds: it is printed with the seed that repeats it, and
-the exit code is 1.
+The targets are those of tests/fuzz/targets.py, one process after another. With atheris
+(``pip install atheris``) coverage guides the damage; without it, or with ``--engine random``, the damage
+is of the same kinds, at random. A finding is anything but success or one KtbridgeError in one sentence,
+within five seconds and 300 MB: it is printed, its input is kept in the corpus, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,119 +24,103 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+CORPUS = ROOT / "tests" / "fuzz" / "corpus"
+LONGEST = 8192  # bytes of an input
+NAMES = (
+    "tensors",
+    "adapter",
+    "model",
+    "directory",
+    "gguf",
+    "recipe",
+    "bench",
+    "run",
+    "request",
+    "reply",
+)
+"""The targets: importing the table itself before atheris would leave it without coverage."""
 
 
 class Session:
-    """Counts executions and keeps one example of each kind of finding."""
+    """One target: counts executions and keeps one example of each kind of finding."""
 
-    def __init__(self, folder: Path, seconds: float, engine: str) -> None:
-        from fuzz import attacks
+    def __init__(self, name: str, folder: Path, corpus: Path, engine: str, seconds: float) -> None:
+        from fuzz import attacks, targets
 
-        self.attacks = attacks
-        self.victim = attacks.Victim(folder)
-        self.single = folder / "single.safetensors"
-        self.tensor_file = self.victim.files[self.victim.adapter / "adapter_model.safetensors"]
-        self.engine = engine
+        self.name, self.corpus, self.engine = name, corpus, engine
+        self._check, self._late = targets.check, attacks.Late
+        self.target = targets.TARGETS[name](folder / name)
+        for data in self.target.seeds:  # imports take their time: not that of the first input
+            self.target.read(data)
         self.started = time.monotonic()
         self.end = self.started + seconds
         self.outcomes: Counter[str] = Counter()
-        self.findings: dict[str, str] = {}
-
-    def request(self, seed: bytes) -> None:
-        """One execution: a request whose damage ``seed`` repeats."""
-        with self._finding(seed):
-            body = self.attacks.mutate_request(random.Random(seed))
-            self.outcomes[f"request {self.attacks.check_request(body)}"] += 1
+        self.findings: Counter[str] = Counter()
 
     def once(self, data: bytes) -> None:
-        """One execution: ``data`` is raw material for a file, and seeds structured damage."""
-        rng = random.Random(data)
-        choice = data[0] % 4 if data else 0
-        with self._finding(data):
-            if choice == 0:
-                self._count("tensor file, raw: read by", data[1:])
-            elif choice == 1:
-                bad = self.attacks.mutate_tensor_file(self.tensor_file, rng)
-                self._count("tensor file, structured: read by", bad)
-            elif choice == 2 and len(data) > 2:
-                path = list(self.victim.files)[data[1] % len(self.victim.files)]
-                self.outcomes[f"directory, raw {path.name}"] += 1
-                self.victim.try_with(path, data[2:])
-            else:
-                self.outcomes[f"directory, structured {self.victim.attack(rng)}"] += 1
-
-    @contextmanager
-    def _finding(self, data: bytes) -> Iterator[None]:
         try:
-            yield
-        except (Exception, self.attacks.Late) as error:
+            self.outcomes[self._check(self.target, data)] += 1
+        except (Exception, self._late) as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             name = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
-            if name not in self.findings:
-                self.findings[name] = f"{error!s:.300}\n    input: {data[:200].hex()}"
-                print(f"finding: {name}\n    {self.findings[name]}", file=sys.stderr, flush=True)
-
-    def _count(self, kind: str, data: bytes) -> None:
-        taken = self.attacks.check_tensor_file(self.single, data)
-        self.outcomes[f"{kind} {taken}"] += 1
+            self.findings[name] += 1
+            if self.findings[name] == 1:
+                self.corpus.mkdir(parents=True, exist_ok=True)
+                kept = self.corpus / f"found-{hashlib.sha1(data).hexdigest()[:12]}"
+                kept.write_bytes(data)
+                print(
+                    f"finding: {self.name}: {name}\n    {error!s:.300}\n    input: {kept}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def report(self) -> int:
         seconds = time.monotonic() - self.started
-        total = sum(self.outcomes.values()) + len(self.findings)
+        total = sum(self.outcomes.values()) + sum(self.findings.values())
         for name, count in sorted(self.outcomes.items()):
             print(f"{count:12,}  {name}")
         print(
-            f"{self.engine}: {total:,} executions in {seconds:.0f} s, {total / seconds:,.0f} a second, "
-            f"{len(self.findings)} findings",
+            f"{self.name}: {self.engine}: {total:,} executions in {seconds:.0f} s, "
+            f"{total / seconds:,.0f} a second, {len(self.findings)} findings",
             flush=True,
         )
         return 1 if self.findings else 0
 
 
-def seeds(session: Session) -> list[bytes]:
-    """A small corpus, made here: each file of the victim behind the bytes that choose it."""
-    files = list(session.victim.files.items())
-    corpus = [bytes([2, number]) + data for number, (_, data) in enumerate(files)]
-    corpus += [b"\0" + data for path, data in files if path.suffix == ".safetensors"]
-    return [*corpus, *(bytes([choice, 0]) for choice in range(4))]
+def known(*places: Path) -> list[bytes]:
+    """The inputs that are kept in ``places``."""
+    files = [path for place in places if place.is_dir() for path in sorted(place.iterdir())]
+    return [path.read_bytes() for path in files if path.is_file()]
 
 
-def run_random(session: Session, seed: int) -> int:
+def run_random(session: Session, seed: int, kept: Path) -> int:
     rng = random.Random(seed)
-    corpus = seeds(session)
+    corpus = [*session.target.seeds, *known(kept, session.corpus)]
     while time.monotonic() < session.end:
-        data = session.attacks.mutate_bytes(rng.choice(corpus), rng)
-        session.once(data if rng.random() < 0.5 else bytes([rng.randrange(4)]) + rng.randbytes(12))
+        with suppress(Exception):  # what is damaged already may be no document any more
+            session.once(session.target.mutate(rng.choice(corpus), rng)[:LONGEST])
     return session.report()
 
 
-def run_requests(session: Session, seed: int) -> int:
-    """Bodies of requests, as the embedded server reads them. pydantic's core can't be instrumented."""
-    rng = random.Random(seed)
-    while time.monotonic() < session.end:
-        session.request(rng.randbytes(8))
-    return session.report()
-
-
-def run_atheris(folder: Path, seconds: float, seed: int, corpus: Path) -> int:
+def run_atheris(session_of: Callable[[], Session], folder: Path, flags: list[str]) -> int:
     """Coverage-guided, in this process. libFuzzer ends a process its own way, so we do it first."""
     import atheris
 
     # An editable install's import hook hands out uninstrumented code, and then nothing is guided.
     sys.meta_path[:] = [hook for hook in sys.meta_path if "Editable" not in repr(hook)
                         and "ScikitBuild" not in type(hook).__name__]  # fmt: skip
-    sys.path.insert(0, str(ROOT))
-    with atheris.instrument_imports(include=["ktbridge.model", "ktbridge.adapter"]):
-        session = Session(folder, seconds, "atheris")
-    corpus.mkdir(parents=True, exist_ok=True)
-    for number, data in enumerate(seeds(session)):
-        (corpus / f"seed-{number}").write_bytes(data)
+    with atheris.instrument_imports(include=["ktbridge", "yaml", "gguf"]):
+        session = session_of()
+    session.corpus.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(session.target.seeds):
+        (session.corpus / f"seed-{number}").write_bytes(data)
 
     def once(data: bytes) -> None:
         session.once(data)
@@ -144,41 +129,84 @@ def run_atheris(folder: Path, seconds: float, seed: int, corpus: Path) -> int:
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(code)
 
-    options = [
-        f"-seed={seed + 1}",
-        "-max_len=4096",
-        "-verbosity=0",
-        "-timeout=0",
-        "-rss_limit_mb=2048",
-    ]
-    atheris.Setup([sys.argv[0], *options, str(corpus)], once)
+    def mutate(data: bytes, most: int, seed: int) -> bytes:
+        """Half by format, half as libFuzzer does, which knows what was compared with what."""
+        rng = random.Random(seed)
+        if rng.random() < 0.5:
+            with suppress(Exception):  # what is damaged already may be no document any more
+                return session.target.mutate(data, rng)[:most]
+        return bytes(atheris.Mutate(data, most))
+
+    atheris.Setup(flags, once, custom_mutator=mutate)
     atheris.Fuzz()
     return 1
 
 
+def fuzz(name: str, options: argparse.Namespace, seconds: float) -> int:
+    """One target in this process. ``options.flags``: libFuzzer's, of a merge's own processes."""
+    place = "/dev/shm" if Path("/dev/shm").is_dir() else None  # millions of small files are written
+    with tempfile.TemporaryDirectory(prefix="ktbridge-fuzz-", dir=place) as folder:
+        corpus, kept = (options.corpus or Path(folder, "corpus")) / name, CORPUS / name
+        session_of = partial(Session, name, Path(folder), corpus, options.engine, seconds)
+        if options.engine == "random":
+            return run_random(session_of(), options.seed, kept)
+        flags = options.flags
+        if not flags:
+            corpus.mkdir(parents=True, exist_ok=True)
+            flags = [sys.argv[0], f"-seed={options.seed + 1}", f"-max_len={LONGEST}", str(corpus)]
+            flags += [str(kept)] if kept.is_dir() else []
+        common = ["-verbosity=0", "-timeout=0", "-rss_limit_mb=4096"]
+        return run_atheris(session_of, Path(folder), [flags[0], *common, *flags[1:]])
+
+
+def merge(name: str, grown: Path) -> int:
+    """Add to the kept corpus the inputs in ``grown`` that reach what none of it reaches, and all findings."""
+    kept = CORPUS / name
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in grown.glob("found-*"):
+        shutil.copy(path, kept / path.name)
+    with tempfile.TemporaryDirectory() as folder:
+        # libFuzzer merges in processes of its own, which it starts by argv[0].
+        again = Path(folder, "fuzz")
+        own = shlex.join(
+            [sys.executable, __file__, "--engine", "atheris", "--target", name, "--seconds", "1e9"]
+        )
+        again.write_text(f'#!/bin/sh\nexec {own} --libfuzzer "$0" "$@"\n')
+        again.chmod(0o755)
+        return subprocess.run([again, "-merge=1", f"-max_len={LONGEST}", kept, grown]).returncode
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=60, help="of each target")
+    parser.add_argument(
+        "--target", action="append", metavar="NAME", help="leave it out for all of them"
+    )
     parser.add_argument("--engine", choices=("auto", "atheris", "random"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--what", choices=("files", "requests"), default="files")
-    parser.add_argument("--corpus", type=Path, help="keep atheris's corpus there, for the next run")
+    parser.add_argument("--corpus", type=Path, help="keep what was reached there, for the next run")
+    parser.add_argument(
+        "--merge", type=Path, metavar="DIR", help="add the best of --corpus DIR to the tests' own"
+    )
+    parser.add_argument(
+        "--libfuzzer", dest="flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
-    engine = "random" if options.what == "requests" else options.engine
-    if engine == "auto":
+    names = options.target or NAMES
+    if options.merge:
+        return max(
+            merge(name, options.merge / name) for name in names if (options.merge / name).is_dir()
+        )
+    if options.engine == "auto":
         found = subprocess.run([sys.executable, "-c", "import atheris"], capture_output=True)
-        engine = "random" if found.returncode else "atheris"
-        if engine == "random":
+        options.engine = "random" if found.returncode else "atheris"
+        if options.engine == "random":
             print("atheris is not installed: random damage without coverage", file=sys.stderr)
-    place = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="ktbridge-fuzz-", dir=place) as folder:
-        if engine == "atheris":
-            corpus = options.corpus or Path(folder, "corpus")
-            return run_atheris(Path(folder), options.seconds, options.seed, corpus)
-        session = Session(Path(folder), options.seconds, engine)
-        if options.what == "requests":
-            return run_requests(session, options.seed)
-        return run_random(session, options.seed)
+    if len(names) == 1:
+        return fuzz(names[0], options, options.seconds)
+    # A process each: coverage is counted from a target's own imports on.
+    arguments = [sys.executable, __file__, *sys.argv[1:]]
+    return max(subprocess.run([*arguments, "--target", name]).returncode for name in names)
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def check_request(
 def check_places(source: Path, paths: Mapping[str, Path], overwrite: bool) -> Iterator[Problem]:
     """Check that no output (layout -> real path) would damage another directory."""
     for layout, path in paths.items():
-        above = next(parent for parent in path.parents if os.path.lexists(parent))
+        above = next((parent for parent in path.parents if os.path.lexists(parent)), path)
         reason = why_not_writable(path, overwrite, layout)
         if not above.is_dir():
             reason = f"lies inside {above}, which is not a directory", ELSEWHERE

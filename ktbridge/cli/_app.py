@@ -82,9 +82,10 @@ class Command(click.Command):
             sys.exit(error.exit_code)
         except BrokenPipeError:
             # The reader closed the pipe (`| head`); that is not an error.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_stdout()
             sys.exit(1)
         except OSError as error:
+            _forget_unprinted()
             where = f": {error.filename!r}" if error.filename else ""
             render(KtbridgeError(f"{error.strerror or error}{where}"), as_json)
             sys.exit(1)
@@ -99,6 +100,18 @@ class Command(click.Command):
             render(KtbridgeError(message), as_json)
             number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
             sys.exit(128 + number)
+
+
+def _forget_unprinted() -> None:
+    """Keep Python from trying again, at its end, to print what stdout (a full disk) didn't take."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_stdout()
+
+
+def _drop_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -130,7 +143,10 @@ def render(error: KtbridgeError, as_json: bool = False) -> None:
     if as_json:
         found = [problem.as_dict() for problem in problems]
         summary = {"error": error.sentence, "next_step": error.next_step}
-        emit_json({"ok": False, **summary, "problems": found})
+        try:
+            emit_json({"ok": False, **summary, "problems": found})
+        except OSError:  # stderr has it
+            _forget_unprinted()
 
 
 class LazyGroup(click.Group):
@@ -139,6 +155,16 @@ class LazyGroup(click.Group):
     def __init__(self, *args: Any, commands_table: dict[str, str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._table = commands_table
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            if error.filename is not None:  # a command's, with --debug
+                raise
+            _forget_unprinted()  # --help and --version, on a full disk
+            click.echo(f"error: {error.strerror}", err=True)
+            sys.exit(1)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self._table)

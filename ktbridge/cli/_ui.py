@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -22,6 +22,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 
 from ktbridge.errors import Problem
 
@@ -32,23 +33,41 @@ def _width(stream: TextIO) -> int | None:
     return None if stream.isatty() or columns.isdigit() else 110
 
 
+_OBEYED = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+"""What JSON lets pass and a terminal obeys: C1 controls, line ends, and changes of direction."""
+_UNSEEN = re.compile(f"[{_OBEYED}]")
+_CONTROL = re.compile(f"[\x00-\x09\x0b-\x1f{_OBEYED}]")
+
+
+class _Console(Console):
+    """A console whose terminal obeys us, never a name that is printed on it."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or not _CONTROL.search(segment.text):
+                yield segment
+            else:
+                text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], segment.text)
+                yield Segment(text, segment.style)
+
+
 # Results go to stdout, so that they can be piped; progress and messages go to stderr.
-console = Console(highlight=False, width=_width(sys.stdout))
-stderr = Console(stderr=True, highlight=False, width=_width(sys.stderr))
+console = _Console(highlight=False, width=_width(sys.stdout))
+stderr = _Console(stderr=True, highlight=False, width=_width(sys.stderr))
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 IGNORED_KEY = "KTC004"
 
 
-_UNSEEN = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-"""What JSON lets pass and a terminal obeys: C1 controls, line ends, and changes of direction."""
 LONGEST_SHOWN = 4000  # characters of one line of a problem
 
 
 def emit_json(value: object) -> None:
     """Print one JSON document on stdout and nothing else."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    print(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    print(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
 
 
 def printable(text: str) -> str:

@@ -131,10 +131,9 @@ def _next(raw_dir: str, to: str, report: ConvertReport) -> str:
 
 
 def _print_summary(report: dict[str, Any]) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
-    from ktbridge.cli._ui import console
+    from ktbridge.cli._ui import console, shown
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("", "tensors", "bytes", "rank", "alpha", "modules", "directory"):
@@ -146,7 +145,7 @@ def _print_summary(report: dict[str, Any]) -> None:
         "",
         "",
         "",
-        escape(str(report["source"])),
+        shown(str(report["source"])),
     )
     for output in report["outputs"]:
         table.add_row(
@@ -156,6 +155,6 @@ def _print_summary(report: dict[str, Any]) -> None:
             str(output["rank"]),
             f"{output['alpha']:g}",
             " ".join(output["target_modules"]),
-            escape(output["path"]),
+            shown(output["path"]),
         )
     console.print(table)

@@ -181,10 +181,9 @@ def _print_distance(found: dict[str, Any] | None) -> None:
 
 
 def _print_summary(modules: list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
-    from rich.markup import escape
     from rich.table import Table
 
-    from ktbridge.cli._ui import console
+    from ktbridge.cli._ui import console, shown
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("module", "weights", "matrices", "rank", "scale", "dtype"):
@@ -192,7 +191,7 @@ def _print_summary(modules: list[dict[str, Any]] | tuple[dict[str, Any], ...]) -
         table.add_column(title, justify="left" if left else "right", overflow="fold")
     for row in modules:
         table.add_row(
-            escape(row["module"]),
+            shown(row["module"]),
             f"{row['weights']:,}",
             f"{row['matrices']:,}",
             str(row["rank"]),

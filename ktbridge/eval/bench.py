@@ -34,8 +34,10 @@ from ktbridge.eval.bench_checks import (
 from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
 from ktbridge.eval.results.cards import Json
 from ktbridge.eval.sources import read_source
+from ktbridge.eval.store import read_stored
 from ktbridge.eval.text import is_json
 from ktbridge.hosts import is_loopback_url
+from ktbridge.yamlfile import load_yaml
 
 __all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]
 
@@ -226,11 +228,8 @@ def _merged(file: str, same: list[Problem]) -> Problem:
 
 def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> object:
     try:
-        value = yaml.safe_load(files[name].decode("utf-8"))
-        # A lone surrogate ("\ud83d") can be written in YAML, but neither sent nor stored.
-        json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
-        return value
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        return load_yaml(files[name].decode("utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         found = " ".join(str(error).split())
         problems.append(problem("KTB810", name, found, "YAML in UTF-8", f"edit {name}"))
         return {}
@@ -239,7 +238,7 @@ def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> obj
 def read_snapshot(folder: Path) -> Bench:
     """The bench's snapshot in a run, so that a report needs nothing but the run's directory."""
     try:
-        return parse_bench({name: (folder / name).read_bytes() for name in FILES})
+        return parse_bench({name: read_stored(folder / name) for name in FILES})
     except FileNotFoundError as error:
         raise KtbridgeError(
             f"the run has no {Path(error.filename).name!r} in {str(folder)!r}.",

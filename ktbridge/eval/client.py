@@ -327,7 +327,9 @@ def _message(text: str) -> str:
             text = "; ".join(filter(None, faults)) or text
     except (ValueError, RecursionError):
         pass
-    return " ".join(text.split())
+    return (
+        " ".join(text.split()).encode("utf-8", "replace").decode()
+    )  # JSON can name half a character
 
 
 def is_refusal(status: int) -> bool:

@@ -9,7 +9,6 @@ because "hello there" occurs in any data.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.cards import Contamination, Hit, SliceOverlap
 from ktbridge.eval.results.schema import fits
 from ktbridge.eval.sources import read_records
+from ktbridge.eval.store import read_document
 from ktbridge.eval.text import unicode_tokens
 
 CONTAMINATION = "contamination.json"
@@ -36,11 +36,9 @@ def read_contamination(directory: Path) -> Contamination | None:
     damaged file."""
     path = directory / CONTAMINATION
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = read_document(path)
     except FileNotFoundError:
         return None
-    except ValueError:
-        found = None
     if not fits(found, Contamination):
         raise KtbridgeError(
             f"{str(path)!r} is damaged.",

@@ -25,7 +25,7 @@ from ktbridge.eval.results.cards import ArmCard, BenchCard
 from ktbridge.eval.results.rows import mark_task
 from ktbridge.eval.results.schema import fits
 from ktbridge.eval.results.types import ArmAnswer, CheckRow, ItemRow, Results
-from ktbridge.eval.store import make_directory, write_json
+from ktbridge.eval.store import make_directory, read_document, write_json
 
 IMPORTED = "imported.json"
 MARGIN = 0.1
@@ -172,10 +172,7 @@ def _parse_lines(data: bytes, path: Path, problems: list[Problem]) -> list[Line]
 def score_imports(directory: Path) -> Results:
     """The results (schema ``ktbridge.eval/1``) of answers that ``import_answers`` stored."""
     path = directory / IMPORTED
-    try:
-        kept = json.loads(path.read_text("utf-8"))
-    except ValueError:
-        kept = None
+    kept = read_document(path)
     if not fits(kept, Imported):
         raise KtbridgeError(
             f"{str(path)!r} is damaged.", "import the files again, into a new directory"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from ktbridge.eval.bench import FILES, Bench
 from ktbridge.eval.results.cards import ArmCard, Only, Positive
 from ktbridge.eval.results.schema import fits
 from ktbridge.eval.results.types import AnyOutcome
-from ktbridge.eval.store import make_directory, write_json, write_text
+from ktbridge.eval.store import make_directory, read_document, write_json, write_text
 
 RUN = "run.json"
 BENCH = "bench"
@@ -62,16 +61,13 @@ def read_run(directory: Path) -> RunFile:
     """The content of run.json; no arms without the file. Raises KtbridgeError for a damaged one."""
     path = directory / RUN
     try:
-        run = json.loads(path.read_text("utf-8"))
-        json.dumps(run, ensure_ascii=False, allow_nan=False).encode()
-        if not {"arms", "probes"} <= set(run):
-            raise KeyError
+        run = read_document(path)
     except FileNotFoundError:
         return {"arms": {}, "probes": {}, "repeat": 1, "plan": None, "date": None}
-    except (ValueError, KeyError, TypeError, RecursionError):
+    if not isinstance(run, dict) or not {"arms", "probes"} <= set(run):
         raise KtbridgeError(
             f"{str(path)!r} is not a run's description.", "use another --output directory"
-        ) from None
+        )
     if not fits(run, _StoredRun) or any(name != run["arms"][name]["name"] for name in run["arms"]):
         raise KtbridgeError(
             f"{str(path)!r} is damaged.",
@@ -122,16 +118,19 @@ def read_benches(directory: Path) -> tuple[Path, ...]:
     """
     path = directory / BENCHES
     try:
-        document = json.loads(path.read_text("utf-8"))
-        names = document["benches"]
-        if document["schema"] != _SCHEMA or not all(map(_is_name, names)):
-            raise TypeError
+        document = read_document(path)
     except FileNotFoundError:
         return (directory,)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    names = document.get("benches") if isinstance(document, dict) else None
+    if (
+        not isinstance(document, dict)
+        or document.get("schema") != _SCHEMA
+        or not isinstance(names, list)
+        or not all(map(_is_name, names))
+    ):
         raise KtbridgeError(
             f"{str(path)!r} is not a list of benches.", "use another --output directory"
-        ) from None
+        )
     return tuple(directory / name for name in names)
 
 

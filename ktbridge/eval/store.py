@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -137,6 +138,33 @@ JUDGEMENTS = Kind(
 )
 
 
+def read_stored(path: Path) -> bytes:
+    """A file of a run's directory. Raises FileNotFoundError, and KtbridgeError for anything but a regular
+    file that fits into memory: a pipe would be waited for, a device read, without an end."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise KtbridgeError(f"{str(path)!r} is not a regular file.", "use another directory")
+        return path.read_bytes()
+    except MemoryError:
+        size = path.stat().st_size
+        raise KtbridgeError(
+            f"{str(path)!r} has {size} bytes, more than there is memory.", "use another directory"
+        ) from None
+
+
+def read_document(path: Path) -> object:
+    """The JSON value in a file of a run's directory; None if it isn't JSON that can be shown or stored.
+
+    Raises FileNotFoundError, and KtbridgeError as ``read_stored`` does.
+    """
+    try:
+        value: object = json.loads(read_stored(path))
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
 def read_ledger(directory: Path, kind: Kind[_Record]) -> dict[str, _Record]:
     """Every key's record: the first that is not a failure, else the last failure. {} without a file.
 
@@ -144,7 +172,7 @@ def read_ledger(directory: Path, kind: Kind[_Record]) -> dict[str, _Record]:
     """
     path = directory / kind.name
     try:
-        data = path.read_bytes()
+        data = read_stored(path)
     except FileNotFoundError:
         return {}
     records: dict[str, _Record] = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import dispatch_model, init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -42,12 +43,15 @@ Place = Callable[[str], torch.device]
 
 _UNREADABLE = (
     OSError,
+    ArithmeticError,
+    AttributeError,
     LookupError,
     TypeError,
     ValueError,
     RuntimeError,
     SafetensorError,
     ImportError,
+    StrictDataclassError,  # of configurations since transformers 5
 )
 """What transformers raises over files and fields that it can't make a model or a tokenizer of."""
 _ALIASES = {"kimi_k2": "deepseek_v3"}

@@ -60,6 +60,11 @@ class ModelConfig:
         return self.family if self.family is not None and self.family.modules_checked else None
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding. Raises KtbridgeError where config.json has none."""
+        return _size(self.path / "config.json", self.text, ("vocab_size",))
+
+    @property
     def is_moe(self) -> bool:
         return self.num_experts > 0 and bool(self.moe_layers)
 

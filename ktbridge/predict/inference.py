@@ -6,6 +6,7 @@ LLaMA-Factory that mean nothing to a server are noted.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,8 +140,9 @@ def _resolve(main: Values, root: Path, findings: Findings) -> None:
         if key not in main:
             continue
         name = main[key].strip()
-        places = [root / Path(name).expanduser(), Path.cwd() / Path(name).expanduser()]
-        place = next((place for place in places if place.exists()), None)
+        own = os.path.expanduser(name)  # unlike Path's, it takes any name, as os.path.exists does
+        places = [root / own, Path.cwd() / own]
+        place = next((place for place in places if os.path.exists(place)), None)
         if place is not None:
             main[key] = str(place)
         elif "," in name and key.startswith("adapter"):

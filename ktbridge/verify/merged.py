@@ -41,7 +41,7 @@ def merge_distance(
 
     Raises KtbridgeError for a model that can't be run layer by layer, or has no tokenizer.
     """
-    vocabulary = read_model_config(base).text["vocab_size"]
+    vocabulary = read_model_config(base).vocab_size
     prompts = fixed_prompts(load_tokenizer(base), vocabulary)
     full = Variant(float(bool(adapter.experts)), float(bool(adapter.nonexpert)))
 

@@ -100,7 +100,7 @@ def verify(
     from ktbridge.verify.reference_model import ReferenceModel, compute_references
 
     tokenizer = load_tokenizer(base)
-    prompts = fixed_prompts(tokenizer, read_model_config(base).text["vocab_size"])
+    prompts = fixed_prompts(tokenizer, read_model_config(base).vocab_size)
     sampler = Sampler(tokenizer, prompts)
     server.choose(model, prompts, sampler, logprobs_from)
     asked = server.ask_all(arms, repeat, needed=(model, expert_model))
@@ -209,6 +209,11 @@ def fixed_prompts(
     special = set(tokenizer.all_special_ids)
     size = min(vocab_size, len(tokenizer))
     ordinary = [token for token in range(size) if token not in special]
+    if not ordinary:
+        raise KtbridgeError(
+            "the base model's tokenizer has no ordinary token below config.json's vocab_size",
+            "download both again",
+        )
     draw = random.Random(SEED)
     prompts = [draw.choices(ordinary, k=length) for _ in range(random_prompts)]
     prompts += [tokenizer.encode(text, add_special_tokens=False)[: 2 * length] for text in TEXTS]

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import pytest
 from mockserver import answering
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.client import Client
+from ktbridge.eval.client import Answer, Client
+from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
 from ktbridge.openai_client import OpenAIClient
 from ktbridge.serve.sglang.logs import Pump
 
@@ -33,7 +35,9 @@ class Hostile(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["Content-Length"]))
         seen = self.headers["Authorization"]
-        if b"refuse" in asked:
+        if b"half a character" in asked:
+            self.answer(400, b'{"error": {"message": "bad \\ud800 thing"}}')
+        elif b"refuse" in asked:
             self.answer(400, f'{{"error": {{"message": "bad {seen}"}}}}'.encode())
         else:
             body = f'{{"choices": [{{"message": {{"content": "I saw {seen}"}}}}]}}'
@@ -70,6 +74,21 @@ def test_a_key_that_comes_back_is_taken_out(hostile: str) -> None:
     for shown in (*asyncio.run(ask()), str(caught.value)):
         assert KEY not in shown
         assert "***" in shown
+
+
+def test_half_a_character_in_an_error_can_be_stored(hostile: str, tmp_path: Path) -> None:
+    """It was a traceback where the answer is stored, and the end of the evaluation."""
+
+    async def ask() -> Answer:
+        async with Client(f"{hostile}/v1") as client:
+            question = {"role": "user", "content": "half a character"}
+            return await client.chat({"messages": [question]})
+
+    answer = asyncio.run(ask())
+    assert answer.detail == "HTTP 400: bad ? thing"
+    with Ledger(tmp_path, ANSWERS) as ledger:
+        ledger.add({"key": "k", "arm": "a", "item": "i", **asdict(answer)})
+    assert read_ledger(tmp_path, ANSWERS)["k"]["detail"] == answer.detail
 
 
 def test_json_that_no_one_can_read_is_a_sentence(hostile: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mockserver import answering
 
+from ktbridge.errors import KtbridgeError
+from ktbridge.eval import store, write_report
 from ktbridge.eval.client import Client
 from ktbridge.eval.scorers import SCORERS, ScorerError, score_task
 
@@ -122,3 +126,37 @@ def test_replies_are_read_in_bounded_memory(bomber: str) -> None:
     assert time.monotonic() - start < 40
     assert {"parts" in one for one in told[:8]} == {True}
     assert {"longer than" in one for one in told[8:]} == {True}
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def giant(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**42)
+
+
+STORED: dict[str, Callable[[Path], object]] = {
+    "a pipe": pipe,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a sparse giant": giant,
+    "a directory": lambda path: path.mkdir(),
+    "deep JSON": lambda path: path.write_text("[" * 100_000 + "\n"),
+    "half a character": lambda path: path.write_text(
+        '{"arms": "\\ud800", "benches": ["\\ud800"]}\n'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["run.json", "benches.json", "answers.jsonl", "imported.json"])
+@pytest.mark.parametrize("what", STORED)
+def test_a_runs_files_are_read_if_they_are_files(tmp_path: Path, name: str, what: str) -> None:
+    """A report waited for a pipe for ever, read a device until memory was full, or ended in a traceback."""
+    STORED[what](tmp_path / name)
+    if name == "answers.jsonl":
+        (tmp_path / "run.json").write_text('{"arms": {}, "probes": {}}')
+        with pytest.raises(KtbridgeError):
+            store.read_ledger(tmp_path, store.ANSWERS)
+    with pytest.raises(KtbridgeError):
+        write_report(tmp_path)

@@ -22,13 +22,19 @@ import numpy as np
 import safetensors
 from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import Tensor, read_adapter, validate_adapter, write_raw_adapter
+from ktbridge.adapter import (
+    Tensor,
+    ValidationReport,
+    read_adapter,
+    validate_adapter,
+    write_raw_adapter,
+)
 from ktbridge.adapter.merge import plan_merge
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_checkpoint, open_tensor_file, read_model_config
 from ktbridge.model.tensorfile import DTYPE_BITS
 
-SECONDS = 5  # more than any small file may take, even on a busy machine
+SECONDS = 5  # more than any small file may take
 
 
 class Late(BaseException):
@@ -226,6 +232,14 @@ def check_sentence(error: KtbridgeError) -> None:
     assert error.sentence.strip()
 
 
+def check_report(report: ValidationReport) -> None:
+    """Every problem is printable text of bounded length, and the report is JSON."""
+    for item in report.problems:
+        for text in (item.where, item.found, item.expected, item.next_step):
+            check_text(text)
+    json.dumps(report.as_dict(), allow_nan=False, ensure_ascii=False).encode()
+
+
 def check_text(text: str) -> None:
     assert "Traceback" not in text
     assert len(text) < 20_000, text[:200]
@@ -234,18 +248,24 @@ def check_text(text: str) -> None:
 
 @contextmanager
 def deadline() -> Iterator[None]:
-    """Fail when something takes longer than any small file may; only in the main thread."""
+    """Fail when something takes longer than any small file may; only in the main thread.
+
+    Seconds of this process's work, so that a busy machine fails nothing; what only waits has a minute.
+    """
 
     def late(_signal: int, _frame: FrameType | None) -> None:
         raise Late(f"took more than {SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, SECONDS)
+    before = [signal.signal(kind, late) for kind in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, 60, SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        for kind, handler in zip((signal.SIGPROF, signal.SIGALRM), before, strict=True):
+            signal.signal(kind, handler)
 
 
 class Victim:
@@ -329,11 +349,7 @@ class Victim:
     def read(self) -> None:
         """Everything that reads, in turn."""
         with deadline():
-            report = validate_adapter([self.adapter])
-            for item in report.problems:
-                for text in (item.where, item.found, item.expected, item.next_step):
-                    check_text(text)
-            json.dumps(report.as_dict(), allow_nan=False, ensure_ascii=False).encode()
+            check_report(validate_adapter([self.adapter]))
             calls: tuple[Callable[[], object], ...] = (
                 lambda: read_adapter(self.adapter),
                 lambda: read_model_config(self.base),

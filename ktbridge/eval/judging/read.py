@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from ktbridge.eval.results.cards import DigitMeans, Json, JudgeCard, JudgeFacts,
 from ktbridge.eval.results.schema import fits
 from ktbridge.eval.results.types import ArmAnswer, ItemRow, JudgeCheck, JudgedPair
 from ktbridge.eval.rundir import read_run
-from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_ledger
+from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger
 
 JUDGE = "judge.json"
 Rows = Sequence[ItemRow]
@@ -70,12 +69,9 @@ def read_card(directory: Path) -> NamedJudge | None:
     """judge.json: the judge to report, or None. Raises KtbridgeError if the file is invalid."""
     path = directory / JUDGE
     try:
-        card = json.loads(path.read_text("utf-8"))
-        json.dumps(card, ensure_ascii=False, allow_nan=False).encode()
+        card = read_document(path)
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError):
-        card = None
     if not fits(card, NamedJudge):
         raise KtbridgeError(
             f"{str(path)!r} is not a judge's card.",

@@ -23,6 +23,7 @@ from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, NOT_THERE, 
 from ktbridge.sft.config.kt_schema import STORAGE_BACKENDS
 from ktbridge.sft.config.schema import TrainConfig
 from ktbridge.sft.config.values import Values, one_of
+from ktbridge.yamlfile import load_yaml
 
 RULE_KEY = "kt_optimize_rule"
 _EXPERTS = "a safetensors checkpoint with the experts"
@@ -48,8 +49,8 @@ def typed(key: str, value: object) -> object:
         return value
     if key in _ROWS and "," in value:
         return [typed(key, part.strip()) for part in value.split(",")]
-    here = Path.cwd() / Path(value.strip()).expanduser()
-    return str(here) if key in _OUTPUTS or value.startswith(".") or here.exists() else value
+    here = Path.cwd() / Path(os.path.expanduser(value.strip()))
+    return str(here) if key in _OUTPUTS or value.startswith(".") or os.path.exists(here) else value
 
 
 def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
@@ -60,7 +61,7 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     """
 
     def at(name: str) -> Path:
-        return root / Path(name).expanduser()
+        return root / Path(os.path.expanduser(name))
 
     for key in (*_OUTPUTS, "resume_from_checkpoint"):
         if isinstance(main.get(key), str):
@@ -88,9 +89,9 @@ def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
     name = main.get("model_name_or_path")
     if name is None:
         return
-    path = root / Path(name).expanduser()
+    path = root / Path(os.path.expanduser(name))
     revision = main.get("model_revision")
-    if path.exists():
+    if os.path.exists(path):
         main["model_name_or_path"] = str(path)
         if revision not in (None, "main"):
             found = f"{revision}, while {path} is a directory"
@@ -106,10 +107,10 @@ def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
             else "Name the directory it is in.",
             code=NOT_THERE,
         )
-    elif not path.exists() and name.startswith(("/", ".", "~")):
+    elif not os.path.exists(path) and name.startswith(("/", ".", "~")):
         expected = "a model's directory, or its name on the Hub (org/name)"
         _not_there(findings, "model_name_or_path", path, expected)
-    elif not path.exists() and revision and (wanted := repository(name)):
+    elif not os.path.exists(path) and revision and (wanted := repository(name)):
         if wanted.revision not in (None, revision):
             findings.error(
                 "model_revision", revision, f"{wanted.revision}, as model_name_or_path has it",
@@ -121,7 +122,7 @@ def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
 def _resolve_datasets(main: Values, root: Path, findings: Findings) -> None:
     """Files become paths; other names wait for dataset_info.json, which the data's reader opens."""
     own = main.get("dataset_dir")
-    requested = Path(own or "data").expanduser()
+    requested = Path(os.path.expanduser(own or "data"))
     folder = next(
         (place / requested for place in (root, Path.cwd()) if (place / requested).is_dir()), None
     )
@@ -140,9 +141,13 @@ def _files(
     """The entries of ``key``, those that are files as paths."""
     found = []
     for name in names:
-        places = [root / Path(name).expanduser(), *([folder / name] if folder else [])]
+        places = [root / Path(os.path.expanduser(name)), *([folder / name] if folder else [])]
         file = next((place for place in places if place.is_file()), None)
-        if file is None and os.sep in name and (place := root / Path(name).expanduser()).is_dir():
+        if (
+            file is None
+            and os.sep in name
+            and (place := root / Path(os.path.expanduser(name))).is_dir()
+        ):
             findings.error(
                 key,
                 f"{place} is a directory",
@@ -173,7 +178,7 @@ def _looked_in(root: Path, folder: Path | None) -> list[str]:
 def _resolve_weight_path(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     if not kt.get("kt_weight_path"):
         return
-    path = root / Path(kt["kt_weight_path"]).expanduser()
+    path = root / Path(os.path.expanduser(kt["kt_weight_path"]))
     kt["kt_weight_path"] = str(path)
     if not path.is_dir():
         step = "Leave it out to train from the experts of model_name_or_path."
@@ -213,7 +218,7 @@ def _has_experts(path: Path) -> bool:
 def _apply_rule(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     if not main.get(RULE_KEY):
         return
-    name = Path(main[RULE_KEY]).expanduser()
+    name = Path(os.path.expanduser(main[RULE_KEY]))
     path = next((place / name for place in (root, Path.cwd()) if (place / name).is_file()), None)
     if path is None:
         findings.error(
@@ -267,7 +272,7 @@ def check_output_dir(config: TrainConfig) -> None:
 
 def check_writable(output: Path) -> None:
     """Create an empty directory where ``output`` would be, and remove it. Raises UsageError."""
-    parent = next(path for path in output.absolute().parents if path.exists())
+    parent = next((path for path in output.absolute().parents if os.path.exists(path)), Path("/"))
     try:
         os.rmdir(tempfile.mkdtemp(prefix=f".{output.name}.", dir=parent))
     except OSError as error:
@@ -285,7 +290,7 @@ def read_rules(
     rule; rules that are ignored become one note.
     """
     try:
-        rules = yaml.safe_load(path.read_text(encoding="utf-8"))
+        rules = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         findings.error(
             RULE_KEY,

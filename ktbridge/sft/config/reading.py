@@ -19,7 +19,7 @@ from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.schema import TrainConfig
 from ktbridge.sft.config.values import Parser, Values, options
 from ktbridge.sft.launch import launch_problems
-from ktbridge.yamlfile import read_yaml, shown
+from ktbridge.yamlfile import load_yaml, read_yaml, shown
 
 _REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
 """Stand-ins for keys that have no default, so that what is given can be checked without them."""
@@ -72,7 +72,10 @@ def parse_config(
     main = parse_keys(TrainConfig, outside, OUTSIDE, "", findings, unneeded)
     kt = parse_keys(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
     if root is not None:
-        paths.resolve(main, kt, root, findings)
+        try:
+            paths.resolve(main, kt, root, findings)
+        except OSError as error:  # a name that is too long, a directory that may not be looked into
+            findings.error(f"{error.filename!s:.80}", f"{error.strerror}", "a path")
         findings.errors += launch_problems()
     config = TrainConfig(**{**_REQUIRED, **main}, kt_config=KtConfig(**kt))
     if config.do_predict and outside.get("eval_dataset") is None:
@@ -122,7 +125,7 @@ def _unquoted(value: object, parse: Parser) -> str:
     if not isinstance(value, str):
         return ""
     try:
-        parse(yaml.safe_load(value))
+        parse(load_yaml(value))
     except (ValueError, yaml.YAMLError):
         return ""
     return f"Write {value.strip()} without quotes."
@@ -143,7 +146,7 @@ def _override(values: dict[object, Any], text: str) -> None:
     if not sign or not key:
         raise UsageError(f"{text!r} is not an override.", "Write key=value, as in lora_rank=16.")
     try:
-        parsed = yaml.safe_load(value)
+        parsed = load_yaml(value)
     except yaml.YAMLError as error:
         raise UsageError(f"{text!r}: the value is not valid YAML.") from error
     block, dot, inner = key.partition(".")
