@@ -23,6 +23,7 @@ from ktbridge.eval.results.cards import Json
 from ktbridge.eval.results.types import Outcome
 from ktbridge.eval.text import shorten
 from ktbridge.eval.transport import Reply, Transport
+from ktbridge.json_parts import has_more
 from ktbridge.openai_client import hide_key
 
 ModelEntry = dict[
@@ -246,7 +247,7 @@ def _read_reply(reply: Reply) -> dict[str, Any]:
     coding = reply.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise BadReplyError(f"content-encoding {coding!r}, which was not asked for")
-    if _is_bomb(reply.body):
+    if has_more(reply.body, b"[{", _MOST_PARTS):
         raise BadReplyError(f"JSON of more than {_MOST_PARTS} parts")
     try:
         value = json.loads(reply.body)
@@ -256,20 +257,6 @@ def _read_reply(reply: Reply) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadReplyError(f"a JSON {type(value).__name__} instead of an object")
     return value
-
-
-def _is_bomb(body: bytes) -> bool:
-    """Whether JSON has so many lists and objects that reading it takes many times its size in memory.
-
-    What stands in its texts doesn't count: an answer may be brackets without end.
-    """
-    if body.count(b"[") + body.count(b"{") <= _MOST_PARTS:
-        return False
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') > 2 * _MOST_PARTS:
-        return True
-    outside = plain.split(b'"')[::2]
-    return sum(part.count(b"[") + part.count(b"{") for part in outside) > _MOST_PARTS
 
 
 def _refuse_surrogates(value: object) -> None:
