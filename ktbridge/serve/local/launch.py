@@ -19,6 +19,7 @@ from ktbridge import hosts
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.local.connection import connections
 from ktbridge.serve.local.plan import ServePlan, fingerprints
+from ktbridge.serve.local.sparse_log import limit_logs
 
 GRACE_SECONDS = 5  # for what is left after aborting everything
 
@@ -76,6 +77,7 @@ def serve(
         worker = app.state.worker
         server = _Server(config, app.state.drain, worker.close, plan.limits.drain_seconds)
         worker.on_failure = server.stop
+        limit_logs()
         gc.freeze()  # a collection among all that was imported and loaded stops everyone for half a second
         try:
             asyncio.run(_serve(server, listener, on_ready))
