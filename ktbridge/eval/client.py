@@ -31,6 +31,9 @@ ModelEntry = dict[
 ]  # one model in /v1/models: its ``id``, and what else the server lists
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
 
+LONGEST_ANSWER = 200_000
+"""Characters of an answer, and of its thinking, that are kept: a run holds all of them in memory. More than
+50,000 tokens of most texts; a longer answer is truncated, as one that reached its limit of tokens is."""
 _SHOWN = 300  # characters of a server's reply
 AGAIN = "run the same command again, which asks only for what is missing"
 KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
@@ -238,8 +241,15 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
     outcome: Outcome = "truncated" if finish == "length" else "ok"
     if not text:
         outcome = "think-only" if thinking else "empty"
+    cut = [
+        f"{len(one):,} characters of it" for one in (text, thinking) if len(one) > LONGEST_ANSWER
+    ]
+    if len(text) > LONGEST_ANSWER:
+        outcome = "truncated"
+    detail = f"cut to {LONGEST_ANSWER:,}: there were {' and '.join(cut)}" if cut else ""
     counts = [count if type(count) is int else None for count in tokens]
-    return Answer(outcome, text, thinking, "", 200, counts[0], counts[1])
+    text, thinking = text[:LONGEST_ANSWER], thinking[:LONGEST_ANSWER]
+    return Answer(outcome, text, thinking, detail, 200, counts[0], counts[1])
 
 
 def _read_reply(reply: Reply) -> dict[str, Any]:
