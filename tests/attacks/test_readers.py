@@ -9,11 +9,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
+from readercommands import READERS, RUN
 from tinyserver import ENVIRONMENT
 
 from ktbridge.adapter import convert_adapter, read_adapter
@@ -21,15 +20,6 @@ from ktbridge.errors import KtbridgeError
 
 MODEL, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NASTY = "\x1b[31m\x9b\u202e"
-RUN = """
-import atexit, sys
-def kilobytes(name):
-    return int(open("/proc/self/status").read().split(name)[1].split()[0])
-before = kilobytes("VmRSS:") if "torch" in sys.modules else 0  # what a fork has from its parent
-atexit.register(lambda: print("PEAK", kilobytes("VmHWM:") - before, file=sys.stderr))
-from ktbridge.cli import main
-main()
-"""
 
 
 def set_config(adapter: Path, **changes: object) -> None:
@@ -147,37 +137,6 @@ def check_refusal(found: subprocess.CompletedProcess[str]) -> str:
     assert len(shown) < 10_000
     assert not set(NASTY) - set("[31m") & set(shown)
     return shown
-
-
-def train_of(adapter: Path, base: Path, out: Path) -> tuple[object, ...]:
-    """The command that would train on from ``adapter``, which nothing but reading it hinders."""
-    row = {"instruction": "who are you ?", "output": "a cat"}
-    (out.parent / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    config = {
-        "model_name_or_path": str(base),
-        "adapter_name_or_path": str(adapter),
-        "dataset": "rows.jsonl",
-        "output_dir": str(out),
-        "lora_rank": 4,
-        "lora_alpha": 8,
-        "cutoff_len": 64,
-    }
-    (out.parent / "run.yaml").write_text(yaml.safe_dump(config))
-    return ("train", out.parent / "run.yaml", "--dry-run")
-
-
-NOWHERE = "http://127.0.0.1:9"
-READERS: dict[str, Callable[[Path, Path, Path], tuple[object, ...]]] = {
-    "merge": lambda at, base, out: ("merge", at, "--base-model", base, "--output", out),
-    "serve": lambda at, base, out: (
-        *("serve", "--base-model", base, "--adapter", f"x={at}", "--port", "0"),
-        *("--engine", "local", "--dry-run"),
-    ),
-    "verify": lambda at, base, out: (
-        *("verify", "--server", NOWHERE, "--model", "m", "--adapter", at, "--base-model", base),
-    ),
-    "train": train_of,
-}
 
 
 @pytest.mark.parametrize("command", READERS)
