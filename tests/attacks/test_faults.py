@@ -1,4 +1,4 @@
-"""A base whose shard shrinks under a running server."""
+"""A base whose shard shrinks under a running server; two runs into one directory; damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
+import pytest
 from tinyserver import ENVIRONMENT, cli, read_document
+from trainrun import write_run
 
 
 def test_a_shard_truncated_under_a_server_ends_it_with_a_sentence(
@@ -49,3 +52,53 @@ def test_a_shard_truncated_under_a_server_ends_it_with_a_sentence(
     finally:
         process.kill()
         process.communicate()
+
+
+ROWS = [{"instruction": "who are you ?", "output": "a cat"}] * 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_runs_into_one_directory_dont_mix(warm, base: Path, tmp_path: Path) -> None:
+    """Both trained, and the checkpoints of two seeds lay side by side."""
+    write_run(tmp_path, base, ROWS, save_steps=1, save_total_limit=2, overwrite_output_dir=True)
+    command = ("-m", "ktbridge", "train", tmp_path / "run.yaml")
+    first = warm.start(*command, "max_steps=100000", "seed=1", KTBRIDGE_THREADS="1")
+    checkpoints = tmp_path / "raw.checkpoints"
+    try:
+        while first.poll() is None and not [*checkpoints.glob("checkpoint-*/optimizer.*")]:
+            time.sleep(0.05)
+        anew = ("max_steps=3", "seed=2", "resume_from_checkpoint=false")
+        second = warm.run(*command, *anew, timeout=100, KTBRIDGE_THREADS="1")
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate(100)
+    assert second.returncode == 1
+    assert f"(process {first.pid} on" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bit_flipped_anywhere_in_a_checkpoint_is_noticed(
+    warm, base: Path, tmp_path: Path
+) -> None:
+    write_run(tmp_path, base, ROWS, save_steps=2, save_total_limit=9, max_steps=100000)
+    command = ("-m", "ktbridge", "train", tmp_path / "run.yaml")
+    run = warm.start(*command, KTBRIDGE_THREADS="1")
+    checkpoints = tmp_path / "raw.checkpoints"
+    while run.poll() is None and not (checkpoints / "checkpoint-6").exists():
+        time.sleep(0.05)
+    run.kill()
+    run.communicate(100)
+    files = sorted(path for path in (checkpoints / "checkpoint-2").iterdir() if path.is_file())
+    assert {"scheduler.pt", "optimizer.pt", "rng_state.pth"} <= {path.name for path in files}
+    at = f"resume_from_checkpoint={checkpoints / 'checkpoint-2'}"
+    for path in files:
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        found = warm.run(*command, at, "--dry-run", timeout=100)
+        path.write_bytes(whole)
+        assert found.returncode == 1, path.name
+        assert "Traceback" not in found.stderr
+    assert warm.run(*command, at, "--dry-run", timeout=100).returncode == 0
