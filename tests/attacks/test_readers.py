@@ -16,7 +16,8 @@ from readercommands import READERS, RUN
 from tinyserver import ENVIRONMENT
 
 from ktbridge.adapter import convert_adapter, read_adapter
-from ktbridge.errors import KtbridgeError
+from ktbridge.adapter.push import plan_push
+from ktbridge.errors import KtbridgeError, ProblemsError
 
 MODEL, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NASTY = "\x1b[31m\x9b\u202e"
@@ -204,6 +205,16 @@ def test_merge_copies_no_file_that_a_link_of_the_base_leads_to(
     said = check_refusal(warm.run("-c", RUN, *given, timeout=100, **ENVIRONMENT))
     assert "KTB930" in said
     assert not out.exists()
+
+
+def test_push_uploads_no_file_that_a_link_leads_to(adapter: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(adapter, mine)
+    (tmp_path / "secret").write_text("a token")
+    (mine / "trainer_log.jsonl").symlink_to(tmp_path / "secret")
+    with pytest.raises(ProblemsError) as caught:
+        plan_push(mine, "me/mine", base_model="org/base")
+    assert "KTB930" in {problem.code for problem in caught.value.problems}
 
 
 def text(data: bytes) -> bytes:
