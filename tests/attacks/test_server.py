@@ -252,7 +252,7 @@ def test_nothing_holds_up_the_event_loop(watched: tuple[Server, Path], heavy: st
         float(line.split()[1]) for line in log.read_text()[before:].splitlines() if "HELD" in line
     ]
     assert (
-        max(held, default=0) < 0.25
+        max(held, default=0) < 0.15
     )  # a thread's turn of the interpreter on a busy machine included
 
 
