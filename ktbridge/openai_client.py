@@ -139,7 +139,7 @@ class OpenAIClient:
         body: dict[str, object] = {"model": model, "messages": list(messages), "stream": True}
         body |= {name: value for name, value in options.items() if value is not None}
         with self.open("/chat/completions", body) as response:
-            for line in response:
+            while line := response.readline(LONGEST_LIST):  # a longer one is no event
                 if not line.startswith(b"data:"):
                     continue
                 data = line.removeprefix(b"data:").strip()

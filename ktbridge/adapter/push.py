@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter
 from ktbridge.adapter.card import Evaluation, read_evaluation, write_card
+from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import MANIFEST_FILE, dump_json
 from ktbridge.adapter.outputs import DATA_FILE, LOG_FILE, OURS, REFUSED_FILE
 from ktbridge.adapter.scan import read_adapter
@@ -93,9 +94,10 @@ def plan_push(
     if missing:
         found = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there"
         findings.append(problem("KTH003", str(adapter.path), found))
+    files = dict(_files(adapter, base))
+    findings += check_links(path for path in files.values() if isinstance(path, Path))
     if has_errors(findings):
         raise ProblemsError(f"{directory} isn't uploaded.", findings)
-    files = dict(_files(adapter, base))
     files[README] = write_card(adapter, repository.id, base, results).encode()
     return PushPlan(repository, files, base, tuple(findings))
 

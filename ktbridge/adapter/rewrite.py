@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ktbridge import __version__
+from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.writer import Copy, OutputFile, Task, explained, guarded, write_steps
 from ktbridge.codes import problem
@@ -87,6 +88,7 @@ class Rewrite:
             real = Path(os.path.realpath(path))
             if real == self.output or real in self.output.parents or self.output in real.parents:
                 yield problem("KTB736", str(self.output), f"overlaps {path}")
+        yield from check_links(self.checkpoint.path / name for name in self.copied)
         place = next(path for path in (self.output, *self.output.parents) if path.is_dir())
         free = shutil.disk_usage(place).free
         if free < need:

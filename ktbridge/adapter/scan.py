@@ -26,6 +26,7 @@ from ktbridge.adapter.adapter import (
 )
 from ktbridge.adapter.checks import many
 from ktbridge.adapter.keys import parse_key, peft_key
+from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import MANIFEST_FILE, MAX_BYTES
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
@@ -91,6 +92,13 @@ def _scan(
         found = "is a file, not an adapter directory" if path.exists() else "does not exist"
         problems.append(problem("KTB001", str(path), found, "an adapter directory"))
         return None
+    read = {CONFIG_FILE, MANIFEST_FILE}
+    entries = sorted(path.iterdir())
+    problems += check_links(
+        one for one in entries if one.name in read or one.suffix in (".safetensors", ".gguf")
+    )
+    if has_errors(problems):
+        return None
     stamps = take_stamps((path / CONFIG_FILE, path / MANIFEST_FILE))
     absent = stand_in is not None and not (path / CONFIG_FILE).exists()
     config = dict(stand_in or {}) if absent else _read_config(path, problems)
@@ -103,7 +111,7 @@ def _scan(
     for name in names:
         try:
             file = open_tensor_file(path / name)
-            _refuse_sparse(file)
+            refuse_sparse(file.path)
             adapter.files.append(file)
             stamps[file.path] = file.stamp
         except KtbridgeError as error:
@@ -138,12 +146,13 @@ def _parts(adapter: Adapter) -> Iterator[Part]:
     yield from adapter.leftovers
 
 
-def _refuse_sparse(file: TensorFile) -> None:
+def refuse_sparse(file: Path) -> None:
     """All of an adapter is read: KtbridgeError for a giant that is mostly holes."""
-    held = 512 * getattr(file.path.stat(), "st_blocks", 0)
-    if file.stamp.size > SPARSE and 0 < 20 * held < file.stamp.size:
+    status = file.stat()
+    held = 512 * getattr(status, "st_blocks", 0)
+    if status.st_size > SPARSE and 0 < 20 * held < status.st_size:
         raise KtbridgeError(
-            f"{file.path} is {file.stamp.size} bytes long, of which only {held} are on the disk",
+            f"{file} is {status.st_size} bytes long, of which only {held} are on the disk",
             "copy or save the file again",
         )
 

@@ -23,6 +23,7 @@ from ktbridge.eval.results.cards import Json
 from ktbridge.eval.results.types import Outcome
 from ktbridge.eval.text import shorten
 from ktbridge.eval.transport import Reply, Transport
+from ktbridge.json_parts import has_more
 from ktbridge.openai_client import hide_key
 
 ModelEntry = dict[
@@ -30,6 +31,9 @@ ModelEntry = dict[
 ]  # one model in /v1/models: its ``id``, and what else the server lists
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
 
+LONGEST_ANSWER = 200_000
+"""Characters of an answer, and of its thinking, that are kept: a run holds all of them in memory. More than
+50,000 tokens of most texts; a longer answer is truncated, as one that reached its limit of tokens is."""
 _SHOWN = 300  # characters of a server's reply
 AGAIN = "run the same command again, which asks only for what is missing"
 KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
@@ -237,8 +241,15 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
     outcome: Outcome = "truncated" if finish == "length" else "ok"
     if not text:
         outcome = "think-only" if thinking else "empty"
+    cut = [
+        f"{len(one):,} characters of it" for one in (text, thinking) if len(one) > LONGEST_ANSWER
+    ]
+    if len(text) > LONGEST_ANSWER:
+        outcome = "truncated"
+    detail = f"cut to {LONGEST_ANSWER:,}: there were {' and '.join(cut)}" if cut else ""
     counts = [count if type(count) is int else None for count in tokens]
-    return Answer(outcome, text, thinking, "", 200, counts[0], counts[1])
+    text, thinking = text[:LONGEST_ANSWER], thinking[:LONGEST_ANSWER]
+    return Answer(outcome, text, thinking, detail, 200, counts[0], counts[1])
 
 
 def _read_reply(reply: Reply) -> dict[str, Any]:
@@ -246,7 +257,7 @@ def _read_reply(reply: Reply) -> dict[str, Any]:
     coding = reply.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise BadReplyError(f"content-encoding {coding!r}, which was not asked for")
-    if _is_bomb(reply.body):
+    if has_more(reply.body, b"[{", _MOST_PARTS):
         raise BadReplyError(f"JSON of more than {_MOST_PARTS} parts")
     try:
         value = json.loads(reply.body)
@@ -256,20 +267,6 @@ def _read_reply(reply: Reply) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadReplyError(f"a JSON {type(value).__name__} instead of an object")
     return value
-
-
-def _is_bomb(body: bytes) -> bool:
-    """Whether JSON has so many lists and objects that reading it takes many times its size in memory.
-
-    What stands in its texts doesn't count: an answer may be brackets without end.
-    """
-    if body.count(b"[") + body.count(b"{") <= _MOST_PARTS:
-        return False
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') > 2 * _MOST_PARTS:
-        return True
-    outside = plain.split(b'"')[::2]
-    return sum(part.count(b"[") + part.count(b"{") for part in outside) > _MOST_PARTS
 
 
 def _refuse_surrogates(value: object) -> None:

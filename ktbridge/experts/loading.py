@@ -165,7 +165,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     with readable_load_errors(path, "tokenizer"):
         if has_only_tiktoken(path):
             return kimi_tokenizer(path)
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def model_config(path: Path) -> PreTrainedConfig:
@@ -173,7 +173,7 @@ def model_config(path: Path) -> PreTrainedConfig:
     settings = read_json_file(path / "config.json")
     alias = _ALIASES.get(str(settings.get("model_type")))
     if alias is None:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     return CONFIG_MAPPING[alias].from_dict({**settings, "model_type": alias, "auto_map": None})
 
 

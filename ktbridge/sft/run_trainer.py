@@ -7,8 +7,8 @@ Names that begin with "_" are private to transformers; tests/sft/test_compat.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
+from ktbridge.errors import KtbridgeError
 from ktbridge.sft import distributed
 from ktbridge.sft.checkpoints import Checkpoints
 from ktbridge.sft.data.stream import Stream
@@ -216,8 +217,28 @@ class RunTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if distributed.world().size == 1:
-            super()._load_optimizer_and_scheduler(checkpoint)
-        else:
-            distributed.load_optimizer(self, checkpoint)
+        with _without_code(checkpoint):
+            if distributed.world().size == 1:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                distributed.load_optimizer(self, checkpoint)
         set_learning_rate(self.lr_scheduler, self.args.learning_rate)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _without_code(checkpoint or ""):
+            super()._load_rng_state(checkpoint)
+
+
+@contextmanager
+def _without_code(checkpoint: str) -> Iterator[None]:
+    """torch reads these files with ``weights_only``, which runs nothing: its refusal as a KtbridgeError."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "UnpicklingError":  # pickle's, which nothing here imports
+            raise
+        raise KtbridgeError(
+            f"{checkpoint} is refused: optimizer.pt, scheduler.pt or rng_state.pth holds more than numbers, "
+            "or is damaged.",
+            "go on from a checkpoint that your own run wrote",
+        ) from error

@@ -157,7 +157,9 @@ def read_vision(base: Path, config: TrainConfig) -> Vision | None:
         from transformers import AutoImageProcessor
 
         with readable_load_errors(base, "image processor"):
-            processor = AutoImageProcessor.from_pretrained(base, backend="pil")
+            processor = AutoImageProcessor.from_pretrained(
+                base, backend="pil", trust_remote_code=False
+            )
     except ModuleNotFoundError as error:
         raise KtbridgeError("rows with images need Pillow.", install_hint("train")) from error
     needed = ("get_number_of_image_patches", "merge_size")

@@ -6,6 +6,10 @@ import asyncio
 import json
 import os
 import re
+import shutil
+import subprocess
+import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -15,14 +19,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
+from evalruns import SMALL, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mockserver import answering
+from mockserver import answering, completion
+from tinyserver import ENVIRONMENT
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval import store, write_report
-from ktbridge.eval.client import Client
+from ktbridge.eval import load_bench, store, write_report
+from ktbridge.eval.client import LONGEST_ANSWER, Client, read_completion
 from ktbridge.eval.scorers import SCORERS, ScorerError, score_task
+from ktbridge.eval.time_limit import time_limit
 
 CHECKS: dict[str, tuple[dict[str, Any], Any]] = {
     "exact": ({}, "x"), "aliases": ({}, ["four", "四"]), "numeric": ({}, 4),
@@ -160,3 +168,123 @@ def test_a_runs_files_are_read_if_they_are_files(tmp_path: Path, name: str, what
             store.read_ledger(tmp_path, store.ANSWERS)
     with pytest.raises(KtbridgeError):
         write_report(tmp_path)
+
+
+LOOPING = json.dumps(completion("meow " * 1_400_000)).encode()
+PEAK = """
+import atexit, sys
+def peak():
+    print("PEAK", open("/proc/self/status").read().split("VmHWM:")[1].split()[0], file=sys.stderr)
+atexit.register(peak)
+from ktbridge.cli import main
+main()
+"""
+
+
+class Looping(BaseHTTPRequestHandler):
+    """A model that says the same for 7 MB, whatever is asked."""
+
+    def do_GET(self) -> None:
+        self.answer(b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(LOOPING)
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def peak(*words: object) -> int:
+    """The command's memory at most, in KB."""
+    found = subprocess.run(
+        [sys.executable, "-c", PEAK, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=ENVIRONMENT,
+    )
+    assert "Traceback" not in found.stderr
+    return int(found.stderr.rpartition("PEAK")[2])
+
+
+def test_huge_answers_are_cut(tmp_path: Path) -> None:
+    """16 answers of 7 MB were 0.97 GB in eval and 0.73 GB in report."""
+    out = tmp_path / "out"
+    with answering(Looping) as url:
+        arm = f"base=m@{url}/v1"
+        options = ("--limit", "16", "--concurrency", "16", "--no-judge", "--output", out)
+        assert peak("eval", "--bench", SMALL, "--arm", arm, *options) < 400_000
+    assert peak("report", out) < 400_000
+    results = json.loads((out / "results.json").read_text())
+    answers = [row["answers"]["base"] for row in results["items"]]
+    assert len(answers) == 16
+    assert {(one["outcome"], len(one["text"])) for one in answers} == {
+        ("truncated", LONGEST_ANSWER)
+    }
+    assert "6,999,999 characters" in answers[0]["detail"]
+
+
+def test_an_answer_within_the_bound_is_whole_whatever_was_thought() -> None:
+    body = completion("x" * LONGEST_ANSWER, reasoning_content="y" * (LONGEST_ANSWER + 1))
+    answer = read_completion(body)
+    assert (answer.outcome, len(answer.text), len(answer.thinking)) == (
+        "ok", LONGEST_ANSWER, LONGEST_ANSWER,
+    )  # fmt: skip
+    assert f"{LONGEST_ANSWER + 1:,}" in answer.detail
+
+
+COSTLY = "(a|a)*c"
+HAYSTACK = json.dumps("a" * 60)
+
+
+def test_patterns_of_a_bench_end(tmp_path: Path) -> None:
+    """A persona's and a JSON Schema's would have taken centuries."""
+    folder = tmp_path / "bench"
+    shutil.copytree(SMALL, folder)
+    persona = yaml.safe_load((folder / "persona.yaml").read_text())
+    persona["breaks"] = {"en": [COSTLY]}
+    (folder / "persona.yaml").write_text(yaml.safe_dump(persona))
+    lines = (folder / "items.jsonl").read_text().splitlines()
+    items = [json.loads(line) for line in lines if json.loads(line)["slice"] == "PES"][:2]
+    items[1]["checks"] = [
+        {"scorer": "json_schema", "schema": {"type": "string", "pattern": COSTLY}}
+    ]
+    (folder / "items.jsonl").write_text("".join(json.dumps(one) + "\n" for one in items))
+    settings = yaml.safe_load((folder / "bench.yaml").read_text())
+    settings["slices"] = {"PES": settings["slices"]["PES"]}
+    (folder / "bench.yaml").write_text(yaml.safe_dump(settings))
+    out = tmp_path / "out"
+    stored(out, {"base": lambda item, nth: HAYSTACK}, load_bench(folder))
+    peak("report", out)
+    rows = json.loads((out / "results.json").read_text())["items"]
+    told = [row["answers"]["base"] for row in rows]
+    assert [one["outcome"] for one in told] == ["score-error"] * 2
+    assert "persona: it took more than 2 seconds" in told[0]["detail"]
+    assert "json_schema: TimeoutError" in told[1]["detail"]
+
+
+def test_a_limit_of_time_leaves_nothing_behind() -> None:
+    with pytest.raises(TimeoutError), time_limit(0.05):
+        re.search(COSTLY, "a" * 60)
+    with time_limit(0.05):
+        pass
+    start = time.process_time()
+    while time.process_time() < start + 0.2:  # no signal comes afterwards
+        pass
+    inside: list[int] = []
+
+    def elsewhere() -> None:
+        with time_limit(0.01):
+            inside.append(1)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert inside == [1]

@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from readercommands import READERS, RUN
 from tinyserver import ENVIRONMENT
+
+from ktbridge.adapter import convert_adapter, read_adapter
+from ktbridge.adapter.push import plan_push
+from ktbridge.errors import KtbridgeError, ProblemsError
 
 MODEL, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NASTY = "\x1b[31m\x9b\u202e"
-RUN = """
-import atexit, sys
-def peak():
-    status = open("/proc/self/status").read()
-    print("PEAK", status.split("VmHWM:")[1].split()[0], file=sys.stderr)
-atexit.register(peak)
-from ktbridge.cli import main
-main()
-"""
 
 
 def set_config(adapter: Path, **changes: object) -> None:
@@ -47,6 +44,13 @@ def entry(*shape: int, dtype: str = "F32", size: int = 4) -> dict[str, object]:
 def linked(adapter: Path, device: str) -> None:
     (adapter / MODEL).unlink()
     (adapter / MODEL).symlink_to(device)
+
+
+def linked_out(adapter: Path, name: str) -> None:
+    other = adapter.parent / "secret"
+    other.mkdir()
+    (adapter / name).rename(other / name)
+    (adapter / name).symlink_to(other / name)
 
 
 def piped(adapter: Path, name: str) -> None:
@@ -92,6 +96,8 @@ ATTACKS = {
         at, artifacts={f"f{i}": {"size": 1} for i in range(150_000)}
     ),
     "layer 999999": lambda at: rename_layers(at, 999_999),
+    "a link to another directory": lambda at: linked_out(at, MODEL),
+    "a config that is such a link": lambda at: linked_out(at, CONFIG),
     "patterns": lambda at: set_config(
         at, alpha_pattern={"(.*)*" * 6 + str(i): 1 for i in range(1000)}
     ),
@@ -113,18 +119,169 @@ def test_an_attack_is_refused_soon_and_shortly(adapter: Path, tmp_path: Path, at
         found = subprocess.run(
             [sys.executable, "-c", RUN, *map(str, command)],
             capture_output=True,
+            text=True,
             timeout=60,
             env=ENVIRONMENT,
         )
-        assert found.returncode == 1
         assert time.monotonic() - start < 20  # on a machine with other things to do
-        told, _, peak = found.stderr.decode().partition("PEAK")
-        assert int(peak) < 300_000  # KB
-        shown = found.stdout.decode() + told
-        assert "Traceback" not in shown
-        assert len(shown) < 10_000
-        assert not set(NASTY) - set("[31m") & set(shown)
+        check_refusal(found)
         assert not out.exists()
+
+
+def check_refusal(found: subprocess.CompletedProcess[str]) -> str:
+    """A sentence, exit code 1, little memory; returns what it said."""
+    told, _, peak = found.stderr.partition("PEAK")
+    shown = found.stdout + told
+    assert found.returncode == 1, shown
+    assert int(peak) < 300_000  # KB
+    assert "Traceback" not in shown
+    assert len(shown) < 10_000
+    assert not set(NASTY) - set("[31m") & set(shown)
+    return shown
+
+
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_every_command_that_reads_adapters_refuses_it(
+    warm, adapter: Path, base: Path, tmp_path: Path, attack: str, command: str
+) -> None:
+    attacker = tmp_path / "attacker"
+    shutil.copytree(adapter, attacker)
+    ATTACKS[attack](attacker)
+    out = tmp_path / "out"
+    given = READERS[command](attacker, base, out)
+    found = warm.run("-c", RUN, *given, timeout=60, **ENVIRONMENT)
+    said = check_refusal(found)
+    # It was the adapter, not the server that isn't there, unless what it says is for verify to judge.
+    judged = ("a name that terminals obey", "alpha of 1e299", "patterns")
+    assert "127.0.0.1" not in said or (command == "verify" and attack in judged)
+    assert not out.exists()
+
+
+def snapshot(adapter: Path, cache: Path) -> Path:
+    """``adapter`` as the Hub's cache has it: links into the repository's blobs."""
+    repository = cache / "models--me--mine"
+    place = repository / "snapshots" / "0123abcd"
+    place.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for path in adapter.iterdir():
+        shutil.copy(path, repository / "blobs" / f"sha-{path.name}")
+        (place / path.name).symlink_to(f"../../blobs/sha-{path.name}")
+    return place
+
+
+def test_links_into_the_hubs_cache_and_the_directory_itself_are_followed(
+    adapter: Path, tmp_path: Path
+) -> None:
+    place = snapshot(adapter, tmp_path / "hub")
+    assert read_adapter(place).rank == 4
+    inside = tmp_path / "inside"
+    shutil.copytree(adapter, inside)
+    (inside / MODEL).rename(inside / "weights")
+    (inside / MODEL).symlink_to("weights")
+    assert read_adapter(inside).rank == 4
+    tmp_path.joinpath("named").symlink_to(place)  # the directory's own name may be a link
+    assert read_adapter(tmp_path / "named").rank == 4
+
+
+def test_no_blobs_but_the_repositorys_own(adapter: Path, tmp_path: Path) -> None:
+    """A cache made up in an archive: its blobs are a link, or another repository's."""
+    place = snapshot(adapter, tmp_path / "hub")
+    blobs = place.parents[1] / "blobs"
+    blobs.rename(tmp_path / "secret")
+    blobs.symlink_to(tmp_path / "secret")
+    with pytest.raises(KtbridgeError, match="is a link to"):
+        read_adapter(place)
+
+
+def test_merge_copies_no_file_that_a_link_of_the_base_leads_to(
+    warm, adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(base, model)
+    (tmp_path / "token").write_text("secret")
+    (model / "vocab.txt").symlink_to(tmp_path / "token")
+    given = ("merge", adapter, "--base-model", model, "--output", out, "--allow-other-base")
+    said = check_refusal(warm.run("-c", RUN, *given, timeout=100, **ENVIRONMENT))
+    assert "KTB930" in said
+    assert not out.exists()
+
+
+def test_push_uploads_no_file_that_a_link_leads_to(adapter: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(adapter, mine)
+    (tmp_path / "secret").write_text("a token")
+    (mine / "trainer_log.jsonl").symlink_to(tmp_path / "secret")
+    with pytest.raises(ProblemsError) as caught:
+        plan_push(mine, "me/mine", base_model="org/base")
+    assert "KTB930" in {problem.code for problem in caught.value.problems}
+
+
+def text(data: bytes) -> bytes:
+    return struct.pack("<Q", len(data)) + data
+
+
+def gguf(fields: bytes = b"", count: int = 0, tensors: bytes = b"", number: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, number, count) + fields + tensors
+
+
+def tensor(*shape: int, name: bytes = b"blk.0.attn_q.weight.lora_a", offset: int = 0) -> bytes:
+    sides = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(name) + sides + struct.pack("<IQ", 0, offset)
+
+
+NESTED = text(b"x") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 3000
+MANY = text(b"x") + struct.pack("<IIQ", 9, 0, 8_000_000) + bytes(8_000_000)
+BAD_GGUF: dict[str, bytes] = {
+    "nothing": b"",
+    "half a head": gguf()[:11],
+    "2^63 tensors": gguf(number=2**63),
+    "2^63 fields": gguf(count=2**63),
+    "half a million tensors": gguf(
+        number=500_000, tensors=b"".join(tensor(1, name=b"t%d" % i) for i in range(500_000))
+    ),
+    "half a million fields": gguf(
+        b"".join(text(b"f%d" % i) + bytes(5) for i in range(500_000)), count=500_000
+    ),
+    "a text of 2^63": gguf(struct.pack("<Q", 2**63), count=1),
+    "a name of a megabyte": gguf(text(b"n" * 2**20) + bytes(5), count=1),
+    "arrays in arrays": gguf(NESTED, count=1),
+    "an array of 8 million": gguf(MANY, count=1),
+    "an array of 2^62": gguf(text(b"x") + struct.pack("<IIQ", 9, 8, 2**62), count=1),
+    "2^31 dimensions": gguf(tensors=text(b"t") + struct.pack("<I", 2**31), number=1),
+    "a side of 2^63": gguf(tensors=tensor(2**63, 0), number=1),
+    "sides of 2^32": gguf(tensors=tensor(2**32, 2**32), number=1),
+    "an offset of 2^63": gguf(tensors=tensor(4, 4, offset=2**63), number=1),
+    "an offset behind the end": gguf(tensors=tensor(4, 4, offset=4096), number=1),
+    "an unknown type": gguf(text(b"x") + struct.pack("<I", 99), count=1),
+    "letters that aren't": gguf(text(b"\xff\xfe") + bytes(5), count=1),
+    "the other byte order": gguf()[:4] + struct.pack(">IQQ", 3, 2**63, 2**63),
+}
+
+
+@pytest.mark.parametrize("attack", BAD_GGUF)
+def test_a_gguf_file_is_refused_soon_and_shortly(warm, tmp_path: Path, attack: str) -> None:
+    """Arrays in arrays were a RecursionError's traceback; an array of 8 million took gigabytes."""
+    (tmp_path / "a.gguf").write_bytes(BAD_GGUF[attack])
+    given = ("convert", tmp_path / "a.gguf", "--from", "gguf", "--to", "raw")
+    out = tmp_path / "out"
+    found = warm.run("-c", RUN, *given, "--output", out, timeout=60, **ENVIRONMENT)
+    check_refusal(found)
+    assert not out.exists()
+
+
+def test_a_gguf_file_that_is_cut_or_a_giant(
+    warm, adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    convert_adapter(adapter, to="gguf", output_dir=tmp_path / "good", base_model=str(base))
+    file = next((tmp_path / "good").glob("*.gguf"))
+    whole = file.read_bytes()
+    for size in (40, 3000, len(whole) - 1, 2**40):
+        file.write_bytes(whole)
+        os.truncate(file, size)
+        given = ("convert", file, "--from", "gguf", "--to", "raw", "--output", tmp_path / "out")
+        check_refusal(warm.run("-c", RUN, *given, timeout=60, **ENVIRONMENT))
+        assert not (tmp_path / "out").exists()
 
 
 def test_nasty_names_that_pass_are_escaped_in_json(adapter: Path, tmp_path: Path) -> None:

@@ -200,7 +200,14 @@ def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path)
 
 @quiet
 @pytest.mark.parametrize(
-    "name", ["optimizer.pt", "rng_state.pth", "trainable.safetensors", "trainer_state.json"]
+    "name",
+    [
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "trainable.safetensors",
+        "trainer_state.json",
+    ],
 )
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path, name: str) -> None:
     with pytest.raises(KeyboardInterrupt):

@@ -27,6 +27,7 @@ import numpy as np
 
 from ktbridge.adapter.adapter import CONFIG_FILE, is_number
 from ktbridge.adapter.blocks import BITS, Block
+from ktbridge.adapter.dialects.gguf_header import check_header
 from ktbridge.adapter.dialects.source import (
     Request,
     Source,
@@ -36,9 +37,11 @@ from ktbridge.adapter.dialects.source import (
     refusal,
 )
 from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
+from ktbridge.adapter.links import check_links
 from ktbridge.adapter.lora_config import build_config, kept_fields
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.adapter.outputs import Output, Rows, piece
+from ktbridge.adapter.scan import refuse_sparse
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.model import ModelConfig
@@ -215,10 +218,13 @@ def read_gguf(request: Request) -> Source:
     if not file.is_file():  # opening a pipe would block forever
         found = "is not a regular file" if file.exists() else "does not exist"
         raise KtbridgeError(f"{file} {found}", "pass a GGUF file")
+    fail_if(file, [*check_links([file] if path.is_dir() else [])])
+    refuse_sparse(file)
     stamps = take_stamps((file,))
     try:
+        check_header(file)
         with np.errstate(all="ignore"):  # sizes in a malicious file overflow
-            reader = _strict_reader(package)(file)
+            reader = package.GGUFReader(file)
             fields = {name: field.contents() for name, field in reader.fields.items()}
             tensors = list(reader.tensors)
     except OSError as error:
@@ -234,19 +240,6 @@ def read_gguf(request: Request) -> Source:
     source.stamps = stamps
     source.manifest = _beside(path, MANIFEST_FILE)
     return source
-
-
-def _strict_reader(package: Any) -> Any:
-    """gguf's reader, but failing at the end of the file, where gguf's own loops on empty reads."""
-
-    class Reader(package.GGUFReader):  # type: ignore[misc]
-        def _get(self, offset: int, dtype: Any, count: Any = 1, *rest: Any, **named: Any) -> Any:
-            found = super()._get(offset, dtype, count, *rest, **named)
-            if len(found) != int(count):
-                raise ValueError(f"it ends inside what begins at byte {int(offset)}")
-            return found
-
-    return Reader
 
 
 def _source(

@@ -33,6 +33,7 @@ from ktbridge.eval.results.types import (
 from ktbridge.eval.rundir import BENCH, NOT_RUN, RunFile, read_run
 from ktbridge.eval.scorers import FAMILIES, ScorerError, measure_texts, score_task
 from ktbridge.eval.store import ANSWERS, AnswerRecord, read_ledger
+from ktbridge.eval.time_limit import time_limit
 
 SCORE_ERROR: AnyOutcome = "score-error"  # the answer exists, but one of our scorers failed on it
 _MARKS: tuple[Literal["task", "persona"], ...] = ("task", "persona")
@@ -186,7 +187,12 @@ def _score(item: Item, bench: Bench, record: AnswerRecord | None) -> ArmAnswer:
     if record["outcome"] == "ok":
         mark_task(answer, record["text"], item.checks, item.gold)
         if answer["outcome"] == "ok" and has_persona(bench):
-            parts = score_persona(record["text"], bench.persona)
+            try:
+                with time_limit():
+                    parts = score_persona(record["text"], bench.persona)
+            except TimeoutError as error:
+                answer["outcome"], answer["detail"] = SCORE_ERROR, f"persona: {error}"
+                return answer
             answer["persona"] = parts["score"]
             answer["persona_parts"] = parts
     return answer

@@ -32,6 +32,7 @@ from ktbridge.eval.text import (
     normalise,
     sentences,
 )
+from ktbridge.eval.time_limit import time_limit
 
 # --- against a gold answer: exact, aliases, numeric, choice
 
@@ -258,7 +259,9 @@ def json_schema(text: str, check: Check, gold: Gold) -> Mark:
         value = _json_value(text)
     except ValueError as error:
         return mark(False, str(error), False)
-    errors = list(itertools.islice(Draft202012Validator(check["schema"]).iter_errors(value), 20))
+    found = Draft202012Validator(check["schema"]).iter_errors(value)
+    with time_limit():  # its patterns
+        errors = list(itertools.islice(found, 20))
     if not errors:
         return mark(True, "fits the schema", True)
     first = min(errors, key=lambda error: error.json_path)
@@ -338,5 +341,6 @@ def no_persona(text: str, check: Check, gold: Gold) -> Mark:
     Loading the bench adds the persona's rules to the check under ``persona``.
     """
     persona = check["persona"]
-    found = persona.address.search(text) or persona.tics.search(text)
+    with time_limit():
+        found = persona.address.search(text) or persona.tics.search(text)
     return mark(found is None, f"found {found.group(0)!r}" if found else "no trace of the persona")

@@ -141,7 +141,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 404:
-            return respond(ApiError(404, f"there is no {request.method} {request.url.path} here"))
+            return respond(
+                ApiError(404, f"there is no {request.method} {request.url.path[:200]} here")
+            )
         return respond(ApiError(error.status_code, str(error.detail), headers=error.headers))
 
     @app.exception_handler(ClientGone)

@@ -30,6 +30,7 @@ from ktbridge.served_names import ServedArm
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = 16  # of a prompt's logprobs in one event, which the event loop writes in one piece
 ALONE = 4096  # tokens per chunk when no other answer waits: activations and logits need memory
 
 
@@ -134,7 +135,10 @@ class Batch:
             self.pending = None
             opening: list[Event] = []
             if ask.sampling.prompt_logprobs:
-                opening.append(Delta("", tuple(prefill.entries), prompt=True))
+                opening += [
+                    Delta("", tuple(prefill.entries[start : start + AT_ONCE]), prompt=True)
+                    for start in range(0, len(prefill.entries), AT_ONCE)
+                ]
             rows = []
             for i in range(ask.n):
                 answer = Answer(self.model.tokens, self.model.stop_ids, ask.sampling, i)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from ktbridge import hosts
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.local.connection import connections
 from ktbridge.serve.local.plan import ServePlan, fingerprints
+from ktbridge.serve.local.sparse_log import limit_logs
 
 GRACE_SECONDS = 5  # for what is left after aborting everything
 
@@ -75,10 +77,13 @@ def serve(
         worker = app.state.worker
         server = _Server(config, app.state.drain, worker.close, plan.limits.drain_seconds)
         worker.on_failure = server.stop
+        limit_logs()
+        gc.freeze()  # a collection among all that was imported and loaded stops everyone for half a second
         try:
             asyncio.run(_serve(server, listener, on_ready))
         finally:
             server.ended()
+            gc.unfreeze()
         if worker.failure is not None:
             raise KtbridgeError(
                 f"the thread that computes has died: {type(worker.failure).__name__}: {worker.failure}.",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -14,11 +13,13 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ktbridge.serve.local.detokenize import TextOffsets, Tokens
+from ktbridge.serve.local.json_out import Rows, as_json
 from ktbridge.serve.local.sampling import Finish, TokenLogprob
 from ktbridge.serve.local.schema import ApiError
 from ktbridge.serve.local.worker import Job, ServerStopping
 
 Json = dict[str, object]
+AT_ONCE = 1 << 13  # bytes of a stream that are made before others have their turn
 
 
 class ClientGone(Exception):
@@ -52,7 +53,8 @@ class Reply:
         self._tokens = tokens
 
     def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> Json:
-        bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
+        """All of it; each choice's entries are taken out of it as they are written."""
+        bodies = (self._whole_choice(index, choice) for index, choice in enumerate(choices))
         usage = _usage(prompt_tokens, [choice.finish for choice in choices])
         return self._body(self.whole_kind, bodies) | {"usage": usage}
 
@@ -62,7 +64,7 @@ class Reply:
     def _whole_choice(self, index: int, choice: Choice) -> Json:
         raise NotImplementedError
 
-    def _body(self, kind: str, choices: list[Json]) -> Json:
+    def _body(self, kind: str, choices: Iterable[Json]) -> Json:
         head: Json = {"id": self._id, "created": self._created, "object": kind}
         return head | {"model": self._model, "choices": choices}
 
@@ -81,7 +83,7 @@ class ChatReply(Reply):
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(choice.entries),
+            "logprobs": self._logprobs(_spent(choice.entries)),
             "finish_reason": choice.finish.reason,
         }
 
@@ -109,12 +111,12 @@ class ChatReply(Reply):
     def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:
             return None
-        content = [
+        content = (
             self._entry(entry.token, entry.logprob)
             | {"top_logprobs": [self._entry(token, value) for token, value in entry.top]}
             for entry in entries
-        ]
-        return {"content": content, "refusal": None}
+        )
+        return {"content": Rows(content), "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> Json:
         text = token_text(self._tokens, token)
@@ -175,24 +177,30 @@ class LogprobTable:
         self._offsets = TextOffsets(tokens, start=len(echo.text))
 
     def add(self, entries: Sequence[TokenLogprob]) -> Json:
-        """The columns of the next ``entries``."""
+        """The columns of the next ``entries``; a list of them is empty when they are written."""
         offsets = []
         for entry in entries:
             source = self._prompt_offsets if self._echoed > 0 else self._offsets
             offsets.append(source.feed(entry.token))
             self._echoed -= 1
-        tops = [
+        table: Json = {
+            "tokens": [token_text(self._tokens, entry.token) for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+        }
+        tops = (
             {token_text(self._tokens, token): value for token, value in entry.top}
             if entry.logprob is not None
             else None
-            for entry in entries
-        ]
-        return {
-            "tokens": [token_text(self._tokens, entry.token) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+            for entry in (_spent(entries) if isinstance(entries, list) else entries)
+        )
+        return table | {"top_logprobs": Rows(tops), "text_offset": offsets}
+
+
+def _spent(entries: list[TokenLogprob]) -> Iterator[TokenLogprob]:
+    """``entries``, each removed when the next is asked for: millions freed at once would take a while."""
+    entries.reverse()
+    while entries:
+        yield entries.pop()
 
 
 def token_text(tokens: Tokens, token: int) -> str:
@@ -265,9 +273,10 @@ def stream(
                     ready += _sse(reply.last(index, event))
                 else:
                     ready += _sse(reply.piece(index, event.text, event.logprobs))
-                if job.events.empty():
+                if job.events.empty() or len(ready) >= AT_ONCE:
                     yield ready
                     ready = b""
+                    await asyncio.sleep(0)  # a queue that has more doesn't give way by itself
             if include_usage:
                 ready += _sse(reply.usage_only(ends, prompt_tokens))
             yield ready + b"data: [DONE]\n\n"
@@ -297,5 +306,4 @@ class _Stream(StreamingResponse):
 
 
 def _sse(body: Json) -> bytes:
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + as_json(body).encode() + b"\n\n"

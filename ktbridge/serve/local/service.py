@@ -13,8 +13,8 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from ktbridge.serve.local.batch import Ask, Batch
-from ktbridge.serve.local.bodies import json_response
 from ktbridge.serve.local.engine import Engine
+from ktbridge.serve.local.json_out import json_response
 from ktbridge.serve.local.replies import (
     ChatReply,
     CompletionReply,
@@ -56,7 +56,7 @@ class Service:
         if name not in self.arms:
             raise ApiError(
                 404,
-                f"there is no model {name!r} here; this server offers {', '.join(map(repr, self.arms))}",
+                f"there is no model {name[:80]!r} here; this server offers {', '.join(map(repr, self.arms))}",
                 param="model",
                 code="model_not_found",
             )
@@ -96,7 +96,10 @@ class Service:
             for prompt in ids
         ]
         job = self._start(arm, ids, samplings, body.n)
-        echoes = [self._echo(body, *pair) for pair in zip(body.prompts, ids, strict=True)]
+        echoes = [
+            await asyncio.to_thread(self._echo, body, *pair)
+            for pair in zip(body.prompts, ids, strict=True)
+        ]
         reply = CompletionReply(
             arm.name,
             self.engine.tokens,
@@ -196,7 +199,9 @@ class PromptBuilder:
                 )
             except Exception as error:  # templates may raise any exception, jinja's included
                 raise ApiError(
-                    400, f"the chat template refuses these messages: {error}", param="messages"
+                    400,
+                    f"the chat template refuses these messages: {str(error)[:300]}",
+                    param="messages",
                 ) from error
             # The template wrote the special tokens itself.
             return self._encode(str(text), add_special_tokens=False, param="messages")
