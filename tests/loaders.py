@@ -54,7 +54,17 @@ MLA = {
     "self_attn.kv_b_proj": (96, 16),
     "self_attn.o_proj": (HIDDEN, 64),
 }
-# model_type: architecture, what its config.json has besides, prefix of adapters' keys, other modules
+QUERY_RANK = {
+    "self_attn.q_a_proj": (20, HIDDEN),
+    "self_attn.q_b_proj": (64, 20),
+    **{name: shape for name, shape in MLA.items() if name != "self_attn.q_proj"},
+}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 128,
+}  # fmt: skip
+# model_type, after a slash what sets one of several rows apart: architecture, what its config.json has
+# besides, prefix of adapters' keys, other modules
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, tuple[int, int]]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", {}, "model.", ATTENTION | GATE),
     "deepseek_v2": (
@@ -62,11 +72,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, tuple[int, int]]]]
         {
             "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
             "v_head_dim": 16, "head_dim": None, "num_key_value_heads": 4, "n_shared_experts": 1,
-            "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
+            "topk_method": "greedy", "scoring_func": "softmax", "rope_parameters": YARN,
         },
         "model.",
         MLA | SHARED,
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            "kv_lora_rank": 16, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+            "v_head_dim": 16, "head_dim": None, "num_key_value_heads": 4, "n_shared_experts": 1,
+            "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "rope_parameters": YARN,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        },
+        "model.",
+        QUERY_RANK | SHARED,
     ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
@@ -74,12 +95,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, tuple[int, int]]]]
         "model.",
         ATTENTION | SHARED,
     ),
-    "mixtral": ("MixtralForCausalLM", {"intermediate_size": INNER}, "model.", ATTENTION),
+    "mixtral": (
+        "MixtralForCausalLM",
+        # SGLang makes the heads of hidden_size / num_attention_heads, as the published models are.
+        {"intermediate_size": INNER, "head_dim": 12},
+        "model.",
+        {
+            "self_attn.q_proj": (48, HIDDEN),
+            "self_attn.k_proj": (24, HIDDEN),
+            "self_attn.v_proj": (24, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, 48),
+        },
+    ),
     "olmoe": ("OlmoeForCausalLM", {"intermediate_size": INNER, "head_dim": 16}, "model.", {}),
     "qwen3_5_moe": (
         "Qwen3_5MoeForConditionalGeneration",
         {
-            "layer_types": ["linear_attention"] * LAYERS, "shared_expert_intermediate_size": 56,
+            "layer_types": ["linear_attention"] * LAYERS, "full_attention_interval": 4, "shared_expert_intermediate_size": 56,
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
             "linear_value_head_dim": 8, "vision_config": {
                 "model_type": "qwen3_5_moe", "depth": 1, "hidden_size": 32, "num_heads": 2,
@@ -105,6 +137,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, tuple[int, int]]]]
 }  # fmt: skip
 
 
+class Refusal(str):
+    """What an engine raised, and when: ``stage`` is "adapter", or "request", once the server is up."""
+
+    def __new__(cls, error: str, stage: str) -> Refusal:
+        text = super().__new__(cls, error)
+        text.stage = stage
+        return text
+
+    stage: str
+
+
 class Loader:
     """One version of one engine: what it would add to each module, by the module's path from layers on."""
 
@@ -120,17 +163,21 @@ class Loader:
         command = [os.environ[PYTHON], "-W", "ignore", str(driver)]
         self._asked = Asked(command, {"PYTHONPATH": str(site), "TMPDIR": str(root)}, root)
 
-    def load(self, model: Path, adapter: Path, fused: bool = False, **flags: Any) -> Deltas | str:
+    def load(
+        self, model: Path, adapter: Path, fused: bool = False, **flags: Any
+    ) -> Deltas | Refusal:
         """The deltas, float64, or what the engine raised."""
         import torch
         from safetensors.torch import load_file
 
         out = self._root / "out.safetensors"
         asked = {"model": str(model), "adapter": str(adapter), "fused": fused, "out": str(out)}
-        told = self._asked.ask({**asked, "flags": {"max_lora_rank": 8, **flags}})
+        if self.package == "vllm":
+            flags = {"max_lora_rank": 8, **flags}
+        told = self._asked.ask({**asked, "flags": flags})
         if "error" in told:
-            assert told["stage"] == "adapter", told["error"]
-            return str(told["error"])
+            assert told["stage"] in ("adapter", "request"), told["error"]
+            return Refusal(told["error"], told["stage"])
         return {name: value.to(torch.float64).numpy() for name, value in load_file(out).items()}
 
     def end(self) -> None:
