@@ -141,6 +141,7 @@ def loaded(manager: Any, uid: str) -> dict[str, torch.Tensor]:
         for name, module in modules.items():
             path = re.sub(r"^.*?(?=layers\.\d)", "", name)
             path = path.replace(".block_sparse_moe.", ".mlp.")
+            path = re.sub(r"^(layers\.\d+)\.(?=qkv_proj|o_proj)", r"\1.self_attn.", path)
             stem, _, leaf = path.rpartition(".")
             if isinstance(module, FusedMoEWithLoRA):
                 deltas |= {f"{path}.{k}": v for k, v in experts(module, slot, rank).items()}

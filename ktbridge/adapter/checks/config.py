@@ -240,6 +240,7 @@ def _targets(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     modules = {part.key.module for part in adapter.nonexpert.values()}
     targets = _with_experts(targets, adapter, {name.rpartition(".")[2] for name in modules})
     modules |= {f"mlp.experts.0.{name}" for name in adapter.expert_modules()}
+    modules |= {part.key.module for part in adapter.leftovers if part.key.kind == "sglang-3d"}
     absent = [
         target
         for target in targets
