@@ -61,7 +61,7 @@ def test_modules_that_end_the_server(
     without = [name for name in FAMILIES[model_type][3] if name not in modules]
     raw = make_raw(tmp_path / "raw", model_type, model, without=without)
     converted = convert_adapter(raw, to="sglang-3d", output_dir=tmp_path / "out")
-    assert [(p.code, p.severity) for p in converted.findings] == [(code, "warning")]
+    assert (code, "warning") in {(p.code, p.severity) for p in converted.findings}
     found = loaders("sglang", VERSION).load(model, tmp_path / "out")
     assert says in str(found)
     assert outcome(found, {}) == "refuses"
