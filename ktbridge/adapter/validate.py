@@ -129,9 +129,7 @@ def validate_adapter(
             for path in dirs:
                 hashes.start(Path(path).expanduser())
         for path in dirs:
-            adapters += _scan(path, report)
-        if name == SGLANG:
-            adapters = [with_stacks(adapter) for adapter in adapters]
+            adapters += _scan(path, report, name)
         report.problems += _structures(adapters, modules, name)
         known = [] if base is None else [Base(base.path, base_name)]
         for adapter, model in product(adapters, known):
@@ -178,9 +176,11 @@ def _open_weights(path: Path) -> Checkpoint | None:
     return checkpoint
 
 
-def _scan(path: str | os.PathLike[str], report: ValidationReport) -> list[Adapter]:
-    """The directory's adapter, or none; its findings and summary go into the report."""
+def _scan(path: str | os.PathLike[str], report: ValidationReport, engine: str) -> list[Adapter]:
+    """The directory's adapter as the engine reads it, or none; findings and summary go into the report."""
     adapter, findings = scan_adapter(path)
+    if adapter is not None and engine == SGLANG:
+        adapter = with_stacks(adapter)
     report.problems += findings
     report.adapters.append(_summary(path, adapter))
     return [] if adapter is None else [adapter]

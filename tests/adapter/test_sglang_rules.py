@@ -55,7 +55,9 @@ def test_a_family_that_was_not_run(tmp_path: Path) -> None:
 def test_stacked_tensors_are_compared_with_the_raw_ones(tmp_path: Path) -> None:
     raw = write_raw(tmp_path / "raw")
     convert_adapter(raw, to="sglang-3d", output_dir=tmp_path / "out")
-    assert found(raw, tmp_path / "out") == {}
+    report = validate_adapter([raw, tmp_path / "out"], engine="sglang")
+    assert not report.problems
+    assert [row["num_experts"] for row in report.adapters] == [3, 3]
     other = write_raw(tmp_path / "other", seed=1)
     assert found(other, tmp_path / "out") == {"KTB504": "error"}
 
