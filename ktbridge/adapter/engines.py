@@ -24,6 +24,8 @@ ENGINE = "sglang-kt"
 VLLM = "vllm"
 VLLM_SEEN = "0.33.0"
 """The version whose own code `make test-loaders` runs."""
+VLLM_WITHOUT_PATTERNS = "0.27.1"
+"""The last version looked at that knows no rank_pattern and no alpha_pattern; later ones were not run."""
 VLLM_FUSED = ("Qwen3.5-MoE", "Qwen3-VL-MoE", "gpt-oss")
 """Families whose experts vLLM wraps as PEFT's fused ones (``is_3d_moe_weight`` of its model classes)."""
 MIXED_FLAG = "--enable-mixed-moe-lora-format"
