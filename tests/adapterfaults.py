@@ -60,6 +60,16 @@ def each(part: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tens
     return change_all
 
 
+def experts(part: str, count: int) -> Callable[[Tensors], None]:
+    """Cut stacked tensors to ``count`` experts, or repeat the first ones until there are as many."""
+
+    def cut(t: Tensor) -> Tensor:
+        one = t.nbytes // t.shape[0]
+        return replace(t, shape=(count, *t.shape[1:]), data=(bytes(t.data) * 2)[: count * one])
+
+    return each(part, cut)
+
+
 def rename(old: str, new: str) -> Callable[[Tensors], None]:
     return each(old, lambda t: replace(t, name=t.name.replace(old, new)))
 

@@ -66,7 +66,11 @@ class Asked:
         self._answers: queue.Queue[str] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
-        assert json.loads(self._next(580))["ready"]
+        try:
+            assert json.loads(self._next(580))["ready"]
+        except BaseException:
+            self.end()
+            raise
 
     def _listen(self) -> None:
         assert self._process.stdout is not None

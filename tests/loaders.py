@@ -7,11 +7,12 @@ one); without it these tests skip. The engines themselves are the Python files o
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from adapterfaults import Tensors, edit, edit_config
 from askedprocess import Asked, fetched_wheel, unpacked
 from rawadapter import write_raw
 from realengine import trained
@@ -23,11 +24,18 @@ PYTHON = "KTBRIDGE_LOADERS_PYTHON"
 HIDDEN, INNER, EXPERTS, LAYERS, RANK = 48, 40, 3, 2, 4
 PLAIN = (".py", ".json", ".pyi", ".h", ".cuh")
 Deltas = dict[str, np.ndarray]
+Damage = Callable[[Path], object]
 ATTENTION = {
     "self_attn.q_proj": (64, HIDDEN),
     "self_attn.k_proj": (32, HIDDEN),
     "self_attn.v_proj": (32, HIDDEN),
     "self_attn.o_proj": (HIDDEN, 64),
+}
+NARROW = {
+    "self_attn.q_proj": (48, HIDDEN),
+    "self_attn.k_proj": (24, HIDDEN),
+    "self_attn.v_proj": (24, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, 48),
 }
 SHARED = {
     "mlp.shared_experts.gate_proj": (INNER, HIDDEN),
@@ -54,7 +62,17 @@ MLA = {
     "self_attn.kv_b_proj": (96, 16),
     "self_attn.o_proj": (HIDDEN, 64),
 }
-# model_type: architecture, what its config.json has besides, prefix of adapters' keys, other modules
+QUERY_RANK = {
+    "self_attn.q_a_proj": (20, HIDDEN),
+    "self_attn.q_b_proj": (64, 20),
+    **{name: shape for name, shape in MLA.items() if name != "self_attn.q_proj"},
+}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 128,
+}  # fmt: skip
+# model_type, after a slash what sets one of several rows apart: architecture, what its config.json has
+# besides, prefix of adapters' keys, other modules
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, tuple[int, int]]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", {}, "model.", ATTENTION | GATE),
     "deepseek_v2": (
@@ -62,11 +80,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, tuple[int, int]]]]
         {
             "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
             "v_head_dim": 16, "head_dim": None, "num_key_value_heads": 4, "n_shared_experts": 1,
-            "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
+            "topk_method": "greedy", "scoring_func": "softmax", "rope_parameters": YARN,
         },
         "model.",
         MLA | SHARED,
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            "kv_lora_rank": 16, "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+            "v_head_dim": 16, "head_dim": None, "num_key_value_heads": 4, "n_shared_experts": 1,
+            "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
+            "rope_parameters": YARN,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        },
+        "model.",
+        QUERY_RANK | SHARED,
     ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
@@ -74,12 +104,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, tuple[int, int]]]]
         "model.",
         ATTENTION | SHARED,
     ),
-    "mixtral": ("MixtralForCausalLM", {"intermediate_size": INNER}, "model.", ATTENTION),
+    "mixtral": (
+        "MixtralForCausalLM",
+        # SGLang makes the heads of hidden_size / num_attention_heads, as the published models are.
+        {"intermediate_size": INNER, "head_dim": 12},
+        "model.",
+        NARROW,
+    ),
     "olmoe": ("OlmoeForCausalLM", {"intermediate_size": INNER, "head_dim": 16}, "model.", {}),
     "qwen3_5_moe": (
         "Qwen3_5MoeForConditionalGeneration",
         {
-            "layer_types": ["linear_attention"] * LAYERS, "shared_expert_intermediate_size": 56,
+            "layer_types": ["linear_attention"] * LAYERS, "full_attention_interval": 4,
+            "shared_expert_intermediate_size": 56,
             "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
             "linear_value_head_dim": 8, "vision_config": {
                 "model_type": "qwen3_5_moe", "depth": 1, "hidden_size": 32, "num_heads": 2,
@@ -102,7 +139,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, tuple[int, int]]]]
         ATTENTION | GATE,
     ),
     "gpt_oss": ("GptOssForCausalLM", {"intermediate_size": INNER}, "model.", ATTENTION),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {"shared_expert_intermediate_size": 56, "head_dim": 12},
+        "model.",
+        NARROW | GATE | SHARED_ONE,
+    ),
 }  # fmt: skip
+_QWEN35 = FAMILIES["qwen3_5_moe"]
+FAMILIES["qwen3_5_moe/full"] = (  # the other kind of its layers, where a gate comes with q
+    _QWEN35[0],
+    {
+        **_QWEN35[1],
+        "layer_types": ["full_attention"] * LAYERS,
+        "full_attention_interval": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "mrope_section": [1, 1, 0],
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    _QWEN35[2],
+    ATTENTION | {"self_attn.q_proj": (128, HIDDEN)} | GATE | SHARED_ONE,
+)
+
+
+class Refusal(str):
+    """What an engine raised, and when: ``stage`` is "adapter", or "request", once the server is up."""
+
+    def __new__(cls, error: str, stage: str) -> Refusal:
+        text = super().__new__(cls, error)
+        text.stage = stage
+        return text
+
+    stage: str
 
 
 class Loader:
@@ -120,17 +191,21 @@ class Loader:
         command = [os.environ[PYTHON], "-W", "ignore", str(driver)]
         self._asked = Asked(command, {"PYTHONPATH": str(site), "TMPDIR": str(root)}, root)
 
-    def load(self, model: Path, adapter: Path, fused: bool = False, **flags: Any) -> Deltas | str:
+    def load(
+        self, model: Path, adapter: Path, fused: bool = False, **flags: Any
+    ) -> Deltas | Refusal:
         """The deltas, float64, or what the engine raised."""
         import torch
         from safetensors.torch import load_file
 
         out = self._root / "out.safetensors"
         asked = {"model": str(model), "adapter": str(adapter), "fused": fused, "out": str(out)}
-        told = self._asked.ask({**asked, "flags": {"max_lora_rank": 8, **flags}})
+        if self.package == "vllm":
+            flags = {"max_lora_rank": 8, **flags}
+        told = self._asked.ask({**asked, "flags": flags})
         if "error" in told:
-            assert told["stage"] == "adapter", told["error"]
-            return str(told["error"])
+            assert told["stage"] in ("adapter", "request"), told["error"]
+            return Refusal(told["error"], told["stage"])
         return {name: value.to(torch.float64).numpy() for name, value in load_file(out).items()}
 
     def end(self) -> None:
@@ -155,6 +230,31 @@ def deltas_of(raw: Path) -> Deltas:
     return {path[path.index("layers.") :]: b @ a for path, (a, b) in pairs.items()}
 
 
+def config(**changes: Any) -> Damage:
+    return lambda directory: edit_config(directory, **changes)
+
+
+def tensors(*changes: Callable[[Tensors], None]) -> Damage:
+    def damage(directory: Path) -> None:
+        for change in changes:
+            edit(directory, change)
+
+    return damage
+
+
+def outcome(found: Deltas | str, whole: Deltas) -> str:
+    """What became of a damaged adapter: "refuses", "ignores", "takes" other values or "drops" some."""
+    if isinstance(found, str):
+        return "refuses"
+    served = {path: found.get(path, np.zeros_like(delta)) for path, delta in whole.items()}
+    changed = {
+        p: served[p] for p, d in whole.items() if not np.allclose(served[p], d, 1e-12, 1e-12)
+    }
+    if not changed:
+        return "ignores"
+    return "takes" if any(delta.any() for delta in changed.values()) else "drops"
+
+
 def same(found: Deltas | str, expected: Deltas) -> None:
     """Every delta at its place, and zero everywhere else."""
     assert not isinstance(found, str), found
@@ -165,6 +265,9 @@ def same(found: Deltas | str, expected: Deltas) -> None:
         if wanted is None:
             assert not delta.any(), path
             continue
+        beyond = delta.copy()  # what an engine pads its modules by
+        beyond[: wanted.shape[0], : wanted.shape[1]] = 0
+        assert not beyond.any(), path
         # Sums of exact products: bfloat16 times bfloat16, added in float64 in one order or another.
         np.testing.assert_allclose(
             delta[: wanted.shape[0], : wanted.shape[1]],

@@ -24,6 +24,8 @@ ENGINE = "sglang-kt"
 VLLM = "vllm"
 VLLM_SEEN = "0.33.0"
 """The version whose own code `make test-loaders` runs."""
+VLLM_WITHOUT_PATTERNS = "0.27.1"
+"""The last version looked at that knows no rank_pattern and no alpha_pattern; later ones were not run."""
 VLLM_FUSED = ("Qwen3.5-MoE", "Qwen3-VL-MoE", "gpt-oss")
 """Families whose experts vLLM wraps as PEFT's fused ones (``is_3d_moe_weight`` of its model classes)."""
 MIXED_FLAG = "--enable-mixed-moe-lora-format"
@@ -36,6 +38,21 @@ VLLM_HONOURS = (
 """Findings that hold for SGLang-KT and not for vLLM: rsLoRA, alpha_pattern, target_modules that say less than
 the tensors, PEFT's fused layout, k without q and v, projections and modules of one layer only, w1/w3/w2, and
 other modules."""
+
+SGLANG = "sglang"
+"""Upstream SGLang, which is not SGLang-KT: another distribution, with LoRA code of its own."""
+SGLANG_SEEN = "0.5.23"
+"""The version whose own code `make test-loaders` runs."""
+SGLANG_HONOURS = (
+    "KTB017", "KTB106", "KTB118", "KTB121", "KTB205", "KTB209", "KTB210", "KTB608",
+)  # fmt: skip
+"""Findings that don't hold for upstream SGLang (several files, prefixes, other modules), or that
+``checks.sglang`` makes in its own words (target_modules, partners in stacked modules)."""
+SGLANG_RUN = (
+    "Qwen2-MoE", "Qwen3-MoE", "Qwen3.5-MoE", "Qwen3-VL-MoE", "Mixtral", "DeepSeek", "GLM4-MoE", "gpt-oss",
+    "OLMoE",
+)  # fmt: skip
+"""Families of which adapters were run through its code."""
 
 
 @dataclass(frozen=True)
@@ -196,18 +213,20 @@ def version_order(text: str) -> tuple[tuple[int, ...], int]:
 
 
 def split_engine(engine: str) -> tuple[str, str]:
-    """Name and version of ``sglang-kt==X``, ``vllm==X`` or ``vllm`` (the version looked at).
+    """Name and version of ``sglang-kt==X``, ``vllm==X``, ``sglang==X``, or of the last two alone.
+
+    Those alone are of the version looked at.
 
     Raises UsageError when ``engine`` is malformed or names another engine.
     """
     name, separator, text = engine.partition("==")
     name = re.sub(r"[-_.]+", "-", name.strip()).lower()
-    if name == VLLM and not separator:
-        text = VLLM_SEEN
-    elif name not in (ENGINE, VLLM) or not separator:
-        raise UsageError(
-            f"the engine {engine!r} is not known", f"write it like {ENGINE}==0.7.2, or {VLLM}"
-        )
+    seen = {VLLM: VLLM_SEEN, SGLANG: SGLANG_SEEN}
+    if name in seen and not separator:
+        text = seen[name]
+    elif name not in (ENGINE, *seen) or not separator:
+        step = f"write it like {ENGINE}==0.7.2, or {VLLM}, or {SGLANG} (which is not SGLang-KT)"
+        raise UsageError(f"the engine {engine!r} is not known", step)
     version_order(text)
     return name, text
 

@@ -86,7 +86,9 @@ def fold_patterns(adapter: Adapter) -> tuple[dict[str, float], list[Problem]]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     factors: dict[str, float] = {}
     findings: list[Problem] = []
-    experts = [part for stack in adapter.experts.values() for part in stack.parts.values()]
+    # A raw tensor of all experts is no module's of PEFT, upstream SGLang's is.
+    stacks = adapter.experts.values()
+    experts = [part for stack in stacks for part in stack.sources if part.key.module]
     parts = [*adapter.nonexpert.values(), *experts]
     for module in sorted({part.key.module for part in parts}):
         own = _matching(config.get("rank_pattern"), module, rank)

@@ -6,6 +6,7 @@ can list everything at once. ``read_adapter`` is the same but raises errors. Onl
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ from ktbridge.adapter.adapter import (
     is_number,
 )
 from ktbridge.adapter.checks import many
-from ktbridge.adapter.keys import parse_key, peft_key
+from ktbridge.adapter.keys import CANONICAL, parse_key, peft_key
 from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import MANIFEST_FILE, MAX_BYTES
 from ktbridge.codes import problem
@@ -306,6 +307,25 @@ def _file_tensors(adapter: Adapter, file: TensorFile, twice: list[tuple[Part, Pa
             adapter.leftovers.append(part)
         if other is not None and other is not part:
             twice.append((part, other))
+
+
+def with_stacks(adapter: Adapter) -> Adapter:
+    """The adapter with upstream SGLang's stacked tensors, which KT's engines don't read, as its experts'.
+
+    They have the shapes of raw ones: gate and up A [E,r,H], B [E,I,r]; down A [E,r,I], B [E,H,r].
+    """
+    stacked = [part for part in adapter.leftovers if part.key.kind == "sglang-3d"]
+    names = {part.key.leaf for part in stacked}
+    if not stacked or not names <= CANONICAL.keys():
+        return adapter
+    whole = copy.copy(adapter)
+    whole.leftovers = [part for part in adapter.leftovers if part not in stacked]
+    whole.experts = dict(adapter.experts)
+    for part in stacked:
+        slot = (part.key.layer, CANONICAL[part.key.leaf], part.key.half)
+        whole.experts.setdefault(slot, ExpertStack()).fused = part
+    whole.layout = _layout_of(whole)
+    return whole
 
 
 def _layout_of(adapter: Adapter) -> Layout:

@@ -7,11 +7,11 @@ Headers are checked first; then, unless only structure is asked for, values are 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.checks import Use, many
@@ -23,16 +23,46 @@ from ktbridge.adapter.checks.inventory import check_inventory
 from ktbridge.adapter.checks.layers import check_gaps
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.checks.set import check_set, source_of
+from ktbridge.adapter.checks.sglang import check_sglang
 from ktbridge.adapter.checks.vllm import check_vllm
-from ktbridge.adapter.engines import ENGINE, VLLM, VLLM_HONOURS, split_engine
-from ktbridge.adapter.scan import scan_adapter
+from ktbridge.adapter.engines import (
+    ENGINE,
+    SGLANG,
+    SGLANG_HONOURS,
+    VLLM,
+    VLLM_HONOURS,
+    split_engine,
+)
+from ktbridge.adapter.scan import scan_adapter, with_stacks
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
-from ktbridge.model import Checkpoint, find_model, hub, open_checkpoint, read_model_config
+from ktbridge.model import (
+    Checkpoint,
+    ModelConfig,
+    find_model,
+    hub,
+    open_checkpoint,
+    read_model_config,
+)
 from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
 from ktbridge.publish import OnProgress
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}
+_USES = {ENGINE: Use.SERVED_BY_KT, SGLANG: Use.SERVED_BY_SGLANG}
+
+
+class _Other(NamedTuple):
+    """An engine that isn't SGLang-KT: its checks, the others' codes that it honours, its format."""
+
+    check: Callable[[Sequence[Adapter], str, ModelConfig | None], Iterator[Problem]]
+    honours: Collection[str]
+    to: str
+
+
+_OTHERS = {
+    VLLM: _Other(check_vllm, VLLM_HONOURS, "vllm"),
+    SGLANG: _Other(check_sglang, SGLANG_HONOURS, "sglang-3d"),
+}
 
 
 @dataclass
@@ -77,8 +107,8 @@ def validate_adapter(
     ``base_model``: a directory with config.json or a model in the Hub cache (weights are not needed), the
     reference for shapes and inventories. If it has weights and the manifest a fingerprint of the model
     trained on, those are compared too, and another model is an error unless ``allow_other_base``. ``engine``:
-    "sglang-kt==0.7.2", to apply that version's contract, or "vllm". ``structure_only`` skips the adapter's
-    values. ``on_progress(done, total)`` counts bytes. Invalid content, the base model's
+    "sglang-kt==0.7.2", to apply that version's contract, "vllm", or "sglang" (upstream). ``structure_only``
+    skips the adapter's values. ``on_progress(done, total)`` counts bytes. Invalid content, the base model's
     included, is reported, never raised. Raises UsageError without directories or for an unknown engine.
 
     Example::
@@ -99,16 +129,16 @@ def validate_adapter(
             for path in dirs:
                 hashes.start(Path(path).expanduser())
         for path in dirs:
-            adapters += _scan(path, report)
+            adapters += _scan(path, report, name)
         report.problems += _structures(adapters, modules, name)
         known = [] if base is None else [Base(base.path, base_name)]
         for adapter, model in product(adapters, known):
             report.problems += check_identity(adapter, model, allowed=allow_other_base)
+        report.problems = _of_engine(report.problems, name)
         if name == ENGINE:
             report.problems += check_engine(adapters, f"{name}=={version}", base, base_name)
-        elif name == VLLM:
-            report.problems = [p for p in report.problems if p.code not in VLLM_HONOURS]
-            report.problems += check_vllm(adapters, version, base)
+        elif name:
+            report.problems += _OTHERS[name].check(adapters, version, base)
         if structure_only:
             for adapter in adapters:
                 report.problems += _rounded_dtypes(adapter)
@@ -146,9 +176,11 @@ def _open_weights(path: Path) -> Checkpoint | None:
     return checkpoint
 
 
-def _scan(path: str | os.PathLike[str], report: ValidationReport) -> list[Adapter]:
-    """The directory's adapter, or none; its findings and summary go into the report."""
+def _scan(path: str | os.PathLike[str], report: ValidationReport, engine: str) -> list[Adapter]:
+    """The directory's adapter as the engine reads it, or none; findings and summary go into the report."""
     adapter, findings = scan_adapter(path)
+    if adapter is not None and engine == SGLANG:
+        adapter = with_stacks(adapter)
     report.problems += findings
     report.adapters.append(_summary(path, adapter))
     return [] if adapter is None else [adapter]
@@ -162,7 +194,7 @@ def _structures(
     for adapter in adapters:
         if source is not None:  # conversion keeps module names, not the selected layers
             adapter.trained_as = source.config
-        use = Use.SERVED_BY_KT if engine == ENGINE else Use.SERVED
+        use = _USES.get(engine, Use.SERVED)
         checked = adapter
         if adapter.layout == "raw" or (adapter is source and _trained(adapter)):
             use = Use.INPUT
@@ -171,6 +203,20 @@ def _structures(
         yield from check_structure(checked, use, modules)
     if modules is None or not modules.known:
         yield from check_gaps(adapters)
+
+
+def _of_engine(problems: list[Problem], engine: str) -> list[Problem]:
+    """What is left for an engine that honours some of what SGLang-KT doesn't, with its own next steps."""
+    if engine not in _OTHERS:
+        return problems
+    _, honours, to = _OTHERS[engine]
+    return [
+        replace(item, next_step=item.next_step.replace("--to raw", f"--to {to}"))
+        if item.code in ("KTB208", "KTB216")
+        else item
+        for item in problems
+        if item.code not in honours
+    ]
 
 
 def _trained(adapter: Adapter) -> bool:

@@ -115,11 +115,15 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
 
 
 def _next(raw_dir: str, to: str, report: ConvertReport) -> str:
-    """The command that validates the output, or the tools that load a foreign format."""
+    """The command that validates the output, and the tools that load a foreign format."""
     from ktbridge.adapter.dialects import DIALECTS
 
+    loaded, engine = "", {"vllm": "vllm", "sglang-3d": "sglang"}.get(to)
     if to not in ("kt-split", "kt-merged", "raw"):
-        return "for " + next(dialect.loaded_by for dialect in DIALECTS if dialect.name == to)
+        loaded = "for " + next(dialect.loaded_by for dialect in DIALECTS if dialect.name == to)
+        if engine is None:
+            return loaded
+        loaded += "; "
     checked = [str(output["path"]) for output in report.outputs]
     # The source is validated with them if it can be their reference: another of KT's layouts that has
     # everything requested.
@@ -127,7 +131,8 @@ def _next(raw_dir: str, to: str, report: ConvertReport) -> str:
     halved = any(finding.code == "KTB704" for finding in report.findings)
     if to != "raw" and report.layout in {*_KT_LAYOUTS} - layouts and not halved:
         checked.insert(0, raw_dir)
-    return "next: " + shlex.join(["ktbridge", "validate", *checked])
+    rules = ["--engine", engine] if engine is not None else []
+    return loaded + "next: " + shlex.join(["ktbridge", "validate", *checked, *rules])
 
 
 def _print_summary(report: dict[str, Any]) -> None:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     help="Check against this model (a directory, or org/name on the Hub); config.json is enough.",
 )
 @click.option(
-    "--engine", metavar="ENGINE", help="Apply this engine's contract: sglang-kt==0.7.2, or vllm."
+    "--engine",
+    metavar="ENGINE",
+    help="Apply this engine's contract: sglang-kt==0.7.2, vllm, or sglang (upstream).",
 )
 @click.option("--structure-only", is_flag=True, help="Check names and shapes, don't read values.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")

@@ -111,7 +111,7 @@ KEYS = Subject("Keys and inventory", "adapter", (
     Code("KTB215", "info", "layers without LoRA lie irregularly between others: whether they are missing"
          " can't be known without the base model", "add --base-model (a config.json is enough)"),
     Code("KTB216", "error", "expert LoRA of all experts is one tensor (upstream SGLang's layout), which KT"
-         " engines don't read", "ktbridge convert DIR --from sglang-3d --to raw --output D"),
+         " engines and vLLM don't read", "ktbridge convert DIR --from sglang-3d --to raw --output D"),
     Code("KTB675", "error", "a key has a layer number that no model has",
          "save the adapter again; a key of it is damaged"),
 ))  # fmt: skip
@@ -251,4 +251,31 @@ VLLM = Subject("Against vLLM", "adapter", (
          "merge the adapter, or train without kv_b_proj"),
 ))  # fmt: skip
 
-SUBJECTS = (FILES, CONFIGURATION, KEYS, SHAPES, VALUES, SETS, BASE_MODEL, CONVERSION, ENGINE, VLLM)
+SGLANG = Subject("Against upstream SGLang", "adapter", (
+    Code("KTB644", "error", "a target module's size is unknown to SGLang, which ends at start-up (a warning"
+         " where such an adapter is written)", "train without it, or merge the adapter"),
+    Code("KTB645", "error", "the routed experts' LoRA is read by SGLang and never applied, as not both gate"
+         " and down are targeted (a warning where such an adapter is written)",
+         "train gate_proj, up_proj and down_proj, or merge the adapter"),
+    Code("KTB646", "error", "a tensor has no place in SGLang, which ends when it loads the adapter, or with"
+         " the first request for it (a warning where such an adapter is written)",
+         "train without the module or with its partners, or merge the adapter"),
+    Code("KTB647", "info", "nothing of this family was run in upstream SGLang: what holds for all is checked",
+         "compare the served adapter with ktbridge verify"),
+    Code("KTB648", "warning", "the shared expert becomes one more routed expert in SGLang on NVIDIA's GPUs,"
+         " which drops its LoRA", "start SGLang with --disable-shared-experts-fusion"),
+))  # fmt: skip
+
+SUBJECTS = (
+    FILES,
+    CONFIGURATION,
+    KEYS,
+    SHAPES,
+    VALUES,
+    SETS,
+    BASE_MODEL,
+    CONVERSION,
+    ENGINE,
+    VLLM,
+    SGLANG,
+)

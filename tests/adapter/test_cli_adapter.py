@@ -67,6 +67,9 @@ def test_convert_then_validate(
         ("merged", ("--expert-output-dir", "e", "--nonexpert-output-dir", "n"), True),
         ("merged", ("--merged-output-dir", "m"), False),
         ("raw", ("--to", "raw", "--output-dir", "r"), False),
+        ("raw", ("--to", "vllm", "--output-dir", "v"), True),
+        ("raw", ("--to", "sglang-3d", "--output-dir", "s"), True),
+        ("only", ("--to", "sglang-3d", "--output-dir", "s"), True),
     ],
 )
 def test_the_next_command_works(

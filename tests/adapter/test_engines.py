@@ -59,8 +59,8 @@ def test_rows_are_in_order_and_apart() -> None:
 
 @pytest.mark.parametrize(
     "engine",
-    ["sglang-kt", "sglang-kt==", "sglang-kt==new", "sglang==0.5.2", "0.7.2", "sglang-kt>=0.7.2", "",
-     "sglang-kt==0.7.*", "sglang-kt==1e400", "sglang-kt==" + "9" * 400],
+    ["sglang-kt", "sglang-kt==", "sglang-kt==new", "sglang==new", "0.7.2", "sglang-kt>=0.7.2", "",
+     "kt==0.5.2", "sglang-kt==0.7.*", "sglang-kt==1e400", "sglang-kt==" + "9" * 400],
 )  # fmt: skip
 def test_a_bad_engine_is_a_usage_error(engine: str, make_raw: Make) -> None:
     with pytest.raises(UsageError) as caught:

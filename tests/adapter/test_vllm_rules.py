@@ -50,3 +50,15 @@ def test_a_raw_adapter_another_version_and_a_merged_directorys_rslora(tmp_path: 
         for p in validate_adapter([tmp_path / "out"], engine="vllm").problems
         if p.code == "KTB107"
     ]
+
+
+@pytest.mark.parametrize("to", ["peft-fused", "vllm"])
+def test_two_alphas_in_a_version_that_reads_one(tmp_path: Path, to) -> None:
+    """--to peft-fused writes the second one as alpha_pattern, --to vllm scales by it."""
+    for alpha, codes in ((8.0, set()), (16.0, {"KTB109"} if to == "peft-fused" else set())):
+        raw, out = tmp_path / f"raw-{alpha}", tmp_path / f"out-{alpha}"
+        write_raw(raw, other_alpha=alpha)
+        convert_adapter(raw, to=to, output_dir=out)
+        for version, expected in (("0.27.1", codes), ("0.33.0", set())):
+            problems = validate_adapter([out], engine=f"vllm=={version}").problems
+            assert {p.code for p in problems if p.severity == "error"} == expected

@@ -31,14 +31,16 @@ def loaders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str,
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """models(model_type): a base model of which only config.json is there."""
+    """models(name of a row of FAMILIES): a base model of which only config.json is there."""
     root = tmp_path_factory.mktemp("models")
 
-    def make(model_type: str) -> Path:
-        architecture, changes, _, _ = FAMILIES[model_type]
+    def make(name: str) -> Path:
+        architecture, changes, _, _ = FAMILIES[name]
+        model_type = name.partition("/")[0]
         sizes = {
             "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "moe_intermediate_size": INNER,
-            "intermediate_size": 56, "num_experts": EXPERTS, "num_local_experts": EXPERTS,
+            "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "num_experts_per_tok": 2, "num_experts": EXPERTS, "num_local_experts": EXPERTS,
             "n_routed_experts": EXPERTS, "head_dim": 16, "vocab_size": 128,
             "max_position_embeddings": 256, "dtype": "bfloat16", "decoder_sparse_step": 1,
             "mlp_only_layers": [], "norm_topk_prob": True, "eos_token_id": 1, "pad_token_id": 0,
@@ -50,6 +52,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 "text_config": {**sizes, "model_type": f"{model_type}_text"},
                 "vision_config": vision,
             }
-        return write_config(root / model_type, model_type, architectures=[architecture], **sizes)
+        return write_config(
+            root / name.replace("/", "-"), model_type, architectures=[architecture], **sizes
+        )
 
     return make

@@ -55,6 +55,7 @@ torch.ops.sgl_kernel = Empty(
 )  # model classes take kernels from it as they are imported
 unpinned = torch.tensor
 torch.tensor = lambda *values, pin_memory=False, **rest: unpinned(*values, **rest)
+torch.Tensor.pin_memory = lambda tensor, *_: tensor
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -69,7 +70,7 @@ def build(request: dict[str, Any]) -> tuple[Any, Any]:
         model_path=request["model"], device="cpu", skip_tokenizer_init=True, load_format="dummy",
         dtype="bfloat16", disable_cuda_graph=True, moe_runner_backend="triton", lora_backend="triton",
         context_length=128, disable_radix_cache=True, max_loras_per_batch=2,
-        enable_lora=True, attention_backend="triton",
+        enable_lora=True, attention_backend="triton", **request["flags"],
     )  # fmt: skip
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
     if not torch.distributed.is_initialized():
@@ -78,6 +79,10 @@ def build(request: dict[str, Any]) -> tuple[Any, Any]:
         initialize_model_parallel(backend="gloo")
     initialize_moe_config()
     config = ModelConfig.from_server_args(args)
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        # On a CPU, models take heads that a server's start has padded for its kernels.
+        if heads := getattr(config.hf_text_config, name, None):
+            setattr(config.hf_text_config, f"{name}_cpu", heads)
     torch.set_default_dtype(torch.bfloat16)
     try:
         return _initialize_model(config, LoadConfig()), (args, config)
@@ -136,6 +141,7 @@ def loaded(manager: Any, uid: str) -> dict[str, torch.Tensor]:
         for name, module in modules.items():
             path = re.sub(r"^.*?(?=layers\.\d)", "", name)
             path = path.replace(".block_sparse_moe.", ".mlp.")
+            path = re.sub(r"^(layers\.\d+)\.(?=qkv_proj|o_proj)", r"\1.self_attn.", path)
             stem, _, leaf = path.rpartition(".")
             if isinstance(module, FusedMoEWithLoRA):
                 deltas |= {f"{path}.{k}": v for k, v in experts(module, slot, rank).items()}
@@ -155,6 +161,7 @@ def answer(request: dict[str, Any], told: dict[str, Any]) -> None:
         load_config=LoadConfig(), dtype=torch.bfloat16, server_args=args, lora_backend="triton",
         lora_paths=[reference], max_lora_rank=None, target_modules=None,
     )  # fmt: skip
+    told["stage"] = "request"  # the first one that names the adapter
     manager.fetch_new_loras({"1"})
     save_file({k: v.contiguous() for k, v in loaded(manager, "1").items()}, request["out"])
     told["stage"] = "done"

@@ -9,7 +9,7 @@ from ktbridge.adapter import convert_adapter
 
 VERSION = "0.33.0"
 # vLLM takes these models' experts as PEFT's fused ones, unless it is started with the flag.
-FUSED = ("qwen3_5_moe", "qwen3_vl_moe", "gpt_oss")
+FUSED = ("qwen3_5_moe", "qwen3_5_moe/full", "qwen3_vl_moe", "gpt_oss")
 pytestmark = pytest.mark.timeout(600)  # the first test starts vLLM
 
 

@@ -7,10 +7,9 @@ what the adapter says). Only "refuses" can be heard.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from adapterfaults import add, drop, edit, edit_config, fill, rename, swap_gate_and_up
-from loaders import EXPERTS, HIDDEN, RANK, Deltas, deltas_of, make_raw, same
+from adapterfaults import add, drop, fill, rename, swap_gate_and_up
+from loaders import EXPERTS, HIDDEN, RANK, config, deltas_of, make_raw, outcome, same, tensors
 
 from ktbridge.adapter import convert_adapter, validate_adapter
 
@@ -19,18 +18,6 @@ P = "base_model.model.model.layers."
 FURTHER = f"{P}0.mlp.experts.{EXPERTS}.up_proj.lora_A.weight"
 OUT = "self_attn.o_proj"
 pytestmark = pytest.mark.timeout(600)  # the first test starts vLLM
-
-
-def config(**changes):
-    return lambda directory: edit_config(directory, **changes)
-
-
-def tensors(*changes):
-    def damage(directory):
-        for change in changes:
-            edit(directory, change)
-
-    return damage
 
 
 layer_7 = tensors(
@@ -68,15 +55,6 @@ ROWS = [
     ("all B zero", tensors(fill("lora_B", b"\x00")), "drops", "KTB402"),
     ("gate and up swapped", tensors(swap_gate_and_up), "takes", "KTB504"),
 ]  # fmt: skip
-
-
-def outcome(found: Deltas | str, whole: Deltas) -> str:
-    if isinstance(found, str):
-        return "refuses"
-    changed = {p: found[p] for p, d in whole.items() if not np.allclose(found[p], d, 1e-12, 1e-12)}
-    if not changed:
-        return "ignores"
-    return "takes" if any(delta.any() for delta in changed.values()) else "drops"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].replace(" ", "-"))

@@ -22,6 +22,7 @@ class Use(Enum):
     INPUT = "converted or merged first, which resolves rsLoRA, a second alpha and the like"
     SERVED = "served as it is, by any engine"
     SERVED_BY_KT = "served as it is, by SGLang-KT"
+    SERVED_BY_SGLANG = "served as it is, by upstream SGLang"
 
     @property
     def served(self) -> bool:

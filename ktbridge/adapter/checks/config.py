@@ -219,7 +219,7 @@ def _manifest_agrees(adapter: Adapter, use: Use) -> Iterator[Problem]:
     alpha, own = _manifest_alpha(adapter), adapter.config.get("lora_alpha")
     if alpha is not None and is_number(own) and float(own) != alpha:
         found = f"alpha is {alpha:g} here and {own:g} in {CONFIG_FILE}"
-        if use.served:
+        if use.served and not is_foreign(adapter):  # PEFT's layout has the second one as a pattern
             yield problem("KTB104", where, found, "one alpha")
         elif adapter.experts and adapter.nonexpert:
             step = f"nothing: experts keep {alpha:g}, everything else keeps {own:g}"
@@ -240,6 +240,7 @@ def _targets(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     modules = {part.key.module for part in adapter.nonexpert.values()}
     targets = _with_experts(targets, adapter, {name.rpartition(".")[2] for name in modules})
     modules |= {f"mlp.experts.0.{name}" for name in adapter.expert_modules()}
+    modules |= {part.key.module for part in adapter.leftovers if part.key.kind == "sglang-3d"}
     absent = [
         target
         for target in targets

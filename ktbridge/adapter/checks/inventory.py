@@ -18,7 +18,7 @@ from ktbridge.adapter.checks.config import FOREIGN, check_foreign
 from ktbridge.adapter.checks.files import check_files
 from ktbridge.adapter.checks.layers import check_uneven
 from ktbridge.adapter.checks.modules import Modules
-from ktbridge.adapter.keys import FUSED_NAMES
+from ktbridge.adapter.keys import FUSED_NAMES, PROJECTIONS
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
@@ -47,9 +47,9 @@ def check_inventory(adapter: Adapter, use: Use, base: Modules | None) -> Iterato
     yield from check_files(adapter, use)
     yield from _leftovers(adapter)
     yield from check_foreign(adapter)
-    yield from _experts(adapter)
+    yield from _experts(adapter, use)
     if use.served:
-        yield from _expert_keys(adapter)
+        yield from _expert_keys(adapter, use)
     yield from _nonexpert_pairs(adapter)
     yield from _misplaced(adapter, use)
     if base is None or "kv_lora_rank" not in base.config.text:  # latent attention has no v_proj
@@ -99,12 +99,19 @@ def _is_head(part: Part) -> bool:
     return part.key.layer < 0 and part.key.leaf in ("lm_head", "embed_tokens")
 
 
-def _experts(adapter: Adapter) -> Iterator[Problem]:
-    """Missing halves, projections and experts, reported once per directory, for the first layer."""
+def _experts(adapter: Adapter, use: Use) -> Iterator[Problem]:
+    """Missing halves, projections and experts, reported once per directory, for the first layer.
+
+    KT's engines need all three projections; to upstream SGLang, one that no layer has is not missing.
+    """
+    wanted = {projection for _, projection, _ in adapter.experts}
+    if use is not Use.SERVED_BY_SGLANG:
+        wanted |= {*PROJECTIONS}
     counts: dict[int, list[int]] = defaultdict(list)
     lacking: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     for layer in adapter.expert_layers():
-        stacks = {slot: adapter.experts.get(slot) for slot in expert_slots(layer)}
+        slots = [slot for slot in expert_slots(layer) if slot[1] in wanted]
+        stacks = {slot: adapter.experts.get(slot) for slot in slots}
         where = f"{adapter.path}: layer {layer}"
         absent = [f"{p}_lora_{h.lower()}" for (_, p, h), stack in stacks.items() if stack is None]
         if absent:
@@ -146,12 +153,12 @@ def _spelling(before: str, after: str) -> str:
     return "KTB205" if searched else "KTB214"
 
 
-def _expert_keys(adapter: Adapter) -> Iterator[Problem]:
+def _expert_keys(adapter: Adapter, use: Use) -> Iterator[Problem]:
     found: dict[str, list[Part]] = defaultdict(list)
     for stack in adapter.experts.values():
-        if stack.fused is not None:
+        if stack.fused is not None and stack.fused.key.kind == "fused":
             found["fused"].append(stack.fused)
-        for part in stack.parts.values():
+        for part in () if use is Use.SERVED_BY_SGLANG else stack.parts.values():
             before, _, rest = part.entry.name.rpartition(".experts.")
             code = _spelling(before, rest.partition(".")[2])
             if code:

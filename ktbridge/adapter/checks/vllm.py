@@ -7,11 +7,12 @@ checks with vLLM's own code, but for KTB643, which is read from its attention la
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from shlex import quote
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
 from ktbridge.adapter.checks import many
 from ktbridge.adapter.engines import (
     MIXED_FLAG,
@@ -19,6 +20,7 @@ from ktbridge.adapter.engines import (
     VLLM_FUSED,
     VLLM_RANKS,
     VLLM_SEEN,
+    VLLM_WITHOUT_PATTERNS,
     version_order,
 )
 from ktbridge.codes import problem
@@ -44,6 +46,8 @@ def check_vllm(
             yield problem("KTB901", str(adapter.path), found, "a serving directory", next_step=step)
             continue
         yield from _rank(adapter)
+        if version_order(version) <= version_order(VLLM_WITHOUT_PATTERNS):
+            yield from _patterns(adapter, version)
         if base is not None and base.family is not None:
             yield from _paths(adapter, base.family, step)
     halves = [adapter for adapter in adapters if adapter.layout in ("expert", "nonexpert")]
@@ -64,6 +68,26 @@ def _rank(adapter: Adapter) -> Iterator[Problem]:
     else:
         found = f"r is {rank}, and vLLM takes {_DEFAULT_RANK} unless told otherwise"
         yield problem("KTB642", where, found, next_step=f"start vLLM with --max-lora-rank {enough}")
+
+
+def _patterns(adapter: Adapter, version: str) -> Iterator[Problem]:
+    """An alpha_pattern that gives modules another scale than alpha/r, which older versions multiply by.
+
+    ``peft-fused`` directories have one that leaves the scale as it is, where gate and up share a tensor.
+    """
+    config = adapter.config
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    alphas, ranks = config.get("alpha_pattern"), config.get("rank_pattern")
+    if not isinstance(alphas, dict) or not (is_number(rank) and is_number(alpha)):
+        return
+    for name, own in alphas.items():
+        size = ranks.get(name, rank) if isinstance(ranks, dict) else rank
+        if not (is_number(own) and is_number(size) and math.isclose(own / size, alpha / rank)):
+            where = str(adapter.path / CONFIG_FILE)
+            found = f"gives {name} another scale, and {VLLM} {version} doesn't read it"
+            step = f"use {VLLM} {VLLM_SEEN}, or ktbridge convert ADAPTER --to vllm --output D"
+            yield problem("KTB109", where, f"alpha_pattern {found}"[:300], next_step=step)
+            return
 
 
 def _paths(adapter: Adapter, family: Family, step: str) -> Iterator[Problem]:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter, Part
 from ktbridge.adapter.blocks import block_of, block_of_stack
 from ktbridge.adapter.checks import Use
+from ktbridge.adapter.checks.sglang import unserved
 from ktbridge.adapter.dialects.source import (
     Request,
     Source,
@@ -31,7 +33,7 @@ from ktbridge.adapter.dialects.source import (
     refusal,
 )
 from ktbridge.adapter.engines import MIXED_FLAG, VLLM_FUSED
-from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key
+from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key, parse_key
 from ktbridge.adapter.lora_config import apply_alpha, build_config, fold_patterns
 from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.adapter.scan import scan_adapter
@@ -222,7 +224,12 @@ def write_sglang_3d(source: Source) -> tuple[list[Output], list[Problem]]:
         )
         for (layer, projection, half), block in source.experts.items()
     ]
-    return _one_scale("sglang-3d", source, pieces)
+    outputs, problems = _one_scale("sglang-3d", source, pieces)
+    targets = [*source.expert_modules(), *source.nonexpert_modules()]
+    modules = {parse_key(key).module for key in source.nonexpert}
+    # Warnings: the directory is exact, and another version may serve it.
+    ends = unserved(str(source.path), targets, modules, source.projections, source.base)
+    return outputs, [*problems, *(replace(item, severity="warning") for item in ends)]
 
 
 def _one_scale(

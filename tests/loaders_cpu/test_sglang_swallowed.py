@@ -1,0 +1,147 @@
+"""What upstream SGLang does with a damaged adapter, and that validation for it never lets one through.
+
+``does`` as in test_vllm_swallowed.py, and for "refuses": "start", the server ends before it is up, or
+"request", it ends at the first request for the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from adapterfaults import add, drop, edit_config, experts, fill, swap_gate_and_up
+from loaders import (
+    EXPERTS,
+    HIDDEN,
+    RANK,
+    Refusal,
+    config,
+    deltas_of,
+    make_raw,
+    outcome,
+    tensors,
+)
+
+from ktbridge.adapter import convert_adapter, validate_adapter
+
+VERSION = "0.5.23"
+P = "base_model.model.model.layers."
+OUT = "self_attn.o_proj"
+pytestmark = pytest.mark.timeout(600)  # the first test starts SGLang
+
+
+def pair(module, rows, columns):
+    halves = (("A", (RANK, columns)), ("B", (rows, RANK)))
+    return tensors(*(add(f"{module}.lora_{half}.weight", shape) for half, shape in halves))
+
+
+def untargeted(*names, add=()):
+    """target_modules without some names, and with others."""
+
+    def change(directory):
+        targets = json.loads((directory / "adapter_config.json").read_text())["target_modules"]
+        edit_config(directory, target_modules=[*({*targets} - {*names}), *add])
+
+    return change
+
+
+def both(*damages):
+    def damage(directory):
+        for one in damages:
+            one(directory)
+
+    return damage
+
+
+def without(*names):
+    """As an adapter that was never trained on these modules."""
+    return both(tensors(*(drop(name) for name in names)), untargeted(*names))
+
+
+LAYER = "layers.1.mlp.experts"
+GATE = pair(f"{P}0.mlp.gate", EXPERTS, HIDDEN)
+STACKED = [
+    # what, damage, what SGLang does, what `ktbridge validate --engine sglang` calls it
+    ("experts of a missing layer", tensors(drop(LAYER)), "drops", "KTB603"),
+    ("a layer without up_proj", tensors(drop(f"{LAYER}.up_proj")), "drops", "KTB203"),
+    ("a layer without down_proj", tensors(drop(f"{LAYER}.down_proj")), "drops", "KTB203"),
+    ("a layer without gate_proj", tensors(drop(f"{LAYER}.gate_proj")), "request", "KTB203"),
+    ("no up_proj at all", without("up_proj"), "honours", None),
+    ("no gate_proj at all", without("gate_proj"), "request", "KTB646"),
+    ("no down_proj at all", without("down_proj"), "drops", "KTB645"),
+    ("down_proj alone", without("gate_proj", "up_proj"), "drops", "KTB645"),
+    ("a missing expert", tensors(experts(".experts.", EXPERTS - 1)), "drops", "KTB604"),
+    ("a missing down_proj", tensors(experts(".down_proj.", EXPERTS - 1)), "drops", "KTB203"),
+    ("an extra expert", tensors(experts(".experts.", EXPERTS + 1)), "request", "KTB604"),
+    ("experts' A without B", tensors(drop(f"{LAYER}.up_proj.lora_B")), "drops", "KTB202"),
+    ("A without B", tensors(drop(f"layers.1.{OUT}.lora_B")), "request", "KTB202"),
+    ("B without A", tensors(drop(f"layers.1.{OUT}.lora_A")), "drops", "KTB202"),
+    ("an extra layer", pair(f"{P}7.{OUT}", HIDDEN, 64), "start", "KTB606"),
+    ("a missing module", tensors(drop(f"layers.1.{OUT}")), "drops", "KTB607"),
+    ("q and v without k", without("k_proj"), "honours", None),
+    ("k without q and v", without("q_proj", "v_proj"), "request", "KTB646"),
+    ("q without v", without("v_proj"), "start", "KTB646"),
+    ("a draft layer's", pair(f"base_model.model.mtp.layers.0.{OUT}", HIDDEN, 64), "takes", "KTB207"),
+    ("a vision tower's", pair(f"base_model.model.visual.layers.0.{OUT}", HIDDEN, 64), "takes", "KTB206"),
+    ("the router", both(GATE, untargeted(add=["gate"])), "start", "KTB644"),
+    ("the router left out", GATE, "request", "KTB646"),
+    ("a target left out", untargeted("o_proj"), "request", "KTB646"),
+    ("down_proj left out", untargeted("down_proj"), "request", "KTB646"),
+    ("a target of another model", untargeted(add=["kv_b_proj"]), "start", "KTB644"),
+    ("all-linear", config(target_modules="all-linear"), "honours", None),
+    ("a pattern as target", config(target_modules=".*_proj"), "start", "KTB106"),
+    ("no target_modules", config(target_modules="absent"), "start", "KTB106"),
+    ("rsLoRA", config(use_rslora=True), "ignores", "KTB107"),
+    ("alpha_pattern", config(alpha_pattern={"up_proj": 64}), "ignores", "KTB109"),
+    ("rank_pattern", config(rank_pattern={"up_proj": 2}), "ignores", "KTB108"),
+    ("a smaller r", config(r=2), "request", "KTB301"),
+    ("no r", config(r="absent"), "start", "KTB102"),
+    ("no alpha", config(lora_alpha="absent"), "start", "KTB103"),
+    ("DoRA", config(use_dora=True), "start", "KTB110"),
+    ("lora_bias", config(lora_bias=True), "ignores", "KTB111"),
+    ("a head", tensors(add("base_model.model.lm_head.weight", (128, HIDDEN))), "ignores", "KTB112"),
+    ("a norm", tensors(add(f"{P}0.input_layernorm.weight", (HIDDEN,))), "request", "KTB112"),
+    ("fan_in_fan_out", config(fan_in_fan_out=True), "ignores", "KTB113"),
+    ("LoHa", config(peft_type="LOHA"), "start", "KTB101"),
+    ("no peft_type", config(peft_type="absent"), "start", "KTB101"),
+    ("NaN", tensors(fill("experts.up_proj.lora_B", b"\xff")), "takes", "KTB401"),
+    ("all B zero", tensors(fill("lora_B", b"\x00")), "drops", "KTB402"),
+    ("gate and up swapped", tensors(swap_gate_and_up), "takes", "KTB504"),
+]  # fmt: skip
+SINGLE = [
+    ("a missing expert", tensors(drop(f"{LAYER}.1.")), "drops", "KTB203"),
+    ("a missing projection", tensors(drop("experts.1.up_proj")), "drops", "KTB203"),
+    ("a missing gate_proj", tensors(drop("experts.1.gate_proj")), "request", "KTB203"),
+    ("an expert's A without B", tensors(drop("experts.1.up_proj.lora_B")), "drops", "KTB203"),
+    ("no up_proj at all", without("up_proj"), "honours", None),
+    ("an extra expert", pair(f"{P}0.mlp.experts.{EXPERTS}.down_proj", HIDDEN, 40), "request", "KTB604"),
+    ("rsLoRA", config(use_rslora=True), "ignores", "KTB107"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("to", "row"),
+    [*(("sglang-3d", row) for row in STACKED), *(("vllm", row) for row in SINGLE)],
+    ids=lambda value: value[0].replace(" ", "-") if isinstance(value, tuple) else value,
+)
+def test_damaged_directories(loaders, models, tmp_path, to, row) -> None:
+    _, damage, does, code = row
+    model = models("qwen3_moe")
+    raw, directory = tmp_path / "raw", tmp_path / "served"
+    make_raw(raw, "qwen3_moe", model, without=["mlp.gate"])
+    convert_adapter(raw, to=to, output_dir=directory)
+    damage(directory)
+    found = loaders("sglang", VERSION).load(model, directory)
+    became = outcome(found, deltas_of(raw))
+    if isinstance(found, Refusal):
+        became = "request" if found.stage == "request" else "start"
+    # Swapped gate and up have the same shapes: only the raw adapter beside tells.
+    directories = [raw, directory] if code == "KTB504" else [directory]
+    report = validate_adapter(directories, base_model=model, engine=f"sglang=={VERSION}")
+    said = {finding.code for finding in report.problems if finding.severity == "error"}
+    if does == "honours":
+        assert became not in ("start", "request")
+        assert not said
+    else:
+        assert became == does
+        assert code in said
