@@ -58,15 +58,16 @@ def asked(record: dict[str, Any], way: str) -> tuple[tuple[Span, ...], list[floa
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_a_server_answered_is_read(name: str) -> None:
     record = RECORDED[name]
-    spans, logprobs = asked(record, record["way"])
-    assert spans == (Span(tuple(record["tokens"]), 1),)
-    assert logprobs == record["logprobs"]
+    for way in (record["way"], *record["also"]):
+        spans, logprobs = asked(record, way)
+        assert spans == (Span(tuple(record["tokens"]), 1),)
+        assert logprobs == record["logprobs"]
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_and_by_no_other_way(name: str) -> None:
     """An answer without what a way needs is refused in words, not by an exception of Python's."""
     record = RECORDED[name]
-    for way in FIXED.keys() - {record["way"]}:
+    for way in FIXED.keys() - {record["way"], *record["also"]}:
         with pytest.raises(KtbridgeError, match=f"{way}: "):
             asked(record, way)

@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file
+pytestmark = pytest.mark.timeout(900)  # several processes a test, each importing torch
 RELEASES = Path(__file__).parents[3] / "build/peft"
 TOKENS = torch.arange(14).reshape(1, -1)
 # Trains nothing: random LoRA on attention and on all fused experts, saved as this release does.
