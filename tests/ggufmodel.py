@@ -38,14 +38,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 RANK, ALPHA = 4, 8
 
 
-def save_base(model_type: str, directory: Path, seed: int = 0) -> Path:
-    """A checkpoint in bfloat16 with a tokenizer of its own."""
+def save_base(model_type: str, directory: Path, seed: int = 0, **sizes: int) -> Path:
+    """A checkpoint in bfloat16 with a tokenizer of its own; ``sizes`` go before ours."""
     from transformers import AutoConfig
 
     # So that servers' texts of tokens tell which ones they are.
     tokenizer = save_tokenizer(directory, ASCII)
     config = AutoConfig.for_model(
-        model_type, **SIZES | FAMILIES[model_type][1], vocab_size=len(tokenizer),
+        model_type, **SIZES | FAMILIES[model_type][1] | sizes, vocab_size=len(tokenizer),
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(seed)

@@ -211,7 +211,8 @@ def _check_judge(inputs: Inputs, timeout: float) -> None:
     from ktbridge.cli._ui import print_problems
     from ktbridge.eval.judging import judge_preflight
 
-    print_problems(judge_preflight(inputs.judge, timeout=timeout, api_key=_judge_key()))
+    key = _judge_key()
+    print_problems(judge_preflight(inputs.judge, inputs.benches, timeout=timeout, api_key=key))
 
 
 def _compare_training(bench: Bench, train_data: Path, folder: Path) -> None:

@@ -3,13 +3,14 @@
 | way | asked for | tokens |
 | --- | --- | --- |
 | sglang | ``input_token_logprobs`` of SGLang's own /generate | fixed |
+| tgi | ``prefill`` of text-generation-inference's own /generate | fixed, as the server tokenises them |
 | prompt_logprobs | ``prompt_logprobs`` of /v1/completions, which vLLM has | fixed |
 | echo | ``echo`` with ``logprobs`` of /v1/completions | fixed |
 | sampled | ``logprobs`` of what the server generates (``ktbridge.verify.sampled``) | the server's |
 
-Fixed tokens are given as ids and so are the same for every server and arm. Sources of the shapes: vLLM's
-entrypoints/openai/completion, SGLang's srt/entrypoints, llama.cpp's tools/server, llama-cpp-python's server,
-text-generation-inference's router.
+Fixed tokens are given as ids and so are the same for every server and arm; TGI takes text and answers with
+its ids. Sources of the shapes: vLLM's entrypoints/openai/completion, SGLang's srt/entrypoints, llama.cpp's
+tools/server, llama-cpp-python's server, text-generation-inference's router and its recorded answers.
 """
 
 from __future__ import annotations
@@ -32,10 +33,16 @@ SAMPLED = "sampled"
 ENOUGH = 32  # sampled tokens, below which nothing is claimed
 FIXED = {
     "sglang": "/generate with logprob_start_len (SGLang)",
+    "tgi": "/generate with decoder_input_details (TGI)",
     "prompt_logprobs": "/v1/completions with prompt_logprobs (vLLM)",
     "echo": "/v1/completions with echo and logprobs",
 }
 WAYS = {**FIXED, SAMPLED: "logprobs of the tokens that the server generates itself"}
+# Ways of an API of an engine's own: where that says what it is, newest path first, and by which field.
+_NATIVE = {
+    "sglang": (("/model_info", "/get_model_info"), "model_path"),
+    "tgi": (("/info",), "model_id"),
+}
 _NOT_SERVED = (400, 404)  # statuses with which servers refuse a model that they don't serve
 _KEY = (401, 403)
 
@@ -53,6 +60,7 @@ class Span:
 
 
 Asked = tuple[Span, list[float]]
+Fixed = tuple[list[int], list[object]]  # tokens, and the logprobs of all but the first
 Ask = Callable[
     [str, int], "Asked | None"
 ]  # a model and a prompt's number; None: this one can't be used
@@ -88,7 +96,7 @@ class LogprobClient(OpenAIClient):
         wanted = list(WAYS) if way == "auto" else [way]
         said = []
         for name in wanted:
-            if name == "sglang" and way == "auto" and not self._is_sglang():
+            if name in _NATIVE and way == "auto" and not self._is(name):
                 continue
             try:
                 if name == SAMPLED:
@@ -139,27 +147,31 @@ class LogprobClient(OpenAIClient):
     def _fixed(self, way: str) -> Ask:
         one = {
             "sglang": self._ask_sglang,
+            "tgi": self._ask_tgi,
             "prompt_logprobs": self._ask_prompt_logprobs,
             "echo": self._ask_echo,
         }[way]
 
         def ask(model: str, number: int) -> Asked:
-            prompt = list(self.prompts[number])
-            return Span(tuple(prompt), 1), numbers(one(model, prompt))
+            tokens, values = one(model, list(self.prompts[number]))
+            return Span(tuple(tokens), 1), numbers(values)
 
         return ask
 
-    def _ask_echo(self, model: str, prompt: list[int]) -> list[object]:
+    def _ask_echo(self, model: str, prompt: list[int]) -> Fixed:
+        """``logprobs`` is 1 because SGLang takes 0 for none; what is generated all the same comes last."""
         request: dict[str, object] = {"model": model, "prompt": prompt, "max_tokens": 0}
-        request |= {"echo": True, "logprobs": 0, "temperature": 0}
-        got = dig(self.ask("/completions", request), "choices", 0, "logprobs", "token_logprobs")
+        request |= {"echo": True, "logprobs": 1, "temperature": 0}
+        answer = self.ask("/completions", request)
+        got = dig(answer, "choices", 0, "logprobs", "token_logprobs")
         if not isinstance(got, list):
             raise Unusable("no prompt logprobs")
-        if len(got) != len(prompt) or got[0] is not None:
+        generated = len(got) - len(prompt)
+        if generated not in (0, dig(answer, "usage", "completion_tokens")) or got[0] is not None:
             raise Unusable(f"not the logprobs of {len(prompt)} tokens, the first without one")
-        return got[1:]
+        return prompt, got[1 : len(prompt)]
 
-    def _ask_prompt_logprobs(self, model: str, prompt: list[int]) -> list[object]:
+    def _ask_prompt_logprobs(self, model: str, prompt: list[int]) -> Fixed:
         """A row a token, the first null; each has the token itself by its id."""
         request: dict[str, object] = {"model": model, "prompt": prompt, "max_tokens": 1}
         request |= {"prompt_logprobs": 0, "temperature": 0}
@@ -169,9 +181,9 @@ class LogprobClient(OpenAIClient):
         found = [dig(row, str(t), "logprob") for row, t in zip(rows[1:], prompt[1:], strict=False)]
         if len(rows) != len(prompt) or None in found:
             raise Unusable(f"not the logprobs of {len(prompt)} tokens")
-        return found
+        return prompt, found
 
-    def _ask_sglang(self, model: str, prompt: list[int]) -> list[object]:
+    def _ask_sglang(self, model: str, prompt: list[int]) -> Fixed:
         """SGLang's /generate, where an adapter goes by its bare name."""
         request: dict[str, object] = {
             "input_ids": prompt,
@@ -188,13 +200,40 @@ class LogprobClient(OpenAIClient):
             raise Unusable("no prompt logprobs")
         if [dig(row, 1) for row in rows[1:]] != prompt[1:]:
             raise Unusable(f"not the logprobs of {len(prompt)} tokens")
-        return [dig(row, 0) for row in rows[1:]]
+        return prompt, [dig(row, 0) for row in rows[1:]]
 
-    def _is_sglang(self) -> bool:
-        """Its OpenAI API has no ids to check; the older path is the one that versions before 0.5 have."""
-        for path in ("/model_info", "/get_model_info"):
+    def _ask_tgi(self, model: str, prompt: list[int]) -> Fixed:
+        """TGI's /generate, which has one model and takes text; its rows have the ids that it made of it."""
+        parameters = {"max_new_tokens": 1, "details": True, "decoder_input_details": True}
+        request = {"inputs": self._sampler.text(prompt), "parameters": parameters}
+        rows = dig(self.ask("/generate", request, native=True), "details", "prefill")
+        if not isinstance(rows, list) or len(rows) < 2:
+            raise Unusable(
+                "no prompt logprobs: TGI 3 has them when started with --enable-prefill-logprobs"
+            )
+        ids = [dig(row, "id") for row in rows]
+        first, *values = [dig(row, "logprob") for row in rows]
+        if first is not None or not all(
+            type(n) is int and 0 <= n < self._sampler.size for n in ids
+        ):
+            raise Unusable("no logprobs of tokens of this vocabulary, the first without one")
+        return ids, values
+
+    def has_expert_arm(self) -> bool | None:
+        """Whether an SGLang is SGLang-KT, whose bare served name may have the expert LoRA; None: unknown."""
+        for path in ("/server_info", "/get_server_info"):
             try:
-                if "model_path" in self.ask(path, native=True):
+                return "kt_expert_lora_path" in self.ask(path, native=True)
+            except (KtbridgeError, TypeError):
+                continue
+        return None
+
+    def _is(self, way: str) -> bool:
+        """Whether the server is the engine that ``way`` is an API of."""
+        paths, field = _NATIVE[way]
+        for path in paths:
+            try:
+                if field in self.ask(path, native=True):
                     return True
             except (KtbridgeError, TypeError):
                 continue

@@ -15,7 +15,7 @@ from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config, resolve_model
-from ktbridge.served_names import base_name, listed_as, split_name
+from ktbridge.served_names import adapter_name, base_name, listed_as, split_name
 from ktbridge.verify.hypotheses import Facts, explain
 from ktbridge.verify.logprobs import SAMPLED, WAYS, LogprobClient, Span
 from ktbridge.verify.sampled import FORMS, Sampler
@@ -132,8 +132,28 @@ def _arms(server: LogprobClient, model: str, expert_model: str | None) -> dict[s
     owners = server.owners()
     arms = arms_to_ask(model, list(owners), expert_model)
     owner, parent = owners.get(model, ("", None))
-    # vLLM's base has no LoRA; the one that SGLang-KT lists an adapter under has the experts'.
-    return {parent: "base", **arms} if owner == "vllm" and parent in owners else arms
+    if parent is not None and parent in owners:
+        if owner == "vllm":  # whose base has no LoRA
+            return {parent: "base", **arms}
+        if owner == "sglang":
+            name = adapter_name(parent, model)
+            raise KtbridgeError(
+                f"SGLang answers for {model!r} with its base: it applies the adapter of that name for"
+                f" {name!r} alone.",
+                f"give --model {name}, and use this name in requests",
+            )
+    served, _ = split_name(model)
+    if (
+        served == model
+        or arms.get(served) != "expert"
+        or owners[served][0] != "sglang"
+        or expert_model
+    ):
+        return arms
+    # SGLang-KT's bare name may have the experts' LoRA, upstream's has none.
+    has_it = server.has_expert_arm()
+    others = {name: expected for name, expected in arms.items() if name != served}
+    return arms if has_it else {**({served: "base"} if has_it is False else {}), **others}
 
 
 def _read(adapter_dir: str) -> tuple[Adapter, tuple[bool, bool]]:

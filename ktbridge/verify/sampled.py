@@ -51,6 +51,14 @@ class Sampler:
         self.form, self.unlike = "", 0
         self._tokenizer, self.prompts = tokenizer, prompts
 
+    @property
+    def size(self) -> int:
+        """Of the vocabulary."""
+        return len(self._tokenizer)
+
+    def text(self, prompt: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(prompt)))
+
     def choose(self, client: LogprobClient, model: str) -> None:
         """Take the first form whose answers have logprobs. Raises Unusable with the reasons if none does."""
         self._client = client
@@ -95,7 +103,7 @@ class Sampler:
         """The prompt's ids, and the part of the request that gives it."""
         if self.form == "ids":
             return list(prompt), {"prompt": list(prompt), "logprobs": 1}
-        text = self._tokenizer.decode(list(prompt))
+        text = self.text(prompt)
         if self.form == "text":
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             return ids, {"prompt": text, "logprobs": 1}

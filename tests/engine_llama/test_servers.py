@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from realllama import Case
+from realserver import serving
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.openai_client import OpenAIClient
 from ktbridge.verify.run import verify
 
 SERVER = "KTBRIDGE_LLAMA_SERVER"
@@ -36,30 +33,10 @@ def llama_server(_: str, model: Path, lora: Path | None, port: int) -> list[str]
     return [*command, "-t", "1", *(["--lora", str(lora)] if lora else [])]
 
 
-@contextmanager
-def serving(command: Start, python: str, of: Case, lora: Path | None) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = of.root / "server.log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command(python, of.model, lora, port), stdout=out, stderr=subprocess.STDOUT
-        )
-    url, ends = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    try:
-        while True:
-            assert process.poll() is None, log.read_text()[-2000:]
-            try:
-                OpenAIClient(url, timeout=5).models()
-                break
-            except KtbridgeError:
-                assert time.monotonic() < ends
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(20)
+def running(
+    command: Start, python: str, of: Case, lora: Path | None
+) -> AbstractContextManager[str]:
+    return serving(lambda port: command(python, of.model, lora, port), of.root / "server.log")
 
 
 @pytest.mark.parametrize("command", [llama_cpp_python, llama_server])
@@ -68,7 +45,7 @@ def test_verify_tells_what_is_served(case, llama_python: str, warm, command: Sta
     of = case("qwen3_moe")
     form = "prompts as text" if command is llama_cpp_python else "prompts as ids"
     asked = ("--model", "tiny", "--adapter", str(of.raw()), "--base-model", str(of.base))
-    with serving(command, llama_python, of, of.converted()) as url:
+    with running(command, llama_python, of, of.converted()) as url:
         done = {
             way: warm.run(
                 "-m",
@@ -102,6 +79,6 @@ def test_verify_tells_what_is_served(case, llama_python: str, warm, command: Sta
         assert left_out == (["KTV011"] if command is llama_cpp_python else [])
     for lora, verdict in (("expert", "only experts"), (None, "not applied")):
         file = of.converted(lora, nonexpert=False) if lora else None
-        with serving(command, llama_python, of, file) as url:
+        with running(command, llama_python, of, file) as url:
             found = verify(url, "tiny", str(of.raw()), str(of.base), logprobs_from="sampled")
         assert (found.verdict, found.ok) == (verdict, False)

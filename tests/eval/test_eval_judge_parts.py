@@ -17,6 +17,7 @@ from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import collect, load_bench, parse_arms, score_run
 from ktbridge.eval.bench import read_snapshot
 from ktbridge.eval.compat import load_compat
+from ktbridge.eval.facts import made_of
 from ktbridge.eval.judging import (
     check_judge,
     judge_preflight,
@@ -167,6 +168,26 @@ def test_a_bias_is_named_where_there_is_one_and_hardly_ever_where_there_is_none(
     assert found[1] <= 0.05
 
 
+def test_the_preflight_asks_for_what_the_bench_wants(world, tmp_path):
+    """A judge for the public bench need not know JSON, but must give digits."""
+    path = tmp_path / "N.json"
+    path.write_text(json.dumps([{"module": "PES", "question": "你好吗？"}]), "utf-8")
+    compat = load_compat("nekobench", path, write_script(tmp_path / "script.py"))
+    judge = parse_judge(f"arbiter@{world.url}")
+    world.behave = lambda request, nth: "3"
+    assert judge_preflight(judge, [compat], backoff=0.001) == []
+    (asked,) = world.asked
+    assert (asked["temperature"], asked["max_tokens"]) == (0.5, 2048)
+    (message,) = asked["messages"]
+    assert message["content"].startswith("# Mark PES")
+    own = load_bench(make_bench(tmp_path / "own"))
+    for benches, reply in (([compat], "good"), ([compat, own], "3"), ([own], "3")):
+        world.behave = lambda request, nth, said=reply: said
+        with pytest.raises(ProblemsError) as caught:
+            judge_preflight(judge, benches, backoff=0.001)
+        assert codes(caught.value.problems) == {"KTB872"}
+
+
 def test_digits_of_the_public_bench(world, tmp_path):
     path = tmp_path / "N.json"
     rows = [
@@ -216,6 +237,7 @@ def test_digits_of_the_public_bench(world, tmp_path):
         assert set(means["modules"]) == {"PES", "KRI"}
     validate(results)
     shown = json.dumps(results["verdict"], ensure_ascii=False)
+    assert made_of(results, "judge") == "the judge's digit from 0 to 5, divided by 5"
     mean = results["judge"]["digits"]["base"]["mean"]
     assert f"0 to 5: base {mean:.2f} (8 answers, 2 without a digit)" in shown
     # Anchors of the two modules asked, and of no other.

@@ -1,7 +1,8 @@
 """Each engine's answers, in the shapes that its code gives them: the way that is taken, and what is refused.
 
 llama-server's and llama-cpp-python's are as these (b1-0c1e570, 0.3.36) answered here; vLLM's follow 0.33.0's
-entrypoints/openai/completion/serving.py, SGLang-KT's 0.7.2's srt/entrypoints, TGI's router/src/lib.rs.
+entrypoints/openai/completion/serving.py, SGLang's srt/entrypoints of sglang-kt 0.7.2 and sglang 0.5.23, TGI's
+router/src/lib.rs and the answers recorded in its integration-tests/models/__snapshots__.
 Logprobs and next tokens are functions of all tokens before, so that one of another place is noticed.
 """
 
@@ -102,13 +103,40 @@ class Echo(Engine):
 
 
 class Sglang(Engine):
+    """Upstream 0.5.23. ``kt``: sglang-kt 0.7.2."""
+
+    kt = False
+
     def get(self, path: str) -> dict[str, Any]:
-        return {"model_path": "m"} if path == "/model_info" else super().get(path)
+        known = {"/model_info": {"model_path": "m"}, "/server_info": {"tp_size": 1}}
+        if self.kt:
+            known["/server_info"]["kt_expert_lora_path"] = None
+        return known.get(path) or super().get(path)
 
     def respond(self, request: dict[str, Any]) -> Any:
+        return self.echoed(request) if "prompt" in request else self.generated(request)
+
+    def generated(self, request: dict[str, Any]) -> Any:
         prompt = request["input_ids"]
         rows = [[logprob(prompt, n) if n else None, t, None] for n, t in enumerate(prompt)]
         return 200, {}, {"text": "", "meta_info": {"input_token_logprobs": rows}}
+
+    def echoed(self, request: dict[str, Any]) -> Any:
+        """/v1/completions: logprobs of the prompt where ``logprobs`` is above 0."""
+        prompt = request["prompt"]
+        if "prompt_logprobs" in request:  # an unknown field is no error
+            return self.answer(prompt, continued(prompt, 1), logprobs=None)
+        asked = request["logprobs"] > 0
+        if self.kt and not asked:
+            return 500, {}, "Internal Server Error"  # KeyError: 'input_top_logprobs'
+        rows = [None, *(logprob(prompt, n) for n in range(1, len(prompt)))] if asked else []
+        texts = [self.text(token) for token in prompt[: len(rows)]]
+        logprobs = {"tokens": texts, "token_logprobs": rows, "text_offset": [-1] * len(rows)}
+        return self.answer(prompt, [], logprobs=logprobs)
+
+
+class SglangKt(Sglang):
+    kt = True
 
 
 class LlamaServer(Engine):
@@ -146,9 +174,19 @@ class LlamaCppPython(Engine):
 
 
 class Tgi(Engine):
-    """Its completions never have logprobs; chat has, without ids or bytes."""
+    """Its completions never have logprobs; chat has, without ids or bytes.
+
+    TGI 3 as it starts: ``prefill`` is empty. Tokens beyond the prompt are not counted in ``usage``.
+    """
+
+    prefill = False
+
+    def get(self, path: str) -> dict[str, Any]:
+        return {"model_id": "tiny", "version": "3.3.6"} if path == "/info" else super().get(path)
 
     def respond(self, request: dict[str, Any]) -> Any:
+        if "inputs" in request:
+            return self.generated(request)
         if "messages" in request:
             prompt = self.ids(request)
             made = continued(prompt, request["max_tokens"])
@@ -158,6 +196,27 @@ class Tgi(Engine):
             return 422, {}, "Failed to deserialize the JSON body into the target type"
         prompt = self.ids(request)
         return self.answer(prompt, continued(prompt, 1), logprobs=None)
+
+    def generated(self, request: dict[str, Any]) -> Any:
+        """/generate, as test_flash_llama.json was recorded; TGI puts the model's first token before."""
+        prompt = [1, *self.tokenizer.encode(request["inputs"], add_special_tokens=False)]
+        rows = [
+            {"id": token, "logprob": logprob(prompt, n) if n else None, "text": self.text(token)}
+            for n, token in enumerate(prompt)
+        ]
+        (made,) = continued(prompt, 1)
+        token = {"id": made, "logprob": -1.5351562, "special": False, "text": self.text(made)}
+        details = {
+            "best_of_sequences": None, "finish_reason": "length", "generated_tokens": 1,
+            "prefill": rows if self.prefill else [], "seed": None, "tokens": [token], "top_tokens": None,
+        }  # fmt: skip
+        return 200, {}, {"details": details, "generated_text": token["text"]}
+
+
+class TgiWithPrefill(Tgi):
+    """TGI 2, and TGI 3 started with --enable-prefill-logprobs."""
+
+    prefill = True
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +247,8 @@ def start(tokenizer):
         (Vllm, "prompt_logprobs", ""),
         (Echo, "echo", ""),
         (Sglang, "sglang", ""),
+        (SglangKt, "sglang", ""),
+        (TgiWithPrefill, "tgi", ""),
         (LlamaServer, "sampled", "ids"),
         (LlamaCppPython, "sampled", "text"),
         (Tgi, "sampled", "chat"),
@@ -210,29 +271,63 @@ def test_each_engine_is_asked_in_the_way_that_it_has(start, engine, way: str, fo
         assert all(list(s.tokens[s.start :]) == continued(list(s.tokens[: s.start]), LENGTH)
                    for s in answer.spans)  # fmt: skip
     else:
-        assert answer.spans == tuple(Span(tuple(prompt), 1) for prompt in PROMPTS)
+        before = (1,) if way == "tgi" else ()
+        assert answer.spans == tuple(Span((*before, *prompt), 1) for prompt in PROMPTS)
 
 
-class Computed(Vllm):
-    """vLLM's answers with an adapter's real logprobs. ``neko`` of ``org/base``, as vLLM lists adapters."""
+class Computed(Engine):
+    """An engine whose answers have an adapter's real logprobs."""
 
     def __init__(self, base: Path, served_base: Path, adapter: Path) -> None:
         from ktbridge.experts.loading import load_tokenizer
 
         super().__init__(load_tokenizer(base))
-        self.listed = [
+        self.base, self.adapter = served_base, read_adapter(adapter)
+        self.listed = self.models(base, adapter)
+
+    def models(self, base: Path, adapter: Path) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def computed(self, prompt: list[int], variant: Variant) -> list[float]:
+        with self.lock:
+            (found,) = ReferenceModel(self.base, self.adapter, [prompt]).logprobs([variant])
+        return found
+
+
+class ComputedVllm(Computed):
+    """``neko`` of ``org/base``, as vLLM lists adapters."""
+
+    def models(self, base: Path, adapter: Path) -> list[dict[str, Any]]:
+        return [
             {"id": "org/base", "owned_by": "vllm", "parent": None, "root": str(base)},
             {"id": "neko", "owned_by": "vllm", "parent": "org/base", "root": str(adapter)},
         ]
-        self.base, self.adapter = served_base, read_adapter(adapter)
 
     def respond(self, request: dict[str, Any]) -> Any:
         prompt = request["prompt"]
-        variant = Variant(1, 1) if request["model"] == "neko" else Variant()
-        with self.lock:
-            (found,) = ReferenceModel(self.base, self.adapter, [prompt]).logprobs([variant])
+        found = self.computed(prompt, Variant(1, 1) if request["model"] == "neko" else Variant())
         rows = [{str(t): {"logprob": x, "rank": 9}} for t, x in zip(prompt[1:], found, strict=True)]
         return self.answer(prompt, [1], prompt_logprobs=[None, *rows])
+
+
+class ComputedSglang(Computed, Sglang):
+    """Lists ``neko`` for requests to ``tiny:neko``; the bare name is the base, sglang-kt's base + experts."""
+
+    def models(self, base: Path, adapter: Path) -> list[dict[str, Any]]:
+        return [
+            {"id": "tiny", "owned_by": "sglang", "root": "tiny", "parent": None},
+            {"id": "neko", "owned_by": "sglang", "root": str(adapter), "parent": "tiny"},
+        ]
+
+    def generated(self, request: dict[str, Any]) -> Any:
+        prompt, whole = request["input_ids"], request.get("lora_path") == "neko"
+        found = self.computed(prompt, Variant(int(whole or self.kt), int(whole)))
+        rows = [[x, t, None] for x, t in zip([None, *found], prompt, strict=True)]
+        return 200, {}, {"text": "", "meta_info": {"input_token_logprobs": rows}}
+
+
+class ComputedSglangKt(ComputedSglang):
+    kt = True
 
 
 def test_vllms_adapter_is_told_from_its_base(base, other_base, adapter) -> None:
@@ -241,7 +336,7 @@ def test_vllms_adapter_is_told_from_its_base(base, other_base, adapter) -> None:
         (base, "applied", "references"),
         (other_base, "can't tell", "base"),
     ):
-        server = Computed(base, served_base, adapter)
+        server = ComputedVllm(base, served_base, adapter)
         result = verify(server.url, "neko", str(adapter), str(base))
         server.close()
         assert (result.verdict, result.told_by) == (verdict, told_by)
@@ -251,6 +346,85 @@ def test_vllms_adapter_is_told_from_its_base(base, other_base, adapter) -> None:
             ("neko", "full"),
         ]
         assert result.ok == (verdict == "applied")
+
+
+@pytest.mark.parametrize(
+    ("engine", "bare"), [(ComputedSglang, "base"), (ComputedSglangKt, "expert")]
+)
+def test_upstream_sglangs_bare_name_is_the_base(base, adapter, engine, bare: str) -> None:
+    server = engine(base, base, adapter)
+    result = verify(server.url, "tiny:neko", str(adapter), str(base))
+    with pytest.raises(KtbridgeError, match="answers for 'neko' with its base") as caught:
+        verify(server.url, "neko", str(adapter), str(base))
+    server.close()
+    assert (result.verdict, result.ok, result.problems) == ("applied", True, ())
+    assert [(arm.model, arm.expected) for arm in result.arms] == [
+        ("tiny", bare),
+        ("tiny:neko", "full"),
+    ]
+    assert "--model tiny:neko" in str(caught.value.next_step)
+
+
+def test_an_sglang_that_hides_what_it_is_is_asked_for_the_adapter_alone(base, adapter) -> None:
+    class Hidden(ComputedSglang):
+        def get(self, path: str) -> dict[str, Any]:
+            return "not here" if path.endswith("server_info") else super().get(path)
+
+    server = Hidden(base, base, adapter)
+    result = verify(server.url, "tiny:neko", str(adapter), str(base))
+    server.close()
+    assert (result.verdict, [arm.model for arm in result.arms]) == ("applied", ["tiny:neko"])
+
+
+@pytest.mark.parametrize("engine", [Sglang, SglangKt])
+def test_sglangs_echo_can_be_insisted_on(start, engine) -> None:
+    assert start(engine, "echo")[0].way == "echo"
+
+
+def test_an_echo_may_end_with_what_was_generated(start) -> None:
+    """``max_tokens: 0`` isn't every server's zero; how many they are stands in ``usage``."""
+
+    class Longer(Echo):
+        def respond(self, request: dict[str, Any]) -> Any:
+            status, headers, body = super().respond(request)
+            if status == 200:
+                body["choices"][0]["logprobs"]["token_logprobs"] += [-1.0]
+                body["usage"]["completion_tokens"] = 1
+            return status, headers, body
+
+    client, _ = start(Longer)
+    answer = client.ask_all(["tiny"])["tiny"]
+    assert answer.spans == tuple(Span(tuple(prompt), 1) for prompt in PROMPTS)
+    assert -1.0 not in answer.logprobs
+
+
+def test_tgi_without_prefill_says_how_to_get_it(start) -> None:
+    assert start(Tgi)[0].way == "sampled"
+    with pytest.raises(KtbridgeError, match=r"tgi: no prompt logprobs.*--enable-prefill-logprobs"):
+        start(Tgi, "tgi")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[1:],  # no null first
+        lambda rows: [{**row, "id": 10**6} for row in rows],
+        lambda rows: [{**row, "id": None} for row in rows],
+        lambda rows: [*rows[:2], {**rows[2], "logprob": None}, *rows[3:]],
+        lambda rows: rows[:1],
+        lambda rows: "rows",
+    ],
+)
+def test_prefill_that_tells_no_logprobs_is_not_used(start, change) -> None:
+    class Odd(TgiWithPrefill):
+        def generated(self, request: dict[str, Any]) -> Any:
+            status, headers, body = super().generated(request)
+            body["details"]["prefill"] = change(body["details"]["prefill"])
+            return status, headers, body
+
+    assert start(Odd)[0].way == "sampled"
+    with pytest.raises(KtbridgeError, match="tgi: "):
+        start(Odd, "tgi")
 
 
 def test_a_way_can_be_insisted_on(start) -> None:

@@ -199,6 +199,12 @@ def make_plan(bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: boo
     )
 
 
+def digit_question(judge: Judge, bench: Bench) -> Ask:
+    """The first anchor of a bench that is judged by digits, as its answers are asked about."""
+    first = read_anchors(bench)[0]
+    return _score(judge, first.item, first.kind, first.answer, (), first, digits=True)
+
+
 def ok_repeats(answer: ArmAnswer) -> list[ArmAnswer]:
     """The ok answers among an arm's repeats of an item; the answer itself if asked once."""
     return [one for one in answer.get("repeats") or [answer] if one["outcome"] == "ok"]

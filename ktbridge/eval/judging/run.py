@@ -10,9 +10,10 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import VOLATILE
 from ktbridge.eval.asking import Asked, AskingLoop, run_until_interrupt
-from ktbridge.eval.bench import Item
+from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.client import Answer, Client
-from ktbridge.eval.judging.plan import Ask, Judge, check_judge, make_plan
+from ktbridge.eval.compat import HIGHEST, is_compat
+from ktbridge.eval.judging.plan import Ask, Judge, check_judge, digit_question, make_plan
 from ktbridge.eval.judging.prompts import VERSION, JsonSchema, ReplyError, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
 from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
@@ -145,17 +146,23 @@ _CANARY_RIGHT = [True, False]
 
 
 def judge_preflight(
-    judge: Judge, *, timeout: float = 900.0, backoff: float = 0.5, api_key: str | None = None
-) -> list[Problem]:
+    judge: Judge, benches: Sequence[Bench] = (), *,
+    timeout: float = 900.0, backoff: float = 0.5, api_key: str | None = None,
+) -> list[Problem]:  # fmt: skip
     """Ask the judge one question with obvious verdicts: is it available, is its reply valid?
 
-    Returns the warnings; raises ProblemsError if it isn't listed, doesn't answer, or returns no JSON
-    even on the second request.
+    The form is that of ``benches``: a digit for the public NekoBench, JSON for all others. Returns the
+    warnings; raises ProblemsError if it isn't listed, doesn't answer, or not in that form (JSON may come
+    on the second request).
     """
+    asks = [digit_question(judge, bench) for bench in benches if is_compat(bench)]
+    if not asks or len(asks) < len(benches):
+        messages = tuple(checklist_messages(_CANARY, _CANARY_ANSWER))
+        asks.append(Ask("canary", "checks", _CANARY, messages, "canary"))
 
     async def check() -> list[Problem]:
         async with Client(judge.url, timeout=timeout, backoff=backoff, api_key=api_key) as client:
-            return await _preflight(judge, client)
+            return await _preflight(judge, client, asks)
 
     problems = run_until_interrupt(check())
     if has_errors(problems):
@@ -163,7 +170,7 @@ def judge_preflight(
     return problems
 
 
-async def _preflight(judge: Judge, client: Client) -> list[Problem]:
+async def _preflight(judge: Judge, client: Client, asks: Sequence[Ask]) -> list[Problem]:
     where = f"judge {judge.model}"
     problems = []
     try:
@@ -177,31 +184,36 @@ async def _preflight(judge: Judge, client: Client) -> list[Problem]:
         problems.append(problem("KTB870", where, error.sentence, expected, error.next_step))
         if has_errors(problems):
             return problems
-    messages = tuple(checklist_messages(_CANARY, _CANARY_ANSWER))
-    ask = Ask("canary", "checks", _CANARY, messages, "canary")
-    asked = await Asker(client, judge).ask(ask)
+    asker = Asker(client, judge)
+    for ask in asks:
+        asked = await asker.ask(ask)
+        found_now = _question_problems(judge, ask, asked)
+        if asked.silence:  # unreachable: it is said once, and not that the list is missing too
+            return found_now
+        problems += found_now
+    return problems
+
+
+def _question_problems(judge: Judge, ask: Ask, asked: Asked[JudgementRecord]) -> list[Problem]:
+    where = f"judge {judge.model}"
     outcome, detail = asked.record["outcome"], asked.record["detail"]
-    expected = "JSON with evidence and verdicts"
+    expected = "JSON with evidence and verdicts" if ask.schema else f"a digit from 0 to {HIGHEST}"
     if outcome == JUDGE_FAILED:
         next_step = (
             "see its server's log; KTBRIDGE_JUDGE_API_KEY holds its key, where one is needed"
         )
-        if asked.silence:  # unreachable: the missing list has already been reported
-            problems, next_step = [], "start its server, or correct the URL in --judge"
+        if asked.silence:
+            next_step = "start its server, or correct the URL in --judge"
         found = f"no answer from {judge.url}: {detail}"
-        problems.append(problem("KTB872", where, found, expected, next_step))
-    elif outcome != "ok":
-        found = f"no verdict that can be read: {detail}"
-        problems.append(problem("KTB872", where, found, expected))
-    else:
-        verdicts = ask.read(asked.record["reply"]).verdicts
-        if verdicts != _CANARY_RIGHT:
-            words = " and ".join("yes" if one else "no" for one in verdicts)
-            found = (
-                f"asked whether {_CANARY_ANSWER!r} gives four and names a capital, it said {words}"
-            )
-            problems.append(problem("KTB873", where, found, "yes and no"))
-    return problems
+        return [problem("KTB872", where, found, expected, next_step)]
+    if outcome != "ok":
+        return [problem("KTB872", where, f"no verdict that can be read: {detail}", expected)]
+    verdicts = ask.read(asked.record["reply"]).verdicts
+    if ask.schema is None or verdicts == _CANARY_RIGHT:
+        return []
+    words = " and ".join("yes" if one else "no" for one in verdicts)
+    found = f"asked whether {_CANARY_ANSWER!r} gives four and names a capital, it said {words}"
+    return [problem("KTB873", where, found, "yes and no")]
 
 
 # Leaves room for thinking; a verdict needs a tenth of it. Without a limit generation might not end.

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Optional
+from typing import Any, Optional
 
 import pytest
 
@@ -23,20 +23,21 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file
+pytestmark = pytest.mark.timeout(900)  # several processes a test, each importing torch
 RELEASES = Path(__file__).parents[3] / "build/peft"
 TOKENS = torch.arange(14).reshape(1, -1)
 # Trains nothing: random LoRA on attention and on all fused experts, saved as this release does.
 SAVE = """
 import sys, torch, peft
 from transformers import AutoConfig, AutoModelForCausalLM
-release, out = sys.argv[1:]
+release, out, family = sys.argv[1:]
 assert peft.__version__ == release, peft.__file__
 torch.manual_seed(0)
-old = release < "0.18"
+oss = family == "gpt_oss"
 config = AutoConfig.for_model(
-    "gpt_oss" if old else "qwen3_moe", vocab_size=64, hidden_size=32, intermediate_size=24 if old else 48,
+    family, vocab_size=64, hidden_size=32, intermediate_size=24 if oss else 48,
     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2,
-    **{"num_local_experts": 4, "eos_token_id": 1, "pad_token_id": 0} if old else
+    **{"num_local_experts": 4, "eos_token_id": 1, "pad_token_id": 0} if oss else
     {"num_experts": 4, "moe_intermediate_size": 24})
 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 for parameter in model.parameters():
@@ -59,7 +60,7 @@ tuned.save_pretrained(f"{out}/adapter")
 LOAD = """
 import sys, torch, peft
 from transformers import AutoModelForCausalLM
-release, out = sys.argv[1:]
+release, out, _ = sys.argv[1:]
 assert peft.__version__ == release, peft.__file__
 model = AutoModelForCausalLM.from_pretrained(f"{out}/base", attn_implementation="eager").float()
 tuned = peft.PeftModel.from_pretrained(model, f"{out}/fused").eval()
@@ -68,18 +69,54 @@ with torch.no_grad():
 """
 
 
-def run(code: str, release: str, out: Path) -> None:
-    place = RELEASES / release
-    if not place.is_dir():
-        pytest.skip(f"PEFT {release} is not in {place}: make test-peft")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, release, str(out)],
+# PEFT 0.19.1 calls what transformers 5.23 no longer has; this is a release of its own time.
+OLDER_TRANSFORMERS = RELEASES / "transformers-5.5.4"
+
+
+def run(
+    code: str, release: str, out: Path, *, family: str = "qwen3_moe", before: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``before``: packages that go before the release's own. Skips without either."""
+    places = [place for place in (before, RELEASES / release) if place is not None]
+    for place in places:
+        if not place.is_dir():
+            pytest.skip(f"{place} is not there: make test-peft")
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, release, str(out), family],
         # A release may bring the transformers it needs.
-        env={**os.environ, "PYTHONPATH": str(place), "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
+            "HF_HUB_OFFLINE": "1",
+        },
         capture_output=True,
         text=True,
     )
+
+
+def succeeds(code: str, release: str, out: Path, **options: Any) -> None:
+    done = run(code, release, out, **options)
     assert done.returncode == 0, done.stderr
+
+
+def assert_read_exactly(out: Path, dialect: str) -> None:
+    """The release's adapter, converted, gives its logits in the installed PEFT; without it they differ."""
+    convert_adapter(out / "adapter", to="peft-fused", from_format=dialect, output_dir=out / "fused")
+    kept = {"attn_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "base", **kept).float()
+    loaded = peft.PeftModel.from_pretrained(model, out / "fused").eval()
+    expected = torch.load(out / "logits.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+        with loaded.disable_adapter():
+            assert (loaded(TOKENS).logits - expected).abs().max() > 0.01
+
+
+def assert_loads_ours(release: str, out: Path, **options: Any) -> None:
+    """In a process with that release the converted adapter gives the logits of the one it was made from."""
+    succeeds(LOAD, release, out, **options)
+    again, expected = (torch.load(out / f"{name}.pt") for name in ("again", "logits"))
+    torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -89,47 +126,44 @@ def run(code: str, release: str, out: Path) -> None:
 def test_adapters_of_an_older_peft_are_read_exactly(
     tmp_path: Path, release: str, dialect: str
 ) -> None:
-    run(SAVE, release, tmp_path)
-    convert_adapter(
-        tmp_path / "adapter", to="peft-fused", from_format=dialect, output_dir=tmp_path / "fused"
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").float()
-    loaded = peft.PeftModel.from_pretrained(model, tmp_path / "fused").eval()
-    expected = torch.load(tmp_path / "logits.pt")
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
-        with loaded.disable_adapter():
-            assert (loaded(TOKENS).logits - expected).abs().max() > 0.01
+    succeeds(SAVE, release, tmp_path)
+    assert_read_exactly(tmp_path, dialect)
 
 
-def test_gpt_oss_of_peft_0_17_is_read_exactly(tmp_path: Path) -> None:
-    """That release needs transformers 4, of whose MoE classes few have fused experts; gpt-oss's does."""
-    run(SAVE, "0.17.1", tmp_path)
-    convert_adapter(tmp_path / "adapter", to="peft-fused", output_dir=tmp_path / "fused")
-    kept = {"attn_implementation": "eager"}
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **kept).float()
-    loaded = peft.PeftModel.from_pretrained(model, tmp_path / "fused").eval()
-    expected = torch.load(tmp_path / "logits.pt")
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
-        with loaded.disable_adapter():
-            assert (loaded(TOKENS).logits - expected).abs().max() > 0.01
-    # Ours loads there as well: the same tensors in the same places.
-    run(LOAD, "0.17.1", tmp_path)
-    torch.testing.assert_close(torch.load(tmp_path / "again.pt"), expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("release", ["0.17.1", "0.18.1"])
+def test_gpt_oss_of_an_older_peft_goes_both_ways(tmp_path: Path, release: str) -> None:
+    """PEFT 0.17 needs transformers 4, of whose MoE classes few have fused experts; gpt-oss's does."""
+    succeeds(SAVE, release, tmp_path, family="gpt_oss")
+    assert_read_exactly(tmp_path, "auto")
+    assert_loads_ours(release, tmp_path)
 
 
 def test_an_older_peft_loads_ours(tmp_path: Path) -> None:
-    """PEFT 0.19 can't load any adapter of a fused MoE under transformers 5.23: a fault of its own."""
-    run(SAVE, "0.18.1", tmp_path)
+    """Made by 0.18, whose own order is another; 0.19 and 0.20 load what is made of it."""
+    succeeds(SAVE, "0.18.1", tmp_path)
+    assert_read_exactly(tmp_path, "peft-0.18")
+    assert_loads_ours("0.20.0", tmp_path)
+    assert_loads_ours("0.19.1", tmp_path, before=OLDER_TRANSFORMERS)
+
+
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [
+        (
+            "0.18.1",
+            "size mismatch for base_model.model.model.layers.0.mlp.experts.base_layer.lora_A",
+        ),
+        ("0.19.1", "unexpected keyword argument 'distributed_operation'"),
+    ],
+)
+def test_an_older_peft_that_cannot_load_ours_says_so(
+    tmp_path: Path, release: str, said: str
+) -> None:
+    """0.18 has in and out the other way round; 0.19 does not fit the installed transformers."""
+    succeeds(SAVE, "0.18.1", tmp_path)
     convert_adapter(tmp_path / "adapter", to="peft-fused", output_dir=tmp_path / "fused")
-    run(LOAD, "0.20.0", tmp_path)
-    torch.testing.assert_close(
-        torch.load(tmp_path / "again.pt"),
-        torch.load(tmp_path / "logits.pt"),
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    done = run(LOAD, release, tmp_path)
+    assert (done.returncode, said in done.stderr) == (1, True), done.stderr
 
 
 def test_unsloths_order_of_b_is_its_own_codes(tmp_path: Path) -> None:
