@@ -1,5 +1,6 @@
 // The pybind11 module ktbridge._kernels. Tensors come as addresses: the module must not link torch (one
-// build serves every torch), and bfloat16 has no buffer protocol. ktbridge/experts calls this: weights.py
+// build serves every torch), and bfloat16 has no buffer protocol. ktbridge/experts calls this (and merging,
+// ktbridge/adapter/merge_values.py, for add_delta): weights.py
 // and expert_call.py check dtypes, shapes and contiguity, and keep the tensors alive.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -237,6 +238,23 @@ PYBIND11_MODULE(_kernels, m) {
       },
       py::arg("threads"), py::arg("bytes"), py::arg("seconds"), no_gil,
       "bytes/s of reading a buffer of that size.");
+  m.def(
+      "add_delta",
+      [](Address values, bool halves, int rows, int columns, std::ptrdiff_t stride, Address left, int rank,
+         Address right) {
+        const Delta delta{reinterpret_cast<const float*>(left),
+                          reinterpret_cast<const float*>(right),
+                          rank,
+                          rows,
+                          columns,
+                          stride};
+        const Kernels& kernels = kernels_for(choose_isa("auto"));
+        return halves ? kernels.add_delta_halves(delta, reinterpret_cast<bf16*>(values))
+                      : kernels.add_delta_floats(delta, reinterpret_cast<float*>(values));
+      },
+      py::arg("values"), py::arg("halves"), py::arg("rows"), py::arg("columns"), py::arg("stride"),
+      py::arg("left"), py::arg("rank"), py::arg("right"), no_gil,
+      "values += left times right (Delta in kernels/isa/kernels.h); halves: of bfloat16, else float32.");
   m.def("release_memory", &release_memory,
         "Gives activation memory kept for the next pass back to the system.");
   py::enum_<Keep>(m, "Keep", "What forward keeps for backward.")

@@ -82,15 +82,18 @@ std::string why_no_tiles() {
   return std::string("arch_prctl was refused: ") + std::strerror(refused_tiles());
 }
 
-std::vector<Isa> available_isas() {
-  std::vector<Isa> result;
-  for (Isa isa : kAll)
-    if (runs(isa)) result.push_back(isa);
-  return result;
+const std::vector<Isa>& available_isas() {
+  static const std::vector<Isa> available = [] {  // in a virtual machine CPUID takes 150 microseconds
+    std::vector<Isa> result;
+    for (Isa isa : kAll)
+      if (runs(isa)) result.push_back(isa);
+    return result;
+  }();
+  return available;
 }
 
 Isa choose_isa(const std::string& wish) {
-  const std::vector<Isa> available = available_isas();
+  const std::vector<Isa>& available = available_isas();
   std::string name = wish;
   const char* forced = std::getenv("KTBRIDGE_ISA");
   if (name == "auto" && forced != nullptr && *forced != '\0') name = forced;

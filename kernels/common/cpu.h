@@ -12,7 +12,7 @@ enum class Isa { scalar, avx2, avx512_bf16, amx_bf16 };
 const char* isa_name(Isa isa);
 
 // Every path this CPU can run, worst first. `scalar` is always there.
-std::vector<Isa> available_isas();
+const std::vector<Isa>& available_isas();
 
 // Why the kernels don't use this CPU's AMX; "" where they do, or where it has none.
 std::string why_no_tiles();

@@ -49,6 +49,14 @@ struct InnerTile {
   const Gating* gating = nullptr;       // null: silu(g) u; g and u have their biases already
 };
 
+// left [rows][rank] times right, of whose columns 32 lie together: [columns / 32][rank][32], zeros behind the
+// last one: what is added to `rows` rows that are `stride` values apart.
+struct Delta {
+  const float *left, *right;
+  int rank, rows, columns;
+  std::ptrdiff_t stride;
+};
+
 struct Kernels {
   // Around each thread's share of a pass (AMX needs its tiles configured).
   void (*begin)();
@@ -106,6 +114,11 @@ struct Kernels {
   void (*kept_bits)(const Seeds& seeds, int rows, int column, int words, std::uint32_t* bits);
   // Two neighbouring blocks [16][16] += those of `part` where the bits of rows, `words` apart, are set.
   void (*add_kept)(float* blocks, const float* part, const std::uint32_t* bits, int words);
+
+  // values += delta: in float32 in the order of the reduction, then rounded once to nearest even. The number
+  // of values that are others than before, or -1 if one isn't finite now; at most 2^19 rows a call.
+  std::int64_t (*add_delta_halves)(const Delta& delta, bf16* values);
+  std::int64_t (*add_delta_floats)(const Delta& delta, float* values);
 
   // Runs `rounds` of independent products out of registers and returns their FLOPs: this path's own
   // products, and float32 multiply-adds. The faster of the two is the ceiling of docs/kernels.md.

@@ -16,6 +16,8 @@
 //   same(pair)                                   in every lane
 //   pairs(a, b)                                  rounds; lane i holds (a[i], b[i])
 //   sequence(a, b), widen(p, a, b)               rounds to, or widens from, 32 in a row: a then b
+//   sequence_exactly(a, b)                       the same, subnormal numbers too, but no NaN
+//   ones_where_unequal(a, b)                     1 or 0; NaN is unequal
 //   interleave(a, b, p, q)                       rows a and b of 32 -> pairs (a[n], b[n]): n < 16, n >= 16
 //   transpose(rows)                              16 x 16 of 32 bits, in place
 //   turn_rows(p, row, columns)                   16 rows of 32, `row` elements apart: pair j to columns[j]
@@ -108,6 +110,9 @@ inline Lanes operator*(Lanes a, Lanes b) {
 }
 inline Lanes keep_within(Lanes a, Lanes b, float low, float high) {
   return each<Lanes>([&](int i) { return (b.v[i] >= low) & (b.v[i] <= high) ? a.v[i] : Floats{}; });
+}
+inline Lanes ones_where_unequal(Lanes a, Lanes b) {
+  return each<Lanes>([&](int i) { return a.v[i] != b.v[i] ? Floats{} + 1.f : Floats{}; });
 }
 inline Lanes power_of_two(Lanes a) {
   return each<Lanes>(
@@ -224,6 +229,7 @@ inline Lanes nearest(Lanes a) {
 }
 
 #if !defined(__AVX512BF16__)
+inline Pairs sequence_exactly(Lanes a, Lanes b) { return sequence(a, b); }
 inline Split split(Pairs a) { return {low(a), high(a)}; }
 inline Lanes dot(Lanes sum, std::uint32_t pair, Split right) {
   const Pairs left = same(pair);

@@ -39,6 +39,14 @@ inline Lanes pick(const float (&eight)[8], Lanes a) {
 inline float sum(Lanes a) { return _mm512_reduce_add_ps(a.v[0]); }
 inline void stream(void* p, Pairs a) { _mm512_stream_si512(static_cast<__m512i*>(p), bits_of(a)); }
 inline Pairs sequence(Lanes a, Lanes b) { return pairs_of((__m512i)_mm512_cvtne2ps_pbh(b.v[0], a.v[0])); }
+// The instruction above takes subnormal numbers for zeros.
+inline Pairs sequence_exactly(Lanes a, Lanes b) {
+  const auto half = [](Lanes x) {
+    const Words bits = (Words)x.v[0], up = bits + ((bits >> 16 & 1u) + 0x7fffu);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)up, 16));
+  };
+  return pairs_of(_mm512_inserti64x4(_mm512_castsi256_si512(half(a)), half(b), 1));
+}
 inline Pairs pairs(Lanes first, Lanes second) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
                                          22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
