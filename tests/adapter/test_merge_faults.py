@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from rawadapter import write_base
 from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, convert_adapter
 from ktbridge.adapter.merge import MERGE_FILE, merge_adapter, plan_merge
+from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_checkpoint
 
@@ -390,6 +392,23 @@ def test_memory_does_not_follow_the_checkpoint(tmp_path: Path, make_raw: Make) -
         check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     ).stdout  # fmt: skip
     assert int(grown) < 40_000  # KB; the shard has 123,000
+
+
+def test_an_index_without_its_shards_says_what_is_missing_and_what_to_do(
+    make_raw: Make, make_base: Make, tmp_path: Path
+) -> None:
+    raw, base = make_raw(), make_base(shards=5)
+    for number, gone in ((1, "1 of the 5 weight files"), (2, "2 of the 5"), (4, "3 of the 5")):
+        (base / f"model-{number}.safetensors").unlink()
+        command = ["merge", str(raw), "--base-model", str(base), "--output", str(tmp_path / "out")]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 1
+        said = " ".join(result.stderr.split())
+        assert gone in said
+        assert "model-1.safetensors" in said
+        assert "next" in said
+        assert "download the rest, or copy them there" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_on_the_command_line(make_raw: Make, make_base: Make, tmp_path: Path) -> None:
