@@ -8,6 +8,7 @@ size of a shard. Everything else keeps the base's bytes, the header included.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -32,9 +33,17 @@ _STORED: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F
 
 
 class Merger:
-    """Makes the steps that write merged shards; counts what they compute."""
+    """Makes the steps that write merged shards; counts what they compute.
+
+    Raises KtbridgeError where KTBRIDGE_ISA names kernels that this CPU can't run.
+    """
 
     def __init__(self, checkpoint: Checkpoint, deltas: Deltas) -> None:
+        try:
+            _kernels.isa_default()
+        except ValueError as error:
+            wish = os.environ.get("KTBRIDGE_ISA")
+            raise KtbridgeError(f"KTBRIDGE_ISA={wish}: {error}", "unset KTBRIDGE_ISA") from error
         self._checkpoint, self._deltas = checkpoint, deltas
         self._counts: list[tuple[int, int]] = []
         self._local = threading.local()

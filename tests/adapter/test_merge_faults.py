@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from rawadapter import write_base
 from tensorfiles import write_tensor_file
 
+from ktbridge import _kernels
 from ktbridge.adapter import Tensor, convert_adapter
 from ktbridge.adapter.merge import MERGE_FILE, merge_adapter, plan_merge
 from ktbridge.cli import main
@@ -233,6 +234,30 @@ def test_values_that_make_no_model_are_refused_while_merging(
         with pytest.raises(KtbridgeError, match=says):
             merge_adapter(raw, base_model=model, output=out)
     assert sorted(os.listdir(tmp_path)) == ["bad", "base", "big", "half", "zero"]
+
+
+def test_kernels_that_arent_there_are_named(
+    make_raw: Make, make_base: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, base = make_raw(), make_base()
+    monkeypatch.setenv("KTBRIDGE_ISA", "mmx")
+    with pytest.raises(KtbridgeError, match="KTBRIDGE_ISA=mmx") as caught:
+        merge_adapter(raw, base_model=base, output=tmp_path / "out")
+    assert caught.value.next_step == "unset KTBRIDGE_ISA"
+    assert sorted(os.listdir(tmp_path)) == ["base", "raw"]
+
+
+@pytest.mark.parametrize("isa", _kernels.isa_available())
+def test_every_instruction_set_gives_the_same_bytes(
+    make_raw: Make, make_base: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str
+) -> None:
+    raw, base = make_raw(), make_base()
+    for name, chosen in (("best", "auto"), ("forced", isa)):
+        monkeypatch.setenv("KTBRIDGE_ISA", chosen)
+        merge_adapter(raw, base_model=base, output=tmp_path / name)
+    best, forced = (open_checkpoint(tmp_path / name) for name in ("best", "forced"))
+    for name in best:
+        assert bytes(best.tensor(name).data) == bytes(forced.tensor(name).data)
 
 
 def test_what_lies_beside_the_shards(make_raw: Make, make_base: Make, tmp_path: Path) -> None:
