@@ -141,12 +141,13 @@ def swallowed(found: Iterable[Loss]) -> Iterator[Problem]:
         if loss.kept < KEPT:
             by_storage.setdefault(loss.storage, []).append(loss)
     for storage, members in by_storage.items():
-        least, most = (pick(loss.kept for loss in members) for pick in (min, max))
+        ends = (f"{pick(loss.kept for loss in members):.0%}" for pick in (min, max))
+        share = " to ".join(dict.fromkeys(ends))
         layers = numbers(loss.layer for loss in members)
         yield problem(
             "KTB910",
             f"{storage} weights of layers {layers}",
-            f"{least:.0%} to {most:.0%} of the adapter's delta is left: the rest is smaller than "
+            f"{share} of the adapter's delta is left: the rest is smaller than "
             "the step between two codes",
             f"{KEPT:.0%} and more",
         )
