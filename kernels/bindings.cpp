@@ -1,6 +1,7 @@
 // The pybind11 module ktbridge._kernels. Tensors come as addresses: the module must not link torch (one
 // build serves every torch), and bfloat16 has no buffer protocol. ktbridge/experts calls this: weights.py
-// and expert_call.py check dtypes, shapes and contiguity, and keep the tensors alive.
+// and expert_call.py check dtypes, shapes and contiguity, and keep the tensors alive. So does
+// ktbridge/adapter/merge_values.py for add_delta.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -160,7 +161,6 @@ class Layer {
 PYBIND11_MODULE(_kernels, m) {
   using namespace ktbridge;
   m.doc() = "MoE-LoRA layer on CPU (private: use ktbridge.sft.MoELoRAExperts)";
-  m.attr("ISAS") = all_isas();
   m.def("isa_available", &available_isas, "Kernel paths this CPU can run, worst first.");
   m.def("why_no_tiles", &why_no_tiles, "Why this CPU's AMX isn't used; empty where it is, or has none.");
   m.def("explain_faults", &explain_faults, py::arg("before"), py::arg("behind"),
@@ -172,6 +172,15 @@ PYBIND11_MODULE(_kernels, m) {
         return measure_peak(kernels_for(isa), Pool::shared(places));
       },
       py::arg("isa"), py::arg("places"), no_gil, "FLOP/s of products out of registers, in one round.");
+  m.def(
+      "add_delta",
+      [](const std::string& isa, Address values, bool halves, int rows, int columns, std::ptrdiff_t stride,
+         Address left, int rank, Address right) {
+        const Delta delta{at<const float>(left), at<const float>(right), rank, rows, columns, stride};
+        return kernels_for(isa).add_delta(delta, at<void>(values), halves);
+      },
+      no_gil,
+      "values += left times right (Delta in kernels/isa/kernels.h); halves: of bfloat16, else float32.");
   py::enum_<Storage>(m, "Storage", "How a checkpoint stores weights (kernels/weights/matrix.h).")
       .value("bf16", Storage::bf16)
       .value("fp8", Storage::fp8)

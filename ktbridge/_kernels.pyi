@@ -3,12 +3,21 @@
 import enum
 from collections.abc import Sequence
 
-ISAS: list[str]
-
 def isa_available() -> list[str]: ...
 def why_no_tiles() -> str: ...
 def explain_faults(before: str, behind: str) -> None: ...
 def measure_peak(isa: str, places: Sequence[Place]) -> float: ...
+def add_delta(
+    isa: str,
+    values: int,
+    halves: bool,
+    rows: int,
+    columns: int,
+    stride: int,
+    left: int,
+    rank: int,
+    right: int,
+) -> int: ...
 
 class Storage(enum.Enum):
     bf16 = ...

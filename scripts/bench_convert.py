@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,17 @@ from typing import Any
 
 import click
 import numpy as np
-from peers.driver import Contestant, Record, Worker, compete, console, new_run, program, write_run
+from peers.driver import (
+    Contestant,
+    Record,
+    Worker,
+    compete,
+    console,
+    new_run,
+    program,
+    quartiles,
+    write_run,
+)
 from peers.report import Row, named, show_left_out, show_machine, speed_table
 
 from ktbridge.adapter import Tensor, write_raw_adapter
@@ -174,7 +185,20 @@ def show_programs(run: Record, what: str) -> None:
         ]
         rows.append(Row(entry, "seconds", beside, more))
     console.print(speed_table("seconds", rows, ["GB/s", "CPU s", "peak MB"]))
+    for entry in run["contestants"]:
+        for peer in run["peers"][entry["name"]]:
+            if other := named(run, peer):
+                wall, cpu = (paired(entry, other, what) for what in ("seconds", "cpu"))
+                console.print(f"{entry['name']} / {peer}, round by round: {wall}; CPU {cpu}")
     show_left_out(console, run)
+
+
+def paired(entry: Record, other: Record, what: str) -> str:
+    """Median and quartiles of the ratios of two contestants within a round, whose noise is alike."""
+    both = zip(entry["samples"][what], other["samples"][what], strict=True)
+    ratios = [ours / theirs for ours, theirs in both]
+    first, third = quartiles(ratios)
+    return f"{statistics.median(ratios):.2f}x ({first:.2f} – {third:.2f})"
 
 
 def commands_of(raw: Path, place: Path, reference: str | None) -> list[Command]:

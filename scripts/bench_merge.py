@@ -1,17 +1,27 @@
 #!/usr/bin/env python3
 """`ktbridge merge` beside `cp` of the same checkpoint, and its peak memory.
 
-    scripts/bench_merge.py --dir /mnt/nvme [--layers 2] [--fused] [--repeat 3]
+    scripts/bench_merge.py --dir /mnt/nvme [--layers 2] [--fused] [--repeat 5] [--beside CHECKOUT]
 
 Makes a random checkpoint of a few of Qwen3-30B-A3B's layers (experts one by one, 1.2 GB a layer) or, with
 --fused, of Qwen3.5-35B-A3B's, and a rank-8 adapter of every expert and attention module. Then `cp`, `cp` with
-a flush to the disk and `ktbridge merge` take turns; each writes the whole checkpoint.
+a flush to the disk and `ktbridge merge` take turns; each writes the whole checkpoint, and merge flushes it
+before it publishes, so `cp + sync` is its like. --beside is another checkout of ktbridge, whose merge takes
+turns, too. On a machine that others use, quote the ratios within a round and the CPU seconds.
+
+The floor, for V values of two bytes and rank r, is what `cp` does (each byte copied once from page cache to
+page cache, and every page allotted and flushed), one more copy (out of the page cache to where it can be
+changed), 2 r V operations in float32 and Python's start. For a layer of Qwen3-30B-A3B (1.28 GB, V = 0.62 G)
+on a core of an EPYC: cp 0.6 s, the other copy 0.16 s, 10 GFLOP at 90 GFLOP/s 0.11 s, the start 0.2 s: 1.1 s
+of CPU, and the disk's time is cp's. What is computed is spread over the cores. Seen with 15 to 30 other
+processes on two cores: 1.6 s of CPU where cp + sync took 0.7 s, 2.4 times its seconds (docs/benchmarks.md).
 
 Needs `ktbridge[train]`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -62,7 +72,13 @@ def make(place: Path, layers: int, experts: int | None, fused: bool) -> None:
 @click.option("--layers", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--experts", type=click.IntRange(8), help="Fewer than the model has.")
 @click.option("--fused", is_flag=True, help="Experts in fused tensors.")
-@click.option("--repeat", "--runs", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--repeat", "--runs", default=5, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--beside",
+    type=click.Path(exists=True, file_okay=False, resolve_path=True),
+    help="Another checkout of ktbridge, built, whose merge takes turns as well.",
+)
+@click.option("--touch/--no-touch", default=True, help="Touch free memory before each turn.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="All samples.")
 def main(
     directory: str | None,
@@ -70,10 +86,12 @@ def main(
     experts: int | None,
     fused: bool,
     repeat: int,
+    beside: str | None,
+    touch: bool,
     json_file: Path | None,
 ) -> None:
     """Measure merge on a checkpoint of a few layers, beside cp."""
-    run = new_run(layers=layers, experts=experts, fused=fused, repeat=repeat)
+    run = new_run(layers=layers, experts=experts, fused=fused, repeat=repeat, touch=touch)
     with tempfile.TemporaryDirectory(prefix="bench-merge-", dir=directory) as name:
         place = Path(name)
         make(place, layers, experts, fused)
@@ -83,13 +101,18 @@ def main(
         copied = f"cp -r '{base}' '{copy}'"
         cli = [sys.executable, "-m", "ktbridge", "merge", str(place / "raw")]
         merge = [*cli, "--base-model", str(base), "--output", str(out)]
+        like = ("cp", "cp + sync")
         synced = ["sh", "-c", f"{copied} && sync '{copy}'/*"]
         commands = [
             Command("cp", ["sh", "-c", copied], (), files, (copy,)),
             Command("cp + sync", synced, (), files, (copy,)),
-            Command("ktbridge merge", merge, ("cp", "cp + sync"), files, (out,)),
+            Command("ktbridge merge", merge, like, files, (out,)),
         ]
-        compete_as_programs(run, commands, repeat)
+        if beside:
+            path = os.pathsep.join(filter(None, (beside, os.environ.get("PYTHONPATH"))))
+            other = ["env", "-C", beside, f"PYTHONPATH={path}", *merge]
+            commands.append(Command("its merge", other, like, files, (out,)))
+        compete_as_programs(run, commands, repeat, touch)
     write_run(run, json_file)
     show_programs(run, f"layers: {layers}, experts {'fused' if fused else 'one by one'}")
     sys.exit(1 if run["failed"] else 0)

@@ -4,8 +4,9 @@
     scripts/dequantize_checkpoint.py MODEL_DIR OUTPUT_DIR
         [--dtype bf16|f32] [--overwrite] [--dry-run] [--json]
 
-Read are block FP8, and INT8 and INT4 as compressed-tensors stores them (ktbridge/adapter/storages.py), zero
-points too. value = (stored - zero) · scale in float32, rounded once to nearest even.
+Read are block FP8, INT8 and INT4 as compressed-tensors stores them (ktbridge/adapter/storages.py), zero
+points too, and MXFP4 as gpt-oss has it. value = (stored - zero) · scale in float32, rounded once to nearest
+even. gpt-oss's experts [E, out, in] become [E, in, out], as transformers has them unquantised.
 All weights, not only experts; what isn't quantised keeps its bytes, and the quantization_config goes.
 ktbridge itself needs none of this: it reads the experts of such checkpoints in place.
 """
@@ -23,7 +24,7 @@ from checkpoint_io import run
 from numpy.typing import NDArray
 
 from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, to_bf16, widened
-from ktbridge.adapter.storages import KNOWN, Stored, find_stored
+from ktbridge.adapter.storages import KNOWN, Floats, Stored, find_stored
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, family_of, open_checkpoint, resolve_model
@@ -36,6 +37,9 @@ _FOREIGN = (
     ".weight_scale", "_scale_inv", "_scale_2", ".input_scale", ".weight_packed", ".weight_shape",
     "_zero_point", "_g_idx", ".qweight", ".qzeros",
 )  # fmt: skip
+# OCP Microscaling Formats 1.0: a code's value, and the scale that stands for NaN.
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_NAN_SCALE = 255
 _PLAIN = ("BF16", "F16", "F32", "F64", "I64", "I32", "I16", "BOOL")
 
 
@@ -52,6 +56,8 @@ class Weights:
         for name in checkpoint:
             if stored := find_stored(checkpoint, name, settings):
                 self._add(stored)
+            elif name.endswith("_blocks"):
+                self._add_mxfp4(name.removesuffix("_blocks"))
 
     def _add(self, stored: Stored) -> None:
         entries = [stored.codes, stored.scale] + ([stored.zero] if stored.zero else [])
@@ -65,17 +71,9 @@ class Weights:
             rows = np.arange(first, last)
             factors = widened(scales[rows // out * per + rows % out // stored.group[0]])
             zeros = stored.zeros(zero[0])[first:last] if zero else None
-            with np.errstate(over="ignore", invalid="ignore"):  # looked at here
+            with np.errstate(over="ignore", invalid="ignore"):  # looked at by what follows
                 values = stored.decode(codes[first:last], factors, zeros)
-                # A sum is infinite or NaN if any value is (or nearly so), and costs less than looking.
-                fine = np.isfinite(values.sum(dtype=np.float32)) or np.isfinite(values).all()
-            data: NDArray[Any] = values if self._dtype == "F32" else to_bf16(values)
-            if not fine or (self._dtype == "BF16" and ((data & 0x7FFF) >= 0x7F80).any()):
-                raise KtbridgeError(
-                    f"{stored.codes.name} has NaN values, or values that {self._dtype} can't hold",
-                    "download the checkpoint again",
-                )
-            return (data,)
+            return (self._stored(values, stored.codes.name),)
 
         shape = stored.shape
         outputs = ((stored.name, self._dtype, shape),)
@@ -83,6 +81,56 @@ class Weights:
         self.parts[stored.codes.name] = Part(shard, outputs, math.prod(shape[:-1]), shape[-1], make)
         self.used.update(stored.names)
         self.storages.add(stored.storage)
+
+    def _add_mxfp4(self, name: str) -> None:
+        """Blocks [E, out, groups, 16 bytes] and scales [E, out, groups], if it has both."""
+        if f"{name}_scales" not in self.checkpoint:
+            return
+        blocks, scales = (self.checkpoint.entry(f"{name}_{part}") for part in ("blocks", "scales"))
+        if (blocks.dtype, scales.dtype) != ("U8", "U8") or len(blocks.shape) != 4:
+            return
+        if blocks.shape != (*scales.shape, 16):
+            raise KtbridgeError(
+                f"{blocks.name} {list(blocks.shape)} of {self.checkpoint.path} and its scales "
+                f"{list(scales.shape)} don't fit each other",
+                "download the checkpoint again",
+            )
+        experts, out, groups = scales.shape
+        width = 32 * groups
+        packed = array(self.checkpoint, blocks).reshape(experts, out, width // 2)
+        exponents = array(self.checkpoint, scales)
+
+        def make(first: int, last: int) -> tuple[NDArray[Any]]:
+            found = []
+            for expert in range(first // width, (last - 1) // width + 1):
+                begin = expert * width
+                at = np.arange(max(first - begin, 0), min(last - begin, width))
+                codes = packed[expert][:, at // 2] >> (at % 2 * 4).astype(np.uint8) & 15
+                powers = exponents[expert][:, at // 32]
+                with np.errstate(over="ignore"):  # looked at by what follows
+                    values = np.ldexp(_E2M1[codes], powers.astype(np.int32) - 127)
+                values[powers == _NAN_SCALE] = np.nan
+                found.append(values.T)
+            return (self._stored(np.ascontiguousarray(np.concatenate(found)), blocks.name),)
+
+        shard = self.checkpoint.shard(blocks.name)
+        outputs = ((name, self._dtype, (experts, width, out)),)
+        self.parts[blocks.name] = Part(shard, outputs, experts * width, out, make)
+        self.used.update((blocks.name, scales.name))
+        self.storages.add("mxfp4")
+
+    def _stored(self, values: Floats, name: str) -> NDArray[Any]:
+        """float32, which is spent, as what is written. KtbridgeError if that can't hold a value."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            # A sum is infinite or NaN if any value is (or nearly so), and costs less than looking.
+            fine = np.isfinite(values.sum(dtype=np.float32)) or np.isfinite(values).all()
+        data: NDArray[Any] = values if self._dtype == "F32" else to_bf16(values)
+        if not fine or (self._dtype == "BF16" and ((data & 0x7FFF) >= 0x7F80).any()):
+            raise KtbridgeError(
+                f"{name} has NaN values, or values that {self._dtype} can't hold",
+                "download the checkpoint again",
+            )
+        return data
 
 
 def plan_dequantize(
@@ -101,7 +149,7 @@ def plan_dequantize(
         raise KtbridgeError(
             f"{entry.name} ({entry.dtype}) is the first of {len(foreign)} tensors of a storage that "
             f"isn't read here, in {model}",
-            f"this script reads {KNOWN}",
+            f"this script reads {KNOWN}, and MXFP4 as gpt-oss has it",
         )
     if not weights.parts:
         raise KtbridgeError(

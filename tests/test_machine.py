@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ktbridge import kernel_choice
 from ktbridge.errors import UsageError
-from ktbridge.experts import kernel_choice
-from ktbridge.experts.kernel_choice import choose_threads, places
+from ktbridge.kernel_choice import choose_threads, places
 from ktbridge.machine import Cpu, cpu_quota, place, usable_cpus
 
 

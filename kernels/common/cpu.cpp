@@ -43,7 +43,10 @@ bool runs_avx512_bf16() {
          __builtin_cpu_supports("avx512bf16");
 }
 
-bool runs_amx_bf16() { return runs_avx512_bf16() && has_tiles() && saves_tiles() && refused_tiles() == 0; }
+bool runs_amx_bf16() {
+  static const bool runs = runs_avx512_bf16() && has_tiles() && saves_tiles() && refused_tiles() == 0;
+  return runs;
+}
 
 std::string why_no_tiles() {
   if (!runs_avx512_bf16() || !has_tiles() || runs_amx_bf16()) return "";
@@ -51,7 +54,5 @@ std::string why_no_tiles() {
   if (refused_tiles() == ENOSPC) return "a thread's alternate signal stack is too small for AMX's registers";
   return std::string("arch_prctl was refused: ") + std::strerror(refused_tiles());
 }
-
-bool multiplies_floats_faster() { return __builtin_cpu_is("intel"); }
 
 }  // namespace ktbridge

@@ -12,8 +12,4 @@ bool runs_amx_bf16();     // Sapphire Rapids and later: AMX tiles with BF16, bes
 // Why the kernels don't use this CPU's AMX; "" where they do, or where it has none.
 std::string why_no_tiles();
 
-// Whether float32 multiply-adds are faster here than vdpbf16ps, which has half their rate on Intel's CPUs
-// and twice on AMD's.
-bool multiplies_floats_faster();
-
 }  // namespace ktbridge

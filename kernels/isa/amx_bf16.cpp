@@ -14,20 +14,12 @@ double peak_amx(long rounds) {
       random = random * 1664525u + 1013904223u;
       value = static_cast<bf16>(0x3c00u | (random >> 16 & 0x81ffu));  // 2^-7 .. 2^-3, either sign
     }
-  tile_load<4>(operands[0], kSteps);
-  tile_load<5>(operands[1], kSteps);
-  tile_load<6>(operands[2], kSteps);
-  tile_load<7>(operands[3], kSteps);
-  tile_zero<0>();
-  tile_zero<1>();
-  tile_zero<2>();
-  tile_zero<3>();
-  for (long i = 0; i < rounds; ++i) {
-    tile_multiply<0, 4, 6>();
-    tile_multiply<1, 4, 7>();
-    tile_multiply<2, 5, 6>();
-    tile_multiply<3, 5, 7>();
-  }
+  unroll<4>([&]<int i>() {
+    tile_zero<i>();
+    tile_load<4 + i>(operands[i], kSteps);
+  });
+  for (long round = 0; round < rounds; ++round)
+    unroll<4>([]<int i>() { tile_multiply<i, 4 + i / 2, 6 + i % 2>(); });
   return static_cast<double>(rounds) * 4 * 2 * kStrip * kStrip * kSteps;
 }
 

@@ -23,12 +23,6 @@ constexpr Isa kIsas[] = {
 
 }  // namespace
 
-std::vector<std::string> all_isas() {
-  std::vector<std::string> names;
-  for (const Isa& isa : kIsas) names.push_back(isa.name);
-  return names;
-}
-
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
   for (const Isa& isa : kIsas)

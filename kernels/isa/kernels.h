@@ -50,6 +50,14 @@ struct InnerTile {
   const Gating* gating = nullptr;       // null: silu(g) u; g and u have their biases already
 };
 
+// left [rows][rank] times right, of whose columns 32 lie together: [columns / 32][rank][32], zeros behind the
+// last one: what is added to `rows` rows that are `stride` values apart.
+struct Delta {
+  const float *left, *right;
+  int rank, rows, columns;
+  std::ptrdiff_t stride;
+};
+
 struct Kernels {
   // Around each thread's share of a pass (AMX needs its tiles configured).
   void (*begin)();
@@ -108,10 +116,12 @@ struct Kernels {
   // Two neighbouring blocks [16][16] += those of `part` where the bits of rows, `words` apart, are set.
   void (*add_kept)(float* blocks, const float* part, const std::uint32_t* bits, int words);
 
-  // Runs `rounds` of independent products out of registers and returns their FLOPs: this path's own
-  // products, and float32 multiply-adds. The faster of the two is the ceiling of docs/kernels.md.
+  // values (bf16 if `halves`, else float32) += delta: summed in float32, in order, and rounded once to
+  // nearest even. How many are others than before, or -1 if one isn't finite now.
+  std::int64_t (*add_delta)(const Delta& delta, void* values, bool halves);
+
+  // FLOPs of `rounds` of independent products out of registers: the ceiling of docs/kernels.md.
   double (*peak)(long rounds);
-  double (*peak_float)(long rounds);
 };
 
 const Kernels& kernels_scalar();
@@ -119,8 +129,7 @@ const Kernels& kernels_avx2();
 const Kernels& kernels_avx512_bf16();
 const Kernels& kernels_amx_bf16();
 
-// Names of these, in rising order of preference: all there are, and those that this CPU can run.
-std::vector<std::string> all_isas();
+// Names of those that this CPU can run, in rising order of preference.
 std::vector<std::string> available_isas();
 
 // Throws std::invalid_argument for a name that isn't available.

@@ -1,6 +1,7 @@
 // Defines one ISA's table; each isa/*.cpp includes this under its own compiler flags.
 #pragma once
 
+#include "gemm/delta.h"
 #include "gemm/vector.h"
 #include "isa/kernels.h"
 #include "moe/drop.h"
@@ -59,8 +60,8 @@ inline Kernels vector_kernels() {
           drop_right,
           kept_bits,
           add_kept,
-          peak_vector,
-          peak_float};
+          add_delta,
+          peak_vector};
 }
 
 }  // namespace

@@ -46,6 +46,10 @@ _SHOWN = 20  # maximum of problems of one kind listed by key
 # Errors for serving but not for a merge: different ranks and scales are merged as they are, towers
 # and draft layers have ordinary weights, and no engine is involved.
 _NO_MATTER = {"KTB108", "KTB109", "KTB206", "KTB207", "KTB209", "KTB210", "KTB602", "KTB608"}
+_MXFP4_STEP = (
+    "write it in bfloat16 with scripts/dequantize_checkpoint.py of ktbridge's sources and merge into that "
+    "with --allow-other-base, or serve the adapter beside it"
+)
 
 
 class Pair(NamedTuple):
@@ -302,7 +306,8 @@ def _usable(checkpoint: Checkpoint, settings: dict[str, Any], stem: str) -> _Wei
         return problem("KTB911", name, error.sentence, next_step=error.next_step or None)
     if stored is None:
         found = f"is quantised ({entry.dtype}) in a way that can't be written here"
-        return problem("KTB732", name, found, f"BF16, F16, F32, {KNOWN}")
+        step = _MXFP4_STEP if name.endswith("_blocks") else None
+        return problem("KTB732", name, found, f"BF16, F16, F32, {KNOWN}", next_step=step)
     return _Weight(entry, stored.shape, stored)
 
 

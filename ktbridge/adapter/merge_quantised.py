@@ -18,13 +18,14 @@ import numpy as np
 
 from ktbridge.adapter.checks.layers import numbers
 from ktbridge.adapter.merge_plan import Delta
-from ktbridge.adapter.merge_values import BLOCK, add_pairs, factors_of, not_finite
+from ktbridge.adapter.merge_values import add_products, not_finite, products_of
 from ktbridge.adapter.storages import Floats
 from ktbridge.adapter.writer import Buffer
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import Checkpoint, Entry
 
+BLOCK = 1 << 16  # values of one band, of some 60 bytes each
 KEPT = 0.5
 """Share of a delta's squared norm below which quantisation lost more of it than it kept."""
 
@@ -81,7 +82,7 @@ def requantised(checkpoint: Checkpoint, delta: Delta, number: int) -> Iterator[B
     """
     stored, matrix = delta.stored, delta.matrices[number]
     assert stored is not None
-    factors = [factors_of(pair, delta) for pair in matrix.pairs]
+    products = products_of(matrix, delta)
     high = stored.group[0]
     step = max(1, BLOCK // max(1, delta.columns) // high) * high
     zeros = None
@@ -101,8 +102,7 @@ def requantised(checkpoint: Checkpoint, delta: Delta, number: int) -> Iterator[B
         middle = None if zeros is None else zeros[first : first + rows]
         old = stored.decode(codes, stored.by_row(scales, rows), middle)
         exact = old.copy()
-        add_pairs(exact, np.empty_like(exact), matrix.pairs, factors, first, delta.transposed)
-        if not np.isfinite(exact).all():
+        if add_products(exact, products, first) is None:
             raise not_finite(delta)
         made, chosen, new = stored.requantise(exact, codes, scales, middle)
         change = _change(old, exact, new)
@@ -141,12 +141,13 @@ def swallowed(found: Iterable[Loss]) -> Iterator[Problem]:
         if loss.kept < KEPT:
             by_storage.setdefault(loss.storage, []).append(loss)
     for storage, members in by_storage.items():
-        least, most = (pick(loss.kept for loss in members) for pick in (min, max))
+        ends = (f"{pick(loss.kept for loss in members):.0%}" for pick in (min, max))
+        share = " to ".join(dict.fromkeys(ends))
         layers = numbers(loss.layer for loss in members)
         yield problem(
             "KTB910",
             f"{storage} weights of layers {layers}",
-            f"{least:.0%} to {most:.0%} of the adapter's delta is left: the rest is smaller than "
+            f"{share} of the adapter's delta is left: the rest is smaller than "
             "the step between two codes",
             f"{KEPT:.0%} and more",
         )

@@ -1,8 +1,8 @@
 """The values of merged weights: a checkpoint's shards with deltas added, as steps of the writer.
 
-A changed matrix is processed in blocks of rows that fit a core's cache: widened to float32, the delta
-added, rounded once to nearest even. Workers share nothing but the files, so memory is bounded by
-``workers * (block of BLOCK values * 16 bytes + the two factors of one pair in float32)``, whatever the
+A changed matrix is processed in blocks of rows that fit a core's cache: read, the delta added in float32
+and rounded once to nearest even (``kernels/gemm/delta.h``), written. Workers share nothing but the files, so
+memory is bounded by ``workers * (a block of BLOCK values + a matrix's factors in float32)``, whatever the
 size of a shard. Everything else keeps the base's bytes, the header included.
 """
 
@@ -11,32 +11,35 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ktbridge import _kernels
 from ktbridge.adapter.adapter import Slice
 from ktbridge.adapter.blocks import Span, as_float32
-from ktbridge.adapter.merge_plan import Delta, Deltas, Matrix, Pair
+from ktbridge.adapter.merge_plan import Delta, Deltas, Matrix
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
 from ktbridge.errors import KtbridgeError
+from ktbridge.kernel_choice import choose_isa
 from ktbridge.model import Checkpoint, Entry, TensorFile
 
 if TYPE_CHECKING:
     from ktbridge.adapter.merge_quantised import Change
 
-BLOCK = 1 << 16  # values of one block: 256 KB in float32; all of a worker's buffers fit its L2
-# OpenBLAS computes a product of up to 2**18 multiplications in the calling thread; its own threads
-# would compete with ours, and busy-wait on a loaded machine.
-_PRODUCT = 1 << 18
+BLOCK = 1 << 17  # values of one block, which fits a core's L2
 _STORED: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
 class Merger:
-    """Makes the steps that write merged shards; counts what they compute."""
+    """Makes the steps that write merged shards; counts what they compute.
+
+    Raises UsageError where KTBRIDGE_ISA names kernels that this CPU can't run.
+    """
 
     def __init__(self, checkpoint: Checkpoint, deltas: Deltas) -> None:
+        choose_isa()
         self._checkpoint, self._deltas = checkpoint, deltas
         self._counts: list[tuple[int, int]] = []
         self._local = threading.local()
@@ -117,40 +120,30 @@ class Merger:
         self, file: TensorFile, delta: Delta, matrix: Matrix
     ) -> Iterator[tuple[int, Buffer]]:
         """One matrix with its delta, block by block."""
-        factors = [factors_of(pair, delta) for pair in matrix.pairs]
+        products = products_of(matrix, delta)
         stored = np.dtype(_STORED[delta.entry.dtype])
         step = max(1, min(delta.rows, BLOCK // max(1, delta.columns)))
-        buffers = self._buffers(step * delta.columns, stored)
-        shaped = [buffer.reshape(step, delta.columns) for buffer in buffers]
+        block = self._buffer(step * delta.columns, stored).reshape(step, delta.columns)
         changed = 0
         with file.opened() as descriptor:
             for first in range(0, delta.rows, step):
-                rows = min(step, delta.rows - first)
-                old, wide, spare, new, flags = (one[:rows] for one in shaped)
+                values = block[: min(step, delta.rows - first)]
                 place = matrix.start + first * delta.columns * stored.itemsize
-                file.read_into(place, old.data.cast("B"), descriptor)
-                _widen(old, wide)
-                add_pairs(wide, spare, matrix.pairs, factors, first, delta.transposed)
-                if not np.isfinite(wide, out=flags).all():
+                file.read_into(place, values.data.cast("B"), descriptor)
+                halves = delta.entry.dtype == "F16"
+                moved = (_add_to_halves if halves else add_products)(values, products, first)
+                if moved is None:
                     raise not_finite(delta)
-                _narrow(wide, spare, new)
-                if delta.entry.dtype == "F16" and not np.isfinite(new).all():
-                    raise not_finite(delta)
-                changed += int(np.count_nonzero(np.not_equal(new, old, out=flags)))
-                yield place, new.data.cast("B")
+                changed += moved
+                yield place, values.data.cast("B")
         self._counts.append((delta.rows * delta.columns, changed))
 
-    def _buffers(self, count: int, stored: np.dtype[Any]) -> tuple[NDArray[Any], ...]:
-        """This worker's buffers for a block: input, two in float32, output, and flags.
-
-        Reused across blocks: fresh memory of this size costs a page fault every 4 KB.
-        """
-        held = getattr(self._local, "buffers", None)
-        if held is None or held[1].size < count or held[0].dtype != stored:
-            kinds = (stored, np.float32, np.float32, stored, np.bool_)
-            held = tuple(np.empty(count, kind) for kind in kinds)
-            self._local.buffers = held
-        return tuple(buffer[:count] for buffer in held)
+    def _buffer(self, count: int, stored: np.dtype[Any]) -> NDArray[Any]:
+        """This worker's memory for a block: fresh memory costs a page fault every 4 KB."""
+        held: NDArray[Any] | None = getattr(self._local, "buffer", None)
+        if held is None or held.size < count or held.dtype != stored:
+            held = self._local.buffer = np.empty(count, stored)
+        return held[:count]
 
 
 def _unchanged(file: TensorFile, start: int, end: int) -> Iterator[Copy]:
@@ -158,89 +151,96 @@ def _unchanged(file: TensorFile, start: int, end: int) -> Iterator[Copy]:
         yield Copy(Span(file, start, end, "U8"), "U8", (Target(0, start),))
 
 
-def factors_of(pair: Pair, delta: Delta) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """A [r, in] and scale * B [out, r] in float32; transposed to [in, r], [r, out] if W is."""
-    a, b = _matrix(pair.a), _matrix(pair.b) * np.float32(pair.scale)
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise KtbridgeError(
-            f"{pair.a.file.path} has NaN or infinite values for {delta.label} of layer {delta.layer}",
-            "run ktbridge validate on the adapter",
-        )
-    if delta.transposed:
-        return np.ascontiguousarray(a.T), np.ascontiguousarray(b.T)
-    return a, b
+class Product(NamedTuple):
+    """``left`` [n, r] times a right factor [r, ``columns``]: what is added to n rows from ``row`` on.
+
+    Its first column is ``column``. ``right`` is that factor as the kernel reads it: [columns / 32, r, 32],
+    zeros behind the last column. All float32.
+    """
+
+    left: NDArray[np.float32]
+    right: NDArray[np.float32]
+    row: int
+    column: int
+    columns: int
+
+
+def products_of(matrix: Matrix, delta: Delta) -> list[Product]:
+    """A matrix's delta, in which every value of it belongs to one product: scale * B A, or transposed.
+
+    Raises KtbridgeError if a factor has NaN or infinite values.
+    """
+    products, turned = [], []
+    for pair in matrix.pairs:
+        a, b = _matrix(pair.a), _matrix(pair.b) * np.float32(pair.scale)
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise KtbridgeError(
+                f"{pair.a.file.path} has NaN or infinite values for {delta.label} of layer {delta.layer}",
+                "run ktbridge validate on the adapter",
+            )
+        if not delta.transposed:
+            products.append(Product(b, _tiles(a), pair.first, 0, a.shape[1]))
+        elif pair.step == 1:
+            products.append(_turned(a.T, b.T, pair.first))
+        else:
+            wide = np.zeros((len(a), delta.columns), np.float32)
+            wide[:, pair.first :: pair.step] = b.T
+            turned.append((a.T, wide))
+    if turned:  # columns in turns: the other pairs' factors are zero in each
+        left, right = zip(*turned, strict=True)
+        products.append(_turned(np.concatenate(left, 1), np.concatenate(right), 0))
+    return products
+
+
+def _turned(left: NDArray[np.float32], right: NDArray[np.float32], column: int) -> Product:
+    return Product(np.ascontiguousarray(left), _tiles(right), 0, column, right.shape[1])
+
+
+def _tiles(right: NDArray[np.float32]) -> NDArray[np.float32]:
+    rank, columns = right.shape
+    tiles = -(-columns // _kernels.DOUBLE)
+    padded = np.zeros((rank, tiles * _kernels.DOUBLE), np.float32)
+    padded[:, :columns] = right
+    return np.ascontiguousarray(padded.reshape(rank, tiles, -1).transpose(1, 0, 2))
 
 
 def _matrix(part: Slice) -> NDArray[np.float32]:
     return as_float32(part.file.read(part.start, part.end), part.dtype).reshape(part.shape)
 
 
-def _widen(old: NDArray[Any], wide: NDArray[np.float32]) -> None:
-    if old.dtype == np.uint16:  # bfloat16: the upper half of a float32
-        bits = wide.view(np.uint32)
-        np.copyto(bits, old)
-        np.left_shift(bits, 16, out=bits)
-    else:
-        np.copyto(wide, old)
+def add_products(values: NDArray[Any], products: Sequence[Product], first: int) -> int | None:
+    """Add to a block of a matrix's rows, of which it has those from ``first`` on.
 
-
-def _narrow(wide: NDArray[np.float32], spare: NDArray[np.float32], new: NDArray[Any]) -> None:
-    """Round to the dtype of ``new``, to nearest even; the other buffers are overwritten.
-
-    bfloat16: adding 0x7fff, and one more if the bit that will be the last is odd, carries into the
-    upper half exactly when the number must go up.
+    ``values`` [rows, columns] are float32, or bfloat16's bits in uint16. Sums are float32, rounded once.
+    Returns how many values moved, or None if one isn't finite now.
     """
-    if new.dtype == np.uint16:
-        bits, odd = wide.view(np.uint32), spare.view(np.uint32)
-        np.right_shift(bits, 16, out=odd)
-        np.bitwise_and(odd, 1, out=odd)
-        np.add(odd, 0x7FFF, out=odd)
-        np.add(bits, odd, out=bits)
-        np.right_shift(bits, 16, out=bits)
-        np.copyto(new, bits, casting="unsafe")
-        return
-    with np.errstate(over="ignore"):  # the caller checks the result
-        np.copyto(new, wide, casting="same_kind")
+    moved, columns = 0, values.shape[1]
+    for left, right, row, column, width in products:
+        start, end = max(first, row), min(first + len(values), row + len(left))
+        if start >= end:
+            continue
+        target = values.ctypes.data + ((start - first) * columns + column) * values.itemsize
+        factor = left[start - row : end - row]
+        counted = _kernels.add_delta(
+            choose_isa(), target, values.dtype == np.uint16, end - start, width, columns,
+            factor.ctypes.data, left.shape[1], right.ctypes.data,
+        )  # fmt: skip
+        if counted < 0:
+            return None
+        moved += counted
+    return moved
 
 
-def add_pairs(
-    wide: NDArray[np.float32],
-    spare: NDArray[np.float32],
-    pairs: Sequence[Pair],
-    factors: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]],
-    first: int,
-    transposed: bool,
-) -> None:
-    """Add deltas to a block of stored rows that starts at ``first``; ``spare`` is overwritten."""
-    for pair, (a, b) in zip(pairs, factors, strict=True):
-        _add(wide, spare, pair, a, b, first, transposed)
-
-
-def _add(
-    wide: NDArray[np.float32],
-    spare: NDArray[np.float32],
-    pair: Pair,
-    a: NDArray[np.float32],
-    b: NDArray[np.float32],
-    first: int,
-    transposed: bool,
-) -> None:
-    """Add a pair's delta to a block of stored rows that starts at ``first``."""
-    if transposed:
-        chosen = wide[:, pair.first :: pair.step][:, : b.shape[1]]
-        left, right = a[first : first + len(wide)], b
-    else:
-        skipped = max(0, pair.first - first)
-        chosen = wide[skipped:]
-        start = first + skipped - pair.first
-        left, right = b[start : start + len(chosen)], a
-        chosen = chosen[: len(left)]
-    rows = max(1, _PRODUCT // max(1, right.size))
-    for start in range(0, len(left), rows):
-        part = left[start : start + rows]
-        target = spare.reshape(-1)[: len(part) * right.shape[1]].reshape(len(part), -1)
-        np.matmul(part, right, out=target)
-        chosen[start : start + rows] += target
+def _add_to_halves(values: NDArray[Any], products: Sequence[Product], first: int) -> int | None:
+    """``add_products`` for float16."""
+    wide = values.astype(np.float32)
+    if add_products(wide, products, first) is None:
+        return None
+    with np.errstate(over="ignore"):  # looked at here
+        made = wide.astype(np.float16)
+    moved = int(np.count_nonzero(made != values))
+    values[:] = made
+    return moved if np.isfinite(made).all() else None
 
 
 def not_finite(delta: Delta) -> KtbridgeError:

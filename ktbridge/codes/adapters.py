@@ -204,7 +204,7 @@ CONVERSION = Subject("Conversion and merging", "adapter", (
     Code("KTB731", "error", "an adapter tensor has no weight in the base model to be merged into",
          "merge into the model that the adapter was trained on"),
     Code("KTB732", "error", "a weight to be merged into is quantised in a way that can't be written here",
-         "dequantise the checkpoint to bfloat16 first, or serve the adapter beside it"),
+         "merge into the checkpoint that it was quantised from, or serve the adapter beside it"),
     Code("KTB733", "error", "a weight to be merged into is tied to another",
          "train without it: merged, it would change the tied weight's other use as well"),
     Code("KTB734", "error", "an adapter tensor's shape doesn't fit the weight it belongs to",

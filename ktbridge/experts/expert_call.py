@@ -15,8 +15,8 @@ from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing, compat, crossing, queued
 from ktbridge.experts.dropout import Dropout
-from ktbridge.experts.kernel_choice import choose_isa, choose_threads, places
 from ktbridge.experts.weights import PROJECTIONS, SILU, ExpertWeights
+from ktbridge.kernel_choice import choose_isa, choose_threads, places
 
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
 AT_ONCE = (0, 0)

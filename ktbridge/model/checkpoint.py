@@ -82,7 +82,15 @@ class Checkpoint:
         return self._file(name).tensor(name)
 
     def check(self) -> None:
-        """Read every shard's header; KtbridgeError when one is truncated or lacks a tensor."""
+        """Read every shard's header; KtbridgeError when one is missing, truncated or lacks a tensor."""
+        missing = [shard for shard in self.shards if not os.path.lexists(self.path / shard)]
+        if missing:
+            shown = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
+            raise KtbridgeError(
+                f"{self.path} lacks {len(missing)} of the {len(self.shards)} weight files that its "
+                f"{INDEX_FILE} lists: {shown}",
+                "download the rest, or copy them there",
+            )
         for name in self:
             self.entry(name)
 

@@ -89,7 +89,7 @@ def _kernels(machine: Machine) -> Check:
         step = "use Linux 5.16 or newer, and a container runtime that allows arch_prctl"
         return Check("kernels", "problem", found, step)
     # Here, because it needs what may not import.
-    from ktbridge.experts.kernel_choice import choose_isa
+    from ktbridge.kernel_choice import choose_isa
 
     try:
         return Check("kernels", "ok", f"{choose_isa()} (of {available})")

@@ -11,7 +11,7 @@ import numpy as np
 from peers.worker import serve
 
 from ktbridge import _kernels
-from ktbridge.experts.kernel_choice import choose_isa, places
+from ktbridge.kernel_choice import choose_isa, places
 
 TRIES = 3
 LEAST_BYTES = 64 << 20

@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from rawadapter import write_base
 from tensorfiles import write_tensor_file
 
+from ktbridge import _kernels
 from ktbridge.adapter import Tensor, convert_adapter
 from ktbridge.adapter.merge import MERGE_FILE, merge_adapter, plan_merge
+from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_checkpoint
 
@@ -233,6 +236,29 @@ def test_values_that_make_no_model_are_refused_while_merging(
     assert sorted(os.listdir(tmp_path)) == ["bad", "base", "big", "half", "zero"]
 
 
+def test_kernels_that_arent_there_are_named(
+    make_raw: Make, make_base: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw, base = make_raw(), make_base()
+    monkeypatch.setenv("KTBRIDGE_ISA", "mmx")
+    with pytest.raises(KtbridgeError, match="this CPU can't run 'mmx' kernels; it can run: auto, "):
+        merge_adapter(raw, base_model=base, output=tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["base", "raw"]
+
+
+@pytest.mark.parametrize("isa", _kernels.isa_available())
+def test_every_instruction_set_gives_the_same_bytes(
+    make_raw: Make, make_base: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str
+) -> None:
+    raw, base = make_raw(), make_base()
+    for name, chosen in (("best", "auto"), ("forced", isa)):
+        monkeypatch.setenv("KTBRIDGE_ISA", chosen)
+        merge_adapter(raw, base_model=base, output=tmp_path / name)
+    best, forced = (open_checkpoint(tmp_path / name) for name in ("best", "forced"))
+    for name in best:
+        assert bytes(best.tensor(name).data) == bytes(forced.tensor(name).data)
+
+
 def test_what_lies_beside_the_shards(make_raw: Make, make_base: Make, tmp_path: Path) -> None:
     base = make_base()
     (base / "chat_template.jinja").write_text("x")
@@ -390,6 +416,23 @@ def test_memory_does_not_follow_the_checkpoint(tmp_path: Path, make_raw: Make) -
         check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     ).stdout  # fmt: skip
     assert int(grown) < 40_000  # KB; the shard has 123,000
+
+
+def test_an_index_without_its_shards_says_what_is_missing_and_what_to_do(
+    make_raw: Make, make_base: Make, tmp_path: Path
+) -> None:
+    raw, base = make_raw(), make_base(shards=5)
+    for number, gone in ((1, "1 of the 5 weight files"), (2, "2 of the 5"), (4, "3 of the 5")):
+        (base / f"model-{number}.safetensors").unlink()
+        command = ["merge", str(raw), "--base-model", str(base), "--output", str(tmp_path / "out")]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 1
+        said = " ".join(result.stderr.split())
+        assert gone in said
+        assert "model-1.safetensors" in said
+        assert "next" in said
+        assert "download the rest, or copy them there" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_on_the_command_line(make_raw: Make, make_base: Make, tmp_path: Path) -> None:

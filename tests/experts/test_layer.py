@@ -470,13 +470,13 @@ def test_the_environment_forces_an_isa_and_a_number_of_threads(warm):
 
 
 def test_a_missing_isa_is_refused_in_a_sentence(monkeypatch):
-    with pytest.raises(UsageError, match="there are no 'neon' kernels; this CPU can run: auto, "):
+    with pytest.raises(UsageError, match="this CPU can't run 'neon' kernels; it can run: auto, "):
         make_layer(SMALL, isa="neon")
     monkeypatch.setenv("KTBRIDGE_ISA", "sve2")
-    with pytest.raises(UsageError, match="there are no 'sve2' kernels"):
+    with pytest.raises(UsageError, match="this CPU can't run 'sve2' kernels"):
         make_layer(SMALL)
     for lacking in {"avx2", "avx512_bf16", "amx_bf16"} - set(ISAS):
-        with pytest.raises(UsageError, match=f"this CPU can't run the '{lacking}' kernels"):
+        with pytest.raises(UsageError, match=f"this CPU can't run '{lacking}' kernels"):
             make_layer(SMALL, isa=lacking)
 
 

@@ -156,8 +156,9 @@ def test_resolve_model_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     (bare / "pytorch_model.bin").touch()
     with pytest.raises(KtbridgeError, match="pickled"):
         resolve_model(bare)
-    with pytest.raises(KtbridgeError, match="can't be read"):
+    with pytest.raises(KtbridgeError, match="lacks 1 of the 1 weight files") as caught:
         resolve_model(sharded(tmp_path / "gone", {"a": "model-2.safetensors"}))
+    assert caught.value.next_step == "download the rest, or copy them there"
     with pytest.raises(KtbridgeError, match="lacks 'b'"):
         resolve_model(sharded(tmp_path / "lack", {"b": "model-1.safetensors"}))
     good = model_dir(tmp_path / "good", QWEN3, {"a": np.zeros(64, np.float32)})

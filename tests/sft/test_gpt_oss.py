@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from moefamilies import reference
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tinymoe import tiny_tokenizer
 from trainrun import ROWS, conversation, losses, quiet, train, write_run
 from transformers import AutoModelForCausalLM
@@ -95,32 +96,65 @@ def test_what_engines_and_peft_read_says_the_same(trained: tuple[Path, Any]) -> 
 
 
 @quiet
-def test_merged_into_bf16_and_refused_into_mxfp4(trained: tuple[Path, Any]) -> None:
+def test_refused_into_mxfp4_and_merged_as_the_refusal_says(
+    trained: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, exact = trained
     refused = ktbridge("merge", path / "raw", "--base-model", path / "base", "--output",
                        path / "none")  # fmt: skip
     assert refused.exit_code == 1
-    assert "gate_up_proj" in refused.output
+    assert "gate_up_proj_blocks" in refused.output
     assert not (path / "none").exists()
-    bf16 = path / "bf16"
-    shutil.copytree(path / "base", bf16, ignore=shutil.ignore_patterns("*.safetensors"))
-    exact.config.save_pretrained(bf16)
-    tensors = {name: value.bfloat16().contiguous() for name, value in exact.state_dict().items()}
-    save_file(tensors, bf16 / "model.safetensors", {"format": "pt"})
-    done = ktbridge(
-        "merge",
-        path / "raw",
-        "--base-model",
-        bf16,
-        "--output",
-        path / "merged",
-        "--allow-other-base",
-    )
+    for words in ("scripts/dequantize_checkpoint.py", "--allow-other-base"):
+        assert words in refused.output
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
+    script, bf16 = importlib.import_module("dequantize_checkpoint"), path / "bf16"
+    done = CliRunner().invoke(script.main, [str(path / "base"), str(bf16), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["storages"], found["converted"]) == (["mxfp4"], 6)
+    tensors = load_file(bf16 / "model.safetensors")
+    expected = exact.state_dict()
+    assert tensors.keys() == expected.keys()
+    for name, value in tensors.items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value.float(), expected[name]), name
+    done = ktbridge("merge", path / "raw", "--base-model", bf16, "--output", path / "merged",
+                    "--allow-other-base")  # fmt: skip
     assert done.exit_code == 0, done.output
     ours = load_raw_adapter(load_mapped_or_not(path / "base"), path / "raw")
-    merged = AutoModelForCausalLM.from_pretrained(path / "merged").float()
+    merged, info = AutoModelForCausalLM.from_pretrained(
+        path / "merged", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
     with torch.no_grad():
+        assert far(exact(IDS).logits, merged(IDS).logits) > 0.2
         assert far(ours(IDS).logits, merged(IDS).logits) < 0.03
+
+
+@quiet
+def test_mxfp4_that_holds_no_number_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
+    script = importlib.import_module("dequantize_checkpoint")
+    reference("gpt_oss", tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(file).items()}
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    good = tensors[name]
+    for bad, said in ((255, "has NaN values"), (254, "can't hold"), (None, "don't fit each other")):
+        if bad is None:
+            tensors[name] = good[:, :-1].contiguous()
+        else:
+            tensors[name] = good.clone()
+            tensors[name].view(-1)[-1] = bad
+        file.unlink()
+        save_file(tensors, file, {"format": "pt"})
+        done = CliRunner().invoke(script.main, [str(tmp_path / "base"), str(tmp_path / "out")])
+        assert done.exit_code == 1
+        assert said in done.output.replace("\n", " ")
+        assert not (tmp_path / "out").exists()
 
 
 def load_mapped_or_not(base: Path) -> Any:

@@ -26,8 +26,8 @@ from ktbridge.errors import UsageError
 from ktbridge.experts import checkpointing
 from ktbridge.experts.backends.kt_call import KtCall, KtFunction, KtLayer
 from ktbridge.experts.experts_layer import ExpertsLayer, check_inputs, lora_shapes
-from ktbridge.experts.kernel_choice import choose_threads
 from ktbridge.experts.weights import PROJECTIONS, SILU, ExpertWeights, Stack, checked_layer
+from ktbridge.kernel_choice import choose_threads
 
 VERSION = "0.7.2"
 """The version whose contract was read."""
