@@ -124,6 +124,8 @@ class Watch:
     processes: Mapping[str, int]
     health: list[float] = field(default_factory=list)
     machine: list[float] = field(default_factory=list)
+    slow: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds into the run, and ms, of each answer of /health over its limit."""
     load: list[float] = field(default_factory=list)
     samples: dict[str, list[watching.Sample]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -132,7 +134,9 @@ class Watch:
         began = time.monotonic()
         while (passed := time.monotonic() - began) < seconds:
             try:
-                self.health.append(watching.wait_for(self.port, "/health"))
+                self.health.append(waited := watching.wait_for(self.port, "/health"))
+                if 1000 * waited > page.HEALTH_MS["99 %"]:
+                    self.slow.append((round(passed, 1), round(1000 * waited)))
                 self.machine.append(watching.wait_for(self.control, "/v1/models"))
             except (OSError, RuntimeError) as error:
                 self.faults.append(f"after {passed:.0f} s: {type(error).__name__}: {error}")
@@ -212,6 +216,7 @@ def soak(seconds: float, scratch: Path) -> dict[str, object]:
         idle = watching.sample(server.pid, time.monotonic())
         log_before = log.stat().st_size
         with child(clients.run, port, lengths, expected) as (clients_pid, asking):
+            asking.recv()
             watch = Watch(
                 port,
                 port_of(control_url),

@@ -196,6 +196,7 @@ def write(found: Mapping[str, Any], output: Path) -> int:
         "lines": [line._asdict() for line in lines],
         "requests": dict(sorted(found["requests"].items())),
         "health_ms": watching.waits(watch.health),
+        "health_over_the_limit": watch.slow,
         "plain_server_ms": plain,
         "rounds": {name: asdict(one) for name, one in rounds.items()},
         "adapter": found["adapter"],
