@@ -16,22 +16,20 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from soaking import clients, misbehaving, page, watching
-from soaking.rounds import STEPS, Evaluations, Rounds, Training
+from soaking.rounds import STEPS, Evaluations, Rounds, Training, repeated
 from tinyserver import ENVIRONMENT, cli, read_document
 
 SPAWN = multiprocessing.get_context("spawn")
-SAMPLE_SECONDS = 1.0
 LET_GO_SECONDS = 13  # half heads are let go after 10
 
 
@@ -60,14 +58,14 @@ def prepare(scratch: Path) -> None:
 
 
 @contextmanager
-def child(target: Callable[..., None], *given: object) -> Iterator[tuple[int | None, Connection]]:
+def child(target: Callable[..., None], *given: object) -> Iterator[tuple[int, Connection]]:
     """A process that runs ``target`` (GIVEN, pipe) until something comes through it: its id, our end."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=target, args=(*given, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
-        yield process.pid, ours
+        yield process.pid or 0, ours
     finally:
         ours.close()
         process.join(30)
@@ -89,66 +87,6 @@ def serving(scratch: Path, log: Path) -> Iterator[tuple[subprocess.Popen[str], s
     finally:
         process.kill()
         process.wait()
-
-
-@dataclass
-class Loop:
-    """Rounds in a thread until ``end``; the one under way is finished."""
-
-    round: Callable[[int], None]
-    rounds: Rounds
-    end: threading.Event
-
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._work)
-        self.thread.start()
-
-    def _work(self) -> None:
-        number = 0
-        while not self.end.is_set():
-            try:
-                self.round(number)
-            except Exception as error:  # told in the report instead of ending in silence
-                self.rounds.faults.append(f"round {number}: {type(error).__name__}: {error}")
-                if len(self.rounds.faults) > 20:
-                    return
-            number += 1
-
-
-@dataclass
-class Watch:
-    """/health of the server, the same of a server that nobody else asks, and what processes hold."""
-
-    port: int
-    control: int
-    processes: Mapping[str, int]
-    health: list[float] = field(default_factory=list)
-    machine: list[float] = field(default_factory=list)
-    slow: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds into the run, and ms, of each answer of /health over its limit."""
-    load: list[float] = field(default_factory=list)
-    samples: dict[str, list[watching.Sample]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-
-    def run(self, seconds: float, progress: Callable[[float], None]) -> None:
-        began = time.monotonic()
-        while (passed := time.monotonic() - began) < seconds:
-            try:
-                self.health.append(waited := watching.wait_for(self.port, "/health"))
-                if 1000 * waited > page.HEALTH_MS["99 %"]:
-                    self.slow.append((round(passed, 1), round(1000 * waited)))
-                self.machine.append(watching.wait_for(self.control, "/v1/models"))
-            except (OSError, RuntimeError) as error:
-                self.faults.append(f"after {passed:.0f} s: {type(error).__name__}: {error}")
-            self.load.append(os.getloadavg()[0])
-            try:
-                for name, pid in self.processes.items():
-                    self.samples.setdefault(name, []).append(watching.sample(pid, began))
-            except (OSError, KeyError):
-                self.faults.append(f"after {passed:.0f} s: {name} has ended")
-                return
-            progress(passed)
-            time.sleep(max(0.0, SAMPLE_SECONDS - (time.monotonic() - began - passed)))
 
 
 def port_of(url: str) -> int:
@@ -188,9 +126,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def soak(seconds: float, scratch: Path) -> dict[str, object]:
+def soak(seconds: float, scratch: Path) -> dict[str, Any]:
     """Everything that was found."""
     began = time.time()
+    load_before = os.getloadavg()[0]
     say("making models ...")
     making = SPAWN.Process(target=prepare, args=(scratch,))
     making.start()
@@ -199,78 +138,62 @@ def soak(seconds: float, scratch: Path) -> dict[str, object]:
         raise RuntimeError("the models could not be made; see the lines above")
     mode = SPAWN.Value("i", misbehaving.WELL)
     log = scratch / "server.log"
-    load_before = os.getloadavg()
     with (
         child(misbehaving.run, mode) as (bad_pid, bad),
-        child(misbehaving.run, SPAWN.Value("i", misbehaving.WELL)) as (_, control),
+        child(misbehaving.run, SPAWN.Value("i", misbehaving.WELL)) as (_, plain),
         serving(scratch, log) as (server, url),
     ):
         say("asking each server once, and training once, before anything else ...")
-        port, bad_url, control_url = port_of(url), bad.recv(), control.recv()
+        port, bad_url, plain_url = port_of(url), bad.recv(), plain.recv()
         lengths = clients.clear_lengths(port)
         expected = clients.answers(port, lengths)
         evaluations = Evaluations(scratch, bad_url, mode, url, lengths)
         evaluations.quiet()
         training = Training(scratch / "train")
-        whole = training.whole()
-        idle = watching.sample(server.pid, time.monotonic())
-        log_before = log.stat().st_size
+        adapter = training.whole()
+        idle, log_before = watching.sample(server.pid, 0), log.stat().st_size
         with child(clients.run, port, lengths, expected) as (clients_pid, asking):
             asking.recv()
-            watch = Watch(
-                port,
-                port_of(control_url),
-                {
-                    "ktbridge serve": server.pid,
-                    "this script": os.getpid(),
-                    "its clients": clients_pid or 0,
-                    "its misbehaving server": bad_pid or 0,
-                },
-            )
-            end = threading.Event()
-            loops = [
-                Loop(evaluations.round, evaluations.misbehaving, end),
-                Loop(training.round, training.rounds, end),
-            ]
-            try:
+            pids = {"ktbridge serve": server.pid, "this script": os.getpid()}
+            pids |= {"its clients": clients_pid, "its misbehaving server": bad_pid}
+            watch = watching.Watch(port, port_of(plain_url), pids)
+            with (
+                repeated(evaluations.round, evaluations.misbehaving),
+                repeated(training.round, training.rounds),
+            ):
                 watch.run(seconds, Progress(seconds, evaluations.misbehaving, training.rounds))
-            finally:
-                end.set()
-            say("ending the rounds under way ...")
-            for loop in loops:
-                loop.thread.join()
+                say("ending the rounds under way ...")
             asking.send("end")
             counts, wrong = asking.recv()
         say("asking each server once more ...")
         time.sleep(LET_GO_SECONDS)
+        after = {}
         try:
             after = clients.answers(port, lengths)
         except (OSError, RuntimeError) as error:
             watch.faults.append(f"afterwards: {error}")
-            after = {}
         evaluations.quiet()
-        rest = watching.sample(server.pid, time.monotonic())
-        log_after = log.stat().st_size
+        rest = None if server.poll() is not None else watching.sample(server.pid, seconds)
+        log_bytes = log.stat().st_size - log_before
         stopping = time.monotonic()
         server.terminate()
-        code = server.wait(120)
-        stopped = time.monotonic() - stopping
+        code, stopped = server.wait(120), time.monotonic() - stopping
     return {
         "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began)),
         "seconds": round(time.time() - began),
         "seconds under attack": seconds,
-        "load before, now": [load_before[0], os.getloadavg()[0]],
+        "load": [load_before, *watch.load, os.getloadavg()[0]],
         "watch": watch,
         "requests": counts,
         "wrong": wrong,
         "expected": expected,
         "after": after,
-        "evaluations": evaluations,
+        "evaluations": evaluations.misbehaving,
+        "attacked evaluations": evaluations.real,
         "training": training.rounds,
-        "adapter": whole,
-        "idle": idle,
-        "rest": rest,
-        "log": [log_before, log_after],
+        "adapter": adapter,
+        "descriptors": [one and one["descriptors"] for one in (idle, rest)],
+        "log bytes": log_bytes,
         "log's end": log.read_bytes()[-2000:].decode("utf-8", "replace"),
         "sigterm": [code, round(stopped, 2)],
     }

@@ -85,7 +85,9 @@ def post(port: int, body: str, timeout: float = 120) -> tuple[int, bytes]:
         connection.close()
 
 
-def question(arm: str, prompt: str, tokens: int) -> dict[str, Any]:
+def question(key: str, tokens: int) -> dict[str, Any]:
+    """The request for ``key``, "arm: prompt"."""
+    arm, prompt = key.split(": ", 1)
     asked = [{"role": "user", "content": prompt}]
     return {"model": arm, "messages": asked, "temperature": 0, "max_tokens": tokens}
 
@@ -106,15 +108,13 @@ def clear_lengths(port: int) -> dict[str, int]:
     too few are left.
     """
     found = {}
-    for arm in ARMS:
-        for prompt in PROMPTS:
-            body = question(arm, prompt, TOKENS) | {"logprobs": True, "top_logprobs": 2}
-            tokens = json.loads(answered(port, body))["choices"][0]["logprobs"]["content"]
-            tops = [[one["logprob"] for one in token["top_logprobs"]] for token in tokens]
-            close = [best - second < MARGIN for best, second in tops]
-            clear = [*close, True].index(True)
-            if clear >= LEAST:
-                found[f"{arm}: {prompt}"] = clear
+    for key in (f"{arm}: {prompt}" for arm in ARMS for prompt in PROMPTS):
+        body = question(key, TOKENS) | {"logprobs": True, "top_logprobs": 2}
+        tokens = json.loads(answered(port, body))["choices"][0]["logprobs"]["content"]
+        tops = [[one["logprob"] for one in token["top_logprobs"]] for token in tokens]
+        close = [best - second < MARGIN for best, second in tops]
+        if (clear := [*close, True].index(True)) >= LEAST:
+            found[key] = clear
     if any(sum(key.startswith(arm) for key in found) < 5 for arm in ARMS):
         raise RuntimeError(f"only {len(found)} of {len(ARMS) * len(PROMPTS)} answers are clear")
     return found
@@ -122,7 +122,7 @@ def clear_lengths(port: int) -> dict[str, int]:
 
 def answers(port: int, lengths: Mapping[str, int]) -> dict[str, str]:
     """The answers to the keys of ``lengths``, one at a time. Raises RuntimeError where there is none."""
-    bodies = {key: question(*key.split(": ", 1), length) for key, length in lengths.items()}
+    bodies = {key: question(key, length) for key, length in lengths.items()}
     return {key: text_of(answered(port, body)) for key, body in bodies.items()}
 
 
@@ -180,7 +180,7 @@ class Clients:
 
     def _question(self, draw: random.Random) -> tuple[str, dict[str, Any]]:
         key = draw.choice([*self._expected])
-        return key, question(*key.split(": ", 1), self._lengths[key])
+        return key, question(key, self._lengths[key])
 
     def _good(self, draw: random.Random) -> str:
         key, body = self._question(draw)

@@ -112,7 +112,7 @@ class Server(BaseHTTPRequestHandler):
         return made("[" * 200_000 if prompt == "brackets" else f"The answer to {prompt}: 喵.")
 
     def _misbehave(self, prompt: str) -> None:
-        ways: dict[str, Callable[[], None]] = {
+        ways: dict[str, Callable[[], object]] = {
             "500": lambda: self._send(500, b'{"error":{"message":"out of memory"}}'),
             "400": lambda: self._send(400, b'{"error":{"message":"no"}}'),
             "gzip": lambda: self._send(200, b"\x1f\x8b", "Content-Encoding: gzip"),

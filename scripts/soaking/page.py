@@ -17,7 +17,7 @@ from soaking.rounds import STEPS, Rounds
 
 from ktbridge.machine import read_machine
 
-HEALTH_MS = {"median": 100.0, "99 %": 100.0, "worst": 1000.0}
+HEALTH_MS = {"median": watching.SLOW_MS, "99 %": watching.SLOW_MS, "worst": 1000.0}
 LOG_BYTES = 200
 """Of the server's log, for each broken request."""
 EVAL_MB = 400
@@ -51,7 +51,7 @@ def server_lines(found: Mapping[str, Any]) -> list[Line]:
     changed = counts.get("answers that changed", 0)
     health = watching.waits(found["watch"].health)
     broken = sum(kinds[kind] for kind in clients.BROKEN)
-    log = found["log"][1] - found["log"][0]
+    log, (idle, rest) = found["log bytes"], found["descriptors"]
     code, stopped = found["sigterm"]
     return [
         Line(
@@ -90,10 +90,9 @@ def server_lines(found: Mapping[str, Any]) -> list[Line]:
         ),
         Line(
             "descriptors, quiet, before and after",
-            f"{found['idle']['descriptors']:g} and {found['rest']['descriptors']:g}",
+            f"{idle} and {rest}",
             f"+{watching.MORE_DESCRIPTORS}",
-            found["rest"]["descriptors"]
-            <= found["idle"]["descriptors"] + watching.MORE_DESCRIPTORS,
+            rest is not None and rest <= idle + watching.MORE_DESCRIPTORS,
         ),
         Line(
             "SIGTERM ends the server",
@@ -120,8 +119,8 @@ def process_line(name: str, samples: list[watching.Sample]) -> Line:
 def round_lines(found: Mapping[str, Any]) -> list[Line]:
     """Evaluations and training."""
     bad, real, train = (
-        found["evaluations"].misbehaving,
-        found["evaluations"].real,
+        found["evaluations"],
+        found["attacked evaluations"],
         found["training"],
     )
     peak = max([*bad.peak_mb, *real.peak_mb], default=0)
@@ -169,8 +168,8 @@ def write(found: Mapping[str, Any], output: Path) -> int:
     lines = server_lines(found) + round_lines(found)
     lines += [process_line(name, samples) for name, samples in watch.samples.items()]
     rounds: dict[str, Rounds] = {
-        "misbehaving server": found["evaluations"].misbehaving,
-        "attacked server": found["evaluations"].real,
+        "misbehaving server": found["evaluations"],
+        "attacked server": found["attacked evaluations"],
         "training": found["training"],
     }
     faults = (
@@ -179,13 +178,15 @@ def write(found: Mapping[str, Any], output: Path) -> int:
         + [f for one in rounds.values() for f in one.faults[:TOLD]]
     )
     held = all(line.held for line in lines)
+    seen = found["load"]
     load = {
-        "before": round(found["load before, now"][0], 1),
-        "median": round(statistics.median(watch.load), 1),
-        "largest": round(max(watch.load), 1),
-        "after": round(found["load before, now"][1], 1),
+        "before": seen[0],
+        "median": statistics.median(seen),
+        "largest": max(seen),
+        "after": seen[-1],
     }
-    plain = watching.waits(watch.machine)
+    load = {when: round(value, 1) for when, value in load.items()}
+    plain = watching.waits(watch.plain)
     document = {
         "held": held,
         "began": found["began"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -9,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from multiprocessing.sharedctypes import Synchronized
@@ -22,6 +25,8 @@ from tinyserver import ENVIRONMENT, cli
 
 HUNG_SECONDS = 900
 """A command that takes as long doesn't come to an end."""
+MOST_FAULTS = 20
+"""After so many no more rounds of a kind are begun."""
 EVAL_TIMEOUT = 10  # seconds for an answer
 KEY = "soak-secret-0123456789abcdef"
 ARTIFACTS = ("adapter_model.safetensors", "fused_expert_lora.safetensors")
@@ -93,6 +98,29 @@ class Rounds:
         if ended.code != wanted or "Traceback" in ended.said:
             last = " / ".join(ended.said.strip().splitlines()[-4:])
             self.faults.append(f"{what} ended with {ended.code} instead of {wanted}: {last[-600:]}")
+
+
+@contextmanager
+def repeated(round_of: Callable[[int], None], rounds: Rounds) -> Iterator[None]:
+    """Rounds in a thread while the block runs; the one under way at its end is finished."""
+    end = threading.Event()
+
+    def work() -> None:
+        for number in itertools.count():
+            if end.is_set() or len(rounds.faults) > MOST_FAULTS:
+                return
+            try:
+                round_of(number)
+            except Exception as error:  # told in the report instead of ending in silence
+                rounds.faults.append(f"round {number}: {type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 # --- evaluations

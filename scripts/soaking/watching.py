@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 WARM_UP = 0.2
@@ -14,6 +16,8 @@ WARM_UP = 0.2
 MEMORY_GROWTH = 0.05
 MORE_DESCRIPTORS = 2
 MORE_THREADS = 2
+EACH_SECONDS = 1.0  # from one sample to the next
+SLOW_MS = 100.0
 KEPT = 240  # samples of a process in the report
 
 Sample = dict[str, float]
@@ -83,7 +87,43 @@ def wait_for(port: int, path: str) -> float:
 
 def waits(seconds: Sequence[float]) -> dict[str, float]:
     """Median, 99 % and worst of ``seconds``, in ms; and how many."""
-    ordered = sorted(seconds)
+    ordered = sorted(seconds) or [math.inf]
     marks = {"median": 0.5, "99 %": 0.99, "worst": 1.0}
     found = {name: 1000 * ordered[int(q * (len(ordered) - 1))] for name, q in marks.items()}
-    return {"asked": len(ordered)} | {name: round(ms, 1) for name, ms in found.items()}
+    return {"asked": len(seconds)} | {name: round(ms, 1) for name, ms in found.items()}
+
+
+@dataclass
+class Watch:
+    """/health of the server, the same of a server that nobody else asks, and what processes hold."""
+
+    port: int
+    plain_port: int
+    processes: Mapping[str, int]
+    health: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    slow: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds into the run, and ms, of each answer of /health over its limit."""
+    load: list[float] = field(default_factory=list)
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def run(self, seconds: float, progress: Callable[[float], None]) -> None:
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < seconds:
+            try:
+                self.health.append(waited := wait_for(self.port, "/health"))
+                if 1000 * waited > SLOW_MS:
+                    self.slow.append((round(passed, 1), round(1000 * waited)))
+                self.plain.append(wait_for(self.plain_port, "/v1/models"))
+            except (OSError, RuntimeError) as error:
+                self.faults.append(f"after {passed:.0f} s: {type(error).__name__}: {error}")
+            self.load.append(os.getloadavg()[0])
+            try:
+                for name, pid in self.processes.items():
+                    self.samples.setdefault(name, []).append(sample(pid, began))
+            except (OSError, KeyError):
+                self.faults.append(f"after {passed:.0f} s: {name} has ended")
+                return
+            progress(passed)
+            time.sleep(max(0.0, EACH_SECONDS - (time.monotonic() - began - passed)))
