@@ -143,12 +143,13 @@ def soak(seconds: float, scratch: Path) -> dict[str, Any]:
         child(misbehaving.run, SPAWN.Value("i", misbehaving.WELL)) as (_, plain),
         serving(scratch, log) as (server, url),
     ):
-        say("asking each server once, and training once, before anything else ...")
+        say("before the attack: asking each server ...")
         port, bad_url, plain_url = port_of(url), bad.recv(), plain.recv()
         lengths = clients.clear_lengths(port)
         expected = clients.answers(port, lengths)
         evaluations = Evaluations(scratch, bad_url, mode, url, lengths)
         evaluations.quiet()
+        say("before the attack: training without interruption ...")
         training = Training(scratch / "train")
         adapter = training.whole()
         idle, log_before = watching.sample(server.pid, 0), log.stat().st_size
@@ -165,7 +166,7 @@ def soak(seconds: float, scratch: Path) -> dict[str, Any]:
                 say("ending the rounds under way ...")
             asking.send("end")
             counts, wrong = asking.recv()
-        say("asking each server once more ...")
+        say("after the attack: asking each server once more ...")
         time.sleep(LET_GO_SECONDS)
         after = {}
         try:

@@ -16,7 +16,7 @@ from typing import Any
 CLIENTS = 8
 ARMS = ("tiny:base", "tiny:neko")
 PROMPTS = [
-    f"{words} {n}" for words in ("hi", "how are you", "今天天气", "yes no") for n in range(6)
+    f"{words} {n}" for words in ("hi", "how are you", "今天天气", "yes no") for n in range(12)
 ]
 TOKENS = 8
 LEAST = 2

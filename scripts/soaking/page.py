@@ -140,7 +140,8 @@ def round_lines(found: Mapping[str, Any]) -> list[Line]:
         Line("memory of an evaluation", f"{peak} MB", f"{EVAL_MB} MB", 0 < peak <= EVAL_MB),
         Line(
             f"`ktbridge train` of {STEPS} steps, killed twice a round",
-            f"{train.done} runs, {train.kills} times SIGKILL; {len(train.faults)} faults",
+            f"{train.done} runs, {train.kills} times SIGKILL, up to {max(train.peak_mb, default=0)} MB; "
+            f"{len(train.faults)} faults",
             "the uninterrupted run's SHA-256 of adapter and losses",
             train.done > 0 and train.kills > 0 and not train.faults,
         ),
