@@ -254,18 +254,20 @@ class Training:
         self._draw = random.Random(0)
         self.rounds = Rounds()
         self._whole: dict[str, str] = {}
+        self._usual = 20.0  # seconds of a run that nothing interrupts
 
     def whole(self) -> dict[str, str]:
         """A run that nothing interrupts: what every other must end in."""
         output = self._directory / "whole"
         ended = self._train(f"output_dir={output}", "save_steps=0")
         self.rounds.note(ended, 0, "an uninterrupted run")
+        self._usual = ended.seconds
         self._whole = self._hashes(output)
         return self._whole
 
     def round(self, number: int) -> None:
         """Killed at any moment, killed soon after it has saved another checkpoint, then let be."""
-        moment = self._draw.uniform(0.5, 20)
+        moment = self._draw.uniform(0.5, 0.9 * self._usual)
         self._killed(lambda seconds: seconds > moment)
         before, late = self._saved(), self._draw.uniform(0, 0.5)
         seen: list[float] = []
@@ -276,7 +278,8 @@ class Training:
             return bool(seen) and seconds > seen[0] + late
 
         self._killed(after_another)
-        self.rounds.note(self._train(), 0, "a run that went on")
+        if not self._output.exists():
+            self.rounds.note(self._train(), 0, "a run that went on")
         found = self._hashes(self._output)
         if found != self._whole:
             self.rounds.faults.append(f"round {number} ended in {found} instead of {self._whole}")
@@ -289,7 +292,7 @@ class Training:
         self.rounds.items += 1
 
     def _killed(self, moment: Callable[[float], bool]) -> None:
-        if self._output.exists():  # the one before was too fast to be killed
+        if self._output.exists():  # the one before had ended first
             return
         ended = self._train(kill_when=moment)
         if ended.code == -signal.SIGKILL:

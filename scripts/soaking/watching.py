@@ -16,7 +16,9 @@ WARM_UP = 0.2
 MEMORY_GROWTH = 0.05
 MORE_DESCRIPTORS = 2
 MORE_THREADS = 2
-EACH_SECONDS = 1.0  # from one sample to the next
+EACH_SECONDS = 1.0  # from one /health to the next
+MOST_SAMPLES = 600
+"""Of a process in a run, so that this script itself doesn't grow with them."""
 SLOW_MS = 100.0
 KEPT = 240  # samples of a process in the report
 
@@ -118,12 +120,19 @@ class Watch:
                 self.plain.append(wait_for(self.plain_port, "/v1/models"))
             except (OSError, RuntimeError) as error:
                 self.faults.append(f"after {passed:.0f} s: {type(error).__name__}: {error}")
-            self.load.append(os.getloadavg()[0])
-            try:
-                for name, pid in self.processes.items():
-                    self.samples.setdefault(name, []).append(sample(pid, began))
-            except (OSError, KeyError):
-                self.faults.append(f"after {passed:.0f} s: {name} has ended")
-                return
             progress(passed)
+            due = seconds * len(self.load) / MOST_SAMPLES
+            if passed >= due and not self._sample_all(began):
+                return
             time.sleep(max(0.0, EACH_SECONDS - (time.monotonic() - began - passed)))
+
+    def _sample_all(self, began: float) -> bool:
+        """Load, and what each process holds; False if one has ended."""
+        self.load.append(os.getloadavg()[0])
+        for name, pid in self.processes.items():
+            try:
+                self.samples.setdefault(name, []).append(sample(pid, began))
+            except (OSError, KeyError):
+                self.faults.append(f"after {time.monotonic() - began:.0f} s: {name} has ended")
+                return False
+        return True
