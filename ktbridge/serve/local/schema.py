@@ -57,8 +57,8 @@ NoPenalty = Annotated[
     _neutral("penalties are not supported by this engine; leave them at 0"),
     WithJsonSchema({"const": 0}),
 ]
-# Any contents are refused as a whole: pydantic takes 0.4 s to tell 200,000 faults of them, and no other thread
-# of Python runs meanwhile.
+# Any contents are refused as a whole: pydantic takes 0.4 s to tell 200,000 faults of them, and no other
+# thread of Python runs meanwhile.
 NoBias = Annotated[
     dict[str, object],
     _neutral("logit_bias is not supported by this engine"),
