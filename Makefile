@@ -11,7 +11,8 @@
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
-# make soak    the embedded server under mixed and hostile requests, SECONDS=600; a report in build/soak
+# make soak    serve under mixed and hostile requests, eval of a misbehaving server, train killed and resumed,
+#              SECONDS=600 and some minutes more; a report in build/soak
 # make check   lint, formatting, types, and families that are new in transformers
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer

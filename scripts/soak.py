@@ -1,213 +1,211 @@
-"""`ktbridge serve` under mixed good, malformed, cancelled, hostile and slow requests, for SECONDS.
+"""`ktbridge serve`, `eval` and `train` under attack and fault, for SECONDS.
 
     python scripts/soak.py SECONDS OUTPUT_DIR
 
-Writes soak.json and soak.md: counts by kind and status, memory, descriptors and threads over time, the
-longest wait for /health. Fails (1) where an answer at temperature 0 changes, memory grows by more than 5 %
-between the first fifth and the end, descriptors grow, or /health takes more than a second.
+One server gets good, malformed, cancelled, hostile and slow requests from clients in a process of their
+own; beside it, one after another, `ktbridge eval` asks a server that misbehaves, and the one under attack,
+and `ktbridge train` is killed and begun again. Answers, results and adapters must be those of before the
+attack, during and after it; memory and descriptors of all that lives long must be flat after the first
+fifth. Writes soak.json and the page soak.md; exits with 1 where a line of it fell short.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
+import multiprocessing
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from tinyserver import ENVIRONMENT, cli, read_document, save_model
+from soaking import clients, misbehaving, page, watching
+from soaking.rounds import STEPS, Evaluations, Rounds, Training, repeated
+from tinyserver import ENVIRONMENT, cli, read_document
 
-CLIENTS = 6
-GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
-HEAD = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-)
-HOSTILE = (
-    json.dumps(GOOD | {f"x{i}": 1 for i in range(20_000)}),
-    '{"model":' + "[" * 5000 + "]" * 5000 + "}",
-    json.dumps(GOOD | {"max_tokens": -1}),
-    "not json",
-)
-BARE = (
-    HEAD + b"Content-Length: 99999999999\r\n\r\n",
-    HEAD + b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n",
-    b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000,
-    b"\x00\xff" * 100,
-)
+SPAWN = multiprocessing.get_context("spawn")
+LET_GO_SECONDS = 13  # half heads are let go after 10
 
 
-class Soak:
-    """One server, its clients, and what was seen."""
+def prepare(scratch: Path) -> None:
+    """The models, an adapter and a training run; in a process of its own, since it imports torch."""
+    from tinymoe import tiny_model, tiny_tokenizer
+    from tinyserver import save_adapter, save_model
+    from trainrun import WORDS, conversation, write_run
 
-    def __init__(self, port: int, pid: int) -> None:
-        self.port, self.pid = port, pid
-        self.counts: Counter[str] = Counter()
-        self.answers: Counter[str] = Counter()
-        self.health: list[float] = []
-        self.samples: list[dict[str, float]] = []
-        self.end = threading.Event()
+    served = save_model(scratch / "tiny", seed=0)
+    save_adapter(scratch / "neko", served)
+    base = scratch / "base"
+    tiny_model().save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    rows = []
+    for number in range(40):
+        words = [WORDS[(number * step) % len(WORDS)] for step in range(1, 9)]
+        rows.append(conversation(" ".join(words[:4]), " ".join(words[4:])))
+    (scratch / "train").mkdir()
+    rows_path = scratch / "train" / "rows.jsonl"
+    write_run(
+        scratch / "train", base, rows, dataset=str(rows_path),
+        lora_dropout=0.1, learning_rate=1e-2, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, max_steps=STEPS, save_steps=2,
+    )  # fmt: skip
 
-    def post(self, body: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", body, headers)
-            reply = connection.getresponse()
-            return reply.status, reply.read().decode()
-        finally:
-            connection.close()
 
-    def good(self) -> None:
-        status, text = self.post(json.dumps(GOOD | {"max_tokens": 16}))
-        self.counts[f"good: {status}"] += 1
-        if status == 200:
-            self.answers[json.loads(text)["choices"][0]["message"]["content"]] += 1
+@contextmanager
+def child(target: Callable[..., None], *given: object) -> Iterator[tuple[int, Connection]]:
+    """A process that runs ``target`` (GIVEN, pipe) until something comes through it: its id, our end."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=target, args=(*given, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process.pid or 0, ours
+    finally:
+        ours.close()
+        process.join(30)
+        process.kill()
 
-    def hostile(self, draw: random.Random) -> None:
-        status, _ = self.post(draw.choice(HOSTILE))
-        self.counts[f"hostile: {status}"] += 1
 
-    def bare(self, draw: random.Random) -> None:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
-            connection.sendall(draw.choice(BARE))
-            told = connection.recv(4096)
-        self.counts[f"bare: {told[9:12].decode('latin-1') or 'closed'}"] += 1
-
-    def cancelled(self) -> None:
-        body = json.dumps(GOOD | {"max_tokens": 400, "stream": True}).encode()
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
-            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            connection.recv(100)
-        self.counts["cancelled"] += 1
-
-    def slow(self, draw: random.Random) -> None:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
-            for byte in HEAD[: draw.randrange(1, 20)]:
-                connection.sendall(bytes([byte]))
-                time.sleep(0.05)
-        self.counts["slow"] += 1
-
-    def client(self, seed: int) -> None:
-        draw = random.Random(seed)
-        while not self.end.is_set():
-            kind = draw.choice(("good", "good", "hostile", "bare", "cancelled", "slow"))
-            try:
-                if kind in ("good", "cancelled"):
-                    getattr(self, kind)()
-                else:
-                    getattr(self, kind)(draw)
-            except (OSError, http.client.HTTPException) as error:
-                self.counts[f"{kind}: {type(error).__name__}"] += 1
-
-    def watch(self, seconds: float) -> None:
-        start = time.monotonic()
-        while (now := time.monotonic() - start) < seconds:
-            asked = time.monotonic()
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-            connection.request("GET", "/health")
-            assert connection.getresponse().status == 200
-            connection.close()
-            self.health.append(time.monotonic() - asked)
-            self.sample(now)
-            time.sleep(0.5)
-
-    def sample(self, now: float) -> None:
-        status = Path(f"/proc/{self.pid}/status").read_text()
-        pick = {name: status.split(f"{name}:")[1].split()[0] for name in ("VmRSS", "Threads")}
-        descriptors = len(os.listdir(f"/proc/{self.pid}/fd"))
-        self.samples.append(
-            {
-                "seconds": round(now, 1),
-                "rss_mb": int(pick["VmRSS"]) / 1e3,
-                "threads": int(pick["Threads"]),
-                "descriptors": descriptors,
-            }
+@contextmanager
+def serving(scratch: Path, log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`ktbridge serve` of the tiny model with its adapter, and its URL."""
+    adapter = f"neko={scratch / 'neko'}"
+    options = ("--served-model-name", "tiny", "--port", "0", "--threads", "1", "--json")
+    words = cli("serve", "--model", str(scratch / "tiny"), "--adapter", adapter, *options)
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=written, text=True, env=ENVIRONMENT
         )
+    try:
+        yield process, read_document(process, timeout=300)["base_url"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def port_of(url: str) -> int:
+    return int(url.split(":")[2].split("/")[0])
+
+
+class Progress:
+    """A line on stderr: over and over on a terminal, else one a minute."""
+
+    def __init__(self, seconds: float, *rounds: Rounds) -> None:
+        self._seconds, self._rounds = seconds, rounds
+        self._next = 0.0
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, passed: float) -> None:
+        if passed < self._next:
+            return
+        self._next = passed + (1 if self._terminal else 60)
+        faults = sum(len(one.faults) for one in self._rounds)
+        done = ", ".join(
+            f"{one.done} {name}"
+            for name, one in zip(("evaluations", "trainings"), self._rounds, strict=True)
+        )
+        text = (
+            f"{passed:.0f} of {self._seconds:.0f} s, {self._seconds - passed:.0f} s and a few minutes to go; "
+            f"{done}, {faults} faults in them; load {os.getloadavg()[0]:.1f}"
+        )
+        print(
+            f"\r{text}\033[K" if self._terminal else text,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def soak(seconds: float, scratch: Path) -> dict[str, Any]:
+    """Everything that was found."""
+    began = time.time()
+    load_before = os.getloadavg()[0]
+    say("making models ...")
+    making = SPAWN.Process(target=prepare, args=(scratch,))
+    making.start()
+    making.join()
+    if making.exitcode:
+        raise RuntimeError("the models could not be made; see the lines above")
+    mode = SPAWN.Value("i", misbehaving.WELL)
+    log = scratch / "server.log"
+    with (
+        child(misbehaving.run, mode) as (bad_pid, bad),
+        child(misbehaving.run, SPAWN.Value("i", misbehaving.WELL)) as (_, plain),
+        serving(scratch, log) as (server, url),
+    ):
+        say("before the attack: asking each server ...")
+        port, bad_url, plain_url = port_of(url), bad.recv(), plain.recv()
+        lengths = clients.clear_lengths(port)
+        expected = clients.answers(port, lengths)
+        evaluations = Evaluations(scratch, bad_url, mode, url, lengths)
+        evaluations.quiet()
+        say("before the attack: training without interruption ...")
+        training = Training(scratch / "train")
+        adapter = training.whole()
+        idle, log_before = watching.sample(server.pid, 0), log.stat().st_size
+        with child(clients.run, port, lengths, expected) as (clients_pid, asking):
+            asking.recv()
+            pids = {"ktbridge serve": server.pid, "this script": os.getpid()}
+            pids |= {"its clients": clients_pid, "its misbehaving server": bad_pid}
+            watch = watching.Watch(port, port_of(plain_url), pids)
+            with (
+                repeated(evaluations.round, evaluations.misbehaving),
+                repeated(training.round, training.rounds),
+            ):
+                watch.run(seconds, Progress(seconds, evaluations.misbehaving, training.rounds))
+                say("ending the rounds under way ...")
+            asking.send("end")
+            counts, wrong = asking.recv()
+        say("after the attack: asking each server once more ...")
+        time.sleep(LET_GO_SECONDS)
+        after = {}
+        try:
+            after = clients.answers(port, lengths)
+        except (OSError, RuntimeError) as error:
+            watch.faults.append(f"afterwards: {error}")
+        evaluations.quiet()
+        rest = None if server.poll() is not None else watching.sample(server.pid, seconds)
+        log_bytes = log.stat().st_size - log_before
+        stopping = time.monotonic()
+        server.terminate()
+        code, stopped = server.wait(120), time.monotonic() - stopping
+    return {
+        "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began)),
+        "seconds": round(time.time() - began),
+        "seconds under attack": seconds,
+        "load": [load_before, *watch.load, os.getloadavg()[0]],
+        "watch": watch,
+        "requests": counts,
+        "wrong": wrong,
+        "expected": expected,
+        "after": after,
+        "evaluations": evaluations.misbehaving,
+        "attacked evaluations": evaluations.real,
+        "training": training.rounds,
+        "adapter": adapter,
+        "descriptors": [one and one["descriptors"] for one in (idle, rest)],
+        "log bytes": log_bytes,
+        "log's end": log.read_bytes()[-2000:].decode("utf-8", "replace"),
+        "sigterm": [code, round(stopped, 2)],
+    }
 
 
 def main() -> int:
     seconds, output = float(sys.argv[1]), Path(sys.argv[2])
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        base = save_model(Path(scratch) / "tiny", seed=0)
-        command = cli("serve", "--model", str(base), "--port", "0", "--threads", "1", "--json")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-        try:
-            url = read_document(process, timeout=180)["base_url"]
-            soak = Soak(int(url.split(":")[2].split("/")[0]), process.pid)
-            load = os.getloadavg()[0]
-            soak.good()
-            workers = [threading.Thread(target=soak.client, args=(i,)) for i in range(CLIENTS)]
-            for worker in workers:
-                worker.start()
-            try:
-                soak.watch(seconds)
-            finally:
-                soak.end.set()
-                for worker in workers:
-                    worker.join()
-            time.sleep(12)  # half heads are let go after 10
-            soak.good()
-            soak.sample(seconds)
-            began = time.monotonic()
-            process.terminate()
-            code = process.wait(60)
-            ended = time.monotonic() - began
-        finally:
-            process.kill()
-            process.wait()
-    return report(soak, seconds, output, load, code, ended)
-
-
-def report(soak: Soak, seconds: float, output: Path, load: float, code: int, ended: float) -> int:
-    early, last = soak.samples[len(soak.samples) // 5], soak.samples[-1]
-    faults = []
-    if len(soak.answers) != 1:
-        faults.append(f"{len(soak.answers)} different answers at temperature 0")
-    if last["rss_mb"] > 1.05 * early["rss_mb"]:
-        faults.append(f"memory grew from {early['rss_mb']:.0f} to {last['rss_mb']:.0f} MB")
-    if last["descriptors"] > soak.samples[0]["descriptors"] + 2:
-        faults.append(f"{last['descriptors']} descriptors at the end")
-    if max(soak.health) > 1:
-        faults.append(f"/health took {max(soak.health):.2f} s")
-    if code:
-        faults.append(f"SIGTERM ended the server with {code}")
-    found = {
-        "seconds": seconds,
-        "cores": os.cpu_count(),
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "requests": dict(sorted(soak.counts.items())),
-        "answers_at_temperature_0": len(soak.answers),
-        "health_ms": [
-            round(1000 * sorted(soak.health)[int(q * (len(soak.health) - 1))])
-            for q in (0.5, 0.99, 1)
-        ],
-        "early": early,
-        "last": last,
-        "sigterm_seconds": round(ended, 2),
-        "faults": faults,
-    }
-    (output / "soak.json").write_text(json.dumps({**found, "samples": soak.samples}, indent=1))
-    lines = [
-        f"# Soak: {'held' if not faults else 'FELL SHORT'}",
-        "",
-        "| what | found |",
-        "| --- | --- |",
-    ]
-    lines += [f"| {name} | {value} |" for name, value in found.items()]
-    (output / "soak.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-    return bool(faults)
+        found = soak(seconds, Path(scratch))
+    return page.write(found, output)
 
 
 if __name__ == "__main__":

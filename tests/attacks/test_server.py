@@ -100,6 +100,17 @@ def test_faults_by_the_hundred_thousand_get_a_short_answer(attacked: Server, flo
     assert post(attacked, json.dumps(GOOD).encode())[0] == 200
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"tools": [1] * 1000}, {"stop": [1] * 1000}, {"logit_bias": dict.fromkeys("abcdefghi")}],
+)
+def test_a_field_full_of_faults_is_one(attacked: Server, given: dict[str, object]) -> None:
+    """Telling 200,000 of them took 0.4 s in one piece, and /health waited for it."""
+    status, text = post(attacked, json.dumps(GOOD | given).encode())
+    assert status == 400
+    assert " more" not in json.loads(text)["error"]["message"]
+
+
 def test_what_is_announced_too_large_is_refused_at_once(attacked: Server) -> None:
     for rest in (
         b"Content-Length: 10000000000\r\n\r\n",

@@ -46,7 +46,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 # Checks with our own messages must be added to the OpenAPI schema by hand.
 _STOP: JsonDict = {"type": "string", "minLength": 1}
 Stop = Annotated[
-    str | list[str],
+    str | Annotated[list[str], Field(fail_fast=True)],
     WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
 ]
 # Inclusive at both ends; ``bounded`` makes whole numbers of them again.
@@ -57,13 +57,15 @@ NoPenalty = Annotated[
     _neutral("penalties are not supported by this engine; leave them at 0"),
     WithJsonSchema({"const": 0}),
 ]
+# Any contents are refused as a whole: pydantic takes 0.4 s to tell 200,000 faults of them, and no other
+# thread of Python runs meanwhile.
 NoBias = Annotated[
-    dict[str, Finite],
+    dict[str, object],
     _neutral("logit_bias is not supported by this engine"),
     WithJsonSchema({"type": "object", "maxProperties": 0}),
 ]
 NoTools = Annotated[
-    list[dict[str, object]],
+    list[object],
     _neutral("tools are not supported by this engine"),
     Field(json_schema_extra={"maxItems": 0}),
 ]
