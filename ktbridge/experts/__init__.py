@@ -1,9 +1,9 @@
 """The routed experts at run time: what training and serving both stand on.
 
 - ``weights``: experts as a checkpoint stores them. ``experts_layer``: what all know of a layer; ``layer``:
-  one that our kernels compute, or the GPU (``gpu``); ``backends``: who else may. ``kernel_choice``: which
-  kernels run, on which CPUs. ``expert_call``: one call of them; ``crossing`` to the host and back; ``queued``
-  in a GPU stream's own time; ``checkpointing`` is gradient checkpointing.
+  one that our kernels compute, or the GPU (``gpu``); ``backends``: who else may.
+  ``expert_call``: one call of our kernels; ``crossing`` to the host and back; ``queued`` in a GPU stream's own
+  time; ``checkpointing`` is gradient checkpointing.
 - ``modules``: a transformers model's experts modules. ``inject`` puts them onto the kernels,
   ``wrapped_layers`` finds them there; ``guard`` sees that their LoRA is trained and saved.
 - ``loading`` and ``mapped``: a model whose experts stay in the checkpoint's files, the rest of it on the
