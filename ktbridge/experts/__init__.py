@@ -2,8 +2,8 @@
 
 - ``weights``: experts as a checkpoint stores them. ``experts_layer``: what all know of a layer; ``layer``:
   one that our kernels compute, or the GPU (``gpu``); ``backends``: who else may.
-  ``expert_call``: one call of our kernels; ``crossing`` to the host and back; ``queued`` in a GPU stream's own
-  time; ``checkpointing`` is gradient checkpointing.
+  ``expert_call``: one call of our kernels; ``crossing`` to the host and back; ``queued`` in a GPU stream's
+  own time; ``checkpointing`` is gradient checkpointing.
 - ``modules``: a transformers model's experts modules. ``inject`` puts them onto the kernels,
   ``wrapped_layers`` finds them there; ``guard`` sees that their LoRA is trained and saved.
 - ``loading`` and ``mapped``: a model whose experts stay in the checkpoint's files, the rest of it on the
