@@ -47,7 +47,7 @@ def made_of(results: Measured, axis: str) -> str:
         return "by rules for address, tics and character, not for sense"
     if axis == "judge":
         card = results["judge"]
-        if card and card["digits"]:  # of the public NekoBench
+        if card and card.get("digits"):  # of the public NekoBench
             return "the judge's digit from 0 to 5, divided by 5"
         return "share of the judge's yes/no questions answered yes"
     checks = _distinct(

@@ -94,7 +94,7 @@ def _kernels(machine: Machine) -> Check:
     try:
         return Check("kernels", "ok", f"{choose_isa()} (of {available})")
     except UsageError as error:
-        found = f"KTBRIDGE_ISA={os.environ.get('KTBRIDGE_ISA')}: {error}"
+        found = f"KTBRIDGE_ISA={os.environ.get('KTBRIDGE_ISA')}: {error.sentence}"
         step = f"unset KTBRIDGE_ISA, or set it to one of {available}"
         return Check("kernels", "problem", found, step)
 

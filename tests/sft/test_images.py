@@ -269,7 +269,7 @@ def weights(directory: Path) -> list[bytes]:
 
 @quiet
 @pytest.mark.parametrize(
-    ("kind", "steps", "rate", "tokens"), [(VL, 54, 0.01, "auto"), ("qwen3_5_moe", 60, 0.006, 256)]
+    ("kind", "steps", "rate", "tokens"), [(VL, 66, 0.01, "auto"), ("qwen3_5_moe", 60, 0.006, 256)]
 )
 def test_learns_colours(
     kind: str, steps: int, rate: float, tokens: Any, bases: dict[str, Path], tmp_path: Path
