@@ -13,8 +13,8 @@ The floor, for V values of two bytes and rank r, is what `cp` does (each byte co
 page cache, and every page allotted and flushed), one more copy (out of the page cache to where it can be
 changed), 2 r V operations in float32 and Python's start. For a layer of Qwen3-30B-A3B (1.28 GB, V = 0.62 G)
 on a core of an EPYC: cp 0.6 s, the other copy 0.16 s, 10 GFLOP at 90 GFLOP/s 0.11 s, the start 0.2 s: 1.1 s
-of CPU, and the disk's time is cp's. What is computed is spread over the cores. Seen with 15 to 30 other
-processes on two cores: 1.6 s of CPU where cp + sync took 0.7 s, 2.4 times its seconds (docs/benchmarks.md).
+of CPU, and the disk's time is cp's. What is computed is spread over the cores. Seen on two idle cores: 1.14
+times the seconds of cp + sync (docs/benchmarks.md).
 
 Needs `ktbridge[train]`.
 """
