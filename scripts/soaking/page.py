@@ -110,7 +110,8 @@ def process_line(name: str, samples: list[watching.Sample]) -> Line:
         for (a, b), unit in zip(seen.values(), ("MB", "descriptors", "threads"), strict=True)
     ]
     limits = (
-        f"+{watching.MEMORY_GROWTH:.0%}, +{watching.MORE_DESCRIPTORS}, +{watching.MORE_THREADS}"
+        f"+{watching.MEMORY_GROWTH:.0%} or {watching.LEAST_GROWTH_MB:g} MB, "
+        f"+{watching.MORE_DESCRIPTORS}, +{watching.MORE_THREADS}"
     )
     texts.append(f"{watching.slope(samples):+.1f} MB an hour in the second half")
     return Line(f"held by {name}", "; ".join(texts), limits, watching.is_flat(seen))

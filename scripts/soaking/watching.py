@@ -14,6 +14,8 @@ from pathlib import Path
 WARM_UP = 0.2
 """The part of a run that memory and descriptors may take to reach their level."""
 MEMORY_GROWTH = 0.05
+LEAST_GROWTH_MB = 10.0
+"""May come on in any case: of a process of 80 MB, 5 % are what an interpreter's allocator moves by."""
 MORE_DESCRIPTORS = 2
 MORE_THREADS = 2
 EACH_SECONDS = 1.0  # from one /health to the next
@@ -62,7 +64,7 @@ def slope(samples: Sequence[Sample]) -> float:
 def is_flat(found: Mapping[str, Sequence[float]]) -> bool:
     memory, descriptors, threads = (found[n] for n in ("rss_mb", "descriptors", "threads"))
     return (
-        memory[1] <= memory[0] * (1 + MEMORY_GROWTH)
+        memory[1] <= memory[0] + max(memory[0] * MEMORY_GROWTH, LEAST_GROWTH_MB)
         and descriptors[1] <= descriptors[0] + MORE_DESCRIPTORS
         and threads[1] <= threads[0] + MORE_THREADS
     )
