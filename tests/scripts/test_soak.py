@@ -78,7 +78,7 @@ FAULTS: dict[str, Callable[[Found], object]] = {
     "memory of an evaluation": lambda found: found["evaluations"].peak_mb.append(2000),
     "`ktbridge train`": lambda found: found["training"].faults.append("x"),
     "held by a server": lambda found: found["watch"].samples.update(
-        {"a server": samples(lambda n: 100 + 0.1 * n)}
+        {"a server": samples(lambda n: 500 + 0.5 * n)}
     ),
     "held by a server: ": lambda found: found["watch"].samples.update(
         {"a server": samples(lambda n: 100, lambda n: 8 + n // 10)}
