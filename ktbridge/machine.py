@@ -11,12 +11,13 @@ import re
 import shutil
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path("/")
+Number = TypeVar("Number", int, float)
 # Instruction sets that select the kernel path, ours or an engine's.
 ISA_FLAGS = (
     "avx2",
@@ -146,7 +147,7 @@ def read_machine(root: Path = ROOT) -> Machine:
         cpu_quota=cpu_quota(root),
         memory=_kilobytes(meminfo, "MemTotal"),
         memory_available=_kilobytes(meminfo, "MemAvailable"),
-        memory_limit=min(filter(None, (_limit(group) for group in _cgroups(root))), default=None),
+        memory_limit=_granted(root, _limit),
         numa=_numa(root),
         huge_pages=_huge_pages(meminfo),
         transparent_huge_pages=_match(
@@ -173,7 +174,7 @@ def usable_cpus(root: Path = ROOT, affinity: Iterable[int] | None = None) -> tup
 
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPUs' worth of time that this process's cgroups grant, the smallest along the ancestors."""
-    return min(filter(None, (_quota(group) for group in _cgroups(root))), default=None)
+    return _granted(root, _quota)
 
 
 def place(cpus: Iterable[Cpu], threads: int) -> tuple[Cpu, ...]:
@@ -232,6 +233,11 @@ def _core(root: Path, name: str) -> tuple[int, ...] | None:
     if not (package.isdigit() and core.isdigit()):
         return None
     return int(package), int(die) if die.isdigit() else 0, int(core)
+
+
+def _granted(root: Path, read: Callable[[Path], Number | None]) -> Number | None:
+    """The smallest that this process's cgroups grant, by ``read`` of each; None where none limits it."""
+    return min(filter(None, map(read, _cgroups(root))), default=None)
 
 
 def _cgroups(root: Path) -> list[Path]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
+from tinyserver import ENVIRONMENT
 
 RUN = """
 import atexit, sys
@@ -17,6 +20,17 @@ atexit.register(lambda: print("PEAK", kilobytes("VmHWM:") - before, file=sys.std
 from ktbridge.cli import main
 main()
 """
+
+
+def measured(*words: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, whose stderr ends with its peak memory in KB behind PEAK."""
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=ENVIRONMENT,
+    )
 
 
 def train_of(adapter: Path, base: Path, out: Path) -> tuple[object, ...]:

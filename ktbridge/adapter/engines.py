@@ -53,6 +53,8 @@ SGLANG_RUN = (
     "OLMoE",
 )  # fmt: skip
 """Families of which adapters were run through its code."""
+SEEN = {VLLM: VLLM_SEEN, SGLANG: SGLANG_SEEN}
+"""Engines other than SGLang-KT, and the version of each that was looked at."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +223,9 @@ def split_engine(engine: str) -> tuple[str, str]:
     """
     name, separator, text = engine.partition("==")
     name = re.sub(r"[-_.]+", "-", name.strip()).lower()
-    seen = {VLLM: VLLM_SEEN, SGLANG: SGLANG_SEEN}
-    if name in seen and not separator:
-        text = seen[name]
-    elif name not in (ENGINE, *seen) or not separator:
+    if name in SEEN and not separator:
+        text = SEEN[name]
+    elif name not in (ENGINE, *SEEN) or not separator:
         step = f"write it like {ENGINE}==0.7.2, or {VLLM}, or {SGLANG} (which is not SGLang-KT)"
         raise UsageError(f"the engine {engine!r} is not known", step)
     version_order(text)

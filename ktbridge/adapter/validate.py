@@ -17,7 +17,7 @@ from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.base import Base, check_base, check_identity
 from ktbridge.adapter.checks.config import check_config, folded
-from ktbridge.adapter.checks.engine import check_engine
+from ktbridge.adapter.checks.engine import check_directories, check_engine
 from ktbridge.adapter.checks.files import Hashes
 from ktbridge.adapter.checks.inventory import check_inventory
 from ktbridge.adapter.checks.layers import check_gaps
@@ -138,7 +138,10 @@ def validate_adapter(
         if name == ENGINE:
             report.problems += check_engine(adapters, f"{name}=={version}", base, base_name)
         elif name:
-            report.problems += _OTHERS[name].check(adapters, version, base)
+            other = _OTHERS[name]
+            report.problems += check_directories(adapters, name, version, other.to)
+            serving = [adapter for adapter in adapters if adapter.layout != "raw"]
+            report.problems += other.check(serving, version, base)
         if structure_only:
             for adapter in adapters:
                 report.problems += _rounded_dtypes(adapter)

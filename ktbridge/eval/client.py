@@ -324,9 +324,8 @@ def _message(text: str) -> str:
             text = "; ".join(filter(None, faults)) or text
     except (ValueError, RecursionError):
         pass
-    return (
-        " ".join(text.split()).encode("utf-8", "replace").decode()
-    )  # JSON can name half a character
+    # JSON can name half a character, which can't be stored.
+    return " ".join(text.split()).encode("utf-8", "replace").decode()
 
 
 def is_refusal(status: int) -> bool:

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -24,7 +22,7 @@ from evalruns import SMALL, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mockserver import answering, completion
-from tinyserver import ENVIRONMENT
+from readercommands import measured
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval import load_bench, store, write_report
@@ -171,14 +169,6 @@ def test_a_runs_files_are_read_if_they_are_files(tmp_path: Path, name: str, what
 
 
 LOOPING = json.dumps(completion("meow " * 1_400_000)).encode()
-PEAK = """
-import atexit, sys
-def peak():
-    print("PEAK", open("/proc/self/status").read().split("VmHWM:")[1].split()[0], file=sys.stderr)
-atexit.register(peak)
-from ktbridge.cli import main
-main()
-"""
 
 
 class Looping(BaseHTTPRequestHandler):
@@ -203,13 +193,7 @@ class Looping(BaseHTTPRequestHandler):
 
 def peak(*words: object) -> int:
     """The command's memory at most, in KB."""
-    found = subprocess.run(
-        [sys.executable, "-c", PEAK, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=ENVIRONMENT,
-    )
+    found = measured(*words, timeout=200)
     assert "Traceback" not in found.stderr
     return int(found.stderr.rpartition("PEAK")[2])
 

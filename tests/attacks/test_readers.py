@@ -7,12 +7,11 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from readercommands import READERS, RUN
+from readercommands import READERS, RUN, measured
 from tinyserver import ENVIRONMENT
 
 from ktbridge.adapter import convert_adapter, read_adapter
@@ -116,13 +115,7 @@ def test_an_attack_is_refused_soon_and_shortly(adapter: Path, tmp_path: Path, at
         ("convert", attacker, "--merged-output-dir", out),
     ):
         start = time.monotonic()
-        found = subprocess.run(
-            [sys.executable, "-c", RUN, *map(str, command)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=ENVIRONMENT,
-        )
+        found = measured(*command)
         assert time.monotonic() - start < 20  # on a machine with other things to do
         check_refusal(found)
         assert not out.exists()
@@ -288,12 +281,8 @@ def test_nasty_names_that_pass_are_escaped_in_json(adapter: Path, tmp_path: Path
     nasty = tmp_path / "nasty"
     shutil.copytree(adapter, nasty)
     set_config(nasty, base_model_name_or_path=f"{NASTY}evil")
-    found = subprocess.run(
-        [sys.executable, "-c", RUN, "validate", str(nasty), "--json"],
-        capture_output=True,
-        env=ENVIRONMENT,
-    )
+    found = measured("validate", nasty, "--json")
     assert NASTY in json.dumps(json.loads(found.stdout), ensure_ascii=False).replace(
         "\\u001b", "\x1b"
     )
-    assert not set("\x1b\x9b\u202e") & set(found.stdout.decode())
+    assert not set("\x1b\x9b\u202e") & set(found.stdout)

@@ -16,8 +16,10 @@ from ktbridge.adapter.engines import (
     CONTRACTS,
     ENGINE,
     EXPERTS_READ,
+    SEEN,
     Contract,
     contract_for,
+    version_order,
 )
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.codes import problem
@@ -27,6 +29,23 @@ from ktbridge.model import ModelConfig
 _SPLIT = "--expert-output-dir E --nonexpert-output-dir N"
 _MERGED = "--merged-output-dir D"
 _QWEN35 = re.compile(r"qwen3[._]5.*-a\d+b")  # a MoE's name includes its active parameters
+
+
+def check_directories(
+    adapters: Sequence[Adapter], engine: str, version: str, to: str
+) -> Iterator[Problem]:
+    """Whether this is what another engine than SGLang-KT serves: whole adapters in its format ``to``."""
+    if version_order(version) != version_order(SEEN[engine]):
+        found = f"is not the version looked at: what {engine} {SEEN[engine]} does is applied"
+        yield problem("KTB902", f"{engine}=={version}", found, SEEN[engine])
+    if len(adapters) == 1 and adapters[0].layout == "raw":
+        step = f"ktbridge convert {quote(str(adapters[0].path))} --to {to} --output D"
+        where, found = str(adapters[0].path), "is a raw training directory"
+        yield problem("KTB901", where, found, "a serving directory", next_step=step)
+    halves = [adapter for adapter in adapters if adapter.layout in ("expert", "nonexpert")]
+    if len(halves) > 1:
+        found = f"is one half of a split pair with {halves[1].path}: a request has one adapter"
+        yield problem("KTB901", str(halves[0].path), found, "one directory with both")
 
 
 def check_engine(

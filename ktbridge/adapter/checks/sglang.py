@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from shlex import quote
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter
-from ktbridge.adapter.engines import SGLANG, SGLANG_RUN, SGLANG_SEEN, version_order
+from ktbridge.adapter.engines import SGLANG, SGLANG_RUN, SGLANG_SEEN
 from ktbridge.adapter.keys import CANONICAL
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
@@ -44,23 +43,11 @@ _MERGE = "train without it, or merge the adapter"
 
 
 def check_sglang(
-    adapters: Sequence[Adapter], version: str, base: ModelConfig | None = None
+    adapters: Sequence[Adapter], _version: str, base: ModelConfig | None = None
 ) -> Iterator[Problem]:
-    """Everything in the directories that SGLang ends over or drops, each directory as one adapter."""
-    if version_order(version) != version_order(SGLANG_SEEN):
-        found = f"is not the version looked at: what {SGLANG} {SGLANG_SEEN} does is applied"
-        yield problem("KTB902", f"{SGLANG}=={version}", found, SGLANG_SEEN)
+    """Everything in serving directories that SGLang ends over or drops, each directory as one adapter."""
     for adapter in adapters:
-        if adapter.layout != "raw":
-            yield from _served(adapter, base)
-        elif len(adapters) == 1:  # else the reference of the others
-            step = f"ktbridge convert {quote(str(adapter.path))} --to sglang-3d --output D"
-            found = "is a raw training directory"
-            yield problem("KTB901", str(adapter.path), found, "a serving directory", next_step=step)
-    halves = [adapter for adapter in adapters if adapter.layout in ("expert", "nonexpert")]
-    if len(halves) > 1:
-        found = f"is one half of a split pair with {halves[1].path}: a request has one adapter"
-        yield problem("KTB901", str(halves[0].path), found, "one directory with both")
+        yield from _served(adapter, base)
     if base is not None and base.family is not None and base.family.name not in SGLANG_RUN:
         found = f"is of {base.family.name}, of which nothing was run in {SGLANG} {SGLANG_SEEN}"
         yield problem("KTB647", str(base.path), found)

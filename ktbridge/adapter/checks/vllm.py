@@ -33,27 +33,14 @@ _DEFAULT_RANK = 16
 def check_vllm(
     adapters: Sequence[Adapter], version: str, base: ModelConfig | None = None
 ) -> Iterator[Problem]:
-    """Everything in the directories that vLLM rejects or drops, each directory as one adapter."""
-    if version_order(version) != version_order(VLLM_SEEN):
-        found = f"is not the version looked at: what {VLLM} {VLLM_SEEN} does is applied"
-        yield problem("KTB902", f"{VLLM}=={version}", found, VLLM_SEEN)
+    """Everything in serving directories that vLLM rejects or drops, each directory as one adapter."""
     for adapter in adapters:
-        if adapter.layout == "raw" and len(adapters) > 1:
-            continue  # the reference of the others
-        step = f"ktbridge convert {quote(str(adapter.path))} --to vllm --output D"
-        if adapter.layout == "raw":
-            found = "is a raw training directory"
-            yield problem("KTB901", str(adapter.path), found, "a serving directory", next_step=step)
-            continue
         yield from _rank(adapter)
         if version_order(version) <= version_order(VLLM_WITHOUT_PATTERNS):
             yield from _patterns(adapter, version)
         if base is not None and base.family is not None:
+            step = f"ktbridge convert {quote(str(adapter.path))} --to vllm --output D"
             yield from _paths(adapter, base.family, step)
-    halves = [adapter for adapter in adapters if adapter.layout in ("expert", "nonexpert")]
-    if len(halves) > 1:
-        found = f"is one half of a split pair with {halves[1].path}: a request has one adapter"
-        yield problem("KTB901", str(halves[0].path), found, "one directory with both")
 
 
 def _rank(adapter: Adapter) -> Iterator[Problem]:
