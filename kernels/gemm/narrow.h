@@ -10,8 +10,7 @@
 namespace ktbridge {
 namespace {
 
-// Right strips with so many live columns or fewer come here (measured: docs/kernel-log.md, entries 25 and
-// 40).
+// Right strips with so many live columns or fewer come here (docs/kernel-log.md, entries 25 and 40).
 constexpr int kNarrow = 4;
 
 // Rows of a matrix lie far apart, so each is a stream of its own for hardware to follow, and rows a power

@@ -21,9 +21,11 @@ template <Storage kStorage>
 inline void rows_to_left(const Matrix w, int row, bf16* strip) {
   const int live = w.rows - row < kStrip ? w.rows - row : kStrip;
   const int whole_columns = w.columns / kSteps * kSteps;
+  const std::ptrdiff_t end = stored_bytes(kStorage, whole_columns);
   for (int column = 0; column < whole_columns; column += kSteps, strip += kTile) {
     const std::ptrdiff_t at = stored_bytes(kStorage, column);
     const char* ahead = static_cast<const char*>(w.data) + row * w.stride + at + kBytesAhead;
+    if (at + kBytesAhead >= end) ahead += kStrip * w.stride - end;  // the next strip's beginning
     for (int r = 0; r < live && at % 64 == 0; ++r)  // a hint only, so it may point past the end
       __builtin_prefetch(ahead + r * w.stride);
     for (int r = 0; r < live; ++r) store(strip + r * kSteps, decode<kStorage>(w, row + r, column));
@@ -58,8 +60,7 @@ inline void row_pair_to_right(const Matrix w, int k, int column, Strips target) 
 }
 
 // A panel of 64 or 128 columns that are all there, in a loop without conditions: most of a large matrix.
-// Near its end it asks for the first rows of the panel beside it, which arrive while this one is
-// multiplied.
+// Near its end it asks for the first rows of the next panel, which arrive while this one is multiplied.
 template <Storage kStorage, int kStrips>
 inline int whole_panel_to_right(const Matrix w, int column, Strips target) {
   constexpr int kWidth = stored_bytes(kStorage, kStrips * kStrip);
