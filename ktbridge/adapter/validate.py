@@ -138,10 +138,7 @@ def validate_adapter(
         if name == ENGINE:
             report.problems += check_engine(adapters, f"{name}=={version}", base, base_name)
         elif name:
-            other = _OTHERS[name]
-            report.problems += check_directories(adapters, name, version, other.to)
-            serving = [adapter for adapter in adapters if adapter.layout != "raw"]
-            report.problems += other.check(serving, version, base)
+            report.problems += _other_engine(adapters, name, version, base)
         if structure_only:
             for adapter in adapters:
                 report.problems += _rounded_dtypes(adapter)
@@ -151,6 +148,16 @@ def validate_adapter(
     found = dict.fromkeys(report.problems)  # a base that can't be read may be told twice
     report.problems = sorted(found, key=lambda finding: _ORDER[finding.severity])
     return report
+
+
+def _other_engine(
+    adapters: Sequence[Adapter], name: str, version: str, base: ModelConfig | None
+) -> Iterator[Problem]:
+    """What an engine that isn't SGLang-KT makes of the directories."""
+    other = _OTHERS[name]
+    yield from check_directories(adapters, name, version, other.to)
+    serving = [adapter for adapter in adapters if adapter.layout != "raw"]
+    yield from other.check(serving, version, base)
 
 
 def _read_base(name: str, report: ValidationReport) -> Modules | None:
