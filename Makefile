@@ -10,6 +10,9 @@
 # make test-vllm    `verify` against vLLM's own server on a CPU (a third party's build; 2.5 GB in .venv-vllm, once)
 # make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
+# make test-newest   the suite on the newest libraries that pyproject.toml allows, after naming what is newer
+#                    than the versions of constraints-tested.txt (2 GB in .venv-newest, made anew)
+# make lock    write the newest versions into constraints-tested.txt, which demo, test and CI install
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
 # make soak    serve under mixed and hostile requests, eval of a misbehaving server, train killed and resumed,
 #              SECONDS=600 and some minutes more; a report in build/soak
@@ -31,10 +34,14 @@ CTEST ?= ctest
 NATIVE := CMakeLists.txt pyproject.toml $(shell find kernels -path kernels/tests -prune -o -type f -print)
 PYTHON_FILES := ktbridge scripts tests
 CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
-CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS)
+CPU := $(if $(shell command -v nvidia-smi 2>/dev/null),,constraints-cpu.txt)
+TESTED := constraints-tested.txt
+# For what is built from source, older pips take PIP_CONSTRAINT and newer ones PIP_BUILD_CONSTRAINT.
+PIP_INSTALL := PIP_CONSTRAINT="$(TESTED) $(CPU)" PIP_BUILD_CONSTRAINT="$(TESTED)" \
+  $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP_OTHER := python -m pip install --disable-pip-version-check --quiet $(CPU:%=-c %)
 
-.PHONY: demo test test-oldest test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
+.PHONY: demo test test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -46,14 +53,21 @@ test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory test-kernels CMAKE=$(BIN)/cmake CTEST=$(BIN)/ctest
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-## The interpreter's own newest libraries are `make test` in a fresh clone.
 test-oldest:
 	@$(PYTHON) -m venv .venv-oldest
-	@.venv-oldest/bin/python -m pip install --disable-pip-version-check --quiet packaging
-	@.venv-oldest/bin/python scripts/oldest.py > .venv-oldest/oldest.txt
-	@.venv-oldest/bin/python -m pip install --disable-pip-version-check --quiet $(CONSTRAINTS) \
-	  -c .venv-oldest/oldest.txt -e '.[all,dev]'
+	@.venv-oldest/bin/python scripts/versions.py oldest > .venv-oldest/oldest.txt
+	@.venv-oldest/bin/$(PIP_OTHER) -c .venv-oldest/oldest.txt -e '.[all,dev]'
 	@.venv-oldest/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+test-newest:
+	@$(PYTHON) -m venv --clear .venv-newest
+	@.venv-newest/bin/$(PIP_OTHER) -e '.[all,dev]'
+	@echo "Newer than the tested versions:"; .venv-newest/bin/python scripts/versions.py changed .venv-newest/bin/python
+	@.venv-newest/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+## Then run `make test`, and commit constraints-tested.txt if it passes.
+lock:
+	@$(PYTHON) scripts/versions.py lock
 
 test-peft: $(VENV)/.dev
 	@for release in 0.18.1 0.19.1 0.20.0; do \
@@ -173,17 +187,17 @@ clean:
 	rm -rf $(VENV) $(ENGINE_VENV) $(LOADERS_VENV) $(CLIENTS) $(LLAMA) $(VLLM) build dist $(DEMO_DIR)
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "ktbridge needs Python 3.10 or newer; run: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "training needs Python 3.11 or newer, as trl does; run: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 ## The kernels are compiled here, so these follow the C++ sources too.
-$(VENV)/.demo: $(BIN)/python $(NATIVE)
+$(VENV)/.demo: $(BIN)/python $(NATIVE) $(TESTED) $(CPU)
 	@echo "Installing ktbridge and what the demo needs into $(VENV) (a few minutes the first time) ..."
 	@$(PIP_INSTALL) -e '.[all]'
 	@touch $@
 
-$(VENV)/.dev: $(BIN)/python $(NATIVE)
+$(VENV)/.dev: $(BIN)/python $(NATIVE) $(TESTED) $(CPU)
 	@echo "Installing ktbridge and its development tools into $(VENV) (a few minutes the first time) ..."
 	@$(PIP_INSTALL) -e '.[all,dev]'
 	@touch $@

@@ -1,8 +1,12 @@
 """What messages say of installing ktbridge and its engine: commands that work as they are printed."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,3 +86,80 @@ def test_the_engine_is_named_in_one_way():
     for path, text in texts.items():
         for name in re.findall(r"install '?((?:sglang-kt|ktransformers)[^\s'`]*)", text):
             assert re.fullmatch(r"ktransformers\[sglang\]==(?:\{.*|[\d.]+)", name), (path, name)
+
+
+def versions(*words: str) -> str:
+    run = [sys.executable, ROOT / "scripts" / "versions.py", *words]
+    return subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_tested_versions_are_within_the_ranges_that_users_get():
+    """What pyproject.toml asks for is in the lock, once for each Python, and the ranges admit it."""
+    requirements = pytest.importorskip("packaging.requirements")
+    pinned: dict[str, list] = {}
+    for line in (ROOT / "constraints-tested.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pin = requirements.Requirement(line)
+            pinned.setdefault(pin.name.replace("_", "-").lower(), []).append(pin)
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lists = (*found["project"]["optional-dependencies"].values(), found["project"]["dependencies"])
+    asked = [requirements.Requirement(one) for each in lists for one in each]
+    asked = [one for one in asked if not one.name.startswith(("ktbridge", "torch"))]
+    assert len(asked) > 25
+    for one in asked:
+        pins = pinned[one.name.lower()]
+        for python in ("3.11", "3.12", "3.13", "3.14"):
+            (own,) = (
+                p for p in pins if not p.marker or p.marker.evaluate({"python_version": python})
+            )
+            (version,) = (each.version for each in own.specifier)
+            assert one.specifier.contains(version), f"{own} is outside {one}"
+    assert "torch" not in pinned  # CPU and GPU machines take different ones
+
+
+def test_oldest_and_changed_versions_are_named():
+    oldest = versions("oldest").split()
+    assert "numpy==2.0" in oldest
+    assert not any(one.startswith("torch==") for one in oldest)
+    said = versions("changed", sys.executable)
+    lines = said.splitlines()
+    assert all(re.fullmatch(r"\S+ \S+ \(tested: \S+\)|nothing: .*", line) for line in lines)
+
+
+NOISE = """
+import logging, warnings
+from click.testing import CliRunner
+from ktbridge.cli import main
+from ktbridge.cli._app import Command
+
+@main.command("noise", cls=Command)
+def noise():
+    logging.getLogger("peft.tuners").warning("peft talks")
+    import transformers
+    transformers.utils.logging.get_logger("transformers.models").warning_once("transformers talks")
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.warn("it will go", category)
+    warnings.warn("this is for the user")
+
+main.commands["noise"] = noise
+main._table["noise"] = ""
+main.get_command = lambda ctx, name: main.commands[name]
+main(["noise"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "heard"),
+    [
+        ([], {}, {"this is for the user"}),
+        (["-W", "default"], {}, {"it will go", "this is for the user"}),
+        ([], {"TRANSFORMERS_VERBOSITY": "warning"}, {"transformers talks", "this is for the user"}),
+    ],
+)
+def test_a_librarys_words_about_itself_stay_off_the_terminal(options, environment, heard):
+    run = [sys.executable, *options, "-c", NOISE]
+    done = subprocess.run(
+        run, capture_output=True, text=True, env={**os.environ, **environment}, check=True
+    )
+    said = ("it will go", "peft talks", "transformers talks", "this is for the user")
+    assert {text for text in said if text in done.stderr} == heard, done.stderr

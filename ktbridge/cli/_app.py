@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,6 +74,7 @@ class Command(click.Command):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
+        _quiet_libraries()
         if ctx.meta.get("ktbridge.debug"):
             return super().invoke(ctx)
         as_json = bool(ctx.params.get("as_json"))
@@ -100,6 +103,23 @@ class Command(click.Command):
             render(KtbridgeError(message), as_json)
             number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
             sys.exit(128 + number)
+
+
+def _quiet_libraries() -> None:
+    """Keep off the terminal what libraries say of themselves: deprecations, advice for developers.
+
+    What a user has to know is a problem of ours. Who asked Python for warnings (-W), or for errors in their
+    place, gets them; the libraries' own variables, such as TRANSFORMERS_VERBOSITY, go before ours.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    for name in ("trl", "peft", "accelerate"):
+        if logging.getLogger(name).level == logging.NOTSET:
+            logging.getLogger(name).setLevel(logging.ERROR)
+    if sys.warnoptions or any(action == "error" for action, *_ in warnings.filters):
+        return
+    for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
 
 
 def _forget_unprinted() -> None:

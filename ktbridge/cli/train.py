@@ -67,7 +67,7 @@ def command(
     with stdout_for_results(), stderr.status("Loading torch …"):
         from ktbridge.sft import prepare, trainer
 
-        trainer.quiet_libraries()
+        trainer.show_no_bars_of_libraries()
     with progress_bar("reading rows", unit="rows") as bar:
         ready = prepare.prepare(parsed, here.size, bar, declared)
     print_problems(ready.notes)
@@ -121,7 +121,7 @@ def _follow(parsed: TrainConfig, local_rank: int) -> None:
     with stdout_for_results():
         from ktbridge.sft import trainer
 
-        trainer.quiet_libraries()
+        trainer.show_no_bars_of_libraries()
         trainer.train(parsed)
 
 

@@ -382,17 +382,12 @@ def _result(
     )
 
 
-def quiet_libraries() -> None:
-    """Silence the libraries' own progress bars and advice: the caller shows ours."""
-    import logging
+def show_no_bars_of_libraries() -> None:
+    """Silence the libraries' own progress bars and their advice on workers: the caller shows ours."""
     import warnings
 
     import datasets
 
-    # What transformers plans to rename is between it and PEFT; our user can't act on it.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft|trl)\.")
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    logging.getLogger("trl").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()

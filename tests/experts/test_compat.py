@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tinymoe import tiny_config, tiny_model
+from tinymoe import add_adapter, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3MoeForCausalLM
 from transformers.integrations import moe
@@ -103,7 +103,7 @@ def test_experts_with_a_gate_of_their_own_are_told_from_others() -> None:
 def test_transformers_own_adapter_is_seen() -> None:
     model = tiny_model()
     assert not compat.is_adapted_by_transformers(model)
-    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    add_adapter(model, LoraConfig(r=2, target_modules=["q_proj"]))
     assert compat.is_adapted_by_transformers(model)
 
 

@@ -17,7 +17,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from tinymoe import tiny_model, tiny_tokenizer
+from tinymoe import add_adapter, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -65,13 +65,13 @@ def peft_first(model: Any = None, **options: Any) -> Any:
 def added_last(model: Any = None) -> Any:
     """transformers' own way to PEFT."""
     model = wrap_experts(model or tiny_model())
-    model.add_adapter(lora())
+    add_adapter(model, lora())
     return model
 
 
 def added_first(model: Any = None) -> Any:
     model = model or tiny_model()
-    model.add_adapter(lora())
+    add_adapter(model, lora())
     return wrap_experts(model)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from peft.tuners.lora import Linear, LoraLayer
 from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.inject import IMPLEMENTATION
@@ -25,6 +27,9 @@ from ktbridge.served_names import ServedArm
 
 log = logging.getLogger(__name__)
 
+_OUTPUTS = {field.name for field in fields(CausalLMOutputWithPast)}
+CACHE = "cache" if "cache" in _OUTPUTS else "past_key_values"
+"""Name of the cache as an argument and an output of every model: transformers 5.24 renamed it."""
 SAME = 0.3  # relative to the logits' norm: bfloat16 rounding is far below, a lost state far above
 
 
@@ -68,11 +73,11 @@ class Engine:
         self._mixer.select([arm])
         output = self.model(
             input_ids=torch.tensor([list(ids)]),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=0 if all_logits else 1,
+            **{CACHE: cache},
         )
-        return output.logits[0], output.past_key_values
+        return output.logits[0], output[CACHE]
 
     @torch.inference_mode()
     def prefill_seen(
@@ -94,7 +99,7 @@ class Engine:
         output = self.model(
             input_ids=tokens, position_ids=positions, use_cache=True, logits_to_keep=1, **images
         )
-        return output.logits[0], output.past_key_values, int(shifts)
+        return output.logits[0], output[CACHE], int(shifts)
 
     @torch.inference_mode()
     def step(
@@ -120,8 +125,8 @@ class Engine:
             input_ids=torch.tensor(ids)[:, None],
             attention_mask=mask,
             position_ids=past + torch.tensor(shifts)[:, None] if shifts else past,
-            past_key_values=cache,
             use_cache=True,
+            **{CACHE: cache},
         )
         return output.logits[:, -1]
 
