@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Versions of the libraries: the oldest that pyproject.toml allows, the tested ones, and what is newer.
 
-    scripts/versions.py lock              resolve the newest for each Python found, into constraints-tested.txt
+    scripts/versions.py lock              write the newest that each Python found would get, into the lock
     scripts/versions.py oldest            print the oldest, as constraints for pip
     scripts/versions.py changed PYTHON    print what an environment has in another version than the tested one
 
