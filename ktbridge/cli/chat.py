@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ktbridge.predict.inference import Inference
     from ktbridge.serve.chat import Child, Conversation
 
+_EMPTY_THOUGHT = re.compile(r"\A\s*<think>\s*</think>\s*")
 HELP = """\
 /base /expert /full   let that arm answer from now on
 /compare [QUESTION]   ask every arm, side by side (default: the last question); leaves no trace
@@ -216,6 +218,7 @@ def _converse(talk: Conversation, child: Child | None) -> bool:
 def _lines(talk: Conversation) -> Iterator[str]:
     """Typed or piped lines, except empty ones. Raises Terminated."""
     if not sys.stdin.isatty():
+        click.echo(f"{talk.arm} ({talk.arms[talk.arm]}) answers", err=True)
         for piped in sys.stdin:
             if line := piped.strip():
                 yield line
@@ -254,12 +257,32 @@ def _write(pieces: Generator[str, None, None]) -> None:
     """Stream an answer. Ctrl-C also stops it at the server."""
     shown = _plain if sys.stdout.isatty() else str
     try:
-        for piece in pieces:
+        for piece in _without_empty_thought(pieces):
             sys.stdout.write(shown(piece))
             sys.stdout.flush()
     finally:
         pieces.close()
         click.echo()
+
+
+def _without_empty_thought(pieces: Iterable[str]) -> Iterator[str]:
+    """The answer's pieces without the empty thought that some templates begin it with."""
+    begun, held = False, ""
+    for piece in pieces:
+        if begun:
+            yield piece
+            continue
+        held += piece
+        rest = held.lstrip()
+        thought = rest.removeprefix("<think>").lstrip() if rest.startswith("<think>") else None
+        if "<think>".startswith(rest) or (thought is not None and "</think>".startswith(thought)):
+            continue
+        text = _EMPTY_THOUGHT.sub("", held)
+        if text:
+            begun = True
+            yield text
+    if not begun:
+        yield _EMPTY_THOUGHT.sub("", held)
 
 
 def _plain(text: str) -> str:
@@ -314,7 +337,12 @@ def _compare(talk: Conversation, question: str) -> None:
 
     def table() -> Table:
         columns = Table(*(shown(f"{arm}: {talk.arms[arm]}") for arm in answers), expand=True)
-        columns.add_row(*(Text(_plain(answer), overflow="fold") for answer in answers.values()))
+        columns.add_row(
+            *(
+                Text(_plain(_EMPTY_THOUGHT.sub("", answer)), overflow="fold")
+                for answer in answers.values()
+            )
+        )
         return columns
 
     # While streaming, as much as fits the screen; then everything.
@@ -330,6 +358,6 @@ def _compare(talk: Conversation, question: str) -> None:
     else:
         for arm, answer in answers.items():
             if arm not in dict(failed):
-                click.echo(f"[{arm}] {answer}")
+                click.echo(f"[{arm}] {_EMPTY_THOUGHT.sub('', answer)}")
     for arm, error in failed[:1]:
         raise KtbridgeError(f"{arm}: {error.sentence}", error.next_step)

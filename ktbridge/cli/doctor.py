@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import groupby
 
 import click
 
@@ -40,10 +41,13 @@ def command(engine_python: str | None, quick: bool, as_json: bool) -> None:
         emit_json(diagnosis.as_dict())
     else:
         table = Table(box=None, show_header=False, padding=(0, 1))
-        for check in diagnosis.checks:
-            found = escape(check.found)
-            if check.remedy:
-                found += f"\n[dim]{escape(check.remedy)}[/]"
-            table.add_row(MARKS[check.state], f"[bold]{check.topic}[/]", found)
-        console.print(table)
+        alike = groupby(diagnosis.checks, key=lambda each: (each.state, each.found, each.remedy))
+        for (state, found, remedy), checks in alike:
+            topics = ", ".join(escape(check.topic) for check in checks)
+            text = escape(found) + (f"\n[dim]{escape(remedy)}[/]" if remedy else "")
+            table.add_row(MARKS[state], f"[bold]{topics}[/]", text)
+        with console.capture() as captured:
+            console.print(table)
+        for line in captured.get().splitlines():  # rich pads each line to the width
+            click.echo(line.rstrip(), color=console.is_terminal)
     sys.exit(0 if diagnosis.ok else 1)

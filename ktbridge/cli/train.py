@@ -193,7 +193,7 @@ def _held_out_line(held: HeldOutResult) -> str:
     by = "" if held.metric == "loss" else f" (by {held.metric}: {held.best:.4f})"
     return (
         f"loss on {rows}: {', '.join(losses)}{by}{early}; "
-        f"published is step {held.published_step} ({held.evaluations} evaluations, {held.seconds:.0f} s)"
+        f"saved: step {held.published_step} ({held.evaluations} evaluations, {held.seconds:.0f} s)"
     )
 
 

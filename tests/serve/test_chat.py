@@ -9,10 +9,14 @@ import signal
 import subprocess
 import termios
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ktbridge.cli.chat import _without_empty_thought
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.chat import arms_of
 
@@ -264,3 +268,25 @@ def test_which_names_are_which_arm():
     for model in ("s:nya", "t:a", "a", ""):
         with pytest.raises(KtbridgeError, match="does not list"):
             arms_of(model, ["s", "s:a"])
+
+
+@given(
+    st.sampled_from(
+        [
+            "<think>\n\n</think>\n\nNya~",
+            "<think>I see.</think>Yes",
+            " <think> <b",
+            "<think>",
+            "<th",
+            "Hi <think>",
+            "",
+        ]
+    ),
+    st.lists(st.integers(0, 30), max_size=8),
+)
+def test_an_empty_thought_is_not_shown(answer, cuts):
+    """However the answer is cut into pieces; a thought with words is shown."""
+    ends = sorted({0, len(answer), *(cut for cut in cuts if cut <= len(answer))})
+    pieces = [answer[start:end] for start, end in pairwise(ends)]
+    expected = "Nya~" if answer.endswith("Nya~") else answer
+    assert "".join(_without_empty_thought(pieces)) == expected

@@ -359,7 +359,7 @@ def test_the_command_shows_what_overfitting_is(run_dir: Path) -> None:
         assert re.search(rf"step +{step}/5  held-out loss {loss:.4f}  accuracy 0\.", told.stderr)
     assert (
         f"loss on 7 held-out rows: {losses[0]:.4f} before training, {losses[best]:.4f} at step {best}, "
-        f"the best, {losses[5]:.4f} at the end; published is step 5 (6 evaluations"
+        f"the best, {losses[5]:.4f} at the end; saved: step 5 (6 evaluations"
     ) in told.stdout
     # Which step is the best, and by how much, is the CPU's rounding's to say: a warning begins at 1 %.
     warned = "warning KTC030  step 5: eval_loss" in told.stderr

@@ -66,7 +66,7 @@ NoBias = Annotated[
 ]
 NoTools = Annotated[
     list[object],
-    _neutral("tools are not supported by this engine"),
+    _neutral("tools are not supported by this engine; `ktbridge serve --engine sglang` takes them"),
     Field(json_schema_extra={"maxItems": 0}),
 ]
 # One fault of a list is enough: a reply that told each would be larger than the request, and slower.
@@ -194,8 +194,16 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
+def _text_only(value: str) -> str:
+    if value != "text":
+        raise ValueError(
+            "this engine answers with text alone; `ktbridge serve --engine sglang` takes other formats"
+        )
+    return value
+
+
 class TextFormat(Strict):
-    type: Literal["text"]
+    type: Annotated[str, AfterValidator(_text_only), WithJsonSchema({"const": "text"})]
 
 
 class Request(Strict):

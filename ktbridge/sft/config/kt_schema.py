@@ -36,7 +36,7 @@ class KtConfig:
     or int4, the others read experts as the checkpoint stores them; AMXBF16, AMXINT8 and AMXINT4
     with _SkipLoRA at the end also do what kt_skip_expert_lora_adaptation does."""
     kt_num_threads: int = option(whole(0, 4096), 0)
-    """Kernel threads; 0 takes KTBRIDGE_THREADS, else the cores this process may use."""
+    """Kernel threads; 0 takes KTBRIDGE_THREADS, else the physical cores this process may use."""
     kt_threadpool_count: int | None = option(whole(1, 64), None)
     """Thread pools of kt-kernel, one for each NUMA node; ours is one pool over all nodes."""
     kt_weight_path: str | None = option(text, None)

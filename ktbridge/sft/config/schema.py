@@ -296,7 +296,7 @@ class TrainConfig:
     use_kt: bool = option(
         flag, True, "Without CPU experts ktbridge adds nothing: train with PEFT or LLaMA-Factory."
     )
-    """true: the experts on the CPU are what this is for."""
+    """Must be true. `kt_experts` says where the experts are computed."""
     kt_cpu_activation: str | None = option(one_of("retain", "recompute"), None)
     """What the experts' forward keeps: retain (default) is faster, recompute needs less memory; same
     results."""
