@@ -22,6 +22,7 @@ Layout = Literal["raw", "expert", "nonexpert", "merged"]
 CONFIG_FILE = "adapter_config.json"
 MODEL_FILE = "adapter_model.safetensors"
 FUSED_FILE = "fused_expert_lora.safetensors"
+AUTOMODEL_FILE = "automodel_peft_config.json"
 MAX_ALPHA = 1e6  # nobody trains with more, and float32 and bfloat16 overflow far above
 
 
@@ -92,7 +93,10 @@ class Adapter:
     Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None);
     ``experts`` by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that
     are neither; ``files``; ``trained_as``, the configuration that lists the selected layers;
-    ``stamps``, size, time and inode of these files when they were read.
+    ``stamps``, size, time and inode of these files when they were read. ``given_alpha``: the experts', if
+    the command gave it. ``by_kt``: whether KTransformers trained the experts, if the format that was asked
+    for says so; ``ktbridge.adapter.lora_config`` has every module's scale. ``automodel``: NeMo AutoModel's
+    own configuration, beside PEFT's.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:
@@ -106,6 +110,9 @@ class Adapter:
         self.leftovers: list[Part] = []
         self.trained_as = config
         self.stamps: Stamps = {}
+        self.given_alpha: float | None = None
+        self.by_kt: bool | None = None
+        self.automodel: dict[str, Any] | None = None
 
     @property
     def rank(self) -> int:
@@ -117,7 +124,9 @@ class Adapter:
 
     @property
     def alpha(self) -> float:
-        """The alpha the experts were trained with: the manifest's, else the configuration's."""
+        """The alpha the experts were trained with: the given one, the manifest's, the configuration's."""
+        if self.given_alpha is not None:
+            return self.given_alpha
         return _number(self._lora("alpha", self.config.get("lora_alpha")), self.path)
 
     @property
@@ -158,8 +167,9 @@ class Adapter:
     def expert_tensor(self, layer: int, name: str) -> Tensor:
         """``name`` ("gate_lora_a", ...) of all experts of a layer, stacked.
 
-        Shapes: gate/up a [E,r,H], b [E,I,r]; down a [E,r,I], b [E,H,r]. A view of the memory-mapped
-        file where the data is contiguous there, else a copy. KtbridgeError when the layer or an
+        Shapes: gate/up a [E,r,H], b [E,I,r]; down a [E,r,I], b [E,H,r]; with zeros up to the widest rank
+        where experts differ in it. A view of the memory-mapped file where the data is contiguous
+        there, else a copy. KtbridgeError when the layer or an
         expert is missing.
         """
         if name not in FUSED_NAMES:
@@ -172,17 +182,25 @@ class Adapter:
             return stack.fused.file.tensor(stack.fused.entry.name)
         pieces = [piece for _, piece in stack.slices()]
         first = pieces[0]
-        if len(pieces) != stack.count or any(p[3:] != first[3:] for p in pieces):
+        axis = 0 if half == "a" else 1
+        ranks = {piece.shape[axis] for piece in pieces if len(piece.shape) == 2}
+        wide = [
+            piece._replace(shape=_at_rank(piece.shape, axis, max(ranks, default=0)))
+            for piece in pieces
+        ]
+        if len(pieces) != stack.count or any(p[3:] != wide[0][3:] for p in wide):
             raise KtbridgeError(
                 f"{self.path} has an incomplete or uneven {name} for layer {layer}",
                 f"run ktbridge validate {self.path}",
             )
         data: memoryview | bytes
-        if all(a.file is b.file and a.end == b.start for a, b in pairwise(pieces)):
+        if len(ranks) > 1:
+            data = b"".join(_padded(piece, axis, max(ranks)) for piece in pieces)
+        elif all(a.file is b.file and a.end == b.start for a, b in pairwise(pieces)):
             data = first.file.view(first.start, pieces[-1].end)
         else:
             data = b"".join(piece.file.view(piece.start, piece.end) for piece in pieces)
-        return Tensor(fused_key(layer, name), first.dtype, (len(pieces), *first.shape), data)
+        return Tensor(fused_key(layer, name), first.dtype, (len(pieces), *wide[0].shape), data)
 
     def tensors(self) -> Iterator[Part]:
         """The LoRA tensors of both halves: all but ``leftovers``."""
@@ -241,6 +259,21 @@ def _shown(adapter: Adapter, rank: str, alpha: str) -> str:
         except KtbridgeError:
             found.append(f"no {name.rpartition('_')[2]}")
     return ", ".join(found)
+
+
+def _at_rank(shape: tuple[int, ...], axis: int, rank: int) -> tuple[int, ...]:
+    return (*shape[:axis], rank, *shape[axis + 1 :]) if len(shape) == 2 else shape
+
+
+def _padded(piece: Slice, axis: int, rank: int) -> bytes:
+    """The bytes of a matrix with zeros up to ``rank``."""
+    data = piece.file.view(piece.start, piece.end)
+    rows, columns = piece.shape
+    size = len(data) // max(rows * columns, 1)
+    if axis == 0:
+        return bytes(data) + bytes((rank - rows) * columns * size)
+    more, width = bytes((rank - columns) * size), columns * size
+    return b"".join(bytes(data[row * width : (row + 1) * width]) + more for row in range(rows))
 
 
 def _number(value: object, path: Path) -> float:

@@ -1,8 +1,9 @@
-"""Tensors that are planned but not yet read, and the two ways in which a value may change.
+"""Tensors that are planned but not yet read, and the few ways in which a value may change.
 
 All formats hold the same numbers in different orders, so a tensor is handled as bit patterns: uint16
 for BF16 and F16, uint32 for F32. Moving bits can't round, so every format is exact by construction.
-Only ``Block.to_bf16`` (rounding) and ``Block.times`` (exact scaling) change values.
+Only ``Block.to_bf16`` (rounding), ``Block.times`` (exact scaling) and ``Block.multiplied`` (in float32)
+change values.
 
 numpy is imported where values are read: a conversion between KT's own layouts only copies bytes.
 """
@@ -10,7 +11,7 @@ numpy is imported where values are read: a conversion between KT's own layouts o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,6 +95,35 @@ class Block(NamedTuple):
             return self._replace(dtype="BF16")
         return self._changed("BF16", 1.0, where)._replace(parts=parts)
 
+    def to_f32(self) -> Block:
+        """Values widened to float32, exactly."""
+        parts = tuple(part.to_f32() for part in self.parts)
+        if self.dtype == "F32":
+            return self._replace(parts=parts)
+        if self.span is not None:
+            return self._replace(dtype="F32", parts=parts)
+        return self._changed("F32", 1.0, "")._replace(parts=parts)
+
+    def multiplied(self, factor: float) -> Block:
+        """Float32 values times any factor, each rounded once."""
+
+        def make() -> Bits:
+            import numpy as np
+
+            values = self.load().view(np.float32) * np.float64(factor)
+            return values.astype(np.float32).view(BITS["F32"])
+
+        assert self.dtype == "F32"
+        parts = tuple(part.multiplied(factor) for part in self.parts)
+        return Block(self.dtype, self.shape, make, parts=parts)
+
+    def scaled(self, factor: float, where: str) -> Block:
+        """Values times ``factor``: exactly if it is a power of two, in float32 otherwise."""
+        if math.frexp(factor)[0] == 0.5:
+            parts = tuple(part.times(factor, where) for part in self.parts)
+            return self.times(factor, where)._replace(parts=parts)
+        return self.multiplied(factor)
+
     def _changed(self, dtype: str, factor: float, where: str) -> Block:
         def make() -> Bits:
             import numpy as np
@@ -110,6 +140,37 @@ def bytes_of(bits: Bits) -> memoryview:
 
     whole: Any = np.ascontiguousarray(bits)
     return memoryview(whole).cast("B") if whole.size else memoryview(b"")
+
+
+def padded(block: Block, axis: int, rank: int) -> Block:
+    """A block with zeros up to ``rank`` on one axis."""
+    if block.shape[axis] == rank:
+        return block
+    missing = [(0, 0)] * len(block.shape)
+    missing[axis] = (0, rank - block.shape[axis])
+    shape = (*block.shape[:axis], rank, *block.shape[axis + 1 :])
+
+    def pad(bits: Bits) -> Bits:
+        import numpy as np
+
+        return np.pad(bits, missing)
+
+    return block.then(shape, pad)
+
+
+def scaled_each(block: Block, factors: Sequence[float], where: str) -> Block:
+    """A stack in which each expert's matrix is multiplied by its own factor."""
+    if len(set(factors)) == 1:
+        return block.scaled(factors[0], where)
+    if block.parts:
+        parts = zip(block.parts, factors, strict=True)
+        return block_of_stack(tuple(part.scaled(factor, where) for part, factor in parts), where)
+
+    def slice_of(expert: int) -> Block:
+        return block.then(block.shape[1:], lambda bits: bits[expert])
+
+    each = tuple(slice_of(e).scaled(factor, where) for e, factor in enumerate(factors))
+    return block_of_stack(each, where)._replace(parts=())
 
 
 def block_of(file: TensorFile, entry: Entry) -> Block:
@@ -129,9 +190,11 @@ def block_of_stack(parts: tuple[Block, ...], where: str) -> Block:
     if (
         alike
         and len(spans) == len(parts)
+        and len({part.factor for part in parts}) == 1
         and all(a.file is b.file and a.end == b.start for a, b in pairwise(spans))
     ):
-        return Block(first.dtype, shape, span=spans[0]._replace(end=spans[-1].end), parts=parts)
+        whole = spans[0]._replace(end=spans[-1].end)
+        return Block(first.dtype, shape, span=whole, factor=first.factor, parts=parts)
 
     def make() -> Bits:
         import numpy as np
@@ -183,7 +246,9 @@ def _changed(
     data: memoryview, stored: str, dtype: str, factor: float, where: str
 ) -> memoryview | bytes:
     changed: memoryview | bytes = data
-    if dtype != stored:
+    if dtype != stored and dtype == "F32":
+        changed = as_float32(data, stored).tobytes()
+    elif dtype != stored:
         rounded = to_bf16(data, stored)
         if rounded is None:
             raise KtbridgeError(
@@ -196,7 +261,8 @@ def _changed(
             raise KtbridgeError(
                 f"{where} has values that can't be scaled by {factor:g} in {dtype} "
                 "without rounding",
-                "choose a format with a scale of its own for either half: kt-split, peft-fused",
+                "pass --dtype f32, or choose a format with a scale of its own for either half: kt-split, "
+                "peft-fused",
             )
         changed = scaled
     return changed

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.adapter.adapter import Adapter
+from ktbridge.adapter.lora_config import half_numbers, numbers_of
 from ktbridge.adapter.outputs import DATA_FILE, LOG_FILE, PLOT_FILE
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.hub import named_repository
@@ -94,17 +95,28 @@ def _about(adapter: Adapter, base: str) -> Iterator[str]:
         modules = ", ".join(adapter.expert_modules())
         rows.append((
             "LoRA on routed experts",
-            f"rank {adapter.rank}, alpha {adapter.alpha:g}, on {modules} of {adapter.num_experts()} experts "
+            f"{_numbers(adapter, 'expert')}, on {modules} of {adapter.num_experts()} experts "
             f"in {len(adapter.expert_layers())} layers",
         ))  # fmt: skip
     if adapter.nonexpert:
         modules = ", ".join(adapter.nonexpert_modules())
-        numbers = f"rank {adapter.nonexpert_rank}, alpha {adapter.nonexpert_alpha:g}"
-        rows.append(("LoRA on other modules", f"{numbers}, on {modules}"))
+        rows.append(("LoRA on other modules", f"{_numbers(adapter, 'nonexpert')}, on {modules}"))
     size = sum(file.size for file in adapter.files)
     rows.append(("layout", f"{adapter.layout}, {size_text(size)}"))
     yield "## The adapter"
     yield _table(("", ""), rows)
+
+
+def _numbers(adapter: Adapter, half: str) -> str:
+    """Rank and alpha of a half, and whether modules of it have others."""
+    usual = half_numbers(adapter, half)
+    parts = [
+        part for part in adapter.tensors() if (part.key.kind == "lora") == (half == "nonexpert")
+    ]
+    own = {numbers_of(adapter, part.key) for part in parts}
+    more = f" (others in {len(own) - 1} kinds of modules)" if len(own) > 1 else ""
+    rslora = " with rsLoRA" if usual.rslora else ""
+    return f"rank {usual.rank}, alpha {usual.alpha:g}{rslora}{more}"
 
 
 def _training(directory: Path) -> Iterator[str]:

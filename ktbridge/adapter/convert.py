@@ -154,7 +154,8 @@ def convert_adapter(
     ``output_dir``. ``base_model`` is what the configurations will name, by default what the input
     names; if it is a directory with config.json, it also provides prefixes and sizes. ``lora_alpha``
     is the alpha the experts were trained with, if neither manifest nor configuration has it.
-    ``dtype`` "bf16" rounds wider tensors to bfloat16, "keep" leaves their bytes as they are.
+    ``dtype`` "bf16" rounds wider tensors to bfloat16, "keep" leaves their bytes as they are, "f32" widens all
+    to float32, where scales that no power of two relates are multiplied into B.
     ``overwrite`` replaces an existing adapter directory. Modes follow the umask.
     ``on_progress(done, total)`` counts bytes.
 
@@ -210,6 +211,9 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
     if dtype == "bf16":
         findings += _rounded(where, needed)
         source.round_to_bf16()
+    elif dtype == "f32":
+        source.widen()
+    findings += [] if incomplete else source.fold(to, source.widened)
     outputs: list[Output] = []
     for name in () if incomplete else _formats(to, paths):
         made, refusals = writer_of(name)(source)
@@ -250,7 +254,9 @@ def _override(source: Source, lora_alpha: float) -> list[Problem]:
     """Apply an explicit alpha to the experts; without experts it has no effect."""
     experts = bool(source.experts)
     configured = source.alpha if experts else source.nonexpert_alpha
-    if experts:
+    if experts and source.own_experts:
+        source.alpha *= lora_alpha / source.nonexpert_alpha
+    elif experts:
         source.alpha = float(lora_alpha)
     return list(overridden(str(source.path), lora_alpha, configured, experts))
 

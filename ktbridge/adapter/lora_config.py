@@ -1,25 +1,36 @@
-"""adapter_config.json as conversions write it, and the scales that one is read as.
+"""Rank, alpha and scale of each module of an adapter, and adapter_config.json as conversions write it.
 
-Training may scale modules differently: KT's experts by their own alpha/r, everything else by
-PEFT's alpha/r, by alpha/sqrt(r) under rsLoRA, by another alpha with alpha_pattern. Engines use
-one alpha/r per directory. The ratio between the two is folded into B, which is exact if it is a power
-of two (only the exponent changes) and refused otherwise.
+``numbers_of`` is the one place for a module's scale. PEFT's rule takes the configuration alone: r and
+lora_alpha, or the first entry of ``rank_pattern`` and of ``alpha_pattern`` that fits the end of the module's
+path; alpha/r, or alpha/sqrt(r) under rsLoRA. KT trains routed experts by an alpha/r of its own, whatever
+PEFT's settings are; its manifest has these numbers.
+
+Engines use one alpha/r per directory. The ratio between a module's scale and its half's is folded into B,
+which is exact if it is a power of two (only the exponent changes), and needs float32 otherwise.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, MAX_ALPHA, Adapter, is_number
+from ktbridge.adapter.keys import Key
 from ktbridge.codes import problem
-from ktbridge.errors import Problem
+from ktbridge.errors import KtbridgeError, Problem
 
-# A name or a dotted path. PEFT accepts any regular expression; others are refused here.
-_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+# PEFT matches patterns as regular expressions. Repeats are of single characters and few, and no group is
+# repeated: these can't take exponential time.
+_PATTERN = re.compile(
+    r"(?:\((?:\?:)?|\)\??|\||(?:[\w^$-]|\\[.dw]|\.|\[[\w-]+\])(?:[*+?]|\{\d{1,2}(?:,\d{1,2})?\})?)*"
+)
+MAX_PATTERNS = 2000  # each is tried on each module
+_MOST_REPEATS = 4
 # Where non-expert LoRA is attached: kept, so that loaders of the output attach it the same way.
 _PLACES = ("layers_to_transform", "layers_pattern", "exclude_modules", "revision")
 _KEPT = ("task_type", "lora_dropout", *_PLACES)
@@ -32,30 +43,17 @@ _BY_MODULES = {"nonexpert", "merged", "vllm"}
 
 
 def apply_alpha(adapter: Adapter, lora_alpha: float | None) -> Iterator[Problem]:
-    """Apply an explicit alpha to the experts, and to a configuration that has none.
-
-    Without one, per-expert tensors under rsLoRA are ambiguous: KT trains experts at alpha/r even so,
-    PEFT doesn't, and only KT's manifest distinguishes them.
-    """
+    """Apply an explicit alpha to the experts, and to a configuration that has no usable one."""
     if lora_alpha is None:
-        per_expert = any(stack.parts for stack in adapter.experts.values())
-        if per_expert and adapter.config.get("use_rslora") and adapter.manifest is None:
-            where = str(adapter.path / CONFIG_FILE)
-            found = "use_rslora is true: experts are taken as KT trains them, at alpha/r"
-            step = "if PEFT trained them, pass --lora-alpha with lora_alpha times the root of r"
-            yield problem("KTB107", where, found, severity="warning", next_step=step)
         return
     configured = adapter.config.get("lora_alpha")
-    if adapter.experts:
-        lora = (adapter.manifest or {}).get("lora")
-        lora = dict(lora) if isinstance(lora, dict) else {}
-        experts_alpha = lora.get("alpha", configured)
-        lora["alpha"] = float(lora_alpha)
-        adapter.manifest = {**(adapter.manifest or {}), "lora": lora}
-    else:
-        experts_alpha = configured
-    yield from overridden(str(adapter.path), lora_alpha, experts_alpha, bool(adapter.experts))
-    if configured is None:
+    lora = (adapter.manifest or {}).get("lora")
+    stated = lora.get("alpha") if isinstance(lora, dict) else None
+    experts_alpha = configured if stated is None else stated
+    adapter.given_alpha = float(lora_alpha)
+    if adapter.experts or is_number(configured):
+        yield from overridden(str(adapter.path), lora_alpha, experts_alpha, bool(adapter.experts))
+    if not is_number(configured):
         adapter.config = {**adapter.config, "lora_alpha": float(lora_alpha)}
 
 
@@ -63,112 +61,320 @@ def overridden(
     where: str, lora_alpha: float, configured: object, experts: bool
 ) -> Iterator[Problem]:
     """Report the effect of an explicit alpha that differs from the adapter's own."""
-    if not is_number(configured) or float(configured) == float(lora_alpha):
+    if configured is None or configured == lora_alpha:
         return
+    own = f"{configured:g}" if is_number(configured) else f"{configured!r:.80}"
     if experts:
-        found = f"alpha {lora_alpha:g} is used for the experts instead of {configured:g}"
+        found = f"alpha {lora_alpha:g} is used for the experts instead of {own}"
         yield problem("KTB707", where, found)
-    else:
-        found = (
-            f"has no expert LoRA: --lora-alpha is not used, everything else keeps {configured:g}"
-        )
+    elif is_number(configured):
+        found = f"has no expert LoRA: --lora-alpha is not used, everything else keeps {own}"
         step = "leave --lora-alpha out"
         yield problem("KTB707", where, found, severity="warning", next_step=step)
 
 
-def fold_patterns(adapter: Adapter) -> tuple[dict[str, float], list[Problem]]:
-    """Factors for B per module that replace alpha_pattern, and findings about it.
-
-    A pattern that changes nothing is dropped; another rank is always refused. Both patterns
-    are removed from the adapter's configuration, since they are resolved here.
-    """
-    config, where = adapter.config, str(adapter.path / CONFIG_FILE)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    factors: dict[str, float] = {}
-    findings: list[Problem] = []
-    # A raw tensor of all experts is no module's of PEFT, upstream SGLang's is.
-    stacks = adapter.experts.values()
-    experts = [part for stack in stacks for part in stack.sources if part.key.module]
-    parts = [*adapter.nonexpert.values(), *experts]
-    for module in sorted({part.key.module for part in parts}):
-        own = _matching(config.get("rank_pattern"), module, rank)
-        if own != rank:
-            findings.append(problem("KTB108", where, f"gives {module} rank {own}", f"r, {rank}"))
-            break
-    for module in sorted({part.key.module for part in parts}):
-        own = _matching(config.get("alpha_pattern"), module, alpha)
-        if own == alpha or not is_number(alpha):
-            continue
-        ratio = Fraction(own) / Fraction(alpha) if is_number(own) else Fraction(0)
-        found = f"gives {module} alpha {own}"
-        if not ratio or not _is_power_of_two(ratio.numerator, ratio.denominator):
-            expected = f"lora_alpha, {alpha:g}, times a power of two"
-            findings.append(problem("KTB109", where, found, expected))
-            break
-        if any(part.key.module == module for part in experts):
-            findings.append(problem("KTB109", where, found, "one alpha for routed experts"))
-            break
-        factors[module] = float(ratio)
-    else:
-        if factors:
-            step = f"nothing: it is folded into B of {len(factors)} modules, exactly"
-            found = "alpha_pattern is set"
-            findings.append(problem("KTB109", where, found, severity="info", next_step=step))
-    done = [n for n in ("rank_pattern", "alpha_pattern") if isinstance(config.get(n), dict)]
-    adapter.config = {name: value for name, value in config.items() if name not in done}
-    return factors, findings
-
-
 class Numbers(NamedTuple):
-    """Rank and alpha of one half, from its configuration."""
+    """Rank and alpha of one module, or of one half of an adapter.
+
+    ``over`` is what alpha is divided by where that isn't the tensors' own rank: 0 if it is.
+    """
 
     rank: int
     alpha: float
+    rslora: bool = False
+    over: int = 0
+
+    @property
+    def scale(self) -> float:
+        """The multiplier of B A: alpha/r, or alpha/sqrt(r) under rsLoRA."""
+        over = self.over or self.rank
+        return self.alpha / (math.sqrt(over) if self.rslora else over)
+
+    @property
+    def plain_alpha(self) -> float:
+        """The alpha that gives the same scale at the tensors' rank without rsLoRA."""
+        if self.over in (0, self.rank):
+            return self.alpha * (math.sqrt(self.rank) if self.rslora else 1.0)
+        if self.rslora:
+            return whole(self.scale * self.rank)
+        return float(Fraction(self.alpha) * self.rank / self.over)
+
+    def at(self, rank: int) -> Numbers:
+        """The numbers of the same scale with tensors of another rank."""
+        return self if rank == self.rank else self._replace(rank=rank, over=self.over or self.rank)
+
+    def ratio(self, other: Numbers) -> float | None:
+        """This scale over the other one if that is a power of two, exactly; None if it isn't."""
+        squared = self._squared / other._squared
+        up, down = squared.numerator, squared.denominator
+        if up & (up - 1) or down & (down - 1):
+            return None
+        exponent = up.bit_length() - down.bit_length()
+        return None if exponent % 2 else float(2.0 ** (exponent // 2))
+
+    @property
+    def _squared(self) -> Fraction:
+        over = self.over or self.rank
+        return Fraction(self.alpha) ** 2 / (over if self.rslora else over**2)
 
 
-def plain_alpha(numbers: Numbers, rslora: bool) -> float:
-    """The alpha that gives the same scale without rsLoRA: alpha/sqrt(r) = alpha*sqrt(r)/r."""
-    return numbers.alpha * (math.sqrt(numbers.rank) if rslora else 1.0)
+def whole(alpha: float) -> float:
+    """``alpha``, as an integer if it is one within float error."""
+    near = round(alpha)
+    return float(near) if math.isclose(alpha, near, rel_tol=1e-15) else alpha
+
+
+def peft_numbers(config: Mapping[str, object], module: str) -> Numbers:
+    """Rank and alpha of a module of PEFT's, by its path in the model (of a targeted parameter, that one's).
+
+    KtbridgeError if the configuration has no usable ones for it.
+    """
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    for pattern, own in patterns_of(config, "rank_pattern"):
+        if pattern.match(module):
+            rank = own
+            break
+    for pattern, own in patterns_of(config, "alpha_pattern"):
+        if pattern.match(module):
+            alpha = own
+            break
+    if type(rank) is not int or rank <= 0 or not (is_number(alpha) and alpha <= MAX_ALPHA):
+        raise KtbridgeError(
+            f"{CONFIG_FILE} gives {module} rank {rank!r:.80} and alpha {alpha!r:.80}",
+            "set both in it as in training",
+        )
+    return Numbers(rank, float(alpha), bool(config.get("use_rslora")))
+
+
+def module_numbers(config: Mapping[str, object], module: str) -> Numbers:
+    """``peft_numbers`` of a linear module, which PEFT may have been given as target parameter: its weight."""
+    parameters = config.get("target_parameters")
+    named = parameters if isinstance(parameters, list) else []
+    weight = f"{module}.weight"
+    if any(weight == name or weight.endswith(f".{name}") for name in named):
+        return peft_numbers(config, weight)
+    return peft_numbers(config, module)
+
+
+def patterns_of(config: Mapping[str, object], field: str) -> list[tuple[re.Pattern[str], object]]:
+    """The entries of rank_pattern or alpha_pattern in order; KtbridgeError for what isn't followed here."""
+    table = config.get(field) or {}
+    if not isinstance(table, dict):
+        raise KtbridgeError(
+            f"{field} of {CONFIG_FILE} is not a table of module names", "save the adapter again"
+        )
+    if len(table) > MAX_PATTERNS:
+        found = f"{field} of {CONFIG_FILE} has {len(table)} patterns (limit {MAX_PATTERNS})"
+        raise KtbridgeError(found, "name modules by patterns that they share")
+    return [(_compiled(field, str(name)), value) for name, value in table.items()]
+
+
+@lru_cache(maxsize=2 * MAX_PATTERNS)
+def _compiled(field: str, pattern: str) -> re.Pattern[str]:
+    """PEFT's get_pattern_key: a pattern fits the end of a path, from a dot on."""
+    repeats = sum(pattern.count(sign) for sign in "*+{")
+    try:
+        if _PATTERN.fullmatch(pattern) and repeats <= _MOST_REPEATS:
+            return re.compile(rf"(.*\.)?({pattern})$")
+    except re.error:  # PEFT can't compile it either
+        pass
+    raise KtbridgeError(
+        f"{field} of {CONFIG_FILE} has the pattern {pattern[:80]!r}, which is not plain",
+        "write it with module names, dots and .* only",
+    )
+
+
+def numbers_of(adapter: Adapter, key: Key) -> Numbers:
+    """Rank and alpha that the LoRA of one of the adapter's tensors was trained with."""
+    if key.kind == "fused" or (key.kind == "expert" and trained_by_kt(adapter)):
+        return Numbers(adapter.rank, adapter.alpha)
+    numbers = module_numbers(adapter.config, key.module)
+    if key.kind not in ("expert", "sglang-3d"):
+        return numbers
+    if numbers.rslora and key.kind == "expert" and (doubts := [*check_trainer(adapter)]):
+        raise KtbridgeError(f"{doubts[0].where}: {doubts[0].found}", doubts[0].next_step)
+    if adapter.given_alpha is not None:  # explicit: alpha/r
+        return Numbers(numbers.rank, adapter.given_alpha)
+    lora = (adapter.manifest or {}).get("lora")
+    if isinstance(lora, dict) and is_number(lora.get("alpha")):  # a serving directory of ours
+        rank = lora.get("rank")
+        own = rank if type(rank) is int and rank > 0 else numbers.rank
+        return Numbers(own, float(lora["alpha"]), numbers.rslora and adapter.by_kt is False)
+    return numbers
+
+
+def trained_by_kt(adapter: Adapter) -> bool:
+    """Whether KTransformers trained the routed experts: by its manifest, or its wrapper in the keys."""
+    if adapter.by_kt is not None:
+        return adapter.by_kt
+    if adapter.manifest is not None:
+        return "layout" not in adapter.manifest
+    stack = next(iter(adapter.experts.values()), None)
+    first = stack.sources[0] if stack is not None else None
+    return first is not None and (first.key.kind == "fused" or ".orig_module." in first.entry.name)
+
+
+def check_trainer(adapter: Adapter) -> Iterator[Problem]:
+    """KTB107 for experts whose scale depends on who trained them, if nothing shows that.
+
+    KT trains experts at alpha/r even under rsLoRA, PEFT at alpha/sqrt(r). Both save the same keys.
+    """
+    config, known = adapter.config, adapter.by_kt is not None or adapter.given_alpha is not None
+    if known or not config.get("use_rslora") or not adapter.experts or adapter.manifest is not None:
+        return
+    if config.get("peft_version") or trained_by_kt(adapter):
+        return
+    yield problem(
+        "KTB107",
+        str(adapter.path / CONFIG_FILE),
+        "use_rslora is true, and nothing shows whether PEFT trained the experts or KTransformers",
+        "peft_version, or the manifest of KTransformers",
+        severity="error",
+        next_step="ktbridge convert with --from vllm if PEFT trained them (alpha/sqrt(r)), with --from "
+        "kt-merged if KTransformers did (alpha/r)",
+    )
+
+
+def common_numbers(numbers: Iterable[Numbers], usual: Numbers) -> Numbers:
+    """One rank and alpha for several modules: the widest rank, and ``usual``'s scale if a module has it.
+
+    Otherwise the scale that most of them have.
+    """
+    counts = Counter(numbers)
+    if not counts:
+        return usual
+    rank = max(each.rank for each in counts)
+    scales: Counter[float] = Counter()
+    for each, count in counts.items():
+        scales[each.scale] += count
+    scale = usual.scale if usual.scale in scales else scales.most_common(1)[0][0]
+    alike = [each for each in counts if each.scale == scale]
+    return next((each for each in alike if each.rank == rank), alike[0].at(rank))
+
+
+def half_numbers(adapter: Adapter, half: str) -> Numbers:
+    """What is common to the modules of one half, "expert" or "nonexpert"."""
+    if half == "nonexpert":
+        found = [numbers_of(adapter, part.key) for part in adapter.nonexpert.values()]
+        rslora = bool(adapter.config.get("use_rslora"))
+        return common_numbers(
+            found, Numbers(adapter.nonexpert_rank, adapter.nonexpert_alpha, rslora)
+        )
+    sources = (stack.sources for (_, _, name), stack in adapter.experts.items() if name == "A")
+    found = [numbers_of(adapter, part.key) for parts in sources for part in parts]
+    return common_numbers(found, Numbers(adapter.rank, adapter.alpha))
+
+
+def fold_patterns(adapter: Adapter) -> tuple[dict[str, float], list[Problem]]:
+    """Factors for B per module where its scale isn't its half's, and findings about them.
+
+    Infos where a conversion into one scale is exact, errors elsewhere. Both patterns are removed from the
+    adapter's configuration, since they are resolved here.
+    """
+    where = str(adapter.path / CONFIG_FILE)
+    config = adapter.config
+    fields = [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
+    factors: dict[str, float] = {}
+    findings: list[Problem] = []
+    if not fields:
+        return factors, findings
+    try:
+        halves = {
+            half: half_numbers(adapter, half)
+            for half, parts in (("expert", adapter.experts), ("nonexpert", adapter.nonexpert))
+            if parts
+        }
+        for part in adapter.tensors():
+            module = part.key.module
+            if part.key.half != "B" or not module:
+                continue
+            half = "nonexpert" if part.key.kind == "lora" else "expert"
+            own, common = numbers_of(adapter, part.key), halves[half]
+            factor = own.ratio(common)
+            if factor is None:
+                found = f"gives {module} alpha {own.alpha:g} at rank {own.rank}, a scale of {own.scale:g}"
+                expected = f"{common.scale:g}, as others have, times a power of two"
+                step = UNFOLDED.format(path=adapter.path)
+                findings.append(problem("KTB109", where, found, expected, next_step=step))
+                break
+            if factor != 1.0:
+                factors[module] = factor
+        else:
+            if factors:
+                step = f"nothing: it is folded into B of {len(factors)} modules, exactly"
+                found = f"{' and '.join(fields)} {'is' if len(fields) == 1 else 'are'} set"
+                findings.append(problem("KTB109", where, found, severity="info", next_step=step))
+    except KtbridgeError as error:
+        code = "KTB108" if "rank_pattern" in error.sentence else "KTB109"
+        findings.append(
+            problem(code, where, error.sentence[:300], next_step=error.next_step or None)
+        )
+    adapter.config = {name: value for name, value in config.items() if name not in fields}
+    return factors, findings
+
+
+# What holds scales that no power of two relates: for KTB109 and KTB703.
+UNFOLDED = (
+    "ktbridge merge, which takes each module's own scale, or ktbridge convert {path} with --dtype f32, "
+    "which multiplies B in float32"
+)
 
 
 def common_scale(
-    where: str, experts: Numbers, rest: Numbers, rslora: bool, same_rank: bool = True
+    where: str, experts: Numbers, rest: Numbers, same_rank: bool = True
 ) -> tuple[float, list[Problem]]:
     """Factor for non-expert B when one configuration has the experts' scale.
 
-    ``rslora`` applies only to ``rest``. Without ``same_rank`` the loader divides alpha by each
-    tensor's own rank, so ranks may differ.
+    Without ``same_rank`` the loader divides alpha by each tensor's own rank, so ranks may differ.
     """
-    step = "write kt-split, raw or peft-fused, which hold a rank and a scale for either half"
+    step = (
+        "write kt-split, raw or peft-fused, which hold a rank and a scale for either half, or, for the "
+        "scale alone, multiply B in float32 with --dtype f32"
+    )
     if same_rank and experts.rank != rest.rank:
         found = f"experts have rank {experts.rank}, everything else has rank {rest.rank}"
         return 1.0, [problem("KTB702", where, found, "one rank", next_step=step)]
-    root = math.isqrt(rest.rank) if rslora else 1
-    ratio = Fraction(rest.alpha) * root / Fraction(experts.alpha)
-    exact = not rslora or root * root == rest.rank
-    if exact and _is_power_of_two(ratio.numerator, ratio.denominator):
-        return float(ratio), []
+    served = Numbers(rest.rank, experts.plain_alpha)  # alpha/r as the loader makes it of one alpha
+    ratio = rest.ratio(served)
+    if ratio is not None:
+        return ratio, []
     found = (
-        f"experts are scaled by {experts.alpha / experts.rank:g}, everything else by "
-        f"{plain_alpha(rest, rslora) / rest.rank:g}, and one configuration can't hold both "
-        "without rounding"
+        f"experts are scaled by {experts.scale:g}, everything else by {rest.scale:g}, "
+        "and one configuration can't hold both without rounding"
     )
-    return 1.0, [problem("KTB703", where, found, "a ratio that is a power of two", next_step=step)]
+    refused = problem("KTB703", where, found, "a ratio that is a power of two", next_step=step)
+    return rest.scale / served.scale, [refused]
 
 
-def _is_power_of_two(numerator: int, denominator: int) -> bool:
-    """Whether a reduced positive fraction is 2**k for some integer k, negative included."""
-    return numerator & (numerator - 1) == 0 and denominator & (denominator - 1) == 0
+def pattern_fields(
+    own: Mapping[str, tuple[int, float]], usual: tuple[int, float]
+) -> dict[str, dict[str, float]]:
+    """rank_pattern and alpha_pattern that give modules these ranks and alphas, each without what is usual."""
+    fields: dict[str, dict[str, float]] = {}
+    for place, field in enumerate(("rank_pattern", "alpha_pattern")):
+        table = {
+            module: int(value) if float(value).is_integer() else value
+            for module, numbers in sorted(own.items())
+            if (value := numbers[place]) != usual[place]
+        }
+        if table:
+            fields[field] = table
+    return fields
 
 
-def _matching(patterns: object, module: str, default: object) -> object:
-    """The value of ``patterns`` for a module: the first that is a suffix of its path, as in PEFT."""
-    for name, value in patterns.items() if isinstance(patterns, dict) else ():
-        if not _PLAIN.fullmatch(name):
-            return f"by the expression {name!r}"
-        if module == name or module.endswith(f".{name}"):
-            return value
-    return default
+def expert_numbers(adapter: Adapter, layer: int, projection: str) -> tuple[Numbers, ...]:
+    """The numbers of each expert's pair; one for all of them where they are one tensor."""
+    stack = adapter.experts[layer, projection, "A"]
+    return tuple(numbers_of(adapter, part.key) for part in stack.sources)
+
+
+def expert_scales(adapter: Adapter, layer: int, projection: str) -> dict[int, float]:
+    """The multiplier of B A by expert, of one projection of a layer."""
+    stack = adapter.experts[layer, projection, "A"]
+    if stack.fused is not None:
+        scale = numbers_of(adapter, stack.fused.key).scale
+        return dict.fromkeys(range(stack.count), scale)
+    return {expert: numbers_of(adapter, part.key).scale for expert, part in stack.parts.items()}
 
 
 def kept_fields(config: Mapping[str, object]) -> dict[str, object]:

@@ -54,13 +54,16 @@ class MergePlan:
         return shards + self.rewrite.copied_bytes
 
     def modules(self) -> list[dict[str, object]]:
-        """One row for all weights of one module: label, weights, matrices, rank, scale, dtype."""
+        """One row for all weights of one module, rank and scale, with the number of their matrices."""
         groups: Counter[tuple[str, int, float, str]] = Counter()
         matrices: Counter[tuple[str, int, float, str]] = Counter()
         for delta in self.deltas:
-            key = (delta.label, delta.rank, delta.scale, delta.dtype)
-            groups[key] += 1
-            matrices[key] += len(delta.matrices)
+            found: Counter[tuple[str, int, float, str]] = Counter()
+            for matrix in delta.matrices:
+                numbers = {(pair.a.shape[0], pair.scale) for pair in matrix.pairs}
+                found.update((delta.label, *each, delta.dtype) for each in numbers)
+            groups.update(found.keys())
+            matrices += found
         return [
             {"module": label, "weights": count, "matrices": matrices[label, rank, scale, dtype],
              "rank": rank, "scale": scale, "dtype": dtype}
@@ -133,8 +136,8 @@ def merge_adapter(
 
     ``raw_dir`` is an adapter of any layout. ``base_model`` is a directory with safetensors
     (one file or sharded), in BF16, F16 or F32 where the adapter has a delta; each sum is computed
-    in float32 and rounded to nearest even to that dtype. scale = alpha/r for routed experts, what
-    PEFT applied for the rest. Memory is bounded by a block per core, not by a shard
+    in float32 and rounded to nearest even to that dtype. scale is each module's own alpha/r, as it was
+    trained. Memory is bounded by a block per core, not by a shard
     (``ktbridge.adapter.merge_values``). ``overwrite`` replaces an earlier merge, nothing else.
     ``allow_other_base`` also permits a model other than the one trained on.
     ``on_progress(done, total)`` counts bytes of the output.

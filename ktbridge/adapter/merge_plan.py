@@ -1,9 +1,7 @@
 """Plan a merge: assign each LoRA pair to a stored matrix, with its scale. Reads headers only.
 
-W' = W + scale·B·A, with scale = alpha/r for routed experts (KT trains them so even under rsLoRA)
-and what PEFT applied to everything else: alpha/r, or alpha/sqrt(r) under rsLoRA, each module at
-its own rank and ``alpha_pattern``. ``ktbridge.model.locate`` finds W in the
-checkpoint; position of the delta in it:
+W' = W + scale·B·A, each module at its own scale (``lora_config.numbers_of``).
+``ktbridge.model.locate`` finds W in the checkpoint; position of the delta in it:
 
 ====================  ===========  ================================  =============================
 stored                gate, up     delta of gate / up                delta of down
@@ -22,17 +20,16 @@ KTB910 and KTB911.
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice
 from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.keys import PROJECTIONS
+from ktbridge.adapter.lora_config import expert_scales, numbers_of
 from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, has_errors
@@ -110,12 +107,17 @@ class Deltas:
 def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -> Deltas:
     """Find the weight for every tensor of the adapter; report those without one."""
     result = Deltas()
-    patterned = bool(adapter.config.get("rank_pattern"))
     result.problems += [
         item
         for item in check_structure(adapter, Use.INPUT, Modules(config))
-        if item.code not in _NO_MATTER and not (item.code == "KTB301" and patterned)
+        if item.code not in _NO_MATTER
     ]
+    try:  # every scale, before anything is planned with one
+        for part in adapter.tensors():
+            numbers_of(adapter, part.key)
+    except KtbridgeError as error:
+        where, step = str(adapter.path / CONFIG_FILE), error.next_step or None
+        result.problems.append(problem("KTB738", where, error.sentence[:300], next_step=step))
     if has_errors(result.problems):
         return result
     found: list[tuple[str, Delta]] = []
@@ -145,7 +147,6 @@ def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -
 def _experts(
     adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig
 ) -> Iterator[Problem | tuple[str, Delta]]:
-    scale = adapter.alpha / adapter.rank if adapter.experts else 0.0
     for layer in adapter.expert_layers():
         home = expert_home(checkpoint, config, layer)
         if home is None:
@@ -157,17 +158,21 @@ def _experts(
             for projection in PROJECTIONS
             for half in "AB"
         }
+        scales = {name: expert_scales(adapter, layer, name) for name in PROJECTIONS}
         if home.names:
             for projection in PROJECTIONS:
                 for expert, a in stacks[projection, "A"].items():
-                    pair = Pair(a, stacks[projection, "B"][expert], scale)
+                    pair = Pair(a, stacks[projection, "B"][expert], scales[projection][expert])
                     label = f"experts.{projection}_proj"
                     stem = home.stem(projection, expert)
                     yield _plain(checkpoint, config.quantization, stem, label, layer, pair)
             continue
         for names in (("gate", "up"), ("down",)):
             pairs = [
-                [Pair(stacks[name, "A"][e], stacks[name, "B"][e], scale) for name in names]
+                [
+                    Pair(stacks[name, "A"][e], stacks[name, "B"][e], scales[name][e])
+                    for name in names
+                ]
                 for e in stacks[names[0], "A"]
             ]
             yield _fused(checkpoint, config.quantization, home, names, layer, pairs)
@@ -229,11 +234,6 @@ def _rest(
     for part in adapter.leftovers:
         if part.key.kind == "expert":
             yield problem("KTB731", part.where, "is expert LoRA of a tower or draft block")
-    patterns = adapter.config.get("alpha_pattern") or {}
-    if not _are_plain(patterns):
-        where = str(adapter.path / CONFIG_FILE)
-        yield problem("KTB738", where, "alpha_pattern is not a table of module names and numbers")
-        return
     modules: dict[str, dict[str, Part]] = {}
     for part in adapter.nonexpert.values():
         modules.setdefault(part.key.module, {})[part.key.half] = part
@@ -253,8 +253,7 @@ def _rest(
         if len(a.shape) != 2 or b.shape[1:] != (rank,):
             yield problem("KTB734", where, f"has A {list(a.shape)} and B {list(b.shape)}")
             continue
-        alpha = _alpha_of(module, patterns, adapter.nonexpert_alpha)
-        scale = alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank)
+        scale = numbers_of(adapter, halves["A"].key).scale
         stem = names[0].removesuffix(".weight")
         label = module.rpartition(f"layers.{halves['A'].key.layer}.")[2]
         pair, layer = Pair(a, b, scale), halves["A"].key.layer
@@ -309,17 +308,3 @@ def _usable(checkpoint: Checkpoint, settings: dict[str, Any], stem: str) -> _Wei
         step = _MXFP4_STEP if name.endswith("_blocks") else None
         return problem("KTB732", name, found, f"BF16, F16, F32, {KNOWN}", next_step=step)
     return _Weight(entry, stored.shape, stored)
-
-
-def _are_plain(patterns: object) -> TypeGuard[dict[str, float]]:
-    return isinstance(patterns, dict) and all(
-        re.fullmatch(r"\^?[\w.]+", name) and is_number(value) for name, value in patterns.items()
-    )
-
-
-def _alpha_of(module: str, patterns: dict[str, float], default: float) -> float:
-    """PEFT's rule: the first pattern that equals the module's path or is a dotted suffix of it."""
-    for name, alpha in patterns.items():
-        if module == name.removeprefix("^") or module.endswith(f".{name}"):
-            return float(alpha)
-    return default

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ktbridge.adapter.adapter import (
+    AUTOMODEL_FILE,
     CONFIG_FILE,
     FUSED_FILE,
     MAX_ALPHA,
@@ -37,7 +38,9 @@ from ktbridge.model.stamps import take_stamps
 
 _SHARD = re.compile(r"(adapter_model|fused_expert_lora)-(\d+)-of-(\d+)\.safetensors")
 
-_STACKED = re.compile(r"\.experts\.(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])$")
+_STACKED = re.compile(
+    r"\.experts\.(?:(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])|[0-9]{1,6}\.gate_up_proj)$"
+)
 
 SPARSE = 1 << 30  # bytes from which a file must have more than a twentieth of its size on the disk
 MAX_LAYERS = 10_000  # two lists of what lies between layers are made of a number in a name
@@ -136,6 +139,7 @@ def _scan(
         return None
     if absent:
         config["r"] = _rank_of(adapter)
+    _read_automodel(adapter, problems)
     adapter.layout = _layout_of(adapter)
     return adapter
 
@@ -164,6 +168,22 @@ def _rank_of(adapter: Adapter) -> int | None:
     parts += [part for part in adapter.nonexpert.values() if part.key.half == "A"]
     shapes = [part.entry.shape for part in parts if len(part.entry.shape) > 1]
     return shapes[0][-2] if shapes else None
+
+
+def _read_automodel(adapter: Adapter, problems: list[Problem]) -> None:
+    """NeMo AutoModel's own configuration, by which experts may have another rank than r."""
+    file = adapter.path / AUTOMODEL_FILE
+    if not file.is_file():
+        return
+    try:
+        adapter.automodel = read_json_file(file, most=MAX_BYTES)
+    except KtbridgeError as error:
+        text = error.sentence.removeprefix(f"{file} ")
+        problems.append(problem("KTB002", str(file), text, "a JSON object"))
+        return
+    if adapter.automodel.get("moe_rank_scaling") and adapter.experts:
+        rank = _rank_of(adapter)
+        adapter.config = {**adapter.config, "rank_pattern": {r".*\.experts\..*": rank}}
 
 
 def _gguf(path: Path) -> Problem:
@@ -299,7 +319,7 @@ def _file_tensors(adapter: Adapter, file: TensorFile, twice: list[tuple[Part, Pa
             else:
                 other = stack.fused or stack.parts.get(key.expert)
                 stack.parts.setdefault(key.expert, part)
-        elif key.kind == "lora" and len(entry.shape) == 3 and _STACKED.search(key.module):
+        elif key.kind == "lora" and _STACKED.search(key.module):
             adapter.leftovers.append(part._replace(key=key._replace(kind="sglang-3d")))
         elif key.kind == "lora":
             other = adapter.nonexpert.setdefault(peft_key(key.module, key.half), part)

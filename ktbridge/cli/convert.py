@@ -67,8 +67,8 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     "--dtype",
     default="keep",
     show_default=True,
-    metavar="keep|bf16",
-    help="bf16 rounds wider tensors to bfloat16.",
+    metavar="keep|bf16|f32",
+    help="bf16 rounds wider tensors to bfloat16; f32 widens all, to hold scales that differ.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace output directories that hold an adapter.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written; write nothing.")

@@ -10,6 +10,7 @@ from torch import nn
 
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import parse_key
+from ktbridge.adapter.lora_config import expert_scales, numbers_of
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.experts.modules import LAYER
@@ -17,7 +18,7 @@ from ktbridge.experts.tensors import to_torch
 from ktbridge.verify.layerwise import ExpertCall, LayerwiseModel
 from ktbridge.verify.verdict import Variant
 
-UNSUPPORTED = ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
+UNSUPPORTED = ("use_dora", "fan_in_fan_out", "modules_to_save")
 PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., Output]
@@ -39,6 +40,7 @@ class AdapterLora:
         self._variants: Sequence[Variant] = ()
         self._pairs: dict[str, torch.Tensor] = {}  # the expert pairs of the layer that runs
         self._pairs_of = -1
+        self._expert_scales: dict[str, dict[int, float]] = {}  # of that layer
         self._head: dict[str, str] | None = None
         self._hooked: set[str] = set()
         self._unseen: set[str] = set()
@@ -73,7 +75,7 @@ class AdapterLora:
     def in_head(self, variant: Variant) -> Iterator[None]:
         """Context: the output head has the LoRA of this variant, if the adapter has any there."""
         if self._head is not None and variant.nonexpert:
-            scale = variant.scale("nonexpert", -1) * self._adapter.nonexpert_scale
+            scale = variant.scale("nonexpert", -1) * self._own_scale(self._head)
             a, b = (self._tensor(self._head[half]) for half in "AB")
             self._model.add_to_head = lambda x, rows: _delta(x, a, b[rows], scale)
         try:
@@ -106,7 +108,6 @@ class AdapterLora:
         if call.layer not in self._layers or not self._variants:
             return y
         self._read_layer(call.layer)
-        scale = self._adapter.alpha / self._adapter.rank
         # Rows of a choice ascend and variants follow one another, so a variant's rows are neighbours.
         bounds = torch.arange(len(self._variants) + 1) * (call.tokens // len(self._variants))
         ends = torch.searchsorted(call.rows, bounds).tolist()
@@ -119,6 +120,7 @@ class AdapterLora:
             for name in PARTS[call.part]:
                 origin = SWAPPED[name] if variant.swapped else name
                 a, b = (self._pairs[f"{origin}_lora_{half}"][source] for half in "ab")
+                scale = self._expert_scales[origin][source]
                 deltas.append(_delta(call.x[first:last], a, b, times * scale))
             y[first:last] += torch.cat(deltas, -1)
         return y
@@ -128,6 +130,7 @@ class AdapterLora:
             return
         self._pairs = {}  # the layer before goes first
         for name in SWAPPED:
+            self._expert_scales[name] = expert_scales(self._adapter, layer, name)
             for key in (f"{name}_lora_a", f"{name}_lora_b"):
                 tensor = to_torch(self._adapter.expert_tensor(layer, key))
                 self._pairs[key] = tensor.to(self._model.dtype)
@@ -188,7 +191,7 @@ class AdapterLora:
             self._unseen.discard(path)
             a, b = self._tensor(pair["A"]), self._tensor(pair["B"])
             for scale, x, y in zip(
-                self._scales(path),
+                self._scales(path, pair),
                 args[0].chunk(len(self._variants)),
                 output.chunk(len(self._variants)),
                 strict=True,
@@ -208,7 +211,9 @@ class AdapterLora:
             own = module.weight
             assert isinstance(own, torch.Tensor)
             outputs: list[Output] = []
-            for scale, x in zip(self._scales(path), hidden.chunk(len(self._variants)), strict=True):
+            for scale, x in zip(
+                self._scales(path, pair), hidden.chunk(len(self._variants)), strict=True
+            ):
                 changed = (own.float() + scale * (b @ a)).to(own.dtype) if scale else own
                 module.weight = nn.Parameter(changed, requires_grad=False)
                 outputs.append(forward(x, *args, **kwargs))
@@ -219,9 +224,12 @@ class AdapterLora:
 
         return run
 
-    def _scales(self, path: str) -> list[float]:
+    def _own_scale(self, pair: dict[str, str]) -> float:
+        return numbers_of(self._adapter, self._adapter.nonexpert[pair["A"]].key).scale
+
+    def _scales(self, path: str, pair: dict[str, str]) -> list[float]:
         layer = match.group(1) if (match := LAYER.search(path)) else -1
-        own = self._adapter.nonexpert_scale
+        own = self._own_scale(pair)
         return [variant.scale("nonexpert", int(layer)) * own for variant in self._variants]
 
 

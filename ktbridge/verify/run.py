@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktbridge.adapter import Adapter, read_adapter
+from ktbridge.adapter.lora_config import half_numbers
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config, resolve_model
@@ -208,9 +209,8 @@ def facts_of(adapter: Adapter) -> Facts:
         "expert": adapter.expert_layers(),
         "nonexpert": tuple(sorted({part.key.layer for part in adapter.nonexpert.values()})),
     }
-    ranks = {"expert": adapter.rank, "nonexpert": adapter.nonexpert_rank}
     return Facts(
-        {half: rank for half, rank in ranks.items() if layers[half]},
+        {half: half_numbers(adapter, half).rank for half, found in layers.items() if found},
         {half: found for half, found in layers.items() if found},
     )
 

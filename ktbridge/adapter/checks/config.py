@@ -18,10 +18,17 @@ from ktbridge.adapter.adapter import (
 )
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.keys import CANONICAL
-from ktbridge.adapter.lora_config import fold_patterns
+from ktbridge.adapter.lora_config import (
+    UNFOLDED,
+    check_trainer,
+    fold_patterns,
+    numbers_of,
+    patterns_of,
+    peft_numbers,
+)
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.codes import problem
-from ktbridge.errors import Problem
+from ktbridge.errors import KtbridgeError, Problem, has_errors
 
 FOREIGN = ("peft-fused", "sglang-3d")
 # Fields that change what the adapter computes and that no engine reads.
@@ -93,7 +100,9 @@ def check_config(adapter: Adapter, use: Use) -> Iterator[Problem]:
     yield from _basics(adapter, where, use)
     yield from _unread(adapter, where)
     if not is_foreign(adapter):  # there patterns describe expert LoRA, which has a rule of its own
-        yield from _patterns(adapter, where)
+        yield from _patterns(adapter, where, use)
+        if not use.served:
+            yield from check_trainer(adapter)
     yield from _manifest_agrees(adapter, use)
     if adapter.base_model is None:
         yield problem("KTB116", where, "names no base model")
@@ -172,19 +181,37 @@ def folded(adapter: Adapter) -> tuple[Adapter, dict[str, float], list[Problem]]:
     )
 
 
-def _patterns(adapter: Adapter, where: str) -> Iterator[Problem]:
+def _patterns(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
+    """What isn't followed in the patterns, and, where it is served as it is, what engines ignore of them."""
+    config, told = adapter.config, False
     for name, code in (("rank_pattern", "KTB108"), ("alpha_pattern", "KTB109")):
-        value = adapter.config.get(name)
-        if value and not isinstance(value, dict):
-            yield problem(code, where, f"{name} is {value!r}"[:300], "a table of module names")
-    _, factors, findings = folded(adapter)
-    for item in findings:
-        if item.severity == "info":
-            found = f"alpha_pattern gives {next(iter(factors))} another alpha"
-            if len(factors) > 1:
-                found += f" (and {len(factors) - 1} more modules)"
-            item = problem("KTB109", where, found[:300], next_step=convert_step(adapter))
-        yield item
+        try:
+            patterns_of(config, name)
+        except KtbridgeError as error:
+            yield problem(code, where, error.sentence[:300], next_step=error.next_step or None)
+            told = True
+    fields = [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
+    if told or not fields or not (is_number(config.get("lora_alpha")) and config.get("r")):
+        return
+    try:
+        modules = {part.key.module: numbers_of(adapter, part.key) for part in adapter.tensors()}
+        usual = peft_numbers({**config, "rank_pattern": None, "alpha_pattern": None}, "")
+    except KtbridgeError as error:
+        yield problem("KTB109", where, error.sentence[:300], next_step=error.next_step or None)
+        return
+    if not use.served:
+        return
+    modules.pop("", None)  # a raw tensor of all experts is no module of PEFT's
+    foldable = not has_errors(folded(adapter)[2])
+    step = convert_step(adapter) if foldable else UNFOLDED.format(path=quote(str(adapter.path)))
+    ranks = [module for module, own in modules.items() if own.rank != usual.rank]
+    alphas = [module for module, own in modules.items() if own.alpha != usual.alpha]
+    if ranks:
+        found = f"rank_pattern gives {ranks[0]} rank {modules[ranks[0]].rank}{_and_more(ranks, 'modules')}"
+        yield problem("KTB108", where, found[:300], f"r, {usual.rank}", next_step=step)
+    if alphas:
+        found = f"alpha_pattern gives {alphas[0]} another alpha{_and_more(alphas, 'modules')}"
+        yield problem("KTB109", where, found[:300], next_step=step)
 
 
 def _manifest_alpha(adapter: Adapter) -> float | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, convert_step, expert_slots
@@ -19,8 +20,9 @@ from ktbridge.adapter.checks.files import check_files
 from ktbridge.adapter.checks.layers import check_uneven
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.keys import FUSED_NAMES, PROJECTIONS
+from ktbridge.adapter.lora_config import numbers_of, trained_by_kt
 from ktbridge.codes import problem
-from ktbridge.errors import Problem
+from ktbridge.errors import KtbridgeError, Problem
 
 _ENGINE_KEY = re.compile(
     r"(?:base_model\.(?:model\.(?:model\.)?)?)?model\.layers\.\d+\.mlp\.experts\.\d+"
@@ -232,23 +234,36 @@ def _shapes(adapter: Adapter) -> Iterator[Problem]:
     serving_rank = adapter.config.get("r")
     lora = (adapter.manifest or {}).get("lora")
     witness = lora.get("rank") if adapter.layout == "raw" and isinstance(lora, dict) else None
-    expert_rank = serving_rank if witness is None else witness
     if type(serving_rank) is not int or serving_rank <= 0:
         return  # already reported; each tensor would be reported again
+    patterned = bool(adapter.config.get("rank_pattern"))
+
+    def own_rank(part: Part) -> object:
+        if part.key.kind == "fused" or (part.key.kind != "lora" and trained_by_kt(adapter)):
+            return serving_rank if witness is None else witness
+        if not patterned:
+            return serving_rank
+        with suppress(KtbridgeError):  # reported where patterns are
+            return numbers_of(adapter, part.key).rank
+        return serving_rank
+
     wrong: list[Part] = []
     odd: list[Part] = []
     for part in adapter.nonexpert.values():
         shape = part.entry.shape
         if len(shape) != 2:
             odd.append(part)
-        elif (shape[0] if part.key.half == "A" else shape[1]) != serving_rank:
+        elif (shape[0] if part.key.half == "A" else shape[1]) != own_rank(part):
             wrong.append(part)
     yield from many("KTB302", odd, "is not a matrix", "[r, in] or [out, r]")
-    yield from many("KTB301", wrong, "has another rank than r", f"rank {serving_rank}")
-    yield from _expert_shapes(adapter, expert_rank, "KTB301" if witness is None else "KTB105")
+    found = f"has another rank than {'rank_pattern gives it' if patterned else 'r'}"
+    yield from many("KTB301", wrong, found, f"rank {own_rank(wrong[0])}" if wrong else "")
+    yield from _expert_shapes(adapter, own_rank, "KTB301" if witness is None else "KTB105")
 
 
-def _expert_shapes(adapter: Adapter, rank: object, code: str) -> Iterator[Problem]:
+def _expert_shapes(
+    adapter: Adapter, own_rank: Callable[[Part], object], code: str
+) -> Iterator[Problem]:
     """gate and up: A [r,H], B [I,r]; down: A [r,I], B [H,r], one H and one I throughout."""
     sizes: dict[str, int] = {}
     wrong: list[Part] = []
@@ -260,14 +275,15 @@ def _expert_shapes(adapter: Adapter, rank: object, code: str) -> Iterator[Proble
                 odd += parts
                 continue
             matrix = shape[1:] if fused else shape
-            if (matrix[0] if half == "A" else matrix[1]) != rank:
-                wrong += parts
+            rank = matrix[0] if half == "A" else matrix[1]
+            wrong += [part for part in parts if own_rank(part) != rank]
             other = matrix[1] if half == "A" else matrix[0]
             name = "H" if (projection == "down") == (half == "B") else "I"
             if sizes.setdefault(name, other) != other:
                 odd += parts
     expected = ", ".join(f"{name} = {size}" for name, size in sorted(sizes.items()))
-    yield from many(code, wrong, "has another rank than the adapter's", f"rank {rank}")
+    right = f"rank {own_rank(wrong[0])}" if wrong else ""
+    yield from many(code, wrong, "has another rank than the adapter's", right)
     yield from many("KTB302", odd, "has a shape unlike the other experts'", expected)
 
 

@@ -9,12 +9,12 @@ by alpha/r of the directory that it loads, training by its own scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, Slice, last_part
-from ktbridge.adapter.blocks import scaled_exactly, to_bf16
-from ktbridge.adapter.checks.config import folded
+from ktbridge.adapter.blocks import as_float32, scaled_exactly, to_bf16
+from ktbridge.adapter.lora_config import expert_scales, half_numbers, numbers_of
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 
@@ -99,30 +99,37 @@ def _halves_present(source: Adapter, others: list[Adapter]) -> Iterator[Problem]
 
 
 def _scale(source: Adapter, adapter: Adapter) -> tuple[float, list[Problem]]:
-    """Expected ratio of the adapter's non-expert B to the source's, and findings on its scale.
+    """Ratio of the adapter's own non-expert scale to what it was trained at, and findings on its scale.
 
     Non-expert B may carry part of the scale (rsLoRA in a merged directory); the comparison of
     values accounts for it, so only the split layout is judged by its configuration. If that is
     wrong, values are compared as if it were right, so that one error isn't reported twice.
     """
     where, wrong = str(adapter.path), []
-    served = adapter.nonexpert_scale
+    served = _served_scale(adapter, "nonexpert") if adapter.nonexpert else 1.0
     if adapter.experts and source.experts:
-        trained, now = source.alpha / source.rank, adapter.alpha / adapter.rank
-        if adapter.layout != "raw":
-            now = adapter.nonexpert_alpha / adapter.nonexpert_rank
+        trained, now = half_numbers(source, "expert").scale, _served_scale(adapter, "expert")
         if not math.isclose(now, trained, rel_tol=1e-9):
             found = f"experts are served at alpha/r = {now:g}"
             wrong.append(problem("KTB505", where, found, f"{trained:g}, as trained"))
-            served = trained
+            served = half_numbers(source, "nonexpert").scale if source.nonexpert else 1.0
     if not adapter.nonexpert or not source.nonexpert:
         return 1.0, wrong
-    trained = source.nonexpert_scale
+    trained = half_numbers(source, "nonexpert").scale
     if adapter.layout == "nonexpert" and not math.isclose(served, trained, rel_tol=1e-9):
         found = f"non-expert LoRA is served at alpha/r = {served:g}"
         wrong.append(problem("KTB505", where, found, f"{trained:g}, as trained"))
         served = trained
     return trained / served, wrong
+
+
+def _served_scale(adapter: Adapter, half: str) -> float:
+    """What a directory multiplies B A of a half by: one alpha/r, or in a raw one the half's common one."""
+    if adapter.layout == "raw":
+        return half_numbers(adapter, half).scale
+    if half == "nonexpert":
+        return adapter.nonexpert_scale
+    return adapter.nonexpert_alpha / adapter.nonexpert_rank
 
 
 def _same_inventory(source: Adapter, adapter: Adapter) -> Iterator[Problem]:
@@ -145,50 +152,99 @@ def _same_inventory(source: Adapter, adapter: Adapter) -> Iterator[Problem]:
 def _same_values(source: Adapter, adapter: Adapter, scale: float) -> Iterator[Problem]:
     for slot in sorted(source.experts.keys() & adapter.experts.keys()):
         theirs, ours = source.experts[slot], adapter.experts[slot]
-        differing = _first_difference(theirs, ours)
+        layer, projection, half = slot
+        factors = _expert_factors(source, adapter, slot)
+        differing = _first_difference(theirs, ours, half, factors)
         if differing is not None:
-            layer, projection, half = slot
             where = (
                 f"{adapter.path}: layer {layer} expert {differing} {projection}_proj.lora_{half}"
             )
             twin = {"gate": "up", "up": "gate"}.get(projection)
             swapped = twin and (layer, twin, half) in source.experts
-            if swapped and _first_difference(source.experts[layer, str(twin), half], ours) is None:
+            if (
+                swapped
+                and _first_difference(source.experts[layer, str(twin), half], ours, half) is None
+            ):
                 expected = f"gate as in {source.path}"
                 yield problem("KTB504", where, "gate and up are swapped", expected)
             else:
                 yield problem("KTB504", where, f"differs from {source.path}")
             break
         _release(source, adapter)
-    _, factors, _ = folded(source)
     for key in sorted(source.nonexpert.keys() & adapter.nonexpert.keys()):
         one, other = source.nonexpert[key], adapter.nonexpert[key]
-        factor = scale * factors.get(one.key.module, 1.0) if one.key.half == "B" else 1.0
-        if not _same_nonexpert(one, other, factor):
+        factor = 1.0
+        if one.key.half == "B":
+            factor = scale * _relative(source, one) / _relative(adapter, other)
+        if not _same(one.slice, other.slice, one.key.half, factor):
             yield problem("KTB504", f"{adapter.path}: {key}", f"differs from {source.path}")
             break
 
 
-def _first_difference(one: ExpertStack, other: ExpertStack) -> int | None:
+def _relative(adapter: Adapter, part: Part) -> float:
+    """A module's scale over its half's, where a directory's own configuration counts: in a raw one."""
+    if not any(adapter.config.get(name) for name in ("rank_pattern", "alpha_pattern")):
+        return 1.0
+    half = "nonexpert" if part.key.kind == "lora" else "expert"
+    return numbers_of(adapter, part.key).scale / half_numbers(adapter, half).scale
+
+
+def _expert_factors(
+    source: Adapter, adapter: Adapter, slot: tuple[int, str, str]
+) -> dict[int, float]:
+    """What each expert's B carries of its own scale; nothing where all have one."""
+    layer, projection, half = slot
+    factors: dict[int, float] = {}
+    for one, sign in ((source, 1), (adapter, -1)):
+        if half == "A" or not (one.config.get("rank_pattern") or one.config.get("alpha_pattern")):
+            continue
+        common = half_numbers(one, "expert").scale
+        for expert, own in expert_scales(one, layer, projection).items():
+            factors[expert] = factors.get(expert, 1.0) * (own / common) ** sign
+    return factors
+
+
+def _first_difference(
+    one: ExpertStack, other: ExpertStack, half: str, factors: Mapping[int, float] | None = None
+) -> int | None:
     """The first expert whose values or shape differ; None when all match the conversion."""
     left, right = dict(one.slices()), dict(other.slices())
     for expert in sorted(left.keys() | right.keys()):
         a, b = left.get(expert), right.get(expert)
-        if a is None or b is None or a.shape != b.shape or _bytes(a, b.dtype) != _bytes(b, b.dtype):
+        factor = (factors or {}).get(expert, 1.0)
+        if a is None or b is None or not _same(a, b, half, factor):
             return expert
     return None
 
 
-def _same_nonexpert(one: Part, other: Part, factor: float) -> bool:
-    source, served = one.slice, other.slice
-    if source.shape != served.shape:
-        return False
-    data, target = _bytes(source, served.dtype), _bytes(served, served.dtype)
-    if math.isclose(factor, 1.0, rel_tol=1e-9):
+def _same(source: Slice, served: Slice, half: str, factor: float) -> bool:
+    """Whether a matrix is the source's times ``factor``, with zeros up to a wider rank."""
+    if source.shape == served.shape and math.isclose(factor, 1.0, rel_tol=1e-9):
         # Equal bytes are right as long as the configuration carries the whole scale.
-        return data == target
-    scaled = None if data is None else scaled_exactly(memoryview(data), served.dtype, factor)
-    return scaled is not None and scaled == target
+        return _bytes(source, served.dtype) == _bytes(served, served.dtype)
+    axis = 0 if half == "A" else 1
+    if len(source.shape) != 2 or len(served.shape) != 2 or source.shape[axis] > served.shape[axis]:
+        return False
+    if source.shape[1 - axis] != served.shape[1 - axis]:
+        return False
+    import numpy as np
+
+    data = _bytes(source, served.dtype)
+    if data is None:
+        return False
+    exact = math.frexp(factor)[0] == 0.5
+    scaled = scaled_exactly(memoryview(data), served.dtype, factor) if exact else None
+    if not exact and served.dtype == "F32":
+        values = as_float32(data, "F32") * np.float64(factor)
+        scaled = values.astype(np.float32).tobytes()
+    if scaled is None:
+        return False
+    expected = as_float32(scaled, served.dtype).reshape(source.shape)
+    now = as_float32(bytes(served.file.view(served.start, served.end)), served.dtype)
+    ours = now.reshape(served.shape)
+    kept, zeros = np.split(ours, [source.shape[axis]], axis)
+    near = np.array_equal(kept, expected) or (not exact and np.allclose(kept, expected, rtol=1e-6))
+    return bool(near and not zeros.any())
 
 
 def _bytes(piece: Slice, dtype: str) -> bytes | None:
@@ -197,6 +253,8 @@ def _bytes(piece: Slice, dtype: str) -> bytes | None:
     if piece.dtype == dtype:
         # memoryviews are compared element by element in a slow loop, bytes with memcmp.
         return bytes(view)
+    if dtype == "F32" and piece.dtype in ("F16", "BF16"):
+        return as_float32(view, piece.dtype).tobytes()
     return to_bf16(view, piece.dtype) if dtype == "BF16" and piece.dtype in ("F16", "F32") else None
 
 

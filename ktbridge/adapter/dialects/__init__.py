@@ -44,22 +44,30 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("kt-merged", "kt.read_kt", "kt.write_merged", "SGLang-KT 0.7.2", _SCALE),
     Dialect(
         "peft-fused", "peft.read_peft", "peft_layout.write_peft",
-        "PEFT 0.19 and later, vLLM's 3-D MoE",
+        "PEFT 0.19.1 and later, vLLM's 3-D MoE",
         "bits as they are, plus zeros that reading takes out again; a trained A that gate and up "
         "share is read as two copies, and written as one again",
     ),
     Dialect(
-        "peft-0.18", "peft.read_peft", "", "PEFT 0.18",
+        "peft-0.18", "peft.read_peft", "", "PEFT 0.17, 0.18 and 0.19.0",
         "bits as they are; not written, because current PEFT misreads it",
     ),
     Dialect(
         "unsloth-legacy", "peft.read_peft", "", "Unsloth up to 2026.9.5",
         "bits as they are; not written, because current Unsloth and PEFT misread it",
     ),
+    Dialect(
+        "megatron-packed", "peft.read_peft", "", "none (Megatron-Bridge writes it)",
+        "bits as they are; not written, because PEFT mixes its experts",
+    ),
     Dialect("vllm", "kt.read_kt", "kt.write_vllm", "vLLM with per-expert LoRA", _SCALE),
     Dialect(
-        "sglang-3d", "kt.read_sglang_3d", "kt.write_sglang_3d",
+        "sglang-3d", "stacked.read_stacked", "kt.write_sglang_3d",
         "SGLang 0.5.2x and later on GPUs", _SCALE,
+    ),
+    Dialect(
+        "mcore", "stacked.read_stacked", "", "none (mcore-bridge and ms-swift write it)",
+        "bits as they are, gate and up with a copy of A each; not written, because no engine loads it",
     ),
     Dialect("gguf", "gguf.read_gguf", "gguf.write_gguf", "llama.cpp", _SCALE),
 )  # fmt: skip
@@ -68,8 +76,11 @@ WRITABLE = tuple(dialect.name for dialect in DIALECTS if dialect.writer)
 # What ``detect_format`` can't tell apart is left to their reader.
 _GROUPS = {"kt": "kt.read_kt", "peft": "peft.read_peft"}
 _SIGNS = {
+    "mcore": re.compile(rb"\.experts\.[0-9]+\.gate_up_proj\.lora_[AB]\b"),
     "peft": re.compile(rb"\.experts\.(?:base_layer\.)?lora_[AB]\."),
-    "sglang-3d": re.compile(rb"\.experts\.(?:gate|up|down)_proj\.lora_[AB]\."),
+    "sglang-3d": re.compile(
+        rb"\.experts\.(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])\.lora_[AB]\b"
+    ),
 }
 
 
@@ -95,7 +106,7 @@ def check_names(to: str, from_format: str, dtype: str) -> None:
     for value, flag, known in (
         (to, "--to", WRITABLE),
         (from_format, "--from", ("auto", *READABLE)),
-        (dtype, "--dtype", ("keep", "bf16")),
+        (dtype, "--dtype", ("keep", "bf16", "f32")),
     ):
         if value not in known:
             raise UsageError(_unknown(flag, value), f"use {', '.join(known)}")
@@ -109,7 +120,7 @@ def _unknown(flag: str, value: str) -> str:
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
-    """ "kt" (raw, split, merged, vLLM), "peft" (one of three fused dialects), "sglang-3d", "gguf".
+    """ "kt" (raw, split, merged, vLLM), "peft" (one of the fused dialects), "sglang-3d", "mcore", "gguf".
 
     Detected by names in the headers' text: parsing tens of thousands of keys is left to the reader.
     An unreadable input counts as "kt", whose reader reports the cause.

@@ -13,79 +13,90 @@ two; otherwise the conversion is refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter, Part
-from ktbridge.adapter.blocks import block_of, block_of_stack
+from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter
+from ktbridge.adapter.blocks import Block, block_of
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.sglang import unserved
 from ktbridge.adapter.dialects.source import (
+    ExpertPair,
     Request,
     Source,
     check_source,
-    expert_alpha,
     fail_if,
-    file_nonexpert,
     note,
-    open_foreign,
     refusal,
 )
 from ktbridge.adapter.engines import MIXED_FLAG, VLLM_FUSED
-from ktbridge.adapter.keys import PEFT_PREFIX, expert_key, fused_key, parse_key
-from ktbridge.adapter.lora_config import apply_alpha, build_config, fold_patterns
+from ktbridge.adapter.keys import HALVES, PEFT_PREFIX, expert_key, fused_key, parse_key
+from ktbridge.adapter.lora_config import (
+    Numbers,
+    apply_alpha,
+    build_config,
+    expert_numbers,
+    numbers_of,
+    pattern_fields,
+)
 from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
-from ktbridge.model.families import BLOCKS
 
 _W = ("w1", "w3", "w2")
+# Who trained the experts, where the format that is asked for says so; else evidence decides.
+_BY_KT = {"vllm": False, "raw": True, "kt-split": True, "kt-merged": True}
 # layer, expert, projection, half -> the key of one expert's matrix
 ExpertKey = Callable[[int, int, str, str], str]
-_3D = re.compile(
-    r"(?:base_model\.model\.)?(?P<prefix>.*?)layers\.(?P<layer>[0-9]{1,6})"
-    rf"\.(?:{'|'.join(BLOCKS)})"
-    r"\.experts\.(?P<name>gate|up|down)_proj\.lora_(?P<half>[AB])(?:\.default)?\.weight"
-)
 
 
 def read_kt(request: Request) -> Source:
-    """A raw, expert, non-expert or merged directory, or one that vLLM serves.
+    """A raw, expert, non-expert or merged directory, or PEFT's with one module an expert, as vLLM serves it.
 
-    Under rsLoRA, KT trains experts at alpha/r, while vLLM serves them at alpha/sqrt(r); an explicit
-    alpha means alpha/r either way. A missing projection (KTB203) is among the findings, because
-    formats that KT's engines don't serve allow that.
+    Each module has the scale of whoever trained it (``lora_config.numbers_of``); an explicit alpha means
+    alpha/r. A missing projection (KTB203) is among the findings, because formats that KT's engines don't
+    serve allow that.
     """
     path = request.path
-    adapter, factors, findings = _scaled(request)
+    adapter, findings = _opened(request)
     fail_if(path, [item for item in findings if item.code != "KTB203"])
     source = _numbers(adapter, request)
     source.findings = findings
-    for slot, stack in adapter.experts.items():
-        layer, projection, half = slot
-        if stack.fused is None and len(stack.parts) != stack.count:
-            found = f"{projection}_proj.lora_{half} lacks {stack.count - len(stack.parts)} experts"
-            fail_if(path, [*findings, problem("KTB203", f"{path}: layer {layer}", found)])
-        blocks = tuple(block_of(part.file, part.entry) for part in stack.sources)
-        where = f"{path}: layer {layer} {projection}_proj.lora_{half}"
-        source.experts[slot] = blocks[0] if stack.fused else block_of_stack(blocks, where)
+    pairs: dict[tuple[int, str], ExpertPair] = {}
+    for layer, projection, half in adapter.experts:
+        stacks = [adapter.experts.get((layer, projection, name)) for name in HALVES]
+        if half == "B" or any(stack is None for stack in stacks):
+            continue
+        halves: list[Block | tuple[Block, ...]] = []
+        for name, stack in zip(HALVES, stacks, strict=True):
+            assert stack is not None
+            if stack.fused is None and len(stack.parts) != stack.count:
+                missing = stack.count - len(stack.parts)
+                found = f"{projection}_proj.lora_{name} lacks {missing} experts"
+                fail_if(path, [*findings, problem("KTB203", f"{path}: layer {layer}", found)])
+            blocks = tuple(block_of(part.file, part.entry) for part in stack.sources)
+            halves.append(blocks[0] if stack.fused else blocks)
+        numbers = expert_numbers(adapter, layer, projection)
+        pairs[layer, projection] = ExpertPair(halves[0], halves[1], numbers)
+    if pairs:
+        source.place_experts(pairs, Numbers(adapter.rank, adapter.alpha))
     for key, part in adapter.nonexpert.items():
-        factor = factors.get(part.key.module, 1.0) if part.key.half == "B" else 1.0
-        source.nonexpert[key] = block_of(part.file, part.entry).times(factor, part.where)
+        source.nonexpert[key] = block_of(part.file, part.entry)
+        own = numbers_of(adapter, part.key)
+        if own != source.rest:
+            source.own[part.key.module] = own
     source.tensors_in = sum(block.tensors for block in source.blocks(()))
     mismatches = [item for item in check_source(source) if item.code != "KTB203"]
     fail_if(path, [*findings, *mismatches] if mismatches else [])
     return source
 
 
-def _scaled(request: Request) -> tuple[Adapter, dict[str, float], list[Problem]]:
-    """Open a directory; also returns the factors for B per module, and every finding.
+def _opened(request: Request) -> tuple[Adapter, list[Problem]]:
+    """Open a directory; also returns every finding. An explicit alpha is applied.
 
-    An explicit alpha is applied, and alpha_pattern removed: the factors replace it. With both an
-    alpha and a base model given, the adapter needs no adapter_config.json. ProblemsError if the
+    With both an alpha and a base model given, the adapter needs no adapter_config.json. ProblemsError if the
     directory can't be opened at all.
     """
     path, alpha, stand_in = request.path, request.lora_alpha, None
@@ -99,11 +110,10 @@ def _scaled(request: Request) -> tuple[Adapter, dict[str, float], list[Problem]]
     adapter, findings = scan_adapter(path, stand_in)
     if adapter is None:
         raise ProblemsError(f"{path} can't be converted", findings)
+    adapter.by_kt = _BY_KT.get(request.format)
     findings += apply_alpha(adapter, alpha)
-    factors, folded = fold_patterns(adapter)
-    findings += folded
     findings += check_structure(adapter, Use.INPUT)
-    return adapter, factors, findings
+    return adapter, findings
 
 
 def _numbers(adapter: Adapter, request: Request) -> Source:
@@ -112,36 +122,7 @@ def _numbers(adapter: Adapter, request: Request) -> Source:
     source = Source.of(adapter, "vllm" if vllm else adapter.layout, 0, 0.0)
     # Without experts, the manifest's expert entries are ignored.
     source.rank, source.alpha = source.nonexpert_rank, source.nonexpert_alpha
-    if adapter.experts:
-        source.rank, source.alpha = adapter.rank, adapter.alpha
-    if vllm and source.use_rslora and request.lora_alpha is None:
-        source.alpha = expert_alpha(source.alpha / source.rank**0.5, source.rank)
     source.files = [] if vllm else adapter.files
-    return source
-
-
-def read_sglang_3d(request: Request) -> Source:
-    """An adapter whose experts are stacked tensors under the modules' own names."""
-    path = request.path
-    adapter, parts, warnings = open_foreign(request)
-    rank, alpha = adapter.nonexpert_rank, adapter.nonexpert_alpha
-    if adapter.config.get("use_rslora"):
-        alpha = expert_alpha(alpha / rank**0.5, rank)
-    source = Source.of(adapter, "sglang-3d", rank, alpha)
-    source.findings, source.tensors_in = warnings, len(parts)
-    rest: list[Part] = []
-    findings: list[Problem] = []
-    for part in parts:
-        match = _3D.fullmatch(part.entry.name)
-        if match is None:
-            rest.append(part)
-            continue
-        source.prefix = match["prefix"]
-        source.experts[int(match["layer"]), match["name"], match["half"]] = block_of(
-            part.file, part.entry
-        )
-    file_nonexpert(source, rest, findings)
-    fail_if(path, [*findings, *check_source(source)])
     return source
 
 
@@ -153,6 +134,7 @@ def write_raw(source: Source) -> tuple[list[Output], list[Problem]]:
     modules = source.nonexpert_modules()
     config = build_config(source.kept, source.base_model, *numbers, modules)
     config["use_rslora"] = source.use_rslora and bool(source.nonexpert)
+    config |= pattern_fields({m: (own.rank, own.alpha) for m, own in source.own.items()}, numbers)
     files = {MODEL_FILE: source.nonexpert_pieces()}
     if source.experts:
         experts = {

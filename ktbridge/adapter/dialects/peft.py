@@ -2,11 +2,15 @@
 
 With E experts of rank R on a parameter W [E,out,in] of a module called ``experts``::
 
-    peft-fused (PEFT >= 0.19)   A [E*R, in]   row e*R+k       B [out, R*E]  column k*E+e
-    peft-0.18 (0.17 and 0.18)   A [E*R, out]  row e*R+k = B_e transposed
+    peft-fused (PEFT >= 0.19.1) A [E*R, in]   row e*R+k       B [out, R*E]  column k*E+e
+    peft-0.18 (0.17 to 0.19.0)  A [E*R, out]  row e*R+k = B_e transposed
                                 B [in, R*E]   column k*E+e = A_e transposed
     unsloth-legacy              as peft-fused, but B's column is e*R+k (Unsloth up to 2026.9.5)
+    megatron-packed             as peft-0.18, but B's column is e*R+k; gate's rows before up's in every
+                                family (Megatron-Bridge, _pack_target_parameter_adapter_weights)
 
+PEFT up to 0.18 exchanges in and out of parameters that are stored [E,out,in] and not of others, 0.19.0 of
+all of them. NeMo AutoModel writes PEFT's form, and beside it automodel_peft_config.json, which says which.
 ``gate_up_proj`` [E,2I,H] is wrapped first and so is the inner module, ``experts.base_layer``;
 ``down_proj`` [E,H,I] is the outer one, ``experts``. A single targeted parameter is ``experts``.
 
@@ -29,10 +33,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from math import sqrt
+from collections.abc import Collection, Iterator, Mapping
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
+from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.blocks import Block, block_of
 from ktbridge.adapter.dialects.peft_layout import (
     DOWN,
@@ -41,44 +44,40 @@ from ktbridge.adapter.dialects.peft_layout import (
     arrangement,
     half_of,
     is_interleaved,
-    padded,
     swapped,
     unpack,
 )
 from ktbridge.adapter.dialects.source import (
+    ExpertPair,
     Request,
     Source,
     check_source,
-    expert_alpha,
     fail_if,
     file_nonexpert,
     local_config,
     note,
     open_foreign,
-    refusal,
 )
+from ktbridge.adapter.lora_config import Numbers, peft_numbers
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
+from ktbridge.errors import Problem, UsageError
 from ktbridge.model import ModelConfig
 
-# PEFT matches patterns as regular expressions; these can't take exponential time.
 _UNSLOTH_LAYOUT = "lora_B_layout"
 """Key by which Unsloth since 2026.9.6 says how B is ordered: "rank_major" (PEFT's) or "grouped_by_expert"."""
-MAX_PATTERNS = 2000  # each is tried on each module
-_PLAIN_PATTERN = re.compile(r"(?:[\w^$|-]|\\?\.|\.\*|\\d\+?|\[0-9\]\+?)*")
 
 
 # layer -> (path of its experts' module, parameter -> its A and B)
 Layers = dict[int, tuple[str, dict[str, Pair]]]
-# parameter -> layer -> stacked A [E,R,in] and B [E,out,R]
-Stacks = dict[str, dict[int, tuple[Block, Block]]]
+# parameter -> layer -> stacked A [E,R,in] and B [E,out,R], and their numbers
+Stacks = dict[str, dict[int, tuple[Block, Block, Numbers]]]
 
 
 def read_peft(request: Request) -> Source:
-    """An adapter with LoRA on fused expert parameters, in one of the three dialects.
+    """An adapter with LoRA on fused expert parameters, in one of the dialects.
 
-    The format "peft" accepts a dialect that the shapes prove. Raises UsageError if they are ambiguous and
-    ProblemsError with every mismatch.
+    The format "peft" accepts a dialect that shapes and marks prove. Raises UsageError if they are
+    ambiguous and ProblemsError with every mismatch.
     """
     path, dialect = request.path, request.format
     adapter, parts, warnings = open_foreign(request)
@@ -92,30 +91,29 @@ def read_peft(request: Request) -> Source:
         _file_rest(adapter, source, rest, findings)
         return source
     dialect, exchanged = _orientation(adapter, layers, rest, base, dialect)
-    order = "e*R+k" if dialect == "unsloth-legacy" else "k*E+e"
+    order = "e*R+k" if dialect in ("unsloth-legacy", "megatron-packed") else "k*E+e"
+    config = _own_ranks(adapter, layers, base)
     stacks: Stacks = defaultdict(dict)
-    scales: dict[str, set[float]] = defaultdict(set)
     experts: set[int] = set()
     for layer, (module, pairs) in sorted(layers.items()):
         for parameter, pair in pairs.items():
-            rank, scale, problems = _rank_and_scale(adapter.config, f"{module}.{parameter}", pair)
-            findings += problems
-            if has_errors(problems):
+            numbers = _numbers(config, f"{module}.{parameter}", pair)
+            if isinstance(numbers, Problem):
+                findings.append(numbers)
                 continue
-            count = pair.a.entry.shape[0] // rank
+            count = pair.a.entry.shape[0] // numbers.rank
             experts.add(count)
-            scales[parameter].add(scale)
-            stacks[parameter][layer] = unpack(
-                block_of(pair.a.file, pair.a.entry),
-                block_of(pair.b.file, pair.b.entry),
-                count, rank, exchanged, order,
-            )  # fmt: skip
+            a, b = (block_of(part.file, part.entry) for part in (pair.a, pair.b))
+            stacked = unpack(a, b, count, numbers.rank, exchanged, order)
+            stacks[parameter][layer] = (*stacked, numbers)
     if len(experts) > 1 or (base is not None and experts - {base.num_experts}):
         found = f"rank and shapes make {sorted(experts)} experts"
         expected = f"{base.num_experts} experts" if base else "one number"
         findings.append(problem("KTB204", str(path), found, expected))
     fail_if(path, findings)
-    source = _arranged(adapter, dialect, stacks, scales, base, findings)
+    source = Source.of(adapter, dialect, adapter.nonexpert_rank, adapter.nonexpert_alpha)
+    interleaved = dialect != "megatron-packed" and is_interleaved(base, adapter.base_model)
+    findings += _arranged(adapter, source, stacks, interleaved)
     source.findings, source.tensors_in = warnings, len(parts)
     source.prefix = re.split(r"layers\.[0-9]+\.", next(iter(layers.values()))[0], maxsplit=1)[0]
     _file_rest(adapter, source, rest, findings)
@@ -123,8 +121,7 @@ def read_peft(request: Request) -> Source:
 
 
 def _file_rest(adapter: Adapter, source: Source, rest: list[Part], findings: list[Problem]) -> None:
-    _check_nonexpert_patterns(adapter, rest, findings)
-    file_nonexpert(source, rest, findings)
+    file_nonexpert(source, rest, findings, adapter.config)
     fail_if(adapter.path, [*findings, *check_source(source)])
     source.findings += findings
 
@@ -192,33 +189,43 @@ def _orientation(
     for part in rest:
         if not hidden and part.key.leaf in ("q_proj", "k_proj", "v_proj") and part.key.half == "A":
             hidden = part.entry.shape[-1]
-    verdicts = {swapped(pairs, hidden) for _, pairs in layers.values()}
-    verdict = verdicts.pop() if len(verdicts) == 1 else None
+    verdicts = {swapped(pairs, hidden) for _, pairs in layers.values()} - {None}
+    if len(verdicts) > 1:
+        fail_if(
+            adapter.path,
+            [problem("KTB302", str(adapter.path), "has in and out exchanged in some layers")],
+        )
+    verdict = verdicts.pop() if verdicts else None
     if dialect == "peft" and (adapter.manifest or {}).get("layout") == "peft-fused":
         dialect = "peft-fused"  # our own directory
     if dialect == "peft":
         dialect = _writer(adapter, verdict, base)
     if dialect == "peft-fused" and verdict is True:
         raise UsageError(
-            f"{adapter.path} has in and out exchanged, as PEFT 0.17 and 0.18 wrote them",
-            "pass --from peft-0.18",
+            f"{adapter.path} has in and out exchanged, as PEFT 0.17 to 0.19.0 and Megatron-Bridge write them",
+            "pass --from peft-0.18, or --from megatron-packed",
         )
-    if dialect == "peft-0.18" and verdict is False:
+    if dialect in ("peft-0.18", "megatron-packed") and verdict is False:
         raise UsageError(
-            f"{adapter.path} has in and out as PEFT 0.19 and later write them",
+            f"{adapter.path} has in and out as PEFT 0.19.1 and later write them",
             "pass --from peft-fused",
         )
-    return dialect, dialect == "peft-0.18" or (dialect == "unsloth-legacy" and bool(verdict))
+    if dialect == "unsloth-legacy":
+        return dialect, bool(verdict)
+    return dialect, dialect in ("peft-0.18", "megatron-packed")
+
+
+# Fields that PEFT saves of every LoRA, and tools that write the file themselves don't.
+_ONLY_PEFTS = ("layer_replication", "loftq_config", "megatron_config")
 
 
 def _writer(adapter: Adapter, exchanged: bool | None, base: ModelConfig | None) -> str:
     """The dialect, by marks in adapter_config.json and by shapes; UsageError if it is ambiguous."""
-    mapping = adapter.config.get("auto_mapping")
+    config = adapter.config
+    mapping = config.get("auto_mapping")
     own = mapping if isinstance(mapping, dict) else {}
     layouts = {
-        str(source[_UNSLOTH_LAYOUT])
-        for source in (adapter.config, own)
-        if _UNSLOTH_LAYOUT in source
+        str(source[_UNSLOTH_LAYOUT]) for source in (config, own) if _UNSLOTH_LAYOUT in source
     }
     if layouts == {"grouped_by_expert"}:
         return "unsloth-legacy"
@@ -227,110 +234,106 @@ def _writer(adapter: Adapter, exchanged: bool | None, base: ModelConfig | None) 
             f"{adapter.path} is ambiguous: Unsloth saved it, and up to 2026.9.5 it had B in another order",
             "pass --from unsloth-legacy, or --from peft-fused for a later Unsloth",
         )
+    stamp = (adapter.automodel or {}).get("paramwrapper_layout")
+    if stamp in ("peft-0.18", "peft-0.19.1"):
+        return "peft-0.18" if stamp == "peft-0.18" else "peft-fused"
+    version = config.get("peft_version")
     if exchanged is None:
-        release = re.match(r"0\.(\d{1,3})\b", str(adapter.config.get("peft_version")))
-        if release is None:
-            raise UsageError(
-                f"{adapter.path} is ambiguous: neither shapes nor peft_version show whether PEFT before "
-                "0.19 wrote its expert LoRA",
-                "pass --from peft-fused or --from peft-0.18",
-            )
-        # gpt-oss keeps its experts as [E, in, out], which PEFT before 0.19 took every parameter for.
-        exchanged = int(release[1]) < 19 and not is_interleaved(base, adapter.base_model)
+        exchanged = _exchanged_by(str(version), is_interleaved(base, adapter.base_model))
+    if exchanged is None:
+        raise UsageError(
+            f"{adapter.path} is ambiguous: neither shapes nor peft_version show whether its expert LoRA has "
+            "in and out exchanged",
+            "pass --from peft-fused (PEFT 0.19.1 and later), --from peft-0.18 (PEFT 0.17 to 0.19.0), or "
+            "--from megatron-packed (Megatron-Bridge)",
+        )
+    by_peft = bool(version or stamp) or all(field in config for field in _ONLY_PEFTS)
+    if exchanged and not by_peft:
+        raise UsageError(
+            f"{adapter.path} is ambiguous: it has in and out exchanged and no peft_version, as PEFT 0.17 and "
+            "Megatron-Bridge write it, each with another order of experts",
+            "pass --from megatron-packed, or --from peft-0.18",
+        )
     return "peft-0.18" if exchanged else "peft-fused"
 
 
-def _rank_and_scale(
-    config: dict[str, object], name: str, pair: Pair
-) -> tuple[int, float, list[Problem]]:
-    rank = _pattern(config, "rank_pattern", name, config["r"])
-    alpha = _pattern(config, "alpha_pattern", name, config["lora_alpha"])
+def _exchanged_by(version: str, turned: bool) -> bool | None:
+    """Whether a release of PEFT exchanges in and out; ``turned``: of a parameter stored [E,in,out].
+
+    None for a version that isn't known, or that was between two releases.
+    """
+    release = re.match(r"0\.(\d{1,3})(?:\.(\d{1,3}))?(.*)", version)
+    if release is None:
+        return None
+    minor, patch, more = int(release[1]), int(release[2] or 0), release[3]
+    if (minor, patch) in ((19, 0), (19, 1)) and more.startswith((".dev", "rc")):
+        return None
+    if (minor, patch) == (19, 0):
+        return True
+    return minor < 19 and not turned
+
+
+def _own_ranks(adapter: Adapter, layers: Layers, base: ModelConfig | None) -> dict[str, object]:
+    """The configuration, with the experts' rank where NeMo AutoModel left it out.
+
+    With moe_rank_scaling experts have another rank than r, which shows only by the number of experts.
+    """
+    config: dict[str, object] = adapter.config
+    if not (adapter.automodel or {}).get("moe_rank_scaling"):
+        return config
+    where = str(adapter.path)
+    rows = {pair.a.entry.shape[0] for _, pairs in layers.values() for pair in pairs.values()}
+    if base is None or not base.num_experts:
+        found = "has experts of another rank than r (moe_rank_scaling), which their number tells"
+        step = "pass --base-model with a directory that has the model's config.json"
+        fail_if(adapter.path, [problem("KTB301", where, found, next_step=step)])
+    assert base is not None
+    if len(rows) != 1 or next(iter(rows)) % base.num_experts:
+        found = f"has {sorted(rows)} rows for {base.num_experts} experts"
+        fail_if(adapter.path, [problem("KTB301", where, found, "one rank for all experts")])
+    rank = next(iter(rows)) // base.num_experts
+    return {**config, "rank_pattern": {r".*\.experts\..*": rank}}
+
+
+def _numbers(config: Mapping[str, object], name: str, pair: Pair) -> Numbers | Problem:
+    """Rank and alpha of a parameter by its path, if they fit its matrices."""
+    numbers = peft_numbers(config, name)
     rows, columns = pair.a.entry.shape[0], pair.b.entry.shape[1]
-    if type(rank) is not int or rank <= 0 or not is_number(alpha):
-        return 1, 1.0, [problem("KTB102", name, f"rank is {rank!r} and alpha {alpha!r}")]
-    if rows != columns or rows % rank:
+    if rows != columns or rows % numbers.rank:
         found = f"has A of {rows} rows and B of {columns} columns"
-        return 1, 1.0, [problem("KTB301", pair.a.where, found, f"a multiple of rank {rank}, alike")]
-    return rank, alpha / (sqrt(rank) if config.get("use_rslora") else rank), []
-
-
-def _pattern(config: Mapping[str, object], field: str, name: str, default: object) -> object:
-    """PEFT's get_pattern_key: the first pattern that matches the end of the name."""
-    patterns = config.get(field) or {}
-    if not isinstance(patterns, dict):
-        raise KtbridgeError(f"{field} of {CONFIG_FILE} is not a table", "save the adapter again")
-    if len(patterns) > MAX_PATTERNS:
-        found = f"{field} of {CONFIG_FILE} has {len(patterns)} patterns (limit {MAX_PATTERNS})"
-        raise KtbridgeError(found, "name modules by patterns that they share")
-    for pattern, value in patterns.items():
-        if not _PLAIN_PATTERN.fullmatch(pattern) or pattern.count("*") + pattern.count("+") > 4:
-            raise KtbridgeError(
-                f"{field} of {CONFIG_FILE} has the pattern {pattern[:80]!r}, which is not plain",
-                "write it with module names, dots and .* only",
-            )
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return default
+        return problem("KTB301", pair.a.where, found, f"a multiple of rank {numbers.rank}, alike")
+    return numbers
 
 
 def _arranged(
-    adapter: Adapter, dialect: str, stacks: Stacks, scales: dict[str, set[float]],
-    base: ModelConfig | None, findings: list[Problem],
-) -> Source:  # fmt: skip
-    """Split gate_up, and give all one rank and scale; report where zero padding is needed."""
-    interleaved = is_interleaved(base, adapter.base_model)
+    adapter: Adapter, source: Source, stacks: Stacks, interleaved: bool
+) -> Iterator[Problem]:
+    """Split gate_up, and give all one rank; report where zero padding is needed."""
     recorded = (adapter.manifest or {}).get("experts")
     hint = recorded if isinstance(recorded, dict) else {}  # of our own manifest
-    gate_up, down = stacks.get(GATE_UP, {}), stacks.get(DOWN, {})
-    parts: Stacks = {}
-    scale_of: dict[str, float] = {}
-    how = arrangement(gate_up, interleaved, hint)
+    gate_up = stacks.get(GATE_UP, {})
+    pairs: dict[tuple[int, str], ExpertPair] = {}
+    how = arrangement({layer: (a, b) for layer, (a, b, _) in gate_up.items()}, interleaved, hint)
     for name in ("gate", "up") if gate_up else ():
         if how in ("gate", "up") and name != how:
             continue
-        parts[name] = {
-            layer: half_of(a, b, name, how == "block", interleaved)
-            for layer, (a, b) in gate_up.items()
-        }
-        scale_of[name] = max(scales[GATE_UP])
-    if down:
-        parts["down"] = down
-        scale_of["down"] = max(scales[DOWN])
+        for layer, (a, b, numbers) in gate_up.items():
+            halves = half_of(a, b, name, how == "block", interleaved)
+            own = numbers.at(halves[0].shape[1])
+            pairs[layer, name] = ExpertPair(*halves, (own,))
+    for layer, (a, b, numbers) in stacks.get(DOWN, {}).items():
+        pairs[layer, "down"] = ExpertPair(a, b, (numbers,))
     if how in ("gate", "up") and not hint:
         other = "up" if how == "gate" else "gate"
         found = f"the B of every {other}_proj is all zero and adds nothing: it is left out"
-        findings.append(note(str(adapter.path), found))
-    ranks = {name: next(iter(layers.values()))[0].shape[1] for name, layers in parts.items()}
-    rank = max(ranks.values())
-    if len({s for values in scales.values() for s in values}) > 1:
-        listed = ", ".join(f"{name} {scale:g}" for name, scale in scale_of.items())
-        found = f"alpha/rank differs between expert parameters: {listed}"
-        step = "train with one alpha/rank, or merge the adapter with PEFT"
-        findings.append(refusal(str(adapter.path / CONFIG_FILE), found, step, "one scale"))
-    low = sorted(name for name, value in ranks.items() if value < rank)
+        yield note(str(adapter.path), found)
+    ranks = {name: pair.numbers[0].rank for (_, name), pair in pairs.items()}
+    widest = max(pair.numbers[0].rank for pair in pairs.values())
+    low = sorted(name for name, value in ranks.items() if value < widest)
     if low:
         found = (
-            f"{', '.join(low)} has rank {ranks[low[0]]} and is padded with zeros to {rank}, "
+            f"{', '.join(low)} has rank {ranks[low[0]]} and is padded with zeros to {widest}, "
             "because KT has one rank for all experts; its product stays the same"
         )
-        findings.append(note(str(adapter.path), found))
-    source = Source.of(adapter, dialect, rank, expert_alpha(next(iter(scale_of.values())), rank))
-    for name, layers in parts.items():
-        for layer, (a, b) in layers.items():
-            source.experts[layer, name, "A"] = padded(a, 1, rank)
-            source.experts[layer, name, "B"] = padded(b, 2, rank)
-    return source
-
-
-def _check_nonexpert_patterns(adapter: Adapter, rest: list[Part], findings: list[Problem]) -> None:
-    """The raw layout has one rank and alpha for all non-expert modules."""
-    for field in ("rank_pattern", "alpha_pattern"):
-        default = adapter.config["r" if field == "rank_pattern" else "lora_alpha"]
-        modules = {part.key.module for part in rest if part.key.kind == "lora"}
-        other = [
-            m for m in sorted(modules) if _pattern(adapter.config, field, m, default) != default
-        ]
-        if other:
-            found = f"{field} gives {other[0]} another value than {default}"
-            step = "train non-expert modules with one rank and alpha"
-            findings.append(refusal(str(adapter.path / CONFIG_FILE), found, step))
+        yield note(str(adapter.path), found)
+    source.place_experts(pairs, source.rest)

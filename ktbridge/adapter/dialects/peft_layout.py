@@ -11,7 +11,7 @@ from ktbridge.adapter.adapter import MODEL_FILE, Part
 from ktbridge.adapter.blocks import BITS, Block
 from ktbridge.adapter.dialects.source import Source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, parse_key
-from ktbridge.adapter.lora_config import AS_PARAMETERS, build_config
+from ktbridge.adapter.lora_config import AS_PARAMETERS, build_config, pattern_fields, whole
 from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import ModelConfig
@@ -151,16 +151,6 @@ def half_of(a: Block, b: Block, name: str, block: bool, interleaved: bool) -> tu
     )
 
 
-def padded(block: Block, axis: int, rank: int) -> Block:
-    """A stack with zeros up to ``rank`` on one axis."""
-    if block.shape[axis] == rank:
-        return block
-    missing = [(0, 0)] * 3
-    missing[axis] = (0, rank - block.shape[axis])
-    shape = (*block.shape[:axis], rank, *block.shape[axis + 1 :])
-    return block.then(shape, lambda bits: np.pad(bits, missing))
-
-
 def write_peft(source: Source) -> tuple[list[Output], list[Problem]]:
     """The layout of PEFT >= 0.19, with rank_pattern and alpha_pattern where experts differ."""
     dtypes = {block.dtype for block in source.experts.values()}
@@ -169,8 +159,9 @@ def write_peft(source: Source) -> tuple[list[Output], list[Problem]]:
         return [], [refusal(str(source.path), found, "pass --dtype bf16")]
     interleaved = is_interleaved(source.base, source.base_model)
     how = "" if set(source.projections) <= {"down"} else _choose(source)
-    rank = source.nonexpert_rank if source.nonexpert else source.rank
-    alpha = source.plain_alpha if source.nonexpert else source.alpha
+    usual = (source.nonexpert_rank, source.plain_alpha)
+    if not source.nonexpert:
+        usual = source.rank, source.alpha
     prefix = source.module_prefix()
     pieces: list[Piece] = []
     parameters: list[str] = []
@@ -185,15 +176,30 @@ def write_peft(source: Source) -> tuple[list[Output], list[Problem]]:
         if "down" in source.projections:
             parameters.append(f"{module}.{DOWN}")
             pieces += pack(stem, *(source.experts[layer, "down", half] for half in "AB"))
-    factor = 2 if how == "block" else 1
-    wanted = {GATE_UP: factor} if how else {}
-    wanted |= {DOWN: 1} if "down" in source.projections else {}
-    ranks = {f"experts.{name}": times * source.rank for name, times in wanted.items()}
-    alphas = {f"experts.{name}": times * source.alpha for name, times in wanted.items()}
+    times = {GATE_UP: 2 if how == "block" else 1, DOWN: 1}
+    own: dict[str, tuple[int, float]] = {}
+    for parameter in (GATE_UP, DOWN):
+        name = "down" if parameter == DOWN else how if how in ("gate", "up") else "gate"
+        if (parameter == GATE_UP and not how) or name not in source.projections:
+            continue
+        wide = times[parameter] * source.rank
+        # An explicit alpha stands for the common one.
+        scales = {layer: source.own_of(layer, name)[0] for layer in source.layers}
+        alphas = {
+            layer: times[parameter] * source.alpha * (each.scale / source.common.scale)
+            for layer, each in scales.items()
+        }
+        if len(set(alphas.values())) == 1:
+            own[f"experts.{parameter}"] = wide, next(iter(alphas.values()))
+            continue
+        for layer, alpha in alphas.items():
+            own[f"layers.{layer}.{source.block()}.experts.{parameter}"] = wide, whole(alpha)
+    for module, numbers in source.own.items():
+        listed = module.rpartition(".")[2] in AS_PARAMETERS
+        own[f"{module}.weight" if listed else module] = numbers.rank, numbers.plain_alpha
     leaves = {parse_key(key).leaf for key in source.nonexpert} - AS_PARAMETERS
-    config = build_config(source.kept, source.base_model, rank, alpha, leaves)
-    config["rank_pattern"] = {name: value for name, value in ranks.items() if value != rank}
-    config["alpha_pattern"] = {name: value for name, value in alphas.items() if value != alpha}
+    config = build_config(source.kept, source.base_model, *usual, leaves)
+    config |= {"rank_pattern": {}, "alpha_pattern": {}, **pattern_fields(own, usual)}
     for key, block in sorted(source.nonexpert.items()):
         pieces.append(piece(key, block))
         parsed = parse_key(key)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,11 +16,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
-from ktbridge.adapter.blocks import BITS, Block, block_of
+from ktbridge.adapter.blocks import BITS, Block, block_of, block_of_stack, padded, scaled_each
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.config import check_config
 from ktbridge.adapter.keys import HALVES, PROJECTIONS, parse_key, peft_key
-from ktbridge.adapter.lora_config import Numbers, common_scale, kept_fields, plain_alpha
+from ktbridge.adapter.lora_config import (
+    UNFOLDED,
+    Numbers,
+    common_numbers,
+    common_scale,
+    kept_fields,
+    module_numbers,
+    whole,
+)
 from ktbridge.adapter.manifest import trained_on
 from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.adapter.scan import scan_adapter
@@ -32,6 +41,17 @@ from ktbridge.model.stamps import Stamps
 Slot = tuple[int, str, str]  # layer, "gate" | "up" | "down", "A" | "B"
 
 
+class ExpertPair(NamedTuple):
+    """LoRA of one projection of a layer's experts: A [r,in] and B [out,r] of each, or stacks [E,…].
+
+    ``numbers`` of each expert, or one for all.
+    """
+
+    a: Block | tuple[Block, ...]
+    b: Block | tuple[Block, ...]
+    numbers: tuple[Numbers, ...]
+
+
 class Request(NamedTuple):
     """What a reader is given: the path, the format's name, and options of the conversion."""
 
@@ -41,14 +61,19 @@ class Request(NamedTuple):
     lora_alpha: float | None = None
 
 
+_ONE = Numbers(1, 1.0)
+
+
 @dataclass
 class Source:
     """An adapter of any dialect; ``Source.of`` makes one without tensors from an opened directory.
 
     ``experts``: (layer, projection, half) -> stacked block: gate/up A [E,r,H], B [E,I,r]; down
-    A [E,r,I], B [E,H,r]; all served at ``alpha/rank``. ``nonexpert``: PEFT key with
+    A [E,r,I], B [E,H,r]; served at ``alpha/rank``. ``nonexpert``: PEFT key with
     ``base_model.model.`` -> A [r,in] or B [out,r], served at ``nonexpert_alpha/nonexpert_rank``, or
-    at alpha/sqrt(rank) with ``use_rslora``. ``kept`` are configuration fields to preserve.
+    at alpha/sqrt(rank) with ``use_rslora``. Where some have another scale, ``own_experts`` has the numbers
+    of each expert by (layer, projection) beside the half's, ``common``; and ``own`` those of modules.
+    ``kept`` are configuration fields to preserve.
     ``prefix`` precedes ``layers.N`` in module paths, used if there is no non-expert key. ``stamps``:
     size, time and inode of the files read. ``files`` are listed by KT's layouts, whose
     conversion into each other keeps the order of tensors.
@@ -66,12 +91,16 @@ class Source:
     prefix: str | None = None
     kept: dict[str, object] = field(default_factory=dict)
     experts: dict[Slot, Block] = field(default_factory=dict)
+    common: Numbers = _ONE
+    own_experts: dict[tuple[int, str], tuple[Numbers, ...]] = field(default_factory=dict)
+    own: dict[str, Numbers] = field(default_factory=dict)
     nonexpert: dict[str, Block] = field(default_factory=dict)
     files: list[TensorFile] = field(default_factory=list)
     stamps: Stamps = field(default_factory=dict)
     manifest: dict[str, object] | None = None
     tensors_in: int = 0
     findings: list[Problem] = field(default_factory=list)
+    widened: bool = False
 
     @classmethod
     def of(cls, adapter: Adapter, name: str, rank: int, alpha: float) -> Source:
@@ -116,9 +145,119 @@ class Source:
         return trained_on(self.manifest)
 
     @property
+    def rest(self) -> Numbers:
+        """Rank and alpha of the non-expert LoRA, but for the modules of ``own``."""
+        return Numbers(self.nonexpert_rank, self.nonexpert_alpha, self.use_rslora)
+
+    @property
     def plain_alpha(self) -> float:
         """The alpha that gives the non-expert LoRA the same scale without rsLoRA."""
-        return plain_alpha(Numbers(self.nonexpert_rank, self.nonexpert_alpha), self.use_rslora)
+        return self.rest.plain_alpha
+
+    def place_experts(self, pairs: dict[tuple[int, str], ExpertPair], usual: Numbers) -> None:
+        """Take the experts' LoRA: all of the widest rank, by zeros that change no product.
+
+        ``usual``'s scale becomes the experts' if any expert has it.
+        """
+        self.common = common_numbers((n for pair in pairs.values() for n in pair.numbers), usual)
+        self.rank, self.alpha = self.common.rank, whole(self.common.plain_alpha)
+        for (layer, projection), (a, b, numbers) in pairs.items():
+            where = f"{self.path}: layer {layer} {projection}_proj.lora_"
+            for half, block in (("A", a), ("B", b)):
+                axis = 0 if half == "A" else 1
+                if not isinstance(block, Block):  # which is a tuple, too
+                    each = zip(block, numbers, strict=True)
+                    parts = (self._widest(part, axis, own) for part, own in each)
+                    whole_block = block_of_stack(tuple(parts), where + half)
+                else:
+                    whole_block = self._widest(block, axis + 1, numbers[0])
+                self.experts[layer, projection, half] = whole_block
+            if any(each.scale != self.common.scale for each in numbers):
+                count = self.experts[layer, projection, "A"].shape[0]
+                self.own_experts[layer, projection] = numbers * (count if len(numbers) == 1 else 1)
+
+    def _widest(self, block: Block, axis: int, own: Numbers) -> Block:
+        """Zeros up to the experts' rank, unless the block has another rank than it should."""
+        fits = len(block.shape) > axis and block.shape[axis] == own.rank
+        return padded(block, axis, self.rank) if fits else block
+
+    def own_of(self, layer: int, projection: str) -> tuple[Numbers, ...]:
+        """The numbers of each expert's pair."""
+        count = self.experts[layer, projection, "A"].shape[0]
+        return self.own_experts.get((layer, projection), (self.common,) * count)
+
+    def fold(self, to: str, widened: bool) -> Iterator[Problem]:
+        """Multiply scales that ``to`` has no place for into B; report those that would round.
+
+        ``raw`` and ``peft-fused`` have a place for every module's scale but the experts', ``peft-fused`` for
+        that of a layer's parameter as well. ``widened``: everything is float32, and may round there.
+        """
+        groups: list[tuple[str, ...]] = [(name,) for name in self.projections]
+        if {"gate", "up"} <= {*self.projections}:
+            groups = [("gate", "up"), *([("down",)] if "down" in self.projections else [])]
+        factors: list[tuple[str, float]] = []
+        refused: list[tuple[str, Numbers, Numbers]] = []
+
+        def factor_of(place: str, numbers: Numbers, common: Numbers) -> float:
+            ratio = numbers.ratio(common)
+            if ratio is None and not widened:
+                refused.append((place, numbers, common))
+            factor = numbers.scale / common.scale if ratio is None else ratio
+            if factor != 1.0:
+                factors.append((place, factor))
+            return factor
+
+        for layer in self.layers if self.own_experts else ():
+            for group in groups:
+                common = self.common
+                numbers = {name: self.own_of(layer, name) for name in group}
+                if to == "peft-fused":
+                    common = common_numbers(
+                        (each for row in numbers.values() for each in row), self.common
+                    )
+                for name, row in numbers.items():
+                    place = f"layer {layer} experts.{name}_proj"
+                    found = [factor_of(place, each, common) for each in row]
+                    where = f"{self.path}: {place}"
+                    slot = layer, name, "B"
+                    self.experts[slot] = scaled_each(self.experts[slot], found, where)
+                    self.own_experts[layer, name] = (common,) * len(row)
+        if self.own and to not in ("raw", "peft-fused"):
+            modules = {parse_key(key).module for key in self.nonexpert}
+            every = (self.own.get(module, self.rest) for module in modules)
+            common = common_numbers(every, self.rest)
+            for key, block in self.nonexpert.items():
+                parsed = parse_key(key)
+                numbers_here = self.own.get(parsed.module, self.rest)
+                if parsed.half == "A":
+                    self.nonexpert[key] = padded(block, 0, common.rank)
+                    continue
+                factor = factor_of(parsed.module, numbers_here, common)
+                wide = padded(block, 1, common.rank)
+                self.nonexpert[key] = wide.scaled(factor, f"{self.path}: {key}")
+            self.nonexpert_rank, self.use_rslora = common.rank, common.rslora and not common.over
+            self.nonexpert_alpha = common.alpha if not common.over else whole(common.plain_alpha)
+            self.own = {}
+        yield from self._folded(factors, refused)
+
+    def _folded(
+        self, factors: list[tuple[str, float]], refused: list[tuple[str, Numbers, Numbers]]
+    ) -> Iterator[Problem]:
+        where = str(self.path / CONFIG_FILE)
+        if refused:
+            place, own, common = refused[0]
+            more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+            found = f"{place} is scaled by {own.scale:g}{more}, others by {common.scale:g}"
+            step = UNFOLDED.format(path=shlex.quote(str(self.path)))
+            expected = "one scale, or ratios that are powers of two"
+            yield problem("KTB109", where, found, expected, next_step=step)
+        elif factors:
+            places = len({place for place, _ in factors})
+            exact = all(math.frexp(factor)[0] == 0.5 for _, factor in factors)
+            how = "exactly" if exact else "in float32, each value rounded once"
+            step = f"nothing: it is folded into B of {places} modules, {how}"
+            found = "some modules have a scale of their own"
+            yield problem("KTB109", where, found, severity="info", next_step=step)
 
     def blocks(self, layouts: Collection[str]) -> list[Block]:
         """The tensors that these outputs need: an expert output no non-expert ones, and so on."""
@@ -136,6 +275,12 @@ class Source:
             key: block.to_bf16(f"{self.path}: {key}") for key, block in self.nonexpert.items()
         }
 
+    def widen(self) -> None:
+        """Widen all values to float32 when they are read; scales that would round may be folded there."""
+        self.experts = {slot: block.to_f32() for slot, block in self.experts.items()}
+        self.nonexpert = {key: block.to_f32() for key, block in self.nonexpert.items()}
+        self.widened = True
+
     def nonexpert_modules(self) -> list[str]:
         """Leaf names of the adapted non-expert modules ("q_proj"), sorted."""
         return sorted({parse_key(key).leaf for key in self.nonexpert})
@@ -147,7 +292,7 @@ class Source:
     def nonexpert_pieces(self, factor: float = 1.0) -> list[Piece]:
         """The non-expert tensors by key; ``factor`` multiplies each B."""
         return [
-            piece(key, block.times(factor, f"{self.path}: {key}") if ".lora_B." in key else block)
+            piece(key, block.scaled(factor, f"{self.path}: {key}") if ".lora_B." in key else block)
             for key, block in sorted(self.nonexpert.items())
         ]
 
@@ -172,14 +317,15 @@ class Source:
 
     def one_scale(self, same_rank: bool = True) -> tuple[int, float, float, list[Problem]]:
         """Rank and alpha of one configuration for both halves, and the factor for non-expert B."""
-        rest = Numbers(self.nonexpert_rank, self.nonexpert_alpha)
         if not self.experts:
-            return rest.rank, self.plain_alpha, 1.0, []
-        experts = Numbers(self.rank, self.alpha)
+            return self.nonexpert_rank, self.plain_alpha, 1.0, []
         if not self.nonexpert:
-            return *experts, 1.0, []
-        where = str(self.path / CONFIG_FILE)
-        return *experts, *common_scale(where, experts, rest, self.use_rslora, same_rank)
+            return self.rank, self.alpha, 1.0, []
+        where, experts = str(self.path / CONFIG_FILE), Numbers(self.rank, self.alpha)
+        factor, problems = common_scale(where, experts, self.rest, same_rank)
+        if self.widened:
+            problems = [item for item in problems if item.code != "KTB703"]
+        return self.rank, self.alpha, factor, problems
 
 
 Reader = Callable[[Request], Source]
@@ -243,14 +389,15 @@ def _check_nonexpert(source: Source, key: str, block: Block) -> Iterator[Problem
     if block.dtype not in BITS:
         yield problem("KTB303", place, f"is {block.dtype}", "BF16, F16 or F32")
     half = "A" if ".lora_A." in key else "B"
+    rank = source.own.get(parse_key(key).module, source.rest).rank
     other = key.replace(f".lora_{half}.", ".lora_B." if half == "A" else ".lora_A.")
     if other not in source.nonexpert:
         yield problem("KTB202", place, "has no counterpart", "lora_A and lora_B")
     if len(block.shape) != 2:
         yield problem("KTB302", place, f"has shape {list(block.shape)}", "[r, in] or [out, r]")
-    elif block.shape[0 if half == "A" else 1] != source.nonexpert_rank:
+    elif block.shape[0 if half == "A" else 1] != rank:
         found = f"has rank {block.shape[0 if half == 'A' else 1]}"
-        yield problem("KTB301", place, found, f"rank {source.nonexpert_rank}")
+        yield problem("KTB301", place, found, f"rank {rank}")
 
 
 # Fields that specific dialects handle; every other field that changes results is refused.
@@ -270,7 +417,7 @@ def open_foreign(request: Request) -> tuple[Adapter, list[Part], list[Problem]]:
     if adapter is None:
         raise ProblemsError(f"{request.path} can't be converted", found)
     config = adapter.config
-    if config.get("lora_alpha") is None and request.lora_alpha is not None:
+    if not is_number(config.get("lora_alpha")) and request.lora_alpha is not None:
         config = {**config, "lora_alpha": request.lora_alpha}
     adapter.config = {key: value for key, value in config.items() if key not in _OWN}
     findings += [item for item in check_config(adapter, Use.INPUT) if item.severity == "error"]
@@ -292,7 +439,9 @@ def open_foreign(request: Request) -> tuple[Adapter, list[Part], list[Problem]]:
     return adapter, parts, findings
 
 
-def file_nonexpert(source: Source, parts: list[Part], findings: list[Problem]) -> None:
+def file_nonexpert(
+    source: Source, parts: list[Part], findings: list[Problem], config: Mapping[str, object]
+) -> None:
     """Move ordinary LoRA tensors into ``source``; report each remaining tensor as a problem."""
     strange = []
     for part in parts:
@@ -303,17 +452,13 @@ def file_nonexpert(source: Source, parts: list[Part], findings: list[Problem]) -
         if key in source.nonexpert:
             findings.append(problem("KTB014", part.where, "gives a tensor again"))
         source.nonexpert[key] = block_of(part.file, part.entry)
+        numbers = module_numbers(config, part.key.module)
+        if numbers != source.rest:
+            source.own[part.key.module] = numbers
     if strange:
         count = f" ({len(strange)} tensors like it)" if len(strange) > 1 else ""
         found = f"has no place in a {source.format} adapter{count}"
         findings.append(problem("KTB201", strange[0].where, found))
-
-
-def expert_alpha(scale: float, rank: int) -> float:
-    """The alpha of experts served at ``scale``; integral if within float error of an integer."""
-    alpha = scale * rank
-    near = round(alpha)
-    return float(near) if math.isclose(alpha, near, rel_tol=1e-15) else alpha
 
 
 def local_config(*names: str | None) -> ModelConfig | None:

@@ -1,0 +1,246 @@
+"""Experts' LoRA under the modules' own names, of all experts in one tensor or of gate and up together.
+
+With E experts, of which a side may be one for all (``[1,…]``)::
+
+    experts.{gate,up,down}_proj.lora_{A,B}.weight   [E,r,in], [E,out,r]   SGLang, VeOmni (independent)
+    experts.{w1,w3,w2}.lora_{A,B}.weight            [E or 1,…]            Tinker's own; w1 is gate, w3 up
+    experts.gate_up_proj.lora_{A,B}[.weight]        [E or 1,…]            SGLang, Megatron-Bridge streamed
+    experts.E.{…}_proj.lora_{A,B}.weight            the side of its own   SGLang's shared-outer, numbered
+    experts.{gate,up,down}_proj.lora_{A,B}.weight   [r,in], [out,r]       VeOmni (shared): one pair for all
+    experts.E.gate_up_proj.lora_{A,B}.weight        [r,in], [2I,r]        mcore-bridge, ms-swift (``mcore``)
+
+gate and up together have one A, and in B gate's rows before up's, for gpt-oss too. Reading repeats what is
+for all experts, so that each has a pair of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import itemgetter
+
+from ktbridge.adapter.adapter import Adapter, Part
+from ktbridge.adapter.blocks import Block, block_of, block_of_stack
+from ktbridge.adapter.dialects.source import (
+    ExpertPair,
+    Request,
+    Source,
+    check_source,
+    fail_if,
+    file_nonexpert,
+    local_config,
+    note,
+    open_foreign,
+)
+from ktbridge.adapter.keys import CANONICAL, HALVES
+from ktbridge.adapter.lora_config import Numbers, peft_numbers
+from ktbridge.codes import problem
+from ktbridge.errors import Problem
+from ktbridge.model import ModelConfig
+from ktbridge.model.families import BLOCKS
+
+GATE_UP = "gate_up_proj"
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?P<prefix>(?:.*\.)?)layers\.(?P<layer>[0-9]{1,6})"
+    rf"\.(?:{'|'.join(BLOCKS)})\.experts\.(?:(?P<expert>[0-9]{{1,6}})\.)?"
+    r"(?P<name>gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3))"
+    r"\.lora_(?P<half>[AB])(?:\.default)?(?:\.weight)?"
+)
+# expert (-1: one tensor for all) -> its tensor
+Side = dict[int, tuple[str, Part]]
+
+
+def read_stacked(request: Request) -> Source:
+    """An adapter whose experts are stacked tensors, or have gate and up in one, under the modules' names."""
+    path = request.path
+    adapter, parts, warnings = open_foreign(request)
+    source = Source.of(adapter, request.format, adapter.nonexpert_rank, adapter.nonexpert_alpha)
+    source.findings, source.tensors_in = warnings, len(parts)
+    base = local_config(request.base_model, adapter.base_model)
+    sides: dict[tuple[int, str], dict[str, Side]] = defaultdict(lambda: {"A": {}, "B": {}})
+    rest: list[Part] = []
+    findings: list[Problem] = []
+    for part in parts:
+        match = _KEY.fullmatch(part.entry.name)
+        if match is None:
+            rest.append(part)
+            continue
+        source.prefix = match["prefix"]
+        expert = -1 if match["expert"] is None else int(match["expert"])
+        side = sides[int(match["layer"]), match["name"]][match["half"]]
+        if expert in side:
+            findings.append(problem("KTB014", part.where, "gives a tensor again"))
+        side[expert] = match["module"], part
+    tinker = any(
+        name in ("w1", "w2", "w3") and -1 in both["A"] for (_, name), both in sides.items()
+    )
+    if tinker:
+        rest = [*_renamed(rest, base, findings)]
+    count = _count(path, sides, base, findings)
+    pairs: dict[tuple[int, str], ExpertPair] = {}
+    repeated = 0
+    for (layer, name), both in sorted(sides.items()):
+        whole = [_whole(both[half], count) for half in HALVES]
+        odd = [problem_of(both[half], half, count) for half in HALVES]
+        if problems := [item for item in odd if item is not None]:
+            findings += problems
+            continue
+        repeated += any(_is_shared(both[half], count) for half in HALVES)
+        numbers = _numbers(adapter, both, findings)
+        if numbers is not None:
+            pairs |= _by_projection(layer, name, whole, numbers, both, findings)
+    fail_if(path, findings)
+    if repeated:
+        source.findings.append(
+            note(str(path), f"has tensors for all experts: each of {count} gets a copy")
+        )
+    if pairs:
+        source.place_experts(pairs, source.rest)
+    file_nonexpert(source, rest, findings, adapter.config)
+    fail_if(path, [*findings, *check_source(source)])
+    return source
+
+
+def _count(
+    path: object, sides: dict[tuple[int, str], dict[str, Side]], base: ModelConfig | None,
+    findings: list[Problem],
+) -> int:  # fmt: skip
+    """The number of experts: by numbered or stacked tensors, or the base's where all tensors are for all."""
+    counts = {1}
+    for both in sides.values():
+        for side in both.values():
+            numbered = [expert for expert in side if expert >= 0]
+            counts |= {max(numbered) + 1} if numbered else set()
+            counts |= {
+                p.entry.shape[0] for e, (_, p) in side.items() if e < 0 and len(p.entry.shape) == 3
+            }
+    known = base.num_experts if base is not None else 0
+    several = sorted(counts - {1})
+    if not several and sides and not known:
+        found = "has each tensor once for all experts, and their number isn't known"
+        step = "pass --base-model with a directory that has the model's config.json"
+        findings.append(problem("KTB204", str(path), found, next_step=step))
+    elif len(several) > 1 or (several and known and several != [known]):
+        expected = f"{known} experts, or tensors for all" if known else "one number, or 1"
+        findings.append(
+            problem("KTB204", str(path), f"numbers of experts differ: {several}", expected)
+        )
+    return several[0] if several else known or 1
+
+
+def problem_of(side: Side, half: str, count: int) -> Problem | None:
+    """Why one side of a projection isn't a matrix for each expert, or one for all."""
+    if not side:
+        return None  # told of the other side
+    _, first = next(iter(side.values()))
+    if -1 in side:
+        shape = first.entry.shape
+        if len(side) > 1:
+            return problem("KTB014", first.where, "gives what numbered tensors give as well")
+        if len(shape) not in (2, 3) or 0 in shape:
+            return problem("KTB302", first.where, f"has shape {list(shape)}")
+        return None
+    lacking = [expert for expert in range(count) if expert not in side]
+    if lacking:
+        found = f"lora_{half} lacks {len(lacking)} experts, first {lacking[0]}"
+        return problem("KTB203", first.where, found, f"{count} experts")
+    shapes = {part.entry.shape for _, part in side.values()}
+    if len(shapes) > 1 or len(first.entry.shape) != 2:
+        return problem("KTB302", first.where, "has a shape unlike the other experts'")
+    return None
+
+
+def _is_shared(side: Side, count: int) -> bool:
+    if -1 not in side or count == 1:
+        return False
+    shape = side[-1][1].entry.shape
+    return len(shape) == 2 or shape[0] == 1
+
+
+def _whole(side: Side, count: int) -> Block | None:
+    """A side as a stack of all experts; None where it isn't there, or isn't right."""
+    if not side or (-1 not in side and any(expert not in side for expert in range(count))):
+        return None
+    if -1 not in side:
+        blocks = (block_of(side[e][1].file, side[e][1].entry) for e in range(count))
+        return block_of_stack(tuple(blocks), side[0][1].where)
+    part = side[-1][1]
+    block = block_of(part.file, part.entry)
+    if not _is_shared(side, count):
+        # One expert alone may have a plain matrix.
+        return (
+            block
+            if len(block.shape) == 3
+            else block.then((1, *block.shape), lambda bits: bits[None])
+        )
+    one = block if len(block.shape) == 2 else block.then(block.shape[1:], lambda bits: bits[0])
+    return block_of_stack((one,) * count, part.where)
+
+
+def _numbers(
+    adapter: Adapter, both: dict[str, Side], findings: list[Problem]
+) -> tuple[Numbers, ...] | None:
+    """Rank and alpha of each expert, or of all, by the path of the side that is each expert's own."""
+    if not all(both.values()):
+        _, part = next(iter((both["A"] or both["B"]).values()))
+        findings.append(problem("KTB202", part.where, "has no counterpart", "lora_A and lora_B"))
+        return None
+    own = next((side for side in both.values() if -1 not in side), both["A"])
+    return tuple(peft_numbers(adapter.config, own[expert][0]) for expert in sorted(own))
+
+
+def _by_projection(
+    layer: int, name: str, whole: list[Block | None], numbers: tuple[Numbers, ...],
+    both: dict[str, Side], findings: list[Problem],
+) -> dict[tuple[int, str], ExpertPair]:  # fmt: skip
+    """The pairs of gate, up or down that a module's A and B are."""
+    a, b = whole
+    assert a is not None
+    assert b is not None
+    count, rank, wide = a.shape
+    if name != GATE_UP:
+        return {(layer, CANONICAL[name]): ExpertPair(a, b, numbers)}
+    rows = b.shape[1]
+    stacked = rank == 2 * b.shape[2]  # an A of each, gate's before up's
+    if rows % 2 or (rank != b.shape[2] and not stacked):
+        where = next(iter(both["B"].values()))[1].where
+        found = f"has shape {list(b.shape)} beside A {list(a.shape)}"
+        findings.append(problem("KTB302", where, found, "gate's rows, then up's"))
+        return {}
+    pairs = {}
+    for place, projection in enumerate(("gate", "up")):
+        of_b = slice(place * rows // 2, (place + 1) * rows // 2)
+        own_b = b.then((count, rows // 2, b.shape[2]), itemgetter((slice(None), of_b)))
+        own_a = a
+        if stacked:
+            of_a = slice(place * rank // 2, (place + 1) * rank // 2)
+            own_a = a.then((count, rank // 2, wide), itemgetter((slice(None), of_a)))
+        pairs[layer, projection] = ExpertPair(own_a, own_b, numbers)
+    return pairs
+
+
+def _renamed(rest: list[Part], base: ModelConfig | None, findings: list[Problem]) -> Iterator[Part]:
+    """Tinker's other modules by the names that the model has; those that it joins are refused."""
+    joined: list[Part] = []
+    for part in rest:
+        key = part.key
+        if key.leaf == "unembed_tokens" and key.kind == "lora":
+            if base is None or base.tied:
+                found = "adapts the output head, which may be tied to the embedding"
+                step = "pass --base-model with a model whose head is a weight of its own"
+                findings.append(problem("KTB213", part.where, found, next_step=step))
+                continue
+            part = part._replace(key=key._replace(module="lm_head"))
+        elif ".linear_attn.in_proj_" in key.module and key.leaf[-1] in "qkv" and len(key.leaf) == 9:
+            joined.append(part)
+        elif ".attn." in key.module:
+            part = part._replace(
+                key=key._replace(module=key.module.replace(".attn.", ".self_attn."))
+            )
+        yield part
+    if joined:
+        found = "is of a part of in_proj_qkv, which the model has as one module"
+        step = "train without linear attention's projections"
+        findings.append(replace(problem("KTB201", joined[0].where, found), next_step=step))
