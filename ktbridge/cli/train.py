@@ -40,17 +40,37 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
+    from ktbridge.errors import KtbridgeError
+    from ktbridge.sft.launch import several_launchers
+
+    try:
+        _train(config, overrides, dry_run=dry_run, strict_data=strict_data, as_json=as_json)
+    except KtbridgeError as error:
+        if not dry_run and several_launchers():  # others would wait for this process
+            with stdout_for_results():
+                from ktbridge.sft.distributed.same_run import tell
+            tell(error)
+        raise
+
+
+def _train(
+    config: str, overrides: tuple[str, ...], *, dry_run: bool, strict_data: bool, as_json: bool
+) -> None:
+    """Train as the first of the processes, or follow it as another."""
     from ktbridge.cli import predict
     from ktbridge.cli._hub import declared_model, ensure_model, ensure_rows
     from ktbridge.cli._ui import print_notes, print_problems, progress_bar, shown, stderr
+    from ktbridge.errors import ProblemsError
     from ktbridge.model import resolve_model
     from ktbridge.sft.config import load_config
-    from ktbridge.sft.launch import world
+    from ktbridge.sft.launch import unjoined_problems, world
 
     parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
     if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
         # Read when CUDA starts: batches of many sizes would fragment fixed-size memory segments.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if not dry_run and (problems := unjoined_problems()):
+        raise ProblemsError("this process isn't joined to the others of its launch.", problems)
     here = world()
     if here.rank:  # only the first process reports
         if parsed.do_train and not dry_run:
@@ -66,9 +86,13 @@ def command(
     ensure_rows(parsed)
     with stdout_for_results(), stderr.status("Loading torch …"):
         from ktbridge.sft import prepare, trainer
+        from ktbridge.sft.distributed.same_run import failing_together, join
 
         trainer.show_no_bars_of_libraries()
-    with progress_bar("reading rows", unit="rows") as bar:
+    # Where files are still to be made or downloaded, others wait for these first.
+    if not dry_run and declared is None and parsed.kt_config.storage is None:
+        join(parsed)
+    with failing_together(), progress_bar("reading rows", unit="rows") as bar:
         ready = prepare.prepare(parsed, here.size, bar, declared)
     print_problems(ready.notes)
     # Rows to predict that can't be used are shown before hours of training, too.

@@ -70,6 +70,10 @@ RUN = Subject("Starting and continuing a run", "sft", (
          "Give one share for each dataset, which add up to 1."),
     Code("KTC082", "error", "a setting needs all rows at once, and streaming reads them one by one",
          "Leave it out, or leave out streaming."),
+    Code("KTC090", "error", "the processes of one run would train differently: other settings, rows, weights,"
+         " versions, or another checkpoint", "Give all processes the same; where names what differs."),
+    Code("KTC091", "warning", "a process can't see the disk that the first one writes to",
+         "Put output_dir on a disk that all hosts share if a run shall go on from its checkpoints."),
 ))  # fmt: skip
 
 DATA = Subject("Training data", "sft", (

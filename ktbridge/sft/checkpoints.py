@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,10 @@ class Checkpoints:
                     raise failure from error
                 self.last_not_saved = failure  # the adapter itself follows, and is smaller
                 return
+        if not distributed.is_main():  # on a disk of its own, what it wrote is still there
+            shutil.rmtree(self.directory, ignore_errors=True)
+            with suppress(OSError):  # which isn't empty where the first process writes, too
+                self._root.rmdir()
 
     def _not_saved(self, error: Exception | None) -> KtbridgeError:
         """What to raise after a failure to write; what there is of the checkpoint is removed."""
@@ -152,14 +157,20 @@ class Checkpoints:
         ``ranked``: records of the log, the best first. The last step's values are in the model already.
         """
         last = self._trainer.state.global_step
-        for step in (int(record["step"]) for record in ranked):
-            if step == last:
-                break
+        chosen = last
+        for step in (int(record["step"]) for record in ranked if distributed.is_main()):
             place = self.of(step)
-            if place and not damage(place):
-                self.load(str(place))
-                return step
-        return last
+            if step == last or (place and not damage(place)):
+                chosen = step
+                break
+        chosen = int(distributed.from_main(chosen))  # others may see another disk
+        place = self._root / f"checkpoint-{chosen}"
+        sharded = any(hasattr(value, "to_local") for _, value in trained(self._trainer.model))
+        if chosen != last and (distributed.is_main() or sharded or place.exists()):
+            self.load(
+                str(place)
+            )  # else a replica on a host without the file: nothing reads it any more
+        return chosen
 
     def save_trained(self, directory: Path) -> None:
         """What is trained: the raw adapter in bfloat16 and, to go on from, the tensors as they are."""

@@ -24,12 +24,60 @@ class World:
     local_rank: int = 0
 
 
+_JOINED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_TASKS = {
+    "SLURM_NTASKS": "srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES --nproc_per_node=GPUS "
+    "--rdzv_backend=c10d --rdzv_endpoint=HOST:29500 -m ktbridge train CONFIG",
+    "OMPI_COMM_WORLD_SIZE": "torchrun --nnodes=N --nproc_per_node=GPUS --rdzv_backend=c10d "
+    "--rdzv_endpoint=HOST:29500 -m ktbridge train CONFIG, once on each host",
+}
+"""The variable in which a launcher of tasks counts them, and the line that starts them so that they join."""
+_TASKS["PMI_SIZE"] = _TASKS["OMPI_COMM_WORLD_SIZE"]
+
+
 def world() -> World:
     """This process among those that `accelerate launch` or torchrun started; alone without them."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    if not all(os.environ.get(name, "").isdigit() for name in names):
+    if not all(os.environ.get(name, "").isdigit() for name in _JOINED):
         return World()
-    return World(*(int(os.environ[name]) for name in names))
+    return World(*(int(os.environ[name]) for name in _JOINED))
+
+
+def several_hosts() -> bool:
+    """Whether processes of other hosts belong to this run."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return local.isdigit() and int(local) < world().size
+
+
+def several_launchers() -> bool:
+    """Whether a process may end without the others' launcher seeing it: it sees those of its host alone."""
+    return world().size > 1 and os.environ.get("LOCAL_WORLD_SIZE", "") != str(world().size)
+
+
+def unjoined_problems() -> list[Problem]:
+    """An error where this is one of several processes that would each train the whole run alone."""
+    given = [name for name in _JOINED if os.environ.get(name, "").isdigit()]
+    if len(given) == len(_JOINED):
+        return []
+    if "WORLD_SIZE" in given and int(os.environ["WORLD_SIZE"]) > 1:
+        missing = [name for name in _JOINED if name not in given]
+        step = "Start it by torchrun or `accelerate launch`, which set all of them."
+        if os.environ.get("SLURM_LOCALID", "").isdigit():
+            step = "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID in each task of srun."
+        found = f"WORLD_SIZE is {os.environ['WORLD_SIZE']} without {' and '.join(missing)}"
+        return [problem("KTC005", "environment", found, " and ".join(_JOINED), step)]
+    for name, line in _TASKS.items():
+        tasks = os.environ.get(name, "")
+        if tasks.isdigit() and int(tasks) > 1:
+            return [
+                problem(
+                    "KTC005",
+                    "environment",
+                    f"{name} is {tasks}, but nothing joins these tasks: each would train the whole run",
+                    "RANK, WORLD_SIZE and LOCAL_RANK in each task",
+                    f"Start it as `{line}`. For a run of one process: `{name}=1 ktbridge train CONFIG`.",
+                )
+            ]
+    return []
 
 
 def is_main() -> bool:

@@ -35,6 +35,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
 from ktbridge.sft.data.kept import keep_rows, lengths_of
 from ktbridge.sft.data.sequences import PICTURES
+from ktbridge.sft.distributed.same_run import compare_prepared, failing_together, join
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
@@ -118,7 +119,7 @@ def train(
     """
     if config.kt_config.storage:  # may take longer than ddp_timeout, so before the processes join
         prepared = quantise_first(config, prepared)
-    here = distributed.start(config.ddp_timeout, config.use_cpu)
+    here = join(config)
     if here.rank:  # the first process alone reports, and keeps other runs away
         return _train(config, None, None, prepared, None, None)
     with RunLock(config.output_dir):
@@ -156,7 +157,11 @@ def _train(
     on_evaluation: OnProgress | None,
 ) -> TrainResult:
     main = distributed.is_main()
-    ready = prepared or prepare(config, distributed.world().size)
+    with failing_together():
+        ready = prepared or prepare(config, distributed.world().size)
+    for note in compare_prepared(config, ready):
+        if on_note:
+            on_note(note)
     if ready.to_keep and main:
         keep_rows(*ready.to_keep, on_note)
     model = load_trainable(config, ready.base, ready.vision is not None)
@@ -348,6 +353,7 @@ def _result(
     losses = [record["loss"] for record in log if "loss" in record]
     pace = trainer.pace
     tokens = trainer.state.num_input_tokens_seen - pace.tokens_before
+    main = distributed.is_main()
     return TrainResult(
         output_dir=config.output_dir,
         steps=trainer.state.global_step,
@@ -366,8 +372,11 @@ def _result(
         isa=next(iter(expert_layers(trainer.model).values())).isa,
         expert_parameters=sum(n for name, n in sizes.items() if ".kt." in name),
         nonexpert_parameters=sum(n for name, n in sizes.items() if ".kt." not in name),
-        files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir())),
-        checkpoints=tuple(map(str, saved(checkpoints_dir(config)))),
+        # Of the first process alone: another host may not see them.
+        files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir()))
+        if main
+        else (),
+        checkpoints=tuple(map(str, saved(checkpoints_dir(config)))) if main else (),
         warning=str(trainer.checkpoints.last_not_saved or ""),
         notes=(
             *((placed.note,) if placed.note else ()),

@@ -7,8 +7,11 @@ This file is also what those processes run: ``python test_distributed.py FUNCTIO
 
 import json
 import os
+import shutil
 import signal
+import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,15 +31,19 @@ from manyranks import (
     spawn,
     write_run,
 )
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainrun import DPO, log_of, quiet, text, train, write_lines
 from visionmoe import colour_rows, vision_base
 
-from ktbridge.errors import ProblemsError
+from ktbridge.adapter import validate_adapter
+from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.experts import checkpointing
 from ktbridge.sft.config import load_config
-from ktbridge.sft.distributed import agree, from_main, prepare, start, world
+from ktbridge.sft.distributed import agree, from_main, group, prepare, start, world
+from ktbridge.sft.distributed.same_run import differences
+from ktbridge.sft.launch import unjoined_problems
 
 # --- one layer -----------------------------------------------------------------------------------------
 
@@ -152,6 +159,166 @@ def test_a_lost_rank_ends_the_others(warm, counts, how):
     finally:
         processes[1].kill()
         processes[1].communicate(30)
+
+
+# --- all ranks are the same run ------------------------------------------------------------------------
+
+
+def as_rank(name, *overrides):
+    """`ktbridge train` as one of several: ``overrides`` that begin with its rank and a colon are its own."""
+    rank = f"{world().rank}:"
+    given = [
+        each.removeprefix(rank) for each in overrides if ":" not in each[:2] or each[:2] == rank
+    ]
+    command_in_a_rank(["train", name, *given])
+
+
+def as_rank_that_stops(name, *overrides):
+    """As ``as_rank``; the second process stops for good when it has joined."""
+    from ktbridge.sft.distributed import same_run
+
+    same_run.ANSWER_SECONDS = 3
+    if world().rank:
+        same_run.compare = lambda parts: os.kill(os.getpid(), signal.SIGSTOP)
+    as_rank(name, *overrides)
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("own", "part", "shown"),
+    [
+        (["1:learning_rate=2e-4"], "learning_rate", ("0.0002", "0.01, as rank 0 on")),
+        (["1:dataset=others.jsonl"], "rows", ("digest", "24 sequences")),
+        (["eval_dataset=held.jsonl", "1:eval_dataset=others.jsonl"], "held-out rows", ("digest",)),
+        (["1:model_name_or_path=other"], "base model: sampled values of tensors", ()),
+        (["1:output_dir=apart/raw", "0:output_dir=begun"], "step to go on from", ("0", "1, as rank 0")),
+        (["1:dataset=broken.jsonl"], "", ("rank 1 on", "can't start", "1 of 1 rows can't be used")),
+        (["1:dataset=missing.jsonl"], "", ("rank 1 on", "can't start", "no dataset file")),
+    ],
+)  # fmt: skip
+def test_ranks_that_are_not_the_same_run_end_all_with_what_differs(
+    warm, run_dir, tmp_path, monkeypatch, own, part, shown
+):
+    for name in ("run.yaml", "rows.jsonl", "held.jsonl"):
+        shutil.copy(run_dir / name, tmp_path)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "others.jsonl").write_text("\n".join([*lines[1:], lines[0]]))
+    (tmp_path / "broken.jsonl").write_text('{"no": "row"}')
+    if "model" in own[0]:
+        other_base(run_dir, tmp_path / "other")
+    if part.startswith("step"):
+        begun = "output_dir=begun", "max_steps=1", "save_steps=1"
+        monkeypatch.chdir(tmp_path)
+        assert all(
+            e[0] == 0 for e in finished(spawn(warm, 2, __file__, "as_rank", "run.yaml", *begun))
+        )
+        own = [*own, "resume_from_checkpoint=true", "overwrite_output_dir=true"]
+    monkeypatch.chdir(tmp_path)
+    ended = finished(spawn(warm, 2, __file__, "as_rank", "run.yaml", "output_dir=raw", *own))
+    for rank, (status, _, error) in enumerate(ended):
+        assert status == 1
+        if part:
+            assert f"error KTC090  rank 1 on {socket.gethostname()}: {part}\n" in error
+        if part or rank == 0:
+            assert all(text in error for text in shown), error
+    assert not (tmp_path / "raw").exists()
+
+
+def other_base(run_dir, path):
+    """The run's base with another value in one of its experts."""
+    shutil.copytree(yaml.safe_load((run_dir / "run.yaml").read_text())["model_name_or_path"], path)
+    tensors = load_file(path / "model.safetensors")
+    name = min(each for each in tensors if "experts" in each)
+    save_file({**tensors, name: tensors[name] + 1}, path / "model.safetensors", {"format": "pt"})
+
+
+@quiet
+def test_a_rank_that_hangs_when_it_has_joined_ends_the_others(warm, run_dir):
+    """Long before ddp_timeout: what is asked for needs no work."""
+    arguments = ("as_rank_that_stops", str(run_dir / "run.yaml"), f"output_dir={run_dir / 'hung'}")
+    first, second = spawn(warm, 2, __file__, *arguments, "ddp_timeout=1800")
+    try:
+        [(status, _, error)] = finished([first], 60)
+    finally:
+        second.kill()
+        second.communicate(30)
+    assert status == 1
+    assert "rank 0: another process of this run has ended, or gave no answer within 3 s" in error
+
+
+@quiet
+def test_a_host_with_a_disk_of_its_own_trains_and_is_warned_of(
+    warm, run_dir, tmp_path, monkeypatch
+):
+    """Output is where the first process is, and nothing is left elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    own = ("0:output_dir=first/raw", "1:output_dir=second/raw", "save_steps=1", HELD_OUT["sft"])
+    best = ("load_best_model_at_end=true", "greater_is_better=true", "eval_steps=1", "--json")
+    given = (str(run_dir / "run.yaml"), f"dataset={run_dir / 'rows.jsonl'}", *own, *best)
+    given = [each.replace("held.jsonl", str(run_dir / "held.jsonl")) for each in given]
+    ended = finished(spawn(warm, 2, __file__, "as_rank", *given))
+    assert [status for status, _, _ in ended] == [0, 0], ended
+    assert "warning KTC091  output_dir" in ended[0][2]
+    assert validate_adapter([tmp_path / "first/raw"]).ok
+    assert [*(tmp_path / "second").iterdir()] == []
+
+
+def test_differences_are_told_once_for_the_ranks_of_a_host():
+    found = [
+        {"host": host, "same": "1", **parts}
+        for host, parts in (("a", {"seed": "1"}), ("a", {"seed": "1"}), ("b", {"seed": "2"}),
+                            ("b", {"seed": "2"}), ("c", {}))
+    ]  # fmt: skip
+    told = [(each.where, each.found, each.expected) for each in differences(found)]
+    assert told == [
+        ("ranks 2 and 3 on b: seed", "2", "1, as rank 0 on a has"),
+        ("rank 4 on c: seed", "not set", "1, as rank 0 on a has"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "1"}, None),
+        ({"SLURM_NTASKS": "4", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, "SLURM_NTASKS is 4"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE is 2"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 without LOCAL_RANK"),
+        ({"WORLD_SIZE": "2", "SLURM_LOCALID": "0"}, "WORLD_SIZE is 2 without RANK and LOCAL_RANK"),
+    ],
+)
+def test_tasks_that_nothing_joins_are_refused(monkeypatch, environment, found):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_LOCALID", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if found is None:
+        assert unjoined_problems() == []
+        return
+    with pytest.raises(ProblemsError, match="isn't joined") as refused:
+        start()
+    [told] = refused.value.problems
+    assert told.found.startswith(found)
+    assert "srun" in told.next_step or "torchrun" in told.next_step
+
+
+def test_gloo_takes_the_interface_to_the_first_host_where_the_name_leads_nowhere(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(group, "_reachable", lambda name: False)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth7": [SimpleNamespace(address=address)]})
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        address = probe.getsockname()[0]
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    group.choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
+    with pytest.raises(KtbridgeError, match="can't reach this one") as refused:
+        group.choose_interface()
+    assert "GLOO_SOCKET_IFNAME" in refused.value.next_step
 
 
 def test_a_process_that_is_alone_needs_no_group():

@@ -5,8 +5,11 @@ Every wait ends: with its result, when another process has ended, or after the t
 
 from __future__ import annotations
 
+import ipaddress
 import math
-from collections.abc import Iterator, Sequence
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -14,14 +17,19 @@ import torch
 from torch import distributed
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.sft.launch import World, launch_problems, world
+from ktbridge.sft.launch import World, launch_problems, several_hosts, unjoined_problems, world
 
 TIMEOUT = 1800
 """Default seconds to wait for another process (``ddp_timeout``)."""
+ANSWER_SECONDS = 60
+"""For what needs no work: a process that has joined and gives no answer in this time hangs."""
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class _State:
     group: distributed.ProcessGroup | None = None
+    quick: distributed.ProcessGroup | None = None
+    """The same processes, which wait for each other ``ANSWER_SECONDS`` at most."""
     timeout: float = TIMEOUT
 
 
@@ -36,6 +44,8 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
         raise ProblemsError(
             "this run can't be started as accelerate's configuration asks.", problems
         )
+    if problems := unjoined_problems():
+        raise ProblemsError("this process isn't joined to the others of its launch.", problems)
     here = world()
     if here.size == 1 or _State.group is not None:
         return here
@@ -49,19 +59,67 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
             )
         torch.cuda.set_device(here.local_rank)
     limit = timedelta(seconds=timeout)
+    if several_hosts():
+        choose_interface()
     with explain_lost_rank():
         if not distributed.is_initialized():
             # The CPU backend of the default group is for what FSDP2 offloads.
             backend = "cuda:nccl,cpu:gloo" if gpus else "gloo"
             distributed.init_process_group(backend, timeout=limit)
+        quick = timedelta(seconds=min(timeout, ANSWER_SECONDS))
+        _State.quick = distributed.new_group(backend="gloo", timeout=quick)
         _State.group = distributed.new_group(backend="gloo", timeout=limit)
     return here
+
+
+def joined() -> bool:
+    """Whether this process has joined others."""
+    return _State.group is not None
+
+
+def choose_interface() -> None:
+    """Have gloo listen where other hosts reach this one.
+
+    gloo listens at the address of the host's name. Debian's installer makes that 127.0.1.1, and in containers
+    it may be none: then it is the interface of the route to ``MASTER_ADDR``. Raises ``KtbridgeError`` with
+    the variable to set where that doesn't lead out of this host.
+    """
+    if os.environ.get(_INTERFACE) or _reachable(socket.gethostname()):
+        return
+    main, found = os.environ.get("MASTER_ADDR", ""), ""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((main, 9))  # of a datagram's socket: nothing is sent
+            found = probe.getsockname()[0]
+    except OSError:
+        pass
+    if found and not ipaddress.ip_address(found).is_loopback:
+        import psutil
+
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.address == found for each in addresses):
+                os.environ[_INTERFACE] = name
+                return
+    raise KtbridgeError(
+        f"other hosts can't reach this one by its name: {socket.gethostname()} leads to no address of a "
+        f"network, and neither does MASTER_ADDR ({main or 'not set'}).",
+        f"Set {_INTERFACE} to the network interface between the hosts (`ip -brief address` lists them).",
+    )
+
+
+def _reachable(name: str) -> bool:
+    """Whether the first address of ``name``, which is gloo's choice, is one of a network."""
+    try:
+        first = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return False
+    return not ipaddress.ip_address(str(first).partition("%")[0]).is_loopback
 
 
 def finish() -> None:
     """Leave the group at the end of a successful run. Without ``start`` it does nothing."""
     if _State.group is not None:
-        _State.group = None
+        _State.group = _State.quick = None
         distributed.destroy_process_group()
 
 
@@ -76,16 +134,18 @@ def group() -> distributed.ProcessGroup:
 
 
 @contextmanager
-def explain_lost_rank() -> Iterator[None]:
-    """Turn torch's error about a lost rank into a KtbridgeError."""
+def explain_lost_rank(seconds: float | None = None) -> Iterator[None]:
+    """Turn torch's error about a lost rank into a KtbridgeError; ``seconds``: waited for, if not the limit."""
     try:
         yield
     except RuntimeError as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        limit = _State.timeout if seconds is None else seconds
+        step = "; ddp_timeout is how many seconds are waited for" if seconds is None else ""
         raise KtbridgeError(
             f"rank {world().rank}: another process of this run has ended, or gave no answer within "
-            f"{_State.timeout:g} s ({first[:200]}).",
-            "Read its own message; ddp_timeout is how many seconds are waited for.",
+            f"{limit:g} s ({first[:200]}).",
+            f"Read its own message{step}.",
         ) from error
 
 
@@ -121,6 +181,21 @@ def exchange(row: Sequence[int]) -> list[list[int]]:
     with explain_lost_rank():
         distributed.all_gather(rows, mine, group())
     return [each.tolist() for each in rows]
+
+
+def gather(mine: Mapping[str, str], seconds: float) -> list[dict[str, str]]:
+    """Each rank's ``mine``, in rank order, on every rank: the others come within ``seconds``, or all end.
+
+    Raises ``KtbridgeError`` for a rank that doesn't, or is lost.
+    """
+    found: list[dict[str, str]] = [{} for _ in range(world().size)]
+    limit = timedelta(seconds=seconds)
+    with explain_lost_rank(seconds):
+        distributed.monitored_barrier(group(), timeout=limit, wait_all_ranks=True)
+        distributed.all_gather_object(found, dict(mine), group=_State.quick)
+        # Who ends now breaks a connection: not before all have what they were told.
+        distributed.monitored_barrier(_State.quick, wait_all_ranks=True)
+    return found
 
 
 def add(values: Sequence[float]) -> list[float]:
