@@ -2,14 +2,18 @@
 
 ``S`` is base + expert LoRA, ``S:NAME`` the whole of adapter NAME, ``S:base`` the base model itself. The
 embedded engine lists them so. SGLang-KT lists NAME for requests to ``S:NAME``, and has no ``S:base``.
+
+``read_models`` reads what a server says of its models: the embedded engine's ``description``, and the
+``parent`` that the embedded engine, vLLM and SGLang give for a model with an adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from ktbridge.errors import UsageError
+from ktbridge.errors import KtbridgeError, UsageError
 
 BASE = "base"
 
@@ -76,30 +80,139 @@ class ServedArm:
         return " + ".join(parts)
 
 
+Variant = Literal["base", "expert", "full", "adapter"]
+"""What a served model is: the base, with its expert LoRA alone, with the whole adapter, with some adapter."""
+ModelEntry = Mapping[str, object]
+APPLIED_PATHS = {"sglang": ("/server_info", "/get_server_info"), "llamacpp": ("/lora-adapters",)}
+"""Where engines that can apply an adapter to every request tell it, by their name in ``owned_by``."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model of a server, by the ``name`` that requests must use, as far as the server's list tells.
+
+    ``variant`` is None where it doesn't tell. ``base`` is the name of the base model on the same server,
+    None where there is none or it isn't known. ``says`` is what the server says, in words. ``identity`` is
+    equal for two names of one model, None where nothing tells.
+    """
+
+    name: str
+    variant: Variant | None = None
+    base: str | None = None
+    says: str = ""
+    identity: tuple[str, ...] | None = None
+
+
+def engine_of(entries: Mapping[str, ModelEntry]) -> str:
+    """The engine that a server's list names: "vllm", "sglang", "llamacpp", …; "" for none."""
+    return next((str(entry.get("owned_by") or "") for entry in entries.values()), "")
+
+
+def applied_adapter(owner: str, document: object) -> str:
+    """The adapter that a server applies to every request, by one of its ``APPLIED_PATHS``; "" for none."""
+    if owner == "sglang" and isinstance(document, Mapping):
+        return str(document.get("kt_expert_lora_path") or document.get("kt_lora_path") or "")
+    if owner == "llamacpp" and isinstance(document, list):
+        rows = [row for row in document if isinstance(row, Mapping) and row.get("scale")]
+        return ", ".join(str(row.get("path", "an adapter")) for row in rows)
+    return ""
+
+
+def read_models(entries: Mapping[str, ModelEntry], applied: str = "") -> dict[str, ServedModel]:
+    """A server's models by the names that requests must use.
+
+    ``entries`` is its list by id; ``applied`` what ``applied_adapter`` found.
+    """
+    models = [_read_model(name, entries, applied) for name in entries]
+    return {model.name: model for model in models}
+
+
+def _read_model(name: str, entries: Mapping[str, ModelEntry], applied: str) -> ServedModel:
+    entry = entries[name]
+    owner = str(entry.get("owned_by", ""))
+    root, parent = (str(entry.get(key) or "") for key in ("root", "parent"))
+    identity: tuple[str, ...] | None = None
+    if owner == "ktbridge" and entry.get("fingerprint"):
+        identity = (str(entry["fingerprint"]),)
+    said = str(entry.get("description") or "")
+    base = base_name(split_name(name)[0])
+    if said.split(" + ")[0] == BASE:
+        expert, nonexpert = described_halves(said)
+        variant: Variant = "full" if nonexpert else "expert" if expert else "base"
+        return ServedModel(name, variant, base if base in entries else None, said, identity)
+    if root not in ("", name) and identity is None:
+        identity = (root, parent)
+    if parent not in ("", name):
+        said = f"an adapter of {parent}" + (f", from {root}" if root not in ("", name) else "")
+        if owner == "sglang":  # which answers for the bare name with its base
+            name = adapter_name(parent, name)
+        known = parent in entries and not applied
+        return ServedModel(
+            name, "full" if applied else "adapter", parent if known else None, said, identity
+        )
+    if applied:
+        variant = "expert" if owner == "sglang" else "adapter"
+        part = "the expert LoRA" if owner == "sglang" else "the adapter"
+        said = f"its server applies {part} from {applied} to every request"
+        return ServedModel(name, variant, None, said, identity)
+    if served_by(name) is not None or name in {each.get("parent") for each in entries.values()}:
+        return ServedModel(name, "base", name, "", identity)
+    return ServedModel(name, None, base if base in entries else None, "", identity)
+
+
+def find_model(
+    name: str, entries: Mapping[str, ModelEntry], models: Mapping[str, ServedModel]
+) -> ServedModel | None:
+    """The model that a request for ``name`` gets; None if it isn't offered, or under another name alone.
+
+    A list without ``parent`` may have the adapter of ``S:NAME`` as NAME.
+    """
+    if name in models:
+        return models[name]
+    listed = listed_as(name, entries)
+    if listed is None or listed == name or entries[listed].get("parent"):
+        return None
+    return models[listed]
+
+
+def bare_adapter(name: str, models: Mapping[str, ServedModel], option: str) -> KtbridgeError:
+    """The error for the bare ``name`` of an adapter, listed so by SGLang, which requests call ``S:name``."""
+    right = next(one for one in models if split_name(one)[1] == name)
+    return KtbridgeError(
+        f"SGLang answers for {name!r} with its base: it applies the adapter of that name for {right!r}"
+        " alone.",
+        f"give {option} {right}, and use this name in requests",
+    )
+
+
 def described_halves(description: str) -> tuple[bool, bool]:
     """Whether a description mentions an expert and a non-expert half.
 
     If it isn't an arm's description, both are assumed, as the name suggests.
     """
     parts = description.split(" + ")
-    if parts[0] != "base":
+    if parts[0] != BASE:
         return True, True
     return "expert LoRA" in parts, any(part.startswith("non-expert LoRA") for part in parts)
 
 
-def half_note(models: Mapping[str, str]) -> str:
-    """A warning if the bare served name is half of an adapter, else "".
+def plain_name_warning(models: Mapping[str, str]) -> str:
+    """A warning if the bare served name isn't the base model, else "".
 
     ``models``: name -> description of the arm, as ``ServedArm`` has it.
     """
-    halves = {name: described_halves(description) for name, description in models.items()}
-    whole = [name for name in models if names_adapter(name) and halves[name][1]]
-    half = [name for name in models if not names_adapter(name) and halves[name][0]]
-    if not whole or not half:
+    read = read_models({name: {"description": said} for name, said in models.items()})
+    plain = [one for one in read.values() if not names_adapter(one.name) and one.variant != "base"]
+    if not plain:
         return ""
+    model = plain[0]
+    whole = [one.name for one in read.values() if one.variant == "full"]
+    half = ", half of the adapter" if whole else ""
+    where = f"Base model: {model.base}." if model.base else "This server has no base model."
+    full = f" Whole adapter: {' or '.join(whole)}." if whole else ""
     return (
-        f"{half[0]} alone is half of the adapter: base + expert LoRA, without the non-expert LoRA. "
-        f"To get all of it, requests must name {' or '.join(whole)}."
+        f'WARNING: the name "{model.name}" is not the base model: it is {model.says}{half}. '
+        f"{where}{full}"
     )
 
 

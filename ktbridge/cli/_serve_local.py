@@ -11,7 +11,7 @@ import click
 from ktbridge.cli._app import TitledOption
 from ktbridge.errors import UsageError
 from ktbridge.serve.request import Limits, ServeRequest
-from ktbridge.served_names import half_note
+from ktbridge.served_names import plain_name_warning
 
 if TYPE_CHECKING:
     from ktbridge.serve.local.plan import ServePlan
@@ -146,11 +146,11 @@ def _print_plan(plan: ServePlan) -> None:
 
 
 def print_models(models: Mapping[str, str], indent: str = "  ", note_indent: str = "  ") -> None:
-    """The names that requests may use, with what answers; and a note if one is half of an adapter."""
+    """The names that requests may use, with what answers; and a warning if the plain one isn't the base."""
     from ktbridge.cli._ui import console
 
     width = max(map(len, models), default=0)
     for name, answers in models.items():
         console.print(f"{indent}{name:<{width}}  {answers}", markup=False, soft_wrap=True)
-    if note := half_note(models):
+    if note := plain_name_warning(models):
         console.print(f"{note_indent}{note}", markup=False, soft_wrap=True)

@@ -150,26 +150,38 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversation:
     """With the engine ``child`` that was started for this chat, or with the server in the options."""
     from ktbridge.openai_client import OpenAIClient
-    from ktbridge.serve.chat import ADAPTER, Conversation, arms_of
-    from ktbridge.served_names import adapter_name, split_name
+    from ktbridge.serve.chat import ADAPTER, Conversation, arms_of, default_model
+    from ktbridge.served_names import adapter_name, engine_of, read_models, split_name
 
     asked = {name: options[name] for name in ("temperature", "top_p", "max_tokens", "seed")}
     if child is None:
         client = OpenAIClient(options["server"], options["api_key"])
-        listed = client.models()
-        wanted = options["model"] or (listed[0] if listed else "")
-        arms = arms_of(wanted, listed)
+        entries = client.entries()
+        applied = client.applied_adapter(engine_of(entries)) or ""
+        models = read_models(entries, applied)
+        wanted = options["model"] or default_model(entries, applied)
+        arms = arms_of(wanted, entries, applied)
     else:
-        client, listed = OpenAIClient(child.url, child.key), child.models
+        client = OpenAIClient(child.url, child.key)
+        first = next(iter(child.models))
+        described = {name: {"description": said} for name, said in child.models.items()}
+        models = read_models(described)
         if asked["temperature"] is None and _is_greedy(options["base_model"] or options["model"]):
             asked["temperature"] = 0.0
         if options["adapter"] is None:
-            wanted = listed[0]
+            wanted = first
             arms = {"model": wanted}
         else:
-            wanted = adapter_name(split_name(listed[0])[0], ADAPTER)
-            arms = arms_of(wanted, listed)
+            wanted = adapter_name(split_name(first)[0], ADAPTER)
+            arms = arms_of(wanted, described)
     arm = next(name for name, served in arms.items() if served == wanted)
+    variants = [
+        models[arms[name]].variant for name in ("expert", "full") if arms.get(name) in models
+    ]
+    if arm == "expert" and variants == ["expert", "full"]:
+        click.echo(
+            f"{wanted} is half of the adapter; {arms['full']} is all of it (/full)", err=True
+        )
     return Conversation(client, arms, arm, options["system"], **asked)
 
 

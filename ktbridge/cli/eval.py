@@ -270,6 +270,8 @@ def _print_preflight(found: Preflight) -> None:
     from ktbridge.cli._ui import print_problems, stderr
 
     print_problems(found.problems)
+    for note in found.notes:
+        stderr.print(f"preflight: {note}", markup=False, soft_wrap=True)
     for pair in found.identical:
         stderr.print(
             f"preflight: {' and '.join(pair['arms'])}: "

@@ -29,6 +29,17 @@ ARMS = Subject("The arms' servers", "eval", (
          " half do)", "use another --output for a changed model; stored answers are the old one's"),
     Code("KTB809", "warning", "the stored dialogues of an arm were held with another partner",
          "ask this arm again with the same --partner"),
+    Code("KTB816", "error", "an arm's model is not what the arm's name says: its server tells of an adapter"
+         " in the base, or of none or half in the other (a warning for other names of arms)",
+         "name the model that is meant in --arm, or give the arm another name"),
+    Code("KTB817", "error", "two arms are one model, under one name or two (a warning where neither is the"
+         " last arm, or where only the path on the server is the same)",
+         "name another model for one of them, or leave one out"),
+    Code("KTB818", "error", "a server's replies are no chat completions: a page, events, damaged JSON (a"
+         " warning where other probes were answered)",
+         "give the URL of the API itself, what stands before /v1"),
+    Code("KTB819", "error", "a server doesn't let this key ask: a missing or wrong key, no quota or credit",
+         "set KTBRIDGE_API_KEY to a key that may ask, or add credit to its account"),
 ))  # fmt: skip
 
 BENCHES = Subject("Benches and their files", "eval", (

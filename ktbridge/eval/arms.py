@@ -7,27 +7,37 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ktbridge.errors import UsageError
-from ktbridge.eval.client import Client, ModelEntry
+from ktbridge.codes import problem
+from ktbridge.errors import Problem, Severity, UsageError
+from ktbridge.eval.client import Client
 from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.hosts import api_url
 from ktbridge.served_names import (
+    ModelEntry,
+    ServedModel,
     adapter_name,
     adapters_of,
     base_name,
     described_halves,
+    engine_of,
+    find_model,
+    listed_as,
     names_adapter,
+    read_models,
     served_by,
     split_name,
 )
 
 # Arms are always shown and contrasted in this order; others follow in the order given.
 ORDER = ("base", "expert", "full")
+# Names that a user gives to the arm without an adapter.
+_BASE_NAMES = {"base", "baseline", "basemodel", "base-model", "base_model", "base.model"}
 # Fields of a /v1/models entry that change without the model changing (SGLang sets the time).
 VOLATILE = {"created", "permission"}
 
@@ -101,13 +111,14 @@ def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:
     ``server`` is the arm's /v1/models entry. Every field in it (root path, adapter hash) is part of
     the fingerprint, except volatile ones. So is the URL, because the same name elsewhere may be
     another model; a server that lists its own fingerprint (the embedded engine) is trusted, and may
-    move to another port.
+    move to another port. Its ``parent`` says nothing that isn't in the fingerprint, and 0.6.0 had none.
     """
+    ignored = VOLATILE | ({"parent"} if "fingerprint" in server else set())
     card: ArmCard = {
         "name": arm.name,
         "url": arm.url,
         "model": arm.model,
-        "server": {key: server[key] for key in sorted(server) if key not in VOLATILE},
+        "server": {key: server[key] for key in sorted(server) if key not in ignored},
         "sampling": dict(sampling),
         "fingerprint": "",
     }
@@ -120,6 +131,117 @@ def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:
         identity["url"] = arm.url
     card["fingerprint"] = sha256(identity)
     return card
+
+
+# --- what the servers say of the arms' models
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What one server says of its models: its list by id, and the models by the names to request."""
+
+    entries: Mapping[str, ModelEntry]
+    models: Mapping[str, ServedModel]
+
+    def find(self, name: str) -> ServedModel | None:
+        """The model that a request for ``name`` gets; None if it isn't offered."""
+        return find_model(name, self.entries, self.models)
+
+    def entry(self, name: str) -> ModelEntry:
+        """The entry for a ``name`` that is offered."""
+        return self.entries[listed_as(name, self.entries) or split_name(name)[1] or name]
+
+
+async def list_models(client: Client) -> Listing:
+    """Read a server's list. Raises KtbridgeError if there is none."""
+    entries = {str(entry["id"]): entry for entry in await client.models()}
+    applied = await client.applied_adapter(engine_of(entries))
+    return Listing(entries, read_models(entries, applied))
+
+
+def check_roles(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Problem]:
+    """Problems of arms whose model isn't what their name says, as far as the servers tell.
+
+    ``listings`` by URL. The names base, expert and full have a meaning; of another arm only a plain name is
+    warned about that has an adapter, which looks like the base.
+    """
+    problems: list[Problem] = []
+    for arm in arms:
+        listing = listings.get(arm.url)
+        model = listing.find(arm.model) if listing else None
+        if listing and model:
+            others = [one for one in listing.models.values() if one.base == model.base]
+            whole = next((one.name for one in others if one.variant == "full"), "")
+            problems += filter(None, [_check_role(arm, model, whole)])
+    return problems
+
+
+def _check_role(arm: Arm, model: ServedModel, whole: str) -> Problem | None:
+    """``whole``: the name of the whole adapter that goes with the model, "" for none."""
+    role = "base" if arm.name.lower() in _BASE_NAMES else arm.name.lower()
+    where, says, variant = f"arm {arm.name}", model.says, model.variant
+    other_name = "or give the arm another name"
+    if role == "base" and variant not in (None, "base"):
+        found = f"{arm.model!r} is not a base model: its server calls it {says!r}"
+        step = (
+            f"ask the base model, --arm {arm.name}={model.base}@{arm.url}"
+            if model.base
+            else "serve the base model without the adapter, by a server of its own, and ask that"
+        )
+        return problem(
+            "KTB816", where, found, "a model without an adapter", f"{step}; {other_name}"
+        )
+    if role in ("expert", "full") and variant == "base":
+        found = f"{arm.model!r} is the base model" + (", as its server says" if says else "")
+        step = f"name a model with the adapter in --arm, {other_name}"
+        severity: Severity = "error" if says else "warning"
+        return problem("KTB816", where, found, "a model with an adapter", step, severity=severity)
+    if role == "expert" and variant == "full":
+        found = f"{arm.model!r} is a whole adapter: its server calls it {says!r}"
+        step = f"call it full, --arm full={arm.model}@{arm.url}"
+        return problem("KTB816", where, found, "the expert LoRA alone", f"{step}; {other_name}")
+    if role == "full" and variant == "expert" and whole:
+        found = f"{arm.model!r} is half of the adapter: its server calls it {says!r}"
+        step = f"ask all of it, --arm full={whole}@{arm.url}; {other_name}"
+        return problem("KTB816", where, found, "the whole adapter", step)
+    if role not in ORDER and variant == "expert" and not names_adapter(arm.model):
+        found = f"{arm.model!r} is not the base model: its server calls it {says!r}"
+        step = f"{model.base} is the base model" if model.base else "nothing, if it is meant"
+        return problem("KTB816", where, found, "the model that is meant", step, severity="warning")
+    return None
+
+
+def check_same(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Problem]:
+    """Problems of two arms whose models are one, as far as the servers tell.
+
+    An error where the last arm, which the verdict is about, is one of them.
+    """
+    asked = [
+        (arm, model)
+        for arm in arms
+        if arm.url in listings and (model := listings[arm.url].find(arm.model)) is not None
+    ]
+    problems = []
+    for (one, mine), (other, theirs) in itertools.combinations(asked, 2):
+        here = one.url == other.url
+        alike = mine.identity is not None and mine.identity == theirs.identity
+        # A fingerprint is of the model itself; a path is one on the server's machine.
+        certain = (here and mine.name == theirs.name) or (alike and len(mine.identity or ()) == 1)
+        if not (certain or (alike and here)):
+            continue
+        names = " and ".join(dict.fromkeys(map(repr, (one.model, other.model))))
+        found = f"{names} {'are one model' if one.model != other.model else 'is the model of both'}"
+        last = arms[-1].name in (one.name, other.name)
+        problems.append(
+            problem(
+                "KTB817",
+                f"arms {one.name} and {other.name}",
+                f"{found}, {mine.says!r} to its server" if mine.says else found,
+                "two models",
+                severity="error" if certain and last else "warning",
+            )
+        )
+    return problems
 
 
 def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
@@ -139,18 +261,25 @@ def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
     )
 
 
-async def _list(url: str, api_key: str | None) -> list[ModelEntry]:
+async def _list(url: str, api_key: str | None) -> Listing:
     async with Client(url, api_key=api_key) as client:
-        return await client.models()
+        return await list_models(client)
 
 
-def _name(listed: Sequence[ModelEntry], url: str) -> list[tuple[str, str]]:
+def _name(listing: Listing, url: str) -> list[tuple[str, str]]:
     """(arm, model) of each arm in the list. Raises UsageError if it is ambiguous."""
-    entries = {str(entry["id"]): entry for entry in listed}
-    bases = [served for name in entries if (served := served_by(name)) is not None]
+    entries, models = listing.entries, listing.models
+    bases = [name for name in entries if served_by(name) is not None]
+    parents = dict.fromkeys(one.base for one in models.values() if one.variant == "adapter")
+    if not bases and len(parents) == 1 and (parent := next(iter(parents))):
+        # vLLM and SGLang: adapters that name their base.
+        adapters = [one.name for one in models.values() if one.variant == "adapter"]
+        if len(adapters) > 1:
+            raise _refusal(listing, url, f"{len(adapters)} adapters")
+        return [("base", parent), ("full", adapters[0])]
     if len(bases) != 1:
-        raise _refusal(entries, url, f"{len(bases)} models named S:base, where one is needed")
-    served = bases[0]
+        raise _refusal(listing, url, f"{len(bases)} models named S:base, where one is needed")
+    served = str(served_by(bases[0]))
     adapters = [
         name
         for name in adapters_of(served, entries)
@@ -158,13 +287,13 @@ def _name(listed: Sequence[ModelEntry], url: str) -> list[tuple[str, str]]:
         if not (served in entries and _halves(entries[name]) == (True, False))
     ]
     if len(adapters) > 1:
-        raise _refusal(entries, url, f"{len(adapters)} adapters")
+        raise _refusal(listing, url, f"{len(adapters)} adapters")
     expert = served in entries and _halves(entries[served])[0]
     found = [("base", base_name(served))]
     found += [("expert", served)] if expert else []
     found += [("full", name) for name in adapters]
     if len(found) == 1:
-        raise _refusal(entries, url, "no adapter beside the base model")
+        raise _refusal(listing, url, "no adapter beside the base model")
     return found
 
 
@@ -172,21 +301,20 @@ def _halves(entry: ModelEntry) -> tuple[bool, bool]:
     return described_halves(str(entry.get("description", "")))
 
 
-def _refusal(entries: Mapping[str, ModelEntry], url: str, why: str) -> UsageError:
+def _refusal(listing: Listing, url: str, why: str) -> UsageError:
     """The error with --arm lines for the listed models, as far as their names allow."""
-    plain = [name for name in entries if not names_adapter(name)]
+    plain = [name for name in listing.models if not names_adapter(name)]
     lines = []
-    for name in entries:
-        if served_by(name) is not None:
-            arm, model = "base", name
-        elif names_adapter(name):
-            arm, model = "full", name
+    for name, model in listing.models.items():
+        arm = model.variant if model.variant in ("base", "expert", "full") else None
+        if arm is not None or model.variant == "adapter" or names_adapter(name):
+            line = (arm or "full", name)
         elif name == plain[0]:
-            arm, model = "expert", name
+            line = ("expert", name)
         else:
-            arm, model = "full", adapter_name(plain[0], name)  # as SGLang lists an adapter
-        lines.append(f"--arm {arm}={model}@{url}")
-    listed = ", ".join(entries) or "nothing"
+            line = ("full", adapter_name(plain[0], name))  # as SGLang lists an adapter
+        lines.append(f"--arm {line[0]}={line[1]}@{url}")
+    listed = ", ".join(listing.entries) or "nothing"
     return UsageError(
         f"{url} lists {why}: {listed}.",
         "say which arm is which:\n" + "\n".join(lines) if lines else "serve a model there",

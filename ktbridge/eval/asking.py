@@ -18,9 +18,11 @@ from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.bench import Bench, Item, Partner
 from ktbridge.eval.client import Answer, Client
+from ktbridge.eval.failures import WHOLE, kind_of
 from ktbridge.eval.results.cards import ArmCard, Message, PartnerCard
 from ktbridge.eval.results.types import Outcome
 from ktbridge.eval.store import AnswerRecord, JudgementRecord, Ledger, request_key
+from ktbridge.openai_client import OTHER_LIMIT
 
 _SILENT = 6  # consecutive requests without any reply: the server is gone
 _Record = TypeVar("_Record", AnswerRecord, JudgementRecord)
@@ -43,7 +45,16 @@ def build_request(arm: Arm, item: Item, bench: Bench, repeat: int = 0) -> dict[s
     if repeat and sampling.get("temperature") != 0 and type(seed) is int:
         sampling["seed"] = seed + repeat
     messages = [dict(message) for message in item.messages]
-    return {"model": arm.model, "messages": messages, "max_tokens": item.max_tokens, **sampling}
+    # Sampling may name the limit as newer servers do.
+    limit = {} if OTHER_LIMIT in sampling else {"max_tokens": item.max_tokens}
+    return {"model": arm.model, "messages": messages, **limit, **sampling}
+
+
+def with_limit(request: dict[str, object], most: int) -> dict[str, object]:
+    """``request`` with its limit of tokens lowered to ``most``."""
+    name = OTHER_LIMIT if OTHER_LIMIT in request else "max_tokens"
+    asked = request[name]
+    return {**request, name: min(most, asked) if isinstance(asked, int) else most}
 
 
 def is_dialogue(item: Item, bench: Bench) -> bool:
@@ -180,21 +191,28 @@ def _whole(given: list[Answer], outcome: Outcome, detail: str) -> Answer:
 
 @dataclass(frozen=True)
 class Asked(Generic[_Record]):
-    """One question asked: the record to store, the server asked last, and what was the matter if
-    that one gave no reply at all ("" if it gave any, an error included)."""
+    """One question asked: the record to store, the server asked last, and what was the matter if that
+    one gave no reply at all, or one that it would give to any question ("" if it gave another)."""
 
     record: _Record
     url: str
     silence: str = ""
+    next_step: str = ""
+
+
+def is_silent(outcome_failed: bool, status: int, detail: str) -> bool:
+    """Whether a request failed for what has nothing to do with the question."""
+    return outcome_failed and (status == 0 or kind_of(status, detail) in WHOLE)
 
 
 @dataclass
 class AskingLoop(Generic[_Question, _Record]):
     """Asks questions, ``concurrency`` at a time, and stores each answer before the next question.
 
-    ``ask`` sends one question; ``on_stored`` gets its result. After several consecutive requests to
-    a server without any reply it is considered gone: KtbridgeError "``who``URL stopped answering",
-    with ``next_step``. The counts carry over from one call to the next.
+    ``ask`` sends one question; ``on_stored`` gets its result. After several consecutive requests that a
+    server left without any reply, or would refuse whatever was asked (for the key, the quota), it is
+    considered gone: KtbridgeError "``who``URL stopped answering", with ``next_step``. The counts carry over
+    from one call to the next.
     """
 
     ask: Callable[[_Question], Awaitable[Asked[_Record]]]
@@ -227,7 +245,8 @@ class AskingLoop(Generic[_Question, _Record]):
             self._silent[asked.url] = self._silent[asked.url] + 1 if asked.silence else 0
             if self._silent[asked.url] >= _SILENT:
                 raise KtbridgeError(
-                    f"{self.who}{asked.url} stopped answering ({asked.silence}).", self.next_step
+                    f"{self.who}{asked.url} stopped answering ({asked.silence}).",
+                    "; ".join(filter(None, (asked.next_step, self.next_step))),
                 )
             self.on_stored(asked)
 

@@ -37,6 +37,7 @@ from ktbridge.eval.sources import read_source
 from ktbridge.eval.store import read_stored
 from ktbridge.eval.text import is_json
 from ktbridge.hosts import is_loopback_url
+from ktbridge.openai_client import OTHER_LIMIT
 from ktbridge.yamlfile import load_yaml
 
 __all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]
@@ -268,17 +269,39 @@ def with_sampling(bench: Bench, fields: Json) -> Bench:
     """
     if not fields:
         return bench
-    if ours := sorted(set(OURS) & set(fields)):
-        own_option = "give --max-tokens N instead" if ours == ["max_tokens"] else "leave them out"
-        raise UsageError(f"--extra-body sets {', '.join(ours)}, which ktbridge sets.", own_option)
     sampling = {**bench.sampling, **fields}
     kept = {key: value for key, value in sampling.items() if value is not None}
+    # The limit may be given by its other name, and then by that alone.
+    if OTHER_LIMIT in kept and fields.get("max_tokens", 0) is None:
+        fields = {key: value for key, value in fields.items() if key != "max_tokens"}
+    if ours := sorted(set(OURS) & set(fields)):
+        own_option = "leave them out"
+        if ours == ["max_tokens"]:
+            own_option = f"give --max-tokens N instead, or {OTHER_LIMIT} beside a null"
+        raise UsageError(f"--extra-body sets {', '.join(ours)}, which ktbridge sets.", own_option)
+    limit = kept.get(OTHER_LIMIT, 1)
+    if type(limit) is not int or limit < 1:
+        raise UsageError(
+            f"--extra-body: {OTHER_LIMIT} is {limit!r}.", "give a whole number above 0"
+        )
     return _changed(bench, {"sampling": kept})
 
 
 def with_max_tokens(bench: Bench, count: int | None) -> Bench:
     """``bench`` with ``count`` as the token limit of every answer; unchanged for None."""
-    return bench if count is None else _changed(bench, {"override": {"max_tokens": count}})
+    if count is None:
+        return bench
+    if OTHER_LIMIT in bench.sampling:
+        raise UsageError(
+            f"--max-tokens and {OTHER_LIMIT} both set the limit of an answer.", "give one of them"
+        )
+    return _changed(bench, {"override": {"max_tokens": count}})
+
+
+def answer_limit(item: Item, bench: Bench) -> int:
+    """The most tokens of an answer to ``item``."""
+    other = bench.sampling.get(OTHER_LIMIT)
+    return other if isinstance(other, int) else item.max_tokens
 
 
 def _changed(bench: Bench, keys: Json) -> Bench:

@@ -14,46 +14,40 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.eval.failures import (
+    BAD_REPLY,
+    KEY,
+    RETRIED,
+    TIMED_OUT,
+    TRANSIENT,
+    describe_reply,
+    kind_of,
+)
 from ktbridge.eval.results.cards import Json
 from ktbridge.eval.results.types import Outcome
-from ktbridge.eval.text import shorten
-from ktbridge.eval.transport import Reply, Transport
+from ktbridge.eval.transport import NotAReplyError, Reply, Transport
 from ktbridge.json_parts import has_more
-from ktbridge.openai_client import hide_key
+from ktbridge.openai_client import (
+    OTHER_LIMIT,
+    hide_key,
+    read_content,
+    read_thinking,
+    refuses_limit,
+    rename_limit,
+)
+from ktbridge.served_names import APPLIED_PATHS, ModelEntry, applied_adapter
 
-ModelEntry = dict[
-    str, object
-]  # one model in /v1/models: its ``id``, and what else the server lists
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
 
 LONGEST_ANSWER = 200_000
 """Characters of an answer, and of its thinking, that are kept: a run holds all of them in memory. More than
 50,000 tokens of most texts; a longer answer is truncated, as one that reached its limit of tokens is."""
-_SHOWN = 300  # characters of a server's reply
-AGAIN = "run the same command again, which asks only for what is missing"
-KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
-FEWER_TOKENS = "give fewer answer tokens with --max-tokens N, or serve with a larger context"
-# The same request may succeed later.
-RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-TIMED_OUT = "timed out"
-_REMEDIES = {
-    401: KEY,
-    403: "see what the key in KTBRIDGE_API_KEY may do",
-    404: "see whether the server still lists the arm's model name, and correct --arm",
-    413: FEWER_TOKENS,
-    429: f"give a lower --concurrency and {AGAIN}",
-}
-# Wordings of SGLang, vLLM, llama.cpp, OpenAI and our own server.
-_TOO_MANY = re.compile(
-    r"(?i)context|max_(?:completion_|new_)?tokens|too (?:long|many tokens)|token (?:count|limit)|"
-    r"(?:maximum|exceed\w*)[^.]{0,60}\b(?:length|tokens)"
-)
-
 _LIST_TIMEOUT = 60.0  # seconds; listing models generates nothing
 _LONGEST_WAIT = 300.0  # the longest Retry-After in seconds that we accept before giving up
 _TIMEOUTS = 2
@@ -63,11 +57,22 @@ _NEXT_STEPS = {
     403: "see whether the key may list models",
     404: "give the server's base URL, the part before /v1",
 }
-# Some servers omit the finish reason (null) of a complete answer; any other reason is a failure.
-_FINISHED = {"stop", "length", None}
+# Some servers omit the finish reason (null) of a complete answer; TGI and gateways have names of their own.
+# Any other reason is a failure.
+_FINISHED = {
+    *(None, "", "stop", "eos", "eos_token", "stop_token", "stop_sequence", "end_turn"),
+    *("complete", "completed"),
+}
+_CUT = {"length", "max_tokens", "max_length", "model_length", "max_output_tokens"}
+# What a server that doesn't skip special tokens leaves at the end of an answer.
+_STOP_TOKENS = (
+    *("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"),
+    *("<|return|>", "</s>", "<eos>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "[EOS]"),
+    *("<｜end▁of▁sentence｜>", "[|endofturn|]", "<|endofturn|>", "<|eos|>"),
+)
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_STOP_TOKEN_TAKEN = "the stop token at the end was taken off:"
 _MOST_PARTS = 100_000  # lists and objects in a reply
-_LONGEST_ERROR = 100_000  # characters of an error's body that are read as JSON
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 
@@ -75,7 +80,7 @@ _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 class Answer:
     """One answer. ``text`` is what a user would see; ``thinking`` is kept apart, unscored.
 
-    ``seconds`` is the wall time of the attempt that succeeded.
+    ``seconds`` is the wall time of the attempt that succeeded. ``cut``: the limit of tokens ended it.
     """
 
     outcome: Outcome
@@ -86,6 +91,7 @@ class Answer:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     seconds: float | None = None
+    cut: bool = False
 
 
 class BadReplyError(Exception):
@@ -97,8 +103,9 @@ class Client:
 
     ``timeout`` (seconds) suits experts on slow CPUs. ``attempts`` bounds the tries of a request;
     between them the client waits ``backoff * 2**k`` seconds with full jitter, or for the server's
-    Retry-After; then every request to this server waits. ``faults`` counts the failed attempts by
-    kind, including those that a retry fixed.
+    Retry-After; then every request to this server waits. Only what may pass is tried again. ``faults``
+    counts the failed attempts by kind, including those that a retry fixed; ``notes`` are sentences on what
+    was done because this server needs it.
     """
 
     def __init__(
@@ -112,6 +119,8 @@ class Client:
     ) -> None:
         self.url = url
         self.faults: Counter[str] = Counter()
+        self.notes: dict[str, None] = {}
+        self._limit_renamed: set[object] = set()  # models that want max_completion_tokens
         self._attempts = attempts
         self._backoff = backoff
         self._timeout = timeout
@@ -141,6 +150,8 @@ class Client:
             entries = _read_reply(reply)["data"]
             if self._key:
                 entries = json.loads(hide_key(_encode(entries), self._key))
+            if not isinstance(entries, list):
+                raise BadReplyError("no list of them")
             if not all(isinstance(one["id"], str) for one in entries):
                 raise BadReplyError("an entry without an id")
             _refuse_surrogates(entries)
@@ -156,54 +167,88 @@ class Client:
             ) from None
         return list(entries)
 
-    async def chat(self, request: Json) -> Answer:
+    async def applied_adapter(self, engine: str) -> str:
+        """The adapter that the server applies to every request, as far as ``engine`` tells; "" for none."""
+        for path in APPLIED_PATHS.get(engine, ()):
+            with suppress(OSError, ValueError, RecursionError):
+                reply = await self._transport.native(path, min(self._timeout, _LIST_TIMEOUT))
+                if reply.status == 200:
+                    return applied_adapter(engine, json.loads(reply.body))
+        return ""
+
+    async def chat(self, request: Json, attempts: int | None = None) -> Answer:
         """One chat completion. Server faults never raise: they are reported as the outcome.
 
-        An API key that the server repeats is taken out.
+        An API key that the server repeats is taken out. ``attempts`` instead of the client's own.
         """
-        answer = await self._chat(request)
+        answer = await self._chat(request, attempts or self._attempts)
         shown = (
             hide_key(text, self._key) for text in (answer.text, answer.thinking, answer.detail)
         )
         text, thinking, detail = shown
         return replace(answer, text=text, thinking=thinking, detail=detail)
 
-    async def _chat(self, request: Json) -> Answer:
-        answer = Answer("http-error", detail="not sent")
-        timeouts = 0
-        for attempt in range(self._attempts):
+    async def _chat(self, request: Json, attempts: int) -> Answer:
+        timeouts = attempt = 0
+        model = request.get("model")
+        while True:
             await self._wait_until(self._not_before)
             pause = self._random.uniform(0, self._backoff * 2**attempt)
             start = time.monotonic()
-            try:
-                reply = await self._transport.chat(request, self._timeout)
-                if 200 <= reply.status < 300:
-                    answer = read_completion(_read_reply(reply))
-                    return replace(answer, seconds=round(time.monotonic() - start, 3))
-                detail = describe_reply(reply.status, reply.body)
-                self.faults[f"HTTP {reply.status}"] += 1
-                answer = Answer("http-error", detail=detail, status=reply.status)
-                if reply.status not in RETRIED:
+            sent = rename_limit(request) if model in self._limit_renamed else request
+            answer, asked = await self._try(sent)
+            if answer.outcome != "http-error":
+                return replace(answer, seconds=round(time.monotonic() - start, 3))
+            if (
+                answer.status in (400, 422)
+                and "max_tokens" in sent
+                and refuses_limit(answer.detail)
+            ):
+                self._limit_renamed.add(model)
+                self.notes[f"{model} takes its limit of tokens as {OTHER_LIMIT}"] = None
+                continue
+            self.faults[_fault(answer)] += 1
+            if kind_of(answer.status, answer.detail) not in TRANSIENT:
+                return answer
+            if asked is not None:
+                if asked > _LONGEST_WAIT:
                     return answer
-                asked = _retry_after(reply.headers)
-                if asked is not None:
-                    if asked > _LONGEST_WAIT:
-                        return answer
-                    self._not_before = max(self._not_before, time.monotonic() + asked)
-            except BadReplyError as error:
-                self.faults["bad reply"] += 1
-                answer = Answer("http-error", detail=f"bad reply: {error}", status=200)
-            except TimeoutError:
-                # A request that timed out once will probably do so again: one retry, not six.
-                self.faults["timed out"] += 1
-                answer = Answer("http-error", detail=TIMED_OUT)
-                if (timeouts := timeouts + 1) == _TIMEOUTS:
-                    return answer
-            except OSError as error:
-                self.faults["connection"] += 1
-                answer = Answer("http-error", detail=_cause(error))
-            if attempt + 1 < self._attempts:
-                await asyncio.sleep(pause)
+                self._not_before = max(self._not_before, time.monotonic() + asked)
+            # A request that timed out once will probably do so again: one retry, not six.
+            timeouts += answer.detail == TIMED_OUT
+            attempt += 1
+            if attempt >= attempts or timeouts == _TIMEOUTS:
+                return answer
+            await asyncio.sleep(pause)
+
+    async def _try(self, request: Json) -> tuple[Answer, float | None]:
+        """The answer, or what failed, and the seconds after which the server wants to be asked again."""
+        try:
+            reply = await self._transport.chat(request, self._timeout)
+            status, body = reply.status, reply.body
+            if 200 <= status < 300:
+                value = _read_reply(reply)
+                if not value.get("error") or value.get("choices"):
+                    return self._noted(read_completion(value)), None
+                # Gateways put an error of the server behind them into a reply with status 200.
+                code = value["error"].get("code") if isinstance(value["error"], dict) else None
+                if type(code) is not int or not 400 <= code < 600:
+                    said = describe_reply(status, body)
+                    raise BadReplyError(f"an error instead of an answer: {said}")
+                status = code
+            detail = describe_reply(status, body)
+            wait = _retry_after(reply.headers) if status in RETRIED else None
+            return Answer("http-error", detail=detail, status=status), wait
+        except (BadReplyError, NotAReplyError) as error:
+            return Answer("http-error", detail=f"{BAD_REPLY}{error}", status=200), None
+        except TimeoutError:
+            return Answer("http-error", detail=TIMED_OUT), None
+        except OSError as error:
+            return Answer("http-error", detail=_cause(error)), None
+
+    def _noted(self, answer: Answer) -> Answer:
+        if answer.detail.startswith(_STOP_TOKEN_TAKEN):
+            self.notes[f"answers: {answer.detail}"] = None
         return answer
 
     async def _wait_until(self, moment: float) -> None:
@@ -212,24 +257,38 @@ class Client:
             moment = self._not_before
 
 
+def _fault(answer: Answer) -> str:
+    """The kind under which ``faults`` counts a failed attempt."""
+    if answer.status >= 400:
+        return f"HTTP {answer.status}"
+    if answer.status:
+        return "bad reply" if BAD_REPLY in answer.detail else "unfinished answer"
+    return "timed out" if answer.detail == TIMED_OUT else "connection"
+
+
 def read_completion(body: Mapping[str, Any]) -> Answer:
     """Turn the body of a chat completion into an answer. Raises BadReplyError if it is invalid."""
     try:
         choice = body["choices"][0]
         message = choice["message"]
-        content = message.get("content") or ""
-        thinking = message.get("reasoning_content") or message.get("reasoning") or ""
+        content, thinking = read_content(message.get("content") or message.get("refusal"))
+        told = (message.get(key) for key in ("reasoning_content", "reasoning", "reasoning_details"))
+        told_thinking = next(filter(None, map(read_thinking, told)), "")
         finish = choice.get("finish_reason")
-        usage = body.get("usage") or {}
-        tokens = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
+        usage = body.get("usage")
+    except ValueError as error:
+        raise BadReplyError(str(error)) from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise BadReplyError(f"no message in it ({type(error).__name__})") from None
-    if not isinstance(content, str) or not isinstance(thinking, str):
-        raise BadReplyError("the content is not text")
+    thinking = "\n".join(filter(None, (told_thinking, thinking)))
+    usage = usage if isinstance(usage, Mapping) else {}
+    tokens = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
     _refuse_surrogates([content, thinking])
-    if not (finish is None or isinstance(finish, str)) or finish not in _FINISHED:
+    reason = finish.lower() if isinstance(finish, str) else finish
+    if not (reason is None or isinstance(reason, str)) or reason not in _FINISHED | _CUT:
         # An aborted or filtered answer carries no information on the arm: the next run asks again.
         return Answer("http-error", detail=f"finish_reason {finish!r}", status=200)
+    limit = reason in _CUT
     inline = "\n".join(part.strip() for part in _THINK.findall(content))
     text = _THINK.sub("", content)
     # Some templates open <think> in the prompt, so that only the closing tag is in the answer.
@@ -237,8 +296,12 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
     if closed:
         inline, text = "\n".join(filter(None, (inline, before.strip()))), after
     text = text.strip()
+    stop = next((token for token in _STOP_TOKENS if text.endswith(token)), "")
+    if stop == "</s>" and "<s>" in text:  # HTML's
+        stop = ""
+    text = text.removesuffix(stop).rstrip()
     thinking = "\n".join(filter(None, (thinking.strip(), inline)))
-    outcome: Outcome = "truncated" if finish == "length" else "ok"
+    outcome: Outcome = "truncated" if limit else "ok"
     if not text:
         outcome = "think-only" if thinking else "empty"
     cut = [
@@ -246,10 +309,11 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
     ]
     if len(text) > LONGEST_ANSWER:
         outcome = "truncated"
-    detail = f"cut to {LONGEST_ANSWER:,}: there were {' and '.join(cut)}" if cut else ""
+    detail = f"{_STOP_TOKEN_TAKEN} {stop}" if stop else ""
+    detail = f"cut to {LONGEST_ANSWER:,}: there were {' and '.join(cut)}" if cut else detail
     counts = [count if type(count) is int else None for count in tokens]
     text, thinking = text[:LONGEST_ANSWER], thinking[:LONGEST_ANSWER]
-    return Answer(outcome, text, thinking, detail, 200, counts[0], counts[1])
+    return Answer(outcome, text, thinking, detail, 200, counts[0], counts[1], cut=limit)
 
 
 def _read_reply(reply: Reply) -> dict[str, Any]:
@@ -263,7 +327,9 @@ def _read_reply(reply: Reply) -> dict[str, Any]:
         value = json.loads(reply.body)
     except (ValueError, RecursionError):
         start = " ".join(reply.body[:40].decode("utf-8", "replace").split())
-        raise BadReplyError(f"not JSON, it begins with {start!r}") from None
+        events = re.match(rb"\s*(?:data|event|id|:)", reply.body)
+        what = "a stream of events and not JSON" if events else "not JSON"
+        raise BadReplyError(f"{what}, it begins with {start!r}") from None
     if not isinstance(value, dict):
         raise BadReplyError(f"a JSON {type(value).__name__} instead of an object")
     return value
@@ -293,61 +359,5 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
         return float(value)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, IndexError):
         return None
-
-
-# --- failed requests: what the server said, and what to do
-
-
-def describe_reply(status: int, body: bytes) -> str:
-    """ "HTTP 400: the prompt has ...": the message of an error's body, else the body's text."""
-    text = body.decode("utf-8", "replace")
-    message = _message(text)
-    return f"HTTP {status}" + (f": {shorten(message, _SHOWN)}" if message else "")
-
-
-def _message(text: str) -> str:
-    """The message of a JSON error ({"error": {"message": ...}}, {"message": ...}, {"detail": ...})."""
-    if len(text) > _LONGEST_ERROR:
-        return " ".join(text[:_LONGEST_ERROR].split())
-    try:
-        value: object = json.loads(text)
-        for _ in range(3):
-            if not isinstance(value, dict):
-                break
-            value = next((value[k] for k in ("error", "message", "detail") if value.get(k)), None)
-        if isinstance(value, str):
-            text = value
-        elif isinstance(value, list):  # FastAPI's list of errors
-            faults = [str(one.get("msg", "")) for one in value if isinstance(one, dict)]
-            text = "; ".join(filter(None, faults)) or text
-    except (ValueError, RecursionError):
-        pass
-    # JSON can name half a character, which can't be stored.
-    return " ".join(text.split()).encode("utf-8", "replace").decode()
-
-
-def is_refusal(status: int) -> bool:
-    """Whether the server would refuse the same request again."""
-    return 400 <= status < 500 and status not in RETRIED
-
-
-def remedy(status: int, detail: str) -> str:
-    """The remedy for a failed request. ``status`` 0: there was no reply."""
-    if status == 0 and detail.endswith(TIMED_OUT):
-        return f"give more seconds with --timeout or a lower --concurrency, and {AGAIN}"
-    if status in (400, 422) and _TOO_MANY.search(detail):
-        return FEWER_TOKENS
-    if status in _REMEDIES:
-        return _REMEDIES[status]
-    if is_refusal(status):
-        return (
-            "the server refuses these requests: change what its answer names (--extra-body, --arm)"
-        )
-    return f"see the server's log and {AGAIN}"
-
-
-def remedies(failed: Iterable[tuple[int, str]]) -> str:
-    """The remedies of several failures (status, detail), each once."""
-    return "; ".join(dict.fromkeys(remedy(status, detail) for status, detail in failed))

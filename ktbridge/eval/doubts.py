@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.eval.client import AGAIN, remedies
+from ktbridge.eval.failures import AGAIN, remedies, think_only_remedy
 from ktbridge.eval.results.rows import SCORE_ERROR
 from ktbridge.eval.results.types import Measured
 from ktbridge.eval.rundir import NOT_RUN
@@ -24,7 +24,6 @@ _SAME_FILES = "import files in which every arm answers the same rows"
 _REMEDIES: Mapping[str, str] = {
     NOT_RUN: AGAIN,
     "truncated": "read the cut answers, and give --max-tokens N where they lead anywhere",
-    "think-only": "switch thinking off with --extra-body, or give --max-tokens N",
     "empty": "try the model by hand: its chat template or its weights may be at fault",
     SCORE_ERROR: "see KTB828",
 }
@@ -122,6 +121,7 @@ def _unusable(results: Measured) -> list[Problem]:
             if (answer := row["answers"][name])["outcome"] == "http-error"
         ]
         steps = dict(_REMEDIES) | ({NOT_RUN: _SAME_FILES} if imported else {})
+        steps["think-only"] = think_only_remedy(results["bench"]["sampling"])
         steps["http-error"] = "correct these rows" if imported else remedies(errors)
         rest = ", ".join(
             f"{count} {outcome}" + (f" ({errors[0][1]})" if outcome == "http-error" else "")

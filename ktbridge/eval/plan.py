@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key, check_partner, is_dialogue, partner_card
-from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.bench import Bench, Item, answer_limit
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import ArmAnswer, ArmPlan, ItemRow, PlanCounts, SlicePlan
 from ktbridge.eval.rundir import NOT_RUN, Plan, PlannedSlice, read_run
@@ -184,7 +184,7 @@ def plan_run(
                 {name: count for name, count in counts.items() if count},
                 len(asks) - len(left),
                 sum(_prompt_tokens(ask.item, bench) for ask in left),
-                sum(ask.item.max_tokens * _turns(ask.item, bench) for ask in left),
+                sum(answer_limit(ask.item, bench) * _turns(ask.item, bench) for ask in left),
             )
         )
     return planned
@@ -221,4 +221,4 @@ def _prompt_tokens(item: Item, bench: Bench) -> int:
     wide = sum("\u2e80" <= char <= "\u9fff" or char > "\uf8ff" for char in text)
     first = wide + (len(text) - wide) // 4 + 8 * len(item.messages)
     turns = _turns(item, bench)
-    return turns * first + item.max_tokens * turns * (turns - 1) // 2
+    return turns * first + answer_limit(item, bench) * turns * (turns - 1) // 2

@@ -16,27 +16,48 @@ from dataclasses import dataclass, field
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
-from ktbridge.eval.arms import Arm, arm_card, arm_rank
-from ktbridge.eval.asking import build_request as build_request
+from ktbridge.eval.arms import (
+    Arm,
+    Listing,
+    arm_card,
+    arm_rank,
+    check_roles,
+    check_same,
+    list_models,
+)
+from ktbridge.eval.asking import build_request, with_limit
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.client import Answer, Client, ModelEntry, remedies, remedy
+from ktbridge.eval.client import Answer, Client
+from ktbridge.eval.failures import (
+    TRANSIENT,
+    WHOLE,
+    Kind,
+    kind_of,
+    remedies,
+    remedy,
+    think_only_remedy,
+)
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
-from ktbridge.served_names import adapter_name, listed_as, names_adapter
+from ktbridge.served_names import BASE, adapter_name, bare_adapter, names_adapter
 
 PROBES = 8
 PROBE_TOKENS = 32
+ATTEMPTS = 4  # of a request here: what is wrong shouldn't be told after minutes
+_CODES: Mapping[Kind, str] = {"key": "KTB819", "quota": "KTB819", "reply": "KTB818"}
 
 
 @dataclass
 class Preflight:
     """The results of preflight. ``identical`` has, for each pair of arms, the share of probes with
-    byte-identical answers; ``probes`` has the hash of each answer by arm fingerprint."""
+    byte-identical answers; ``probes`` has the hash of each answer by arm fingerprint; ``notes`` say what is
+    done because a server needs it."""
 
     cards: dict[str, ArmCard]
     identical: list[Identical] = field(default_factory=list)
     probes: dict[str, dict[str, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 async def check_arms(
@@ -54,7 +75,11 @@ async def check_arms(
     in /v1/models is checked.
     """
     problems: list[Problem] = []
-    cards = await _read_cards(arms, clients, bench, partner, problems)
+    listings = await _read_listings(clients, problems)
+    cards = _make_cards(arms, listings, bench, partner, problems)
+    problems += check_roles(arms, listings)
+    same = check_same(arms, listings)
+    problems += same
     invented = await asyncio.gather(
         *(
             _check_invented(arm, clients[arm.url])
@@ -66,8 +91,10 @@ async def check_arms(
     _stop_on_errors(problems)
     result = Preflight(cards, problems=problems)
     # The probes don't depend on which part of the bench is asked, so that runs can be compared.
-    answers = await _probe(arms, clients, bench, bench.select(limit=PROBES), problems)
-    blank = _blank_arms(answers)
+    items = bench.select(limit=PROBES)
+    answers = await _probe(arms, clients, bench, items)
+    problems += _failed_probes(answers, len(items))
+    blank = _blank_arms(answers, bench)
     _stop_on_errors(problems)
     problems += blank.values()
     if len(blank) == len(arms):
@@ -75,6 +102,7 @@ async def check_arms(
     for name, silent in blank.items():
         cards[name]["refused"] = silent.found
     arms = [arm for arm in arms if arm.name not in blank]
+    result.notes = [note for client in clients.values() for note in client.notes]
     _compare_arms(arms, answers, result)
     for arm in arms:
         fingerprint = cards[arm.name]["fingerprint"]
@@ -98,17 +126,14 @@ def _stop_on_errors(problems: Sequence[Problem]) -> None:
         raise ProblemsError(f"preflight found {count} problem(s); no item was asked.", problems)
 
 
-async def _read_cards(
-    arms: Sequence[Arm],
-    clients: Mapping[str, Client],
-    bench: Bench,
-    partner: Arm | None,
-    problems: list[Problem],
-) -> dict[str, ArmCard]:
-    cards = {}
+async def _read_listings(
+    clients: Mapping[str, Client], problems: list[Problem]
+) -> dict[str, Listing]:
+    """What each server says of its models, by URL."""
+    listings = {}
     for url, client in clients.items():
         try:
-            listed = {str(entry["id"]): entry for entry in await client.models()}
+            listings[url] = await list_models(client)
         except KtbridgeError as error:
             problems.append(
                 problem(
@@ -119,40 +144,47 @@ async def _read_cards(
                     error.next_step,
                 )
             )
-            continue
-        for arm in arms:
-            if arm.url == url:
-                entry = _entry(arm, listed, f"arm {arm.name}", "--arm", problems)
-                if entry is not None:
-                    cards[arm.name] = arm_card(arm, entry, bench.sampling)
-        if partner is not None and partner.url == url:
-            _entry(partner, listed, "the partner", "--partner", problems)
+    return listings
+
+
+def _make_cards(
+    arms: Sequence[Arm],
+    listings: Mapping[str, Listing],
+    bench: Bench,
+    partner: Arm | None,
+    problems: list[Problem],
+) -> dict[str, ArmCard]:
+    cards = {}
+    for arm in arms:
+        if (listing := listings.get(arm.url)) is not None:
+            if listing.find(arm.model) is None:
+                problems.append(_unlisted(arm, listing, f"arm {arm.name}", "--arm"))
+            else:
+                cards[arm.name] = arm_card(arm, listing.entry(arm.model), bench.sampling)
+    listing = listings.get(partner.url) if partner is not None else None
+    if partner is not None and listing is not None and listing.find(partner.model) is None:
+        problems.append(_unlisted(partner, listing, "the partner", "--partner"))
     return cards
 
 
-def _entry(
-    arm: Arm, listed: Mapping[str, ModelEntry], where: str, option: str, problems: list[Problem]
-) -> ModelEntry | None:
-    name = listed_as(arm.model, listed)
-    entry: ModelEntry | None = None if name is None else listed[name]
-    if entry is None:
-        names = ", ".join(sorted(listed)) or "nothing"
-        problems.append(
-            problem(
-                "KTB802",
-                where,
-                f"the server does not list {arm.model!r}",
-                f"one of: {names}",
-                f"name a listed model in {option}, or serve the adapter under that name",
-            )
-        )
-    return entry
+def _unlisted(arm: Arm, listing: Listing, where: str, option: str) -> Problem:
+    if arm.model in listing.entries:  # under a name that requests can't use
+        error = bare_adapter(arm.model, listing.models, option)
+        return problem("KTB816", where, error.sentence.rstrip("."), "its name", error.next_step)
+    names = ", ".join(sorted(listing.models)) or "nothing"
+    base = next((one.name for one in listing.models.values() if one.variant == "base"), "")
+    step = f"name a listed model in {option}, or serve the adapter under that name"
+    if base and arm.name == BASE:
+        step = f"name the base model, {option} {arm.name}={base}@{arm.url}"
+    found = f"the server does not list {arm.model!r}"
+    return problem("KTB802", where, found, f"one of: {names}", step)
 
 
 async def _check_invented(arm: Arm, client: Client) -> Problem | None:
     invented = adapter_name(arm.served, f"no-such-adapter-{secrets.token_hex(4)}")
     answer = await client.chat(
-        {"model": invented, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 1}
+        {"model": invented, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 1},
+        ATTEMPTS,
     )
     if answer.outcome != "http-error":
         return problem(
@@ -162,8 +194,9 @@ async def _check_invented(arm: Arm, client: Client) -> Problem | None:
             "a refusal",
         )
     if answer.status not in (400, 404, 422):
+        kind = kind_of(answer.status, answer.detail)
         return problem(
-            "KTB804",
+            _CODES.get(kind, "KTB804"),
             f"arm {arm.name}",
             f"asked for an invented adapter, the server gave: {answer.detail}",
             "HTTP 400 or 404, which shows that it checks names",
@@ -174,48 +207,83 @@ async def _check_invented(arm: Arm, client: Client) -> Problem | None:
 
 
 async def _probe(
-    arms: Sequence[Arm],
-    clients: Mapping[str, Client],
-    bench: Bench,
-    items: Sequence[Item],
-    problems: list[Problem],
+    arms: Sequence[Arm], clients: Mapping[str, Client], bench: Bench, items: Sequence[Item]
 ) -> dict[str, dict[str, Answer]]:
+    """The arms' answers to ``items``, by arm and item.
+
+    It ends with the round in which an arm turns out to be hopeless: the run can't begin, and what is wrong
+    shouldn't be told after minutes.
+    """
     answers: dict[str, dict[str, Answer]] = {arm.name: {} for arm in arms}
     # One at a time: batching with other requests can change an answer on a real engine.
     for item in items:
         for arm in arms:
-            request = build_request(arm, item, bench)
-            request["max_tokens"] = min(PROBE_TOKENS, item.max_tokens)
-            answers[arm.name][item.id] = await clients[arm.url].chat(request)
-    for arm in arms:
-        given = list(answers[arm.name].values())
-        errors = [one for one in given if one.outcome == "http-error"]
-        if errors:
-            problems.append(
-                problem(
-                    "KTB805",
-                    f"arm {arm.name}",
-                    f"{len(errors)} of {len(given)} probes failed: {errors[0].detail}",
-                    "an answer to each",
-                    remedies((one.status, one.detail) for one in errors),
-                    severity="error" if len(errors) == len(given) else "warning",
-                )
-            )
+            request = with_limit(build_request(arm, item, bench), PROBE_TOKENS)
+            answers[arm.name][item.id] = await clients[arm.url].chat(request, ATTEMPTS)
+        if any(_is_hopeless(list(given.values())) for given in answers.values()):
+            break
     return answers
 
 
-def _blank_arms(answers: Mapping[str, Mapping[str, Answer]]) -> dict[str, Problem]:
-    """A problem for each arm whose answers to all probes were empty."""
-    return {
-        name: problem(
-            "KTB805",
-            f"arm {name}",
-            f"all of {len(given)} probes were answered with nothing",
-            "some text",
+def _is_hopeless(given: Sequence[Answer]) -> bool:
+    """Whether an arm's probes show that the next one would fail too."""
+    kinds = [
+        kind_of(one.status, one.detail) if one.outcome == "http-error" else None for one in given
+    ]
+    if kinds[-1] is None:
+        return False
+    # A server may refuse one question for what it is.
+    surely = [kind in WHOLE or kind in TRANSIENT for kind in kinds]
+    return (
+        kinds[-1] in ("key", "quota")
+        or (len(kinds) == 1 and surely[0])
+        or (len(kinds) > 1 and None not in kinds[-2:] and (surely[-1] or None not in kinds))
+    )
+
+
+def _failed_probes(answers: Mapping[str, Mapping[str, Answer]], planned: int) -> list[Problem]:
+    """A problem for each arm of which probes failed."""
+    problems = []
+    for name, answered in answers.items():
+        given = list(answered.values())
+        errors = [one for one in given if one.outcome == "http-error"]
+        if not errors:
+            continue
+        fatal = len(errors) == len(given) or _is_hopeless(given)
+        failed = f"{len(errors)} of {len(given)} probes failed"
+        if len(given) < planned:
+            failed = "the first probe failed" if len(given) == 1 else failed
+            failed += ", and the rest was not asked"
+        problems.append(
+            problem(
+                _CODES.get(kind_of(errors[-1].status, errors[-1].detail), "KTB805"),
+                f"arm {name}",
+                f"{failed}: {errors[-1].detail}",
+                "an answer to each",
+                remedies((one.status, one.detail) for one in errors),
+                severity="error" if fatal else "warning",
+            )
         )
-        for name, given in answers.items()
-        if given and all(one.outcome == "empty" for one in given.values())
-    }
+    return problems
+
+
+def _blank_arms(answers: Mapping[str, Mapping[str, Answer]], bench: Bench) -> dict[str, Problem]:
+    """A problem for each arm whose answers to all probes were empty, or thinking that had an end."""
+    blank = {}
+    for name, given in answers.items():
+        ended = [one for one in given.values() if one.outcome == "empty" or not one.cut]
+        outcomes = {one.outcome for one in ended}
+        if given and len(ended) == len(given) and outcomes <= {"empty", "think-only"}:
+            thought = "think-only" in outcomes
+            what = "reasoning alone, without an answer" if thought else "nothing"
+            blank[name] = problem(
+                "KTB805",
+                f"arm {name}",
+                f"all of {len(given)} probes were answered with {what}",
+                "some text",
+                think_only_remedy(bench.sampling) if thought else None,
+            )
+    return blank
 
 
 def _compare_arms(

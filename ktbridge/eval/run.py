@@ -19,11 +19,13 @@ from ktbridge.eval.asking import (
     check_partner,
     hold_dialogue,
     is_dialogue,
+    is_silent,
     partner_card,
     run_until_interrupt,
 )
-from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.client import Client, is_refusal, remedy
+from ktbridge.eval.bench import Bench, Item, answer_limit
+from ktbridge.eval.client import Client
+from ktbridge.eval.failures import is_refusal, remedy
 from ktbridge.eval.plan import Ask, list_asks, make_plan
 from ktbridge.eval.preflight import Preflight, check_arms
 from ktbridge.eval.results.cards import ArmCard
@@ -238,7 +240,8 @@ class _Run:
             return {
                 name: ask
                 for name, (ask, record) in records.items()
-                if record["outcome"] == "http-error" and is_refusal(record["status"])
+                if record["outcome"] == "http-error"
+                and is_refusal(record["status"], record["detail"])
             }
 
         largest = await refused(True, self.arms)
@@ -256,7 +259,7 @@ class _Run:
     def _refusal(self, largest: Ask, smallest: Ask | None) -> Problem:
         record = self.store.records[(smallest or largest).key]
         which = "even its smallest request" if smallest else "its largest request"
-        limit = build_request(largest.arm, (smallest or largest).item, self.bench)["max_tokens"]
+        limit = answer_limit((smallest or largest).item, self.bench)
         return problem(
             "KTB805",
             f"arm {largest.arm.name}",
@@ -295,8 +298,10 @@ class _Run:
             record["repeat"] = ask.repeat
         if self._is_dialogue(ask):
             record["turns"] = done.turns
-        gone = answer.outcome == "http-error" and answer.status == 0
-        return Asked(record, done.url, answer.detail if gone else "")
+        if not is_silent(answer.outcome == "http-error", answer.status, answer.detail):
+            return Asked(record, done.url)
+        step = remedy(answer.status, answer.detail) if answer.status else ""
+        return Asked(record, done.url, answer.detail, step)
 
     def _count(self, asked: Asked[AnswerRecord]) -> None:
         self.progress.done += 1

@@ -32,6 +32,10 @@ class Reply(NamedTuple):
     body: bytes
 
 
+class NotAReplyError(ConnectionError):
+    """What came is no HTTP response, or one without an end: asking again won't help."""
+
+
 class Transport:
     """Kept connections to one base URL (ending in /v1); ``close`` at the end.
 
@@ -67,6 +71,10 @@ class Transport:
         body = _encode(request).encode()
         return await self._ask("POST", "/chat/completions", body, timeout)
 
+    async def native(self, path: str, timeout: float) -> Reply:
+        """GET a path beside /v1, of an API of the engine's own."""
+        return await self._ask("GET", path, None, timeout, self._url.removesuffix("/v1"))
+
     async def close(self) -> None:
         if self._open is not None:
             await self._open.close()
@@ -85,10 +93,12 @@ class Transport:
             )
         return self._open
 
-    async def _ask(self, method: str, path: str, body: bytes | None, timeout: float) -> Reply:
+    async def _ask(
+        self, method: str, path: str, body: bytes | None, timeout: float, root: str | None = None
+    ) -> Reply:
         import aiohttp
 
-        session, url = self._session(), self._url + path
+        session, url = self._session(), (self._url if root is None else root) + path
         limits = aiohttp.ClientTimeout(timeout, sock_connect=_CONNECT_TIMEOUT)
         for again in (True, False):
             try:
@@ -112,7 +122,7 @@ async def _read(body: StreamReader) -> bytes:
     async for part in body.iter_any():
         size += len(part)
         if size > _LONGEST_BODY:
-            raise ConnectionError(f"a reply longer than {_LONGEST_BODY} bytes")
+            raise NotAReplyError(f"a reply longer than {_LONGEST_BODY} bytes")
         parts.append(part)
     return b"".join(parts)
 
@@ -126,7 +136,7 @@ def _described(cause: Exception) -> OSError:
     if isinstance(cause, aiohttp.ClientPayloadError):
         return ConnectionError("the message body is incomplete")
     if isinstance(cause, aiohttp.ClientResponseError):
-        return ConnectionError(f"not HTTP: {cause.message}")
+        return NotAReplyError(f"not HTTP: {' '.join(cause.message.split())[:200]}")
     if isinstance(cause, aiohttp.ServerTimeoutError):
         return TimeoutError()
     if isinstance(cause, OSError):  # aiohttp's ClientOSError is one

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,16 @@ from typing import IO
 from ktbridge.children import end_with_parent
 from ktbridge.errors import KtbridgeError
 from ktbridge.openai_client import Message, OpenAIClient, Refused
-from ktbridge.served_names import BASE, adapters_of, base_name, listed_as, split_name
+from ktbridge.served_names import (
+    BASE,
+    ModelEntry,
+    adapters_of,
+    bare_adapter,
+    base_name,
+    find_model,
+    read_models,
+    split_name,
+)
 
 Piece = str | KtbridgeError | None
 LONGEST = 1024  # default max_tokens of an answer
@@ -27,27 +36,43 @@ ADAPTER = "adapter"
 END_SECONDS = 10
 
 
-def arms_of(model: str, listed: Sequence[str]) -> dict[str, str]:
+def arms_of(model: str, entries: Mapping[str, ModelEntry], applied: str = "") -> dict[str, str]:
     """The arms that go with ``model``: "base", "expert" and "full" -> the name to ask for.
 
-    If only one name can be requested, the arm is "model". Raises KtbridgeError for a name that the
-    server does not list: some servers answer it with another model.
+    ``entries`` is the server's list by id, ``applied`` an adapter that it applies to every request. If only
+    one name can be requested, the arm is "model". Raises KtbridgeError for a name that the server does not
+    list, which some servers answer with another model.
     """
-    if listed_as(model, listed) is None:
-        offered = ", ".join(map(repr, listed)) or "nothing"
+    models = read_models(entries, applied)
+    found = find_model(model, entries, models)
+    if found is None and model in entries:
+        raise bare_adapter(model, models, "--model")
+    if found is None:
+        offered = ", ".join(map(repr, models)) or "nothing"
         raise KtbridgeError(
             f"the server does not list {model!r}; it offers {offered}.", "give one with --model"
         )
     served, adapter = split_name(model)
-    base, named = base_name(served), adapters_of(served, listed)
-    arms = {"base": base} if base in listed else {}
-    if served in listed:
+    base = found.base or base_name(served)
+    plain, whole = models.get(served), adapter not in (None, BASE)
+    named = adapters_of(served, models) or [
+        one.name for one in models.values() if one.base == base and one.name != base
+    ]
+    arms = {"base": base} if base in models else {}
+    if plain is not None and plain.name != base and plain.variant in ("expert", None):
         arms["expert"] = served
-    if adapter not in (None, BASE):
+    if found.variant in ("adapter", "full") or (whole and found.variant != "base"):
         arms["full"] = model
-    elif len(named) == 1:
-        arms["full"] = named[0]
+    elif len(others := [name for name in named if name != served]) == 1:
+        arms["full"] = others[0]
     return arms if len(arms) > 1 else {"model": model}
+
+
+def default_model(entries: Mapping[str, ModelEntry], applied: str = "") -> str:
+    """The name to ask for where none is given: the only whole adapter, else the first in the list."""
+    names = list(read_models(entries, applied))
+    whole = [name for name in names if arms_of(name, entries, applied).get("full") == name]
+    return (whole if len(whole) == 1 else [*names, ""])[0]
 
 
 class Conversation:
@@ -158,11 +183,11 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Child:
-    """A running engine: base URL, API key and listed model names."""
+    """A running engine: base URL, API key, and its models with what answers."""
 
     url: str
     key: str
-    models: list[str]
+    models: dict[str, str]
     process: subprocess.Popen[str]
 
     def check(self) -> None:
@@ -210,7 +235,7 @@ def engine(
                 f"the engine ended with code {process.wait()} before it was ready.",
                 "its output is above",
             )
-        yield Child(ready["base_url"], key, list(ready["models"]), process)
+        yield Child(ready["base_url"], key, dict(ready["models"]), process)
     finally:
         process.terminate()
         try:

@@ -219,15 +219,6 @@ class LogprobClient(OpenAIClient):
             raise Unusable("no logprobs of tokens of this vocabulary, the first without one")
         return ids, values
 
-    def has_expert_arm(self) -> bool | None:
-        """Whether an SGLang is SGLang-KT, whose bare served name may have the expert LoRA; None: unknown."""
-        for path in ("/server_info", "/get_server_info"):
-            try:
-                return "kt_expert_lora_path" in self.ask(path, native=True)
-            except (KtbridgeError, TypeError):
-                continue
-        return None
-
     def _is(self, way: str) -> bool:
         """Whether the server is the engine that ``way`` is an API of."""
         paths, field = _NATIVE[way]

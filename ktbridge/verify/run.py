@@ -16,7 +16,14 @@ from ktbridge.adapter.lora_config import half_numbers
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config, resolve_model
-from ktbridge.served_names import adapter_name, base_name, listed_as, split_name
+from ktbridge.served_names import (
+    bare_adapter,
+    base_name,
+    engine_of,
+    listed_as,
+    read_models,
+    split_name,
+)
 from ktbridge.verify.hypotheses import Facts, explain
 from ktbridge.verify.logprobs import SAMPLED, WAYS, LogprobClient, Span
 from ktbridge.verify.sampled import FORMS, Sampler
@@ -130,31 +137,22 @@ def verify(
 
 
 def _arms(server: LogprobClient, model: str, expert_model: str | None) -> dict[str, str]:
-    owners = server.owners()
-    arms = arms_to_ask(model, list(owners), expert_model)
-    owner, parent = owners.get(model, ("", None))
-    if parent is not None and parent in owners:
-        if owner == "vllm":  # whose base has no LoRA
+    entries = server.entries()
+    engine = engine_of(entries)
+    arms = arms_to_ask(model, list(entries), expert_model)
+    parent = entries.get(model, {}).get("parent")
+    if isinstance(parent, str) and parent in entries:
+        if engine == "vllm":  # whose base has no LoRA
             return {parent: "base", **arms}
-        if owner == "sglang":
-            name = adapter_name(parent, model)
-            raise KtbridgeError(
-                f"SGLang answers for {model!r} with its base: it applies the adapter of that name for"
-                f" {name!r} alone.",
-                f"give --model {name}, and use this name in requests",
-            )
+        if engine == "sglang":
+            raise bare_adapter(model, read_models(entries), "--model")
     served, _ = split_name(model)
-    if (
-        served == model
-        or arms.get(served) != "expert"
-        or owners[served][0] != "sglang"
-        or expert_model
-    ):
+    if served == model or arms.get(served) != "expert" or engine != "sglang" or expert_model:
         return arms
     # SGLang-KT's bare name may have the experts' LoRA, upstream's has none.
-    has_it = server.has_expert_arm()
+    applied = server.applied_adapter(engine)
     others = {name: expected for name, expected in arms.items() if name != served}
-    return arms if has_it else {**({served: "base"} if has_it is False else {}), **others}
+    return arms if applied else {**({served: "base"} if applied is not None else {}), **others}
 
 
 def _read(adapter_dir: str) -> tuple[Adapter, tuple[bool, bool]]:

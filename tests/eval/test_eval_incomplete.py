@@ -16,7 +16,7 @@ from ktbridge.cli.eval import command as eval_command
 from ktbridge.cli.report import command as report_command
 from ktbridge.eval import failures, score_run, write_report
 from ktbridge.eval.bench import with_max_tokens
-from ktbridge.eval.client import FEWER_TOKENS, describe_reply, remedy
+from ktbridge.eval.failures import FEWER_TOKENS, describe_reply, remedy
 from ktbridge.eval.rundir import read_run
 from ktbridge.eval.store import ANSWERS, read_ledger
 
@@ -232,7 +232,22 @@ def test_answers_that_failed_fail_the_command(server, tmp_path, failed, code):
         (400, "HTTP 400: the prompt has 12 tokens; this model's context is 512", "--max-tokens"),
         (400, "HTTP 400: Requested token count exceeds the model's maximum", "--max-tokens"),
         (413, "HTTP 413", "--max-tokens"),
-        (400, "HTTP 400: unknown field 'tools'", "refuses these requests"),
+        (400, "HTTP 400: 'max_tokens' or 'max_completion_tokens' is too large: 9", "--max-tokens"),
+        (400, "HTTP 400: unknown field 'tools'", """--extra-body '{"tools": null}'"""),
+        (422, "HTTP 422: seed: Extra inputs are not permitted", """'{"seed": null}'"""),
+        (400, "HTTP 400: Unsupported value: 'temperature' does not support 0", "are then sampled"),
+        (
+            400,
+            "HTTP 400: 'max_tokens' is not supported with this model",
+            '"max_completion_tokens": N',
+        ),
+        (400, "HTTP 400: no 'system' role", "refuses these requests"),
+        (402, "HTTP 402: Insufficient Balance", "add credit"),
+        (429, "HTTP 429: You exceeded your current quota (insufficient_quota)", "add credit"),
+        (429, "HTTP 429: quota exceeded. Please retry in 34 s", "--concurrency"),
+        (200, "bad reply: not JSON, it begins with '<html>'", "URL of the API itself"),
+        (200, "bad reply: a stream of events and not JSON, it begins with 'data:'", "streaming"),
+        (200, "bad reply: JSON of more than 9 parts", "no chat completion"),
         (401, "HTTP 401: no key", "KTBRIDGE_API_KEY"),
         (403, "HTTP 403", "key"),
         (404, "HTTP 404: no model 'x'", "model name"),

@@ -336,7 +336,8 @@ def _mutate_request(data: bytes, rng: random.Random) -> bytes:
 
 def _reply(folder: Path) -> Target:
     """What servers answer to eval, verify and chat."""
-    from ktbridge.eval.client import BadReplyError, _read_reply, describe_reply, read_completion
+    from ktbridge.eval.client import BadReplyError, _read_reply, read_completion
+    from ktbridge.eval.failures import describe_reply
     from ktbridge.eval.transport import Reply
 
     reply = {

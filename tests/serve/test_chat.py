@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ktbridge.cli.chat import _without_empty_thought
 from ktbridge.errors import KtbridgeError
-from ktbridge.serve.chat import arms_of
+from ktbridge.serve.chat import arms_of, default_model
 
 
 @pytest.fixture(scope="module")
@@ -255,19 +255,36 @@ def alive(process: int) -> bool:
 
 
 def test_which_names_are_which_arm():
+    def arms(model: str, names: list[str], applied: str = "", **more) -> dict[str, str]:
+        return arms_of(model, {name: more.get(name, {}) for name in names}, applied)
+
     ours = ["s", "s:a", "s:base"]
     whole = {"base": "s:base", "expert": "s", "full": "s:a"}
     for model in ours:
-        assert arms_of(model, ours) == whole
-    assert arms_of("s:b", ["s", "s:a", "s:b", "s:base"])["full"] == "s:b"
-    assert "full" not in arms_of("s", ["s", "s:a", "s:b", "s:base"])
-    # SGLang's way of listing, and servers of one model.
-    assert arms_of("s:a", ["s", "a"]) == {"expert": "s", "full": "s:a"}
-    assert arms_of("gpt", ["gpt", "other"]) == {"model": "gpt"}
-    assert arms_of("llama:8b", ["llama:8b", "qwen:4b"]) == {"model": "llama:8b"}
+        assert arms(model, ours) == whole
+    assert arms("s:b", ["s", "s:a", "s:b", "s:base"])["full"] == "s:b"
+    assert "full" not in arms("s", ["s", "s:a", "s:b", "s:base"])
+    # SGLang's and vLLM's ways of listing, and servers of one model.
+    assert arms("s:a", ["s", "a"]) == {"expert": "s", "full": "s:a"}
+    sglang = {"owned_by": "sglang", "parent": "s"}
+    bare = {"owned_by": "sglang"}
+    for model in ("s", "s:a"):
+        assert arms(model, ["s", "a"], s=bare, a=sglang) == {"base": "s", "full": "s:a"}
+        kt = arms(model, ["s", "a"], "experts", s=bare, a=sglang)
+        assert kt == {"expert": "s", "full": "s:a"}
+    with pytest.raises(KtbridgeError, match="answers for 'a' with its base"):
+        arms("a", ["s", "a"], s=bare, a=sglang)
+    for model in ("s", "a"):
+        vllm = arms(model, ["s", "a"], a={"owned_by": "vllm", "parent": "s"})
+        assert vllm == {"base": "s", "full": "a"}
+    assert arms("gpt", ["gpt", "other"]) == {"model": "gpt"}
+    assert arms("llama:8b", ["llama:8b", "qwen:4b"]) == {"model": "llama:8b"}
     for model in ("s:nya", "t:a", "a", ""):
         with pytest.raises(KtbridgeError, match="does not list"):
-            arms_of(model, ["s", "s:a"])
+            arms(model, ["s", "s:a"])
+    # Without a name the whole adapter answers, not the half that the list begins with.
+    assert default_model({name: {} for name in ours}) == "s:a"
+    assert default_model({"gpt": {}, "other": {}}) == "gpt"
 
 
 @given(

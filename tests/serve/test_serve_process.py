@@ -137,8 +137,10 @@ def test_a_dry_run_promises_what_could_be_served(base, adapter, monkeypatch, ser
     fine = serve("--port", "0", "--served-model-name", "tiny")
     assert fine.exit_code == 0, fine.output
     assert "512 tokens of context" in fine.stdout  # max_position_embeddings, not our own limit
-    assert "tiny alone is half of the adapter" in fine.stdout
-    assert "must name tiny:neko" in fine.stdout
+    assert (
+        'WARNING: the name "tiny" is not the base model: it is base + expert LoRA, half of the adapter. '
+        "Base model: tiny:base. Whole adapter: tiny:neko." in fine.stdout
+    )
     taken = serve("--port", str(server.port))
     assert (taken.exit_code, taken.stdout) == (1, "")
     assert "already in use" in taken.stderr

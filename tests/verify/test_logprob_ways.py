@@ -110,7 +110,7 @@ class Sglang(Engine):
     def get(self, path: str) -> dict[str, Any]:
         known = {"/model_info": {"model_path": "m"}, "/server_info": {"tp_size": 1}}
         if self.kt:
-            known["/server_info"]["kt_expert_lora_path"] = None
+            known["/server_info"]["kt_expert_lora_path"] = "experts"
         return known.get(path) or super().get(path)
 
     def respond(self, request: dict[str, Any]) -> Any:

@@ -9,16 +9,18 @@ from pathlib import Path
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import VOLATILE
-from ktbridge.eval.asking import Asked, AskingLoop, run_until_interrupt
+from ktbridge.eval.asking import Asked, AskingLoop, is_silent, run_until_interrupt
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.compat import HIGHEST, is_compat
+from ktbridge.eval.failures import remedy, think_only_remedy
 from ktbridge.eval.judging.plan import Ask, Judge, check_judge, digit_question, make_plan
 from ktbridge.eval.judging.prompts import VERSION, JsonSchema, ReplyError, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
 from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
 from ktbridge.eval.results.rows import read_rows
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
+from ktbridge.openai_client import OTHER_LIMIT
 
 OnProgress = Callable[[int, int], None]
 
@@ -199,15 +201,12 @@ def _question_problems(judge: Judge, ask: Ask, asked: Asked[JudgementRecord]) ->
     outcome, detail = asked.record["outcome"], asked.record["detail"]
     expected = "JSON with evidence and verdicts" if ask.schema else f"a digit from 0 to {HIGHEST}"
     if outcome == JUDGE_FAILED:
-        next_step = (
-            "see its server's log; KTBRIDGE_JUDGE_API_KEY holds its key, where one is needed"
-        )
-        if asked.silence:
-            next_step = "start its server, or correct the URL in --judge"
+        next_step = asked.next_step or "start its server, or correct the URL in --judge"
         found = f"no answer from {judge.url}: {detail}"
         return [problem("KTB872", where, found, expected, next_step)]
     if outcome != "ok":
-        return [problem("KTB872", where, f"no verdict that can be read: {detail}", expected)]
+        found = f"no verdict that can be read: {detail}"
+        return [problem("KTB872", where, found, expected, asked.next_step or None)]
     verdicts = ask.read(asked.record["reply"]).verdicts
     if ask.schema is None or verdicts == _CANARY_RIGHT:
         return []
@@ -233,7 +232,8 @@ class Asker:
         self._client = client
         self._judge = judge
         self._takes_schema: bool | None = None
-        self._limit = judge.extra_body.get("max_tokens", MAX_TOKENS)
+        given = (judge.extra_body.get(name) for name in ("max_tokens", OTHER_LIMIT))
+        self._limit = next(filter(None, given), MAX_TOKENS)
 
     async def ask(self, ask: Ask) -> Asked[JudgementRecord]:
         """One judgement: the judge's last reply, unchanged. After an invalid one it is asked once more;
@@ -270,8 +270,13 @@ class Asker:
             "prompt_tokens": sum(one.prompt_tokens or 0 for one in answers),
             "completion_tokens": sum(one.completion_tokens or 0 for one in answers),
         }
-        gone = outcome == JUDGE_FAILED and last.status == 0
-        return Asked(record, self._judge.url, fault if gone else "")
+        step = ""
+        if outcome == JUDGE_FAILED and last.status:
+            step = remedy(last.status, last.detail, "--judge-extra-body")
+        elif fault and last.outcome == "think-only":
+            step = think_only_remedy(self._judge.extra_body, "--judge-extra-body")
+        gone = is_silent(outcome == JUDGE_FAILED, last.status, last.detail)
+        return Asked(record, self._judge.url, fault if gone else "", step)
 
     async def _chat(
         self, messages: Sequence[Message], schema: JsonSchema | None, more: Json

@@ -27,7 +27,7 @@ from ktbridge.serve.local.sampling import Sampling
 from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest, Message
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 from ktbridge.serve.request import Limits
-from ktbridge.served_names import ServedArm
+from ktbridge.served_names import ServedArm, base_name, split_name
 
 
 class Service:
@@ -63,13 +63,16 @@ class Service:
         return self.arms[name]
 
     def describe(self, arm: ServedArm) -> dict[str, object]:
-        """The arm as a model of OpenAI's list."""
+        """The arm as a model of OpenAI's list; ``parent`` as vLLM and SGLang have it, the base's name."""
+        base = base_name(split_name(arm.name)[0])
+        adapted = arm.expert or arm.nonexpert is not None
         return {
             "id": arm.name,
             "object": "model",
             "created": self._started,
             "owned_by": "ktbridge",
             "description": arm.description,
+            "parent": base if adapted and base in self.arms else None,
             "fingerprint": self._fingerprints[arm.name],
             "max_model_len": self.context,
         }

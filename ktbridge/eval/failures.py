@@ -1,0 +1,212 @@
+"""Failed requests: what the server said, of which kind a failure is, and what to do about it.
+
+A kind is read from the status and the detail, which a run stores, so that a report says of a failure what the
+run said. Transient kinds may pass when the same request is sent again; the others never do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from ktbridge.eval.results.cards import Json
+from ktbridge.eval.text import shorten
+from ktbridge.openai_client import OTHER_LIMIT, refuses_limit
+
+Kind = Literal[
+    "key", "quota", "reply", "model", "parameter", "length", "request", "answer",
+    "busy", "server", "silence",
+]  # fmt: skip
+TRANSIENT: frozenset[Kind] = frozenset({"busy", "server", "silence"})
+WHOLE: frozenset[Kind] = frozenset({"key", "quota", "reply", "model", "parameter"})
+"""Kinds that have nothing to do with the question: the next one would fail in the same way."""
+BAD_REPLY = "bad reply: "
+TIMED_OUT = "timed out"
+AGAIN = "run the same command again, which asks only for what is missing"
+KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
+FEWER_TOKENS = "give fewer answer tokens with --max-tokens N, or serve with a larger context"
+# The same request may succeed later: RFC 9110's, and those of proxies and gateways (520 to 524, 529).
+RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
+_REMEDIES: Mapping[Kind, str] = {
+    "key": KEY,
+    "quota": "add credit or quota to the account of the key in KTBRIDGE_API_KEY (a judge's: "
+    f"KTBRIDGE_JUDGE_API_KEY), and {AGAIN}",
+    "model": "see whether the server still lists the arm's model name, and correct --arm",
+    "length": FEWER_TOKENS,
+    "busy": f"give a lower --concurrency and {AGAIN}",
+}
+_SHOWN = 300  # characters of a server's reply
+_LONGEST_ERROR = 100_000  # characters of an error's body that are read as JSON
+_QUOTA = re.compile(
+    r"(?i)insufficient[_ ](?:quota|balance|credits?|funds)|billing[_ ](?:hard[_ ]limit|not[_ ]active)|"
+    r"(?:exceeded|out of)[^.]{0,40}\b(?:quota|credits?|budget)|budget[^.]{0,30}exceeded|"
+    r"(?:quota|credits?|balance)[^.]{0,30}(?:exceeded|exhausted|too low)|payment required|arrear|"
+    r"余额不足|欠费"
+)
+# Quotas by the minute pass.
+_PASSING = re.compile(
+    r"(?i)\b(?:re)?try (?:again )?(?:in|after)\b|\bper[ _-](?:second|minute|hour)|\brate.?limit"
+)
+# Wordings of SGLang, vLLM, llama.cpp, OpenAI and our own server.
+_TOO_MANY = re.compile(
+    r"(?i)context|max_(?:completion_|new_)?tokens|too (?:long|many tokens)|token (?:count|limit)|"
+    r"(?:maximum|exceed\w*)[^.]{0,60}\b(?:length|tokens)"
+)
+_REFUSES_FIELD = re.compile(
+    r"(?i)unsupported|unrecognized|unknown (?:parameter|field|argument|name)|unexpected (?:keyword|field)|"
+    r"not (?:supported|permitted|allowed)|does not support|extra (?:inputs|fields)"
+)
+_NAMED = re.compile(r"['\"`]([a-z][a-z_]*)['\"`]|^HTTP \d+: ([a-z][a-z_]*): ")
+_NO_FIELD = {"model", "messages", "content", "role", "system", "user", "assistant", "text", "type"}
+
+
+def describe_reply(status: int, body: bytes) -> str:
+    """ "HTTP 400: the prompt has ...": the message of an error's body, else the body's text."""
+    text = body.decode("utf-8", "replace")
+    message, code = _message(text)
+    if status in (402, 403, 429) and code and code not in message:
+        message = f"{message} ({code})" if message else code
+    return f"HTTP {status}" + (f": {shorten(message, _SHOWN)}" if message else "")
+
+
+def _message(text: str) -> tuple[str, str]:
+    """Message and code of a JSON error ({"error": {"message": ...}}, {"message": ...}, {"detail": ...})."""
+    code = ""
+    if len(text) > _LONGEST_ERROR:
+        return " ".join(text[:_LONGEST_ERROR].split()), code
+    try:
+        value: object = json.loads(text)
+        for _ in range(3):
+            if not isinstance(value, dict):
+                break
+            code = next((c for key in ("code", "type") if isinstance(c := value.get(key), str)), "")
+            value = next((value[k] for k in ("error", "message", "detail") if value.get(k)), None)
+        if isinstance(value, str):
+            text = value
+        elif isinstance(value, list):  # FastAPI's list of errors
+            text = "; ".join(filter(None, map(_fault, value))) or text
+    except (ValueError, RecursionError):
+        pass
+    # JSON can name half a character, which can't be stored.
+    words = (" ".join(one.split()).encode("utf-8", "replace").decode() for one in (text, code))
+    return next(words), next(words)
+
+
+def _fault(row: object) -> str:
+    """An error of FastAPI's list, with the request's field that it is about."""
+    if not isinstance(row, dict):
+        return ""
+    place = row.get("loc")
+    field = place[-1] if isinstance(place, list) and len(place) == 2 else None
+    said = str(row.get("msg", ""))
+    return f"{field}: {said}" if isinstance(field, str) and said else said
+
+
+def kind_of(status: int, detail: str) -> Kind:
+    """The kind of a failed request. ``status`` 0: there was no reply."""
+    if status == 0:
+        return "silence"
+    if status < 400:
+        return "reply" if BAD_REPLY in detail else "answer"
+    if status == 402 or (
+        status in (400, 403, 429) and _QUOTA.search(detail) and not _PASSING.search(detail)
+    ):
+        return "quota"
+    if status in (401, 403):
+        return "key"
+    if status == 404:
+        return "model"
+    if status in RETRIED:
+        return "busy" if status == 429 else "server"
+    if status in (400, 422) and refused_field(detail):
+        return "parameter"
+    if status == 413 or (status in (400, 422) and _TOO_MANY.search(detail)):
+        return "length"
+    return "request" if status < 500 else "server"
+
+
+def is_refusal(status: int, detail: str = "") -> bool:
+    """Whether the server would refuse the same request again."""
+    return status >= 400 and kind_of(status, detail) not in TRANSIENT
+
+
+def refused_field(detail: str) -> str:
+    """The field of a request that a server refuses for its name or its value; "" for none."""
+    if refuses_limit(detail):
+        return "max_tokens"
+    if not _REFUSES_FIELD.search(detail):
+        return ""
+    names = (quoted or first for quoted, first in _NAMED.findall(detail))
+    return next((name for name in names if name not in _NO_FIELD), "")
+
+
+def remedy(status: int, detail: str, option: str = "--extra-body") -> str:
+    """The remedy for a failed request; ``option`` sets fields of the requests that failed."""
+    kind = kind_of(status, detail)
+    if kind == "silence" and detail.endswith(TIMED_OUT):
+        return f"give more seconds with --timeout or a lower --concurrency, and {AGAIN}"
+    if kind == "parameter":
+        field = refused_field(detail)
+        if field == "max_tokens":
+            return f"""name the limit otherwise: {option} '{{"max_tokens": null, "{OTHER_LIMIT}": N}}'"""
+        sampled = (
+            "; its answers are then sampled, and differ from run to run"
+            if field == "temperature"
+            else ""
+        )
+        return f"""leave the field out: {option} '{{"{field}": null}}'{sampled}"""
+    if kind == "reply":
+        return _other_reply(detail)
+    if kind in _REMEDIES:
+        return _REMEDIES[kind]
+    if kind == "request":
+        return f"the server refuses these requests: change what its answer names ({option}, --arm)"
+    return f"see the server's log and {AGAIN}"
+
+
+def _other_reply(detail: str) -> str:
+    if "begins with '<" in detail:
+        return (
+            "give the URL of the API itself, what stands before /v1: this one answers with a page, as a "
+            "gateway's login does"
+        )
+    if "stream" in detail:
+        return "have the server, or the gateway before it, answer without streaming"
+    return "see the server's log: what it answers is no chat completion of OpenAI's API"
+
+
+def remedies(failed: Iterable[tuple[int, str]]) -> str:
+    """The remedies of several failures (status, detail), each once."""
+    return "; ".join(dict.fromkeys(remedy(status, detail) for status, detail in failed))
+
+
+# --- answers of nothing but thinking
+
+
+def thinking_is_off(fields: Json) -> bool:
+    """Whether ``fields`` of a request switch thinking off, in any of the ways that servers know."""
+    template = fields.get("chat_template_kwargs")
+    switches = [fields, template] if isinstance(template, Mapping) else [fields]
+    names = ("enable_thinking", "thinking", "think")
+    if any(one.get(name) is False for one in switches for name in names):
+        return True
+    thinking, reasoning = fields.get("thinking"), fields.get("reasoning")
+    if isinstance(thinking, Mapping) and thinking.get("type") == "disabled":
+        return True
+    effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
+    off = isinstance(reasoning, Mapping) and reasoning.get("enabled") is False
+    return off or "none" in (effort, fields.get("reasoning_effort"))
+
+
+def think_only_remedy(fields: Json, option: str = "--extra-body") -> str:
+    """What helps where answers are thinking alone, given the ``fields`` that were sent with each request."""
+    if thinking_is_off(fields):
+        return (
+            "start the server without its reasoning parser: the request switches thinking off, and the "
+            "parser takes the answer for thoughts"
+        )
+    off = """{"chat_template_kwargs": {"enable_thinking": false}}"""
+    more = "give --max-tokens N" if option == "--extra-body" else "raise max_tokens there"
+    return f"switch thinking off with {option} '{off}', or {more}"
