@@ -19,7 +19,9 @@ MARK = "@use_experts_implementation"
 OPEN = {
     "beam": "not tried",
     "deepseek_ocr2": "not tried",
+    "hy_v4_vl": "not tried: new in transformers 5.24",
     "inkling": "LoRA on its router isn't placed, so its gradients aren't held",
+    "lara_mini": "not tried: new in transformers 5.24",
     "mistral4": "not held: tiny models of the sizes that all others have don't run",
     "mistral_large4": "its checkpoint's names for experts aren't read",
     "qwen4_exp": "not tried: it embeds n-grams in each layer",

@@ -215,5 +215,6 @@ UNSERVED = {
     "qwen3_omni_moe": "its language model lies within thinker_config, which isn't read",
 }
 """Model types whose experts can't be computed here, each with the reason."""
+UNSERVED["inkling2_loop"] = UNSERVED["inkling2"]
 UNSERVED["llama4_text"] = UNSERVED["llama4"]
 UNSERVED["minimax_m3_vl_text"] = UNSERVED["minimax_m3_vl"]

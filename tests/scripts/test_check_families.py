@@ -28,6 +28,7 @@ def test_what_is_open_is_a_family_of_transformers(script: ModuleType) -> None:
     """And the scan sees what there is: no fewer than the families of which we hold gradients."""
     folders = script.dispatched(Path(transformers.__file__).parent / "models")
     assert len(folders) > 40
-    assert script.OPEN.keys() <= {*folders}
+    unknown = script.OPEN.keys() - {*folders}
+    assert not unknown or all("new in transformers" in script.OPEN[name] for name in unknown)
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
     assert all(f"| `{folder}` | {why} |" in page for folder, why in script.OPEN.items())
