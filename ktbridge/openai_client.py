@@ -77,7 +77,8 @@ def read_content(content: object) -> tuple[str, str]:
     if content is None or isinstance(content, str):
         return content or "", ""
     if not isinstance(content, list):
-        raise ValueError(f"the content is a {type(content).__name__}, not text")
+        what = "an object" if isinstance(content, Mapping) else f"{str(content)[:20]!r}"
+        raise ValueError(f"the content is {what}, not text")
     text, thinking = [], []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"

@@ -51,6 +51,11 @@ class Arm:
     url: str
 
     @property
+    def place(self) -> str:
+        """The URL as people type it, without /v1."""
+        return self.url.removesuffix("/v1")
+
+    @property
     def served(self) -> str:
         """The served model's name: the part before the first ':' of the model."""
         return split_name(self.model)[0]
@@ -184,7 +189,7 @@ def _check_role(arm: Arm, model: ServedModel, whole: str) -> Problem | None:
     if role == "base" and variant not in (None, "base"):
         found = f"{arm.model!r} is not a base model: its server calls it {says!r}"
         step = (
-            f"ask the base model, --arm {arm.name}={model.base}@{arm.url}"
+            f"ask the base model, --arm {arm.name}={model.base}@{arm.place}"
             if model.base
             else "serve the base model without the adapter, by a server of its own, and ask that"
         )
@@ -198,11 +203,11 @@ def _check_role(arm: Arm, model: ServedModel, whole: str) -> Problem | None:
         return problem("KTB816", where, found, "a model with an adapter", step, severity=severity)
     if role == "expert" and variant == "full":
         found = f"{arm.model!r} is a whole adapter: its server calls it {says!r}"
-        step = f"call it full, --arm full={arm.model}@{arm.url}"
+        step = f"call it full, --arm full={arm.model}@{arm.place}"
         return problem("KTB816", where, found, "the expert LoRA alone", f"{step}; {other_name}")
     if role == "full" and variant == "expert" and whole:
         found = f"{arm.model!r} is half of the adapter: its server calls it {says!r}"
-        step = f"ask all of it, --arm full={whole}@{arm.url}; {other_name}"
+        step = f"ask all of it, --arm full={whole}@{arm.place}; {other_name}"
         return problem("KTB816", where, found, "the whole adapter", step)
     if role not in ORDER and variant == "expert" and not names_adapter(arm.model):
         found = f"{arm.model!r} is not the base model: its server calls it {says!r}"

@@ -108,8 +108,10 @@ def kind_of(status: int, detail: str) -> Kind:
     """The kind of a failed request. ``status`` 0: there was no reply."""
     if status == 0:
         return "silence"
-    if status < 400:
+    if status < 300:
         return "reply" if BAD_REPLY in detail else "answer"
+    if status < 400 or status in (405, 501):
+        return "reply"
     if status == 402 or (
         status in (400, 403, 429) and _QUOTA.search(detail) and not _PASSING.search(detail)
     ):
@@ -129,7 +131,7 @@ def kind_of(status: int, detail: str) -> Kind:
 
 def is_refusal(status: int, detail: str = "") -> bool:
     """Whether the server would refuse the same request again."""
-    return status >= 400 and kind_of(status, detail) not in TRANSIENT
+    return status >= 300 and kind_of(status, detail) not in TRANSIENT
 
 
 def refused_field(detail: str) -> str:
@@ -158,7 +160,7 @@ def remedy(status: int, detail: str, option: str = "--extra-body") -> str:
         )
         return f"""leave the field out: {option} '{{"{field}": null}}'{sampled}"""
     if kind == "reply":
-        return _other_reply(detail)
+        return _other_reply(status, detail)
     if kind in _REMEDIES:
         return _REMEDIES[kind]
     if kind == "request":
@@ -166,7 +168,9 @@ def remedy(status: int, detail: str, option: str = "--extra-body") -> str:
     return f"see the server's log and {AGAIN}"
 
 
-def _other_reply(detail: str) -> str:
+def _other_reply(status: int, detail: str) -> str:
+    if status >= 300:
+        return "give the URL of the API itself, what stands before /v1: this one takes no questions"
     if "begins with '<" in detail:
         return (
             "give the URL of the API itself, what stands before /v1: this one answers with a page, as a "

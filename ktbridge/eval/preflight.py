@@ -171,13 +171,14 @@ def _unlisted(arm: Arm, listing: Listing, where: str, option: str) -> Problem:
     if arm.model in listing.entries:  # under a name that requests can't use
         error = bare_adapter(arm.model, listing.models, option)
         return problem("KTB816", where, error.sentence.rstrip("."), "its name", error.next_step)
-    names = ", ".join(sorted(listing.models)) or "nothing"
+    models = sorted(listing.models.items())
+    names = ", ".join(f"{name} ({one.says})" if one.says else name for name, one in models)
     base = next((one.name for one in listing.models.values() if one.variant == "base"), "")
     step = f"name a listed model in {option}, or serve the adapter under that name"
     if base and arm.name == BASE:
-        step = f"name the base model, {option} {arm.name}={base}@{arm.url}"
+        step = f"name the base model, {option} {arm.name}={base}@{arm.place}"
     found = f"the server does not list {arm.model!r}"
-    return problem("KTB802", where, found, f"one of: {names}", step)
+    return problem("KTB802", where, found, f"one of: {names or 'nothing'}", step)
 
 
 async def _check_invented(arm: Arm, client: Client) -> Problem | None:

@@ -262,7 +262,7 @@ def test_the_remedy_is_one_that_can_help(status, detail, words):
     said = remedy(status, detail)
     assert words in said
     again = "run the same command again" in said
-    assert again == (status in (0, 429, 503))
+    assert again == (status in (0, 402, 429, 503))
 
 
 def test_what_a_server_answered_is_not_cut_in_a_word():
