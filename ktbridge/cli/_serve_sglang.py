@@ -174,6 +174,7 @@ def _launch(
         else:
             console.print(f"ready: {base_url}", markup=False)
             print_models(plan.models, "#   ", "# ")
+            _print_more_arms(plan)
             stderr.print("Ctrl-C ends the server and everything it started.")
         console.file.flush()
 
@@ -222,6 +223,13 @@ def _print_plan(plan: Plan) -> None:
         console.print(line, markup=False, soft_wrap=True)
     console.print("# requests may name", markup=False)
     print_models(plan.models, "#   ", "# ")
+    _print_more_arms(plan)
+
+
+def _print_more_arms(plan: Plan) -> None:
+    """Which arms an evaluation would miss on this server, and what starts them."""
+    from ktbridge.cli._ui import console
+
     for line in plan.more_arms.lines() if plan.more_arms else ():
         console.print(f"# {line}", markup=False, soft_wrap=True)
 

@@ -140,8 +140,8 @@ def command(
 ) -> None:
     """Serve a model and its adapter over HTTP, until Ctrl-C or SIGTERM.
 
-    Requests choose the arm by the model name: S is base + expert LoRA, S:NAME the whole adapter
-    NAME. With the local engine, S:base is the base model itself, and a name that isn't offered is
+    Requests choose the arm by the model name: S is base + expert LoRA (not the base), S:NAME the whole
+    adapter NAME. With the local engine, S:base is the base model itself, and a name that isn't offered is
     a 404. With SGLang-KT, --dry-run shows which names there are; flags after -- are the engine's.
     --cores, --memory, --gpus and --gpu-memory make that plan for another machine. CONFIG is
     LLaMA-Factory's inference YAML, with API_HOST, API_PORT and API_KEY from the environment; options

@@ -57,6 +57,8 @@ VERIFY = Subject("Verifying a server", "serve", (
          "verify an engine that gives prompt logprobs, or accept this with --logprobs-from sampled"),
     Code("KTV011", "warning", "the server tokenises prompts otherwise than the base model's tokenizer: they"
          " are left out", "serve the tokenizer and the chat template of --base-model"),
+    Code("KTV012", "warning", "the verified name is the base model or half of the adapter, as the server"
+         " itself says", "give the name of the whole adapter as --model"),
 ))  # fmt: skip
 
 SUBJECTS = (LAUNCH, VERIFY)

@@ -6,7 +6,7 @@ Logprobs come over an OpenAI-compatible API or SGLang's own: ``ktbridge.verify.l
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.adapter.lora_config import half_numbers
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import read_model_config, resolve_model
 from ktbridge.served_names import (
+    ModelEntry,
     bare_adapter,
     base_name,
     engine_of,
@@ -102,7 +103,8 @@ def verify(
     base = Path(resolve_model(base_model))
     adapter, halves = _read(adapter_dir)
     server = LogprobClient(base_url, api_key)
-    arms = _arms(server, model, expert_model)
+    entries = server.entries()
+    arms = _arms(server, entries, model, expert_model)
 
     from ktbridge.experts.loading import load_tokenizer
     from ktbridge.verify.reference_model import ReferenceModel, compute_references
@@ -133,11 +135,31 @@ def verify(
 
         facts = facts_of(adapter)
         result = explain(result, asked[model].logprobs, references[model], facts, compute)
+    result = replace(result, problems=(*_other_name(model, entries, halves), *result.problems))
     return _with_source(result, server.way, sampler, accepted=logprobs_from == SAMPLED)
 
 
-def _arms(server: LogprobClient, model: str, expert_model: str | None) -> dict[str, str]:
-    entries = server.entries()
+def _other_name(
+    model: str, entries: Mapping[str, ModelEntry], halves: tuple[bool, bool]
+) -> list[Problem]:
+    """KTV012 where the server says that ``model`` isn't all of an adapter with such ``halves``."""
+    models = read_models(entries)
+    named = models.get(model)
+    if named is None or not named.says or named.variant not in ("base", "expert"):
+        return []
+    if named.variant == "expert" and not halves[1]:
+        return []
+    whole = [one.name for one in models.values() if one.variant == "full"]
+    expected = f"all of the adapter: {' or '.join(whole)}" if whole else "all of the adapter"
+    return [problem("KTV012", model, f"its server calls it {named.says!r}", expected)]
+
+
+def _arms(
+    server: LogprobClient,
+    entries: Mapping[str, ModelEntry],
+    model: str,
+    expert_model: str | None,
+) -> dict[str, str]:
     engine = engine_of(entries)
     arms = arms_to_ask(model, list(entries), expert_model)
     parent = entries.get(model, {}).get("parent")

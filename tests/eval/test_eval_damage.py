@@ -27,7 +27,10 @@ def run(server, out, **options):
     [
         ("stop", "ok"),
         (None, "ok"),
+        ("eos_token", "ok"),
+        ("STOP", "ok"),
         ("length", "truncated"),
+        ("max_tokens", "truncated"),
         ("abort", "http-error"),
         ("content_filter", "http-error"),
         (["stop"], "http-error"),
@@ -57,7 +60,7 @@ def test_half_a_character_is_a_bad_reply(server, tmp_path):
     server.behave = lambda request, nth: (
         (200, {}, server.completion("\ud83d")) if is_item(request) else None
     )
-    assert run(server, tmp_path, limit=2).outcomes == {"http-error": 6}
+    assert run(server, tmp_path, limit=1).outcomes == {"http-error": 3}
     write_report(tmp_path)
     server.listed = [{**entry, "root": "\ud83d"} for entry in server.listed]
     with pytest.raises(ProblemsError):

@@ -238,6 +238,92 @@ def test_a_list_that_does_not_tell_is_no_guess(server, names, lines):
         discover_arms("tiny")
 
 
+LISTS = {
+    "ours": [
+        {"id": name, "owned_by": "ktbridge", "description": said, "fingerprint": said}
+        for name, said in EMBEDDED.items()
+    ],
+    "vllm": [
+        {"id": "m", "owned_by": "vllm", "root": "org/m", "parent": None},
+        {"id": "m-too", "owned_by": "vllm", "root": "org/m", "parent": None},
+        {"id": "neko", "owned_by": "vllm", "root": "dir/neko", "parent": "m"},
+    ],
+    "sglang": [
+        {"id": "tiny", "owned_by": "sglang", "root": "tiny", "parent": None},
+        {"id": "neko", "owned_by": "sglang", "root": "dir/neko", "parent": "tiny"},
+    ],
+}
+NOT_THE_BASE = ("KTB816", "error")
+
+
+@pytest.mark.parametrize(
+    ("listed", "arms", "found", "next_step"),
+    [
+        ("ours", "base=tiny full=tiny:neko", [("base", *NOT_THE_BASE)], "--arm base=tiny:base@"),
+        ("ours", "baseline=tiny:neko full=tiny:neko", [
+            ("baseline", *NOT_THE_BASE), ("full and baseline", "KTB817", "error")], "tiny:base"),
+        ("ours", "base=tiny:base full=tiny", [("full", *NOT_THE_BASE)], "--arm full=tiny:neko@"),
+        ("ours", "base=tiny:base full=tiny:base", [
+            ("full", *NOT_THE_BASE), ("base and full", "KTB817", "error")], "with the adapter"),
+        ("ours", "expert=tiny:neko full=tiny:neko", [
+            ("expert", *NOT_THE_BASE), ("expert and full", "KTB817", "error")], "--arm full=tiny:neko@"),
+        ("ours", "old=tiny new=tiny:neko", [("old", "KTB816", "warning")], "tiny:base is the base"),
+        ("ours", "base=tiny:base expert=tiny full=tiny:neko", [], ""),
+        ("ours", "base=bas full=tiny:neko", [("base", "KTB802", "error")], "--arm base=tiny:base@"),
+        ("vllm", "base=neko full=m", [
+            ("base", *NOT_THE_BASE), ("full", "KTB816", "warning")], "--arm base=m@"),
+        ("vllm", "base=m other=m-too full=neko", [("base and other", "KTB817", "warning")], "another model"),
+        ("vllm", "base=m full=m:neko", [("full", "KTB802", "error")], "name a listed model"),
+        ("sglang", "base=tiny full=neko", [("full", "KTB816", "error")], "--arm tiny:neko"),
+        ("sglang", "base=tiny full=tiny:neko", [], ""),
+        ("sglang-kt", "base=tiny full=tiny:neko", [("base", *NOT_THE_BASE)], "by a server of its own"),
+        ("sglang-kt", "expert=tiny full=tiny:neko", [], ""),
+    ],
+)  # fmt: skip
+def test_an_arm_that_is_not_what_its_name_says_is_refused(
+    server, tmp_path, listed, arms, found, next_step
+):
+    """Also two arms that are one model: what the server says is read, and no question is asked."""
+    server.listed = LISTS.get(listed, LISTS["sglang"])
+    known = {entry["id"] for entry in server.listed} | {"tiny:neko"}
+    server.behave = lambda request, nth: (
+        (200, {}, server.completion(f"{request['model']}: {request['messages'][-1]['content']}"))
+        if request["model"] in known
+        else (404, {}, {"error": "no such model"})
+    )
+    if listed == "sglang-kt":
+        listing = server.get
+        server.get = lambda path: (
+            {"kt_expert_lora_path": "dir/experts"} if path == "/server_info" else listing(path)
+        )
+    words = [f"{word}@{server.url}" for word in arms.split()]
+    problems = []
+    try:
+        problems += run(server, tmp_path, arms=words, limit=2).problems
+    except ProblemsError as error:
+        problems += error.problems
+        assert not any("messages" in one and one["max_tokens"] > 1 for one in server.requests)
+    told = [(one.where.partition(" ")[2], one.code, one.severity) for one in problems]
+    assert [one for one in told if one[1] != "KTB806"] == found
+    assert not found or next_step in problems[0].next_step
+
+
+def test_a_parent_changes_no_fingerprint_of_an_engine_that_has_its_own(server, tmp_path):
+    """0.6.0 listed none: what it stored is not asked again."""
+    server.listed = LISTS["ours"]
+    run(server, tmp_path, limit=8)
+    server.listed = [{**entry, "parent": "tiny:base"} for entry in LISTS["ours"]]
+    assert run(server, tmp_path, limit=8).asked == 0
+
+
+def test_arms_of_vllm_and_sglang_are_found_by_their_parent(server):
+    for name, full in (("vllm", "neko"), ("sglang", "tiny:neko")):
+        server.listed = LISTS[name]
+        base = LISTS[name][0]["id"]
+        found = [(one.name, one.model) for one in discover_arms(server.url)]
+        assert found == [("base", base), ("full", full)]
+
+
 # --- the command
 
 

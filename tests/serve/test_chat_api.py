@@ -29,6 +29,8 @@ def text_of(chunks: list) -> str:
 def test_models_are_the_arms(client):
     assert [model.id for model in client.models.list()] == list(ARMS)
     assert client.models.retrieve("tiny:neko").id == "tiny:neko"
+    parents = {model.id: model.to_dict()["parent"] for model in client.models.list()}
+    assert parents == {"tiny": "tiny:base", "tiny:neko": "tiny:base", "tiny:base": None}
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("tiny:other")
 

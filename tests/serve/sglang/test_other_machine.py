@@ -123,8 +123,8 @@ def test_arms_that_this_server_lacks_come_with_commands_that_work(
     shown = serve(*WORKSTATION, "--engine-version", version, *flags).stdout
     assert plan["more_arms"]["evaluate"] in shown
     assert "has no base arm" in shown
-    # A bare name that is half of the adapter is said to be that.
-    assert ("is half of the adapter" in shown) == (model.name in plan["models"])
+    # A bare name that has the experts' LoRA is said to be no base model.
+    assert ('the name "tiny" is not the base model' in shown) == (model.name in plan["models"])
 
 
 def test_the_engine_that_was_asked_for_is_the_one_to_install(serve: Any) -> None:
