@@ -220,11 +220,12 @@ class OpenAIClient:
         body: dict[str, object] = {"model": model, "messages": list(messages), "stream": True}
         body |= {name: value for name, value in options.items() if value is not None}
         with self._post("/chat/completions", body) as response:
-            first = b""
+            page: bytes | None = b""
             while line := response.readline(LONGEST_LIST):  # a longer one is no event
                 if not line.startswith(b"data:"):
-                    first = first or line.strip()
+                    page = page if page or page is None else line.strip()
                     continue
+                page = None
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
@@ -240,8 +241,8 @@ class OpenAIClient:
                             ended(str(reason))
                 except (AttributeError, TypeError):
                     raise ValueError("an event of its reply is no part of an answer") from None
-        if first:
-            raise ValueError(f"its reply is no stream of events; {_beginning(first)}")
+            if page:
+                raise ValueError(f"its reply is no stream of events; {_beginning(page)}")
         raise KtbridgeError("the answer broke off: the server closed the connection.")
 
     def ask(

@@ -140,7 +140,7 @@ def _read_model(name: str, entries: Mapping[str, ModelEntry], applied: str) -> S
         expert, nonexpert = described_halves(said)
         variant: Variant = "full" if nonexpert else "expert" if expert else "base"
         return ServedModel(name, variant, base if base in entries else None, said, identity)
-    if root not in ("", name) and identity is None:
+    if owner in ("vllm", "sglang") and root not in ("", name):  # the directory behind the name
         identity = (root, parent)
     if parent not in ("", name):
         said = f"an adapter of {parent}" + (f", from {root}" if root not in ("", name) else "")

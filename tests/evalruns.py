@@ -34,7 +34,7 @@ def prompt_of(request):
 
 def is_item(request):
     """Whether this asks an item, not a probe (short) or the invented adapter (shorter)."""
-    return request["max_tokens"] > 32
+    return request.get("max_tokens", request.get("max_completion_tokens")) > 32
 
 
 def invoke(command, *words):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.client import Client
+from ktbridge.eval.client import BadReplyError, Client, read_completion
 
 BODY = json.dumps(
     {"choices": [{"message": {"content": "好的。"}, "finish_reason": "stop"}]}, ensure_ascii=False
@@ -259,3 +259,70 @@ def test_no_more_in_flight_than_wanted_and_a_connection_each():
             assert (await client.chat(request)).text == "好的。", "not the cancelled one's reply"
 
     asyncio.run(scenario())
+
+
+# --- servers that answer otherwise than most
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": "It is 4."}, ("ok", "It is 4.", "")),
+        ({"content": [{"type": "text", "text": "It "}, {"type": "text", "text": "is 4."}]},
+         ("ok", "It is 4.", "")),
+        ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                      {"type": "text", "text": "It is 4."}]}, ("ok", "It is 4.", "hm")),
+        ({"content": [{"type": "thinking", "thinking": "hm"}]}, ("think-only", "", "hm")),
+        ({"content": None, "reasoning_content": "It is 4."}, ("think-only", "", "It is 4.")),
+        ({"content": "4", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
+         ("ok", "4", "hm")),
+        ({"content": "4", "reasoning": {"text": "hm"}}, ("ok", "4", "hm")),
+        ({"content": None, "refusal": "I won't."}, ("ok", "I won't.", "")),
+        ({"content": "It is 4.<|im_end|>"}, ("ok", "It is 4.", "")),
+        ({"content": "It is 4.</s>\n"}, ("ok", "It is 4.", "")),
+        ({"content": "<s>5</s>"}, ("ok", "<s>5</s>", "")),
+        ({"content": "<|im_end|>"}, ("empty", "", "")),
+        ({"content": []}, ("empty", "", "")),
+    ],
+)  # fmt: skip
+def test_a_message_in_any_form_is_text_and_thinking(message, expected):
+    answer = read_completion({"choices": [{"message": message, "finish_reason": "stop"}]})
+    assert (answer.outcome, answer.text, answer.thinking) == expected
+    assert ("stop token" in answer.detail) == (
+        "<|im_end|>" in str(message) or "4.</s>" in str(message)
+    )
+
+
+@pytest.mark.parametrize("usage", ["many", [1], 3, {"prompt_tokens": "9"}])
+def test_a_count_that_is_none_costs_no_answer(usage):
+    answer = read_completion({"choices": [{"message": {"content": "4"}}], "usage": usage})
+    assert (answer.outcome, answer.prompt_tokens) == ("ok", None)
+
+
+@pytest.mark.parametrize("content", [42, {"text": "4"}, [{"type": "image_url"}], [7]])
+def test_a_content_that_is_no_text_is_said_to_be_none(content):
+    with pytest.raises(BadReplyError, match=r"no text|not text"):
+        read_completion({"choices": [{"message": {"content": content}}]})
+
+
+def test_a_limit_by_its_other_name_is_asked_for_once():
+    said = (
+        "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."
+    )
+    refused = whole(json.dumps({"error": {"message": said}}).encode(), status=b"400 No")
+
+    async def scenario():
+        async with (
+            speaking([refused, whole(BODY), whole(BODY)]) as (url, seen),
+            Client(url, attempts=1, timeout=20) as client,
+        ):
+            request = {"model": "m", "messages": [], "max_tokens": 7}
+            answers = [await client.chat(request) for _ in range(2)]
+            return answers, [body for _, _, body in seen], client
+
+    answers, sent, client = asyncio.run(scenario())
+    assert [one.outcome for one in answers] == ["ok", "ok"]
+    renamed = {"model": "m", "messages": [], "max_completion_tokens": 7}
+    assert sent == [{"model": "m", "messages": [], "max_tokens": 7}, renamed, renamed]
+    assert not client.faults
+    assert [*client.notes] == ["m takes its limit of tokens as max_completion_tokens"]

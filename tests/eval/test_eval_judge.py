@@ -31,10 +31,11 @@ from scriptedjudge import (
     truth,
 )
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import score_run
 from ktbridge.eval.bench import read_snapshot
 from ktbridge.eval.judging import (
+    judge_preflight,
     judge_run,
     parse_judge,
     read_judgements,
@@ -338,6 +339,26 @@ def test_a_server_without_response_format_is_asked_in_plain_words(world, run):
     assert codes(done.problems) == set()
     assert sum("response_format" in one for one in world.asked) == 1
     assert len(world.asked) == done.asked + 1
+
+
+def test_a_judge_that_wants_other_fields_is_asked_so_or_says_how(world, run):
+    def behave(request, nth):
+        if "max_tokens" in request:
+            said = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+            return 400, {}, {"error": {"message": said}}
+        return world.completion([{"type": "text", "text": fair(request)}])
+
+    world.behave = behave
+    done = judge_it(world, run, concurrency=1)
+    assert codes(done.problems) == set()
+    assert len(world.asked) == done.asked + 1
+    said = {"error": {"message": "Unsupported value: 'temperature' does not support 0"}}
+    world.behave = lambda request, nth: (400, {}, said) if "temperature" in request else "x"
+    with pytest.raises(ProblemsError) as caught:
+        judge_preflight(parse_judge(f"arbiter@{world.url}"), backoff=0.001)
+    (problem,) = caught.value.problems
+    assert problem.code == "KTB872"
+    assert """--judge-extra-body '{"temperature": null}'""" in problem.next_step
 
 
 def test_a_judge_of_the_served_family_is_warned_about(world, run, rows):

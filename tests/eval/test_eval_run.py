@@ -9,9 +9,9 @@ import pytest
 from evalruns import BENCH, is_item, prompt_of, run
 from findings import codes
 
-from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.eval import failures, score_run, write_report
-from ktbridge.eval.bench import FILES, parse_bench
+from ktbridge.eval.bench import FILES, parse_bench, with_max_tokens, with_sampling
 from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
 
 # --- what is sent and what is reused
@@ -251,6 +251,108 @@ def test_a_server_that_fails_on_an_invented_name_proves_nothing(server, tmp_path
     with pytest.raises(ProblemsError) as caught:
         run(server, tmp_path)
     assert codes(caught) == {code}
+
+
+GOOD = object()
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "asked", "words"),
+    [
+        ((401, {}, {"error": "key"}), "KTB819", 1, "KTBRIDGE_API_KEY"),
+        ((402, {}, {"error": "Insufficient Balance"}), "KTB819", 1, "add credit"),
+        ((429, {}, {"error": {"message": "no", "code": "insufficient_quota"}}), "KTB819", 1, "add credit"),
+        ((200, {}, b"<html>login</html>"), "KTB818", 1, "URL of the API"),
+        ((200, {}, b'data: {"choices": []}'), "KTB818", 1, "streaming"),
+        ((200, {"content-encoding": "gzip"}, b"\x1f\x8b"), "KTB818", 1, "no chat completion"),
+        ((200, {}, {"choices": []}), "KTB818", 1, "no chat completion"),
+        ((400, {}, {"error": "'temperature' does not support 0"}), "KTB805", 1, "are then sampled"),
+        ((400, {}, {"error": "no system role"}), "KTB805", 2, "refuses these requests"),
+        ((429, {"retry-after": "soon"}, {"error": "slow down"}), "KTB805", 4, "--concurrency"),
+        ((503, {}, {"error": "busy"}), "KTB805", 4, "server's log"),
+        (({}, GOOD), "KTB805", 8, "reasoning"),
+    ],
+)  # fmt: skip
+def test_an_arm_that_cannot_answer_is_said_after_its_first_probes(
+    server, tmp_path, fault, code, asked, words
+):
+    """98 requests and two minutes before a word, in 0.6.0."""
+
+    def behave(request, nth):
+        if request["model"] != "tiny":
+            return None
+        if fault[-1] is GOOD:
+            return 200, {}, server.completion(None, reasoning_content=server.plain("tiny", "x"))
+        return fault
+
+    server.behave = behave
+    problems = []
+    try:
+        problems += run(server, tmp_path).problems
+    except ProblemsError as error:
+        problems += error.problems
+        assert sum(map(is_item, server.requests)) == 0
+    (problem,) = problems
+    assert (problem.code, problem.severity, problem.where) == (code, "error", "arm expert")
+    assert words in problem.found + problem.next_step
+    assert (
+        sum(one["max_tokens"] == 32 for one in server.requests if one["model"] == "tiny") == asked
+    )
+
+
+def test_what_the_request_switched_off_is_no_advice(server, tmp_path):
+    server.behave = lambda request, nth: (
+        None
+        if "no-such" in request["model"]
+        else (200, {}, server.completion(None, reasoning_content=request["model"]))
+    )
+    for fields, words in (
+        ({}, "switch thinking off"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "without its reasoning parser"),
+        ({"reasoning_effort": "none"}, "without its reasoning parser"),
+    ):
+        with pytest.raises(ProblemsError) as caught:
+            run(server, tmp_path, bench=with_sampling(BENCH, fields))
+        assert {one.code for one in caught.value.problems} == {"KTB805"}
+        assert all(words in one.next_step for one in caught.value.problems)
+
+
+def test_a_quota_that_ends_in_a_run_ends_the_run(server, tmp_path):
+    def behave(request, nth):
+        spent = sum(map(is_item, server.requests)) > 12
+        return (429, {}, {"error": {"message": "insufficient_quota"}}) if spent else None
+
+    server.behave = behave
+    with pytest.raises(KtbridgeError, match=r"stopped answering \(HTTP 429") as caught:
+        run(server, tmp_path, concurrency=2)
+    assert "add credit" in caught.value.next_step
+    assert sum(map(is_item, server.requests)) < 12 + 10
+    server.behave = lambda request, nth: None
+    assert run(server, tmp_path).outcomes == {"ok": 48}
+
+
+def test_the_limit_may_go_by_its_other_name_alone(server, tmp_path):
+    server.behave = lambda request, nth: (
+        (400, {}, {"error": "Unsupported parameter: 'max_tokens'"})
+        if "max_tokens" in request
+        else None
+    )
+    bench = with_sampling(BENCH, {"max_tokens": None, "max_completion_tokens": 200})
+    done = run(server, tmp_path, bench=bench)
+    assert (done.outcomes, done.faults) == ({"ok": 48}, {})
+    limits = [one.get("max_completion_tokens") for one in server.requests if "seed" in one]
+    assert sorted(set(limits)) == [32, 200]
+    notes = []
+    again = run(
+        server, tmp_path / "by-itself", on_preflight=lambda found: notes.extend(found.notes)
+    )
+    assert (again.outcomes, again.faults) == ({"ok": 48}, {})
+    assert "max_completion_tokens" in notes[0]
+    for fields in ({"max_tokens": None}, {"max_tokens": 5}, {"max_completion_tokens": "5"}):
+        with pytest.raises(UsageError, match="max_"):
+            with_sampling(BENCH, fields)
+    with pytest.raises(UsageError, match="both set the limit"):
+        with_max_tokens(bench, 5)
 
 
 def test_the_share_of_identical_probes_is_told(server, tmp_path):

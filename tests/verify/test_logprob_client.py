@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from mockserver import JsonServer
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.openai_client import OpenAIClient
 from ktbridge.verify.logprobs import LogprobClient
 
 
@@ -65,6 +68,41 @@ def test_this_machine_is_asked_without_the_proxy(monkeypatch):
     data = b'HTTP/1.1 200 OK\r\nContent-Length: 26\r\n\r\n{"data": [{"id": "tiny"}]}'
     with answering(data) as url:
         assert LogprobClient(url, timeout=10).models() == ["tiny"]
+
+
+class Odd(JsonServer):
+    """Wants ``max_completion_tokens``, and gives its answer in parts."""
+
+    def respond(self, request):
+        if "max_tokens" in request:
+            return 400, {}, {"error": {"message": "Use 'max_completion_tokens' instead."}}
+        if not request.get("stream"):
+            return 200, {}, {"limit": request["max_completion_tokens"]}
+        thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+        pieces = [[thinking, {"type": "text", "text": "It "}], "is 4."]
+        events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, {"choices": None}])
+        return 200, {"content-type": "text/event-stream"}, f"{text}data: [DONE]\n\n"
+
+
+def test_a_server_that_wants_another_limit_and_answers_in_parts():
+    server = Odd([{"id": "m"}])
+    client = OpenAIClient(server.url, timeout=10)
+    message = {"role": "user", "content": "2 + 2?"}
+    assert "".join(client.chat("m", [message], max_tokens=7)) == "It is 4."
+    assert client.ask("/completions", {"model": "m", "max_tokens": 7}) == {"limit": 7}
+    server.close()
+
+
+def test_a_page_in_place_of_an_answer_is_said():
+    data = b"HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n<html>login</html>"
+    with (
+        answering(data) as url,
+        pytest.raises(KtbridgeError, match="no stream of events; .*<html>"),
+    ):
+        list(OpenAIClient(url, timeout=10).chat("m", []))
+    with answering(data) as url, pytest.raises(KtbridgeError, match="is not JSON; .*<html>"):
+        OpenAIClient(url, timeout=10).ask("/completions", {"model": "m"})
 
 
 def test_a_key_is_never_shown():
