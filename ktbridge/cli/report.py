@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ktbridge.eval.gates import Gate
     from ktbridge.eval.results.types import Axis, Index, Results
 
-_STYLES = {"improved": "green", "dropped": "red", "within margin": "cyan", "inconclusive": "dim"}
+_STYLES = {"improved": "green", "dropped": "red", "calm": "dim"}
 
 
 @click.command(cls=Command)
@@ -185,8 +185,9 @@ def _print_run(results: Results) -> None:
     for text in bench["notes"]:
         console.print(shown(text))
     console.print(
-        "Dim rows are not what the axis is for. detectable: the smallest change that a slice would show "
-        "in 8 of 10 runs. ↓ beside a verdict: the whole interval lies below 0.",
+        "Grey rows: slices that are not meant for this score. detectable: the smallest change that would "
+        "be called improved or dropped in 8 of 10 runs. may have …: the interval excludes 0, as one in 40 "
+        "does by chance in each direction.",
         markup=False,
     )
     print_problems(problems)
@@ -203,14 +204,13 @@ def _table(results: Results, axis: Axis) -> Table:
         detectable,
         find,
         interval,
-        is_loss,
+        own_slices,
         slice_title,
-        verdict_words,
+        tone,
     )
 
     names = [card["name"] for card in results["arms"]]
-    primary = {one["name"]: one["primary"] for one in results["bench"]["slices"]}
-    own = {OVERALL} | {name for name, one in primary.items() if axis in ("judge", one)}
+    own = [OVERALL, *own_slices(results["bench"], axis)]
     rows = results["tables"][axis]
     title = f"[bold]{TITLES[axis]}[/] (0 to 1): {escape(made_of(results, axis))}"
     table = Table(title=title, title_justify="left", title_style="")
@@ -226,8 +226,8 @@ def _table(results: Results, axis: Axis) -> Table:
         cells = [f"{rows[name][arm]['mean']:.2f}" for arm in names]
         contrast = find(results, axis, name, names[-1], names[0])
         if contrast is not None:
-            style = _STYLES["dropped" if is_loss(results, contrast) else contrast["verdict"]]
-            words = f"[{style}]{verdict_words(results, contrast)}[/]"
+            style = _STYLES[tone(contrast)]
+            words = f"[{style}]{contrast['verdict']}[/]"
             cells += [escape(interval(contrast)), words, detectable(contrast)]
         count = str(rows[name][names[0]]["n"])
         style = "" if name in own else "dim"

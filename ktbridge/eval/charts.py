@@ -8,13 +8,14 @@ from ktbridge.eval.facts import TITLES
 from ktbridge.eval.results.types import Axis, Contrast, Measured
 from ktbridge.eval.verdict import (
     AXIS_WORDS,
+    LOSSES,
     OVERALL,
     find,
     interval,
-    is_loss,
+    own_slices,
     slice_title,
     title_of,
-    verdict_words,
+    tone,
 )
 
 _WIDTH = 500
@@ -29,12 +30,6 @@ def _x(value: float, low: float = 0.0, high: float = 1.0, left: float = _LEFT) -
     return round(left + (value - low) / (high - low) * (_WIDTH - left - _RIGHT), 1)
 
 
-def _own(results: Measured, axis: str) -> set[str]:
-    """The slices with this primary axis; for the judge all slices."""
-    slices = results["bench"]["slices"]
-    return {one["name"] for one in slices if axis in ("judge", one["primary"])}
-
-
 def _short(name: str) -> str:
     return name if len(name) <= _NAME else name[: _NAME - 1] + "…"
 
@@ -46,7 +41,7 @@ def dots(results: Measured, axis: Axis) -> dict[str, object]:
     """
     names = [card["name"] for card in results["arms"]]
     table = results["tables"][axis]
-    own = _own(results, axis) | {OVERALL}
+    own = [OVERALL, *own_slices(results["bench"], axis)]
     rows = []
     top = float(_TOP)
     for name in sorted(table, key=lambda name: name not in own):
@@ -93,7 +88,7 @@ def dots(results: Measured, axis: Axis) -> dict[str, object]:
 
 def changes(results: Measured) -> dict[str, object] | None:
     """The last arm minus the first, one line per slice on its own axis, with zero and the margin; and
-    every other loss. None if there is nothing to compare.
+    task quality where it may have dropped elsewhere. None if there is nothing to compare.
     """
     names = [card["name"] for card in results["arms"]]
     if len(names) < 2:
@@ -108,16 +103,15 @@ def changes(results: Measured) -> dict[str, object] | None:
         {
             "label": _short(title),
             "overall": one["slice"] == OVERALL,
-            "loss": is_loss(results, one),
-            "verdict": one["verdict"],
-            "words": verdict_words(results, one),
+            "tone": tone(one),
+            "words": one["verdict"],
             "top": _TOP + _CHANGE_ROW * i,
             "y": _TOP + _CHANGE_ROW * (i + 0.5),
             "x": _x(one["mean"], -reach, reach, left),
             "low": _x(one["low"], -reach, reach, left),
             "high": _x(one["high"], -reach, reach, left),
             "n": one["n"],
-            "title": f"{title}: {interval(one)}, {verdict_words(results, one)}, n = {one['n']}",
+            "title": f"{title}: {interval(one)}, {one['verdict']}, n = {one['n']}",
         }
         for i, one in enumerate(found)
         for title in [title_of(results, one)]
@@ -146,7 +140,8 @@ def changes(results: Measured) -> dict[str, object] | None:
 
 
 def _changed(results: Measured, of: str, minus: str) -> list[Contrast]:
-    """The contrasts of whole axes, of each slice on its own axis, and every other loss."""
+    """The contrasts of whole axes, of each slice on its own axis, and task or judged quality where it
+    may have dropped elsewhere."""
     wanted = [(axis, OVERALL) for axis in AXIS_WORDS]
     wanted += [(one["primary"], one["name"]) for one in results["bench"]["slices"]]
     own = [find(results, axis, name, of, minus) for axis, name in wanted]
@@ -154,7 +149,10 @@ def _changed(results: Measured, of: str, minus: str) -> list[Contrast]:
     return found + [
         one
         for one in results["contrasts"]
-        if (one["of"], one["minus"]) == (of, minus) and one not in found and is_loss(results, one)
+        if (one["of"], one["minus"]) == (of, minus)
+        and one not in found
+        and one["axis"] != "persona"
+        and one["verdict"] in LOSSES
     ]
 
 

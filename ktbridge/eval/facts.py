@@ -82,11 +82,12 @@ TERMS = {
     "arm": "one thing under evaluation: base (no adapter), expert (its expert LoRA alone), full (all of "
     "it), or whatever name the command gave",
     "[95 %]": "the interval in which the true mean lies in 95 of 100 such evaluations",
-    "p (Holm)": "how often chance alone gives a difference like this, corrected by Holm for the number "
-    "of comparisons of the axis",
-    "improved, dropped": "the interval excludes 0, and p after correction is below 0.05",
-    "↓": "beside another verdict: the whole interval lies below 0, so it counts as a loss, although p "
-    "after correction is not below 0.05 or the loss is smaller than the margin",
+    "adjusted p": "how often chance alone gives a difference like this: of a whole axis as it is, of the "
+    "axis's own slices by Benjamini–Hochberg, of other arms and other axes by Holm",
+    "improved, dropped": "the interval excludes 0 and p is below 0.05; of a slice the adjusted p is at most "
+    "0.10, so that about one in ten such names is false",
+    "may have improved, may have dropped": "the interval excludes 0, but the adjusted p is too large or the "
+    "run was not made to find this; one interval in 40 does so by chance in each direction",
     "within margin": "a loss of the bench's margin or more is excluded (of the persona, a change of that "
     "size either way)",
     "inconclusive": "these items show neither a change nor its absence; see detectable",

@@ -30,8 +30,9 @@ _HOLDS = {
 class Gate:
     """A condition on the contrast of the last arm with the first; where it holds, the build fails.
 
-    ``side`` is the number compared: "mean", "low" or "high" end of the interval. ``axis`` is ''
-    for the slice's own. A ``slice`` that doesn't exist stands for those named "<slice>-…".
+    ``side`` is the number compared: "mean", "low" or "high" end of the interval. The report's words and
+    its correction for many slices play no part. ``axis`` is '' for the slice's own. A ``slice`` that
+    doesn't exist stands for those named "<slice>-…".
     """
 
     text: str
@@ -53,7 +54,8 @@ class Gate:
             if one is None:
                 failed.append(f"{axis}:{name} was not compared")
             elif _HOLDS[self.sign](_end(one, self.side), self.value):
-                failed.append(f"{axis}:{name} {interval(one)} ({names[-1]} − {names[0]})")
+                pair = f"{names[-1]} − {names[0]}, {one['verdict']}"
+                failed.append(f"{axis}:{name} {interval(one)} ({pair})")
         if not failed:
             return None
         return problem(

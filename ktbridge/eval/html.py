@@ -25,10 +25,11 @@ from ktbridge.eval.verdict import (
     OVERALL,
     detectable,
     interval,
-    is_loss,
+    own_slices,
     signed,
     slice_title,
-    verdict_words,
+    tone,
+    tone_of,
 )
 
 _FOLDED = 8  # lines of a text that are shown before it is expanded
@@ -55,8 +56,6 @@ def render_html(results: Results) -> str:
             terms=terms_for([*results["axes"], *["judge"] * bool(results["judge"])]),
             made_of={axis: made_of(results, axis) for axis in axes},
             slice_title=lambda name: slice_title(results, name),
-            words=lambda one: verdict_words(results, one),
-            tone=lambda one: "dropped" if is_loss(results, one) else one["verdict"],
             marks={name: _MARKS[i % len(_MARKS)] for i, name in enumerate(names)},
             number={name: i % len(_MARKS) for i, name in enumerate(names)},
             charts=[dots(results, axis) for axis in axes],
@@ -93,6 +92,8 @@ def _environment() -> jinja2.Environment:
     environment.filters["is_long"] = lambda text: shown_lines(text, _FOLDED) > _FOLDED
     environment.filters["anchor"] = lambda text: "-".join(re.findall(r"\w+", text)) or "sign"
     environment.filters["detectable"] = detectable
+    environment.filters["tone"] = tone
+    environment.filters["tone_of"] = tone_of
     environment.filters["pretty"] = lambda value: json.dumps(
         value, indent=1, ensure_ascii=False, sort_keys=True
     )
@@ -154,9 +155,9 @@ def _cards(results: Results, names: list[str], axes: list[Axis]) -> list[dict[st
         if table is None:
             continue
         slices = [
-            slice_title(results, one["name"])
-            for one in results["bench"]["slices"]
-            if axis in ("judge", one["primary"]) and one["name"] in results["tables"][axis]
+            slice_title(results, name)
+            for name in own_slices(results["bench"], axis)
+            if name in results["tables"][axis]
         ]
         cards.append(
             {

@@ -10,17 +10,18 @@ from ktbridge.eval.results.cards import ProblemRow
 from ktbridge.eval.results.types import AXES_SHOWN, Axis, IndexFile, PairCounts, Results
 from ktbridge.eval.text import show_direction
 from ktbridge.eval.verdict import (
+    LOSSES,
     OVERALL,
     detectable,
     find,
     interval,
-    is_loss,
+    own_slices,
     slice_title,
-    verdict_words,
+    tone,
 )
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~!@&$])")
-_SIGNS = {"improved": "🟢", "dropped": "🔴", "within margin": "⚪", "inconclusive": "❔"}
+_SIGNS = {"improved": "🟢", "dropped": "🔴", "calm": "⚪"}
 
 
 def render_markdown(results: Results) -> str:
@@ -89,25 +90,27 @@ def _problems(problems: Iterable[ProblemRow]) -> list[str]:
 
 
 def _axis(results: Results, axis: Axis, names: Sequence[str]) -> list[str]:
-    own = {one["name"] for one in results["bench"]["slices"] if axis in ("judge", one["primary"])}
+    own = own_slices(results["bench"], axis)
     table = results["tables"][axis]
     head = ["slice", "n", *names]
     if len(names) > 1:
         head += [f"{names[-1]} − {names[0]} [95 %]", "verdict", "detectable"]
     rows = []
+    # Task or judged quality that may have dropped in a slice that is there for something else.
     lost = {
         name
         for name in table
-        if (one := find(results, axis, name, names[-1], names[0])) and is_loss(results, one)
+        if (one := find(results, axis, name, names[-1], names[0]))
+        and axis != "persona"
+        and one["verdict"] in LOSSES
     }
-    for name in (one for one in table if one == OVERALL or one in own | lost):
+    for name in (one for one in table if one == OVERALL or one in own or one in lost):
         row = [slice_title(results, name), table[name][names[0]]["n"]]
         row += [f"{table[name][arm]['mean']:.2f}" for arm in names]
         contrast = find(results, axis, name, names[-1], names[0])
         if contrast is not None:
-            sign = _SIGNS["dropped" if is_loss(results, contrast) else contrast["verdict"]]
-            row += [interval(contrast), f"{sign} {verdict_words(results, contrast)}"]
-            row.append(detectable(contrast))
+            sign = _SIGNS[tone(contrast)]
+            row += [interval(contrast), f"{sign} {contrast['verdict']}", detectable(contrast)]
         rows.append(row)
     return _table(head, rows)
 

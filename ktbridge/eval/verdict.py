@@ -1,50 +1,111 @@
 """Verdicts in words, generated from the results.
 
-The first sentence names every loss, whatever its size and the other results: each contrast of
-the last arm with the first whose interval lies below 0.
+``judge_contrast`` decides the word of every contrast, in both directions by one rule. The first line
+names the overall contrast of each axis, the last arm minus the first, with its interval, and the
+slices that improved or dropped. Everything else stands below it and is called "may have" at most.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
-from ktbridge.eval.results.types import Axis, Clause, Contrast, Measured, Numbers, Verdict, Words
+from ktbridge.eval.results.cards import BenchCard
+from ktbridge.eval.results.types import (
+    AXES_SHOWN,
+    Axis,
+    Clause,
+    Contrast,
+    Measured,
+    Numbers,
+    PairCounts,
+    Role,
+    Verdict,
+    Words,
+)
 from ktbridge.eval.stats import unseen_share
 
 ALPHA = 0.05
+FALSE_DISCOVERIES = 0.10  # the share of false names among slices that are named
 OVERALL = "overall"
-NULLS: tuple[Words, ...] = (
-    "within margin",
-    "inconclusive",
-)  # shown with the smallest detectable effect
+CONFIRMED: tuple[Words, ...] = ("improved", "dropped")
+LOSSES: tuple[Words, ...] = ("dropped", "may have dropped")
+NULLS: tuple[Words, ...] = ("within margin", "inconclusive")
 AXIS_WORDS: Mapping[Axis, str] = {
     "persona": "persona",
     "task": "task quality",
     "judge": "judged quality",
 }
+Tone = Literal["improved", "dropped", "calm"]  # green, red, grey
 # A drop counts as detectable if the smallest detectable effect is at most this (scale 0..1).
 SEEN = 0.25
 
 
-def judge_contrast(axis: Axis, contrast: Numbers, p_holm: float, margin: float) -> Words:
-    """improved / dropped / within margin / inconclusive.
+# --- the decision
 
-    Improved and dropped need an interval that excludes 0 and a Holm-adjusted p below 0.05. "within
-    margin" means: for the task axis not worse by ``margin`` or more (non-inferior), for the persona
-    axis neither worse nor better by that much. It also needs enough clusters that a kind of loss
-    which none of them showed could not exceed the margin (36 for a margin of 0.1): a few items that
-    happen to agree do not prove absence.
+
+def judge_contrast(
+    role: Role, axis: Axis, contrast: Numbers, p: float, p_adjusted: float, margin: float
+) -> Words:
+    """The word of a contrast: improved, dropped, may have …, within margin or inconclusive.
+
+    A change needs an interval that excludes 0. It is improved or dropped if p is below 0.05 and
+    ``p_adjusted`` agrees: of a slice at 0.10 (Benjamini-Hochberg), of a whole axis at 0.05. An
+    exploratory contrast "may have" changed at most. "within margin" means: for task and judge not worse
+    by ``margin`` or more (non-inferior), for the persona neither worse nor better by that much. It also
+    needs enough clusters that a kind of loss which none of them showed could not exceed the margin
+    (36 for a margin of 0.1): a few items that happen to agree do not prove absence.
     """
-    significant = p_holm < ALPHA
-    if significant and contrast["low"] > 0:
-        return "improved"
-    if significant and contrast["high"] < 0:
-        return "dropped"
+    level = FALSE_DISCOVERIES if role == "slice" else ALPHA
+    confirmed = role != "exploratory" and p < ALPHA and p_adjusted <= level
+    if contrast["low"] > 0:
+        return "improved" if confirmed else "may have improved"
+    if contrast["high"] < 0:
+        return "dropped" if confirmed else "may have dropped"
     kept = contrast["low"] > -margin and unseen_share(contrast["clusters"]) < margin
     if kept and (axis != "persona" or contrast["high"] < margin):
         return "within margin"
     return "inconclusive"
+
+
+def role_of(card: BenchCard, names: Sequence[str], place: tuple[Axis, str, str, str]) -> Role:
+    """The question that a contrast (axis, slice, of, minus) answers in a run of the arms ``names``."""
+    axis, name, of, minus = place
+    first = (of, minus) == (names[-1], names[0])
+    if name == OVERALL:
+        return "overall" if first else "pair"
+    return "slice" if first and name in own_slices(card, axis) else "exploratory"
+
+
+def level_of(role: Role, family: int) -> float:
+    """The p below which a contrast of this role is confirmed, if it is the only one of ``family``."""
+    if role == "overall":
+        return ALPHA
+    return min(ALPHA, FALSE_DISCOVERIES / family) if role == "slice" else ALPHA / family
+
+
+def in_headline(role: Role, word: Words) -> bool:
+    """Whether the first line names the contrast: whole axes always, slices if they changed."""
+    return role == "overall" or (role == "slice" and word in CONFIRMED)
+
+
+def own_slices(card: BenchCard, axis: str) -> list[str]:
+    """The slices that are there for ``axis``; for the judge all of them."""
+    return [one["name"] for one in card["slices"] if axis in ("judge", one["primary"])]
+
+
+def tone(contrast: Contrast) -> Tone:
+    """The color of a contrast everywhere: green or red for what the first line calls improved or
+    dropped, grey for the rest."""
+    return tone_of(contrast["verdict"]) if contrast["headline"] else "calm"
+
+
+def tone_of(word: Words) -> Tone:
+    return word if word == "improved" or word == "dropped" else "calm"
+
+
+# --- numbers and names
 
 
 def signed(value: float) -> str:
@@ -58,9 +119,23 @@ def interval(contrast: Numbers) -> str:
     return f"{signed(contrast['mean'])} [{signed(contrast['low'])}, {signed(contrast['high'])}]"
 
 
+def change(contrast: Numbers) -> str:
+    """ "−0.02 (95 %: −0.10 to +0.06)"."""
+    low, high = signed(contrast["low"]), signed(contrast["high"])
+    return f"{signed(contrast['mean'])} (95 %: {low} to {high})"
+
+
+def size(contrast: Numbers, p: float | None = None) -> str:
+    """A change without its sign: "0.10 (95 %: 0.01 to 0.20)"; with p if one is given."""
+    low, high = sorted(abs(contrast[end]) for end in ("low", "high"))
+    more = "" if p is None else f", p = {p:.2g}"
+    return f"{abs(contrast['mean']):.2f} (95 %: {low:.2f} to {high:.2f}{more})"
+
+
 def detectable(contrast: Contrast) -> str:
-    """The smallest detectable effect of a null result: "0.12", or "none" with too few items; else ''."""
-    if contrast["verdict"] not in NULLS:
+    """The smallest effect that would be confirmed, beside a contrast that isn't: "0.12", or "none" with
+    too few items; else ''."""
+    if contrast["verdict"] in CONFIRMED:
         return ""
     return "none" if contrast["detectable"] is None else f"{contrast['detectable']:.2f}"
 
@@ -90,27 +165,16 @@ def title_of(results: Measured, contrast: Contrast) -> str:
     return title if own else f"{AXIS_WORDS[axis]} of {title}"
 
 
-def is_loss(results: Measured, contrast: Contrast) -> bool:
-    """Whether the whole interval lies below 0, on an axis where less is worse: less persona is a loss
-    only where the persona is expected."""
-    wanted = contrast["axis"] != "persona" or contrast["slice"] == OVERALL
-    wanted = wanted or _primary(results).get(contrast["slice"]) == "persona"
-    return bool(wanted and contrast["high"] < 0)
-
-
-def verdict_words(results: Measured, contrast: Contrast) -> str:
-    """The verdict as shown in tables; "↓" if the interval shows a loss and the verdict does not."""
-    lost = contrast["verdict"] in NULLS and is_loss(results, contrast)
-    return f"{contrast['verdict']} ↓" if lost else str(contrast["verdict"])
+# --- the first line
 
 
 def summarise(results: Measured) -> Verdict:
     """The line, the headline and the sentences below it, for the last arm against the first.
 
-    ``line`` lists each finding in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
-    [0.48, 0.75]; knowledge: inconclusive"), every loss first, and ``clauses`` are its parts;
-    ``headline`` is a sentence on the axes and every loss; ``persona``, ``task`` and ``judge``
-    hold the verdicts of the overall contrasts, None if there is none.
+    ``line`` lists the findings in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
+    [0.48, 0.75]"), and ``clauses`` are its parts; ``headline`` says the same in a sentence;
+    ``persona``, ``task`` and ``judge`` hold the verdicts of the overall contrasts, None if there is
+    none.
     """
     names = [card["name"] for card in results["arms"]]
     over = _over(results)
@@ -125,16 +189,34 @@ def summarise(results: Measured) -> Verdict:
         return _verdict(text, [], text, [], {})
     first, last = names[0], names[-1]
     shown = [one for one in results["contrasts"] if (one["of"], one["minus"]) == (last, first)]
-    if not any(one["slice"] == OVERALL for one in shown):
+    overall: dict[Axis, Words] = {
+        one["axis"]: one["verdict"] for one in shown if one["slice"] == OVERALL
+    }
+    if not overall:
         text = "No item has an ok answer from every arm; nothing can be compared."
         return _verdict(text, [], text, [], {})
-    clauses = _clauses(results, shown)
+    said = [
+        *(_said(results, one) for one in _named(results, shown)),
+        *(
+            _said_of_pair(one)
+            for one in results["pairs"]
+            if (one["of"], one["minus"]) == (last, first)
+        ),
+    ]
+    # An axis that dropped comes first, then one with a slice that did.
+    groups = [list(group) for _, group in itertools.groupby(said, key=lambda one: one[0])]
+    words = [[clause["verdict"] for _, clause, _ in group] for group in groups]
+    order = sorted(
+        range(len(groups)), key=lambda i: ("dropped" not in words[i][:1], "dropped" not in words[i])
+    )
+    said = [one for i in order for one in groups[i]]
+    clauses = [clause for _, clause, _ in said]
     return _verdict(
         f"{first} → {last}{over}: " + "; ".join(one["text"] for one in clauses),
         clauses,
-        f"From {first} to {last}{over}: " + "; ".join(_sentence(results, shown)) + ".",
+        f"From {first} to {last}{over}: " + "; ".join(text for *_, text in said) + ".",
         _details(results, names, shown),
-        {one["axis"]: one["verdict"] for one in shown if one["slice"] == OVERALL},
+        overall,
     )
 
 
@@ -171,144 +253,103 @@ def _rank(results: Measured, contrast: Contrast) -> tuple[int, int]:
     """Whole axes before slices, in the order of axes and of the bench."""
     slices = list(_primary(results))
     place = -1 if contrast["slice"] == OVERALL else slices.index(contrast["slice"])
-    return place, ("persona", "task", "judge").index(contrast["axis"])
-
-
-def _losses(results: Measured, shown: Iterable[Contrast]) -> list[Contrast]:
-    found = [one for one in shown if is_loss(results, one)]
-    return sorted(_distinct(results, found), key=lambda one: _rank(results, one))
+    return place, AXES_SHOWN.index(contrast["axis"])
 
 
 def _distinct(results: Measured, shown: Iterable[Contrast]) -> list[Contrast]:
     """Omit a slice that is the only one of its axis: the whole axis has the same numbers."""
-    primary = _primary(results)
-
-    def is_alone(axis: str, name: str) -> bool:
-        own = [one for one, its in primary.items() if axis in ("judge", its)]
-        return own == [name]
-
-    return [one for one in shown if not is_alone(one["axis"], one["slice"])]
+    return [one for one in shown if own_slices(results["bench"], one["axis"]) != [one["slice"]]]
 
 
-def _clauses(results: Measured, shown: Sequence[Contrast]) -> list[Clause]:
-    """Losses first; then each axis and each task slice: text, verdict, whether a loss."""
-    losses = _losses(results, shown)
-    primary = _primary(results)
-    rest = [
-        one
-        for one in _distinct(results, shown)
-        if one not in losses
-        and (one["slice"] == OVERALL or one["axis"] == "task" == primary[one["slice"]])
-    ]
-    rest.sort(key=lambda one: (one["verdict"] != "improved", _rank(results, one)))
-    margin = results["bench"]["margin"]
-    clauses: list[Clause] = [
-        {
-            "text": f"{title_of(results, one)}{finding(one, margin, lost=lost, family=family)}",
-            "verdict": one["verdict"],
-            "loss": lost,
-        }
-        for lost, group in ((True, losses), (False, rest))
-        for one in group
-        for family in [_family(results, one)]
-    ]
-    pairs = _lost_pairs(results, shown[0]["of"], shown[0]["minus"])
-    lost_pairs: list[Clause] = [
-        {"text": text, "verdict": "dropped", "loss": True} for text in pairs
-    ]
-    return lost_pairs + clauses
-
-
-def finding(contrast: Contrast, margin: float, *, lost: bool = False, family: int = 1) -> str:
-    """The text after a contrast's title: " ↑ 0.62 [0.48, 0.75]", ": inconclusive".
-
-    A loss (``lost``) is always an arrow and a number; "beyond margin" marks one whose interval lies
-    beyond it, and p is added if it is not significant after correction for ``family`` contrasts.
-    """
-    mean, low, high = contrast["mean"], contrast["low"], contrast["high"]
-    if lost or contrast["verdict"] == "dropped":
-        text = f" ↓ {-mean:.2f} [{-high:.2f}, {-low:.2f}]"
-        if high < -margin:
-            text += " beyond margin"
-        return text + _correction(contrast, family)
-    if contrast["verdict"] == "improved":
-        return f" ↑ {mean:.2f} [{low:.2f}, {high:.2f}]"
-    if contrast["verdict"] == "inconclusive" and contrast["detectable"] is None:
-        return f": too few items to tell (n = {contrast['n']})"
-    return f": {contrast['verdict']}"
-
-
-def _correction(contrast: Contrast, family: int) -> str:
-    """The p of a loss shown by the interval but not by the corrected test."""
-    if contrast["verdict"] == "dropped":
-        return ""
-    return f" (p = {contrast['p_holm']:.2f} corrected for {family} comparisons)"
-
-
-def _family(results: Measured, contrast: Contrast) -> int:
-    """The number of contrasts in Holm's correction: those of the axis, or those of its slices."""
-    overall = contrast["slice"] == OVERALL
-    return sum(
-        one["axis"] == contrast["axis"] and (one["slice"] == OVERALL) == overall
-        for one in results["contrasts"]
+def _named(results: Measured, shown: Sequence[Contrast]) -> list[Contrast]:
+    """Each axis, with its slices that dropped, then those that improved."""
+    return sorted(
+        (one for one in _distinct(results, shown) if one["headline"]),
+        key=lambda one: (
+            AXES_SHOWN.index(one["axis"]),
+            one["slice"] != OVERALL,
+            one["verdict"] != "dropped",
+            _rank(results, one),
+        ),
     )
 
 
-_WORDS = {
-    ("persona", "improved"): "persona rose by {}",
-    ("persona", "dropped"): "persona fell by {}",
-    ("persona", "within margin"): "persona did not rise, {}",
-    ("persona", "inconclusive"): "persona did not rise beyond doubt, {}",
-    ("task", "improved"): "task quality improved by {}",
-    ("task", "dropped"): "task quality dropped by {}",
-    ("task", "within margin"): "task quality held within the margin, {}",
-    ("task", "inconclusive"): "task quality is inconclusive, {}",
-    ("judge", "improved"): "judged quality improved by {}",
-    ("judge", "dropped"): "judged quality dropped by {}",
-    ("judge", "within margin"): "judged quality held within the margin, {}",
-    ("judge", "inconclusive"): "judged quality is inconclusive, {}",
-}
+_Said = tuple[int, Clause, str]  # place of the axis, clause of the line, part of the sentence
 
 
-def _sentence(results: Measured, shown: Sequence[Contrast]) -> list[str]:
-    """Sentences on every axis and on every loss in a slice; losses first."""
-    losses = _losses(results, shown)
-    overall = [one for one in shown if one["slice"] == OVERALL]
-    overall.sort(key=lambda one: (one not in losses, _rank(results, one)))
-    parts = []
-    for one in overall:
-        lost = one in losses
-        word = "dropped" if lost else one["verdict"]
-        if (one["axis"], word) == ("persona", "inconclusive") and one["mean"] <= 0:
-            word = "within margin"  # "did not rise"
-        text = _WORDS[one["axis"], word].format(interval(one))
-        if word == "inconclusive" and one["detectable"] is None:
-            text = f"{AXIS_WORDS[one['axis']]} cannot be judged from so few items, {interval(one)}"
-        if lost and one["verdict"] == "within margin":
-            text += ", less than the margin"
-        parts.append(text + (_correction(one, _family(results, one)) if lost else ""))
-    slices = [
-        f"{title_of(results, one)} {interval(one)}" for one in losses if one["slice"] != OVERALL
-    ]
-    if slices:
-        parts.insert(sum(one in losses for one in overall), "losses in " + ", ".join(slices))
-    return [*_lost_pairs(results, shown[0]["of"], shown[0]["minus"]), *parts]
+def _said(results: Measured, contrast: Contrast) -> _Said:
+    title, word = title_of(results, contrast), contrast["verdict"]
+    text = f"{title}{finding(contrast, results['bench']['margin'])}"
+    return AXES_SHOWN.index(contrast["axis"]), _clause(text, word), f"{title} {in_words(contrast)}"
 
 
-def _lost_pairs(results: Measured, of: str, minus: str) -> list[str]:
-    """Losses in judged pairs: the balance of ``of`` against ``minus`` lies below 0."""
-    return [
-        f"lost to {minus} side by side, balance {interval(one)}"
-        for one in results["pairs"]
-        if (one["of"], one["minus"]) == (of, minus) and one["high"] < 0
-    ]
+def _said_of_pair(pair: PairCounts) -> _Said:
+    """Answers judged side by side; the size is the balance of pairs won and lost."""
+    word, title = pair["verdict"], f"side by side with {pair['minus']}"
+    clause = _clause(f"{title}{_brief(pair, word)}", word)
+    if word == "inconclusive":
+        return len(AXES_SHOWN), clause, f"{title} it is inconclusive, balance {change(pair)}"
+    verb = {"dropped": "lost to", "improved": "won against"}.get(word)
+    verb = verb or ("may have lost to" if word == "may have dropped" else "may have won against")
+    p = None if word in CONFIRMED else pair["p"]
+    text = f"{pair['of']} {verb} {pair['minus']} side by side, by a balance of {size(pair, p)}"
+    return len(AXES_SHOWN), clause, text
+
+
+def _clause(text: str, word: Words) -> Clause:
+    return {"text": text, "verdict": word, "loss": word in LOSSES}
+
+
+def finding(contrast: Contrast, margin: float) -> str:
+    """The text after a contrast's title in the line: " ↑ 0.62 [0.48, 0.75]", ": inconclusive, …".
+
+    "beyond margin" marks a loss whose whole interval lies beyond it.
+    """
+    if contrast["verdict"] == "inconclusive" and contrast["detectable"] is None:
+        return f": too few items to tell (n = {contrast['n']}), {interval(contrast)}"
+    beyond = contrast["verdict"] == "dropped" and contrast["high"] < -margin
+    return _brief(contrast, contrast["verdict"]) + (" beyond margin" if beyond else "")
+
+
+def _brief(found: Numbers, word: Words) -> str:
+    if word in NULLS:
+        return f": {word}, {interval(found)}"
+    arrow = {"improved": " ↑ ", "dropped": " ↓ "}.get(word, f": {word} by ")
+    return arrow + _span(found)
+
+
+def _span(found: Numbers) -> str:
+    """A change without its sign: "0.10 [0.01, 0.20]"."""
+    low, high = sorted(abs(found[end]) for end in ("low", "high"))
+    return f"{abs(found['mean']):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def in_words(contrast: Contrast) -> str:
+    """The rest of a sentence that begins with a contrast's title: "dropped by 0.10 (95 %: 0.01 to
+    0.20)"."""
+    word = contrast["verdict"]
+    if word in CONFIRMED:
+        return f"{word} by {size(contrast)}"
+    if word not in NULLS:
+        return f"{word} by {size(contrast, contrast['p_adjusted'])}"
+    if contrast["axis"] == "persona" and contrast["mean"] <= 0:
+        return f"did not rise, {change(contrast)}"
+    if word == "within margin":
+        return f"held within the margin, {change(contrast)}"
+    if contrast["detectable"] is None:
+        return f"cannot be judged from so few items, {change(contrast)}"
+    return f"is inconclusive, {change(contrast)}"
+
+
+# --- the sentences below it
 
 
 def _details(results: Measured, names: list[str], shown: Sequence[Contrast]) -> list[str]:
     return [
         *_steps(results, names),
         *_slices(results, shown),
-        *_others(results, shown),
+        *_exploratory(results, names),
+        *_missed(results, shown),
         *_judged(results),
     ]
 
@@ -321,55 +362,98 @@ def _steps(results: Measured, names: list[str]) -> list[str]:
     for minus, of in itertools.pairwise(names):
         contrast = find(results, "persona", OVERALL, of, minus)
         if contrast is not None:
-            words = verdict_words(results, contrast)
-            steps.append(f"{of} − {minus} {interval(contrast)} ({words})")
+            steps.append(f"{of} − {minus} {interval(contrast)} ({contrast['verdict']})")
     return ["Persona by step: " + "; ".join(steps) + "."] if steps else []
 
 
+def by_chance(count: int) -> str:
+    """How many of ``count`` intervals exclude 0 in one direction if nothing changed: one in 40."""
+    return f"{count / 40:.1g}" if count < 40 else f"{count / 40:.0f}"
+
+
 def _slices(results: Measured, shown: Sequence[Contrast]) -> list[str]:
-    """Slices that changed on their primary axis, and drops that could not have been detected."""
-    primary = _primary(results)
-    shown = sorted(shown, key=lambda one: _rank(results, one))
-    own = [one for one in shown if primary.get(one["slice"]) == one["axis"]]
-    dropped = [one for one in shown if one["slice"] != OVERALL and is_loss(results, one)]
-    improved = [one for one in own if one["verdict"] == "improved"]
+    """Slices whose interval excludes 0, but which the correction does not confirm."""
+    own = [one for one in _distinct(results, shown) if one["role"] == "slice"]
     texts = []
-    for word, group in (("dropped", dropped), ("improved", improved)):
-        moved = [f"{title_of(results, one)} {interval(one)}" for one in group]
-        texts += [f"Slices {word}: {', '.join(moved)}."] if moved else []
+    for word in ("may have dropped", "may have improved"):
+        found = [
+            f"{title_of(results, one)} by {size(one, one['p_adjusted'])}"
+            for one in sorted(own, key=lambda one: _rank(results, one))
+            if one["verdict"] == word
+        ]
+        if found:
+            texts.append(
+                f"{word.capitalize()}: {', '.join(found)}. Of {len(own)} slices chance alone would "
+                f"put about {by_chance(len(own))} here."
+            )
+    return texts
+
+
+def _exploratory(results: Measured, names: list[str]) -> list[str]:
+    """Changes that the run was not made to find, by pair of arms: in slices on another axis than their
+    own, and between other arms than the last and the first."""
+    primary = _primary(results)
+    pairs = [(names[-1], names[0])]
+    pairs += [(b, a) for a, b in itertools.combinations(names, 2) if (b, a) != pairs[0]]
+    texts = []
+    for of, minus in pairs:
+        looked_at = [
+            one
+            for one in _distinct(results, results["contrasts"])
+            if (one["of"], one["minus"]) == (of, minus)
+            and one["role"] in ("pair", "exploratory")
+            # A persona where it isn't wanted is neither a merit nor a loss: the tables have it.
+            and (one["axis"] != "persona" or primary.get(one["slice"], "persona") == "persona")
+        ]
+        looked_at.sort(key=lambda one: _rank(results, one))
+        found = [
+            f"{word}: {', '.join(moved)}"
+            for word in (*LOSSES, "improved", "may have improved")
+            if (moved := [_moved(results, one) for one in looked_at if one["verdict"] == word])
+        ]
+        if found:
+            texts.append(
+                f"Exploratory, {of} − {minus}: {'; '.join(found)}. Of {len(looked_at)} contrasts "
+                f"chance alone would put about {by_chance(len(looked_at))} here in each direction."
+            )
+    return texts
+
+
+def _moved(results: Measured, contrast: Contrast) -> str:
+    return f"{title_of(results, contrast)} by {_span(contrast)}"
+
+
+def _missed(results: Measured, shown: Sequence[Contrast]) -> list[str]:
+    """Slices in which a drop would have been seen, and those in which it could be missed."""
+    shown = sorted(shown, key=lambda one: _rank(results, one))
+    primary = _primary(results)
+    own = [one for one in shown if primary.get(one["slice"]) == one["axis"]]
+    lost = [one for one in shown if one["role"] == "slice" and one["verdict"] in LOSSES]
     # If the interval excludes a drop, or one of the margin's size, none was missed.
     open_ = [
         one
         for one in own
-        if one["low"] <= 0 and one["verdict"] != "within margin" and one not in dropped
+        if one["low"] <= 0 and one["verdict"] != "within margin" and one not in lost
     ]
     seen = [one for one in open_ if one["detectable"] is not None and one["detectable"] <= SEEN]
-    if seen and not dropped:
+    texts = []
+    if seen and not lost:
         least = max(one["detectable"] or 0.0 for one in seen)
         among = ", ".join(title_of(results, one) for one in seen)
         texts.append(
-            f"No slice is shown to have dropped among {among}, where a drop of {least:.2f} would have "
-            "been seen in 8 of 10 runs."
+            f"No drop was seen in {among}, where one of {least:.2f} shows in 8 of 10 runs."
         )
-    unseen = [
-        f"{title_of(results, one)} "
-        + ("of any size" if one["detectable"] is None else f"up to {one['detectable']:.2f}")
+    missed = [
+        f"of up to {one['detectable']:.2f} in {title_of(results, one)}"
         for one in open_
-        if one not in seen
+        if one not in seen and one["detectable"] is not None
     ]
-    if unseen:
-        texts.append(f"A drop could have gone unseen in {', '.join(unseen)}.")
+    never = [title_of(results, one) for one in open_ if one["detectable"] is None]
+    if never:
+        missed.append(f"of any size in {', '.join(never)}")
+    if missed:
+        texts.append(f"Too few items: a real drop {', or '.join(missed)} could be missed.")
     return texts
-
-
-def _others(results: Measured, shown: Sequence[Contrast]) -> list[str]:
-    """Losses between other arms than the last and the first."""
-    steps: dict[str, list[str]] = {}
-    for one in results["contrasts"]:
-        if one not in shown and is_loss(results, one):
-            loss = f"{title_of(results, one)} {interval(one)}"
-            steps.setdefault(f"{one['of']} − {one['minus']}", []).append(loss)
-    return [f"Losses of {step}: {', '.join(losses)}." for step, losses in steps.items()]
 
 
 def _judged(results: Measured) -> list[str]:

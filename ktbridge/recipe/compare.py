@@ -15,6 +15,14 @@ from ktbridge.recipe.sweep import ROOM, Cell
 
 SCHEMA = "ktbridge.comparison/1"
 BASE, OVERALL = "base", "overall"
+# The verdict with the arms exchanged. "within margin" means not worse by it: it doesn't say not better.
+_REVERSED = {
+    "improved": "dropped",
+    "dropped": "improved",
+    "may have improved": "may have dropped",
+    "may have dropped": "may have improved",
+    "within margin": "inconclusive",
+}
 Numbers = Mapping[str, float]
 """``mean``, ``low``, ``high`` of a 95 % interval, and ``n`` items."""
 
@@ -110,7 +118,7 @@ def _axis(results: Mapping[str, Any], axis: str, first: str) -> dict[str, dict[s
 
 def _difference(
     results: Mapping[str, Any], axis: str, arm: str, minus: str
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """``arm`` minus ``minus``, paired by item; the results have each pair once, in one direction."""
     for one in results["contrasts"]:
         if (one["axis"], one["slice"]) != (axis, OVERALL) or {one["of"], one["minus"]} != {
@@ -122,6 +130,7 @@ def _difference(
         low, high = (sign * one[end] for end in ends)
         return {
             "mean": sign * one["mean"], "low": low, "high": high, "n": one["n"], "p": one["p_holm"],
+            "verdict": one["verdict"] if sign > 0 else _REVERSED.get(one["verdict"], one["verdict"]),
         }  # fmt: skip
     return None
 
@@ -148,7 +157,8 @@ def _table(
     if marks:
         notes.append(
             f"Marks are means in 0..1 with 95 % intervals; differences are to {first}, over the same items; "
-            "p is corrected by Holm over all pairs of arms. Differences to the base are in comparison.json."
+            "the verdict is the report's, p is corrected by Holm over all pairs of arms. Differences to the "
+            "base are in comparison.json."
         )
     return Comparison(tuple(headings), tuple(tuple(row) for row in rows), tuple(notes), document)
 
@@ -158,7 +168,11 @@ def _cells(marks: Mapping[str, Mapping[str, Mapping[str, Any]]], arm: str) -> It
         found = table.get(arm)
         yield "–" if found is None else _interval(found["mean"])
         difference = found and found["minus_first"]
-        yield f"{_interval(difference, '+')} p = {difference['p']:.2g}" if difference else "–"
+        if not difference:
+            yield "–"
+            continue
+        words = f"{difference['verdict']}, p = {difference['p']:.2g}"
+        yield f"{_interval(difference, '+')} {words}"
 
 
 def _interval(numbers: Numbers, sign: str = "") -> str:

@@ -125,9 +125,9 @@ def test_a_persona_that_fell_and_tasks_that_dropped_are_said_so(tmp_path):
     out = stored(tmp_path, {"base": loved, "full": lambda item, nth: "嗯。"})
     results = write_report(out)
     verdict = results["verdict"]
-    assert "persona fell by −1.00" in verdict["headline"]
-    assert "task quality dropped by −0." in verdict["headline"]
-    assert any(text.startswith("Slices dropped: ") for text in verdict["details"])
+    assert "persona dropped by 1.00 (95 %: 0." in verdict["headline"]
+    assert "task quality dropped by 0." in verdict["headline"]
+    assert "KRI-K dropped by 1.00 (95 %: 0." in verdict["headline"]
     assert re.match(
         r"base → full: persona ↓ 1\.00 \[0\.\d\d, 1\.00\] beyond margin; ", verdict["line"]
     )
@@ -445,7 +445,8 @@ def test_gates_that_no_result_can_answer(tmp_path, text):
     ("axis", "low", "high", "p", "clusters", "word"),
     [
         ("task", 0.02, 0.2, 0.01, 9, "improved"),
-        ("task", 0.02, 0.2, 0.2, 40, "within margin"),
+        ("task", 0.02, 0.2, 0.2, 40, "may have improved"),
+        ("task", -0.09, -0.02, 0.2, 40, "may have dropped"),
         ("task", -0.3, -0.02, 0.01, 9, "dropped"),
         ("task", -0.3, 0.1, 0.3, 40, "inconclusive"),
         ("task", -0.05, 0.3, 0.3, 36, "within margin"),
@@ -457,7 +458,7 @@ def test_gates_that_no_result_can_answer(tmp_path, text):
 )
 def test_words_for_a_contrast(axis, low, high, p, clusters, word):
     contrast = {"low": low, "high": high, "clusters": clusters}
-    assert judge_contrast(axis, contrast, p, 0.1) == word
+    assert judge_contrast("overall", axis, contrast, p, p, 0.1) == word
 
 
 @pytest.mark.parametrize(
@@ -466,8 +467,9 @@ def test_words_for_a_contrast(axis, low, high, p, clusters, word):
         ("improved", 0.62, 0.48, 0.75, " ↑ 0.62 [0.48, 0.75]"),
         ("dropped", -0.21, -0.31, -0.12, " ↓ 0.21 [0.12, 0.31] beyond margin"),
         ("dropped", -0.21, -0.37, -0.05, " ↓ 0.21 [0.05, 0.37]"),
-        ("inconclusive", 0.1, -0.2, 0.4, ": inconclusive"),
-        ("within margin", 0.0, -0.05, 0.05, ": within margin"),
+        ("may have dropped", -0.1, -0.2, -0.01, ": may have dropped by 0.10 [0.01, 0.20]"),
+        ("inconclusive", 0.1, -0.2, 0.4, ": inconclusive, +0.10 [−0.20, +0.40]"),
+        ("within margin", 0.0, -0.05, 0.05, ": within margin, 0.00 [−0.05, +0.05]"),
     ],
 )
 def test_a_finding_in_few_words(verdict, mean, low, high, text):

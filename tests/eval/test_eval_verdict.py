@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import html
+import io
 import re
 
 import pytest
 from click.testing import CliRunner
 from evalruns import BENCH, Page, knows, stored, validate
+from rich.console import Console
 
-from ktbridge.cli.report import command
+from ktbridge.cli.report import command, print_results
 from ktbridge.eval import load_bench, score_run, write_report
 from ktbridge.eval.html import render_html
 from ktbridge.eval.markdown import render_markdown
-from ktbridge.eval.verdict import SEEN, is_loss, summarise
+from ktbridge.eval.verdict import SEEN, in_headline, judge_contrast, summarise
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +25,38 @@ def calm(tmp_path_factory):
     return score_run(stored(out, {"base": knows, "expert": knows, "full": knows}))
 
 
-def changed(results, axis, slice_, **values):
-    """``results`` with the contrast full − base of an axis and slice changed, and its verdict anew."""
-    contrasts = [
-        {**one, **values}
-        if (one["axis"], one["slice"], one["of"], one["minus"]) == (axis, slice_, "full", "base")
-        else one
-        for one in results["contrasts"]
-    ]
+def changed(results, axis, slice_, of="full", minus="base", **values):
+    """``results`` with the numbers of one contrast changed, and its words anew."""
+    contrasts = []
+    for one in results["contrasts"]:
+        if (one["axis"], one["slice"], one["of"], one["minus"]) == (axis, slice_, of, minus):
+            one = {**one, **values}
+            role = one["role"]
+            word = judge_contrast(role, axis, one, one["p"], one["p_adjusted"], 0.1)
+            one |= {"verdict": word, "headline": in_headline(role, word)}
+        contrasts.append(one)
     results = {**results, "contrasts": contrasts}
     return {**results, "verdict": summarise(results)}
 
 
-LOSS = {"mean": -0.12, "low": -0.23, "high": -0.02, "p_holm": 0.08}
+LOSS = {"mean": -0.12, "low": -0.23, "high": -0.02}
+GAIN = {"mean": 0.12, "low": 0.02, "high": 0.23}
+SURE = {"p": 0.01, "p_adjusted": 0.05}
+UNSURE = {"p": 0.04, "p_adjusted": 0.2}
 
 
+def forms(results, tmp_path, monkeypatch):
+    """The report as page, Markdown and terminal."""
+    validate(results)
+    stream = io.StringIO()
+    monkeypatch.setattr("ktbridge.cli._ui.console", Console(file=stream, width=200))
+    print_results(results, tmp_path)
+    return render_html(results), render_markdown(results), stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("values", "word", "arrow"), [(LOSS, "dropped", "↓"), (GAIN, "improved", "↑")]
+)
 @pytest.mark.parametrize(
     ("axis", "slice_", "title"),
     [
@@ -45,51 +64,130 @@ LOSS = {"mean": -0.12, "low": -0.23, "high": -0.02, "p_holm": 0.08}
         ("persona", "overall", "persona"),
         ("task", "KRI-R", "KRI-R"),
         ("persona", "PES", "PES"),
-        ("task", "PES", "task quality of PES"),
     ],
 )
-@pytest.mark.parametrize("verdict", ["inconclusive", "within margin", "dropped"])
-def test_every_loss_is_in_the_first_sentence(calm, axis, slice_, title, verdict):
-    results = changed(calm, axis, slice_, **LOSS, verdict=verdict)
+def test_a_change_has_one_word_and_one_color_in_every_form(
+    calm, axis, slice_, title, values, word, arrow, tmp_path, monkeypatch
+):
+    results = changed(calm, axis, slice_, **values, **SURE)
     told = results["verdict"]
-    assert told["line"].startswith(f"base → full: {title} ↓ 0.12 [0.02, 0.23]"), told["line"]
-    assert "−0.12 [−0.23, −0.02]" in told["headline"]
-    assert told["clauses"][0]["loss"] is True
-    assert not any(text.startswith("No slice") for text in told["details"]) or slice_ == "overall"
-    # The same first sentence in every form, and in the colour of a loss.
-    page = render_html(results)
-    validate(results)
+    named = f"{title} {arrow} 0.12 [0.02, 0.23]"
+    assert named in told["line"]
+    assert f"{title} {word} by 0.12 (95 %: 0.02 to 0.23)" in told["headline"]
+    if word == "dropped":  # the axis with a loss comes first: as a whole, then its slices
+        first = {"task": "task quality", "persona": "persona"}[axis]
+        assert told["line"].startswith(f"base → full: {first}")
+        assert [one["loss"] for one in told["clauses"]].index(True) <= 1
+        assert (
+            not any(text.startswith("No drop") for text in told["details"]) or slice_ == "overall"
+        )
+    page, text, terminal = forms(results, tmp_path, monkeypatch)
     heading = re.search(r"<h1>(.*?)</h1>", page, re.S).group(1)
     assert Page(heading).text == told["line"]
-    assert f'<span class="clause dropped">{title}' in heading
-    first = next(line for line in render_markdown(results).splitlines() if line.startswith("**"))
-    assert first.replace("\\", "") == f"**{told['line']}**"
+    assert f'<span class="clause {word}">{title}' in heading
+    assert f'<span class="chip {word}">{word}</span>' in page
+    assert f"**{told['line']}**" in text.replace("\\", "")
+    sign = {"dropped": "🔴", "improved": "🟢"}[word]
+    assert text.count(f"{sign} {word}") == 1
+    assert told["line"][:60] in terminal
+
+
+@pytest.mark.parametrize(("values", "word"), [(LOSS, "dropped"), (GAIN, "improved")])
+@pytest.mark.parametrize(
+    ("place", "sure", "said"),
+    [
+        (("task", "KRI-R"), UNSURE, "May have {}: KRI-R by 0.12 (95 %: 0.02 to 0.23, p = 0.2). Of 8 slices"),
+        (("persona", "PES"), UNSURE, "May have {}: PES by 0.12 (95 %: 0.02 to 0.23, p = 0.2). Of 8 slices"),
+        # Whatever its p: the run was not made to find it.
+        (("task", "PES"), SURE, "Exploratory, full − base: may have {}: task quality of PES by 0.12 ["),
+        (("task", "SAF", "expert", "base"), SURE, "Exploratory, expert − base: may have {}: SAF by 0.12 ["),
+    ],
+)  # fmt: skip
+def test_what_is_not_confirmed_stands_below_in_grey(
+    calm, values, word, place, sure, said, tmp_path, monkeypatch
+):
+    results = changed(calm, *place, **values, **sure)
+    told = results["verdict"]
+    assert (told["line"], told["headline"]) == (
+        calm["verdict"]["line"],
+        calm["verdict"]["headline"],
+    )
+    (detail,) = (text for text in told["details"] if "0.12" in text)
+    assert detail.startswith(said.format(word))
+    assert re.search(r"chance alone would put about 0\.(07|2|3) here", detail)
+    page, text, terminal = forms(results, tmp_path, monkeypatch)
+    assert not re.search(r'class="(chip|clause) (dropped|improved)"', page.partition("<article")[0])
+    assert not re.search(r'<g class="(dropped|improved)"', page)
+    assert "🔴" not in text
+    assert "🟢" not in text
+    assert f'<span class="chip calm">may have {word}</span>' in page
+    for form in (page, text, terminal):
+        assert f"may have {word}" in form
+
+
+def test_an_axis_whose_test_disagrees_may_have_dropped(calm):
+    told = changed(calm, "task", "overall", **LOSS, p=0.06, p_adjusted=0.06)["verdict"]
+    assert "task quality: may have dropped by 0.12 [0.02, 0.23]" in told["line"]
+    assert (
+        "task quality may have dropped by 0.12 (95 %: 0.02 to 0.23, p = 0.06)" in told["headline"]
+    )
+    assert told["task"] == "may have dropped"
+
+
+def test_other_arms_are_confirmed_by_holm_and_stay_below(calm):
+    results = changed(calm, "task", "overall", of="expert", **LOSS, **SURE)
+    told = " ".join(results["verdict"]["details"])
+    assert "Exploratory, expert − base: dropped: task quality by 0.12 [0.02, 0.23]. Of " in told
+    assert results["verdict"]["line"] == calm["verdict"]["line"]
+
+
+@pytest.mark.parametrize("role", ["overall", "slice", "pair", "exploratory"])
+@pytest.mark.parametrize("p", [0.001, 0.049, 0.05, 0.2])
+@pytest.mark.parametrize("adjusted", [0.001, 0.05, 0.1, 0.11])
+def test_both_directions_follow_one_rule(role, p, adjusted):
+    for low, high in ((-0.3, -0.1), (-0.3, -0.001), (-0.3, 0.0), (-0.3, 0.3), (-0.01, 0.01)):
+        down = {"mean": (low + high) / 2, "low": low, "high": high, "clusters": 40}
+        up = {"mean": -down["mean"], "low": -high, "high": -low, "clusters": 40}
+        word = judge_contrast(role, "persona", down, p, adjusted, 0.1)
+        mirrored = judge_contrast(role, "persona", up, p, adjusted, 0.1)
+        assert mirrored == word.replace("dropped", "improved")
+        if word == "dropped":
+            assert high < 0
+            assert p < 0.05
+            assert adjusted <= {"overall": 0.05, "pair": 0.05, "slice": 0.1}[role]
+        assert ("dropped" in word) == (high < 0), "a loss is never called inconclusive"
 
 
 def test_a_persona_is_not_missed_where_it_does_not_belong(calm):
-    results = changed(calm, "persona", "CTRL", **LOSS, verdict="dropped")
+    results = changed(calm, "persona", "CTRL", **LOSS, **SURE)
     assert not any(one["loss"] for one in results["verdict"]["clauses"])
+    assert "CTRL may" not in " ".join(results["verdict"]["details"])
 
 
-def test_a_loss_to_the_first_arm_side_by_side_is_in_the_first_sentence(calm):
+@pytest.mark.parametrize(
+    ("mean", "low", "high", "p", "line", "sentence"),
+    [
+        (-0.6, -0.9, -0.2, 0.01, "side by side with base ↓ 0.60 [0.20, 0.90]; ",
+         "full lost to base side by side, by a balance of 0.60 (95 %: 0.20 to 0.90)"),
+        (0.6, 0.2, 0.9, 0.01, "; side by side with base ↑ 0.60 [0.20, 0.90]",
+         "full won against base side by side, by a balance of 0.60 (95 %: 0.20 to 0.90)"),
+        (-0.3, -0.6, -0.1, 0.06, "; side by side with base: may have dropped by 0.30 [0.10, 0.60]",
+         "full may have lost to base side by side, by a balance of 0.30 (95 %: 0.10 to 0.60, p = 0.06)"),
+        (0.1, -0.2, 0.4, 0.4, "; side by side with base: inconclusive, +0.10 [−0.20, +0.40]",
+         "side by side with base it is inconclusive, balance +0.10 (95 %: −0.20 to +0.40)"),
+    ],
+)  # fmt: skip
+def test_answers_judged_side_by_side_follow_the_same_rule(calm, mean, low, high, p, line, sentence):
     pair = {"of": "full", "minus": "base", "win": 1, "tie": 2, "loss": 9, "flipped": 0}
-    pair |= {"mean": -0.6, "low": -0.9, "high": -0.2, "n": 12, "clusters": 12, "p": 0.01}
+    pair |= {"mean": mean, "low": low, "high": high, "n": 12, "clusters": 12, "p": p}
+    pair["verdict"] = judge_contrast("overall", "judge", pair, p, p, 0.0)
     told = summarise({**calm, "pairs": [pair]})
-    assert told["line"].startswith("base → full: lost to base side by side, balance −0.60")
+    assert line in told["line"]
+    assert sentence in told["headline"]
+    assert told["line"].startswith("base → full: side") == (pair["verdict"] == "dropped")
 
 
-def test_losses_between_other_arms_are_told_too(calm):
-    contrasts = [
-        {**one, **LOSS}
-        if (one["axis"], one["slice"], one["of"]) == ("task", "SAF", "expert")
-        else one
-        for one in calm["contrasts"]
-    ]
-    told = summarise({**calm, "contrasts": contrasts})
-    assert "Losses of expert − base: SAF −0.12 [−0.23, −0.02]." in told["details"]
-
-
-def test_no_drop_is_said_only_where_one_would_have_been_seen(calm):
+def test_what_could_be_missed_is_said_and_what_would_be_seen(calm):
     def details(**values):
         results = calm
         for slice_ in ("INS", "KRI-K", "KRI-R", "SAF", "CTRL"):
@@ -98,18 +196,21 @@ def test_no_drop_is_said_only_where_one_would_have_been_seen(calm):
             results = changed(results, "persona", slice_, **values)
         return " ".join(results["verdict"]["details"])
 
-    null = {"mean": 0.0, "low": -0.1, "high": 0.1, "verdict": "inconclusive"}
+    null = {"mean": 0.0, "low": -0.1, "high": 0.1, "p": 0.9, "p_adjusted": 0.9}
     able = details(**null, detectable=SEEN)
     assert (
-        "No slice is shown to have dropped among PES, CF, ERM, INS, KRI-K, KRI-R, SAF, CTRL" in able
+        "No drop was seen in PES, CF, ERM, INS, KRI-K, KRI-R, SAF, CTRL, where one of 0.25 shows in 8 "
+        "of 10 runs." in able
     )
-    assert "a drop of 0.25 would have been seen" in able
-    assert "unseen" not in able
-    for detectable, words in ((SEEN + 0.01, "INS up to 0.26"), (None, "INS of any size")):
+    assert "missed" not in able
+    for detectable, words in (
+        (SEEN + 0.01, "a real drop of up to 0.26 in PES, "),
+        (None, "a real drop of any size in PES, "),
+    ):
         unable = details(**null, detectable=detectable)
-        assert "No slice" not in unable
-        assert "A drop could have gone unseen in" in unable
-        assert words in unable
+        assert "No drop" not in unable
+        assert f"Too few items: {words}" in unable
+        assert unable.endswith("could be missed.")
 
 
 def test_few_items_are_no_all_clear(tmp_path):
@@ -124,8 +225,10 @@ def test_few_items_are_no_all_clear(tmp_path):
     assert done.exit_code == 0
     first = results["verdict"]["line"]
     assert done.stdout.replace("\n", " ").count(first.split(";")[0]) >= 1
-    assert "too few items to tell" in first
-    assert "No slice is shown" not in done.stdout
+    assert re.search(
+        r"Too few items: a real drop .*of any size in .*SAF", results["verdict"]["details"][-1]
+    )
+    assert "No drop was seen" not in done.stdout
     assert "style" not in done.stdout
     assert not re.search(r"− (?:inconclusive|within)", done.stdout), (
         "no dash that reads like a minus"
@@ -170,9 +273,9 @@ def test_the_top_of_the_page_says_what_this_is_about(tmp_path):
     places = [page.index(words) for words in ("KTB991", "<h1>", "At a glance", "KTB990")]
     assert places == sorted(places)
     # One name for a slice everywhere, and every term leads to its meaning.
-    assert all(is_loss(results, one) for one in results["contrasts"] if one["verdict"] == "dropped")
+    assert all(one["high"] < 0 for one in results["contrasts"] if one["verdict"] == "dropped")
     links = re.findall(r'<a class="term" href="#([^"]+)" title="([^"]+)">', page)
-    assert {"word-detectable", "word-tic", "word-p-Holm"} <= {place for place, _ in links}
+    assert {"word-detectable", "word-tic", "word-adjusted-p"} <= {place for place, _ in links}
     for place, title in links:
         meaning = re.search(rf'id="{place}">.*?</dt><dd>(.*?)</dd>', page, re.S).group(1)
         assert html.unescape(meaning) == html.unescape(title)

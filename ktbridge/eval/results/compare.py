@@ -24,6 +24,7 @@ from ktbridge.eval.results.types import (
 )
 from ktbridge.eval.stats import (
     Interval,
+    benjamini_hochberg,
     holm,
     mcnemar_p,
     mean_interval,
@@ -31,7 +32,15 @@ from ktbridge.eval.stats import (
     sign_flip_p,
     smallest_seen,
 )
-from ktbridge.eval.verdict import ALPHA, NULLS, OVERALL, judge_contrast
+from ktbridge.eval.verdict import (
+    CONFIRMED,
+    OVERALL,
+    in_headline,
+    judge_contrast,
+    level_of,
+    own_slices,
+    role_of,
+)
 
 Rows = Sequence[ItemRow]
 _POINTS = {"win": 1.0, "tie": 0.0, "loss": -1.0}
@@ -68,7 +77,7 @@ def compare(
                 _Compared(axis, name, later, earlier, scores[later], scores[earlier], clusters)
                 for earlier, later in itertools.combinations(names, 2)
             ]
-        contrasts += _contrasts(found, card["margin"])
+        contrasts += _contrasts(card, names, found)
     return tables, contrasts
 
 
@@ -79,7 +88,7 @@ def marked(rows: Rows, names: Sequence[str], axis: Axis) -> list[ItemRow]:
 
 def _groups(card: BenchCard, axis: Axis, rows: Rows) -> list[tuple[str, list[ItemRow]]]:
     """All items of the axis, then those of each slice; empty groups are omitted."""
-    own = {one["name"] for one in card["slices"] if axis in ("judge", one["primary"])}
+    own = own_slices(card, axis)
     groups = [(OVERALL, [row for row in rows if row["slice"] in own])]
     for one in card["slices"]:
         groups.append((one["name"], [row for row in rows if row["slice"] == one["name"]]))
@@ -114,35 +123,51 @@ class _Compared:
         return [a - b for a, b in zip(self.later, self.earlier, strict=True)]
 
 
-def _contrasts(compared: Sequence[_Compared], margin: float) -> list[Contrast]:
-    """Intervals and p, Holm-corrected in two families per axis (the headline, and the slices); the
-    verdicts, and for null results the smallest detectable effect with the family's correction."""
+def _contrasts(
+    card: BenchCard, names: Sequence[str], compared: Sequence[_Compared]
+) -> list[Contrast]:
+    """Contrasts of an axis: intervals, p, p adjusted over what belongs together, and the verdicts.
+
+    Holm corrects whole axes over the pairs of arms, and slices over slices × pairs. The slices that are
+    there for the axis, of the last arm minus the first, are a family of their own.
+    """
     p = [round(sign_flip_p(one.differences, one.clusters), 6) for one in compared]
+    roles = [role_of(card, names, (one.axis, one.slice, one.of, one.minus)) for one in compared]
     p_holm, family = [1.0] * len(compared), [1] * len(compared)
     for overall in (True, False):
         mine = [i for i, one in enumerate(compared) if (one.slice == OVERALL) == overall]
         for i, adjusted in zip(mine, holm([p[i] for i in mine]), strict=True):
             p_holm[i], family[i] = round(adjusted, 6), len(mine)
-    return [_contrast(one, p[i], p_holm[i], family[i], margin) for i, one in enumerate(compared)]
-
-
-def _contrast(one: _Compared, p: float, p_holm: float, family: int, margin: float) -> Contrast:
-    differences = one.differences
-    found = numbers(mean_interval(differences, one.clusters, bounds=(-1.0, 1.0)))
-    verdict = judge_contrast(one.axis, found, p_holm, margin)
-    seen = smallest_seen(differences, one.clusters, ALPHA / family) if verdict in NULLS else None
-    return {
-        "axis": one.axis,
-        "slice": one.slice,
-        "of": one.of,
-        "minus": one.minus,
-        **found,
-        "p": p,
-        "mcnemar": _mcnemar(one.later, one.earlier, one.clusters),
-        "p_holm": p_holm,
-        "verdict": verdict,
-        "detectable": None if seen is None else round(seen, 6),
-    }
+    p_adjusted = [p[i] if role == "overall" else p_holm[i] for i, role in enumerate(roles)]
+    own = [i for i, role in enumerate(roles) if role == "slice"]
+    for i, adjusted in zip(own, benjamini_hochberg([p[i] for i in own]), strict=True):
+        p_adjusted[i], family[i] = round(adjusted, 6), len(own)
+    contrasts: list[Contrast] = []
+    for i, one in enumerate(compared):
+        found = numbers(mean_interval(one.differences, one.clusters, bounds=(-1.0, 1.0)))
+        word = judge_contrast(roles[i], one.axis, found, p[i], p_adjusted[i], card["margin"])
+        seen = None
+        if word not in CONFIRMED:
+            level = level_of(roles[i], family[i])
+            seen = smallest_seen(one.differences, one.clusters, level)
+        contrasts.append(
+            {
+                "axis": one.axis,
+                "slice": one.slice,
+                "of": one.of,
+                "minus": one.minus,
+                **found,
+                "p": p[i],
+                "mcnemar": _mcnemar(one.later, one.earlier, one.clusters),
+                "p_holm": p_holm[i],
+                "role": roles[i],
+                "p_adjusted": p_adjusted[i],
+                "headline": in_headline(roles[i], word),
+                "verdict": word,
+                "detectable": None if seen is None else round(seen, 6),
+            }
+        )
+    return contrasts
 
 
 def numbers(interval: Interval) -> Numbers:
@@ -170,6 +195,8 @@ def count_pairs(pairs: Sequence[JudgedPair], rows: Rows) -> list[PairCounts]:
         points = [_POINTS[pair["result"]] for pair in group]
         names = [clusters[pair["item"]] for pair in group]
         tally = Counter(pair["result"] for pair in group)
+        found = numbers(mean_interval(points, names, bounds=(-1.0, 1.0)))
+        p = round(sign_flip_p(points, names), 6)
         counted.append(
             {
                 "of": of,
@@ -178,8 +205,9 @@ def count_pairs(pairs: Sequence[JudgedPair], rows: Rows) -> list[PairCounts]:
                 "tie": tally["tie"],
                 "loss": tally["loss"],
                 "flipped": sum(bool(pair["flipped"]) for pair in group),
-                **numbers(mean_interval(points, names, bounds=(-1.0, 1.0))),
-                "p": round(sign_flip_p(points, names), 6),
+                **found,
+                "p": p,
+                "verdict": judge_contrast("overall", "judge", found, p, p, margin=0.0),
             }
         )
     return counted

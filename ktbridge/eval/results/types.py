@@ -25,7 +25,17 @@ from ktbridge.eval.results.cards import (
 
 Axis = Literal["task", "persona", "judge"]
 AXES_SHOWN: tuple[Axis, ...] = ("persona", "task", "judge")  # in this order
-Words = Literal["improved", "dropped", "within margin", "inconclusive"]
+Words = Literal[
+    "improved",
+    "dropped",
+    "may have improved",
+    "may have dropped",
+    "within margin",
+    "inconclusive",
+]
+# overall, slice: the last arm minus the first, on a whole axis or a slice that is there for it. pair: a
+# whole axis, another pair of arms. exploratory: any other slice.
+Role = Literal["overall", "slice", "pair", "exploratory"]
 
 
 class Numbers(TypedDict):
@@ -56,11 +66,22 @@ class Contrast(Numbers):
     p: Annotated[Share, "Sign-flip permutation, mid-p."]
     mcnemar: McNemar | None
     p_holm: Annotated[Share, "Adjusted over the slices × contrasts of the axis."]
+    role: Annotated[
+        Role,
+        "overall, slice: the last arm minus the first, on the whole axis or on a slice that is there "
+        "for it; pair: the whole axis, other arms; exploratory: the rest.",
+    ]
+    p_adjusted: Annotated[
+        Share,
+        "The p that the verdict is about: p of an overall contrast, Benjamini-Hochberg over the axis's "
+        "own slices, p_holm of the rest.",
+    ]
+    headline: Annotated[bool, "The first line names it."]
     verdict: Words
     detectable: Annotated[
         float | None,
-        "Beside a null: the smallest change seen in 8 of 10 runs after the correction; null where "
-        "none would be.",
+        "Beside any verdict but improved and dropped: the smallest change seen in 8 of 10 runs after "
+        "the correction; null where none would be.",
     ]
 
 
@@ -75,6 +96,7 @@ class PairCounts(Numbers):
     loss: Count
     flipped: Count
     p: Share
+    verdict: Words
 
 
 PairResult = Literal["win", "tie", "loss"]
@@ -112,10 +134,14 @@ class Clause(TypedDict):
 
 
 class Verdict(TypedDict):
-    line: Annotated[str, "Every finding in a few words, last arm against first; every loss first."]
+    line: Annotated[
+        str,
+        "The last arm against the first in a few words: every axis, and the slices that improved or "
+        "dropped; an axis with a loss first.",
+    ]
     clauses: Annotated[list[Clause], "The parts of the line."]
-    headline: Annotated[str, "One sentence, with every loss."]
-    details: list[str]
+    headline: Annotated[str, "The same as one sentence."]
+    details: Annotated[list[str], "What may have changed, other arms, and what could be missed."]
     persona: Words | None
     task: Words | None
     judge: Words | None
