@@ -31,7 +31,8 @@ BENCHES = {84: SMALL, 300: "nekobench"}
 @dataclass(frozen=True)
 class Scenario:
     """How marks come about: ``same`` is the share of answers that are alike in all arms, ``beta`` the
-    distribution of the items' difficulty, ``effect`` the change of the last arm by slice."""
+    distribution of the items' difficulty, ``effect`` the change of the last arm by slice; ``judge`` adds
+    the answers to five yes/no questions."""
 
     title: str
     items: int
@@ -40,6 +41,7 @@ class Scenario:
     same: float = 0.0
     beta: tuple[float, float] = (2.0, 2.0)
     clusters_share: bool = False
+    judge: bool = False
     effect: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -58,6 +60,8 @@ NULL = (
     Scenario("graded, half of the answers alike", 300, THREE, same=0.5),
     Scenario("binary near the ceiling, 30 % alike", 300, THREE, False, 0.3, (9, 1)),
     Scenario("clusters share their difficulty, 30 % alike", 300, THREE, True, 0.3, (2, 2), True),
+    Scenario("graded, independent, with a judge", 84, judge=True),
+    Scenario("graded, independent, with a judge", 300, judge=True),
 )
 EFFECTS = (
     Scenario("−0.15 everywhere", 84, effect=dict.fromkeys(SLICES, -0.15)),
@@ -105,6 +109,11 @@ def report_rows(bench: Bench, scenario: Scenario, rng: np.random.Generator) -> l
     """Items with marks as a report has them; the persona shows in 2 % of all answers, in any arm."""
     marks = draw_marks(bench, scenario, rng)
     shown = {arm: (rng.random(len(bench.items)) < 0.02).astype(float) for arm in scenario.arms}
+    axes = {"task": marks, "persona": shown}
+    if scenario.judge:
+        axes["judge"] = {
+            arm: rng.binomial(5, rng.beta(2, 2, size=len(bench.items))) / 5 for arm in scenario.arms
+        }
     return [
         {
             "id": item.id,
@@ -113,8 +122,7 @@ def report_rows(bench: Bench, scenario: Scenario, rng: np.random.Generator) -> l
             "answers": {
                 arm: {
                     "outcome": "ok",
-                    "task": float(marks[arm][i]),
-                    "persona": float(shown[arm][i]),
+                    **{axis: float(every[arm][i]) for axis, every in axes.items()},
                 }
                 for arm in scenario.arms
             },

@@ -58,7 +58,9 @@ def command(
 
     A --fail-on condition is about the last arm minus the first, on the slice's own axis:
     SLICE<NUMBER, AXIS:SLICE<NUMBER, low(SLICE)<NUMBER for the interval's lower end. KRI stands for
-    KRI-K and KRI-R.
+    KRI-K and KRI-R. It compares the mean, or that end of the 95 % interval of this one slice, whatever
+    the verdict is: "KRI-K<-0.2" fails on a drop that chance may have made, "high(KRI-K)<0" on one that
+    chance makes in 1 of 40 runs, for each slice with such a condition.
 
     \b
     Answers that other tools collected, each file an arm, paired by prompt or document:
