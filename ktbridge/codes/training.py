@@ -78,7 +78,8 @@ RUN = Subject("Starting and continuing a run", "sft", (
 
 DATA = Subject("Training data", "sft", (
     Code("KTD001", "error", "a row can't be trained on", "Correct the row, or take it out."),
-    Code("KTD002", "error", "a dataset can't be found or read as its entry describes it",
+    Code("KTD002", "error", "a dataset can't be found or read as its entry describes it (a warning where"
+         " only a column that rows can do without is missing)",
          "Correct the entry in dataset_info.json, or give the file's path."),
     Code("KTD003", "warning", "rows have fields that aren't trained on, or the id of an earlier row",
          "Name such fields in the columns of dataset_info.json; remove rows that are there twice."),
@@ -116,6 +117,8 @@ DATA = Subject("Training data", "sft", (
          "Add rows of the other kind: without them nothing is told from what is wanted."),
     Code("KTD061", "warning", "a file of a stream has changed since the run began",
          "Rows may be missing from what was trained on, or twice in it: train again on files that stay."),
+    Code("KTD062", "info", "assistant messages in a row are trained as one turn: thoughts, words, calls",
+         "Nothing, or put a user's message or a tool's result between those that are turns of their own."),
 ))  # fmt: skip
 
 PREDICTIONS = Subject("Predictions", "predict", (

@@ -38,7 +38,7 @@ from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
 from ktbridge.sft.vision import Vision, read_vision
 
-_OF_ROWS = ("KTD003", "KTD008")
+_OF_ROWS = ("KTD002", "KTD003", "KTD008", "KTD062")
 _FLASH = {
     "fa2": ("flash-attn", is_flash_attn_2_available),
     "fa3": ("flash-attn-3", is_flash_attn_3_available),

@@ -314,6 +314,67 @@ def test_thinking_is_asked_for_as_the_configuration_says(tmp_path, name, thinkin
     assert "KTD021" not in codes
 
 
+@pytest.mark.parametrize("thinking", [None, True, False, "auto"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "deepseekv3", "minimax", "gptoss", "qwen2_5"],
+)
+def test_thoughts_whose_block_the_prompt_opens_are_those_of_a_whole_block(tmp_path, name, thinking):
+    """In training rows and in labels of predictions; with thinking off they are taken out of both."""
+    tokenizer, found = tokenizer_for(name, *TAGS), []
+    for content in (f"{HM}yes", "hm\n</think>\n\nyes"):
+        row = {"messages": [ASK, {**TELL, "content": content}]}
+        config = settings(write(tmp_path / "rows.jsonl", row), enable_thinking=thinking)
+        rows = load_rows(config)
+        (conversation,) = rows.conversations
+        chat = ChatTemplate(tokenizer, thinking)
+        found.append(
+            (
+                learned(fit_rows(rows, tokenizer, config), tokenizer),
+                chat.asked_and_answered(conversation),
+            )
+        )
+    assert found[0] == found[1]
+    ((before, answer),), _ = found[0]
+    assert ("hm" in answer) == (thinking is not False)
+    assert "hm" not in before
+    assert "yes" in answer
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_5_think", "qwen3_6", "glm4moe", "gptoss", "nemotron_3_nano"]
+)
+def test_a_split_turn_is_the_tokens_of_one_message(tmp_path, name, stage):
+    tokenizer, found = tokenizer_for(name, *TAGS), []
+    ask, call = calling()[:2]
+    thinking = {"role": "assistant", "content": f"{HM}"}
+    for turn in ([{**call, "reasoning_content": "hm"}], [thinking, call]):
+        row = {"messages": [ask, *turn], "tools": TOOLS}
+        if stage == "kto":
+            row["kto_tag"] = True
+        if stage == "dpo":
+            row = {"prompt": [ask], "chosen": turn, "rejected": [TELL], "tools": TOOLS}
+        config = settings(write(tmp_path / "rows.jsonl", row), stage=stage)
+        found.append(fit_rows(load_rows(config), tokenizer, config).dataset.to_dict())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("qwen3", [ASK, {**TELL, "content": "Write `<think>` and `</think>`."}]),
+        ("minimax", [ASK, {**TELL, "content": f"{HM}Write `</think>`."}]),
+        ("llama3_1", [ASK, {**TELL, "tool_calls": calling()[1]["tool_calls"]}]),
+        ("llama3_1", [ASK, {**TELL, "content": f"{HM}"}, calling()[1]]),
+    ],
+)
+def test_words_that_a_template_drops_are_refused(tmp_path, name, messages):
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
+    with pytest.raises(ProblemsError, match="leaves a part of the answer out"):
+        fit_rows(load_rows(config), tokenizer_for(name, *TAGS), config)
+
+
 def tokenizer_stop(name):
     return "<｜end▁of▁sentence｜>" if name == "deepseek_v31" else "<|im_end|>"
 

@@ -154,7 +154,7 @@ REFUSED = [
     ({"messages": []}, "messages is not a list with something in it"),
     ({"messages": [ASK, {"role": "assistant", "content": " "}]}, "an empty assistant message"),
     ({"messages": [ASK, {"role": "assistant", "content": None}]}, "an empty assistant message"),
-    ({"messages": [{"role": "robot", "content": "a"}, TELL]}, "role is not system, user, assistant"),
+    ({"messages": [{"role": "robot", "content": "a"}, TELL]}, "the unknown role 'robot': message 1; known"),
     ({"messages": [ASK, {**TELL, "tool_calls": [{"id": 1}]}]}, "a tool call without the function's name"),
     ({"messages": [ASK, {**TELL, "tool_calls": [{"name": "f", "arguments": "5"}]}]}, "not a JSON object"),
     ({"messages": [{**ASK, "tool_calls": [{"name": "f"}]}, TELL]}, "a user message with tool_calls"),
@@ -235,10 +235,11 @@ def test_what_is_not_read_is_noted_and_with_strict_data_refused(tmp_path):
     rows = load_rows(settings(path))
     assert len(rows.conversations) == 4
     assert not rows.refused
-    unread, again = rows.notes
+    unread, keys, again = rows.notes
     assert codes(rows.notes) == {"KTD003"}
-    assert "score (2 rows)" in unread.found
-    assert "name of a message (2 rows)" in unread.found
+    assert unread.found == "fields that are not trained on: score (2 rows)"
+    assert keys.found == "keys of messages that are not trained on: name (2 rows)"
+    assert "columns" not in keys.next_step
     assert "1 of 4 rows have the id of an earlier one (first 'x')" in again.found
     with pytest.raises(ProblemsError, match="2 of 4") as caught:
         load_rows(settings(path, strict_data=True))
@@ -285,9 +286,9 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
     talk = [{"role": "sys", "content": "s"}, {"role": "me", "content": "q"}, said]
     rows = described(tmp_path, entry, {"talk": talk}, {"talk": [ASK, TELL]})
     assert [turns(rows.conversations[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]
-    assert (
-        rows.refused[0].why
-        == "a message whose role is not me, bot, sys, observation, function_call"
+    assert rows.refused[0].why == (
+        "a message with the unknown role 'user': message 1; known are me, bot, sys, observation, "
+        "function_call"
     )
 
     entry = {"columns": {"prompt": "question", "response": "answer"}, "file_sha1": "0"}
@@ -312,6 +313,67 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
         "i am a cat",
         "no",
     ]
+
+
+SHAREGPT = {"formatting": "sharegpt", "columns": {"messages": "conversations"}}
+TALK = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]}
+ALPACA = {"instruction": "q", "input": "", "output": "r", "history": []}
+
+
+@pytest.mark.parametrize(
+    ("entry", "row", "found", "step"),
+    [
+        (
+            {"columns": {"prompt": "question", "response": "answer"}}, ALPACA,
+            'says prompt = "question" and response = "answer"; no row has them. '
+            "The rows have: history, input, instruction, output",
+            'Write "prompt": "instruction" and "response": "output" in its columns',
+        ),
+        (
+            {"columns": {"prompt": "instruction", "query": "input"}}, ALPACA,
+            "names no column for response. The rows have: history, input", '"response": "output"',
+        ),
+        (
+            {}, TALK,
+            'says prompt = "instruction" (the default) and response = "output" (the default); no row',
+            'Write "formatting": "sharegpt" and "columns": {"messages": "conversations"}',
+        ),
+        (
+            {**SHAREGPT, "columns": {"messages": "talks"}}, TALK,
+            'says messages = "talks"; no row has it. The rows have: conversations',
+            '"messages": "conversations"',
+        ),
+        (
+            {**SHAREGPT, "tags": {"role_tag": "speaker", "content_tag": "value"}}, TALK,
+            'says role_tag = "speaker"; no message has it. The messages have: from, value',
+            '"role_tag": "from"',
+        ),
+        (
+            {**SHAREGPT, "tags": {"assistant_tag": "bot"}}, TALK,
+            'says assistant_tag = "bot"; no message has it. The roles are: gpt, human',
+            '"assistant_tag": "gpt"',
+        ),
+    ],
+    ids=["columns", "no column", "formatting", "messages", "role tag", "role"],
+)  # fmt: skip
+def test_names_that_no_row_has_are_told_once_with_those_there_are(
+    tmp_path, entry, row, found, step
+):
+    with pytest.raises(ProblemsError) as caught:
+        described(tmp_path, entry, row, row, row)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where) == ("KTD002", "dataset 'mine'")
+    assert problem.found.startswith("dataset_info.json ")
+    assert found in problem.found
+    assert step in problem.next_step
+
+
+def test_a_column_that_rows_can_do_without_is_a_warning_where_none_has_it(tmp_path):
+    entry = {"columns": {"prompt": "instruction", "response": "output", "system": "persona"}}
+    (*_, note) = described(tmp_path, entry, ALPACA, ALPACA).notes
+    assert (note.code, note.severity) == ("KTD002", "warning")
+    assert note.found == 'dataset_info.json says system = "persona"; no row has it'
+    assert not described(tmp_path, entry, {**ALPACA, "history": None, "persona": "x"}, ALPACA).notes
 
 
 def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):

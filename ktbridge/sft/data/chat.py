@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 """The label of a token that the loss ignores."""
 DIFFERENT = "the chat template writes the prompt differently when an answer follows"
+_LEFT_OUT = "the chat template leaves a part of the answer out"
 THOUGHTS_END = "</think>"
 AUTO = "auto"
 """Thinking is on for an answer with thoughts and off for one without."""
@@ -193,6 +194,9 @@ class ChatTemplate:
                 raise ValueError("the chat template does not mark every answer as the assistant's")
             start, end = spans[-1]  # marked by the template's author
             body = self._body_end(text[:end], start)
+            if thoughts and thoughts not in text[:end]:
+                raise ValueError(_LEFT_OUT)
+            self._check_whole(last, text[start:end])
         else:
             text = self._behind_calls(messages, text, asked)
             start, unmatched = self._start(messages, text, asked)
@@ -210,6 +214,7 @@ class ChatTemplate:
                 text = text[:start] + unmatched + learned + text[body:]
                 start, unmatched = start + len(unmatched), ""
                 body = start + len(learned)
+            self._check_whole(last, text[start:body])
             stop = self._stop
             if calls and stop:
                 stop = self._next_token(messages, text[:body], asked) or stop
@@ -219,6 +224,18 @@ class ChatTemplate:
         return Answer(
             text, start, end, body, self._added_to(words, last, text[start:body]), unmatched
         )
+
+    @staticmethod
+    def _check_whole(last: Message, written: str) -> None:
+        """Raise ValueError where a call's words or thoughts, or words that name tags, aren't all in place."""
+        thoughts, said = thoughts_of(last)
+        calls = last.get("tool_calls", ())
+        if (calls or "think>" in said) and said.strip() not in written:
+            raise ValueError(_LEFT_OUT)
+        if calls and thoughts:
+            function = cast("Tool", calls[0]["function"])
+            if written.find(thoughts) > written.find(str(function["name"])) >= 0:
+                raise ValueError("the chat template writes thoughts behind the tool call")
 
     @staticmethod
     def _added_to(words: str, last: Message, learned: str) -> str:
@@ -280,7 +297,7 @@ class ChatTemplate:
         whole = visible.startswith(said.strip()) if said is not None else rest.strip() == visible
         if not opener.strip() or not words.startswith(opener.strip()) or not whole:
             hint = ": with enable_thinking: true it opens thoughts" * self._render.switched
-            raise ValueError(f"the chat template leaves a part of the answer out{hint}")
+            raise ValueError(f"{_LEFT_OUT}{hint}")
         gap = rest[: len(rest) - len(rest.lstrip())]
         written = head + THOUGHTS_END + gap
         return written.removeprefix(opener.strip()).lstrip("\n") + visible

@@ -14,9 +14,12 @@ from ktbridge.sft.data.messages import (
     PLACE,
     Conversation,
     Message,
+    RowNotes,
     Tags,
     Tool,
+    as_turns,
     is_empty,
+    is_like_a_switch,
     message,
     read_messages,
     read_tools,
@@ -63,7 +66,9 @@ _IMAGES = ("images", "image")
 _OTHER_LOSS = ("kto_tag", "loss_mask")
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 """What tables write for flags."""
-NOT_USED = ("id",)
+_FOR_ROWS = ("loss_weight", "loss_scale", "train", "training", "trainable")
+"""Switches of messages that mean the same beside them; ``weight`` and ``loss`` are names of other numbers."""
+NOT_USED = ("id", "_dataset_name")
 """Fields that name a row and mean nothing for training."""
 
 
@@ -82,15 +87,15 @@ class Layout:
     """Where images with relative paths are looked for."""
 
 
-def read_conversation(row: object, layout: Layout, unused: set[str]) -> Conversation:
-    """One row's messages, the last one the assistant's, and tools; keys not read are added to ``unused``.
+def read_conversation(row: object, layout: Layout, notes: RowNotes) -> Conversation:
+    """One row's messages, the last one the assistant's, and tools; what is to be said is added to ``notes``.
 
     Raises ValueError with the reason, as a short phrase, when the row can't be trained on.
     """
-    return _conversation(_Fields(row, layout), layout, unused)
+    return _conversation(_Fields(row, layout), layout, notes)
 
 
-def read_judged(row: object, layout: Layout, unused: set[str]) -> Conversation:
+def read_judged(row: object, layout: Layout, notes: RowNotes) -> Conversation:
     """One row's conversation, whose last answer is judged ``good`` or not; else as ``read_conversation``.
 
     The judgement is LLaMA-Factory's column ``kto_tag``, or a field ``label`` as in trl's rows: true or false.
@@ -104,7 +109,7 @@ def read_judged(row: object, layout: Layout, unused: set[str]) -> Conversation:
     good = given if isinstance(given, bool) else _FLAGS.get(str(given).strip().lower())
     if good is None:
         raise ValueError(f"a judgement that is neither true nor false: {given!r}")
-    found = _conversation(fields, layout, unused)
+    found = _conversation(fields, layout, notes)
     if len(found) < 2 or found[-1].get("weight", 1) == 0:
         raise ValueError("an answer that is not to be learned, or without a prompt")
     if found.pictures:
@@ -113,30 +118,31 @@ def read_judged(row: object, layout: Layout, unused: set[str]) -> Conversation:
     return found
 
 
-def _conversation(fields: _Fields, layout: Layout, unused: set[str]) -> Conversation:
+def _conversation(fields: _Fields, layout: Layout, notes: RowNotes) -> Conversation:
     if not is_empty(fields.get("chosen")) and not is_empty(fields.get("rejected")):
         raise ValueError("a preference pair: stage dpo trains on it")
     kind = layout.formatting or fields.detect_format()
     if kind == "completion":
-        prompt = _trl_prompt(fields.take_key("prompt"), layout, unused, fields.parts)
+        prompt = _trl_prompt(fields.take_key("prompt"), layout, notes, fields.parts)
         messages = _with_system(fields, prompt)
-        messages += _answer(fields.take_key("completion"), layout, unused)
+        messages += _answer(fields.take_key("completion"), layout, notes)
     elif kind == "alpaca":
         if not fields.has("prompt") or not fields.has("response"):
             raise fields.of_no_known_form()
         messages = _alpaca_prompt(fields)
         messages.append(message("assistant", fields.take("response")))
     elif kind == "messages":
-        found = read_messages(fields.take("messages"), layout.tags, unused, fields.parts)
+        found = read_messages(fields.take("messages"), layout.tags, notes, fields.parts)
         messages = _with_system(fields, found)
     else:
         raise fields.of_no_known_form()
+    messages = as_turns(messages, notes)
     tools, pictures = fields.tools(), fields.pictures(messages)
-    unused |= fields.left()
+    notes.fields |= fields.left()
     return Conversation(ending_in_answer(messages), tools, pictures)
 
 
-def read_document(row: object, layout: Layout, unused: set[str]) -> Conversation:
+def read_document(row: object, layout: Layout, notes: RowNotes) -> Conversation:
     """A row of raw text, as one message of the role "text"; as ``read_conversation`` otherwise.
 
     The text is the column ``text`` or, where an entry of dataset_info.json names another, ``prompt``.
@@ -149,32 +155,33 @@ def read_document(row: object, layout: Layout, unused: set[str]) -> Conversation
             "no text: stage pt trains on a field text, or the column that prompt names"
         )
     found = message("text", text)
-    unused |= fields.left()
+    notes.fields |= fields.left()
     return Conversation([found])
 
 
-def read_pair(row: object, layout: Layout, unused: set[str]) -> Pair:
+def read_pair(row: object, layout: Layout, notes: RowNotes) -> Pair:
     """The preference pair of one row; as ``read_conversation`` otherwise."""
     fields = _Fields(row, layout)
     fields.without_images("stage dpo compares answers of text")
     chosen, rejected = fields.take("chosen"), fields.take("rejected")
     if is_empty(chosen) or is_empty(rejected):
         raise ValueError("no pair of answers: stage dpo needs chosen and rejected")
-    better, worse = _answer(chosen, layout, unused), _answer(rejected, layout, unused)
+    better, worse = (as_turns(_answer(value, layout, notes), notes) for value in (chosen, rejected))
     kind = layout.formatting or ("" if fields.has_key("prompt") else fields.detect_format())
     if kind == "alpaca":
         prompt = _alpaca_prompt(fields)
     elif kind == "messages":
-        prompt = _with_system(fields, read_messages(fields.take("messages"), layout.tags, unused))
+        prompt = _with_system(fields, read_messages(fields.take("messages"), layout.tags, notes))
     else:
-        prompt = _trl_prompt(fields.take_key("prompt"), layout, unused)
+        prompt = _trl_prompt(fields.take_key("prompt"), layout, notes)
         shared = _shared(better, worse) if len(better) > 1 and len(worse) > 1 else 0
-        # trl's pairs may repeat the prompt in both answers instead of, or beside, giving it.
+        # trl's and LLaMA-Factory v1's pairs may repeat the prompt in both answers instead of, or beside,
+        # giving it.
         if shared and (not prompt or prompt == better[:shared][-len(prompt) :]):
             prompt, better, worse = better[:shared], better[shared:], worse[shared:]
         prompt = _with_system(fields, prompt)
-    tools = fields.tools()
-    unused |= fields.left()
+    prompt, tools = as_turns(prompt, notes), fields.tools()
+    notes.fields |= fields.left()
     return _checked(Pair(prompt, better, worse, tools))
 
 
@@ -202,9 +209,14 @@ class _Fields:
     def __init__(self, row: object, layout: Layout, judged: bool = False) -> None:
         if not isinstance(row, dict):
             raise ValueError(f"a {type(row).__name__} instead of an object")
-        self._columns = dict(layout.columns)
-        if layout.formatting is None and "messages" in row:
-            self._columns["messages"] = "messages"
+        self._columns, self._formatting = dict(layout.columns), layout.formatting
+        if layout.formatting is None:
+            own = {
+                "messages": "messages",
+                "chosen": "chosen_messages",
+                "rejected": "rejected_messages",
+            }
+            self._columns |= {name: key for name, key in own.items() if key in row}
         self._row, self._read, self._folders = row, set(NOT_USED), layout.folders
         self.parts: list[object] = []
         """What stands for images in the messages themselves."""
@@ -214,6 +226,11 @@ class _Fields:
                 kind = name in (*_OTHER_LOSS, tag)
                 why = "every answer counts alike" if kind else "only text and images are trained on"
                 raise ValueError(f"with {name}: {why}")
+        for name in _FOR_ROWS:
+            if is_like_a_switch(name, given := row.get(name)):
+                if given != 1:
+                    raise ValueError(f"with {name} {given!r}: every row counts alike")
+                self._read.add(name)
 
     def has(self, name: str) -> bool:
         return self._columns.get(name) in self._row
@@ -289,10 +306,10 @@ class _Fields:
 
     def of_no_known_form(self) -> ValueError:
         keys = ", ".join(sorted(map(str, self._row))) or "(none)"
-        return ValueError(
-            f"no known form: keys {keys}, not messages, conversations, instruction and output, or prompt "
-            "and completion"
-        )
+        forms = "messages, conversations, instruction and output, or prompt and completion"
+        if self._formatting is not None:
+            forms = " and ".join(self._columns.get(name, name) for name in ("prompt", "response"))
+        return ValueError(f"no known form: keys {keys}, not {forms}")
 
 
 def _alpaca_prompt(fields: _Fields) -> list[Message]:
@@ -322,20 +339,20 @@ def _with_system(fields: _Fields, messages: list[Message]) -> list[Message]:
     return [message("system", system), *messages]
 
 
-def _answer(value: object, layout: Layout, unused: set[str]) -> list[Message]:
+def _answer(value: object, layout: Layout, notes: RowNotes) -> list[Message]:
     if isinstance(value, str):
         return [message("assistant", value)]
-    return read_messages([value] if isinstance(value, dict) else value, layout.tags, unused)
+    return read_messages([value] if isinstance(value, dict) else value, layout.tags, notes)
 
 
 def _trl_prompt(
-    value: object, layout: Layout, unused: set[str], images: list[object] | None = None
+    value: object, layout: Layout, notes: RowNotes, images: list[object] | None = None
 ) -> list[Message]:
     if is_empty(value):
         return []
     if isinstance(value, str):
         return [message("user", value)]
-    return read_messages(value, layout.tags, unused, images)
+    return read_messages(value, layout.tags, notes, images)
 
 
 def _shared(first: list[Message], second: list[Message]) -> int:

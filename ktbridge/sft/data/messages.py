@@ -1,7 +1,7 @@
 """Interpret messages: texts, thoughts, tool calls and their results, in OpenAI's and sharegpt's spellings.
 
 They become what a server hands to the chat template: ``tool_calls`` whose arguments are objects, results
-with the role "tool".
+with the role "tool", and one message for each turn of the assistant.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import groupby
 from typing import TypedDict, cast
 
+from ktbridge.errors import did_you_mean
 from ktbridge.sft.data.pictures import Picture
 
 Tool = dict[str, object]
@@ -76,8 +79,38 @@ ROLES = {
 _REFUSED = ("prefix", "refusal", "audio", "images", "videos", "audios")
 """Keys that change what a message means: refused, never skipped."""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-_WEIGHTS = ("weight", "loss")
-_BLOCK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+SWITCHES = (
+    "weight", "loss", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable",
+    "train_on_turn",
+)  # fmt: skip
+"""Names of the switch that says whether a message is learned: OpenAI's ``weight``, ms-swift's ``loss`` and
+``loss_scale``, LLaMA-Factory v1's ``loss_weight``, axolotl's ``train`` and ``training``, verl's ``trainable``
+and ``loss_mask``."""
+_LIKE_A_SWITCH = re.compile("loss|train|learn|mask|weight|supervis|ignor|exclu|skip", re.IGNORECASE)
+_CLOSE = r"(?:(?<![`'\"])</think>|</think>(?![`'\"]))"
+_TAG = re.compile(rf"(?<![`'\"])<think>|<think>(?![`'\"])|{_CLOSE}")
+"""A tag of thoughts; between quotes or backticks it is a word of the text."""
+_BLOCK = re.compile(rf"\s*<think>(.*?){_CLOSE}(.*)", re.DOTALL)
+_PARTS = {"reasoning": "thoughts", "thinking": "thoughts", "tool_call": _CALL}
+"""Types of content parts that aren't text: LLaMA-Factory v1's, and Anthropic's of thoughts."""
+_VALUES = ("text", "value", "thinking", "reasoning")
+"""Keys of a content part that its text may stand under."""
+
+
+@dataclass
+class RowNotes:
+    """What is to be said of a row that can be used."""
+
+    fields: set[str] = field(default_factory=set)
+    """Its fields that are not read."""
+    keys: set[str] = field(default_factory=set)
+    """Keys of its messages that are not read."""
+    joined: bool = False
+    """Whether neighboring messages of the assistant were joined into one turn."""
+
+    @property
+    def unread(self) -> list[str]:
+        return sorted({*self.fields, *(f"{key} of a message" for key in self.keys)})
 
 
 @dataclass(frozen=True)
@@ -97,10 +130,19 @@ def is_empty(value: object) -> bool:
     return value is None or value in ("", "[]", "{}", [], {})
 
 
+def is_like_a_switch(key: object, value: object) -> bool:
+    """Whether a key and its value seem to say whether, or what of a message, is learned."""
+    if isinstance(value, int | float):
+        likely = 0 <= value <= 1
+    else:
+        likely = isinstance(value, list | dict) or value in ("true", "false")
+    return likely and _LIKE_A_SWITCH.search(str(key)) is not None
+
+
 def read_messages(
-    values: object, tags: Tags, unused: set[str], images: list[object] | None = None
+    values: object, tags: Tags, notes: RowNotes, images: list[object] | None = None
 ) -> list[Message]:
-    """A list of messages in a file's format; unread keys are added to ``unused``.
+    """A list of messages in a file's format; unread keys are added to ``notes``.
 
     What stands for an image in content parts is added to ``images`` (None: the row's own field has it), and
     ``IMAGE`` stands in its place; without ``images`` such parts are refused.
@@ -108,7 +150,55 @@ def read_messages(
     """
     if not isinstance(values, list) or not values:
         raise ValueError("messages is not a list with something in it")
-    return [_read_message(value, tags, unused, images) for value in values]
+    return [
+        _read_message(value, tags, notes, images, f"message {number}")
+        for number, value in enumerate(values, 1)
+    ]
+
+
+def as_turns(messages: list[Message], notes: RowNotes) -> list[Message]:
+    """The messages with neighboring ones of the assistant joined: thoughts, then words, then tool calls.
+
+    Raises ValueError as ``read_messages`` does, where they stand in another order, and for thoughts alone.
+    """
+    turns: list[Message] = []
+    for role, group in groupby(messages, lambda each: each["role"]):
+        several = [*group]
+        if role != "assistant":
+            turns += several
+            continue
+        if len({each.get("weight", 1) for each in several}) > 1:
+            raise ValueError(
+                "assistant messages in a row of which only some are learned: they are one turn"
+            )
+        notes.joined |= len(several) > 1
+        turns.append(reduce(_one_turn, several))
+    for each in turns:
+        thoughts, said = thoughts_of(each)
+        if thoughts is not None and not said.strip() and "tool_calls" not in each:
+            raise ValueError("thoughts without an answer or a tool call behind them")
+    return turns
+
+
+def _one_turn(first: Message, second: Message) -> Message:
+    (thoughts, said), (more, further) = thoughts_of(first), thoughts_of(second)
+    if "tool_calls" in first and (more or further.strip()):
+        raise ValueError("an answer behind a tool call whose result is missing")
+    if more and said.strip():
+        raise ValueError("thoughts behind the words of the same turn: no chat template writes that")
+    texts = first["content"], second["content"]
+    if thoughts or more:
+        texts = said, further
+    spoken = [text for text in texts if text.strip()] or [""]
+    joined: Message = {**first, **second, "content": spoken[0]}
+    for text in spoken[1:]:
+        joined["content"] = joined["content"].rstrip("\n") + "\n\n" + text.lstrip("\n")
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    if calls:
+        joined["tool_calls"] = calls
+    if thoughts or more:
+        joined["reasoning_content"] = "\n\n".join(filter(None, (thoughts, more)))
+    return joined
 
 
 def message(
@@ -119,7 +209,39 @@ def message(
     if not content.strip() and not empty:
         raise ValueError(f"an empty {role} message")
     _check_characters(content, role)
-    return {"role": role, "content": content}
+    return {"role": role, "content": _in_one_block(content) if role == "assistant" else content}
+
+
+def _in_one_block(content: str) -> str:
+    """An answer with its thoughts, if it has any, in one block at its head.
+
+    ``</think>`` alone ends thoughts that the prompt opened. Raises ValueError for thoughts that don't end,
+    and for tags elsewhere: templates would write such answers with another meaning.
+    """
+    tags = [found[0] for found in _TAG.finditer(content)]
+    if not tags:
+        return content
+    if not content.lstrip().startswith("<think>"):
+        if "</think>" not in tags:
+            raise ValueError("thoughts that never end: <think> without </think>")
+        if tags[0] == "<think>":
+            raise ValueError("words in front of thoughts: <think> begins an answer")
+        content = "<think>\n" + content.lstrip("\n")
+    thoughts, rest = [], content
+    while block := _BLOCK.fullmatch(rest):
+        thoughts.append(block[1].strip())
+        rest = block[2]
+    behind = [found[0] for found in _TAG.finditer(rest)]
+    if not thoughts or behind[-1:] == ["<think>"]:
+        raise ValueError("thoughts that never end: <think> without </think>")
+    if behind:
+        raise ValueError(
+            f"{behind[0]} behind an answer's words: thoughts are one block at its head"
+        )
+    if len(thoughts) > 1:
+        inner = "\n\n".join(filter(None, thoughts))
+        return f"<think>\n{inner}\n</think>\n\n" + rest.lstrip("\n")
+    return content
 
 
 def read_tools(value: object) -> list[Tool]:
@@ -171,7 +293,7 @@ def all_text(each: Message) -> str:
 
 
 def _read_message(
-    value: object, tags: Tags, unused: set[str], images: list[object] | None
+    value: object, tags: Tags, notes: RowNotes, images: list[object] | None, where: str
 ) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"a message that is a {type(value).__name__}, not an object")
@@ -179,8 +301,13 @@ def _read_message(
     content_key = tags.content or ("content" if "content" in value else "value")
     role, content = value.get(role_key), value.get(content_key)
     roles = tags.roles or ROLES
+    if role_key not in value:
+        keys = ", ".join(map(str, value)) or "none"
+        raise ValueError(f"a message without the key {role_key}: {where} has the keys {keys}")
     if not isinstance(role, str) or role not in roles:
-        raise ValueError(f"a message whose role is not {', '.join(roles)}")
+        near = did_you_mean(str(role), roles)
+        known = f"{where}; known are {', '.join(roles)}" + f". {near}" * bool(near)
+        raise ValueError(f"a message with the unknown role {role!r}: {known}")
     role = roles[role]
     extra = {key: found for key, found in value.items() if not is_empty(found)}
     extra.pop(role_key, None), extra.pop(content_key, None)
@@ -195,36 +322,63 @@ def _read_message(
         for key in ("tool_call_id", "name"):
             if isinstance(found := extra.pop(key, None), str):
                 read[key] = found  # type: ignore[literal-required]  # one of its keys
-    for key in extra:
+    for key, found in extra.items():
         if key in (*_REFUSED, "tool_calls", "function_call"):
             raise ValueError(f"a {role} message with {key}: that is not trained on")
-        unused.add(f"{key} of a message")
+        if is_like_a_switch(key, found):
+            raise ValueError(
+                f"a message with {key}: it may say what is learned, which {', '.join(SWITCHES)} say here"
+            )
+        notes.keys.add(key)
     return read
 
 
 def _answer(content: object, extra: dict[str, object]) -> Message:
     """The assistant's message; what is read of ``extra`` is taken out of it."""
     calls = extra.pop("tool_calls", None) or extra.pop("function_call", None)
-    read = message("assistant", content, empty=calls is not None)
-    if calls is not None:
-        read["tool_calls"] = _calls(calls)
-    thoughts = [extra.pop(key) for key in _THOUGHTS if key in extra]
-    if not thoughts:
-        return read
-    if not isinstance(thoughts[0], str) or any(other != thoughts[0] for other in thoughts):
+    fields = [extra.pop(key) for key in _THOUGHTS if key in extra]
+    thoughts = fields[0] if fields else ""
+    if not isinstance(thoughts, str) or any(other != thoughts for other in fields):
         raise ValueError("thoughts that are not one text")
-    if thoughts_of(read)[0]:
+    empty = calls is not None or bool(thoughts.strip())
+    pieces = _pieces(content) if isinstance(content, list) else []
+    read = reduce(_one_turn, pieces) if pieces else message("assistant", content, empty)
+    if calls is not None:
+        read["tool_calls"] = [*read.get("tool_calls", ()), *_calls(calls)]
+    if not fields:
+        return read
+    said = thoughts_of(read)
+    if said[0] and said[0] != thoughts.strip():
         raise ValueError("thoughts twice, as a field and in the content")
-    _check_characters(thoughts[0], "assistant")
-    if thoughts[0].strip():
-        read["content"] = thoughts_of(read)[1]
-        read["reasoning_content"] = thoughts[0].strip()
+    _check_characters(thoughts, "assistant")
+    if thoughts.strip():
+        read["content"], read["reasoning_content"] = said[1], thoughts.strip()
     return read
+
+
+def _pieces(parts: list[object]) -> list[Message]:
+    """Content parts of an answer as messages, one for each stretch of one kind."""
+    pieces: list[Message] = []
+    for kind, group in groupby(parts, lambda part: _PARTS.get(_type_of(part), "text")):
+        several = [*group]
+        if kind == "text":
+            pieces.append(message("assistant", several, empty=len(several) < len(parts)))
+        elif kind == _CALL:
+            calls = [call for part in several for call in _calls(_value_of(part))]
+            pieces.append({"role": "assistant", "content": "", "tool_calls": calls})
+        else:
+            texts = [_value_of(part) for part in several]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("thoughts that are not one text")
+            inner = "\n\n".join(str(text).strip() for text in texts)
+            _check_characters(inner, "assistant")
+            pieces.append({"role": "assistant", "content": "", "reasoning_content": inner})
+    return pieces
 
 
 def _call_message(content: object) -> Message:
     """sharegpt's: one call or a list of them as JSON, which a block of thoughts may precede."""
-    read: Message = {"role": "assistant", "content": content if isinstance(content, str) else ""}
+    read = message("assistant", content if isinstance(content, str) else "", empty=True)
     thoughts, text = thoughts_of(read)
     read["content"] = ""
     read["tool_calls"] = _calls(text if isinstance(content, str) else content)
@@ -259,14 +413,20 @@ def _call(value: object) -> Tool:
 
 
 def _weigh(read: Message, extra: dict[str, object]) -> None:
-    for key in _WEIGHTS:
-        value = extra.pop(key, None)
-        if value not in (None, 0, 1):
+    """Take the message's switches out of ``extra``, and note in ``read`` that it isn't learned."""
+    found: dict[str, bool] = {}
+    for key in [key for key in SWITCHES if key in extra]:
+        value = extra.pop(key)
+        given = value if isinstance(value, list) else [value]  # one for each token
+        if any(each not in (0, 1) for each in given) or len({*map(bool, given)}) != 1:
             raise ValueError(f"a message with {key} {value!r}: an answer is learned (1) or not (0)")
-        if value and key == "loss" and read["role"] != "assistant":
+        found[key] = bool(given[0])
+        if found[key] and key != "weight" and read["role"] != "assistant":
             raise ValueError(f"a {read['role']} message with {key}: only answers are learned")
-        if value is not None and not value and read["role"] == "assistant":
-            read["weight"] = 0
+    if len({*found.values()}) > 1:
+        raise ValueError(f"switches that contradict each other: {' and '.join(found)} of a message")
+    if read["role"] == "assistant" and False in found.values():
+        read["weight"] = 0
 
 
 def _parsed(value: object, what: str) -> object:
@@ -286,17 +446,32 @@ def _check_characters(text: str, where: str) -> None:
         raise ValueError(f"half a character (a lone surrogate) in {what}") from error
 
 
+def _type_of(part: object) -> str:
+    return str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+
+
+def _value_of(part: object) -> object:
+    """A content part's text: OpenAI's ``text``, or LLaMA-Factory v1's ``value``."""
+    keys = (key for key in _VALUES if isinstance(part, dict) and part.get(key) is not None)
+    key = next(keys, None)
+    return part[key] if isinstance(part, dict) and key else None
+
+
 def _text(role: str, content: object, images: list[object] | None = None) -> str:
     """``images``: where content parts may be images, too."""
-    if isinstance(content, list):  # OpenAI's content parts
+    if isinstance(content, list):
         texts = []
         for part in content:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind in _IMAGE_PARTS and images is not None:
-                images.append(next((part[key] for key in _IMAGE_PARTS if part.get(key)), None))
+            kind, value = _type_of(part), _value_of(part)
+            if isinstance(part, dict) and kind in _IMAGE_PARTS and images is not None:
+                given = (part[key] for key in (*_IMAGE_PARTS, "value") if part.get(key))
+                images.append(next(given, None))
                 texts.append(IMAGE)
-            elif kind == "text" and isinstance(part.get("text"), str):
-                texts.append(part["text"])
+            elif kind == "text" and isinstance(value, str):
+                texts.append(value)
+            elif kind == "text":
+                keys = ", ".join(map(str, part)) if isinstance(part, dict) else "none"
+                raise ValueError(f"a text part ({role} message) without text: its keys are {keys}")
             else:
                 raise ValueError(f"content that is not text ({kind}) in a {role} message")
         return "".join(texts)

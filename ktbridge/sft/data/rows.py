@@ -24,9 +24,9 @@ from ktbridge.sft.data.layout import (
     read_judged,
     read_pair,
 )
-from ktbridge.sft.data.messages import Conversation, Message, all_text
+from ktbridge.sft.data.messages import Conversation, Message, RowNotes, all_text
 from ktbridge.sft.data.pictures import TEXT_ALONE
-from ktbridge.sft.data.sources import Source, find_sources
+from ktbridge.sft.data.sources import Source, find_sources, names_that_are_wrong
 from ktbridge.sft.data.tables import Line
 
 SHOWN = 20
@@ -266,82 +266,118 @@ def _read(source: Source, config: TrainConfig, rows: Rows) -> None:
     """One dataset into ``rows``."""
     rows.datasets.append(source.name)
     used, refused, total = len(rows.places), len(rows.refused), rows.total
-    unused: Counter[str] = Counter()
+    noted = Noted(source)
     ids: Counter[int | str] = Counter()
     for line in islice(source.lines(config.seed), config.max_samples):
         row_id = line.row.get("id") if isinstance(line.row, dict) else None
         if isinstance(row_id, int | str) and row_id != "":
             ids[row_id] += 1
-        names: set[str] = set()
-        if add_line(line, source, config, rows, names):
-            unused.update(names)
+        add_line(line, source, config, rows, noted)
     if rows.total == total:
         raise KtbridgeError(
             f"{source.paths[0] if source.paths else source.name} holds no row.",
             f"Write rows into it, or leave it out of {rows.name}.",
         )
     if len(rows.places) == used:
-        raise unusable(rows.refused[refused:], rows.total - total)
-    rows.notes.extend(_notes(source, unused, ids, rows.total - total))
+        wrong = names_that_are_wrong(source, [item.row for item in rows.refused[refused:]], config)
+        raise wrong or unusable(rows.refused[refused:], rows.total - total)
+    rows.notes.extend(noted.problems())
+    again = sum(count - 1 for count in ids.values())
+    if again:
+        name = next(name for name, count in ids.items() if count > 1)
+        found = (
+            f"{again} of {rows.total - total} rows have the id of an earlier one (first {name!r})"
+        )
+        step = "Remove them if they are the same rows."
+        rows.notes.append(problem("KTD003", source.name, f"{found}, and are used too", "", step))
 
 
-def add_line(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: set[str]) -> bool:
+class Noted:
+    """What is to be said of the rows of one dataset that can be used."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._fields: Counter[str] = Counter()
+        self._keys: Counter[str] = Counter()
+        self._used = self._joined = 0
+        self._missing = {key: name for name, key in source.columns.items()}
+
+    def add(self, row: object, notes: RowNotes) -> None:
+        """Take in a row, and what was noted of it."""
+        self._fields.update(sorted(notes.fields))
+        self._keys.update(sorted(notes.keys))
+        self._used += 1
+        self._joined += notes.joined
+        if isinstance(row, dict):
+            for key in self._missing.keys() & row.keys():
+                del self._missing[key]
+
+    def problems(self, all_rows: bool = True) -> Iterator[Problem]:
+        """Findings; ``all_rows``: none is still to come."""
+        where = self._source.name
+        for kind, names, step in (
+            (
+                "fields",
+                self._fields,
+                "To train on them, name them in the columns of dataset_info.json.",
+            ),
+            (
+                "keys of messages",
+                self._keys,
+                "Nothing if they say nothing of what is to be learned.",
+            ),
+        ):
+            if names:
+                most = names.most_common(SHOWN)
+                listed = ", ".join(f"{name} ({count} rows)" for name, count in most)
+                found = f"{kind} that are not trained on: {listed}"
+                yield problem("KTD003", where, found, next_step=step)
+        if self._joined:
+            found = f"{self._joined:,} of {self._used:,} rows have assistant messages in a row"
+            yield problem("KTD062", where, f"{found}: they are trained as one turn")
+        if self._missing and all_rows:
+            names = " and ".join(f'{name} = "{key}"' for key, name in self._missing.items())
+            found = f"dataset_info.json says {names}; no row has {'them' if len(self._missing) > 1 else 'it'}"
+            yield problem("KTD002", f"dataset {where!r}", found, severity="warning")
+
+
+def add_line(line: Line, source: Source, config: TrainConfig, rows: Rows, noted: Noted) -> bool:
     """Add one row to ``rows``, or to those that are refused; whether it can be used.
 
-    Names of fields that are not read are added to ``unused``.
+    What is to be said of it is added to ``noted``.
     """
     rows.total += 1
+    notes = RowNotes()
     try:
-        _add(line, source, config, rows, unused)
+        _add(line, source, config, rows, notes)
     except ValueError as error:
         rows.refused.append(Refused(line.where, str(error), line.row))
         return False
+    noted.add(line.row, notes)
     return True
 
 
-def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, unused: set[str]) -> None:
+def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, notes: RowNotes) -> None:
     if line.broken:
         raise ValueError(line.broken)
     pair, conversation = None, Conversation([])
     if config.stage == "dpo":
-        pair = read_pair(line.row, source.layout, unused)
+        pair = read_pair(line.row, source.layout, notes)
     else:
         read = {"pt": read_document, "kto": read_judged}.get(config.stage, read_conversation)
-        conversation = read(line.row, source.layout, unused)
+        conversation = read(line.row, source.layout, notes)
     names = {"name": config.identity_name, "author": config.identity_author}
     parts = (pair.prompt, pair.chosen, pair.rejected) if pair else (conversation,)
     for part in parts:
         fill_identity(part, names)
-    if config.strict_data and unused:
-        raise ValueError(f"unknown fields {', '.join(sorted(unused))}")
+    if config.strict_data and notes.unread:
+        raise ValueError(f"unknown fields {', '.join(notes.unread)}")
     if pair:
         rows.pairs.append(pair)
     else:
         rows.conversations.append(conversation)
     rows.places.append(line.where)
     rows.origins.append(len(rows.datasets) - 1)
-
-
-def _notes(
-    source: Source, unused: Counter[str], ids: Counter[int | str], total: int
-) -> Iterable[Problem]:
-    if unused:
-        fields = ", ".join(f"{name} ({count} rows)" for name, count in unused.most_common(SHOWN))
-        yield problem(
-            "KTD003",
-            source.name,
-            f"fields that are not trained on: {fields}",
-            next_step="To train on them, name them in the columns of dataset_info.json.",
-        )
-    again = sum(count - 1 for count in ids.values())
-    if again:
-        name = next(name for name, count in ids.items() if count > 1)
-        yield problem(
-            "KTD003",
-            source.name,
-            f"{again} of {total} rows have the id of an earlier one (first {name!r}), and are used too",
-            next_step="Remove them if they are the same rows.",
-        )
 
 
 def refused_note(

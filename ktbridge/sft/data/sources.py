@@ -6,11 +6,12 @@ A broken line of a JSONL file is a row that can't be used, not the end of the fi
 from __future__ import annotations
 
 import codecs
+import difflib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ktbridge.codes import problem
@@ -44,7 +45,8 @@ TAGS = {
 class Source:
     """One entry of ``dataset``: the files its rows are in, here or on the Hub, and how they are laid out.
 
-    ``num_samples``: as many of its rows, chosen at random; more than there are repeats some.
+    ``num_samples``: as many of its rows, chosen at random; more than there are repeats some. ``columns`` and
+    ``tags`` are those that dataset_info.json gives.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Source:
     layout: Layout
     remote: HubRows | None = None
     num_samples: int | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
 
     def looking_in(self, config: TrainConfig) -> Source:
         """With the folders of its images: ``media_dir``, else beside its files and in ``dataset_dir``."""
@@ -179,11 +183,11 @@ class _Entry:
         if stated not in ("alpaca", "sharegpt", "openai"):
             self._wrong(f"formatting {stated!r}", "alpaca, sharegpt or openai")
         formatting = "alpaca" if stated == "alpaca" else "messages"
-        columns = self._texts("columns", entry.get("columns"), COLUMNS) or dict(COLUMNS)
+        columns = self._texts("columns", entry.get("columns"), COLUMNS)
         tags = self._texts("tags", entry.get("tags"), TAGS)
         paths = () if afar or entry.get("hf_hub_url") else self._files(entry.get("file_name"))
-        layout = Layout(formatting, columns, _tags(tags, formatting))
-        return Source(self._name, paths, layout, remote, count)
+        layout = Layout(formatting, columns or dict(COLUMNS), _tags(tags, formatting))
+        return Source(self._name, paths, layout, remote, count, columns, tags)
 
     def _remote(self, entry: Mapping[str, object]) -> HubRows | None:
         """``hf_hub_url`` with ``subset``, ``split``, ``folder`` and ``revision``; nulls are left out."""
@@ -243,6 +247,108 @@ def _tags(given: Mapping[str, str], formatting: str) -> Tags:
         tags["content_tag"],
         {tags[tag]: role for role, tag in roles.items()},
     )
+
+
+def names_that_are_wrong(
+    source: Source, rows: Sequence[object], config: TrainConfig
+) -> ProblemsError | None:
+    """The error for rows that lack the names by which dataset_info.json describes them, or None.
+
+    ``rows``: those of a dataset of which none can be used.
+    """
+    layout, stage = source.layout, config.stage
+    found = [row for row in rows if isinstance(row, dict)]
+    if layout.formatting is None or not found:
+        return None
+    needed = ["messages"] if layout.formatting == "messages" else ["prompt"]
+    if stage == "dpo":
+        needed += ["chosen", "rejected"]
+    elif stage in ("sft", "kto") and layout.formatting == "alpaca":
+        needed += ["response"]
+    needed += ["kto_tag"] if stage == "kto" else []
+    keys = list(dict.fromkeys(str(key) for row in found for key in row))
+    missing = {name: layout.columns.get(name, "") for name in needed}
+    missing = {name: key for name, key in missing.items() if key not in keys}
+    if missing:
+        free = [key for key in keys if key not in layout.columns.values()]
+        step = _columns_step(missing, free)
+        other = next((key for key in ("conversations", "messages") if key in keys), None)
+        if layout.formatting == "alpaca" and other:
+            step = f'Write "formatting": "sharegpt" and "columns": {{"messages": "{other}"}} there.'
+        elif layout.formatting == "messages" and {"instruction", "output"} <= {*keys}:
+            step = 'Write "formatting": "alpaca" there.'
+        return _wrong_names(
+            source.name, source.columns, missing, ("row", "The rows have"), keys, step
+        )
+    talks = [row.get(layout.columns.get(name, "")) for row in found for name in needed]
+    lists = [talk if isinstance(talk, list) else [talk] for talk in talks]
+    spoken = [each for talk in lists for each in talk if isinstance(each, dict)]
+    if layout.formatting == "alpaca" or not source.tags or not spoken:
+        return None
+    tags = {**TAGS, **source.tags}
+    keys = list(dict.fromkeys(str(key) for each in spoken for key in each))
+    missing = {tag: tags[tag] for tag in ("role_tag", "content_tag") if tags[tag] not in keys}
+    listed = "The messages have"
+    if not missing:
+        roles = list(dict.fromkeys(str(each.get(tags["role_tag"])) for each in spoken))
+        if {*roles} <= {*tags.values()}:
+            return None
+        missing = {
+            tag: tags[tag] for tag in ("user_tag", "assistant_tag") if tags[tag] not in roles
+        }
+        keys, listed = roles, "The roles are"
+    if not missing:
+        return None
+    step = _columns_step(missing, [key for key in keys if key not in tags.values()], "tags")
+    return _wrong_names(source.name, source.tags, missing, ("message", listed), keys, step)
+
+
+def _wrong_names(
+    name: str,
+    given: Mapping[str, str],
+    missing: Mapping[str, str],
+    words: tuple[str, str],
+    keys: Sequence[str],
+    step: str,
+) -> ProblemsError:
+    """``words``: what lacks the names, and what begins the list of those that there are."""
+    said = [
+        f'{each} = "{key}"' + " (the default)" * (each not in given)
+        for each, key in missing.items()
+        if key
+    ]
+    found = f"dataset_info.json says {' and '.join(said)}" if said else "dataset_info.json"
+    if said:
+        found += f"; no {words[0]} has {'them' if len(said) > 1 else 'it'}"
+    nowhere = [each for each, key in missing.items() if not key]
+    if nowhere:
+        found += f"{', and' * bool(said)} names no column for {' and '.join(nowhere)}"
+    found += f". {words[1]}: {', '.join(sorted(keys))}"
+    wrong = problem("KTD002", f"dataset {name!r}", found, "", step)
+    return ProblemsError("the datasets can't be read; nothing was started.", [wrong])
+
+
+_USUAL = {
+    **COLUMNS,
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "content_tag": "content",
+    "role_tag": "role",
+}
+"""The likeliest names, where those that are given aren't there."""
+
+
+def _columns_step(missing: Mapping[str, str], free: Sequence[str], block: str = "columns") -> str:
+    """The entry's names mended, as far as names that nothing else reads make it likely."""
+    likely = {}
+    for name, key in missing.items():
+        near = difflib.get_close_matches(key or name, free, n=1)
+        usual = [each for each in (_USUAL.get(name), TAGS.get(name)) if each in free]
+        likely[name] = next(iter([*usual, *near]), None)
+    parts = [f'"{name}": "{key}"' for name, key in likely.items() if key]
+    if not parts:
+        return f"Correct its {block} in {INFO}."
+    return f"Write {' and '.join(parts)} in its {block} in {INFO}."
 
 
 NOT_JSON = {

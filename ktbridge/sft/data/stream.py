@@ -24,6 +24,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.fit import BATCH, Fitted, Tally, fit_rows, tokenize
 from ktbridge.sft.data.rows import (
     TOO_MANY,
+    Noted,
     Refused,
     Rows,
     add_line,
@@ -31,7 +32,7 @@ from ktbridge.sft.data.rows import (
     refused_note,
     unusable,
 )
-from ktbridge.sft.data.sources import Source, find_sources, in_lines
+from ktbridge.sft.data.sources import Source, find_sources, in_lines, names_that_are_wrong
 from ktbridge.sft.data.tables import Line
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Stream:
         self.tokenizer = tokenizer
         rows = self._read(islice(self._drawn(), BATCH))
         if not rows.places:
-            raise unusable(rows.refused, rows.total)
+            raise self._names_that_are_wrong() or unusable(rows.refused, rows.total)
         config = replace(self.config, mix_strategy="concat")
         return replace(fit_rows(rows, tokenizer, config), streamed=True)
 
@@ -223,9 +224,18 @@ class Stream:
 
     def _read(self, drawn: Iterator[Drawn]) -> Rows:
         rows = Rows(datasets=[source.name for source in self._sources])
+        noted = {source.name: Noted(source) for source in self._sources}
         for source, line in drawn:
-            add_line(line, source, self.config, rows, set())
+            add_line(line, source, self.config, rows, noted[source.name])
+        rows.notes += [found for each in noted.values() for found in each.problems(all_rows=False)]
         return rows
+
+    def _names_that_are_wrong(self) -> ProblemsError | None:
+        for source in self._sources:
+            first = [line.row for _, line in islice(self._lines(source), BATCH)]
+            if wrong := names_that_are_wrong(source, first, self.config):
+                return wrong
+        return None
 
     def _drawn(self) -> Iterator[Drawn]:
         """All rows without an end, in each epoch in another order."""
@@ -283,7 +293,7 @@ class Stream:
         """Take so many usable rows out of the first epoch; they are never trained on."""
         held = Rows("val_size", datasets=[source.name for source in self._sources])
         for source, line in islice(self._drawn(), max(100 * count, 10 * BATCH)):
-            if add_line(line, source, self.config, held, set()):
+            if add_line(line, source, self.config, held, Noted(source)):
                 self._held_places.add(line.where)
             if len(held.places) == count:
                 break
