@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from contextlib import ExitStack
+from pathlib import Path
 
 import openai
 import pytest
@@ -119,6 +120,101 @@ def test_a_place_is_free_once_its_client_has_gone(small):
         assert list(chunks)[-1].choices[0].finish_reason in ("stop", "length")
     # Each of the others began later and would take as many steps: none of them was continued.
     assert health(small)["running"] == 0
+
+
+def sent(server, body: dict, key: str = KEY, path: str = "completions") -> socket.socket:
+    """A connection on which a whole request has been sent."""
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    data = json.dumps({"model": "tiny"} | body).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("tokens", [3, 480])
+def test_a_client_that_has_closed_its_side_reads_its_answer(small, streamed, tokens):
+    with sent(small, {"prompt": [5], "max_tokens": tokens, "stream": streamed}) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        got = answer(connection)
+    while got.startswith(b"HTTP/1.1 100 Continue\r\n\r\n"):  # whether anybody is still there
+        got = got.partition(b"\r\n\r\n")[2]
+    assert got.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert (b"data: [DONE]" if streamed else b'"finish_reason":') in got
+    with sent(small, {"prompt": [5], "max_tokens": 2}) as connection:  # two requests, one end
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert answer(connection).count(b"HTTP/1.1 200 OK\r\n") == 2
+
+
+def rss(server) -> int:
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) << 10
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a " * 1_500_000},
+        {"prompt": " " * 3_000_000},
+        {"messages": [{"role": "user", "content": "a " * 1_500_000}]},
+        {"messages": [{"role": "user", "content": "a b c " * 10}] * 30_000},
+        {"prompt": ["a " * 25_000] * 2},
+        {"prompt": list(range(200)) * 1_000},
+    ],
+    ids=["text", "spaces", "chat", "messages", "prompts", "ids"],
+)
+def test_a_prompt_that_cannot_fit_holds_up_nobody(small, body):
+    """Refused by its size and by its beginning; nobody pays for tokens that aren't used."""
+    path = "chat/completions" if "messages" in body else "completions"
+    before = rss(small)
+    with ExitStack() as stack, small.client(KEY) as client:
+        large = [
+            stack.enter_context(sent(small, body | {"max_tokens": 4}, path=path)) for _ in range(6)
+        ]
+        began = time.monotonic()
+        got = client.completions.create(model="tiny", prompt="hi", max_tokens=2)
+        beside = time.monotonic() - began
+        assert got.usage.completion_tokens == 2
+        for connection in large:
+            connection.shutdown(socket.SHUT_WR)
+            got = answer(connection)
+            assert b" 400 " in got.partition(b"\r\n")[0], got[:400]
+            assert b'"code":"context_length_exceeded"' in got
+    assert beside < 3  # 19 to 84 s where all of them were tokenized first
+    assert rss(small) - before < 100 << 20
+
+
+def test_what_is_never_looked_at_is_not_made(small):
+    """More prompts than one request may bring, and a stop string that no answer is as long as."""
+    with small.client(KEY) as client:
+        began = time.monotonic()
+        with pytest.raises(openai.BadRequestError, match="at most 2 prompts"):
+            client.completions.create(model="tiny", prompt=["a " * 200] * 5_000, max_tokens=2)
+        got = client.completions.create(
+            model="tiny", prompt="hi", max_tokens=3, stop=["x" * 200_000] * 16
+        )
+        assert got.usage.completion_tokens
+        assert time.monotonic() - began < 5
+
+
+def test_large_bodies_are_held_in_bounded_number(small):
+    """The rest is told to come back; small ones go on."""
+    with ExitStack() as stack:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {KEY}\r\nContent-Length: 4000000\r\n\r\n"
+        for _ in range(9):
+            connection = stack.enter_context(
+                socket.create_connection(("127.0.0.1", small.port), timeout=20)
+            )
+            connection.sendall(head.encode() + b"x" * 3_900_000)
+        with sent(small, {"prompt": [5], "max_tokens": 2}) as beside:
+            beside.shutdown(socket.SHUT_WR)
+            assert answer(beside).startswith(b"HTTP/1.1 200 OK")
+        got = answer(connection)
+    assert got.startswith(b"HTTP/1.1 429 ")
+    assert b"retry-after: 1" in got.lower()
 
 
 def test_keys(small):

@@ -36,12 +36,13 @@ class BodyRoute(APIRoute):
         async def handle(request: Request) -> Response:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             try:
-                raw = await request.body()
+                # Not ``request.body()``, which keeps it as long as the request.
+                raw = [b"".join([piece async for piece in request.stream()])]
             except ClientDisconnect:
                 raise ClientGone from None
             if kind != "application/json":  # another site's page may send other kinds unasked
                 raise ApiError(400, "the request needs Content-Type: application/json")
-            body = await asyncio.to_thread(read_body, hints["body"], raw)
+            body = await asyncio.to_thread(lambda: read_body(hints["body"], raw.pop()))
             response: Response = await self.endpoint(body=body, request=request)
             return response
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Mapping
+from contextlib import suppress
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -14,6 +16,8 @@ from ktbridge.serve.local.schema import ApiError
 
 OPEN_PATHS = frozenset({"/health"})
 LINGER_SECONDS = 2.0
+AT_ONCE = 8  # bodies of the largest size that are held together
+SMALL_BODY = 1 << 16  # bytes; one that is smaller is read in any case
 
 
 def allowed(path: str, authorization: bytes | None, key: str) -> bool:
@@ -78,6 +82,8 @@ class KnownHost:
 class LimitBody:
     """413 for bodies over ``limit`` bytes, announced or sent; 408 for those that take too long.
 
+    429 for a large one while ``AT_ONCE`` times ``limit`` bytes of others are held: memory is bounded.
+
     Once ``stopping`` is set, an incomplete request is refused with 503, so that a half-sent body
     doesn't delay the shutdown.
     """
@@ -89,6 +95,7 @@ class LimitBody:
         self._seconds = seconds
         self._stopping = stopping
         self._too_large = f"the body is larger than {limit} bytes"
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,13 +114,24 @@ class LimitBody:
             if complete:  # next comes the client's disconnect, which has no timeout
                 return await receive()
             message = await self._receive_until(end, receive)
-            size += len(message.get("body", b""))
+            more = len(message.get("body", b""))
+            size += more
+            self._held += more
+            close = {"Connection": "close"}
             if size > self._limit:
-                raise HTTPException(413, self._too_large, {"Connection": "close"})
+                await self._discard(message, receive)
+                raise HTTPException(413, self._too_large, close)
+            if size > SMALL_BODY and self._held > AT_ONCE * self._limit:
+                await self._discard(message, receive)
+                full = "too many large requests at once; try again later"
+                raise HTTPException(429, full, close | {"Retry-After": "1"})
             complete = not message.get("more_body", False)
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held -= size
 
     async def _receive_until(self, end: float, receive: Receive) -> Message:
         """The next message, unless the server stops or ``end`` of the loop's clock comes first."""
@@ -136,18 +154,20 @@ class LimitBody:
             stop.cancel()
 
     async def _refuse(self, receive: Receive, send: Send) -> None:
-        """413 at once; then read a while, since most clients look for an answer only once all is sent.
-
-        A connection that is closed with bytes unread is reset, and its client may lose the answer.
-        """
+        """413 at once; then read a while, since most clients look for an answer only once all is sent."""
         error = ApiError(413, self._too_large, code="request_too_large")
         reply = JSONResponse(error.body, 413, {"Connection": "close"})
         await send({"type": "http.response.start", "status": 413, "headers": reply.raw_headers})
         await send({"type": "http.response.body", "body": reply.body, "more_body": True})
-        end = asyncio.get_running_loop().time() + LINGER_SECONDS
-        try:
-            while (await self._receive_until(end, receive)).get("more_body", False):
-                pass
-        except HTTPException:
-            pass
+        await self._discard({"more_body": True}, receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _discard(self, last: Mapping[str, object], receive: Receive) -> None:
+        """Read what follows ``last`` of a body, for a while, and keep nothing.
+
+        A connection that is closed with bytes unread is reset, and its client may lose the answer.
+        """
+        end = asyncio.get_running_loop().time() + LINGER_SECONDS
+        with suppress(HTTPException):
+            while last.get("more_body", False):
+                last = await self._receive_until(end, receive)

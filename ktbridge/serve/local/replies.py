@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import StreamingResponse
@@ -19,6 +20,7 @@ from ktbridge.serve.local.schema import ApiError
 from ktbridge.serve.local.worker import Job, ServerStopping
 
 Json = dict[str, object]
+Result = TypeVar("Result")
 AT_ONCE = 1 << 13  # bytes of a stream that are made before others have their turn
 
 
@@ -235,21 +237,29 @@ async def collect(job: Job, choices: int, request: Request) -> list[Choice]:
                 entries[index] += event.logprobs
         return [Choice("".join(texts[i]), entries[i], ends[i]) for i in range(choices)]
 
-    async def hang_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    answer, gone = asyncio.ensure_future(gather()), asyncio.ensure_future(hang_up())
     try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ClientGone
-        return answer.result()
+        return await while_connected(request, gather())
     except ServerStopping:
         raise server_is_stopping() from None
     finally:
         job.cancel()
-        answer.cancel()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``, which is cancelled when the client has gone. Raises ClientGone then."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    done, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not done.done():
+            raise ClientGone
+        return done.result()
+    finally:
+        done.cancel()
         gone.cancel()
 
 

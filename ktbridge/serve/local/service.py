@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
 from fastapi import Request
 from starlette.responses import Response
-from transformers import PreTrainedTokenizerBase
 
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.json_out import json_response
+from ktbridge.serve.local.prompts import Prompts
 from ktbridge.serve.local.replies import (
     ChatReply,
     CompletionReply,
@@ -22,9 +20,10 @@ from ktbridge.serve.local.replies import (
     collect,
     server_is_stopping,
     stream,
+    while_connected,
 )
 from ktbridge.serve.local.sampling import Sampling
-from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest, Message
+from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 from ktbridge.serve.request import Limits
 from ktbridge.served_names import ServedArm, base_name, split_name
@@ -49,7 +48,7 @@ class Service:
         cells = engine.cells()
         self.context = min(engine.context_length, limits.context, cells)
         self.worker = Worker(Batch(engine, running, cells, limits.chunk), limits.waiting)
-        self._prompts = PromptBuilder(engine.tokenizer, engine.vocab_size, self.context)
+        self._prompts = Prompts(engine.tokens, engine.vocab_size, self.context)
 
     def find_arm(self, name: str) -> ServedArm:
         """Raises ApiError 404 for a name that isn't served."""
@@ -80,11 +79,13 @@ class Service:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """The reply to a chat, whole or as a stream. Raises ApiError."""
         arm, prompts = self.find_arm(body.model), self._prompts
-        prompt = await asyncio.to_thread(prompts.chat, body.messages, body.chat_template_kwargs)
+        self._check_counts(1, body.n)
+        work = prompts.chat(body.messages, body.chat_template_kwargs)
+        prompt = await while_connected(request, work)
         for limit in (body.max_tokens, body.max_completion_tokens):
             prompts.room(prompt, limit, "messages")
         most = prompts.room(prompt, body.limit, "messages")
-        sampling = _sampling(body, most, body.wanted_logprobs)
+        sampling = self._sampling(body, most, body.wanted_logprobs)
         job = self._start(arm, [prompt], [sampling], body.n)
         reply = ChatReply(arm.name, self.engine.tokens, logprobs=body.logprobs, n=body.n)
         return await self._respond(job, reply, body, request, [prompt])
@@ -92,12 +93,11 @@ class Service:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """The reply to prompts, whole or as a stream. Raises ApiError."""
         arm, prompts = self.find_arm(body.model), self._prompts
-        ids = [await asyncio.to_thread(prompts.completion, given) for given in body.prompts]
+        self._check_counts(len(body.prompts), body.n)
+        ids = [await while_connected(request, prompts.completion(given)) for given in body.prompts]
         scored = body.echo and body.logprobs is not None
-        samplings = [
-            _sampling(body, prompts.room(prompt, body.max_tokens, "prompt"), body.logprobs, scored)
-            for prompt in ids
-        ]
+        rooms = [prompts.room(prompt, body.max_tokens, "prompt") for prompt in ids]
+        samplings = [self._sampling(body, room, body.logprobs, scored) for room in rooms]
         job = self._start(arm, ids, samplings, body.n)
         echoes = [
             await asyncio.to_thread(self._echo, body, *pair)
@@ -135,15 +135,18 @@ class Service:
         text = given if isinstance(given, str) else decode(given, special=True)
         return Echo(text, len(prompt) if body.logprobs is not None else 0)
 
+    def _check_counts(self, prompts: int, n: int) -> None:
+        """Raise ApiError for more prompts or choices than one request may ask for, before any is read."""
+        most = self.limits.waiting
+        if n > self.most_choices:
+            raise ApiError(400, f"n must be at most {self.most_choices} on this server", param="n")
+        if prompts > most:
+            raise ApiError(400, f"one request may bring at most {most} prompts", param="prompt")
+
     def _start(
         self, arm: ServedArm, ids: Sequence[list[int]], samplings: Sequence[Sampling], n: int
     ) -> Job:
         """Queue one request: each of its prompts ``n`` times. Raises ApiError."""
-        most = self.limits.waiting
-        if n > self.most_choices:
-            raise ApiError(400, f"n must be at most {self.most_choices} on this server", param="n")
-        if len(ids) > most:
-            raise ApiError(400, f"one request may bring at most {most} prompts", param="prompt")
         job = Job(len(ids) * n, self.worker.outbox)
         pairs = enumerate(zip(ids, samplings, strict=True))
         try:
@@ -155,94 +158,21 @@ class Service:
             raise server_is_stopping() from None
         return job
 
-
-def _sampling(
-    body: ChatRequest | CompletionRequest, most: int, tops: int | None, scored: bool = False
-) -> Sampling:
-    """As ``body`` asks: ``most`` tokens with ``tops`` logprobs each, the prompt's too if ``scored``."""
-    return Sampling(
-        max_tokens=most,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
-        stop=body.stops,
-        top_logprobs=tops,
-        prompt_logprobs=scored,
-    )
-
-
-class PromptBuilder:
-    """Renders and tokenises prompts, in any thread, and checks them against the context length.
-
-    It has its own tokenizer: encoding may change a tokenizer's settings temporarily, which must
-    not happen during the worker's decoding.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, context: int) -> None:
-        self._tokenizer = copy.deepcopy(tokenizer)
-        self._lock = threading.Lock()
-        self._vocab_size = vocab_size
-        self._context = context
-
-    def chat(self, messages: Sequence[Message], variables: Mapping[str, object]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins."""
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise ApiError(
-                400,
-                "this model's tokenizer has no chat template; use /v1/completions",
-                code="no_chat_template",
-            )
-        with self._lock:
-            try:
-                text = self._tokenizer.apply_chat_template(
-                    [message.as_template_input() for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **variables,  # type: ignore[arg-type]
-                )
-            except Exception as error:  # templates may raise any exception, jinja's included
-                raise ApiError(
-                    400,
-                    f"the chat template refuses these messages: {str(error)[:300]}",
-                    param="messages",
-                ) from error
-            # The template wrote the special tokens itself.
-            return self._encode(str(text), add_special_tokens=False, param="messages")
-
-    def completion(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a prompt given as text or as ids."""
-        if isinstance(prompt, str):
-            with self._lock:
-                return self._encode(prompt, add_special_tokens=True, param="prompt")
-        if any(token >= self._vocab_size for token in prompt):
-            raise ApiError(
-                400, f"token ids must be below {self._vocab_size}, the vocabulary", param="prompt"
-            )
-        return list(prompt)
-
-    def room(self, prompt: Sequence[int], limit: int | None, param: str) -> int:
-        """How many tokens may be generated: ``limit``, or what the context leaves."""
-        size, context = len(prompt), self._context
-        if not prompt:
-            raise ApiError(400, "the prompt has no tokens", param=param)
-        left = context - size
-        # A prompt that fills the context can still be scored, though not continued.
-        if left < 0 or (left == 0 and limit != 0):
-            text = f"the prompt has {size} tokens; this model's context is {context}, the answer included"
-            raise ApiError(400, text, param=param, code="context_length_exceeded")
-        if limit is None:
-            return left
-        if limit > left:
-            text = (
-                f"the prompt has {size} tokens and {limit} more were asked for; this model's context is "
-                f"{context}"
-            )
-            raise ApiError(400, text, param="max_tokens", code="context_length_exceeded")
-        return limit
-
-    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ApiError(400, "the text holds half of a surrogate pair", param=param) from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def _sampling(
+        self,
+        body: ChatRequest | CompletionRequest,
+        most: int,
+        tops: int | None,
+        scored: bool = False,
+    ) -> Sampling:
+        """As ``body`` asks: ``most`` tokens with ``tops`` logprobs each, the prompt's too if ``scored``."""
+        return Sampling(
+            max_tokens=most,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+            # A longer one can't come, and looking for it takes as long as it is.
+            stop=tuple(stop for stop in body.stops if self._prompts.fits(stop, most)),
+            top_logprobs=tops,
+            prompt_logprobs=scored,
+        )

@@ -135,7 +135,7 @@ def group() -> distributed.ProcessGroup:
 
 @contextmanager
 def explain_lost_rank(seconds: float | None = None) -> Iterator[None]:
-    """Turn torch's error about a lost rank into a KtbridgeError; ``seconds``: waited for, if not the limit."""
+    """Turn torch's error about a lost rank, waited for ``seconds`` or the limit, into a KtbridgeError."""
     try:
         yield
     except RuntimeError as error:

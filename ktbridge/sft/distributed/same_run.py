@@ -114,7 +114,7 @@ def failing_together() -> Iterator[None]:
 
 
 def tell(error: KtbridgeError) -> None:
-    """Tell the other ranks why this one can't start, once; it joins them for that if no launcher sees it end."""
+    """Tell the other ranks, once, why this one can't start; it joins for that if no launcher sees its end."""
     if _State.over or world().size == 1 or not (joined() or several_launchers()):
         return
     _State.over = True
