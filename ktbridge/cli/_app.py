@@ -122,6 +122,23 @@ def _quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=category)
 
 
+def _open_closed_streams() -> None:
+    """Put /dev/null in the place of standard streams that are closed (``>&-``).
+
+    Else Python has None for them, and the next file that is opened gets their number: what libraries and
+    child processes print would be written into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:  # whatever has the number is nobody's stream
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
 def _forget_unprinted() -> None:
     """Keep Python from trying again, at its end, to print what stdout (a full disk) didn't take."""
     try:
@@ -177,6 +194,7 @@ class LazyGroup(click.Group):
         self._table = commands_table
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        _open_closed_streams()
         try:
             return super().main(*args, **extra)
         except OSError as error:

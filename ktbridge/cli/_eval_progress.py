@@ -50,7 +50,7 @@ def show_progress(label: str) -> Iterator[Callable[[Progress], None]]:
     from rich.progress import Progress as Bars
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.fields[status]}", markup=False),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktbridge.cli._ui import shown
 from ktbridge.recipe import Item, Listener, Serving, Step
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Shown(Listener):
     def headline(self, title: str) -> None:
         """The next heading, numbered."""
         self._number += 1
-        self._console.rule(f"[bold]{self._number}/{self.total}  {title}", align="left")
+        self._console.rule(f"[bold]{self._number}/{self.total}  {shown(title)}", align="left")
 
     def note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, soft_wrap=True)
@@ -40,11 +41,11 @@ class Shown(Listener):
         else:
             self.headline(step.title)
         self.note(step.why)
-        self._console.print(f"[bold]$[/] {line}", style="cyan", soft_wrap=True)
+        self._console.print(f"[bold]$[/] {shown(line)}", style="cyan", soft_wrap=True)
 
     def keeps(self, step: Step, line: str) -> None:
         self.headline(step.title)
-        self._console.print(f"[bold]#[/] {line}", style="dim", soft_wrap=True)
+        self._console.print(f"[bold]#[/] {shown(line)}", style="dim", soft_wrap=True)
         self.note("kept: nothing that it depends on has changed since")
 
     def ready(self, step: Step, url: str, log: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -27,10 +27,11 @@ from rich.segment import Segment
 from ktbridge.errors import Problem
 
 
-def _width(stream: TextIO) -> int | None:
+def _width(stream: TextIO | None) -> int | None:
     """Piped output has no width, and rich's default of 80 columns would fold paths in tables."""
     columns = os.environ.get("COLUMNS", "")
-    return None if stream.isatty() or columns.isdigit() else 110
+    terminal = stream is not None and stream.isatty()
+    return None if terminal or columns.isdigit() else 110
 
 
 _OBEYED = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
@@ -39,8 +40,11 @@ _UNSEEN = re.compile(f"[{_OBEYED}]")
 _CONTROL = re.compile(f"[\x00-\x09\x0b-\x1f{_OBEYED}]")
 
 
-class _Console(Console):
-    """A console whose terminal obeys us, never a name that is printed on it."""
+class PlainConsole(Console):
+    """A console whose terminal obeys us, never a name that is printed on it, as "tiny:cat:base" is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, emoji=False, **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -54,8 +58,8 @@ class _Console(Console):
 
 
 # Results go to stdout, so that they can be piped; progress and messages go to stderr.
-console = _Console(highlight=False, width=_width(sys.stdout))
-stderr = _Console(stderr=True, highlight=False, width=_width(sys.stderr))
+console = PlainConsole(width=_width(sys.stdout))
+stderr = PlainConsole(stderr=True, width=_width(sys.stderr))
 
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 IGNORED_KEY = "KTC004"
@@ -173,7 +177,7 @@ class Bar:
         self._progress.update(self._task, completed=done, total=total)
 
     def describe(self, label: str) -> None:
-        self._progress.update(self._task, description=escape(label))
+        self._progress.update(self._task, description=label)
 
 
 @contextmanager
@@ -182,7 +186,7 @@ def training_bar(done: int, total: int) -> Iterator[Bar]:
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(bar_width=10),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # rich would read emoji, too
         TimeElapsedColumn(),
         TextColumn("eta"),
         TimeRemainingColumn(),
@@ -199,10 +203,10 @@ def progress_bar(label: str, unit: str = "") -> Iterator[Bar | Lines]:
         return
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # rich would read emoji, too
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(unit),
+        TextColumn(unit, markup=False),
         TimeElapsedColumn(),
         TextColumn("eta"),
         TimeRemainingColumn(),

@@ -159,7 +159,7 @@ def _print_summary(report: dict[str, Any]) -> None:
             f"{output['bytes']:,}",
             str(output["rank"]),
             f"{output['alpha']:g}",
-            " ".join(output["target_modules"]),
+            shown(" ".join(output["target_modules"])),
             shown(output["path"]),
         )
     console.print(table)

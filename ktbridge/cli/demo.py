@@ -115,13 +115,13 @@ def _show_answers(url: str) -> None:
     from openai import OpenAI
     from rich.table import Table
 
-    from ktbridge.cli._ui import console
+    from ktbridge.cli._ui import console, shown
     from ktbridge.demo.loop import ARMS
 
     client = OpenAI(base_url=f"{url.removesuffix('/v1')}/v1", api_key="none", max_retries=0)
-    shown = {"base": "base model", "full": "with the adapter"}
+    headings = {"base": "base model", "full": "with the adapter"}
     table = Table(title="The same questions, without and with the adapter", title_justify="left")
-    for heading in ("prompt", *shown.values()):
+    for heading in ("prompt", *headings.values()):
         table.add_column(heading, overflow="fold")
     for prompt in SAMPLES:
         answers = [
@@ -133,9 +133,9 @@ def _show_answers(url: str) -> None:
             )
             .choices[0]
             .message.content
-            for arm in shown
+            for arm in headings
         ]
-        table.add_row(prompt, *(answer or "" for answer in answers))
+        table.add_row(prompt, *(shown(answer or "") for answer in answers))
     console.print(table)
     console.print(
         "The evaluation below asks a third arm too: expert LoRA alone, half an adapter, whose answers"

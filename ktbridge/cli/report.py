@@ -130,7 +130,7 @@ def print_results(results: Results | Index, directory: Path) -> None:
     else:
         for one in results["benches"]:
             console.print()
-            console.rule(one["name"], align="left")
+            console.rule(shown(one["name"]), align="left")
             if one["results"] is None:
                 console.print(f"[bold red]error:[/] not reported: {shown(one['error'])}")
             else:

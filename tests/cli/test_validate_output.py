@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from adapterfaults import add, edit
 from rawadapter import write_raw
 
 from ktbridge.adapter import convert_adapter
+from ktbridge.cli import _ui
 
 HOSTILE = "evil\x1b]0;pwn\x07\x1b[31m\n\u202e[red].lora_A.weight"
 
@@ -36,6 +39,39 @@ def test_a_terminal_acts_upon_nothing_that_a_name_says(tmp_path: Path, place: st
     assert (r"n\x1b[31m\n[red]" in out.stdout) == (place == "path")
     document = json.loads(validate(tmp_path, directory.name, "--json").stdout)
     assert any(HOSTILE in problem["where"] for problem in document["problems"])
+
+
+def test_a_name_is_printed_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as an emoji nor as markup: in lines, tables and what describes a bar."""
+    name = "run:100:b[bold]x[/] :x:"
+    convert_adapter(write_raw(tmp_path / "raw"), nonexpert_output_dir=tmp_path / name)
+    out = validate(tmp_path, name)
+    assert name in out.stdout
+    edit(tmp_path / name, add(f"{name}.lora_A.weight"))
+    assert name in validate(tmp_path, name).stderr
+
+    written = io.StringIO()
+    terminal = _ui.PlainConsole(file=written, force_terminal=True, width=200)
+    monkeypatch.setattr(_ui, "stderr", terminal)
+    with _ui.progress_bar(f"downloading {name}", unit=name) as bar:
+        bar(1, 2)
+        bar.describe(f"then {name}")
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
+    assert plain.count(name) >= 2
+    assert f"then {name}" in plain
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_a_closed_stream_is_nobody_who_reads(tmp_path: Path, closed: str) -> None:
+    """No traceback, and what a command prints gets into no file that it writes."""
+    write_raw(tmp_path / "raw")
+    command = f"{sys.executable} -m ktbridge convert raw --merged-output-dir out {closed}"
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert validate(tmp_path, "raw").returncode == 0
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())
 
 
 def test_a_base_model_that_cannot_be_read_is_in_the_document(tmp_path: Path) -> None:

@@ -304,7 +304,7 @@ def test_tasks_that_nothing_joins_are_refused(monkeypatch, environment, found):
 
 
 def test_gloo_takes_the_interface_to_the_first_host_where_the_name_leads_nowhere(monkeypatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setattr(group, "_reachable", lambda name: False)
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth7": [SimpleNamespace(address=address)]})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -314,7 +314,7 @@ def test_gloo_takes_the_interface_to_the_first_host_where_the_name_leads_nowhere
     group.choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
     with pytest.raises(KtbridgeError, match="can't reach this one") as refused:
         group.choose_interface()
