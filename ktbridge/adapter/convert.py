@@ -213,7 +213,7 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
         source.round_to_bf16()
     elif dtype == "f32":
         source.widen()
-    findings += [] if incomplete else source.fold(to, source.widened)
+    findings += [] if incomplete else source.fold(to)
     outputs: list[Output] = []
     for name in () if incomplete else _formats(to, paths):
         made, refusals = writer_of(name)(source)

@@ -205,12 +205,10 @@ def _structures(
         if source is not None:  # conversion keeps module names, not the selected layers
             adapter.trained_as = source.config
         use = _USES.get(engine, Use.SERVED)
-        checked = adapter
         if adapter.layout == "raw" or (adapter is source and _trained(adapter)):
             use = Use.INPUT
-            checked, _, findings = folded(adapter)
-            yield from findings
-        yield from check_structure(checked, use, modules)
+            yield from folded(adapter)[2]
+        yield from check_structure(adapter, use, modules)
     if modules is None or not modules.known:
         yield from check_gaps(adapters)
 

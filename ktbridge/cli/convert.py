@@ -39,7 +39,8 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     default="auto",
     show_default=True,
     metavar="FORMAT",
-    help="The format of RAW_DIR if it is ambiguous: any of --to, unsloth-legacy or peft-0.18.",
+    help="The format of RAW_DIR if it is ambiguous: any of --to, unsloth-legacy, peft-0.18, "
+    "megatron-packed or mcore.",
 )
 @click.option(
     "--output",

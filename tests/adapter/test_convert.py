@@ -216,10 +216,14 @@ def test_per_expert_training_output_and_shards(make_raw: Make, tmp_path: Path) -
     assert "KTB214" in {p.code for p in validate_adapter([per_expert]).problems}
     config = config_of(per_expert)
     (per_expert / "adapter_config.json").write_text(json.dumps({**config, "use_rslora": True}))
-    plan = plan_convert(per_expert, merged_output_dir=tmp_path / "rs")
-    assert ("KTB107", "warning") in {(p.code, p.severity) for p in plan.findings}
-    assert plan.outputs[0].config["lora_alpha"] == 8  # experts at 8/4; B of the rest by sqrt(4)
-    assert {target.factor for copy in plan.copies for target in copy.targets} == {1.0, 2.0}
+    with pytest.raises(ProblemsError) as asked:
+        plan_convert(per_expert, merged_output_dir=tmp_path / "rs")
+    assert codes(asked, "error") == {"KTB107"}
+    # KT's experts at 8/4, PEFT's at 8/sqrt(4), as the rest is.
+    for trainer, alpha, factors in (("kt-merged", 8, {1.0, 2.0}), ("vllm", 16, {1.0})):
+        plan = plan_convert(per_expert, from_format=trainer, merged_output_dir=tmp_path / "rs")
+        assert plan.outputs[0].config["lora_alpha"] == alpha
+        assert {target.factor for copy in plan.copies for target in copy.targets} == factors
     (per_expert / "adapter_config.json").write_text(json.dumps(config))
     convert_adapter(per_expert, merged_output_dir=tmp_path / "again")
     assert digests(tmp_path / "again") == digests(tmp_path / "m")
@@ -365,9 +369,9 @@ def test_explicit_alpha(make_raw: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "code"),
     [
-        ({"rank_pattern": {"q_proj": 8}}, "KTB108"),
+        ({"rank_pattern": {"q_proj": 8}}, "KTB301"),
         ({"alpha_pattern": {"q_proj": 12}}, "KTB109"),
-        ({"alpha_pattern": {"q_.*": 16}}, "KTB109"),
+        ({"alpha_pattern": {"(q_.*)*": 16}}, "KTB109"),
         ({"alpha_pattern": ["q_proj"]}, "KTB109"),
         ({"bias": "all"}, "KTB111"),
         ({"init_lora_weights": "pissa_niter_4"}, "KTB114"),

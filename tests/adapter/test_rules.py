@@ -194,7 +194,7 @@ ROWS = [
     Row("alpha_pattern", "n", config("n", alpha_pattern={"q_proj": 1}), "KTB109",
         "alpha_pattern gives model.layers.0", "", "--nonexpert-output-dir D"),
     Row("rank_pattern", "n", config("n", rank_pattern={"q_proj": 1}), "KTB108", "rank 1",
-        "r, 4", "train without it"),
+        "r, 4", "--nonexpert-output-dir D", also=("KTB301",)),
     Row("DoRA tensors", "n", tensors("n", add(P + "layers.0.self_attn.q_proj.lora_magnitude_vector")),
         "KTB110", "DoRA magnitude", "", "merge", place="lora_magnitude_vector"),
     Row("bias tensors", "e", tensors("e", add("model.layers.0.mlp.experts.0.up_proj.lora_B.bias")),

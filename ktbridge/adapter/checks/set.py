@@ -112,7 +112,7 @@ def _scale(source: Adapter, adapter: Adapter) -> tuple[float, list[Problem]]:
         if not math.isclose(now, trained, rel_tol=1e-9):
             found = f"experts are served at alpha/r = {now:g}"
             wrong.append(problem("KTB505", where, found, f"{trained:g}, as trained"))
-            served = half_numbers(source, "nonexpert").scale if source.nonexpert else 1.0
+            served = trained
     if not adapter.nonexpert or not source.nonexpert:
         return 1.0, wrong
     trained = half_numbers(source, "nonexpert").scale

@@ -186,78 +186,24 @@ class Source:
         count = self.experts[layer, projection, "A"].shape[0]
         return self.own_experts.get((layer, projection), (self.common,) * count)
 
-    def fold(self, to: str, widened: bool) -> Iterator[Problem]:
-        """Multiply scales that ``to`` has no place for into B; report those that would round.
+    def fold(self, to: str) -> list[Problem]:
+        """Multiply scales that ``to`` has no place for into B; changes nothing where one would round.
 
         ``raw`` and ``peft-fused`` have a place for every module's scale but the experts', ``peft-fused`` for
-        that of a layer's parameter as well. ``widened``: everything is float32, and may round there.
+        that of a layer's parameter as well; what is exact without is folded there, too. After ``widen``
+        any ratio is multiplied in float32.
         """
-        groups: list[tuple[str, ...]] = [(name,) for name in self.projections]
-        if {"gate", "up"} <= {*self.projections}:
-            groups = [("gate", "up"), *([("down",)] if "down" in self.projections else [])]
-        factors: list[tuple[str, float]] = []
-        refused: list[tuple[str, Numbers, Numbers]] = []
-
-        def factor_of(place: str, numbers: Numbers, common: Numbers) -> float:
-            ratio = numbers.ratio(common)
-            if ratio is None and not widened:
-                refused.append((place, numbers, common))
-            factor = numbers.scale / common.scale if ratio is None else ratio
-            if factor != 1.0:
-                factors.append((place, factor))
-            return factor
-
-        for layer in self.layers if self.own_experts else ():
-            for group in groups:
-                common = self.common
-                numbers = {name: self.own_of(layer, name) for name in group}
-                if to == "peft-fused":
-                    common = common_numbers(
-                        (each for row in numbers.values() for each in row), self.common
-                    )
-                for name, row in numbers.items():
-                    place = f"layer {layer} experts.{name}_proj"
-                    found = [factor_of(place, each, common) for each in row]
-                    where = f"{self.path}: {place}"
-                    slot = layer, name, "B"
-                    self.experts[slot] = scaled_each(self.experts[slot], found, where)
-                    self.own_experts[layer, name] = (common,) * len(row)
-        if self.own and to not in ("raw", "peft-fused"):
-            modules = {parse_key(key).module for key in self.nonexpert}
-            every = (self.own.get(module, self.rest) for module in modules)
-            common = common_numbers(every, self.rest)
-            for key, block in self.nonexpert.items():
-                parsed = parse_key(key)
-                numbers_here = self.own.get(parsed.module, self.rest)
-                if parsed.half == "A":
-                    self.nonexpert[key] = padded(block, 0, common.rank)
-                    continue
-                factor = factor_of(parsed.module, numbers_here, common)
-                wide = padded(block, 1, common.rank)
-                self.nonexpert[key] = wide.scaled(factor, f"{self.path}: {key}")
-            self.nonexpert_rank, self.use_rslora = common.rank, common.rslora and not common.over
-            self.nonexpert_alpha = common.alpha if not common.over else whole(common.plain_alpha)
-            self.own = {}
-        yield from self._folded(factors, refused)
-
-    def _folded(
-        self, factors: list[tuple[str, float]], refused: list[tuple[str, Numbers, Numbers]]
-    ) -> Iterator[Problem]:
-        where = str(self.path / CONFIG_FILE)
-        if refused:
-            place, own, common = refused[0]
-            more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        folding = _Folding(self, to)
+        if folding.refused:
+            place, own, common = folding.refused[0]
+            others = len(folding.refused) - 1
+            more = f" (and {others} more)" if others else ""
             found = f"{place} is scaled by {own.scale:g}{more}, others by {common.scale:g}"
             step = UNFOLDED.format(path=shlex.quote(str(self.path)))
             expected = "one scale, or ratios that are powers of two"
-            yield problem("KTB109", where, found, expected, next_step=step)
-        elif factors:
-            places = len({place for place, _ in factors})
-            exact = all(math.frexp(factor)[0] == 0.5 for _, factor in factors)
-            how = "exactly" if exact else "in float32, each value rounded once"
-            step = f"nothing: it is folded into B of {places} modules, {how}"
-            found = "some modules have a scale of their own"
-            yield problem("KTB109", where, found, severity="info", next_step=step)
+            where = str(self.path / CONFIG_FILE)
+            return [problem("KTB109", where, found, expected, next_step=step)]
+        return folding.apply()
 
     def blocks(self, layouts: Collection[str]) -> list[Block]:
         """The tensors that these outputs need: an expert output no non-expert ones, and so on."""
@@ -325,7 +271,85 @@ class Source:
         factor, problems = common_scale(where, experts, self.rest, same_rank)
         if self.widened:
             problems = [item for item in problems if item.code != "KTB703"]
-        return self.rank, self.alpha, factor, problems
+        return self.rank, self.alpha, 1.0 if problems else factor, problems
+
+
+class _Folding:
+    """The factors for B of what has another scale than its half, as far as a format has no place for it."""
+
+    def __init__(self, source: Source, to: str) -> None:
+        self.source = source
+        self.refused: list[tuple[str, Numbers, Numbers]] = []
+        self.folded: list[float] = []
+        held = to in ("raw", "peft-fused")
+        self.experts = dict(self._experts(to)) if source.own_experts else {}
+        every = [source.own.get(m, source.rest) for m in self._modules()] if source.own else []
+        self.rest = source.rest if held else common_numbers(every, source.rest)
+        self.modules: dict[str, float] = {}
+        for module in self._modules() if source.own else ():
+            numbers = source.own.get(module, source.rest)
+            ratio = numbers.ratio(self.rest)
+            if held and (numbers.rank != self.rest.rank or ratio is None):
+                continue  # it keeps its own numbers
+            self.modules[module] = self._factor(module, numbers, self.rest)
+
+    def apply(self) -> list[Problem]:
+        """Change the source; returns what was done."""
+        source = self.source
+        for (layer, name), (common, factors) in self.experts.items():
+            slot, where = (layer, name, "B"), f"{source.path}: layer {layer} experts.{name}_proj"
+            source.experts[slot] = scaled_each(source.experts[slot], factors, where)
+            source.own_experts[layer, name] = (common,) * len(factors)
+        for key, block in source.nonexpert.items():
+            parsed, rank = parse_key(key), self.rest.rank
+            if parsed.module not in self.modules:
+                continue
+            if parsed.half == "A":
+                source.nonexpert[key] = padded(block, 0, rank)
+                continue
+            factor = self.modules[parsed.module]
+            source.nonexpert[key] = padded(block, 1, rank).scaled(factor, f"{source.path}: {key}")
+        source.own = {m: own for m, own in source.own.items() if m not in self.modules}
+        plain = bool(self.rest.over)
+        source.nonexpert_rank, source.use_rslora = self.rest.rank, self.rest.rslora and not plain
+        source.nonexpert_alpha = whole(self.rest.plain_alpha) if plain else self.rest.alpha
+        changed = [factor for factor in self.folded if factor != 1.0]
+        if not changed:
+            return []
+        exact = all(math.frexp(factor)[0] == 0.5 for factor in changed)
+        how = "exactly" if exact else "in float32, each value rounded once"
+        step = f"nothing: it is folded into B of {len(changed)} modules, {how}"
+        found = "some modules have a scale of their own"
+        where = str(source.path / CONFIG_FILE)
+        return [problem("KTB109", where, found, severity="info", next_step=step)]
+
+    def _experts(self, to: str) -> Iterator[tuple[tuple[int, str], tuple[Numbers, list[float]]]]:
+        """(layer, projection) -> what is left as its scale, and each expert's factor."""
+        source = self.source
+        groups: list[tuple[str, ...]] = [(name,) for name in source.projections]
+        if {"gate", "up"} <= {*source.projections}:  # PEFT has one parameter for both
+            groups = [("gate", "up"), *(group for group in groups if group == ("down",))]
+        for layer in source.layers:
+            for group in groups:
+                rows = {name: source.own_of(layer, name) for name in group}
+                common = source.common
+                if to == "peft-fused":
+                    common = common_numbers((each for row in rows.values() for each in row), common)
+                for name, row in rows.items():
+                    place = f"layer {layer} experts.{name}_proj"
+                    yield (layer, name), (common, [self._factor(place, n, common) for n in row])
+
+    def _factor(self, place: str, numbers: Numbers, common: Numbers) -> float:
+        ratio = numbers.ratio(common)
+        if ratio is None and not self.source.widened:
+            self.refused.append((place, numbers, common))
+            return 1.0
+        factor = numbers.scale / common.scale if ratio is None else ratio
+        self.folded.append(factor)
+        return factor
+
+    def _modules(self) -> list[str]:
+        return sorted({parse_key(key).module for key in self.source.nonexpert})
 
 
 Reader = Callable[[Request], Source]

@@ -145,15 +145,20 @@ def test_without_experts_their_numbers_mean_nothing(
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_per_expert_rslora_is_doubted_aloud(tmp_path: Path, to: str) -> None:
+def test_per_expert_rslora_is_asked_about(tmp_path: Path, to: str) -> None:
+    """PEFT scales experts by alpha/sqrt(r) then, KT by alpha/r; peft_version without a manifest is PEFT's."""
     raw = write_raw(tmp_path / "raw", base_model=str(write_config(tmp_path / "base")))
     convert_adapter(raw, to="kt-merged", output_dir=tmp_path / "in")
     change_config(tmp_path / "in", use_rslora=True)
-    report = convert_adapter(tmp_path / "in", to=to, output_dir=tmp_path / "out")
-    doubts = [item for item in report.findings if item.code == "KTB107"]
-    assert ("warning", True) in [
-        (item.severity, "--lora-alpha" in item.next_step) for item in doubts
-    ]
+    with pytest.raises(ProblemsError) as error:
+        convert_adapter(tmp_path / "in", to=to, output_dir=tmp_path / "out")
+    (step,) = [item.next_step for item in error.value.problems if item.severity == "error"]
+    assert "--from vllm" in step
+    assert "--from kt-merged" in step
+    change_config(tmp_path / "in", peft_version="0.17.1")
+    found, _ = through(tmp_path / "in", to)
+    expected = {name: value * 4.0 for name, value in deltas(read_adapter(raw)).items()}
+    equal(found, expected)  # 8/sqrt(4) for both halves
 
 
 def test_configurations_and_rounding_are_alike(tmp_path: Path) -> None:
