@@ -10,76 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from foreignadapter import INTER, PEFTS_OWN, E, H, R, back, delta, peft_tensors, random, save
 from rawadapter import write_config, write_raw
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from ktbridge.adapter import Adapter, convert_adapter, read_adapter
-from ktbridge.adapter.blocks import as_float32
+from ktbridge.adapter import convert_adapter, read_adapter
 from ktbridge.adapter.dialects import DIALECTS
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-
-E, R, H, INTER = 3, 2, 8, 6
-RNG = np.random.default_rng(5)
-
-
-PEFTS_OWN = {"layer_replication": None, "loftq_config": {}, "megatron_config": None}
-
-
-def random(*shape: int) -> np.ndarray:
-    return RNG.standard_normal(shape).astype(np.float32)
-
-
-def save(path: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    settings = {
-        "peft_type": "LORA", "r": R, "lora_alpha": 6, "base_model_name_or_path": "models/base",
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    }  # fmt: skip
-    (path / "adapter_config.json").write_text(json.dumps({**settings, **config}))
-    return path
-
-
-def flat(a: np.ndarray, b: np.ndarray, dialect: str) -> tuple[np.ndarray, np.ndarray]:
-    """Stacks A [E,R,in], B [E,out,R] as a dialect's flat matrices, one element at a time."""
-    count, rank, inner = a.shape
-    out = b.shape[1]
-    wide, high = (out, inner) if dialect == "peft-0.18" else (inner, out)
-    flat_a = np.zeros((count * rank, wide), np.float32)
-    flat_b = np.zeros((high, count * rank), np.float32)
-    for e in range(count):
-        for k in range(rank):
-            column = e * rank + k if dialect == "unsloth-legacy" else k * count + e
-            if dialect == "peft-0.18":
-                flat_a[e * rank + k], flat_b[:, column] = b[e, :, k], a[e, k]
-            else:
-                flat_a[e * rank + k], flat_b[:, column] = a[e, k], b[e, :, k]
-    return flat_a, flat_b
-
-
-def peft_tensors(
-    dialect: str, parameters: dict[str, tuple[np.ndarray, np.ndarray]], layer: int = 4
-) -> dict[str, np.ndarray]:
-    stem = f"base_model.model.model.layers.{layer}.mlp.experts"
-    tensors = {}
-    for name, (a, b) in parameters.items():
-        place = f"{stem}.base_layer" if name == "gate_up" and len(parameters) == 2 else stem
-        tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = flat(a, b, dialect)
-    return tensors
-
-
-def delta(adapter: Adapter, layer: int, projection: str) -> np.ndarray:
-    a, b = (
-        as_float32(t.data, t.dtype).reshape(t.shape)
-        for t in (adapter.expert_tensor(layer, f"{projection}_lora_{h}") for h in "ab")
-    )
-    return adapter.alpha / adapter.rank * b @ a
-
-
-def back(path: Path, **options: Any) -> Adapter:
-    target = path.parent / f"{path.name}-raw"
-    convert_adapter(path, to="raw", output_dir=target, **options)
-    return read_adapter(target)
 
 
 @pytest.mark.parametrize("dialect", ["peft-fused", "peft-0.18", "unsloth-legacy"])

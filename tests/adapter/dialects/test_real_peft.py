@@ -11,6 +11,7 @@ import pytest
 
 from ktbridge.adapter import Adapter, Tensor, convert_adapter, read_adapter, write_raw_adapter
 from ktbridge.adapter.blocks import as_float32
+from ktbridge.adapter.lora_config import peft_numbers
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -229,3 +230,57 @@ def test_peft_also_loads_the_vllm_and_merged_directories(tmp_path: Path) -> None
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "vllm").eval()
     expected = logits(merged(model, read_adapter(raw)))
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+
+
+class Block(torch.nn.Module):  # type: ignore[misc]
+    """A layer of any MoE model to PEFT: linear modules, one module an expert, and fused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4)})
+        self.experts = torch.nn.ModuleList(
+            torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("up_proj", "down_proj")})
+            for _ in range(2)
+        )
+        self.mlp = torch.nn.Module()
+        self.mlp.experts = torch.nn.Module()
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(self.mlp.experts, name, torch.nn.Parameter(torch.zeros(2, 4, 4)))
+
+
+PATTERNS = (
+    "q_proj", "up_proj", "down_proj", "experts.1.up_proj", r"layers\.1\.self_attn\.q_proj", "proj",
+    r".*\.gate_up_proj", "mlp.experts.down_proj", "^layers.0.experts.0.down_proj", "(q|up)_proj",
+    r"layers\.[01]\..*down_proj", r"experts\.\d\.up_proj", "zzz", "layers.1.mlp.experts.gate_up_proj",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_scale_is_pefts_own(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    chosen = [draw.permutation(PATTERNS)[: draw.integers(0, 6)] for _ in range(2)]
+    settings = {
+        "r": int(draw.integers(1, 9)), "lora_alpha": int(draw.integers(1, 33)), "use_rslora": bool(seed % 2),
+        "rank_pattern": {str(name): int(draw.integers(1, 9)) for name in chosen[0]},
+        "alpha_pattern": {str(name): int(draw.integers(1, 33)) for name in chosen[1]},
+    }  # fmt: skip
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Block(), Block()])})
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "up_proj", "down_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], **settings,
+    )  # fmt: skip
+    seen = 0
+    for name, module in peft.LoraModel(model, config, "default").model.named_modules():
+        if not isinstance(module, peft.tuners.lora.LoraLayer):
+            continue
+        path = name.replace(".base_layer", "")
+        if parameter := getattr(module, "parameter_name", None):
+            path = f"{path}.{parameter}"
+        numbers = peft_numbers(settings, path)
+        assert numbers.rank == module.r["default"], path
+        assert numbers.scale == pytest.approx(module.scaling["default"], rel=1e-12), path
+        # Wider tensors, and none of PEFT's settings: the same scale.
+        wide = numbers.at(16)
+        assert wide.plain_alpha / 16 == pytest.approx(numbers.scale, rel=1e-12)
+        seen += 1
+    assert seen == 2 * 7
