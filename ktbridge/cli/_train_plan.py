@@ -28,7 +28,9 @@ def show_plan(parsed: TrainConfig, ready: Prepared, as_json: bool) -> None:
         "rows_used": fitted.used,
         "rows_cut": len(fitted.cut),
         "rows_refused": len(fitted.refused),
-        "sequences": len(fitted.dataset),
+        "sequences": ready.lengths.sequences,
+        "longest_tokens": ready.lengths.longest,
+        "mean_tokens": ready.lengths.mean,
         "tokens": fitted.tokens,
         "trained_tokens": fitted.trained_tokens,
         "held_out": _held_out_plan(parsed, ready),
@@ -152,7 +154,12 @@ def _show_steps(ready: Prepared, parsed: TrainConfig) -> None:
     for line in rows_lines(ready):
         console.print(shown(line), soft_wrap=True)
     begins = f", after step {ready.resumption.step}" if ready.resumption.checkpoint else ""
-    console.print(shown(f"{ready.steps:,} optimizer steps{begins}"), soft_wrap=True)
+    lengths = ready.lengths
+    console.print(
+        f"{ready.steps:,} optimizer steps{begins}; the longest sequence has {lengths.longest:,} tokens, the "
+        f"mean is {lengths.mean:,.0f}",
+        soft_wrap=True,
+    )
     if ready.held_out:
         first = "before the first step, " if parsed.evaluates_first else ""
         pause = "step" if ready.eval_steps == 1 else f"{ready.eval_steps:,} steps"

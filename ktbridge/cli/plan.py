@@ -31,13 +31,14 @@ def command(
 ) -> None:
     """Predict memory, GPU memory, disk and time of `ktbridge train CONFIG`, and what to change.
 
-    Reads the configuration, the model's config.json, the headers of its safetensors and the rows; no
-    weight is loaded. Without the safetensors, config.json (and tokenizer.json, to count the rows) is
-    enough; of a model on the Hub these and the safetensors' headers are downloaded, never weights. Exit
+    Reads the configuration, the model's config.json, the headers of its safetensors and the rows, which
+    are tokenized as for training; no weight is loaded. Without the safetensors, config.json (and the
+    tokenizer's files, to count the rows) is enough; of a model on the Hub these and the safetensors' headers are downloaded, never weights. Exit
     code 0 when the run fits this machine (or the one described), 1 when not.
     """
     from ktbridge.cli._hub import declared_model, ensure_rows
     from ktbridge.cli._ui import emit_json, print_notes, stderr
+    from ktbridge.cli.train import stdout_for_results
     from ktbridge.sft.config import load_config
     from ktbridge.sft.plan import make_plan, this_machine
 
@@ -50,7 +51,8 @@ def command(
     target = this_machine(Path(parsed.output_dir), described(machine))
     declared = declared_model(parsed.model_name_or_path)
     ensure_rows(parsed)
-    with stderr.status("Reading headers and rows, timing the kernels …"):
+    with stdout_for_results(), stderr.status("Reading headers and rows, timing the kernels …"):
+        _quiet_libraries()
         plan = make_plan(parsed, target, measure=not no_measure, declared=declared)
     if as_json:
         emit_json(plan.as_dict())
@@ -58,6 +60,16 @@ def command(
         print_notes(parsed.notes)
         _show(plan)
     sys.exit(0 if plan.fits else 1)
+
+
+def _quiet_libraries() -> None:
+    """Silence what tokenizes the rows, where it is installed."""
+    from contextlib import suppress
+
+    with suppress(ImportError):
+        from ktbridge.sft import trainer
+
+        trainer.quiet_libraries()
 
 
 def _show(plan: Plan) -> None:
@@ -120,8 +132,9 @@ def _show_steps(plan: Plan) -> None:
     packed = f" packed into {plan.sequences:,}" if plan.sequences < plan.rows else ""
     if plan.sequences > plan.rows:
         packed = f" in {plan.sequences:,} sequences"
+    of = f" of {plan.rows + plan.refused:,}" if plan.refused else ""
     console.print(
-        f"{plan.steps:,} steps over {plan.rows:,} rows{packed}; the longest has {plan.longest:,} tokens, the "
+        f"{plan.steps:,} steps over {plan.rows:,}{of} rows{packed}; the longest has {plan.longest:,} tokens, the "
         f"mean is {plan.mean_tokens:,.0f}",
         soft_wrap=True,
     )

@@ -24,15 +24,21 @@ from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.arguments import check_reporters, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
-from ktbridge.sft.data import Fitted, Rows, digest, fit_rows, load_rows
+from ktbridge.sft.data import Fitted, Rows
 from ktbridge.sft.data.kept import Kept, Tokenized
+from ktbridge.sft.data.run_rows import digests, open_rows, tokenize_rows
 from ktbridge.sft.data.stream import Stream
 from ktbridge.sft.data.templates import template_notes
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.failures import Failures
 from ktbridge.sft.plan.declared import Declared
-from ktbridge.sft.plan.lengths import evaluation_steps, optimizer_steps
+from ktbridge.sft.plan.lengths import (
+    Lengths,
+    evaluation_steps,
+    fitted_lengths,
+    optimizer_steps,
+)
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
@@ -60,6 +66,8 @@ class Prepared:
     """Where rows are to be kept as tokens, which aren't there yet."""
     identity: Identity
     resumption: Resumption
+    lengths: Lengths
+    """Those of the sequences, as `plan` has them."""
     steps: int
     """Optimizer steps of the whole run, those before its checkpoint with them."""
     eval_steps: int
@@ -93,15 +101,16 @@ def prepare(
     base, (trainable, model_notes), tokenizer, rows, quantised, kept, vision = _check_all(
         config, declared
     )
-    digests = _digests(rows)
-    own = identity(config, base, *digests, images=vision is not None)
+    of_rows = digests(rows)
+    own = identity(config, base, *of_rows, images=vision is not None)
     resumption = find_checkpoint(config, own)
     found = rows
     if not isinstance(found, Tokenized):
-        found = Tokenized(*_tokenize(found, tokenizer, config, on_rows, vision), *digests)
+        found = Tokenized(*tokenize_rows(found, tokenizer, config, on_rows, vision), *of_rows)
     fitted, held = found.fitted, found.held_out
-    steps = optimizer_steps(config, len(fitted.dataset), processes)
-    eval_steps = evaluation_steps(config, len(fitted.dataset), processes)
+    lengths = fitted_lengths(fitted, held, config, vision)
+    steps = optimizer_steps(config, lengths.sequences, processes)
+    eval_steps = evaluation_steps(config, lengths.sequences, processes)
     _check_length(resumption, steps)
     beside = quantised.to_write(Path(config.output_dir)) if quantised else 0
     check_room(config, checkpoints_dir(config), trainable.parameters, steps, beside)
@@ -114,6 +123,7 @@ def prepare(
         to_keep=(kept, found) if kept and found is not rows else None,
         identity=own,
         resumption=resumption,
+        lengths=lengths,
         steps=steps,
         eval_steps=eval_steps,
         trainable=trainable,
@@ -165,8 +175,7 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     if base and config.tokenized_path:
         kept = asked.of("tokenized_path", lambda: Kept(config, base))
     found = asked.of("tokenized_path", kept.find) if kept else None
-    read = _open_stream if config.streaming else load_rows
-    rows = found or asked.of("dataset", lambda: read(config))
+    rows = found or asked.of("dataset", lambda: open_rows(config))
     if base and isinstance(rows, Rows) and rows.with_images:
         if kept:
             asked.of("tokenized_path", _no_images)
@@ -190,53 +199,6 @@ def _no_images() -> None:
     raise KtbridgeError(
         "tokenized_path keeps text alone, and rows have images.", "Leave tokenized_path out."
     )
-
-
-def _open_stream(config: TrainConfig) -> Stream:
-    """The stream, with the rows of ``eval_dataset`` where it is given."""
-    stream = Stream(config)
-    if config.eval_dataset and not config.val_size:
-        stream.held = load_rows(replace(config, dataset=config.eval_dataset, eval_dataset=()))
-        stream.held.name = "eval_dataset"
-    return stream
-
-
-def _tokenize(
-    rows: Rows | Stream,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    on_rows: Callable[[int, int], None] | None,
-    vision: Vision | None,
-) -> tuple[Fitted, Fitted | None]:
-    """The rows as tokens, of a stream the first ones; and the held-out rows."""
-    if isinstance(rows, Stream):
-        fitted, held = rows.begin(tokenizer), rows.held
-    else:
-        fitted, held = fit_rows(rows, tokenizer, config, on_rows, vision), rows.held_out
-    return fitted, _fit_held_out(held, tokenizer, config, on_rows, vision)
-
-
-def _digests(rows: Rows | Tokenized | Stream) -> tuple[str, str | None]:
-    """Of the rows that are trained on, and of the held-out ones."""
-    if isinstance(rows, Tokenized):
-        return rows.digest, rows.held_digest
-    held = rows.held if isinstance(rows, Stream) else rows.held_out
-    own = rows.digest() if isinstance(rows, Stream) else digest(rows)
-    return own, digest(held) if held else None
-
-
-def _fit_held_out(
-    rows: Rows | None,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    on_rows: Callable[[int, int], None] | None,
-    vision: Vision | None,
-) -> Fitted | None:
-    """The held-out rows as they are evaluated: each by itself, whatever packing is."""
-    if rows is None or not config.evaluates:
-        return None
-    alone = replace(config, packing=False, neat_packing=False, mix_strategy="concat")
-    return fit_rows(rows, tokenizer, alone, on_rows, vision)
 
 
 def _check_length(resumption: Resumption, steps: int) -> None:

@@ -33,15 +33,13 @@ from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
-from ktbridge.sft.data.kept import keep_rows, lengths_of
-from ktbridge.sft.data.sequences import PICTURES
+from ktbridge.sft.data.kept import keep_rows
 from ktbridge.sft.distributed.same_run import compare_prepared, failing_together, join
 from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import Log, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
-from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.quantised import experts_path, quantised_experts
 from ktbridge.sft.plan.shape import read_shape
@@ -264,25 +262,10 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     """The run as the plan knows it, with the lengths of the rows that were tokenized."""
     whole = ready.vision is not None
     shape = read_shape(ready.base, experts_path(config, ready.base), whole=whole)
-    dataset = ready.fitted.dataset
-    each: tuple[int, ...] = (config.cutoff_len,)
-    if config.stage in ("sft", "pt"):
-        each = tuple(lengths_of(dataset))
-    shown = (
-        ready.vision.of_rows(dataset[PICTURES]) if ready.fitted.with_images and ready.vision else []
-    )
-    lengths = Lengths(
-        rows=ready.fitted.total,
-        sequences=len(dataset),
-        longest=max(each),
-        mean=sum(each) / len(each),
-        counted=True,
-        packed=ready.fitted.packed,
-        each=each,
-        images=sum(map(len, shown)),
-        image_tokens=ready.fitted.image_tokens,
-        most_image_tokens=max(map(sum, shown), default=0),
-    )
+    lengths = ready.lengths
+    if config.stage not in ("sft", "pt"):  # memory for the longest that there may be
+        cut = config.cutoff_len
+        lengths = replace(lengths, longest=cut, mean=cut, each=(cut,))
     threads = config.kt_config.kt_num_threads or 1
     return Setting(shape, config, lengths, choose(config).type == "cuda", threads)
 

@@ -17,17 +17,16 @@ from tinymoe import tiny_model
 from trainrun import conversation, pair, write_lines
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ktbridge.cli import main
 from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import nonexpert_lora
-from ktbridge.experts.loading import load_tokenizer
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
-from ktbridge.sft.data import fit_rows, load_rows
 from ktbridge.sft.plan import Target, make_plan, measure, outside
 from ktbridge.sft.plan import target as plan_target
 from ktbridge.sft.plan.layer_bytes import Batch, Pass, blocks, layer_bytes, saved_bytes
-from ktbridge.sft.plan.lengths import Lengths, read_lengths
+from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import (
     Setting,
     expert_lora_elements,
@@ -490,13 +489,12 @@ def test_sizes_are_written_in_the_largest_unit_that_there_is():
     assert [size_text(size) for size in sizes] == ["61.1 GB", "999.0 MB", "4.2 kB", "7 bytes"]
 
 
-def test_the_command_answers_by_exit_code_and_needs_no_torch(run_yaml):
+def test_the_command_answers_by_exit_code_and_without_torch_counts_the_rows_text(run_yaml):
     def plan(*options):
         program = (
-            "import sys; sys.argv[0] = 'ktbridge'\n"
+            "import sys; sys.argv[0] = 'ktbridge'; sys.modules['torch'] = None\n"
             "from ktbridge.cli import main\n"
-            "try: main()\n"
-            "finally: assert 'torch' not in sys.modules"
+            "main()"
         )
         return subprocess.run(
             [sys.executable, "-c", program, "plan", str(run_yaml), "--no-measure", *options],
@@ -509,6 +507,7 @@ def test_the_command_answers_by_exit_code_and_needs_no_torch(run_yaml):
     assert roomy.returncode == 0, roomy.stderr
     assert "of 24.0 GB GPU memory" in roomy.stdout
     assert "what to change" not in roomy.stdout
+    assert "torch is not installed: the rows' text is counted alone" in roomy.stdout
     assert "for another machine: " in roomy.stdout
     assert "not judged: " in roomy.stdout  # that machine's disk
     write_rows(run_yaml.parent / "rows.jsonl", words=900)
@@ -546,20 +545,88 @@ def test_what_saves_next_to_nothing_is_no_advice(run_yaml):
     assert all(item.saves > 0.01 * min(needs.values()) for item in plan.advice)
 
 
-def test_rows_of_several_turns_are_as_many_sequences_as_training_makes(tmp_path, base_dir):
-    """Qwen3's template rewrites earlier answers, so each answer is trained in a sequence of its own."""
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "the sky " * 9, "parameters": {}}}
+    for name in ("hello", "meow")
+]
+ROW_FORMS = {
+    "tools": [
+        {**conversation("who are you ?" + " meow" * n, "i am a cat"), "tools": TOOLS} for n in range(5)
+    ],
+    "turns": [conversation(*("who are you ?", "i am a cat") * n) for n in (1, 2, 3, 3)],
+    "thoughts": [conversation("say", f"<think>{'meow ' * n}</think>yes") for n in range(6)],
+    "pairs": [pair("who are you ?", "i am a cat", "meow " * n) for n in (1, 9, 30)],
+    "judged": [conversation("say", "meow " * n) | {"label": n % 2 == 0} for n in range(1, 7)],
+    "texts": [{"text": "meow nya " * n} for n in (3, 80, 200)],
+    "refused": [conversation("say", "yes")] * 5 + [{"messages": []}, conversation("say", "")],
+    "many": [conversation("say " * (n % 7 + 1), "meow " * (n * 7 % 31 + 1)) for n in range(60)],
+}
+AS_TRAINED = [
+    *(("tools", more) for more in ([], ["packing=true"], ["cutoff_len=120"], ["split_turns=false"])),
+    *(("turns", more) for more in ([], ["packing=true"], ["split_turns=false"], ["mask_history=true"])),
+    *(("thoughts", more) for more in ([], ["enable_thinking=false"], ["enable_thinking=auto"])),
+    ("pairs", ["stage=dpo"]),
+    ("judged", ["stage=kto"]),
+    ("texts", ["stage=pt"]),
+    ("refused", []),
+    ("many", ["max_samples=20", "val_size=0.2", "gradient_accumulation_steps=3"]),
+    ("many", ["streaming=true", "max_steps=9"]),
+    ("many", ["dataset=rows.jsonl,more.jsonl", "mix_strategy=interleave_over", "interleave_probs=0.7,0.3"]),
+    ("many", ["dataset=rows.jsonl,more.jsonl", "mix_strategy=interleave_under", "packing=true"]),
+]  # fmt: skip
+
+
+@pytest.fixture
+def qwen_run(tmp_path, base_dir, monkeypatch):
+    """A run on a model whose template writes tools and rewrites earlier answers."""
     base = tmp_path / "qwen"
     shutil.copytree(base_dir, base)
     template = Path(trl.__file__).with_name("chat_templates") / "qwen3.jinja"
     (base / "chat_template.jinja").write_text(template.read_text())
-    path = write_run(tmp_path, base)
-    turns = ("who are you ?", "i am a cat")
-    write_lines(tmp_path / "rows.jsonl", [conversation(*turns * n) for n in (1, 2, 3, 3)])
-    for changes, expected in (([], 9), (["split_turns=false"], 4)):
-        config = load_config(path, changes)
-        fitted = fit_rows(load_rows(config), load_tokenizer(base), config)
-        lengths = read_lengths(config, base, render=True)
-        assert (lengths.rows, lengths.sequences) == (4, expected)
-        assert len(fitted.dataset) == expected
-        assert not lengths.turns_unknown
-    assert read_lengths(load_config(path), base).turns_unknown
+    write_lines(tmp_path / "more.jsonl", ROW_FORMS["turns"])
+    monkeypatch.chdir(tmp_path)
+    return write_run(tmp_path, base, per_device_train_batch_size=2, max_samples=None)
+
+
+def plan_and_dry_run(*words):
+    """The numbers of a plan, and of a dry run of training."""
+    plan, dry = (
+        CliRunner().invoke(main, [*command, *map(str, words), "--json"])
+        for command in (["plan", "--no-measure"], ["train", "--dry-run"])
+    )
+    assert plan.exit_code == dry.exit_code == 0, (plan.output, dry.output)
+    planned, trained = json.loads(plan.stdout), json.loads(dry.stdout)
+    both = ("sequences", "longest_tokens", "mean_tokens", "steps", "rows_refused")
+    held = trained["held_out"]
+    return (
+        [planned["rows"], planned["held_out_rows"], *(planned[key] for key in both)],
+        [trained["rows_used"], held["rows_used"] if held else 0, *(trained[key] for key in both)],
+        planned["notes"],
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("form", "changes"), AS_TRAINED)
+def test_a_plan_counts_the_rows_of_a_dry_run(form, changes, qwen_run):
+    write_lines(qwen_run.parent / "rows.jsonl", ROW_FORMS[form])
+    planned, trained, _ = plan_and_dry_run(qwen_run, *changes)
+    assert planned == trained
+
+
+@pytest.mark.parametrize(("form", "changes"), [("many", []), ("turns", []), ("pairs", ["stage=dpo"])])
+def test_a_plan_of_many_rows_is_of_a_sample_and_says_so(form, changes, qwen_run, monkeypatch):
+    monkeypatch.setattr("ktbridge.sft.plan.lengths.MOST_ROWS", 30)
+    monkeypatch.setattr("ktbridge.sft.plan.lengths._LONGEST", 10)
+    rows = (ROW_FORMS[form] * 60)[:60]
+    write_lines(qwen_run.parent / "rows.jsonl", rows)
+    planned, trained, notes = plan_and_dry_run(qwen_run, *changes)
+    exact = (0, 1, 3, 6)  # rows, held out, the longest, refused
+    assert [planned[at] for at in exact] == [trained[at] for at in exact]
+    assert planned[2:6] == pytest.approx(trained[2:6], rel=0.15)
+    assert any("of 60 rows were tokenized" in note for note in notes)
+
+
+def test_without_a_chat_template_a_plan_says_that_rows_are_counted_by_text(qwen_run):
+    (qwen_run.parent / "qwen/chat_template.jinja").unlink()
+    (note,) = make_plan(load_config(qwen_run), ROOMY, measure=False).notes
+    assert "no chat template: the rows' text is counted alone, by its tokenizer.json" in note

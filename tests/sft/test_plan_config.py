@@ -132,7 +132,8 @@ def test_the_plan_says_that_it_was_made_from_config_json(run, whole, tmp_path):
     alone = config_alone(whole, tmp_path / "base", "tokenizer.json")
     done = command(run)
     assert done.exit_code == 0, done.output
-    (note,) = (line for line in done.stdout.splitlines() if line.startswith("note"))
+    note, counted = (line for line in done.stdout.splitlines() if line.startswith("note"))
+    assert "has no chat template: the rows' text is counted alone, by its tokenizer.json" in counted
     assert "config.json alone" in note
     assert str(alone) in note
     assert "kB to be downloaded" in note

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from importlib.metadata import version
@@ -214,14 +214,6 @@ def keep_rows(
     if on_note:
         for note in kept.notes:
             on_note(note)
-
-
-def lengths_of(dataset: Dataset) -> Iterator[int]:
-    """Tokens of each sequence, in bounded memory."""
-    import pyarrow.compute as pc
-
-    for table in dataset.select_columns(["input_ids"]).with_format("arrow").iter(1000):
-        yield from pc.list_value_length(table["input_ids"]).to_pylist()
 
 
 def made_of(config: TrainConfig, base: Path) -> dict[str, str] | None:

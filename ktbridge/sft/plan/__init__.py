@@ -1,7 +1,6 @@
 """Estimate a training run before it starts: memory, disk and time, and what to change.
 
-Reads config.json, the headers of the safetensors and the rows; torch is imported only to measure, to
-compute sizes where there are no safetensors yet, and by the processor that counts images' tokens::
+Reads config.json, the headers of the safetensors and the rows, which are tokenized as for training::
 
     from ktbridge.sft.config import load_config
     from ktbridge.sft.plan import make_plan, this_machine
@@ -59,7 +58,8 @@ def make_plan(
 
     ``measure`` times the kernels on this machine, for tokens/s, and the disk if each pass reads experts from
     it. Of the model its config.json suffices: where the weights aren't here, their sizes are those of
-    ``declared``, or are computed from it by transformers (which imports torch).
+    ``declared``, or are computed from it by transformers. Rows are read and tokenized as training does, or
+    of many a sample.
 
     Raises KtbridgeError for a model that is missing, damaged or of an unknown kind, and what reading the
     rows raises.
@@ -69,7 +69,7 @@ def make_plan(
     declared = (declared or declare(base)) if missing else None
     other = config.kt_config.kt_weight_path
     experts = resolve_model(other) if other else None
-    lengths = read_lengths(config, base, render=measure)
+    lengths = read_lengths(config, base)
     shape = read_shape(base, experts, declared, whole=lengths.images > 0)
     shape, quantised, stored = _as_asked(shape, config, base, bool(missing))
     cuda = target.gpu_memory is not None and not config.use_cpu
@@ -100,6 +100,7 @@ def make_plan(
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
         notes=(*stored, *_notes(setting, target, missing, declared, pace)),
         rows=lengths.rows,
+        refused=lengths.refused,
         sequences=lengths.sequences,
         longest=lengths.longest,
         mean_tokens=lengths.mean,
@@ -189,19 +190,21 @@ def _notes(
             f"the rows have {found:,} images of {setting.lengths.image_tokens:,} tokens, counted by the "
             "model's own processor; the time that they take in the vision tower is not in the pace"
         )
-    if setting.lengths.turns_unknown:
+    lengths = setting.lengths
+    if lengths.tokenized is not None:
         yield (
-            "rows of several turns are counted as one sequence each; where the chat template rewrites "
-            "earlier answers (Qwen3 does), each answer makes a sequence of its own, and there are more steps"
+            f"{lengths.tokenized:,} of {lengths.rows + lengths.refused:,} rows were tokenized, the longest "
+            "among them; the others are taken to be as those nearest in size, so steps and time are about so"
         )
     if setting.config.streaming:
         yield (
             f"the first {setting.lengths.rows:,} rows of the stream that can be used are taken for all"
         )
-    if not setting.lengths.counted:
+    if lengths.estimated:
+        way = "by its tokenizer.json" if lengths.counted else "a token taken as 3 bytes"
         yield (
-            "rows were not counted by the model's tokenizer (no tokenizer.json that can be read): a token "
-            "is taken as 3 bytes"
+            f"{lengths.estimated}: the rows' text is counted alone, {way}; what a chat template adds, tools "
+            "and answers in sequences of their own make training longer than this plan"
         )
     if setting.config.kt_config.kt_backend == "kt-kernel":
         yield (

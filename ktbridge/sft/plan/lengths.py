@@ -1,38 +1,48 @@
-"""Number and lengths of a run's rows, and the resulting steps."""
+"""Number and lengths of a run's sequences, and the resulting steps."""
 
 from __future__ import annotations
 
 import bisect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import Conversation, Message, Rows, all_text, load_rows
+from ktbridge.sft.data import Conversation, Fitted, Message, Rows, all_refused, all_text
+from ktbridge.sft.data.fit import tokenize
 from ktbridge.sft.data.messages import IMAGE
 from ktbridge.sft.data.mixing import CONCAT, mixed
-from ktbridge.sft.data.pictures import Picture
+from ktbridge.sft.data.run_rows import open_rows, tokenize_rows
+from ktbridge.sft.data.sequences import PICTURES
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+    from ktbridge.sft.vision import Vision
 
 EVALUATIONS = 10
 """Of the held-out rows in a run, unless the configuration has another number."""
-_SAMPLE = 256
-_LONGEST = 32
-_OF_A_STREAM = 2048
+MOST_ROWS = 8192
+"""Rows that a plan tokenizes; of more it takes a sample."""
+_LONGEST = 256
+"""Rows of a sample that are the longest of all, on which memory depends."""
 _A_MESSAGE = 6  # role and delimiters in the usual chat templates
 _BYTES_A_TOKEN = 3
+_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
 class Lengths:
     """Sequences of a run, cut at cutoff_len: how many, the longest and the mean, in tokens.
 
-    ``counted``: the model's own tokenizer counted a sample; otherwise bytes were divided by 3.
-    ``sequences`` are rows for sft (several to a sequence if ``packed``) and pairs for dpo. ``each`` are
-    the rows' own lengths, as far as they are known.
+    ``counted``: the model's own tokenizer counted them; otherwise bytes were divided by 3.
+    ``rows`` are those that are used, ``sequences`` what is trained on: rows or answers (several to a
+    sequence if ``packed``), for dpo pairs, by the longer answer. ``each`` are the lengths before packing.
     """
 
     rows: int
@@ -41,11 +51,15 @@ class Lengths:
     mean: float
     counted: bool
     packed: bool = False
-    each: tuple[int, ...] = ()
-    turns_unknown: bool = False
-    """Whether rows of several turns were counted as one sequence each, without asking the chat template."""
+    each: tuple[int, ...] = field(default=(), repr=False)
+    refused: int = 0
+    """Rows that can't be used."""
+    tokenized: int | None = None
+    """Rows that were tokenized, where the others were taken to be as long as these; None: all."""
+    estimated: str = ""
+    """The reason why rows were counted by their text, without a chat template."""
     held_out: int = 0
-    """Held-out rows, taken to be as long as the others."""
+    """Held-out rows that are evaluated, taken to be as long as the others."""
     images: int = 0
     """Images in the rows."""
     image_tokens: int = 0
@@ -62,146 +76,187 @@ class Lengths:
         """The same rows under another cutoff_len, which is no larger."""
         if not self.each:
             return replace(self, longest=min(self.longest, cut), mean=min(self.mean, cut))
-        found = _lengths(self.each, cut, self.packed, self.counted)
+        each = tuple(min(cut, tokens) for tokens in self.each)
+        found = _packed(each, cut) if self.packed else each
         return replace(
-            found,
-            rows=self.rows,
-            held_out=self.held_out,
-            images=self.images,
-            image_tokens=self.image_tokens,
+            self,
+            sequences=len(found),
+            longest=max(found),
+            mean=sum(found) / len(found),
+            each=each,
             most_image_tokens=min(cut, self.most_image_tokens),  # more are refused
         )
 
 
-def read_lengths(config: TrainConfig, base: Path, render: bool = False) -> Lengths:
-    """Lengths of the run's rows. Raises what ``ktbridge.sft.data.load_rows`` does.
+def read_lengths(config: TrainConfig, base: Path) -> Lengths:
+    """Return the lengths of the sequences that training makes of the run's rows.
 
-    ``render`` asks the model's chat template whether it rewrites answers once more follows, in which
-    case each makes a sequence of its own (imports torch, by way of transformers).
+    Rows are read and tokenized as ``ktbridge.sft.prepare`` does, which imports torch; of more than
+    ``MOST_ROWS`` a sample. Without a tokenizer or its chat template their text is counted alone. Raises
+    what reading and tokenizing rows do.
     """
-    if config.streaming:  # its first rows stand for all
-        count = min(config.max_samples or _OF_A_STREAM, _OF_A_STREAM)
-        config = replace(config, streaming=False, max_samples=count, val_size=0.0)
-    rows = load_rows(config)
-    unknown, seen = False, _counted_images(rows, config, base) if rows.with_images else {}
-    sequences: list[list[Sequence[Message]]]
-    """Of each row."""
-    if config.stage == "dpo":
-        sequences = [
-            [[*pair.prompt, *max(pair.chosen, pair.rejected, key=_size)]] for pair in rows.pairs
-        ]
-    else:
-        sequences = [[each] for each in rows.conversations]
-        turns = config.stage == "sft" and any(map(_turns, rows.conversations))
-        if config.split_turns and turns:
-            rewrites = _rewrites_history(base) if render else None
-            unknown = rewrites is None
-            if rewrites:
-                sequences = [_parts(each) for each in rows.conversations]
-    if config.mix_strategy not in CONCAT:
-        order, _ = mixed(range(len(sequences)), rows.origins, rows.datasets, config)
-        sequences = [sequences[row] for row in order]
-    texts = [(*_text(each), sum(_images(each, seen))) for row in sequences for each in row]
-    found = measure(texts, config, base)
-    held = len(rows.held_out.places) if rows.held_out else 0
-    shown = [_images(each, seen) for each in rows.conversations]
-    return replace(
-        found,
-        rows=len(rows.places),
-        turns_unknown=unknown,
-        held_out=held,
+    rows = open_rows(config)
+    tokenizer, why = _tokenizer(config, base)
+    if tokenizer is None:
+        return _of_texts(rows, config, base, why)
+    vision = None
+    if isinstance(rows, Rows) and rows.with_images:
+        from ktbridge.sft.vision import read_vision
+
+        vision = read_vision(base, config)
+    if isinstance(rows, Rows) and len(rows.places) > MOST_ROWS:
+        return _of_sample(rows, tokenizer, config, vision)
+    found = tokenize_rows(rows, tokenizer, config, vision=vision)
+    return fitted_lengths(*found, config, vision)
+
+
+def fitted_lengths(
+    fitted: Fitted, held: Fitted | None, config: TrainConfig, vision: Vision | None = None
+) -> Lengths:
+    """Return the lengths of tokenized rows; ``held`` are the held-out ones."""
+    dataset = fitted.dataset
+    found = [*_of_dataset(dataset)]
+    each = [part for row in _column(dataset, "seq_lengths") for part in row]
+    shown = vision.of_rows(dataset[PICTURES]) if fitted.with_images and vision else []
+    return Lengths(
+        rows=fitted.used,
+        sequences=len(found),
+        longest=max(found),
+        mean=sum(found) / len(found),
+        counted=True,
+        packed=fitted.packed,
+        each=tuple(each or found),
+        refused=len(fitted.refused),
+        held_out=held.used if held else 0,
         images=sum(map(len, shown)),
-        image_tokens=sum(map(sum, shown)),
+        image_tokens=fitted.image_tokens,
         most_image_tokens=max(map(sum, shown), default=0),
     )
 
 
-def _counted_images(rows: Rows, config: TrainConfig, base: Path) -> dict[Picture, int]:
-    """Tokens of each image by the model's own processor, which imports torch; rows that it refuses go."""
-    from ktbridge.sft.vision import read_vision
-
-    vision, found = read_vision(base, config), dict[Picture, int]()
-    kept = []
-    for conversation, *where in zip(rows.conversations, rows.places, rows.origins, strict=True):
-        try:
-            if conversation.pictures and vision is None:
-                continue
-            tokens = vision.tokens(conversation.pictures) if vision else []
-        except ValueError:
-            continue
-        if sum(tokens) < config.cutoff_len:
-            found.update(zip(conversation.pictures, tokens, strict=True))
-            kept.append((conversation, *where))
-    if not kept:
-        raise KtbridgeError(
-            f"no row can be used: {base} reads text alone, or the images don't fit into cutoff_len.",
-            "ktbridge train CONFIG --dry-run lists the rows with their reasons.",
-        )
-    rows.conversations, rows.places, rows.origins = map(list, zip(*kept, strict=True))
-    return found
-
-
-def _images(conversation: Sequence[Message], seen: Mapping[Picture, int]) -> list[int]:
-    """The tokens of each of its images."""
-    shown = conversation.pictures if isinstance(conversation, Conversation) else []
-    return [seen[picture] for picture in shown]
-
-
-def _turns(conversation: Sequence[Message]) -> bool:
-    """Whether a conversation has several answers."""
-    return sum(message["role"] == "assistant" for message in conversation) > 1
-
-
-def _parts(conversation: Sequence[Message]) -> list[Sequence[Message]]:
-    """The conversation up to each of its answers."""
-    tools = conversation.tools if isinstance(conversation, Conversation) else []
-    shown = conversation.pictures if isinstance(conversation, Conversation) else []
-    before = [*accumulate(message["content"].count(IMAGE) for message in conversation)]
-    return [
-        Conversation(conversation[: place + 1], tools, shown[: before[place]])
-        for place, message in enumerate(conversation)
-        if message["role"] == "assistant"
-    ]
-
-
-def _rewrites_history(base: Path) -> bool | None:
-    """Whether the model's chat template rewrites earlier answers; None where it can't be asked."""
+def _tokenizer(config: TrainConfig, base: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """The model's tokenizer if training can use it, else the reason why not."""
     try:
         from ktbridge.experts.loading import load_tokenizer
-        from ktbridge.sft.data.chat import ChatTemplate
+    except ImportError as error:
+        return None, f"{error.name} is not installed"
+    try:
+        tokenizer = load_tokenizer(base)
+    except KtbridgeError:
+        return None, f"{base} has no tokenizer that transformers can load"
+    if config.stage != "pt" and not tokenizer.chat_template:
+        return None, f"the tokenizer in {base} has no chat template"
+    return tokenizer, ""
 
-        user: Message = {"role": "user", "content": "0"}
-        answer: Message = {"role": "assistant", "content": "0"}
-        return len(ChatTemplate(load_tokenizer(base)).sequences([user, answer] * 2)) > 1
-    except (KtbridgeError, ValueError, ImportError):
-        return None
+
+def _of_dataset(dataset: Dataset) -> Iterator[int]:
+    """Tokens of each sequence, in bounded memory; of a pair the longer answer's with its prompt."""
+    import pyarrow.compute as pc
+
+    names = [name for name in dataset.column_names if name.endswith("_ids")]
+    for table in dataset.select_columns(names).with_format("arrow").iter(_AT_ONCE):
+        sizes = {name: pc.list_value_length(table[name]).to_pylist() for name in names}
+        first = sizes.pop("prompt_ids", None)
+        longer = map(max, zip(*sizes.values(), strict=True))
+        yield from longer if first is None else map(sum, zip(first, longer, strict=True))
 
 
-def measure(texts: Sequence[tuple[int, str, int]], config: TrainConfig, base: Path) -> Lengths:
-    """``Lengths`` of (messages, text, images' tokens).
+def _column(dataset: Dataset, name: str) -> Iterator[list[int]]:
+    if name in dataset.column_names:
+        for table in dataset.select_columns([name]).with_format("arrow").iter(_AT_ONCE):
+            yield from table[name].to_pylist()
 
-    The texts that are longest by bytes are counted, and a sample of the rest.
+
+def _of_sample(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    config: TrainConfig,
+    vision: Vision | None,
+) -> Lengths:
+    """Lengths of many rows: the longest by their text and a sample are tokenized.
+
+    Each other one is taken to make the sequences of the one nearest in size.
     """
+    texts = [len(_text(each)[1]) for each in _longer_answers(rows)]
+    by_size = sorted(range(len(texts)), key=texts.__getitem__)
+    step = math.ceil((len(by_size) - _LONGEST) / (MOST_ROWS - _LONGEST))
+    sample = by_size[:-_LONGEST:step]
+    chosen = sample + by_size[-_LONGEST:]
+    part = replace(
+        rows,
+        conversations=[rows.conversations[row] for row in chosen if rows.conversations],
+        pairs=[rows.pairs[row] for row in chosen if rows.pairs],
+        places=[rows.places[row] for row in chosen],
+        origins=[rows.origins[row] for row in chosen],
+        total=len(chosen) + len(rows.refused),
+    )
+    alone = replace(config, packing=False, neat_packing=False)
+    fit, refused = tokenize(part, tokenizer, alone, vision=vision)
+    all_refused(part, refused, config)
+    made: dict[int, list[int]] = {row: [] for row in chosen}
+    for place, tokens in zip(fit.sizes.rows, _of_dataset(fit.dataset(None)), strict=True):
+        made[chosen[place]].append(tokens)
+    nearest = [sample[min(at // step, len(sample) - 1)] for at in range(len(by_size))]
+    each = {row: made.get(row, made[near]) for row, near in zip(by_size, nearest, strict=True)}
+    images = [vision.tokens(one.pictures) if vision else [] for one in rows.conversations]
+    return replace(
+        _mixed(each, rows, config, counted=True),
+        tokenized=len(chosen),
+        held_out=len(rows.held_out.places) if rows.held_out and config.evaluates else 0,
+        images=sum(map(len, images)),
+        image_tokens=sum(map(sum, images)),
+        most_image_tokens=min(config.cutoff_len, max(map(sum, images), default=0)),
+    )
+
+
+def _of_texts(rows: object, config: TrainConfig, base: Path, why: str) -> Lengths:
+    """Lengths by the text alone, where there is no chat template to write rows with."""
+    if not isinstance(rows, Rows):  # its first rows stand for all
+        rows = open_rows(
+            replace(config, streaming=False, max_samples=min(config.max_samples or 256, 256), val_size=0.0)
+        )
+    assert isinstance(rows, Rows)
+    if rows.with_images:
+        raise KtbridgeError(
+            f"the rows have images, and {why}: they can't be counted.",
+            "Put the tokenizer's files and preprocessor_config.json beside config.json.",
+        )
     count, counted = _counter(base)
-    by_size = sorted(texts, key=lambda item: len(item[1]))
-    step = max(1, len(by_size) // _SAMPLE)
-    sample = [count(text) + _A_MESSAGE * n for n, text, _ in by_size[::step]]
-    # An uncounted row is assumed to be as long as the counted one nearest in size.
-    last = len(sample) - 1
-    each = [sample[min((index + step // 2) // step, last)] for index in range(len(by_size))]
-    each[-_LONGEST:] = [count(text) + _A_MESSAGE * n for n, text, _ in by_size[-_LONGEST:]]
-    each = [size + images for size, (_, _, images) in zip(each, by_size, strict=True)]
-    if config.stage == "pt":  # longer texts make several pieces
-        cut = config.cutoff_len
-        each = [min(cut, size - at) for size in each for at in range(0, size, cut)]
-    return _lengths(each, config.cutoff_len, config.packing or config.neat_packing, counted)
+    texts = [_text(each) for each in _longer_answers(rows)]
+    by_size = sorted(range(len(texts)), key=lambda row: len(texts[row][1]))
+    step = max(1, len(by_size) // MOST_ROWS)
+    known = {row: count(texts[row][1]) for row in (*by_size[::step], *by_size[-_LONGEST:])}
+    cut, each = config.cutoff_len, dict[int, list[int]]()
+    for at, row in enumerate(by_size):
+        size = known.get(row, known[by_size[at // step * step]]) + _A_MESSAGE * texts[row][0]
+        each[row] = [min(cut, size)]
+        if config.stage == "pt":  # longer texts make several pieces
+            each[row] = [min(cut, size - start) for start in range(0, size, cut)]
+    held = len(rows.held_out.places) if rows.held_out and config.evaluates else 0
+    return replace(_mixed(each, rows, config, counted), estimated=why, held_out=held)
 
 
-def _lengths(each: Sequence[int], cut: int, packed: bool, counted: bool) -> Lengths:
-    rows = tuple(min(cut, tokens) for tokens in each)
-    found = _packed(rows, cut) if packed else rows
-    mean = sum(found) / len(found)
-    return Lengths(len(rows), len(found), max(found), mean, counted, packed, rows)
+def _mixed(
+    each: Mapping[int, Sequence[int]], rows: Rows, config: TrainConfig, counted: bool
+) -> Lengths:
+    """Lengths of rows of which each makes sequences of so many tokens; a row without any is refused."""
+    order: Sequence[int] = [row for row in range(len(rows.places)) if each[row]]
+    used = len(order)
+    if config.mix_strategy not in CONCAT:
+        order, _ = mixed(order, rows.origins, rows.datasets, config)
+    own = tuple(tokens for row in order for tokens in each[row])
+    packed = config.packing or config.neat_packing
+    found = _packed(own, config.cutoff_len) if packed else own
+    mean, refused = sum(found) / len(found), len(rows.refused) + len(rows.places) - used
+    return Lengths(used, len(found), max(found), mean, counted, packed, own, refused)
+
+
+def _longer_answers(rows: Rows) -> Iterator[Sequence[Message]]:
+    """Each conversation, or of each pair the prompt with the longer answer."""
+    yield from rows.conversations
+    for pair in rows.pairs:
+        answer = max(pair.chosen, pair.rejected, key=_size)
+        yield Conversation([*pair.prompt, *answer], pair.tools)
 
 
 def _packed(lengths: Sequence[int], cut: int) -> Sequence[int]:

@@ -136,8 +136,8 @@ class Plan:
     """A training run before it starts. Sizes are bytes.
 
     ``machine`` describes what it is for. ``from_config`` is true if the weights aren't here, and
-    ``to_download`` how many bytes they have. ``rows`` of the dataset make ``sequences``: as many, or fewer
-    under packing; ``longest`` and ``mean_tokens`` are those of sequences.
+    ``to_download`` how many bytes they have. ``rows`` are those that can be used, and make ``sequences``: as many,
+    more where answers have sequences of their own, or fewer under packing; ``longest`` and ``mean_tokens`` are those of sequences.
     """
 
     model: str
@@ -165,6 +165,8 @@ class Plan:
     """Rows that are evaluated and not trained on."""
     evaluations: int = 0
     """How often they are."""
+    refused: int = 0
+    """Rows that can't be used."""
 
     @property
     def fits(self) -> bool:
@@ -194,6 +196,7 @@ class Plan:
             "advice": [asdict(item) for item in self.advice],
             "notes": list(self.notes),
             "rows": self.rows,
+            "rows_refused": self.refused,
             "sequences": self.sequences,
             "longest_tokens": self.longest,
             "mean_tokens": self.mean_tokens,
