@@ -21,7 +21,8 @@ CONFIGURATION = Subject("Configuration of a run", "sft", (
 
 RUN = Subject("Starting and continuing a run", "sft", (
     Code("KTC010", "error", "the checkpoint belongs to a run with another setting",
-         "Restore the setting, or start anew with resume_from_checkpoint=false."),
+         "Restore the setting, train on from its weights (adapter_name_or_path), or start anew with "
+         "resume_from_checkpoint=false."),
     Code("KTC011", "warning", "a setting is another one from this checkpoint on",
          "Restore it if the run should end in the same bits as one that was never stopped."),
     Code("KTC012", "warning", "a setting doesn't act in this stage as it does in others",

@@ -41,7 +41,16 @@ from ktbridge.sft.plan.lengths import (
 )
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import read_shape
-from ktbridge.sft.resume import Identity, Resumption, checkpoints_dir, find_checkpoint, identity
+from ktbridge.sft.resume import (
+    Identity,
+    Resumption,
+    check_length,
+    check_start,
+    checkpoints_dir,
+    find_checkpoint,
+    identity,
+    is_finished,
+)
 from ktbridge.sft.vision import Vision, read_vision
 
 _OF_ROWS = ("KTD002", "KTD003", "KTD008", "KTD062")
@@ -111,7 +120,8 @@ def prepare(
     lengths = fitted_lengths(fitted, held, config, vision)
     steps = optimizer_steps(config, lengths.sequences, processes)
     eval_steps = evaluation_steps(config, lengths.sequences, processes)
-    _check_length(resumption, steps)
+    check_length(config, resumption, steps)
+    check_start(config, resumption)
     beside = quantised.to_write(Path(config.output_dir)) if quantised else 0
     check_room(config, checkpoints_dir(config), trainable.parameters, steps, beside)
     return Prepared(
@@ -165,7 +175,7 @@ class _Checked(NamedTuple):
 def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     """Everything that can be wrong with output, model and rows, raised together."""
     asked = Failures("this run can't be started as it is.")
-    asked.of("output_dir", lambda: check_output_dir(config))
+    asked.of("output_dir", lambda: _check_output(config))
     asked.of("kt_optimize_rule", lambda: places(config))
     asked.of("kt_experts", lambda: check_expert_device(config))
     find_base = resolve_model if declared is None else find_model
@@ -195,19 +205,23 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     return _Checked(base, checked, tokenizer, rows, quantised, kept, vision)
 
 
+def _check_output(config: TrainConfig) -> None:
+    """Refuse an output directory that can't be written; a finished run's with the way to make it longer."""
+    try:
+        check_output_dir(config)
+    except UsageError as error:
+        if is_finished(config):
+            error.next_step += (
+                " To go on with the run that made it, with more epochs or max_steps: "
+                "resume_from_checkpoint=true overwrite_output_dir=true."
+            )
+        raise
+
+
 def _no_images() -> None:
     raise KtbridgeError(
         "tokenized_path keeps text alone, and rows have images.", "Leave tokenized_path out."
     )
-
-
-def _check_length(resumption: Resumption, steps: int) -> None:
-    if resumption.step > steps:
-        raise UsageError(
-            f"{resumption.checkpoint} is at step {resumption.step}, behind this run's last ({steps}).",
-            "Name an earlier checkpoint-N as resume_from_checkpoint, or start anew with "
-            "resume_from_checkpoint=false.",
-        )
 
 
 def _held_out_notes(

@@ -6,14 +6,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 
 from ktbridge.adapter.manifest import MANIFEST_FILE, TRAINING
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import hash_file
 from ktbridge.sft.config import TrainConfig
@@ -63,6 +63,12 @@ _TUNABLE = {
     "num_train_epochs", HELD_OUT,
 }  # fmt: skip
 _LENGTH = {"max_steps", "num_train_epochs"}
+_CONSTANT = {"constant", "constant_with_warmup"}
+_OF_WEIGHTS = (
+    "base model", "lora_rank", "lora_alpha", "use_rslora", "kt_config.kt_lora_rank",
+    "kt_config.kt_lora_alpha", "kt_config.kt_skip_expert_lora_adaptation", "kt_config.kt_weight_path",
+)  # fmt: skip
+"""Keys, or their beginnings, without which an adapter isn't one for this run."""
 _BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _ADAPTER_FILES = ("adapter_model.safetensors", "fused_expert_lora.safetensors")
 _ANEW = "start anew with resume_from_checkpoint=false, which keeps them under another name"
@@ -135,8 +141,8 @@ def identity(
 def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
     """Where the run begins, by ``config.resume_from_checkpoint``.
 
-    None: an unfinished run of the same configuration goes on, one of another is refused, and a finished
-    one, whose output may be replaced, begins anew. True: the last checkpoint, or a start anew where there is
+    None: an unfinished run of the same configuration goes on (also a longer one, where the schedule is
+    constant), one of another is refused, and a finished one, whose output may be replaced, begins anew. True: the last checkpoint, or a start anew where there is
     none; a path: that checkpoint. The learning rate, its schedule, ``max_grad_norm`` and the run's length
     may then differ, and each is noted. False: a start anew. Nothing is changed on disk here.
 
@@ -150,10 +156,7 @@ def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
     if isinstance(requested, str):
         place = Path(requested)
         if not _NAME.fullmatch(place.name) or not (place / IDENTITY_FILE).is_file():
-            raise KtbridgeError(
-                f"{place} is not a checkpoint of `ktbridge train`.",
-                "Name a checkpoint-N directory, or set resume_from_checkpoint: true for the last one.",
-            )
+            raise _no_checkpoint(place)
         candidates = [place]
     else:
         candidates = saved(root)
@@ -162,28 +165,50 @@ def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
     if not any(map(resumable, candidates)):
         raise KtbridgeError(
             f"{candidates[-1]} was saved with save_only_model=true: it lacks the optimizer's state.",
-            f"Go on from it as adapter_name_or_path, or {_ANEW}.",
+            f"{_from_weights(candidates[-1])}; or {_ANEW}.",
         )
     place, passed_over = _undamaged([each for each in candidates if resumable(each)])
     theirs = _identity_of(place, own)
-    differing = [
-        key for key in sorted(own.keys() | theirs.keys()) if own.get(key) != theirs.get(key)
-    ]
+    differing = _differing(theirs, own)
     allowed = _TUNABLE if requested is not None else set()
-    problems = [_another(place, key, theirs, own) for key in differing if key not in allowed]
-    if problems:
+    if _ends_anywhere(config):
+        allowed = allowed | _LENGTH
+    other = [key for key in differing if key not in allowed]
+    if other:
         raise ProblemsError(
             f"{root} holds checkpoints of a run that isn't finished, and this is another run; nothing was "
             "started."
             if requested is None
             else "the checkpoint belongs to another run; nothing was started.",
-            problems,
-            f"Go on with resume_from_checkpoint=true, or {_ANEW}."
-            if {problem.where.rpartition(": ")[2] for problem in problems} <= _TUNABLE
-            else f"Restore these settings, or {_ANEW}.",
+            [_another(place, key, theirs, own) for key in other],
+            _way_on(place, other),
         )
     changed = tuple(_changed(place, key, theirs, own) for key in differing)
     return Resumption(place, (*passed_over, *changed, _resume_note(place)), HELD_OUT in differing)
+
+
+def check_length(config: TrainConfig, resumption: Resumption, steps: int) -> None:
+    """Raise UsageError where a run of ``steps`` steps ends before the checkpoint that it goes on from."""
+    place = resumption.checkpoint
+    if place is None or resumption.step <= steps:
+        return
+    earlier = [each for each in _beside(place) if step_of(each) <= steps]
+    named = f"name resume_from_checkpoint={earlier[-1]}, " if earlier else ""
+    raise UsageError(
+        f"{place} is at step {resumption.step}, behind this run's last ({steps}).",
+        f"Raise num_train_epochs or max_steps, {named}or {_ANEW}.",
+    )
+
+
+def check_start(config: TrainConfig, resumption: Resumption) -> None:
+    """Raise UsageError where the run would move the adapter away that it begins with."""
+    root, start = checkpoints_dir(config), config.adapter_name_or_path
+    if start and not resumption.checkpoint and root.resolve() in Path(start).resolve().parents:
+        raise UsageError(
+            f"adapter_name_or_path is {start}, and checkpoints of an earlier run are moved out of {root} when "
+            "this run begins.",
+            "Give another output_dir.",
+        )
 
 
 def set_aside(config: TrainConfig) -> None:
@@ -285,8 +310,20 @@ def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
     raise ProblemsError(
         "the checkpoint is damaged; nothing was started.",
         problems,
-        f"Copy it again, name an earlier checkpoint-N as resume_from_checkpoint, or {_ANEW}.",
+        f"Copy it again, {_earlier(candidates)}or {_ANEW}.",
     )
+
+
+def _earlier(damaged: list[Path]) -> str:
+    """The next step of naming an undamaged checkpoint beside damaged ones, if there is one."""
+    others = [each for each in _beside(damaged[-1]) if each not in damaged and resumable(each)]
+    sound = next((each for each in reversed(others) if not damage(each)), None)
+    return f"name resume_from_checkpoint={sound}, " if sound else ""
+
+
+def _beside(place: Path) -> list[Path]:
+    """The other checkpoints of a run, by step."""
+    return sorted((each for each in saved(place.parent) if each != place), key=step_of)
 
 
 def damage(place: Path) -> list[Problem]:
@@ -380,20 +417,75 @@ def _resume_note(place: Path) -> Problem:
     )
 
 
+def _differing(theirs: Identity, own: Identity) -> list[str]:
+    """Keys in which two runs differ; of blocks KEY.INNER."""
+    found = []
+    for key in sorted(own.keys() | theirs.keys()):
+        their, mine = theirs.get(key), own.get(key)
+        if isinstance(their, dict) and isinstance(mine, dict):
+            inner = sorted(their.keys() | mine.keys())
+            found += [f"{key}.{name}" for name in inner if their.get(name) != mine.get(name)]
+        elif their != mine:
+            found.append(key)
+    return found
+
+
+def _value(values: Identity, key: str) -> str:
+    """A value of ``_differing``'s keys, of a hash the beginning."""
+    block, _, inner = key.partition(".")
+    found = values.get(block)
+    if inner and isinstance(found, dict):
+        found = found.get(inner)
+    if isinstance(found, str) and re.fullmatch("[0-9a-f]{64}", found):
+        return f"SHA-256 {found[:12]}…"
+    return repr(found)
+
+
 def _another(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
-    found, expected = f"{theirs.get(key)!r} in the checkpoint's run", f"{own.get(key)!r}, as now"
+    found, expected = f"{_value(theirs, key)} in the checkpoint's run", f"{_value(own, key)}, as now"
     return problem("KTC010", f"{place}: {key}", found, expected, next_step="")
+
+
+def _way_on(place: Path, other: Sequence[str]) -> str:
+    """The next step where a checkpoint's run differs in ``other``."""
+    if {*other} <= _TUNABLE:
+        return f"Go on with resume_from_checkpoint=true, or {_ANEW}."
+    if any(key.startswith(_OF_WEIGHTS) for key in other):
+        return f"Restore these settings, or {_ANEW}."
+    return f"{_from_weights(place)}; or restore these settings; or {_ANEW}."
+
+
+def _from_weights(place: Path) -> str:
+    """The next step of a new run that begins with a checkpoint's weights."""
+    return (
+        f"Train on from its weights, with a new optimizer and schedule: adapter_name_or_path={place} "
+        "resume_from_checkpoint=false and another output_dir"
+    )
+
+
+def _no_checkpoint(place: Path) -> KtbridgeError:
+    step = "Name a checkpoint-N directory, or set resume_from_checkpoint: true for the last one."
+    if found := saved(place):
+        step = f"Name one in it: resume_from_checkpoint={found[-1]}."
+    elif all((place / name).is_file() for name in _ADAPTER_FILES):
+        step = f"It is an adapter. {_from_weights(place)}."
+    return KtbridgeError(f"{place} is not a checkpoint of `ktbridge train`.", step)
+
+
+def _ends_anywhere(config: TrainConfig) -> bool:
+    """Whether a longer run has the same learning rates until a shorter one ends."""
+    return config.lr_scheduler_type in _CONSTANT and not 0 < config.warmup < 1
 
 
 def _changed(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
     step = "Restore it if the run should end in the same bits as one that was never stopped."
     if key == HELD_OUT:
         step = "Evaluations from before are left out of the log, and none of those steps can be the best."
-    if key in _LENGTH:
+    if key in _LENGTH and _CONSTANT.isdisjoint({own.get("lr_scheduler_type")}):
         step = "The learning rate goes on by the schedule of the new length, so it may jump."
     return problem(
         "KTC011",
         f"{place}: {key}",
-        f"{theirs.get(key)!r} until here, {own.get(key)!r} from here on",
+        f"{_value(theirs, key)} until here, {_value(own, key)} from here on",
         next_step=step,
     )

@@ -23,7 +23,7 @@ from trainrun import DPO, WORDS, conversation, losses, pair, quiet, train, write
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.cli import main
-from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import digest, load_rows
 from ktbridge.sft.disk import check_room
@@ -32,6 +32,8 @@ from ktbridge.sft.resume import (
     IDENTITY_FILE,
     NUMBER,
     Resumption,
+    check_length,
+    check_start,
     find_checkpoint,
     identity,
     saved,
@@ -439,7 +441,54 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     with pytest.raises(ProblemsError, match="another run") as caught:
         found(load_config(run_dir / "run.yaml", changed))
     keys = {problem.where.rpartition(": ")[2] for problem in caught.value.problems}
-    assert keys == {"kt_config", "lora_dropout", "rows"}
+    assert keys == {"kt_config.kt_lora_dropout", "kt_config.kt_lora_rank", "lora_dropout", "rows"}
+    assert "adapter_name_or_path" not in caught.value.next_step  # of another rank
+    with pytest.raises(ProblemsError, match="another run") as caught:
+        found(load_config(run_dir / "run.yaml", ["resume_from_checkpoint=true"]))
+    assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems] == ["rows"]
+    for words in (f"adapter_name_or_path={place}", "resume_from_checkpoint=false", "another output_dir"):
+        assert words in caught.value.next_step
+    into = [f"adapter_name_or_path={place}", "resume_from_checkpoint=false"]
+    with pytest.raises(UsageError, match="are moved out of") as moved:
+        check_start(load_config(run_dir / "run.yaml", into), Resumption())
+    assert moved.value.next_step == "Give another output_dir."
+    check_start(load_config(run_dir / "run.yaml", [*into, "output_dir=other"]), Resumption())
 
     with pytest.raises(KtbridgeError, match="elsewhere is not a checkpoint"):
         found(load_config(run_dir / "run.yaml", ["resume_from_checkpoint=elsewhere"]))
+    with pytest.raises(KtbridgeError, match="is not a checkpoint") as caught:
+        found(load_config(run_dir / "run.yaml", [f"resume_from_checkpoint={place.parent}"]))
+    assert caught.value.next_step == f"Name one in it: resume_from_checkpoint={place}."
+    shorter = Resumption(place)
+    with pytest.raises(UsageError, match=r"at step 9, behind this run's last \(8\)") as caught:
+        check_length(config, shorter, 8)
+    assert "name resume_from" not in caught.value.next_step  # the other one is at step 10
+    check_length(config, shorter, 9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "goes_on"),
+    [
+        (["lr_scheduler_type=constant"], True),
+        (["lr_scheduler_type=constant_with_warmup", "warmup_steps=2"], True),
+        (["lr_scheduler_type=constant_with_warmup", "warmup_ratio=0.1"], False),
+        ([], False),
+    ],
+)
+def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rate(
+    schedule: list[str], goes_on: bool, run_dir: Path
+) -> None:
+    config = load_config(run_dir / "run.yaml", schedule)
+    place = run_dir / "raw.checkpoints/checkpoint-2"
+    place.mkdir(parents=True)
+    (place / "optimizer.pt").touch()
+    record = identity(config, Path(config.model_name_or_path), digest(load_rows(config)))
+    (place / IDENTITY_FILE).write_text(json.dumps(record))
+    longer = load_config(run_dir / "run.yaml", [*schedule, "max_steps=20"])
+    if goes_on:
+        assert found(longer).checkpoint == place
+        assert [note.code for note in found(longer).notes] == ["KTC011", "KTC021"]
+    else:
+        with pytest.raises(ProblemsError, match="this is another run") as caught:
+            found(longer)
+        assert "resume_from_checkpoint=true" in caught.value.next_step
