@@ -74,7 +74,7 @@ class UsageError(KtbridgeError):
 
 
 class ProblemsError(KtbridgeError):
-    """A check found problems, all of them in ``problems``; nothing was changed.
+    """A check found problems, all of them in ``problems``, worst first; nothing was changed.
 
     ``str(error)`` shows the first ``SHOWN`` of them, each with its next step, and how many more there are.
     """
@@ -83,7 +83,7 @@ class ProblemsError(KtbridgeError):
 
     def __init__(self, message: str, problems: Iterable[Problem], next_step: str = "") -> None:
         super().__init__(message, next_step)
-        self.problems: tuple[Problem, ...] = tuple(problems)
+        self.problems: tuple[Problem, ...] = tuple(worst_first(problems))
 
     def _lines(self) -> Iterator[str]:
         yield self.sentence
@@ -99,6 +99,14 @@ class ProblemsError(KtbridgeError):
             yield f"  and {len(self.problems) - self.SHOWN:,} more in `error.problems`"
         if self.next_step:
             yield f"  next: {self.next_step}"
+
+
+_ORDER = {"error": 0, "warning": 1, "info": 2}
+
+
+def worst_first(problems: Iterable[Problem]) -> list[Problem]:
+    """Errors, then warnings, then infos; within each as given."""
+    return sorted(problems, key=lambda problem: _ORDER[problem.severity])
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:

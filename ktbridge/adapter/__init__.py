@@ -2,7 +2,8 @@
 
 KT has four layouts of an adapter: *raw* (what training writes), *expert* and *nonexpert* (the
 split serving layout), *merged* (one serving directory with both). ``convert_adapter`` also reads and
-writes the formats of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.dialects``)::
+writes the formats of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.dialects``), and
+``open_adapter`` opens an adapter of any of them as if it were in one of KT's layouts::
 
     from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 
@@ -22,6 +23,7 @@ from ktbridge.adapter.convert import (
     plan_convert,
 )
 from ktbridge.adapter.merge import MergeReport, merge_adapter
+from ktbridge.adapter.opening import open_adapter
 from ktbridge.adapter.raw import write_raw_adapter
 from ktbridge.adapter.scan import read_adapter
 from ktbridge.adapter.validate import ValidationReport, validate_adapter
@@ -39,6 +41,7 @@ __all__ = [
     "convert_adapter",
     "execute_plan",
     "merge_adapter",
+    "open_adapter",
     "plan_convert",
     "read_adapter",
     "validate_adapter",

@@ -96,7 +96,8 @@ class Adapter:
     ``stamps``, size, time and inode of these files when they were read. ``given_alpha``: the experts', if
     the command gave it. ``by_kt``: whether KTransformers trained the experts, if the format that was asked
     for says so; ``ktbridge.adapter.lora_config`` has every module's scale. ``automodel``: NeMo AutoModel's
-    own configuration, beside PEFT's.
+    own configuration, beside PEFT's. Of an adapter that was read from another tool's format: ``format``,
+    its name, and ``reading``, a sentence that says so; else "".
     """
 
     def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:
@@ -113,6 +114,8 @@ class Adapter:
         self.given_alpha: float | None = None
         self.by_kt: bool | None = None
         self.automodel: dict[str, Any] | None = None
+        self.format = ""
+        self.reading = ""
 
     @property
     def rank(self) -> int:
@@ -242,7 +245,7 @@ class Adapter:
         if self.leftovers:
             halves.append(f"{len(self.leftovers)} unknown tensors")
         summary = "; ".join([*halves, f"base model {self.base_model!r}"])
-        return f"<Adapter {self.layout} {str(self.path)!r}: {summary}>"
+        return f"<Adapter {self.format or self.layout} {str(self.path)!r}: {summary}>"
 
     def _lora(self, name: str, default: object) -> object:
         lora = (self.manifest or {}).get("lora")

@@ -188,17 +188,14 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
         from_format = detect_format(raw_dir)
     request = Request(given, from_format, options.get("base_model"), lora_alpha)
     try:
-        source = reader_of(from_format)(request)
+        source = read_source(request, to)
     except ProblemsError as error:
         places = check_places(given, paths, overwrite)
         raise ProblemsError(error.sentence, [*error.problems, *places]) from None
-    findings = _of_interest(source.findings, to)
+    findings = source.findings
     incomplete = has_errors(findings)
-    if lora_alpha is not None and from_format not in _SCALED:
-        findings += _override(source, lora_alpha)
     where = str(source.path)
     findings += check_places(source.path, paths, overwrite)
-    source.base_models = request.base_model, source.base_model
     source.base_model = request.base_model or source.base_model
     findings = [item for item in findings if item.code != "KTB116"]
     if not source.base_model:
@@ -225,6 +222,19 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
         output.path = paths[output.layout]
     copies = plan_copies(outputs, source.files if to in _OF_ENGINE else ())
     return ConvertPlan(given, source, outputs, copies, bytes_in, findings, overwrite)
+
+
+def read_source(request: Request, to: str) -> Source:
+    """The adapter of ``request``, at the alpha that it asks for, with the findings that matter for ``to``.
+
+    Raises UsageError for an ambiguous format, and ProblemsError and KtbridgeError for an unreadable adapter.
+    """
+    source = reader_of(request.format)(request)
+    source.findings = _of_interest(source.findings, to)
+    if request.lora_alpha is not None and request.format not in _SCALED:
+        source.findings += _override(source, request.lora_alpha)
+    source.base_models = request.base_model, source.base_model
+    return source
 
 
 def _rounded(where: str, blocks: Sequence[Block]) -> Iterator[Problem]:

@@ -20,9 +20,9 @@ from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.checks.base import Base, check_identity
 from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
+from ktbridge.adapter.opening import scan_any
 from ktbridge.adapter.outputs import PathLike
 from ktbridge.adapter.rewrite import MERGE_FILE, Rewrite, Shard
-from ktbridge.adapter.scan import scan_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.model import open_checkpoint, read_model_config
 from ktbridge.model.stamps import Stamps, take_stamps
@@ -75,7 +75,7 @@ class MergePlan:
         rewrite = self.rewrite
         return {
             "adapter": str(self.adapter.path),
-            "layout": self.adapter.layout,
+            "layout": self.adapter.format or self.adapter.layout,
             "base_model": str(rewrite.checkpoint.path),
             "output": str(rewrite.output),
             "bytes": self.bytes,
@@ -130,11 +130,13 @@ def merge_adapter(
     output: PathLike,
     overwrite: bool = False,
     allow_other_base: bool = False,
+    from_format: str = "auto",
     on_progress: OnProgress | None = None,
 ) -> MergeReport:
     """Write a checkpoint with the adapter's weights added: W + scale·B·A, rounded once.
 
-    ``raw_dir`` is an adapter of any layout. ``base_model`` is a directory with safetensors
+    ``raw_dir`` is an adapter of any format that ``convert_adapter`` reads; ``from_format`` names the format
+    where "auto" is ambiguous. ``base_model`` is a directory with safetensors
     (one file or sharded), in BF16, F16 or F32 where the adapter has a delta; each sum is computed
     in float32 and rounded to nearest even to that dtype. scale is each module's own alpha/r, as it was
     trained. Memory is bounded by a block per core, not by a shard
@@ -158,6 +160,7 @@ def merge_adapter(
         output=output,
         overwrite=overwrite,
         allow_other_base=allow_other_base,
+        from_format=from_format,
     )
     return execute_merge(plan, on_progress)
 
@@ -169,12 +172,13 @@ def plan_merge(
     output: PathLike,
     overwrite: bool = False,
     allow_other_base: bool = False,
+    from_format: str = "auto",
 ) -> MergePlan:
     """Plan a merge without writing anything; arguments and errors as for ``merge_adapter``."""
-    adapter, findings = scan_adapter(raw_dir)
+    base = Path(os.path.expanduser(base_model))
+    adapter, findings = scan_any(raw_dir, from_format, base)
     if adapter is None:
         raise ProblemsError(f"{raw_dir} can't be merged", findings)
-    base = Path(os.path.expanduser(base_model))
     stamps = take_stamps(base.iterdir() if base.is_dir() else ())
     config = read_model_config(base)
     checkpoint = open_checkpoint(base)
@@ -249,7 +253,7 @@ def _provenance(plan: MergePlan) -> dict[str, object]:
         },
         "adapter": {
             "path": str(adapter.path),
-            "layout": adapter.layout,
+            "layout": adapter.format or adapter.layout,
             "artifacts": artifacts if isinstance(artifacts, dict) else {},
         },
         "modules": plan.modules(),

@@ -10,7 +10,7 @@ import copy
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -60,7 +60,13 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
         gate_a = adapter.expert_tensor(0, "gate_lora_a")
         print(gate_a.dtype, gate_a.shape)  # BF16 (E, r, H)
     """
-    adapter, problems = scan_adapter(path)
+    return require(path, *scan_adapter(path))
+
+
+def require(
+    path: str | os.PathLike[str], adapter: Adapter | None, problems: Sequence[Problem]
+) -> Adapter:
+    """The adapter of a scan; KtbridgeError if there is none or anything is an error."""
     errors = [finding for finding in problems if finding.severity == "error"]
     if len(errors) == 1:
         raise KtbridgeError(f"{errors[0].where} {errors[0].found}", errors[0].next_step)
@@ -124,9 +130,7 @@ def _scan(
             problems.append(problem("KTB005", str(path / name), text, next_step=step))
     if has_errors(problems):
         return None
-    twice: list[tuple[Part, Part]] = []
-    for file in adapter.files:
-        _file_tensors(adapter, file, twice)
+    twice = [pair for file in adapter.files for pair in classify(adapter, file)]
     if far := [part for part in _parts(adapter) if part.key.layer >= MAX_LAYERS]:
         found, expected = f"is of layer {far[0].key.layer}", f"layers up to {MAX_LAYERS - 1}"
         problems += many("KTB675", far, found, expected)
@@ -140,7 +144,7 @@ def _scan(
     if absent:
         config["r"] = _rank_of(adapter)
     _read_automodel(adapter, problems)
-    adapter.layout = _layout_of(adapter)
+    adapter.layout = layout_of(adapter)
     return adapter
 
 
@@ -302,8 +306,9 @@ def _elsewhere(experts: str) -> bool:
     return key.is_vision or key.is_draft
 
 
-def _file_tensors(adapter: Adapter, file: TensorFile, twice: list[tuple[Part, Part]]) -> None:
-    """Classify each tensor; ``twice`` gets duplicates, each with the first one."""
+def classify(adapter: Adapter, file: TensorFile) -> list[tuple[Part, Part]]:
+    """Add a file's tensors to the adapter by role; returns duplicates, each with the first one."""
+    twice: list[tuple[Part, Part]] = []
     for entry in file.entries.values():
         part = Part(file, entry, parse_key(entry.name))
         key = part.key
@@ -327,6 +332,7 @@ def _file_tensors(adapter: Adapter, file: TensorFile, twice: list[tuple[Part, Pa
             adapter.leftovers.append(part)
         if other is not None and other is not part:
             twice.append((part, other))
+    return twice
 
 
 def with_stacks(adapter: Adapter) -> Adapter:
@@ -344,11 +350,12 @@ def with_stacks(adapter: Adapter) -> Adapter:
     for part in stacked:
         slot = (part.key.layer, CANONICAL[part.key.leaf], part.key.half)
         whole.experts.setdefault(slot, ExpertStack()).fused = part
-    whole.layout = _layout_of(whole)
+    whole.layout = layout_of(whole)
     return whole
 
 
-def _layout_of(adapter: Adapter) -> Layout:
+def layout_of(adapter: Adapter) -> Layout:
+    """The layout by files and by the halves that are there."""
     if any(file.name.startswith("fused_expert_lora") for file in adapter.files):
         return "raw"
     if not adapter.experts:

@@ -7,6 +7,7 @@ Headers are checked first; then, unless only structure is asked for, values are 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -18,24 +19,27 @@ from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.base import Base, check_base, check_identity
 from ktbridge.adapter.checks.config import check_config, folded
 from ktbridge.adapter.checks.engine import check_directories, check_engine
-from ktbridge.adapter.checks.files import Hashes
+from ktbridge.adapter.checks.files import Hashes, check_files
 from ktbridge.adapter.checks.inventory import check_inventory
 from ktbridge.adapter.checks.layers import check_gaps
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.checks.set import check_set, source_of
 from ktbridge.adapter.checks.sglang import check_sglang
 from ktbridge.adapter.checks.vllm import check_vllm
+from ktbridge.adapter.dialects import loaded_by
 from ktbridge.adapter.engines import (
     ENGINE,
     SGLANG,
     SGLANG_HONOURS,
     VLLM,
     VLLM_HONOURS,
+    contract_for,
     split_engine,
 )
+from ktbridge.adapter.opening import KT_FORMATS, is_own, scan_any
 from ktbridge.adapter.scan import scan_adapter, with_stacks
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors
+from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors, worst_first
 from ktbridge.model import (
     Checkpoint,
     ModelConfig,
@@ -47,22 +51,34 @@ from ktbridge.model import (
 from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
 from ktbridge.publish import OnProgress
 
-_ORDER = {"error": 0, "warning": 1, "info": 2}
 _USES = {ENGINE: Use.SERVED_BY_KT, SGLANG: Use.SERVED_BY_SGLANG}
 
 
 class _Other(NamedTuple):
-    """An engine that isn't SGLang-KT: its checks, the others' codes that it honours, its format."""
+    """An engine that isn't SGLang-KT: its checks, the others' codes that it honours, its format.
+
+    ``takes``: formats of other tools that it loads as they are.
+    """
 
     check: Callable[[Sequence[Adapter], str, ModelConfig | None], Iterator[Problem]]
     honours: Collection[str]
     to: str
+    takes: Collection[str]
 
 
 _OTHERS = {
-    VLLM: _Other(check_vllm, VLLM_HONOURS, "vllm"),
-    SGLANG: _Other(check_sglang, SGLANG_HONOURS, "sglang-3d"),
+    VLLM: _Other(check_vllm, VLLM_HONOURS, "vllm", ("peft-fused",)),
+    SGLANG: _Other(check_sglang, SGLANG_HONOURS, "sglang-3d", ("sglang-3d",)),
 }
+# What says that an adapter is in another tool's format, by format; the others are PEFT's.
+_FORMAT_CODES = {"sglang-3d": "KTB216", "gguf": "KTB016"}
+
+
+class _Given(NamedTuple):
+    """One directory: the adapter in it, and what an engine reads that loads the directory as it is."""
+
+    adapter: Adapter
+    served: Adapter
 
 
 @dataclass
@@ -91,15 +107,20 @@ class ValidationReport:
 
 
 def validate_adapter(
-    dirs: Sequence[str | os.PathLike[str]],
+    dirs: Sequence[str | os.PathLike[str] | Adapter],
     *,
     base_model: str | os.PathLike[str] | None = None,
     engine: str | None = None,
+    from_format: str = "auto",
     structure_only: bool = False,
     allow_other_base: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ValidationReport:
-    """Check adapter directories of any layout, singly or as one set.
+    """Check adapters of any format that ``convert_adapter`` reads, singly or as one set.
+
+    One in another tool's format is checked as what it is; that engines need it converted is an info, or an
+    error where ``engine`` does. ``from_format`` names the format of those where it is ambiguous. An opened
+    adapter may stand for its directory.
 
     In a set, one directory is the source that the others are compared with: the raw one, else the
     first of those whose layout covers all others (merged covers everything, each layout covers itself).
@@ -123,22 +144,25 @@ def validate_adapter(
     base_name = os.fspath(base_model) if base_model is not None else ""
     modules = _read_base(base_name, report) if base_model is not None else None
     base = None if modules is None else modules.config
-    adapters: list[Adapter] = []
+    given: list[_Given] = []
     with Hashes() as hashes:
-        if not structure_only:
-            for path in dirs:
-                hashes.start(Path(path).expanduser())
         for path in dirs:
-            adapters += _scan(path, report, name)
-        report.problems += _structures(adapters, modules, name)
+            if not structure_only:
+                place = path.path if isinstance(path, Adapter) else Path(path).expanduser()
+                hashes.start(place)
+            given += _open(path, report, name, base_name, from_format)
+        adapters = [each.adapter for each in given]
+        report.problems += _structures(given, modules, name)
         known = [] if base is None else [Base(base.path, base_name)]
         for adapter, model in product(adapters, known):
             report.problems += check_identity(adapter, model, allowed=allow_other_base)
         report.problems = _of_engine(report.problems, name)
+        served = [each.served for each in given]
         if name == ENGINE:
-            report.problems += check_engine(adapters, f"{name}=={version}", base, base_name)
+            report.problems += check_engine(served, f"{name}=={version}", base, base_name)
         elif name:
-            report.problems += _other_engine(adapters, name, version, base)
+            report.problems += _other_engine(served, name, version, base)
+        report.problems = _of_formats(report.problems, served, name, version, base_name)
         if structure_only:
             for adapter in adapters:
                 report.problems += _rounded_dtypes(adapter)
@@ -146,7 +170,7 @@ def validate_adapter(
         else:
             report.problems += _values(adapters, hashes, on_progress)
     found = dict.fromkeys(report.problems)  # a base that can't be read may be told twice
-    report.problems = sorted(found, key=lambda finding: _ORDER[finding.severity])
+    report.problems = worst_first(found)
     return report
 
 
@@ -186,25 +210,48 @@ def _open_weights(path: Path) -> Checkpoint | None:
     return checkpoint
 
 
-def _scan(path: str | os.PathLike[str], report: ValidationReport, engine: str) -> list[Adapter]:
-    """The directory's adapter as the engine reads it, or none; findings and summary go into the report."""
-    adapter, findings = scan_adapter(path)
-    if adapter is not None and engine == SGLANG:
-        adapter = with_stacks(adapter)
+def _open(
+    path: str | os.PathLike[str] | Adapter,
+    report: ValidationReport,
+    engine: str,
+    base_name: str,
+    from_format: str,
+) -> list[_Given]:
+    """The directory's adapter, or none; findings and summary go into the report."""
+    if isinstance(path, Adapter):
+        report.adapters.append(_summary(path.path, path))
+        return [_Given(path, path)]
+    # An engine reads the directory's own files, whatever their scale was meant to be.
+    told = "auto" if is_own(path) or from_format in KT_FORMATS else from_format
+    try:
+        adapter, findings = scan_any(path, told, base_name or None)
+    except UsageError as error:  # an ambiguous format
+        adapter, step = None, error.next_step or None
+        found = error.sentence.removeprefix(f"{path} ")
+        findings = [problem("KTB208", os.fspath(path), found, "one format", step)]
+    served = adapter
+    if adapter is not None and engine in _OTHERS and adapter.format in _OTHERS[engine].takes:
+        name, (served, findings) = adapter.format, scan_adapter(path)
+        if served is not None and engine == SGLANG:
+            served = adapter = with_stacks(served)  # all that is in there is what SGLang reads
+        if served is not None:
+            served.format = name
     report.problems += findings
     report.adapters.append(_summary(path, adapter))
-    return [] if adapter is None else [adapter]
+    return [] if adapter is None or served is None else [_Given(adapter, served)]
 
 
-def _structures(
-    adapters: Sequence[Adapter], modules: Modules | None, engine: str
-) -> Iterator[Problem]:
+def _structures(given: Sequence[_Given], modules: Modules | None, engine: str) -> Iterator[Problem]:
     """What names, shapes and configurations show, of each directory and of all together."""
+    adapters = [each.adapter for each in given]
     source = source_of(adapters)
-    for adapter in adapters:
+    for adapter, served in given:
         if source is not None:  # conversion keeps module names, not the selected layers
             adapter.trained_as = source.config
         use = _USES.get(engine, Use.SERVED)
+        if served is not adapter:  # the engine reads the configuration that lies there
+            yield from check_config(served, use)
+            yield from check_files(served, use)
         if adapter.layout == "raw" or (adapter is source and _trained(adapter)):
             use = Use.INPUT
             yield from folded(adapter)[2]
@@ -213,11 +260,47 @@ def _structures(
         yield from check_gaps(adapters)
 
 
+def _of_formats(
+    problems: list[Problem], served: Sequence[Adapter], engine: str, version: str, base_name: str
+) -> list[Problem]:
+    """The problems, with what becomes of each directory in another tool's format in place of its layout's."""
+    foreign = {str(adapter.path): adapter for adapter in served if adapter.format}
+    layout = "KTB901"
+    kept = [item for item in problems if item.code != layout or item.where not in foreign]
+    alone = len(foreign) == len(served)  # beside serving directories it is their reference
+    for where, adapter in foreign.items():
+        found = f"is in the {adapter.format} format"
+        code = _FORMAT_CODES.get(adapter.format, "KTB208")
+        step = _convert_step(adapter, engine, version, base_name)
+        if engine in _OTHERS and adapter.format in _OTHERS[engine].takes:
+            found += f", which {engine} loads as it is"
+            kept.append(problem(code, where, found, severity="info", next_step="nothing"))
+        elif engine and alone:
+            expected = f"what {engine} {version} serves"
+            kept.append(problem(layout, where, found, expected, step))
+        elif not engine:
+            found += f", which is for {loaded_by(adapter.format)}"
+            kept.append(
+                problem(code, where, found, severity="info", next_step=f"for {ENGINE}: {step}")
+            )
+    return kept
+
+
+def _convert_step(adapter: Adapter, engine: str, version: str, base_name: str) -> str:
+    """The command that makes of another tool's adapter what the engine serves."""
+    to = ["--to", _OTHERS[engine].to if engine in _OTHERS else "kt-merged", "--output", "D"]
+    if engine == ENGINE and not contract_for(f"{engine}=={version}")[0].merged:
+        to = ["--expert-output-dir", "E", "--nonexpert-output-dir", "N"]
+    base = ["--base-model", base_name] if base_name else []
+    words = ["ktbridge", "convert", str(adapter.path), "--from", adapter.format, *to, *base]
+    return shlex.join(words)
+
+
 def _of_engine(problems: list[Problem], engine: str) -> list[Problem]:
     """What is left for an engine that honours some of what SGLang-KT doesn't, with its own next steps."""
     if engine not in _OTHERS:
         return problems
-    _, honours, to = _OTHERS[engine]
+    honours, to = _OTHERS[engine].honours, _OTHERS[engine].to
     return [
         replace(item, next_step=item.next_step.replace("--to raw", f"--to {to}"))
         if item.code in ("KTB208", "KTB216")
@@ -276,7 +359,7 @@ def _summary(path: str | os.PathLike[str], adapter: Adapter | None) -> dict[str,
     layers = adapter.expert_layers()
     return {
         "path": os.fspath(path),
-        "layout": adapter.layout,
+        "layout": adapter.format or adapter.layout,
         "base_model": adapter.base_model,
         "r": adapter.config.get("r"),
         "lora_alpha": adapter.config.get("lora_alpha"),

@@ -29,6 +29,16 @@ class TitledOption(click.Option):
         self.title = title
 
 
+from_option = click.option(
+    "--from",
+    "from_format",
+    default="auto",
+    show_default=True,
+    metavar="FORMAT",
+    help="The adapter's format if it is ambiguous: as `ktbridge convert --from` has it.",
+)
+
+
 class Command(click.Command):
     """A click command that turns ``KtbridgeError`` into a one-sentence message and an exit code.
 

@@ -92,7 +92,7 @@ def refuse(names: Sequence[str]) -> None:
 
 def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
     """Plan the launch and print it, or serve until Ctrl-C or SIGTERM."""
-    from ktbridge.cli._ui import emit_json, print_problems
+    from ktbridge.cli._ui import emit_json, print_problems, print_readings
     from ktbridge.serve.sglang.facts import gather
     from ktbridge.serve.sglang.launch import check_sources
     from ktbridge.serve.sglang.leftovers import end_leftovers
@@ -103,6 +103,7 @@ def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
     if not dry_run:
         print_problems(end_leftovers())  # before a port or memory is found to be taken
     facts = gather(request)
+    print_readings(source.reading for source in facts.sources)
     plan = make_plan(request, facts)
     found = check_sources(plan, facts, request.allow_other_base)
     plan = replace(plan, problems=sort_problems([*plan.problems, *found]))

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from ktbridge.errors import Problem
+from ktbridge.errors import Problem, worst_first
 
 
 def _width(stream: TextIO | None) -> int | None:
@@ -89,8 +89,8 @@ def shown(text: str) -> str:
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
-    """Print problems to stderr, each with location, found, expected, and the next step."""
-    for problem in problems:
+    """Print problems to stderr, worst first: location, found, expected, and the next step of each."""
+    for problem in worst_first(problems):
         style = STYLES[problem.severity]
         stderr.print(
             f"[{style}]{problem.severity}[/] {problem.code}  {shown(problem.where)}",
@@ -101,6 +101,12 @@ def print_problems(problems: Iterable[Problem]) -> None:
             stderr.print(f"    expected  {shown(problem.expected)}", soft_wrap=True)
         if problem.next_step:
             stderr.print(f"    next      {shown(problem.next_step)}", soft_wrap=True)
+
+
+def print_readings(readings: Iterable[str]) -> None:
+    """Print to stderr, once each, in which formats of other tools adapters were read."""
+    for reading in dict.fromkeys(filter(None, readings)):
+        stderr.print(shown(reading), soft_wrap=True)
 
 
 def print_notes(notes: Sequence[Problem]) -> None:

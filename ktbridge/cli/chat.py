@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktbridge.cli._app import Command, Terminated, render, terminable
+from ktbridge.cli._app import Command, Terminated, from_option, render, terminable
 from ktbridge.cli._inference import for_chat, from_file, inference_argument, inference_of
 from ktbridge.errors import KtbridgeError, UsageError
 
@@ -48,7 +48,8 @@ HELP = """\
     metavar="DIR",
     help="Start an engine with this base model: a directory, or org/name on the Hub.",
 )
-@click.option("--adapter", metavar="DIR", help="With --base-model: its adapter, of any layout.")
+@click.option("--adapter", metavar="DIR", help="With --base-model: its adapter, of any format.")
+@from_option
 @click.option("--system", metavar="TEXT", help="The system message.")
 @click.option(
     "--temperature",
@@ -100,7 +101,7 @@ def command(context: click.Context, **options: Any) -> None:
 
             base_model = options["base_model"] or options["model"]
             ensure_model(base_model)
-            flags = _engine_flags(options["engine"], inference_of(context))
+            flags = _engine_flags(options, inference_of(context))
             child = stack.enter_context(
                 engine(base_model, options["adapter"], options["threads"], flags)
             )
@@ -118,10 +119,12 @@ def _prefer_options(context: click.Context, options: dict[str, Any]) -> None:
             options[name] = None
 
 
-def _engine_flags(engine: str | None, file: Inference | None) -> list[str]:
+def _engine_flags(options: Mapping[str, Any], file: Inference | None) -> list[str]:
     """Options of `ktbridge serve` for the engine that is asked for."""
+    engine = options["engine"]
     trusting = engine == "sglang" and file is not None and file.trust_remote_code
-    flags = [] if engine is None else ["--engine", engine]
+    flags = ["--from", options["from_format"]] if options["adapter"] is not None else []
+    flags += [] if engine is None else ["--engine", engine]
     return [*flags, *(["--trust-remote-code"] if trusting else [])]
 
 

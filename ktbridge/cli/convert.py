@@ -117,11 +117,11 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
 
 def _next(raw_dir: str, to: str, report: ConvertReport) -> str:
     """The command that validates the output, and the tools that load a foreign format."""
-    from ktbridge.adapter.dialects import DIALECTS
+    from ktbridge.adapter.dialects import loaded_by
 
     loaded, engine = "", {"vllm": "vllm", "sglang-3d": "sglang"}.get(to)
     if to not in ("kt-split", "kt-merged", "raw"):
-        loaded = "for " + next(dialect.loaded_by for dialect in DIALECTS if dialect.name == to)
+        loaded = f"for {loaded_by(to)}"
         if engine is None:
             return loaded
         loaded += "; "

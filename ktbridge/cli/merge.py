@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, from_option
 
 if TYPE_CHECKING:
     from ktbridge.adapter import Adapter
@@ -22,6 +22,7 @@ _LATER = (
 
 @click.command(cls=Command)
 @click.argument("raw_dir", type=click.Path())
+@from_option
 @click.option(
     "--base-model",
     required=True,
@@ -53,41 +54,37 @@ _LATER = (
 def command(
     raw_dir: str,
     base_model: str,
-    output: str,
-    overwrite: bool,
-    allow_other_base: bool,
     measure: str,
     dry_run: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
-    """Add the adapter in RAW_DIR (of any layout) to the weights of its base model.
+    """Add the adapter in RAW_DIR to the weights of its base model.
 
-    Routed experts and everything else alike, in float32, rounded once. The base model is a
+    The adapter may have any format that `ktbridge convert` reads. Routed experts and everything else are
+    added alike, in float32, rounded once. The base model is a
     directory or org/name on the Hub; where the adapter's manifest has a fingerprint of
     the one trained on, it must be that. The output is complete or as it was before, whatever happens.
 
     Weights in block FP8, or in INT8 and INT4 as compressed-tensors stores them, are requantised in the
     same scheme; what that cost is printed layer by layer, and in logprobs of fixed tokens.
     """
-    from ktbridge.adapter import read_adapter
+    from ktbridge.adapter import open_adapter
     from ktbridge.adapter.merge import execute_merge, plan_merge
     from ktbridge.cli._hub import ensure_model
-    from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
+    from ktbridge.cli._ui import emit_json, print_problems, print_readings, progress_bar, stderr
     from ktbridge.model import resolve_model
 
     ensure_model(base_model, weights=not dry_run)
     base = resolve_model(base_model)
     if measure == "only":
-        found = _measure(base, resolve_model(output), read_adapter(raw_dir))
+        adapter = open_adapter(raw_dir, options["from_format"], base)
+        print_readings([adapter.reading])
+        found = _measure(base, resolve_model(options["output"]), adapter)
         emit_json(found) if as_json else _print_distance(found)
         return
-    plan = plan_merge(
-        raw_dir,
-        base_model=base,
-        output=output,
-        overwrite=overwrite,
-        allow_other_base=allow_other_base,
-    )
+    plan = plan_merge(raw_dir, base_model=base, **options)
+    print_readings([plan.adapter.reading])
     if dry_run:
         if as_json:
             emit_json(plan.as_dict())

@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from ktbridge.cli import _serve_local, _serve_sglang
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, from_option
 from ktbridge.cli._inference import for_serve, from_file, inference_argument
 
 
@@ -77,6 +77,7 @@ class _Serve(Command):
     callback=_named,
     help="An adapter as training wrote it, or in any format that `ktbridge convert` reads: all of it.",
 )
+@from_option
 @click.option("--expert-adapter", metavar="DIR", help="Expert LoRA, serving layout.")
 @click.option(
     "--nonexpert-adapter",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, from_option
 
 if TYPE_CHECKING:
     from ktbridge.adapter import ValidationReport
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     metavar="ENGINE",
     help="Apply this engine's contract: sglang-kt==0.7.2, vllm, or sglang (upstream).",
 )
+@from_option
 @click.option("--structure-only", is_flag=True, help="Check names and shapes, don't read values.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
 @click.option(
@@ -36,13 +37,13 @@ def command(
     ctx: click.Context,
     dirs: tuple[str, ...],
     base_model: str | None,
-    engine: str | None,
     structure_only: bool,
     strict: bool,
     github: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
-    """Check adapter directories (raw, expert, non-expert, merged), singly or as one set.
+    """Check adapters of any format that `ktbridge convert` reads, singly or as one set.
 
     In a set, the others are compared with the raw directory, or else with the first whose layout
     covers all others: put the input of a conversion before its outputs.
@@ -66,9 +67,9 @@ def command(
             report = validate_adapter(
                 dirs,
                 base_model=base_model,
-                engine=engine,
                 structure_only=structure_only,
                 on_progress=on_progress,
+                **options,
             )
     finally:
         gc.enable()

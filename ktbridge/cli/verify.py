@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, from_option
 from ktbridge.verify.logprobs import SAMPLED, WAYS
 
 if TYPE_CHECKING:
@@ -34,7 +34,14 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
 @click.option(
     "--model", required=True, metavar="NAME", help="The served name to judge, such as S:NAME."
 )
-@click.option("--adapter", required=True, metavar="DIR", help="The adapter, as training wrote it.")
+@click.option(
+    "--adapter",
+    "adapter_dir",
+    required=True,
+    metavar="DIR",
+    help="The adapter, as training wrote it or in any format that `ktbridge convert` reads.",
+)
+@from_option
 @click.option(
     "--base-model",
     required=True,
@@ -66,7 +73,8 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
 def command(
     server: str,
     model: str,
-    adapter: str,
+    adapter_dir: str,
+    from_format: str,
     base_model: str,
     expert_model: str | None,
     api_key: str | None,
@@ -82,11 +90,14 @@ def command(
     of: applied, not applied, only experts, only attention, wrong scale (≈ ×k), can't tell. Exit code 0
     only for "applied", with every other arm what its name promises.
     """
+    from ktbridge.adapter import open_adapter
     from ktbridge.cli._hub import ensure_model
-    from ktbridge.cli._ui import emit_json, print_problems, progress_bar
+    from ktbridge.cli._ui import emit_json, print_problems, print_readings, progress_bar
     from ktbridge.verify.run import verify
 
     ensure_model(base_model)
+    adapter = open_adapter(adapter_dir, from_format, base_model)
+    print_readings([adapter.reading])
     with progress_bar("asking the server", "layers") as bar:
         result = verify(
             server,

@@ -26,6 +26,7 @@ class ServeRequest:
     ``adapters``, ``nonexpert_adapters`` and ``merged_adapters`` map an adapter's name to its
     directory: of any layout, non-expert, merged. ``threads`` is None for the engine's own choice.
     ``allow_other_base`` turns into a warning that an adapter was trained on another base model.
+    ``from_format`` is the format of adapters that another tool wrote, where it is ambiguous.
     """
 
     model: str
@@ -39,6 +40,13 @@ class ServeRequest:
     api_key: str | None = field(default=None, repr=False)
     threads: int | None = None
     allow_other_base: bool = False
+    from_format: str = "auto"
+
+    def format_of(self, directory: str) -> str:
+        """The format of an adapter as it was told: KT's own layouts need none."""
+        from ktbridge.adapter.opening import is_own
+
+        return "auto" if is_own(directory) else self.from_format
 
     def directories(self) -> list[tuple[str | None, str, str | None]]:
         """Every adapter's name (None for a bare expert one), directory, and layout (None: any)."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktbridge.adapter import Adapter, read_adapter
+from ktbridge.adapter import Adapter, open_adapter
 from ktbridge.adapter.lora_config import half_numbers
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
@@ -79,7 +79,7 @@ def _not_listed(model: str, known: set[str], option: str) -> KtbridgeError:
 def verify(
     base_url: str,
     model: str,
-    adapter_dir: str,
+    adapter: str | Adapter,
     base_model: str,
     *,
     expert_model: str | None = None,
@@ -92,16 +92,19 @@ def verify(
     """Measure the server at ``base_url`` (http://HOST:PORT) against references computed here.
 
     ``model`` is the served name to judge, ``expert_model`` one that should have the expert LoRA alone;
-    ``adapter_dir`` is what training wrote, ``base_model`` a checkpoint's directory. ``repeat`` asks the
-    server several times; differences between identical requests count as noise. ``logprobs_from``: one of
-    ``logprobs.WAYS``, or "auto" for the first that the server has; sampled tokens are only ``ok`` by name.
-    ``on_progress(done, total)`` counts decoder layers of a stage that ``on_stage`` names.
+    ``adapter`` is one of any format, opened or as a path, ``base_model`` a checkpoint's directory. ``repeat``
+    asks the server several times; differences between identical requests count as noise.
+    ``logprobs_from``: one of ``logprobs.WAYS``, or "auto" for the first that the server has; sampled tokens
+    are only ``ok`` by name. ``on_progress(done, total)`` counts decoder layers of a stage that ``on_stage``
+    names.
 
     Raises KtbridgeError when the server cannot be measured or the references not be computed;
     a Verification is only ever made of numbers from both.
     """
     base = Path(resolve_model(base_model))
-    adapter, halves = _read(adapter_dir)
+    if not isinstance(adapter, Adapter):
+        adapter = open_adapter(adapter, base_model=base)
+    halves = _halves(adapter)
     server = LogprobClient(base_url, api_key)
     entries = server.entries()
     arms = _arms(server, entries, model, expert_model)
@@ -177,15 +180,15 @@ def _arms(
     return arms if applied else {**({served: "base"} if applied is not None else {}), **others}
 
 
-def _read(adapter_dir: str) -> tuple[Adapter, tuple[bool, bool]]:
-    """The adapter, and whether it has an expert and a non-expert half."""
-    adapter = read_adapter(adapter_dir)
+def _halves(adapter: Adapter) -> tuple[bool, bool]:
+    """Whether the adapter has an expert and a non-expert half."""
     halves = (bool(adapter.expert_layers()), bool(adapter.nonexpert_keys()))
     if not any(halves):
         raise KtbridgeError(
-            f"the adapter in {adapter_dir} has no LoRA tensor.", "check it with `ktbridge validate`"
+            f"the adapter in {adapter.path} has no LoRA tensor.",
+            "check it with `ktbridge validate`",
         )
-    return adapter, halves
+    return halves
 
 
 def _meanings(expert: bool, nonexpert: bool) -> dict[str, str]:

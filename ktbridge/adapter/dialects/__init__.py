@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ktbridge.errors import UsageError
-from ktbridge.model.tensorfile import MAX_HEADER_BYTES
+from ktbridge.model.tensorfile import MAX_HEADER_BYTES, MAX_NAME
 
 if TYPE_CHECKING:
     from ktbridge.adapter.dialects.source import Reader, Writer
@@ -96,6 +96,11 @@ def writer_of(name: str) -> Writer:
     return cast("Writer", _function(writers[name]))
 
 
+def loaded_by(name: str) -> str:
+    """The tools that load a format, in words."""
+    return next(dialect.loaded_by for dialect in DIALECTS if dialect.name == name)
+
+
 def _function(name: str) -> object:
     module, _, function = name.partition(".")
     return getattr(import_module(f"ktbridge.adapter.dialects.{module}"), function)
@@ -103,13 +108,19 @@ def _function(name: str) -> object:
 
 def check_names(to: str, from_format: str, dtype: str) -> None:
     """UsageError, listing the valid names, unless these are known formats and dtypes."""
-    for value, flag, known in (
-        (to, "--to", WRITABLE),
-        (from_format, "--from", ("auto", *READABLE)),
-        (dtype, "--dtype", ("keep", "bf16", "f32")),
-    ):
-        if value not in known:
-            raise UsageError(_unknown(flag, value), f"use {', '.join(known)}")
+    _check_name("--to", to, WRITABLE)
+    check_from(from_format)
+    _check_name("--dtype", dtype, ("keep", "bf16", "f32"))
+
+
+def check_from(name: str) -> None:
+    """UsageError, listing the valid names, unless ``name`` is "auto" or a format that is read."""
+    _check_name("--from", name, ("auto", *READABLE))
+
+
+def _check_name(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(_unknown(flag, value), f"use {', '.join(known)}")
 
 
 def _unknown(flag: str, value: str) -> str:
@@ -125,10 +136,16 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     Detected by names in the headers' text: parsing tens of thousands of keys is left to the reader.
     An unreadable input counts as "kt", whose reader reports the cause.
     """
+    return find_sign(path)[0]
+
+
+def find_sign(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """What ``detect_format`` returns, and what showed it: a tensor's name, or a file's; of "kt" nothing."""
     place = Path(path).expanduser()
-    if place.suffix == ".gguf" or (place.is_dir() and any(place.glob("*.gguf"))):
-        return "gguf"
-    for file in sorted(place.glob("adapter_model*.safetensors")) if place.is_dir() else ():
+    if place.suffix == ".gguf":
+        return "gguf", place.name
+    weights = sorted(place.glob("adapter_model*.safetensors")) if place.is_dir() else []
+    for file in weights:
         if not file.is_file():  # opening a pipe would block forever
             continue
         try:
@@ -138,6 +155,14 @@ def detect_format(path: str | os.PathLike[str]) -> str:
         except OSError:
             continue
         for name, pattern in _SIGNS.items():
-            if pattern.search(header):
-                return name
-    return "kt"
+            if match := pattern.search(header):
+                return name, _key_around(header, match)
+    if not weights and place.is_dir() and (other := sorted(place.glob("*.gguf"))):
+        return "gguf", other[0].name
+    return "kt", ""
+
+
+def _key_around(header: bytes, match: re.Match[bytes]) -> str:
+    """The name between the quotes around a match."""
+    start, end = header.rfind(b'"', 0, match.start()) + 1, header.find(b'"', match.end())
+    return header[start : max(end, match.end())][:MAX_NAME].decode(errors="replace")

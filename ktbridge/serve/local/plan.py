@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ktbridge.adapter import Adapter, read_adapter, validate_adapter
+from ktbridge.adapter import Adapter, validate_adapter
+from ktbridge.adapter.opening import store_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.hub import short_name
-from ktbridge.serve.conversions import read_any
 from ktbridge.serve.doctor_packages import PACKAGES
 from ktbridge.serve.request import OPTION_OF_LAYOUT, Limits, ServeRequest
 from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
@@ -23,7 +23,10 @@ from ktbridge.served_names import ServedArm, check_adapter_name, check_served_na
 
 @dataclass(frozen=True)
 class ServePlan:
-    """A launch of the embedded engine. ``nonexpert`` holds (adapter name, directory)."""
+    """A launch of the embedded engine. ``nonexpert`` holds (adapter name, directory).
+
+    ``readings`` say which adapters were read from other tools' formats.
+    """
 
     model: Path
     served_name: str
@@ -36,6 +39,7 @@ class ServePlan:
     api_key: str | None = field(default=None, repr=False)
     limits: Limits = field(default_factory=Limits)
     problems: tuple[Problem, ...] = ()
+    readings: tuple[str, ...] = ()
 
     @property
     def models(self) -> dict[str, str]:
@@ -70,14 +74,14 @@ def plan_local(request: ServeRequest, limits: Limits | None = None) -> ServePlan
     served = request.served_name if request.served_name is not None else short_name(base)
     check_served_name(served)
     _check_access(request.api_key, request.host)
-    expert, nonexpert, whole = _halves(request)
+    opened = _open_all(request)
+    expert, nonexpert, whole = _halves(opened)
     if len(expert) > 1:
         who = " and ".join(source for source, _ in expert)
         raise UsageError(
             f"{who} both bring an expert LoRA; one server holds one.",
             "serve the second adapter from a second server",
         )
-    directories = [path for _, path in (*expert, *nonexpert)]
     return ServePlan(
         model=base,
         served_name=served,
@@ -94,7 +98,8 @@ def plan_local(request: ServeRequest, limits: Limits | None = None) -> ServePlan
         ),
         api_key=request.api_key or None,
         limits=_within(limits or Limits(), read_model_config(base)),
-        problems=_check_adapters(base, directories, request.allow_other_base),
+        problems=_check_adapters(base, request),
+        readings=tuple(adapter.reading for _, adapter in opened if adapter.reading),
     )
 
 
@@ -115,21 +120,27 @@ def _check_access(api_key: str | None, host: str) -> None:
 Named = list[tuple[str, Path]]
 
 
-def _halves(request: ServeRequest) -> tuple[Named, Named, list[str]]:
+def _open_all(request: ServeRequest) -> list[tuple[str | None, Adapter]]:
+    """Every adapter of the request by name; None for a bare expert one."""
+    opened: list[tuple[str | None, Adapter]] = []
+    for name, directory, layout in request.directories():
+        if name is not None:
+            check_adapter_name(name)
+            if name in dict(opened):
+                raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
+        opened.append((name, _open(directory, layout, request)))
+    return opened
+
+
+def _halves(opened: Sequence[tuple[str | None, Adapter]]) -> tuple[Named, Named, list[str]]:
     """Directories with expert LoRA (by name or option), with non-expert LoRA, names without the latter."""
     expert: Named = []
     nonexpert: Named = []
     whole: list[str] = []
-    seen: set[str] = set()
-    for name, directory, layout in request.directories():
+    for name, adapter in opened:
         if name is None:
-            expert.append(("--expert-adapter", _open(directory, layout, request.model).path))
+            expert.append(("--expert-adapter", adapter.path))
             continue
-        check_adapter_name(name)
-        if name in seen:
-            raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
-        seen.add(name)
-        adapter = _open(directory, layout, request.model)
         if adapter.expert_layers():
             expert.append((name, adapter.path))
         if adapter.nonexpert_keys():
@@ -161,33 +172,32 @@ def _within(limits: Limits, config: ModelConfig) -> Limits:
     return replace(limits, context=own)
 
 
-def _open(directory: str, layout: str | None, model: str) -> Adapter:
+def _open(directory: str, layout: str | None, request: ServeRequest) -> Adapter:
     """Open an adapter of ``layout`` (None: of any, in any format)."""
-    adapter = read_any(directory, model) if layout is None else read_adapter(directory)
+    adapter = store_adapter(directory, request.model, request.format_of(directory))
     if layout is not None and adapter.layout != layout:
         option = OPTION_OF_LAYOUT[adapter.layout]
         raise UsageError(
-            f"{directory} has the {adapter.layout} layout, not the {layout} one.",
+            f"{directory} has the {adapter.format or adapter.layout} layout, not the {layout} one.",
             f"pass it as {option}, or convert it with `ktbridge convert`",
         )
     return adapter
 
 
-def _check_adapters(
-    base: Path, directories: Sequence[Path], allow_other_base: bool
-) -> tuple[Problem, ...]:
+def _check_adapters(base: Path, request: ServeRequest) -> tuple[Problem, ...]:
     """Whether headers and configurations fit the base; values are checked by `ktbridge validate`.
 
     Returns warnings; raises ProblemsError if something else than what was trained would be
     served.
     """
     problems: dict[Problem, None] = {}
-    for directory in dict.fromkeys(directories):
+    for directory in dict.fromkeys(directory for _, directory, _ in request.directories()):
         report = validate_adapter(
             [directory],
             base_model=base,
+            from_format=request.format_of(directory),
             structure_only=True,
-            allow_other_base=allow_other_base,
+            allow_other_base=request.allow_other_base,
         )
         problems.update(dict.fromkeys(report.problems))
     if has_errors(problems):

@@ -20,10 +20,10 @@ from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract
 from ktbridge.adapter.keys import FUSED_NAMES, fused_key
 from ktbridge.adapter.manifest import MANIFEST_FILE, trained_on
+from ktbridge.adapter.opening import RECIPE, is_intact, store_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.publish import hash_file
-from ktbridge.serve.conversions import RECIPE, is_intact, read_any
 from ktbridge.serve.request import OPTION_OF_LAYOUT, RequestedLayout, ServeRequest
 
 ServedLayout = Literal["base", "expert", "nonexpert", "split", "merged"]
@@ -34,7 +34,8 @@ class Source:
     """One adapter directory. ``name`` is what requests select it by; None for a bare expert one.
 
     ``layers`` are those with expert LoRA. ``nonexpert``: whether it has any other LoRA.
-    ``digest`` is a SHA-256 over names and contents of its files.
+    ``digest`` is a SHA-256 over names and contents of its files; ``reading`` says that it was read from
+    another tool's format.
     """
 
     name: str | None
@@ -44,6 +45,7 @@ class Source:
     nonexpert: bool
     base_model: str | None
     digest: str
+    reading: str = ""
 
     @property
     def expert(self) -> bool:
@@ -61,8 +63,7 @@ def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Proble
     # Whole adapters first: their order is part of the command line and of the cache's keys.
     for name, directory, layout in sorted(request.directories(), key=lambda given: bool(given[2])):
         try:
-            whole = layout is None
-            adapter = read_any(directory, request.model) if whole else read_adapter(directory)
+            adapter = store_adapter(directory, request.model, request.format_of(directory))
         except ProblemsError as error:
             problems += error.problems
             continue
@@ -72,7 +73,7 @@ def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Proble
             continue
         if layout is not None and adapter.layout != layout:
             step = f"pass it as {OPTION_OF_LAYOUT[adapter.layout]}"
-            found = f"has the {adapter.layout} layout"
+            found = f"has the {adapter.format or adapter.layout} layout"
             problems.append(problem("KTB951", directory, found, f"the {layout} layout", step))
             continue
         source = Source(
@@ -83,6 +84,7 @@ def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Proble
             nonexpert=bool(adapter.nonexpert),
             base_model=adapter.base_model,
             digest=_content_digest(adapter.path),
+            reading=adapter.reading,
         )
         sources.append(source)
     return tuple(sources), problems

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ktbridge.adapter.opening import cache_root
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.hosts import bind
 from ktbridge.machine import Described, Gpu, Machine, read_gpus, read_machine
@@ -25,7 +26,6 @@ from ktbridge.model import (
 )
 from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.serve.conversions import cache_root
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Source, read_sources
 from ktbridge.units import size_text

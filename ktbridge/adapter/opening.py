@@ -1,0 +1,254 @@
+"""Open an adapter of any format: the one way in which commands read what a user names.
+
+KT's own layouts are read where they are. Every other format goes through its reader
+(``ktbridge.adapter.dialects``), and what comes out is a raw adapter whose tensors are made of the given files
+when they are asked for: nothing is written. Engines that load a directory by themselves get one from
+a cache, which is named by a hash over the content of its sources, so an adapter that was
+rewritten in place, with the same size and time, is another directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ktbridge.adapter.adapter import FUSED_FILE, Adapter
+from ktbridge.adapter.blocks import Block, bytes_of
+from ktbridge.adapter.convert import convert_adapter, read_source
+from ktbridge.adapter.dialects import READABLE, check_from, find_sign
+from ktbridge.adapter.dialects.source import Request, Source
+from ktbridge.adapter.manifest import MANIFEST_FILE
+from ktbridge.adapter.outputs import Output, PathLike
+from ktbridge.adapter.scan import classify, layout_of, require, scan_adapter
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.model import Entry, TensorFile, resolve_model
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.model.stamps import Stamp
+from ktbridge.publish import hash_file
+
+# Part of every key of the cache: bump it when the conversion's output changes, to invalidate old results.
+RECIPE = "1"
+_WEIGHTS = (".safetensors", ".gguf")
+KT_FORMATS = ("raw", "kt-split", "kt-merged", "vllm")
+"""Those with KT's layouts, which need no conversion to be read."""
+_AS_THEY_ARE = ("kt", "raw", "kt-split")
+"""Formats whose scale is in the directory; of ``vllm`` and ``kt-merged`` the name decides on rsLoRA's."""
+_HELD = 8  # tensors of a converted file in memory: more than a layer's experts have
+
+
+class ConvertedFile(TensorFile):
+    """A file of a raw adapter that isn't on disk: each tensor is made of another format's when it is read.
+
+    ``path`` is the adapter that was given. The last few tensors stay in memory, because they are read
+    expert by expert.
+    """
+
+    def __init__(self, path: Path, output: Output, name: str) -> None:
+        entries: dict[str, Entry] = {}
+        self._blocks: list[tuple[int, Block]] = []
+        position = 0
+        for piece in output.files[name]:
+            (key,) = piece.keys
+            end = position + piece.block.nbytes
+            entries[key] = Entry(key, piece.block.dtype, piece.shape, position, end)
+            self._blocks.append((position, piece.block))
+            position = end
+        super().__init__(path, entries, {}, Stamp(position, 0, 0))
+        self._name = name
+        self._held: OrderedDict[int, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def view(self, start: int, end: int) -> memoryview:
+        number = self._number(start)
+        first, block = self._blocks[number]
+        if end <= first + block.nbytes:
+            return self._bytes(number)[start - first : end - first]
+        return self.read(start, end)
+
+    def read_into(self, start: int, buffer: memoryview, descriptor: int | None = None) -> None:
+        filled = 0
+        while filled < len(buffer):
+            number = self._number(start + filled)
+            first, block = self._blocks[number]
+            inside = start + filled - first
+            count = min(block.nbytes - inside, len(buffer) - filled)
+            buffer[filled : filled + count] = self._bytes(number)[inside : inside + count]
+            filled += count
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        yield -1  # the blocks open the files they are made of
+
+    def release(self, start: int = 0, end: int | None = None) -> None:
+        with self._lock:
+            self._held.clear()
+
+    def _number(self, place: int) -> int:
+        """The tensor that has the byte at ``place``."""
+        return max(0, bisect_right(self._blocks, place, key=lambda row: row[0]) - 1)
+
+    def _bytes(self, number: int) -> memoryview:
+        with self._lock:  # merging reads from several threads
+            if number not in self._held:
+                self._held[number] = bytes_of(self._blocks[number][1].load())
+                while len(self._held) > _HELD:
+                    self._held.popitem(last=False)
+            self._held.move_to_end(number)
+            return self._held[number]
+
+
+def open_adapter(
+    path: PathLike, from_format: str = "auto", base_model: str | os.PathLike[str] | None = None
+) -> Adapter:
+    """Open an adapter of any format that is read; a GGUF adapter may be a file.
+
+    ``from_format`` is one of ``ktbridge.adapter.dialects.READABLE``, for what "auto" can't tell.
+    ``base_model``, a directory or a Hub id, provides names and sizes where the format has none. Of a format
+    that isn't KT's own, ``format`` of the adapter is its name and ``reading`` a sentence that says so.
+
+    Raises UsageError for an ambiguous or unknown format, and as ``read_adapter``.
+
+    Example::
+
+        adapter = open_adapter("peft/adapter")
+        print(adapter.reading or adapter.layout, adapter.rank, adapter.alpha)
+    """
+    return require(path, *scan_any(path, from_format, base_model))
+
+
+def scan_any(
+    path: PathLike, from_format: str = "auto", base_model: str | os.PathLike[str] | None = None
+) -> tuple[Adapter | None, list[Problem]]:
+    """As ``open_adapter``, with everything that is wrong as problems; an ambiguous format is raised."""
+    check_from(from_format)
+    given = Path(path).expanduser()
+    group, evidence = find_sign(given)
+    name = group if from_format == "auto" else from_format
+    if name in _AS_THEY_ARE or not given.exists():
+        return scan_adapter(path)
+    base = None if base_model is None else os.fspath(base_model)
+    try:
+        source = read_source(Request(given, name, base), "raw")
+        adapter = _as_raw(source, given)
+    except ProblemsError as error:
+        return None, list(error.problems)
+    except UsageError:
+        raise
+    except KtbridgeError as error:
+        step = error.next_step or None
+        return None, [problem("KTB001", str(path), error.sentence, next_step=step)]
+    findings, adapter.format = source.findings, _format_of(source, name)
+    told = "as asked for" if from_format != "auto" else f"found: {evidence}"
+    adapter.reading = f"{path}: read as {adapter.format} ({told})"
+    return adapter, findings
+
+
+def is_own(path: PathLike) -> bool:
+    """Whether a directory's files or manifest show that it is in one of KT's layouts."""
+    given = Path(path).expanduser()
+    if (given / FUSED_FILE).exists():
+        return True
+    with suppress(KtbridgeError, OSError):
+        layout = read_json_file(given / MANIFEST_FILE).get("layout")
+        return layout in (None, "raw", "expert", "nonexpert", "merged")
+    return False
+
+
+def _format_of(source: Source, name: str) -> str:
+    return name if source.format not in READABLE else source.format
+
+
+def _as_raw(source: Source, given: Path) -> Adapter:
+    """The adapter that a conversion to the raw layout would write, without writing it."""
+    from ktbridge.adapter.dialects.kt import write_raw
+
+    (output,), _ = write_raw(source)
+    kept = {key: value for key, value in (source.manifest or {}).items() if key != "layout"}
+    manifest = {
+        "version": 1,
+        "status": "ready",
+        **kept,
+        "lora": {"rank": output.rank, "alpha": float(output.alpha)},
+    }
+    adapter = Adapter(given, output.config, manifest)
+    adapter.stamps = source.stamps
+    for name in output.files:
+        file = ConvertedFile(given, output, name)
+        adapter.files.append(file)
+        classify(adapter, file)
+    adapter.layout = layout_of(adapter)
+    return adapter
+
+
+# --- directories for engines that load them by themselves ------------------------------------------
+
+
+def cache_root() -> Path:
+    """$XDG_CACHE_HOME/ktbridge/serving, or below ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "ktbridge" / "serving"
+
+
+def store_adapter(path: PathLike, base_model: str, from_format: str = "auto") -> Adapter:
+    """Open an adapter of any format as a directory of one of KT's layouts.
+
+    One in another tool's format is converted to a raw adapter in the cache, for the base model's directory
+    or id, unless that was done before. Raises as ``open_adapter``.
+    """
+    adapter = open_adapter(path, from_format, base_model)
+    if not adapter.format:
+        return adapter
+    given = adapter.path
+    with suppress(KtbridgeError):
+        base_model = str(resolve_model(base_model))
+    target = cache_root() / _key(given, adapter.format, Path(base_model))
+    if not is_intact(target, None):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        convert_adapter(
+            given,
+            to="raw",
+            from_format=adapter.format,
+            output_dir=target,
+            base_model=base_model,
+            overwrite=True,
+        )
+    stored = require(target, *scan_adapter(target))
+    stored.format, stored.reading = adapter.format, adapter.reading
+    return stored
+
+
+def _key(path: Path, kind: str, base: Path) -> str:
+    """Names tensors by the base's configuration, and holds its path: both are part of the key."""
+    digest = hashlib.sha256(f"{RECIPE}\0{kind}\0{base}\0".encode())
+    files = [base / "config.json", *([path] if path.is_file() else sorted(path.iterdir()))]
+    for file in files:
+        if file.is_file() and file.suffix in (*_WEIGHTS, ".json"):
+            digest.update(f"{file.name}\0{hash_file(file)}\n".encode())
+    return digest.hexdigest()[:24]
+
+
+def is_intact(directory: Path, layout: str | None) -> bool:
+    """Whether a converted directory matches its manifest, by size and hash. ``layout`` None: raw."""
+    with suppress(KtbridgeError, OSError):
+        manifest = read_json_file(directory / MANIFEST_FILE)
+        artifacts = manifest.get("artifacts")
+        if manifest.get("layout") != layout or not isinstance(artifacts, dict) or not artifacts:
+            return False
+        return all(
+            isinstance(record, dict)
+            and (directory / name).stat().st_size == record.get("size")
+            and hash_file(directory / name) == record.get("sha256")
+            for name, record in artifacts.items()
+        )
+    return False
