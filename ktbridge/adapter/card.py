@@ -77,9 +77,10 @@ def write_card(adapter: Adapter, name: str, base: str, evaluation: Evaluation) -
         eval_results=results or None,
     )
     data.model_name = data.model_name if results else None
+    made = "" if adapter.format else ", made with ktbridge"
     sections = [
         f"# {name.rpartition('/')[2]}",
-        f"A LoRA adapter for `{base}`, a mixture-of-experts model, made with ktbridge.",
+        f"A LoRA adapter for `{base}`, a mixture-of-experts model{made}.",
         *_about(adapter, base),
         *_training(adapter.path),
         *(part for bench in evaluation.benches for part in _evaluated(bench)),
@@ -102,7 +103,7 @@ def _about(adapter: Adapter, base: str) -> Iterator[str]:
         modules = ", ".join(adapter.nonexpert_modules())
         rows.append(("LoRA on other modules", f"{_numbers(adapter, 'nonexpert')}, on {modules}"))
     size = sum(file.size for file in adapter.files)
-    rows.append(("layout", f"{adapter.layout}, {size_text(size)}"))
+    rows.append(("layout", f"{adapter.format or adapter.layout}, {size_text(size)}"))
     yield "## The adapter"
     yield _table(("", ""), rows)
 
@@ -208,7 +209,10 @@ def _use(adapter: Adapter, name: str, base: str) -> Iterator[str]:
     """How to serve and verify it."""
     arm, served = name.rpartition("/")[2], base.rpartition("/")[2].partition("@")[0]
     given = f"--adapter {arm}={arm}"
-    if adapter.layout == "expert":
+    told = f" --from {adapter.format}" if adapter.format else ""
+    if adapter.format:
+        given += told
+    elif adapter.layout == "expert":
         given = f"--expert-adapter {arm} --nonexpert-adapter {arm}=OTHER_HALF"
     elif adapter.layout == "nonexpert":
         given = f"--expert-adapter OTHER_HALF --nonexpert-adapter {arm}={arm}"
@@ -217,7 +221,7 @@ def _use(adapter: Adapter, name: str, base: str) -> Iterator[str]:
         "```sh",
         f"hf download {name} --local-dir {arm}",
         f"ktbridge serve --base-model {base} {given}",
-        f"ktbridge verify --server http://127.0.0.1:8000 --model {served}:{arm} --adapter {arm} \\",
+        f"ktbridge verify --server http://127.0.0.1:8000 --model {served}:{arm} --adapter {arm}{told} \\",
         f"    --base-model {base}",
         "```",
     ))  # fmt: skip

@@ -40,6 +40,11 @@ KT_FORMATS = ("raw", "kt-split", "kt-merged", "vllm")
 """Those with KT's layouts, which need no conversion to be read."""
 _AS_THEY_ARE = ("kt", "raw", "kt-split")
 """Formats whose scale is in the directory; of ``vllm`` and ``kt-merged`` the name decides on rsLoRA's."""
+_CODES = {
+    **dict.fromkeys(("peft", "peft-fused", "peft-0.18", "unsloth-legacy"), "KTB208"),
+    "sglang-3d": "KTB216",
+    "gguf": "KTB016",
+}
 _HELD = 8  # tensors of a converted file in memory: more than a layer's experts have
 
 
@@ -109,13 +114,18 @@ class ConvertedFile(TensorFile):
 
 
 def open_adapter(
-    path: PathLike, from_format: str = "auto", base_model: str | os.PathLike[str] | None = None
+    path: PathLike,
+    from_format: str = "auto",
+    base_model: str | os.PathLike[str] | None = None,
+    *,
+    as_raw: bool = False,
 ) -> Adapter:
     """Open an adapter of any format that is read; a GGUF adapter may be a file.
 
     ``from_format`` is one of ``ktbridge.adapter.dialects.READABLE``, for what "auto" can't tell.
     ``base_model``, a directory or a Hub id, provides names and sizes where the format has none. Of a format
     that isn't KT's own, ``format`` of the adapter is its name and ``reading`` a sentence that says so.
+    ``as_raw``: so it is of a serving directory of KT's, too.
 
     Raises UsageError for an ambiguous or unknown format, and as ``read_adapter``.
 
@@ -124,19 +134,26 @@ def open_adapter(
         adapter = open_adapter("peft/adapter")
         print(adapter.reading or adapter.layout, adapter.rank, adapter.alpha)
     """
-    return require(path, *scan_any(path, from_format, base_model))
+    return require(path, *scan_any(path, from_format, base_model, as_raw=as_raw))
 
 
 def scan_any(
-    path: PathLike, from_format: str = "auto", base_model: str | os.PathLike[str] | None = None
+    path: PathLike,
+    from_format: str = "auto",
+    base_model: str | os.PathLike[str] | None = None,
+    *,
+    as_raw: bool = False,
 ) -> tuple[Adapter | None, list[Problem]]:
     """As ``open_adapter``, with everything that is wrong as problems; an ambiguous format is raised."""
     check_from(from_format)
     given = Path(path).expanduser()
     group, evidence = find_sign(given)
     name = group if from_format == "auto" else from_format
-    if name in _AS_THEY_ARE or not given.exists():
-        return scan_adapter(path)
+    if name in _AS_THEY_ARE or not os.path.exists(given):
+        adapter, findings = scan_adapter(path)
+        if adapter is None or not as_raw or adapter.layout == "raw":
+            return adapter, findings
+        evidence = f"the {adapter.layout} layout"
     base = None if base_model is None else os.fspath(base_model)
     try:
         source = read_source(Request(given, name, base), "raw")
@@ -146,18 +163,30 @@ def scan_any(
     except UsageError:
         raise
     except KtbridgeError as error:
-        step = error.next_step or None
-        return None, [problem("KTB001", str(path), error.sentence, next_step=step)]
+        code = format_code(name) if name == "gguf" else "KTB001"
+        return None, [problem(code, str(path), error.sentence, next_step=error.next_step or None)]
     findings, adapter.format = source.findings, _format_of(source, name)
     told = "as asked for" if from_format != "auto" else f"found: {evidence}"
     adapter.reading = f"{path}: read as {adapter.format} ({told})"
     return adapter, findings
 
 
+def reading_note(adapter: Adapter) -> Problem:
+    """The info that an adapter was read from another format than KT's raw layout."""
+    found = adapter.reading.removeprefix(f"{adapter.path}: ")
+    code = format_code(adapter.format)
+    return problem(code, str(adapter.path), found, severity="info", next_step="nothing")
+
+
+def format_code(name: str) -> str:
+    """The code of problems that say in which format an adapter is."""
+    return _CODES.get(name, "KTB018")
+
+
 def is_own(path: PathLike) -> bool:
     """Whether a directory's files or manifest show that it is in one of KT's layouts."""
     given = Path(path).expanduser()
-    if (given / FUSED_FILE).exists():
+    if os.path.exists(given / FUSED_FILE):
         return True
     with suppress(KtbridgeError, OSError):
         layout = read_json_file(given / MANIFEST_FILE).get("layout")
@@ -166,7 +195,10 @@ def is_own(path: PathLike) -> bool:
 
 
 def _format_of(source: Source, name: str) -> str:
-    return name if source.format not in READABLE else source.format
+    """The name of the format that was read; of KT's layouts that of the option which writes it."""
+    if source.format in READABLE:
+        return source.format
+    return "kt-merged" if name == "kt" else name
 
 
 def _as_raw(source: Source, given: Path) -> Adapter:

@@ -16,13 +16,14 @@ from ktbridge.adapter.adapter import CONFIG_FILE, Adapter
 from ktbridge.adapter.card import Evaluation, read_evaluation, write_card
 from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import MANIFEST_FILE, dump_json
+from ktbridge.adapter.opening import open_adapter
 from ktbridge.adapter.outputs import DATA_FILE, LOG_FILE, OURS, REFUSED_FILE
-from ktbridge.adapter.scan import read_adapter
 from ktbridge.adapter.validate import validate_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.model.hub import Repository, name_of, named_repository
 from ktbridge.model.hub_errors import explained, library
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import OnProgress
 
 README = "README.md"
@@ -30,12 +31,16 @@ README = "README.md"
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What will be in the repository: each file as a path or its content. ``problems`` are no errors."""
+    """What will be in the repository: each file as a path or its content. ``problems`` are no errors.
+
+    ``reading`` says that the adapter was read from another tool's format, in which it is uploaded.
+    """
 
     repository: Repository
     files: dict[str, Path | bytes]
     base_model: str
     problems: tuple[Problem, ...]
+    reading: str = ""
 
     @property
     def card(self) -> str:
@@ -67,31 +72,33 @@ def plan_push(
     *,
     base_model: str | None = None,
     evaluation: str | os.PathLike[str] | None = None,
+    from_format: str = "auto",
     on_progress: OnProgress | None = None,
 ) -> PushPlan:
-    """Validate an adapter of any of KT's layouts, and write its card; nothing is uploaded.
+    """Validate an adapter of any format that is read, and write its card; nothing is uploaded.
 
     ``name``: org/name or org/name@branch. ``base_model`` is the base's name on the Hub, by default what the
-    adapter names; ``evaluation`` a directory of `ktbridge eval`. Raises UsageError for another name, and
+    adapter names; ``evaluation`` a directory of `ktbridge eval`; ``from_format`` the adapter's format where
+    it is ambiguous. Raises UsageError for another name, and
     ProblemsError with all errors of validation, or for a base without a name on the Hub (KTH001).
     """
     repository = named_repository(name)
     if repository is None:
         raise UsageError(f"{name!r} is not a repository's name.", "Give it as org/name.")
-    report = validate_adapter([directory], on_progress=on_progress)
+    report = validate_adapter([directory], from_format=from_format, on_progress=on_progress)
     findings = [one for one in report.problems if one.severity != "info"]
     if not report.ok:
         raise ProblemsError(
             f"{directory} isn't uploaded: it would not be served as trained.", findings
         )
-    adapter = read_adapter(directory)
+    adapter = open_adapter(directory, from_format, base_model)
     base = base_model or name_of(adapter.base_model or "")[0]
     if named_repository(base) is None or Path(base).expanduser().is_dir():
         findings.append(problem("KTH001", str(adapter.path), f"its base model is {base!r}"))
     results = Evaluation() if evaluation is None else read_evaluation(Path(evaluation))
     findings += (problem("KTH002", str(evaluation), error) for error in results.errors)
     missing = [name for name in (LOG_FILE, DATA_FILE) if not (adapter.path / name).is_file()]
-    if missing:
+    if missing and not adapter.format:
         found = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there"
         findings.append(problem("KTH003", str(adapter.path), found))
     files = dict(_files(adapter, base))
@@ -99,7 +106,7 @@ def plan_push(
     if has_errors(findings):
         raise ProblemsError(f"{directory} isn't uploaded.", findings)
     files[README] = write_card(adapter, repository.id, base, results).encode()
-    return PushPlan(repository, files, base, tuple(findings))
+    return PushPlan(repository, files, base, tuple(findings), adapter.reading)
 
 
 def execute_push(plan: PushPlan, private: bool = False, bars: bool = False) -> str:
@@ -141,16 +148,26 @@ def execute_push(plan: PushPlan, private: bool = False, bars: bool = False) -> s
 
 def _files(adapter: Adapter, base: str) -> Iterator[tuple[str, Path | bytes]]:
     """The adapter's own files, and training's log and plot; with the base under its name."""
+    if adapter.path.is_file():
+        yield adapter.path.name, adapter.path
+        return
     for path in sorted(adapter.path.iterdir()):
-        if OURS.fullmatch(path.name) and path.name != REFUSED_FILE and path.is_file():
+        ours = OURS.fullmatch(path.name) or (adapter.format == "gguf" and path.suffix == ".gguf")
+        if ours and path.name != REFUSED_FILE and path.is_file():
             yield path.name, path
     if adapter.config.get("base_model_name_or_path") == base:
         return
-    config = dump_json({**adapter.config, "base_model_name_or_path": base})
+    # As they lie there: of another tool's format the adapter has what a conversion would write.
+    config_file, manifest_file = (adapter.path / name for name in (CONFIG_FILE, MANIFEST_FILE))
+    if not config_file.is_file():
+        return
+    config = dump_json({**read_json_file(config_file), "base_model_name_or_path": base})
     yield CONFIG_FILE, config
-    if adapter.manifest is not None:
+    if manifest_file.is_file():
+        manifest = read_json_file(manifest_file)
         digest = hashlib.sha256(config).hexdigest()
-        artifacts = dict(adapter.manifest.get("artifacts") or {})
+        listed = manifest.get("artifacts")
+        artifacts = dict(listed) if isinstance(listed, dict) else {}
         artifacts[CONFIG_FILE] = {"size": len(config), "sha256": digest}
-        manifest = {**adapter.manifest, "base": {"model_name_or_path": base}}
-        yield MANIFEST_FILE, dump_json({**manifest, "artifacts": artifacts})
+        manifest |= {"base": {"model_name_or_path": base}, "artifacts": artifacts}
+        yield MANIFEST_FILE, dump_json(manifest)

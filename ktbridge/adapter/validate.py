@@ -36,10 +36,11 @@ from ktbridge.adapter.engines import (
     contract_for,
     split_engine,
 )
-from ktbridge.adapter.opening import KT_FORMATS, is_own, scan_any
+from ktbridge.adapter.keys import PROJECTIONS
+from ktbridge.adapter.opening import KT_FORMATS, format_code, is_own, scan_any
 from ktbridge.adapter.scan import scan_adapter, with_stacks
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, UsageError, has_errors, worst_first
+from ktbridge.errors import KtbridgeError, Problem, Severity, UsageError, has_errors, worst_first
 from ktbridge.model import (
     Checkpoint,
     ModelConfig,
@@ -70,8 +71,6 @@ _OTHERS = {
     VLLM: _Other(check_vllm, VLLM_HONOURS, "vllm", ("peft-fused",)),
     SGLANG: _Other(check_sglang, SGLANG_HONOURS, "sglang-3d", ("sglang-3d",)),
 }
-# What says that an adapter is in another tool's format, by format; the others are PEFT's.
-_FORMAT_CODES = {"sglang-3d": "KTB216", "gguf": "KTB016"}
 
 
 class _Given(NamedTuple):
@@ -222,15 +221,15 @@ def _open(
         report.adapters.append(_summary(path.path, path))
         return [_Given(path, path)]
     # An engine reads the directory's own files, whatever their scale was meant to be.
-    told = "auto" if is_own(path) or from_format in KT_FORMATS else from_format
+    told = "raw" if from_format in KT_FORMATS else "auto" if is_own(path) else from_format
     try:
         adapter, findings = scan_any(path, told, base_name or None)
     except UsageError as error:  # an ambiguous format
         adapter, step = None, error.next_step or None
         found = error.sentence.removeprefix(f"{path} ")
-        findings = [problem("KTB208", os.fspath(path), found, "one format", step)]
+        findings = [problem("KTB018", os.fspath(path), found, "one format", step, "error")]
     served = adapter
-    if adapter is not None and engine in _OTHERS and adapter.format in _OTHERS[engine].takes:
+    if adapter is not None and adapter.format in formats_taken(engine):
         name, (served, findings) = adapter.format, scan_adapter(path)
         if served is not None and engine == SGLANG:
             served = adapter = with_stacks(served)  # all that is in there is what SGLang reads
@@ -255,7 +254,10 @@ def _structures(given: Sequence[_Given], modules: Modules | None, engine: str) -
         if adapter.layout == "raw" or (adapter is source and _trained(adapter)):
             use = Use.INPUT
             yield from folded(adapter)[2]
-        yield from check_structure(adapter, use, modules)
+        for item in check_structure(adapter, use, modules):
+            # Its reader has seen that all layers are alike: a projection that none has was not trained.
+            if not (adapter.format and item.code == "KTB203" and engine != ENGINE):
+                yield item
     if modules is None or not modules.known:
         yield from check_gaps(adapters)
 
@@ -265,25 +267,30 @@ def _of_formats(
 ) -> list[Problem]:
     """The problems, with what becomes of each directory in another tool's format in place of its layout's."""
     foreign = {str(adapter.path): adapter for adapter in served if adapter.format}
-    layout = "KTB901"
-    kept = [item for item in problems if item.code != layout or item.where not in foreign]
+    kept = [item for item in problems if item.code != "KTB901" or item.where not in foreign]
     alone = len(foreign) == len(served)  # beside serving directories it is their reference
     for where, adapter in foreign.items():
-        found = f"is in the {adapter.format} format"
-        code = _FORMAT_CODES.get(adapter.format, "KTB208")
+        if engine and (not alone or adapter.format in formats_taken(engine)):
+            continue
+        found = f"is in the {adapter.format} format, which is for {loaded_by(adapter.format)}"
         step = _convert_step(adapter, engine, version, base_name)
-        if engine in _OTHERS and adapter.format in _OTHERS[engine].takes:
-            found += f", which {engine} loads as it is"
-            kept.append(problem(code, where, found, severity="info", next_step="nothing"))
-        elif engine and alone:
-            expected = f"what {engine} {version} serves"
-            kept.append(problem(layout, where, found, expected, step))
-        elif not engine:
-            found += f", which is for {loaded_by(adapter.format)}"
-            kept.append(
-                problem(code, where, found, severity="info", next_step=f"for {ENGINE}: {step}")
-            )
+        expected = f"what {engine} {version} serves" if engine else ""
+        severity: Severity = "error" if engine else "info"
+        if not engine:
+            step = f"for {ENGINE}: {step}" if _has_all(adapter) else "nothing"
+        code = format_code(adapter.format)
+        kept.append(problem(code, where, found, expected, step, severity))
     return kept
+
+
+def _has_all(adapter: Adapter) -> bool:
+    """Whether it has what SGLang-KT asks for: LoRA on each of the experts' projections, if on any."""
+    return len(adapter.expert_modules()) in (0, len(PROJECTIONS))
+
+
+def formats_taken(engine: str) -> Collection[str]:
+    """Other tools' formats that an engine ("vllm", "sglang", "sglang-kt") loads as they are."""
+    return _OTHERS[engine].takes if engine in _OTHERS else ()
 
 
 def _convert_step(adapter: Adapter, engine: str, version: str, base_name: str) -> str:

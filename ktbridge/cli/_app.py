@@ -39,6 +39,11 @@ from_option = click.option(
 )
 
 
+def told_format(from_format: str) -> tuple[str, ...]:
+    """The override of a training configuration that ``from_option`` stands for."""
+    return () if from_format == "auto" else (f"adapter_format={from_format}",)
+
+
 class Command(click.Command):
     """A click command that turns ``KtbridgeError`` into a one-sentence message and an exit code.
 

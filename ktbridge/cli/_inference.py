@@ -64,6 +64,7 @@ def for_chat(found: Inference) -> dict[str, Any]:
     return {
         "base_model": found.model,
         "adapter": found.adapter,
+        "from_format": found.from_format,
         "system": found.system,
         "temperature": found.temperature,
         "max_tokens": found.max_tokens,
@@ -80,6 +81,7 @@ def for_serve(found: Inference) -> dict[str, Any]:
     return {
         "model": found.model,
         "adapters": [f"{ADAPTER}={found.adapter}"] if found.adapter else None,
+        "from_format": found.from_format,
         "engine": found.engine,
         "trust_remote_code": found.trust_remote_code or None,
         "threads": found.threads,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, from_option, told_format
 from ktbridge.cli._machine import described, machine_options
 from ktbridge.errors import UsageError
 
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@from_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.option("--no-measure", is_flag=True, help="Don't time kernels or disk: no tokens/s.")
 @machine_options
 def command(
     config: str,
     overrides: tuple[str, ...],
+    from_format: str,
     as_json: bool,
     no_measure: bool,
     **machine: Any,
@@ -42,7 +44,7 @@ def command(
     from ktbridge.sft.config import load_config
     from ktbridge.sft.plan import make_plan, this_machine
 
-    parsed = load_config(config, overrides)
+    parsed = load_config(config, (*overrides, *told_format(from_format)))
     if not parsed.do_train:
         raise UsageError(
             f"{config} trains nothing: do_train is false.",

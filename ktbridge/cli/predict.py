@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, from_option, told_format
 
 if TYPE_CHECKING:
     from ktbridge.predict.prompts import Prepared
@@ -22,11 +22,17 @@ PREVIEW = 2000
 @click.command(cls=Command)
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@from_option
 @click.option("--dry-run", is_flag=True, help="Check everything that needs no weights, then stop.")
 @click.option("--strict-data", is_flag=True, help="Refuse the run if any row can't be used.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    config: str, overrides: tuple[str, ...], dry_run: bool, strict_data: bool, as_json: bool
+    config: str,
+    overrides: tuple[str, ...],
+    from_format: str,
+    dry_run: bool,
+    strict_data: bool,
+    as_json: bool,
 ) -> None:
     """Answer the rows of `eval_dataset` with the base model and its adapter, and measure the answers.
 
@@ -42,7 +48,7 @@ def command(
     from ktbridge.sft.config import load_config
 
     more = ["do_predict=true", *(["strict_data=true"] if strict_data else [])]
-    parsed = load_config(config, (*overrides, *more))
+    parsed = load_config(config, (*overrides, *told_format(from_format), *more))
     run(parsed, dry_run=dry_run, as_json=as_json)
 
 
@@ -87,7 +93,7 @@ def read(parsed: TrainConfig, before_training: bool = False) -> Prepared:
 def answer(ready: Prepared) -> PredictResult:
     """Predict with a bar showing rows and ETA. Raises KeyboardInterrupt saying how far it came."""
     from ktbridge.cli._app import terminable
-    from ktbridge.cli._ui import print_problems, progress_bar, stderr
+    from ktbridge.cli._ui import print_problems, print_readings, progress_bar, stderr
     from ktbridge.cli.train import stdout_for_results
     from ktbridge.predict.run import adapter_of, plan_engine, predict
 
@@ -95,6 +101,7 @@ def answer(ready: Prepared) -> PredictResult:
     if not click.get_current_context().meta.get("ktbridge.debug"):
         logging.getLogger("ktbridge.serve.local.batch").setLevel(logging.CRITICAL)
     plan = plan_engine(ready)
+    print_readings(plan.readings)
     print_problems(found for found in plan.problems if found.severity != "info")
     come = 0
 
@@ -142,10 +149,11 @@ def show(result: PredictResult) -> None:
 def _show_plan(ready: Prepared, as_json: bool) -> None:
     """--dry-run: who answers, how, the first prompt with its label, refused rows."""
     from ktbridge.cli._train_plan import show_refused
-    from ktbridge.cli._ui import console, emit_json, shown
+    from ktbridge.cli._ui import console, emit_json, print_readings, shown
     from ktbridge.predict.run import adapter_of, plan_engine, sampling_of
 
     plan, first = plan_engine(ready), ready.prompts[0]
+    print_readings(plan.readings)
     sampling = sampling_of(ready.config, 0, ready.context - len(first.ids))
     refused = [{"where": item.where, "why": item.why} for item in ready.refused]
     document = {

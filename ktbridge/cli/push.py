@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, from_option
 
 
 @click.command(cls=Command)
@@ -18,6 +20,7 @@ from ktbridge.cli._app import Command
 @click.option(
     "--eval", "evaluation", metavar="DIR", help="Put the results of this `ktbridge eval` in."
 )
+@from_option
 @click.option("--private", is_flag=True, help="If the repository is made, only you can see it.")
 @click.option("--revision", metavar="BRANCH", help="Commit to this branch.  [default: main]")
 @click.option("--dry-run", is_flag=True, help="Show the card and the files; upload nothing.")
@@ -26,24 +29,32 @@ def command(
     adapter_dir: str,
     name: str,
     base_model: str | None,
-    evaluation: str | None,
     private: bool,
     revision: str | None,
     dry_run: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
-    """Upload the adapter in DIR (raw, split or merged) to ORG/NAME on the Hub.
+    """Upload the adapter in DIR to ORG/NAME on the Hub, in the format that it has.
 
-    It is validated first, and refused if it would not be served as trained. Its model card says base,
-    rank, alpha and modules, the rows used and refused, losses, the results of an evaluation, and how
-    to serve and verify it. Training rows are never uploaded. Needs HF_TOKEN or `hf auth login`.
+    It may have any format that `ktbridge convert` reads. It is validated first, and refused if it would not
+    be served as trained. Its model card says base, rank, alpha and modules, the rows used and refused,
+    losses, the results of an evaluation, and how to serve and verify it. Training rows are never uploaded.
+    Needs HF_TOKEN or `hf auth login`.
 
     \b
     ktbridge push out/neko me/neko --dry-run
     ktbridge push out/neko me/neko --eval out/eval --private
     """
     from ktbridge.adapter.push import execute_push, plan_push
-    from ktbridge.cli._ui import console, emit_json, print_problems, progress_bar, stderr
+    from ktbridge.cli._ui import (
+        console,
+        emit_json,
+        print_problems,
+        print_readings,
+        progress_bar,
+        stderr,
+    )
     from ktbridge.units import size_text
 
     with progress_bar("validating", "bytes") as on_progress:
@@ -51,9 +62,10 @@ def command(
             adapter_dir,
             f"{name}@{revision}" if revision else name,
             base_model=base_model,
-            evaluation=evaluation,
             on_progress=on_progress,
+            **options,
         )
+    print_readings([plan.reading])
     if not as_json:
         print_problems(plan.problems)
         for file, size in plan.sizes().items():

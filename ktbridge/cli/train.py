@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, from_option, told_format
 from ktbridge.cli._train_plan import rows_lines, show_plan
 
 if TYPE_CHECKING:
@@ -27,11 +27,17 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@from_option
 @click.option("--dry-run", is_flag=True, help="Check everything that needs no weights, then stop.")
 @click.option("--strict-data", is_flag=True, help="Refuse the run if any row can't be used.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
-    config: str, overrides: tuple[str, ...], dry_run: bool, strict_data: bool, as_json: bool
+    config: str,
+    overrides: tuple[str, ...],
+    from_format: str,
+    dry_run: bool,
+    strict_data: bool,
+    as_json: bool,
 ) -> None:
     """Fine-tune a mixture-of-experts model with LoRA on experts and attention.
 
@@ -65,7 +71,8 @@ def _train(
     from ktbridge.sft.config import load_config
     from ktbridge.sft.launch import unjoined_problems, world
 
-    parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
+    more = [*told_format(from_format), *(["strict_data=true"] if strict_data else [])]
+    parsed = load_config(config, (*overrides, *more))
     if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
         # Read when CUDA starts: batches of many sizes would fragment fixed-size memory segments.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

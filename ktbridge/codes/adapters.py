@@ -41,6 +41,8 @@ FILES = Subject("Files and manifest", "adapter", (
          "ktbridge convert FILE --from gguf --to raw --output D"),
     Code("KTB017", "error", "an expert or merged directory has weights in other files than"
          " adapter_model.safetensors, the only one that expert loaders read", _CONVERT),
+    Code("KTB018", "info", "the adapter is in another format than training writes, and is read as that; as an"
+         " error: the format is ambiguous", "nothing, or name the format with --from"),
     Code("KTB930", "error", "a file to be read, copied or uploaded is a link out of its directory, and none"
          " of the Hub's cache", "put the file itself there, if that one is meant"),
 ))  # fmt: skip

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktbridge.adapter import Adapter, read_adapter, validate_adapter
+from ktbridge.adapter import Adapter, open_adapter, validate_adapter
 from ktbridge.adapter.adapter import last_part
 from ktbridge.adapter.keys import parse_key
 from ktbridge.adapter.manifest import trained_on
@@ -61,18 +61,23 @@ class Start:
         return bool(self.adapter.config.get("use_rslora"))
 
 
-def read_raw(path: str | Path) -> Adapter:
-    """The raw adapter in a directory; it may have no expert LoRA, and then looks like any adapter of PEFT's.
+def read_start(
+    path: str | Path, from_format: str = "auto", base_model: str | Path | None = None
+) -> Adapter:
+    """The adapter to put onto a model, of any format that is read, as a raw one.
 
-    Raises UsageError for another layout, and as ``read_adapter``.
+    A raw adapter may have no expert LoRA, and then looks like any adapter of PEFT's. Raises UsageError for
+    one half of a split pair, without which the other half would be lost, and as ``open_adapter``.
     """
-    adapter = read_adapter(path)
-    half = adapter.layout == "nonexpert" and not (adapter.manifest or {}).get("layout")
-    if adapter.layout != "raw" and not half:
+    adapter = open_adapter(path, from_format, base_model)
+    half = (adapter.manifest or {}).get("layout") in ("expert", "nonexpert")
+    if half and not adapter.format:
         raise UsageError(
-            f"{adapter.path} is a serving directory ({adapter.layout}), not what training left.",
-            "Give the output_dir of a training run, or convert it: ktbridge convert DIR --to raw.",
+            f"{adapter.path} is one half of a split pair ({adapter.layout}): the other would be lost.",
+            "Give what both were converted from, or a directory with both.",
         )
+    if adapter.layout in ("merged", "expert"):
+        return open_adapter(path, from_format, base_model, as_raw=True)
     return adapter
 
 
@@ -88,7 +93,7 @@ def fit(
     # The keys of PEFT's half decide where it goes, whatever its configuration lists.
     problems = [
         problem
-        for problem in validate_adapter([adapter.path], base_model=base).problems
+        for problem in validate_adapter([adapter], base_model=base).problems
         if problem.severity == "error"
     ]
     if problems:
@@ -184,25 +189,33 @@ def misfit(
 
 
 def load_raw_adapter(
-    model: PreTrainedModel, directory: str | Path, *, trainable: bool = False, **options: Any
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    trainable: bool = False,
+    from_format: str = "auto",
+    **options: Any,
 ) -> PeftModel:
-    """Put a raw adapter onto the base model it was trained on: the reverse of ``save_raw_adapter``.
+    """Put an adapter onto the base model it was trained on: the reverse of ``save_raw_adapter``.
 
+    It may have any format that ``convert_adapter`` reads; ``from_format`` names it where it is ambiguous.
     ``model`` is as it was loaded, neither wrapped nor PEFT's; it is changed in place. Returns a PeftModel
     with PEFT's LoRA on the modules that the adapter has and the experts wrapped, both float32 copies of
     what is stored. Without ``trainable`` nothing requires gradients and it is in eval mode; with it both
     halves are trained further. ``options`` are ``wrap_experts``'s, but for the LoRA's own.
 
     Raises ``ProblemsError`` naming everything that doesn't fit, ``KtbridgeError`` for another base model
-    (where both are at hand), and ``UsageError`` for a wrapped model or a directory of another layout.
+    (where both are at hand), and ``UsageError`` for a wrapped model, half of a split pair, or an ambiguous
+    format.
     """
     if layers_of(model) or has_peft(model):
         raise UsageError(
             "load_raw_adapter takes the base model, and this one has LoRA already.",
             "Load the model anew and give it without PEFT and without wrap_experts: both are done here.",
         )
-    adapter, found = read_raw(directory), adaptable(model)
-    start, problems = fit(adapter, _directory(model), model, found)
+    base, found = _directory(model), adaptable(model)
+    adapter = read_start(directory, from_format, base)
+    start, problems = fit(adapter, base, model, found)
     if problems:
         raise ProblemsError(f"{adapter.path} can't be put on this model.", problems)
     dropout = float(adapter.config.get("lora_dropout") or 0)

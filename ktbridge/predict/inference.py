@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktbridge.adapter.dialects import READABLE
 from ktbridge.errors import Problem, UsageError, did_you_mean
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.findings import CONTRADICTION, NOT_THERE, UNKNOWN, Findings
@@ -47,6 +48,7 @@ class InferenceConfig:
 
     model_name_or_path: str = option(text)
     adapter_name_or_path: str | None = option(text, None)
+    adapter_format: str = option(one_of("auto", *READABLE), "auto")
     infer_backend: str | None = option(one_of(*_ENGINES), None)
     trust_remote_code: bool = option(flag, False)
     cpu_infer: int | None = option(whole(0, 4096), None)
@@ -63,6 +65,7 @@ class Inference:
 
     model: str
     adapter: str | None
+    from_format: str
     engine: str | None
     trust_remote_code: bool
     threads: int | None
@@ -104,6 +107,7 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
     return Inference(
         model=config.model_name_or_path,
         adapter=config.adapter_name_or_path,
+        from_format=config.adapter_format,
         engine=_ENGINES[config.infer_backend] if config.infer_backend else None,
         trust_remote_code=config.trust_remote_code,
         threads=config.cpu_infer or None,

@@ -77,6 +77,7 @@ def plan_engine(prepared: Prepared) -> ServePlan:
     request = ServeRequest(
         str(prepared.base),
         adapters={ADAPTER: adapter} if adapter else {},
+        from_format=config.adapter_format,
         served_name=NAME,
         threads=config.kt_config.kt_num_threads or None,
     )

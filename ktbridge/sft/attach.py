@@ -17,7 +17,7 @@ from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.nonexpert_lora import TunedModel, adaptable, chosen_modules, convert_masters
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.kernel_choice import choose_threads
-from ktbridge.sft.base_model import Start, read_start
+from ktbridge.sft.base_model import Start, find_start
 from ktbridge.sft.config import TrainConfig
 
 
@@ -36,7 +36,7 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
     which an adapter to go on from doesn't fit configuration or model, and what ``wrap_experts`` does.
     """
     device = attention_device(model)
-    start = read_start(config, model, adaptable(model))
+    start = find_start(config, model, adaptable(model))
     tuned = attach_linear_lora(model, config, start)
     wrap_experts(
         tuned,

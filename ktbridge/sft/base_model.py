@@ -16,9 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktbridge.adapter import Adapter
+from ktbridge.adapter.opening import reading_note
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.experts.load_adapter import Start, fit, misfit, read_raw
+from ktbridge.experts.load_adapter import Start, fit, misfit, read_start
 from ktbridge.experts.loading import skeleton
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.nonexpert_lora import (
@@ -64,7 +65,7 @@ def check_model(
     ``whole``: the model is loaded with its vision tower.
 
     Raises KtbridgeError for a model that can't be trained here, and what ``chosen_modules`` and
-    ``read_start`` raise.
+    ``find_start`` raise.
     """
     _check_packed(config, base, stored or open_checkpoint(base))
     model = skeleton(base, whole)
@@ -74,9 +75,9 @@ def check_model(
             f"moe_aux_loss_coef: transformers' {type(model).__name__} has no loss on unbalanced routing.",
             "Leave it out.",
         )
-    start = read_start(config, model, found)
+    start = find_start(config, model, found)
     if start is not None:
-        return _trainable(config, model, start.modules), []
+        return _trainable(config, model, start.modules), _read_notes(start.adapter)
     names = chosen_modules(model, found, config.lora_target)
     if not names and not config.expert_rank:
         raise UsageError(
@@ -156,16 +157,17 @@ def _left_out(config: TrainConfig, model: PreTrainedModel, found: Adaptable) -> 
     ]
 
 
-def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start | None:
+def find_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start | None:
     """The adapter of ``config.adapter_name_or_path``, checked; None if there is none to go on from.
 
     Ranks and alphas must be the configuration's. ``lora_target: all`` takes the modules that the adapter
-    has; names must mean just those. Raises KtbridgeError for a directory that is no raw adapter or has
+    has; names must mean just those. Raises KtbridgeError for a directory that can't be read or has
     another base model, and ProblemsError naming everything else that doesn't fit.
     """
     if config.adapter_name_or_path is None:
         return None
-    adapter = read_raw(config.adapter_name_or_path)
+    base = find_model(config.model_name_or_path)
+    adapter = read_start(config.adapter_name_or_path, config.adapter_format, base)
     if not adapter.experts and config.expert_rank:
         raise KtbridgeError(
             f"{adapter.path} has no expert LoRA to go on from.",
@@ -177,7 +179,6 @@ def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start
             f"{adapter.path} has expert LoRA, which kt_skip_expert_lora_adaptation would lose.",
             "Leave that key out to go on with both.",
         )
-    base = find_model(config.model_name_or_path)
     start, problems = fit(adapter, base, model, found)
     if not problems:
         problems += _settings(adapter, config)
@@ -185,6 +186,11 @@ def read_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start
     if problems:
         raise ProblemsError(f"training can't go on from {adapter.path}.", problems)
     return start
+
+
+def _read_notes(adapter: Adapter) -> list[Problem]:
+    """That the adapter was read from another format, if it was."""
+    return [reading_note(adapter)] if adapter.format else []
 
 
 def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:

@@ -55,6 +55,7 @@ _NEWER = {
     "identity_author": None, "kto_chosen_weight": 1.0, "kto_rejected_weight": 1.0,
     "mix_strategy": "concat", "interleave_probs": (), "streaming": False,
     "buffer_size": 16384, "image_max_pixels": None, "image_min_pixels": None,
+    "adapter_format": "auto",
 }  # fmt: skip
 # Settings that correct a diverged run or extend a finished one. A requested continuation takes their
 # current values, with a warning for each.
@@ -128,7 +129,10 @@ def identity(
         settings["processes"] = world().size
     settings["base model"] = _hashes(base, _BASE_FILES)
     if config.adapter_name_or_path:
-        settings["adapter"] = _hashes(Path(config.adapter_name_or_path), _ADAPTER_FILES)
+        adapter = Path(config.adapter_name_or_path)
+        gguf = [path.name for path in sorted(adapter.glob("*.gguf"))]
+        place, names = (adapter, gguf) if adapter.is_dir() else (adapter.parent, [adapter.name])
+        settings["adapter"] = _hashes(place, (*_ADAPTER_FILES, *names))
     settings["rows"] = digest
     if images:
         settings["image processor"] = _hashes(base, IMAGE_FILES)

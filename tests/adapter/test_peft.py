@@ -212,8 +212,9 @@ def test_what_peft_makes_of_mlp_targets_is_told_for_what_it_is(tmp_path: Path) -
         pytest.skip("this PEFT adapts the linear modules that were named")
     model.save_pretrained(tmp_path / "adapter")
     problems = validate_adapter([tmp_path / "adapter"], base_model=tmp_path / "base").problems
-    assert [problem.code for problem in problems if problem.severity != "info"] == ["KTB208"]
-    assert "--from peft-fused" in problems[0].next_step
+    assert not [problem for problem in problems if problem.severity != "info"]
+    (told,) = [problem for problem in problems if problem.code == "KTB208"]
+    assert "--from peft-fused" in told.next_step
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
@@ -222,7 +223,7 @@ def test_what_peft_makes_of_mlp_targets_is_told_for_what_it_is(tmp_path: Path) -
     ("targets", "code", "says"),
     [
         (["o_proj", "lm_head"], "KTB213", "because lm_head was targeted"),
-        ("all-linear", "KTB208", "PEFT's fused layout"),
+        ("all-linear", "", "in the peft-fused format"),
     ],
 )
 def test_targets_that_engines_do_not_serve_are_told_once(
@@ -233,7 +234,7 @@ def test_targets_that_engines_do_not_serve_are_told_once(
     found = alarms([tmp_path / "adapter"], base_model=tmp_path / "base")
     if targets == "all-linear" and not model.peft_config["default"].target_parameters:
         pytest.skip("this PEFT adapts the linear modules that were named")
-    assert set(found) == {code}
+    assert set(found) == {code} - {""}
     problems = validate_adapter([tmp_path / "adapter"]).problems
     assert any(says in problem.found for problem in problems)
 

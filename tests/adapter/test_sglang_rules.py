@@ -66,9 +66,11 @@ def test_only_the_layout_is_said_where_another_engine_is_meant(tmp_path: Path) -
     """target_modules names modules that have tensors."""
     raw = write_raw(tmp_path / "raw")
     convert_adapter(raw, to="sglang-3d", output_dir=tmp_path / "out")
-    for engine, to in ((None, "raw"), ("sglang-kt==0.7.2", "raw"), ("vllm", "vllm")):
+    takers = {None: "kt-merged", "sglang-kt==0.7.2": "kt-merged", "vllm": "vllm"}
+    for engine, to in takers.items():
         problems = validate_adapter([tmp_path / "out"], engine=engine).problems
         assert [problem.code for problem in problems] == ["KTB216"]
+        assert problems[0].severity == ("error" if engine else "info")
         assert f"--from sglang-3d --to {to}" in problems[0].next_step
     assert found(tmp_path / "out") == {}
 

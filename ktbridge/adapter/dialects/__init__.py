@@ -141,7 +141,13 @@ def detect_format(path: str | os.PathLike[str]) -> str:
 
 def find_sign(path: str | os.PathLike[str]) -> tuple[str, str]:
     """What ``detect_format`` returns, and what showed it: a tensor's name, or a file's; of "kt" nothing."""
-    place = Path(path).expanduser()
+    try:
+        return _find_sign(Path(path).expanduser())
+    except OSError:  # a directory that may not be read
+        return "kt", ""
+
+
+def _find_sign(place: Path) -> tuple[str, str]:
     if place.suffix == ".gguf":
         return "gguf", place.name
     weights = sorted(place.glob("adapter_model*.safetensors")) if place.is_dir() else []

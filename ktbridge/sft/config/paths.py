@@ -70,12 +70,9 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     if main.get("adapter_name_or_path"):
         adapter = at(main["adapter_name_or_path"])
         main["adapter_name_or_path"] = str(adapter)
-        if not (adapter.is_dir() or (adapter.is_file() and not main.get("do_train", True))):
-            step = "`ktbridge convert --to raw` makes one of other layouts."
-            expected = "one raw adapter, as `ktbridge train` leaves it"
-            if not main.get("do_train", True):
-                step, expected = "", "an adapter in any format that `ktbridge convert` reads"
-            _not_there(findings, "adapter_name_or_path", adapter, expected, step)
+        if not adapter.exists():
+            expected = "an adapter in any format that `ktbridge convert` reads"
+            _not_there(findings, "adapter_name_or_path", adapter, expected, "")
     _resolve_datasets(main, root, findings)
     if main.get("media_dir"):
         main["media_dir"] = str(media := at(main["media_dir"]))

@@ -8,6 +8,7 @@ import ctypes
 import math
 from dataclasses import dataclass, field
 
+from ktbridge.adapter.dialects import READABLE
 from ktbridge.errors import Problem
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import (
@@ -63,8 +64,10 @@ class TrainConfig:
     model_revision: str | None = option(text, None)
     """Branch, tag or commit of a model on the Hub; default: main."""
     adapter_name_or_path: str | None = option(text, None)
-    """A raw adapter to go on training from, instead of a new LoRA; do_predict: the one that answers, in any
-    format that `ktbridge convert` reads."""
+    """An adapter to go on training from, instead of a new LoRA, or with do_predict the one that answers: in
+    any format that `ktbridge convert` reads."""
+    adapter_format: str = option(one_of("auto", *READABLE), "auto")
+    """Its format where that is ambiguous, as `ktbridge convert --from` has it; --from sets it, too."""
     flash_attn: str = option(one_of(*ATTENTION), "auto")
     """Attention of transformers: its own choice, eager (disabled), sdpa or flash-attention (fa2,
     fa3)."""

@@ -43,10 +43,10 @@ _LIBRARIES = ("transformers", "tokenizers", "jinja2", "trl", "datasets")
 # Settings that rows don't depend on. What isn't named here counts, so that a key that is added later makes
 # rows anew too often and never too seldom.
 _MEANINGLESS = {
-    "model_name_or_path", "model_revision", "output_dir", "adapter_name_or_path", "flash_attn",
-    "finetuning_type", "do_train", "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "lora_target",
-    "moe_aux_loss_coef", "pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx", "kto_chosen_weight",
-    "kto_rejected_weight", "dataset", "dataset_dir", "eval_dataset", "template", "tokenized_path",
+    "model_name_or_path", "model_revision", "output_dir", "adapter_name_or_path", "adapter_format",
+    "flash_attn", "finetuning_type", "do_train", "lora_rank", "lora_alpha", "lora_dropout", "use_rslora",
+    "lora_target", "moe_aux_loss_coef", "pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx",
+    "kto_chosen_weight", "kto_rejected_weight", "dataset", "dataset_dir", "eval_dataset", "template", "tokenized_path",
     "overwrite_cache", "dataloader_num_workers", "logging_steps", "logging_dir", "report_to", "run_name",
     "plot_loss", "save_steps", "save_total_limit", "save_only_model", "overwrite_output_dir",
     "resume_from_checkpoint", "eval_strategy", "eval_steps", "eval_on_start", "metric_for_best_model",
