@@ -97,7 +97,7 @@ class Adapter:
     the command gave it. ``by_kt``: whether KTransformers trained the experts, if the format that was asked
     for says so; ``ktbridge.adapter.lora_config`` has every module's scale. ``automodel``: NeMo AutoModel's
     own configuration, beside PEFT's. Of an adapter that was read from another tool's format: ``format``,
-    its name, and ``reading``, a sentence that says so; else "".
+    its name, and ``reading``, a sentence that says so; else "". ``widened``: its scales needed float32.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:
@@ -116,6 +116,7 @@ class Adapter:
         self.automodel: dict[str, Any] | None = None
         self.format = ""
         self.reading = ""
+        self.widened = False
 
     @property
     def rank(self) -> int:

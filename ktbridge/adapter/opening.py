@@ -21,13 +21,13 @@ from pathlib import Path
 from ktbridge.adapter.adapter import FUSED_FILE, Adapter
 from ktbridge.adapter.blocks import Block, bytes_of
 from ktbridge.adapter.convert import convert_adapter, read_source
-from ktbridge.adapter.dialects import READABLE, check_from, find_sign
+from ktbridge.adapter.dialects import BY_KT, READABLE, check_from, find_sign
 from ktbridge.adapter.dialects.source import Request, Source
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.adapter.outputs import Output, PathLike
 from ktbridge.adapter.scan import classify, layout_of, require, scan_adapter
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.model import Entry, TensorFile, resolve_model
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.stamps import Stamp
@@ -36,10 +36,6 @@ from ktbridge.publish import hash_file
 # Part of every key of the cache: bump it when the conversion's output changes, to invalidate old results.
 RECIPE = "1"
 _WEIGHTS = (".safetensors", ".gguf")
-KT_FORMATS = ("raw", "kt-split", "kt-merged", "vllm")
-"""Those with KT's layouts, which need no conversion to be read."""
-_AS_THEY_ARE = ("kt", "raw", "kt-split")
-"""Formats whose scale is in the directory; of ``vllm`` and ``kt-merged`` the name decides on rsLoRA's."""
 _CODES = {
     **dict.fromkeys(("peft", "peft-fused", "peft-0.18", "unsloth-legacy"), "KTB208"),
     "sglang-3d": "KTB216",
@@ -149,8 +145,10 @@ def scan_any(
     given = Path(path).expanduser()
     group, evidence = find_sign(given)
     name = group if from_format == "auto" else from_format
-    if name in _AS_THEY_ARE or not os.path.exists(given):
+    if name == "kt" or name in BY_KT or not os.path.exists(given):
         adapter, findings = scan_adapter(path)
+        if adapter is not None:
+            adapter.by_kt = BY_KT.get(name)
         if adapter is None or not as_raw or adapter.layout == "raw":
             return adapter, findings
         evidence = f"the {adapter.layout} layout"
@@ -205,6 +203,12 @@ def _as_raw(source: Source, given: Path) -> Adapter:
     """The adapter that a conversion to the raw layout would write, without writing it."""
     from ktbridge.adapter.dialects.kt import write_raw
 
+    if has_errors(
+        findings := source.fold("raw")
+    ):  # nothing is stored: float32 has room for any scale
+        source.widen()
+        findings = source.fold("raw")
+    source.findings += findings
     (output,), _ = write_raw(source)
     kept = {key: value for key, value in (source.manifest or {}).items() if key != "layout"}
     manifest = {
@@ -214,6 +218,7 @@ def _as_raw(source: Source, given: Path) -> Adapter:
         "lora": {"rank": output.rank, "alpha": float(output.alpha)},
     }
     adapter = Adapter(given, output.config, manifest)
+    adapter.widened = source.widened
     adapter.stamps = source.stamps
     for name in output.files:
         file = ConvertedFile(given, output, name)
@@ -253,6 +258,7 @@ def store_adapter(path: PathLike, base_model: str, from_format: str = "auto") ->
             from_format=adapter.format,
             output_dir=target,
             base_model=base_model,
+            dtype="f32" if adapter.widened else "keep",
             overwrite=True,
         )
     stored = require(target, *scan_adapter(target))

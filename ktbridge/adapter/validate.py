@@ -26,7 +26,7 @@ from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.checks.set import check_set, source_of
 from ktbridge.adapter.checks.sglang import check_sglang
 from ktbridge.adapter.checks.vllm import check_vllm
-from ktbridge.adapter.dialects import loaded_by
+from ktbridge.adapter.dialects import BY_KT, loaded_by
 from ktbridge.adapter.engines import (
     ENGINE,
     SGLANG,
@@ -37,7 +37,7 @@ from ktbridge.adapter.engines import (
     split_engine,
 )
 from ktbridge.adapter.keys import PROJECTIONS
-from ktbridge.adapter.opening import KT_FORMATS, format_code, is_own, scan_any
+from ktbridge.adapter.opening import format_code, is_own, scan_any
 from ktbridge.adapter.scan import scan_adapter, with_stacks
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity, UsageError, has_errors, worst_first
@@ -220,8 +220,7 @@ def _open(
     if isinstance(path, Adapter):
         report.adapters.append(_summary(path.path, path))
         return [_Given(path, path)]
-    # An engine reads the directory's own files, whatever their scale was meant to be.
-    told = "raw" if from_format in KT_FORMATS else "auto" if is_own(path) else from_format
+    told = from_format if BY_KT.get(from_format) or not is_own(path) else "auto"
     try:
         adapter, findings = scan_any(path, told, base_name or None)
     except UsageError as error:  # an ambiguous format

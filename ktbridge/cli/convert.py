@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,9 @@ from ktbridge.cli._app import Command, terminable
 from ktbridge.errors import KtbridgeError
 
 if TYPE_CHECKING:
-    from ktbridge.adapter.convert import ConvertReport
+    from ktbridge.adapter.convert import ConvertPlan, ConvertReport
 
-_KT_LAYOUTS = ("raw", "expert", "nonexpert", "merged")
+_KT_FORMATS = ("kt-split", "kt-merged", "raw")
 _NUMERIC = ("tensors", "bytes", "rank", "alpha")
 
 
@@ -86,7 +88,7 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
     from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
 
-    if options["base_model"] is not None and options["to"] not in ("kt-split", "kt-merged", "raw"):
+    if options["base_model"] is not None and options["to"] not in _KT_FORMATS:
         with suppress(KtbridgeError):  # its config.json helps, its name suffices
             ensure_model(options["base_model"], weights=False)
     plan = plan_convert(raw_dir, overwrite=overwrite, **options)
@@ -95,7 +97,7 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
             emit_json({"ok": True, **plan.as_dict()})
         else:
             print_problems(plan.findings)
-            _print_summary(plan.as_dict())
+            _print_summary(plan.as_dict(), options)
             stderr.print("dry run: nothing was written")
         return
     report = None
@@ -110,33 +112,46 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
         emit_json({"ok": True, **report.as_dict()})
         return
     print_problems(report.findings)
-    _print_summary(report.as_dict())
-    text = f"done in {report.seconds:.2f} s; {_next(raw_dir, options['to'], report)}"
+    _print_summary(report.as_dict(), options)
+    step = _next(raw_dir, report, {**options, "base_model": _base_here(plan, options)})
+    text = f"done in {report.seconds:.2f} s; {step}"
     stderr.print(text, soft_wrap=True, markup=False)
 
 
-def _next(raw_dir: str, to: str, report: ConvertReport) -> str:
+def _base_here(plan: ConvertPlan, options: Mapping[str, Any]) -> str | None:
+    """The base model to validate against: as it was given, else the adapter's own if that is a directory."""
+    named: str | None = options["base_model"] or plan.source.base_model
+    known = options["base_model"] or (named and os.path.isfile(os.path.join(named, "config.json")))
+    return named if known else None
+
+
+def _typed(output: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """An output's directory as it was typed."""
+    given: str | None = options.get(f"{output['layout']}_output_dir") or options["output_dir"]
+    return given or str(output["path"])
+
+
+def _next(raw_dir: str, report: ConvertReport, options: Mapping[str, Any]) -> str:
     """The command that validates the output, and the tools that load a foreign format."""
     from ktbridge.adapter.dialects import loaded_by
 
-    loaded, engine = "", {"vllm": "vllm", "sglang-3d": "sglang"}.get(to)
-    if to not in ("kt-split", "kt-merged", "raw"):
-        loaded = f"for {loaded_by(to)}"
-        if engine is None:
-            return loaded
-        loaded += "; "
-    checked = [str(output["path"]) for output in report.outputs]
-    # The source is validated with them if it can be their reference: another of KT's layouts that has
-    # everything requested.
-    layouts = {output["layout"] for output in report.outputs}
+    to = options["to"]
+    loaded = "" if to in _KT_FORMATS else f"for {loaded_by(to)}; "
+    checked = [_typed(output, options) for output in report.outputs]
+    # The source is validated with them if it can be their reference: if it isn't in one of KT's layouts that
+    # was written, too, and has everything requested.
     halved = any(finding.code == "KTB704" for finding in report.findings)
-    if to != "raw" and report.layout in {*_KT_LAYOUTS} - layouts and not halved:
+    if report.layout not in {output["layout"] for output in report.outputs} and not halved:
         checked.insert(0, raw_dir)
-    rules = ["--engine", engine] if engine is not None else []
-    return loaded + "next: " + shlex.join(["ktbridge", "validate", *checked, *rules])
+    more = [] if options["base_model"] is None else ["--base-model", options["base_model"]]
+    if options["from_format"] != "auto" and raw_dir in checked:
+        more += ["--from", options["from_format"]]
+    engine = {"vllm": "vllm", "sglang-3d": "sglang"}.get(to)
+    more += ["--engine", engine] if engine is not None else []
+    return loaded + "next: " + shlex.join(["ktbridge", "validate", *checked, *more])
 
 
-def _print_summary(report: dict[str, Any]) -> None:
+def _print_summary(report: dict[str, Any], options: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown
@@ -161,6 +176,6 @@ def _print_summary(report: dict[str, Any]) -> None:
             str(output["rank"]),
             f"{output['alpha']:g}",
             shown(" ".join(output["target_modules"])),
-            shown(output["path"]),
+            shown(_typed(output, options)),
         )
     console.print(table)

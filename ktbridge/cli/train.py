@@ -50,7 +50,8 @@ def command(
     from ktbridge.sft.launch import several_launchers
 
     try:
-        _train(config, overrides, dry_run=dry_run, strict_data=strict_data, as_json=as_json)
+        given = (*overrides, *told_format(from_format))
+        _train(config, given, dry_run=dry_run, strict_data=strict_data, as_json=as_json)
     except KtbridgeError as error:
         if not dry_run and several_launchers():  # others would wait for this process
             with stdout_for_results():
@@ -71,8 +72,7 @@ def _train(
     from ktbridge.sft.config import load_config
     from ktbridge.sft.launch import unjoined_problems, world
 
-    more = [*told_format(from_format), *(["strict_data=true"] if strict_data else [])]
-    parsed = load_config(config, (*overrides, *more))
+    parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
     if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
         # Read when CUDA starts: batches of many sizes would fragment fixed-size memory segments.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +25,21 @@ PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., Output]
 SHOWN = 2  # locations listed beside the first
-_Finding = tuple[str, str, str]
-"""Where, what, and the shapes there (or "")."""
+
+
+class _Finding(NamedTuple):
+    """One place in an adapter that has none in the model; ``kind``, and shapes found and expected.
+
+    ``of_base``: another base could have it. Else nothing is wrong with the base.
+    """
+
+    where: str
+    kind: str
+    found: str = ""
+    expected: str = ""
+    of_base: bool = True
+
+
 SWAPPED = {"gate": "up", "up": "gate", "down": "down"}
 
 
@@ -45,15 +60,23 @@ class AdapterLora:
         self._hooked: set[str] = set()
         self._unseen: set[str] = set()
         self._layers = set(adapter.expert_layers())
-        found = [(part.entry.name, "a tensor that goes nowhere", "") for part in adapter.leftovers]
+        stray = "a tensor that goes nowhere"
+        found = [_Finding(part.entry.name, stray, of_base=False) for part in adapter.leftovers]
         found += self._check_experts()
         found += self._hook_nonexperts()
         if found:
-            raise ProblemsError(
-                f"the LoRA in {adapter.path} does not fit the base model {model.path}.",
-                _grouped(adapter, found),
-                "give the base that it was trained on as --base-model",
+            check = shlex.join(
+                ("ktbridge", "validate", str(adapter.path), "--base-model", str(model.path))
             )
+            if any(item.of_base for item in found):
+                sentence = f"the LoRA in {adapter.path} does not fit the base model {model.path}."
+                step = (
+                    f"give the base that it was trained on as --base-model; {check} compares them"
+                )
+            else:
+                sentence = f"not all LoRA in {adapter.path} can be computed here."
+                step = f"{check} says more"
+            raise ProblemsError(sentence, _grouped(adapter, found, check), step)
         model.add_to_expert = self._add_to_expert
 
     @contextmanager
@@ -92,17 +115,26 @@ class AdapterLora:
         for layer in sorted(self._layers):
             reader = self._model.experts.get(layer)
             if reader is None:
-                yield f"layer {layer}", "the base has no experts there", ""
+                yield _Finding(f"layer {layer}", "the base has no experts there")
                 continue
-            for name in SWAPPED:
+            for name in self._projections(layer):
                 a, b = (adapter.expert_tensor(layer, f"{name}_lora_{half}").shape for half in "ab")
                 out, inner = (reader.inner, reader.hidden)
                 if name == "down":
                     out, inner = inner, out
                 rank = a[1] if len(a) == 3 else 0
                 if (a, b) != ((reader.count, rank, inner), (reader.count, out, rank)):
-                    shapes = f"A {list(a)} and B {list(b)} for weights {[reader.count, out, inner]}"
-                    yield f"layer {layer} {name}", "expert LoRA of another size", shapes
+                    yield _Finding(
+                        f"layer {layer} {name}",
+                        "expert LoRA of another size",
+                        f"A {list(a)} and B {list(b)}",
+                        f"A [{reader.count}, r, {inner}] and B [{reader.count}, {out}, r], for weights "
+                        f"{[reader.count, out, inner]}",
+                    )
+
+    def _projections(self, layer: int) -> list[str]:
+        """Those that have LoRA in a layer: gate, up, down."""
+        return [name for name in SWAPPED if (layer, name, "A") in self._adapter.experts]
 
     def _add_to_expert(self, call: ExpertCall, y: torch.Tensor) -> torch.Tensor:
         if call.layer not in self._layers or not self._variants:
@@ -119,6 +151,10 @@ class AdapterLora:
             deltas = []
             for name in PARTS[call.part]:
                 origin = SWAPPED[name] if variant.swapped else name
+                if f"{origin}_lora_a" not in self._pairs:  # this projection has none
+                    width = y.shape[-1] // len(PARTS[call.part])
+                    deltas.append(y.new_zeros(last - first, width))
+                    continue
                 a, b = (self._pairs[f"{origin}_lora_{half}"][source] for half in "ab")
                 scale = self._expert_scales[origin][source]
                 deltas.append(_delta(call.x[first:last], a, b, times * scale))
@@ -129,7 +165,7 @@ class AdapterLora:
         if self._pairs_of == layer:
             return
         self._pairs = {}  # the layer before goes first
-        for name in SWAPPED:
+        for name in self._projections(layer):
             self._expert_scales[name] = expert_scales(self._adapter, layer, name)
             for key in (f"{name}_lora_a", f"{name}_lora_b"):
                 tensor = to_torch(self._adapter.expert_tensor(layer, key))
@@ -143,28 +179,33 @@ class AdapterLora:
         for key in adapter.nonexpert_keys():
             parsed = parse_key(key)
             if parsed.kind != "lora":
-                yield key, "not a LoRA tensor of a linear module", ""
+                yield _Finding(key, "not a LoRA tensor of a linear module", of_base=False)
                 continue
             pairs.setdefault(parsed.module, {})[parsed.half] = key
         if pairs and (odd := [name for name in UNSUPPORTED if adapter.config.get(name)]):
-            yield "adapter_config.json", f"{odd[0]} is set", ""
+            yield _Finding("adapter_config.json", f"{odd[0]} is set", of_base=False)
         for path, pair in pairs.items():
             module = modules.get(path) or modules.get(self._in_decoder(path))
             weight = getattr(module, "weight", None)
             if set(pair) != {"A", "B"}:
-                yield path, "lora_A or lora_B is missing", ""
+                yield _Finding(path, "lora_A or lora_B is missing", of_base=False)
             elif (
                 module is None
                 or weight is None
                 or weight.dim() != 2
                 or isinstance(module, nn.Embedding)
             ):
-                yield path, "the base has no such linear module", ""
+                yield _Finding(path, "the base has no such linear module")
             else:
                 a, b = (adapter.nonexpert_tensor(pair[half]).shape for half in "AB")
                 if len(a) != 2 or (b, a[1]) != ((weight.shape[0], a[0]), weight.shape[1]):
-                    shapes = f"A {list(a)} and B {list(b)} for a weight {list(weight.shape)}"
-                    yield path, "non-expert LoRA of another size", shapes
+                    out, inner = weight.shape
+                    yield _Finding(
+                        path,
+                        "non-expert LoRA of another size",
+                        f"A {list(a)} and B {list(b)}",
+                        f"A [r, {inner}] and B [{out}, r], for a weight {[out, inner]}",
+                    )
                 else:
                     self._hook(module, path, pair)
 
@@ -238,16 +279,19 @@ def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> t
     return nn.functional.linear(nn.functional.linear(x, a), b) * scale
 
 
-def _grouped(adapter: Adapter, found: Sequence[_Finding]) -> Iterator[Problem]:
-    """One problem for all findings of a kind, located at the first: a wrong base has hundreds."""
-    kinds: dict[str, list[tuple[str, str]]] = {}
-    for where, what, shapes in found:
-        kinds.setdefault(what, []).append((where, shapes))
-    for what, places in kinds.items():
-        (first, shapes), *others = places
-        text = f"{what}: {shapes}" if shapes else what
+def _grouped(adapter: Adapter, found: Sequence[_Finding], check: str) -> Iterator[Problem]:
+    """One problem for all findings of a kind, located at the first: a wrong base has hundreds.
+
+    ``check`` is the command that looks closer at the adapter.
+    """
+    kinds: dict[str, list[_Finding]] = {}
+    for item in found:
+        kinds.setdefault(item.kind, []).append(item)
+    for kind, (first, *others) in kinds.items():
+        text = f"{kind}: {first.found}" if first.found else kind
         if others:
-            named = ", ".join(where for where, _ in others[:SHOWN])
+            named = ", ".join(item.where for item in others[:SHOWN])
             rest = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
-            text += f"; {len(places):,} like it: also {named}{rest}"
-        yield problem("KTV001", f"{adapter.path}: {first}", text)
+            text += f"; {len(others) + 1:,} like it: also {named}{rest}"
+        step = None if first.of_base else check
+        yield problem("KTV001", f"{adapter.path}: {first.where}", text, first.expected, step)

@@ -51,7 +51,7 @@ def test_every_layout_serves_the_same(base, layouts):
     assert raw == merged == split
 
 
-@pytest.mark.parametrize("to", ["gguf", "sglang-3d"])
+@pytest.mark.parametrize("to", ["gguf", "sglang-3d", "peft-fused"])
 def test_an_adapter_in_another_tools_format_serves_the_same(
     base, adapter, to, tmp_path, monkeypatch
 ):

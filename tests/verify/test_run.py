@@ -10,6 +10,7 @@ import time
 import pytest
 from tinyserver import Server
 
+from ktbridge.adapter import convert_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.verify.run import arms_to_ask, verify
 
@@ -91,6 +92,16 @@ def test_right_adapter_is_applied(ktbridge, server, base, adapter):
         assert arm["distances"][arm["nearest"]] < 2 * max(result["noise"].values())
     for half in result["halves"]:
         assert half["share"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("to", ["peft-fused", "sglang-3d"])
+def test_an_adapter_in_another_tools_format_is_read(ktbridge, server, base, adapter, tmp_path, to):
+    convert_adapter(adapter, to=to, output_dir=tmp_path / "other", base_model=str(base))
+    args = ("--model", "tiny:neko", "--adapter", str(tmp_path / "other"), "--base-model", str(base))
+    done = ktbridge("verify", "--server", server.url, *args)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny:neko: applied")
+    assert done.stderr.count(f"read as {to} (found: ") == 1
 
 
 def test_zero_adapter_is_never_applied(ktbridge, servers, base, make_adapter):
@@ -183,6 +194,8 @@ def test_adapter_that_goes_nowhere_is_an_error(server, base, make_adapter):
     assert experts.where.endswith("narrow: layer 0 gate")
     assert "6 like it: also layer 0 up, layer 0 down and 3 more" in experts.found
     assert "6 like it" in others.found
+    assert "A [8, 4, 32] and B [8, 32, 4]" in experts.found
+    assert "A [8, r, 64] and B [8, 32, r]" in experts.expected
 
 
 def test_unavailable_is_never_a_pass(ktbridge, server, servers, base, adapter):

@@ -73,6 +73,9 @@ DIALECTS: tuple[Dialect, ...] = (
 )  # fmt: skip
 READABLE = tuple(dialect.name for dialect in DIALECTS if dialect.reader)
 WRITABLE = tuple(dialect.name for dialect in DIALECTS if dialect.writer)
+BY_KT = {"vllm": False, "raw": True, "kt-split": True, "kt-merged": True}
+"""KT's own layouts and PEFT's with one module an expert, which need no conversion to be read; and whether
+KTransformers trained the experts, where the format that is asked for says so: else evidence decides."""
 # What ``detect_format`` can't tell apart is left to their reader.
 _GROUPS = {"kt": "kt.read_kt", "peft": "peft.read_peft"}
 _SIGNS = {

@@ -20,6 +20,7 @@ from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter
 from ktbridge.adapter.blocks import Block, block_of
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.sglang import unserved
+from ktbridge.adapter.dialects import BY_KT
 from ktbridge.adapter.dialects.source import (
     ExpertPair,
     Request,
@@ -46,8 +47,6 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
 
 _W = ("w1", "w3", "w2")
-# Who trained the experts, where the format that is asked for says so; else evidence decides.
-_BY_KT = {"vllm": False, "raw": True, "kt-split": True, "kt-merged": True}
 # layer, expert, projection, half -> the key of one expert's matrix
 ExpertKey = Callable[[int, int, str, str], str]
 
@@ -110,7 +109,7 @@ def _opened(request: Request) -> tuple[Adapter, list[Problem]]:
     adapter, findings = scan_adapter(path, stand_in)
     if adapter is None:
         raise ProblemsError(f"{path} can't be converted", findings)
-    adapter.by_kt = _BY_KT.get(request.format)
+    adapter.by_kt = BY_KT.get(request.format)
     findings += apply_alpha(adapter, alpha)
     findings += check_structure(adapter, Use.INPUT)
     return adapter, findings
