@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 _SHOWN = 20  # maximum of problems of one kind listed by key
 # Errors for serving but not for a merge: different ranks and scales are merged as they are, towers
 # and draft layers have ordinary weights, and no engine is involved.
+_UNTRAINED = "KTB203"  # of another tool's format, whose reader has seen that all layers are alike
 _NO_MATTER = {"KTB108", "KTB109", "KTB206", "KTB207", "KTB209", "KTB210", "KTB602", "KTB608"}
 _MXFP4_STEP = (
     "write it in bfloat16 with scripts/dequantize_checkpoint.py of ktbridge's sources and merge into that "
@@ -110,7 +111,7 @@ def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -
     result.problems += [
         item
         for item in check_structure(adapter, Use.INPUT, Modules(config))
-        if item.code not in _NO_MATTER
+        if item.code not in _NO_MATTER and not (adapter.format and item.code == _UNTRAINED)
     ]
     try:  # every scale, before anything is planned with one
         for part in adapter.tensors():
@@ -153,14 +154,15 @@ def _experts(
             where = f"{adapter.path}: experts of layer {layer}"
             yield problem("KTB731", where, f"have no weights in {checkpoint.path}")
             continue
+        present = [name for name in PROJECTIONS if (layer, name, "A") in adapter.experts]
         stacks = {
             (projection, half): dict(adapter.experts[layer, projection, half].slices())
-            for projection in PROJECTIONS
+            for projection in present
             for half in "AB"
         }
-        scales = {name: expert_scales(adapter, layer, name) for name in PROJECTIONS}
+        scales = {name: expert_scales(adapter, layer, name) for name in present}
         if home.names:
-            for projection in PROJECTIONS:
+            for projection in present:
                 for expert, a in stacks[projection, "A"].items():
                     pair = Pair(a, stacks[projection, "B"][expert], scales[projection][expert])
                     label = f"experts.{projection}_proj"
@@ -168,12 +170,17 @@ def _experts(
                     yield _plain(checkpoint, config.quantization, stem, label, layer, pair)
             continue
         for names in (("gate", "up"), ("down",)):
+            known = [name for name in names if name in present]
+            if not known:
+                continue
+            # Half of a tensor without LoRA gets the other half's, times 0.
+            sources = [(name, 1.0) if name in known else (known[0], 0.0) for name in names]
             pairs = [
                 [
-                    Pair(stacks[name, "A"][e], stacks[name, "B"][e], scales[name][e])
-                    for name in names
+                    Pair(stacks[name, "A"][e], stacks[name, "B"][e], times * scales[name][e])
+                    for name, times in sources
                 ]
-                for e in stacks[names[0], "A"]
+                for e in stacks[known[0], "A"]
             ]
             yield _fused(checkpoint, config.quantization, home, names, layer, pairs)
 
@@ -218,7 +225,7 @@ def _fused(
         label=f"experts.{'_'.join(names)}_proj",
         layer=layer,
         rank=first.a.shape[0],
-        scale=first.scale,
+        scale=max(pair.scale for pair in experts[0]),
         rows=shape[1],
         columns=shape[2],
         transposed=transposed,

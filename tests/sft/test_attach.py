@@ -277,9 +277,11 @@ def test_a_cpu_for_python_is_spared_where_any_part_is_elsewhere(
 
 
 def test_what_is_no_start_is_refused(adapter: Path, tmp_path: Path) -> None:
-    convert_adapter(adapter / "raw", merged_output_dir=tmp_path / "merged")
-    with pytest.raises(UsageError, match="serving directory"):
-        start_from(adapter, tmp_path / "merged")
+    halves = {f"{half}_output_dir": tmp_path / half for half in ("expert", "nonexpert")}
+    convert_adapter(adapter / "raw", **halves)
+    for half in halves.values():
+        with pytest.raises(UsageError, match="one half of a split pair"):
+            start_from(adapter, half)
     with pytest.raises(KtbridgeError, match="does not exist"):
         start_from(adapter, tmp_path / "nothing")
     shutil.copytree(adapter / "raw", tmp_path / "half")
@@ -288,9 +290,21 @@ def test_what_is_no_start_is_refused(adapter: Path, tmp_path: Path) -> None:
         start_from(adapter, tmp_path / "half")
 
 
-def start_from(adapter: Path, path: Path) -> None:
+def start_from(adapter: Path, path: Path) -> PeftModel:
     config = configured(adapter / "base", adapter_name_or_path=str(path))
-    attach_lora(load_mapped(adapter / "base", torch.bfloat16), config)
+    return attach_lora(load_mapped(adapter / "base", torch.bfloat16), config)
+
+
+@pytest.mark.parametrize("to", ["kt-merged", "peft-fused", "sglang-3d", "vllm"])
+def test_training_goes_on_from_any_format(adapter: Path, tmp_path: Path, to: str) -> None:
+    convert_adapter(
+        adapter / "raw", to=to, output_dir=tmp_path / to, base_model=str(adapter / "base")
+    )
+    ours, theirs = (start_from(adapter, path) for path in (adapter / "raw", tmp_path / to))
+    expected = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter, expected.pop(name)), name
+    assert not expected
 
 
 ROOT = float(numpy.float32(4 * 8**0.5))
