@@ -92,8 +92,8 @@ class Adapter:
 
     Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None);
     ``experts`` by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that
-    are neither; ``files``; ``trained_as``, the configuration that lists the selected layers;
-    ``stamps``, size, time and inode of these files when they were read. ``given_alpha``: the experts', if
+    are neither; ``files``; ``respelled``, tensors whose keys are read without a part of them, by what that
+    is; ``trained_as``, the configuration that lists the selected layers; ``stamps``, size, time and inode of these files when they were read. ``given_alpha``: the experts', if
     the command gave it. ``by_kt``: whether KTransformers trained the experts, if the format that was asked
     for says so; ``ktbridge.adapter.lora_config`` has every module's scale. ``automodel``: NeMo AutoModel's
     own configuration, beside PEFT's. Of an adapter that was read from another tool's format: ``format``,
@@ -109,6 +109,7 @@ class Adapter:
         self.experts: dict[tuple[int, str, str], ExpertStack] = {}
         self.nonexpert: dict[str, Part] = {}
         self.leftovers: list[Part] = []
+        self.respelled: dict[str, list[Part]] = {}
         self.trained_as = config
         self.stamps: Stamps = {}
         self.given_alpha: float | None = None

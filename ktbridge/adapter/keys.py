@@ -16,9 +16,10 @@ other          anything else: a whole weight, or not ours
 =============  ====================================================================  ==========
 
 Only the shape distinguishes sglang-3d from lora, so this parser returns lora, and the code that opens
-the file corrects it. ``MODULE`` is the module's path in the base model. PEFT's ``base_model.model.``
-and its adapter name ``default``, KT's ``orig_module`` wrapper, and Mixtral's w1/w3/w2 are aliases and
-parse to the same :class:`Key`.
+the file corrects it, as it does for LoRA that ``is_expert_like`` and of no kind here ("unread").
+``MODULE`` is the module's path in the base model. PEFT's ``base_model.model.``, KT's ``orig_module``
+wrapper, Mixtral's w1/w3/w2 and all that ``plain_name`` takes out are aliases and parse to the same
+:class:`Key`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import re
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from ktbridge.model.families import BLOCKS
+from ktbridge.model.families import BLOCKS, ROUTER
 
 Kind = Literal[
     "fused", "expert", "lora", "peft-fused", "sglang-3d", "lora-experts", "dora", "lora-bias",
-    "embedding", "other",
+    "embedding", "unread", "other",
 ]  # fmt: skip
 
 PEFT_PREFIX = "base_model.model."
@@ -43,7 +44,7 @@ _BLOCK = f"(?:{'|'.join(BLOCKS)})"
 # No leading zeros: "layers.01" and "layers.1" must not be two names of one layer.
 _NUMBER = "(0|[1-9][0-9]{0,5})"
 _FUSED = re.compile(rf"layers\.{_NUMBER}\.experts\.(gate|up|down)_lora_([ab])")
-_LORA = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
+_LORA = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight", re.DOTALL)
 _EXPERT_MODULE = re.compile(
     rf"(?:[^\n]*\.)?layers\.{_NUMBER}\.{_BLOCK}\.experts\.{_NUMBER}"
     r"\.(gate_proj|up_proj|down_proj|w1|w3|w2)"
@@ -62,6 +63,29 @@ CANONICAL = {
     "w3": "up",
     "w2": "down",
 }
+# Names that may follow a wrapper's "module" within a layer. No model calls a part of itself so beside them.
+ATTENTION_BLOCKS = ("self_attn", "linear_attn", "attn", "attention", "mixer", "cross_attn")
+_CHILDREN = frozenset({*BLOCKS, *ATTENTION_BLOCKS, "experts", "gate", "router"})
+_PARENTS = frozenset({"base_model", "model", "language_model"})
+# torch.compile, FSDP 1, checkpoint wrappers, Lightning, fairscale, Opacus.
+_WRAPPER = re.compile(r"_orig_mod|_[a-z_]*wrapped_module|_(?:forward|fpw)_module|_module")
+# A name that may be more than a module's path: cheap, as most have nothing of it.
+_ODD = re.compile(
+    r"(?:^|\.)(?:module|_orig_mod|_[a-z_]*module)\.|^model\.base_model\.|(?<!\.lora)_[AB]\.weight$"
+    r"|\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)\.(?!(?:weight|bias)$)"
+)
+_NAMED = re.compile(
+    r"(.+\.lora_(?:[AB]|embedding_[AB]|magnitude_vector))\.(?!(?:weight|bias)$)([^.]+)(\.weight|\.bias)?",
+    re.DOTALL,
+)
+_LOST = re.compile(r"([^\n]+\.[a-z][a-z0-9_]*)_([AB])\.weight")
+# Modules of routed experts, however tools spell them, and not shared experts.
+_EXPERT_SEGMENT = re.compile(
+    r"(?!shared?_)(?:[a-z]+_)*experts?(?:_[a-z]+)*(?:_?[0-9]+)?"
+    r"|switch_(?:mlp|glu|linear)|ffn_[a-z_]+_exps|(?:gate|up|down|gate_up)_projs"
+)
+_MOE_BLOCK = re.compile(r"(?:[a-z]+_)*moe(?:_[a-z]+)*")
+_MLP_BLOCK = re.compile(rf"{_BLOCK}|ffn|ff|{_MOE_BLOCK.pattern}")
 _VISION = frozenset(
     {"visual", "vision", "vision_tower", "vision_model", "vision_encoder", "image_encoder"}
     | {"audio", "audio_tower", "audio_model", "audio_encoder"}
@@ -100,10 +124,82 @@ class Key(NamedTuple):
         return not _DRAFT.isdisjoint(self.module.split("."))
 
 
+class Spelling(NamedTuple):
+    """A key as PEFT saves it, and what was taken out of it or put back.
+
+    ``wrappers``: names that a framework's wrappers have in a path. ``adapter``: the adapter's name, which a
+    state dict in memory has in its keys. ``lost``: PEFT took "lora" out, as the adapter's name (its #2699).
+    """
+
+    name: str
+    wrappers: tuple[str, ...] = ()
+    adapter: str = ""
+    lost: bool = False
+
+
 def parse_key(name: str) -> Key:
     """Parse any tensor key; never fails: an unknown key has kind "other"."""
+    name = plain_name(name).name
     # Fast path for expert keys: adapters have tens of thousands of them and few others.
     return _plain_expert_key(name) or _parse_any(name)
+
+
+def plain_name(name: str) -> Spelling:
+    """Take wrappers' names and an adapter's name out of a key, wherever they are in it.
+
+    ``module`` is DDP's and DeepSpeed's name as well as one that a model may use: it goes only where what is
+    left is a path that models have.
+    """
+    if _ODD.search(name) is None:
+        return Spelling(name)
+    parts: list[str] = []
+    wrappers: dict[str, None] = {}
+    given = name.split(".")
+    for place, part in enumerate(given):
+        after = given[place + 1 :]
+        if after and (_WRAPPER.fullmatch(part) or (part == "module" and _wraps(parts, after))):
+            wrappers[part] = None
+        else:
+            parts.append(part)
+    while parts[:2] == ["model", "base_model"]:  # Lightning's own attribute
+        wrappers["model"] = None
+        del parts[0]
+    plain, adapter, lost = ".".join(parts), "", False
+    if named := _NAMED.fullmatch(plain):
+        stem, adapter, end = named.groups()
+        plain = stem + (end or "")
+    elif ".lora_" not in plain and (short := _LOST.fullmatch(plain)):
+        plain, lost = f"{short[1]}.lora_{short[2]}.weight", True
+    return Spelling(plain, tuple(wrappers), adapter, lost)
+
+
+def _wraps(before: list[str], after: list[str]) -> bool:
+    """Whether ``module`` between these is a wrapper's."""
+    following = next((part for part in after if not _WRAPPER.fullmatch(part)), "")
+    if "layers" not in before:
+        inside = {"layers", "lm_head", "embed_tokens"}.intersection(after)
+        return bool(inside) and _PARENTS.issuperset(before)
+    if before[-2] == "layers" or any(part.startswith("lora_") for part in before):
+        return True
+    if following.startswith("lora_"):
+        return before[-1].endswith("_proj") or before[-1] in CANONICAL
+    experts = before[-1] == "experts" and following.isdigit()
+    return experts or following in _CHILDREN or following.endswith("_proj")
+
+
+def is_expert_like(module: str) -> bool:
+    """Whether a module's path looks like that of a routed expert, or of several."""
+    path = module.split(".")
+    rest = path[path.index("layers") + 2 :] if "layers" in path else path
+    if not rest or any(part.startswith("share") for part in rest):
+        return False
+    if any(_EXPERT_SEGMENT.fullmatch(part) for part in rest):
+        return True
+    inside = next((n for n, part in enumerate(rest) if _MLP_BLOCK.fullmatch(part)), len(rest))
+    if any(part.isdigit() for part in rest[inside:]):
+        return True
+    moe = any(_MOE_BLOCK.fullmatch(part) for part in rest[:-1])
+    return moe and ROUTER.search(module) is None
 
 
 def _plain_expert_key(name: str) -> Key | None:
@@ -167,7 +263,7 @@ def _parse_foreign(name: str) -> Key:
         return Key("dora", module, "", layer)
     if ".lora_embedding_" in stem:
         return Key("embedding", module, "", layer)
-    if re.search(r"\.lora_[AB](?:\.default)?\.bias$", stem):
+    if re.search(r"\.lora_[AB]\.bias$", stem):
         return Key("lora-bias", module, "", layer)
     return Key("other", stem.removesuffix(".weight"), "", layer)
 

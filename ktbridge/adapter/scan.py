@@ -27,7 +27,7 @@ from ktbridge.adapter.adapter import (
     is_number,
 )
 from ktbridge.adapter.checks import many
-from ktbridge.adapter.keys import CANONICAL, parse_key, peft_key
+from ktbridge.adapter.keys import CANONICAL, is_expert_like, parse_key, peft_key, plain_name
 from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import MANIFEST_FILE, MAX_BYTES
 from ktbridge.codes import problem
@@ -42,6 +42,7 @@ _STACKED = re.compile(
     r"\.experts\.(?:(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])|[0-9]{1,6}\.gate_up_proj)$"
 )
 
+LOST = '"lora" taken out'  # what PEFT does where the adapter's name is "lora"
 SPARSE = 1 << 30  # bytes from which a file must have more than a twentieth of its size on the disk
 MAX_LAYERS = 10_000  # two lists of what lies between layers are made of a number in a name
 MAX_ARTIFACTS = 10_000  # files that a manifest may list
@@ -117,8 +118,7 @@ def _scan(
     manifest = _read_manifest(path, problems)
     adapter = Adapter(path, config, manifest)
     adapter.stamps = stamps
-    names = _weight_files(path, problems)
-    for name in names:
+    for name in _weight_files(path, problems):
         try:
             file = open_tensor_file(path / name)
             refuse_sparse(file.path)
@@ -130,7 +130,14 @@ def _scan(
             problems.append(problem("KTB005", str(path / name), text, next_step=step))
     if has_errors(problems):
         return None
-    twice = [pair for file in adapter.files for pair in classify(adapter, file)]
+    twice: list[tuple[Part, Part]] = []
+    names: set[str] = set()
+    for file in adapter.files:
+        twice += classify(adapter, file)
+        names |= note_spellings(adapter, file)
+    if len(names) > 1:
+        problems.append(_several(path, names))
+        return None
     if far := [part for part in _parts(adapter) if part.key.layer >= MAX_LAYERS]:
         found, expected = f"is of layer {far[0].key.layer}", f"layers up to {MAX_LAYERS - 1}"
         problems += many("KTB675", far, found, expected)
@@ -326,6 +333,8 @@ def classify(adapter: Adapter, file: TensorFile) -> list[tuple[Part, Part]]:
                 stack.parts.setdefault(key.expert, part)
         elif key.kind == "lora" and _STACKED.search(key.module):
             adapter.leftovers.append(part._replace(key=key._replace(kind="sglang-3d")))
+        elif key.kind == "lora" and is_expert_like(key.module):
+            adapter.leftovers.append(part._replace(key=key._replace(kind="unread")))
         elif key.kind == "lora":
             other = adapter.nonexpert.setdefault(peft_key(key.module, key.half), part)
         else:
@@ -333,6 +342,35 @@ def classify(adapter: Adapter, file: TensorFile) -> list[tuple[Part, Part]]:
         if other is not None and other is not part:
             twice.append((part, other))
     return twice
+
+
+def note_spellings(adapter: Adapter, file: TensorFile) -> set[str]:
+    """List the file's tensors under other names than PEFT saves them by; returns the adapters' names in them."""
+    names: set[str] = set()
+    for entry in file.entries.values():
+        spelling = plain_name(entry.name)
+        if spelling.name == entry.name:
+            continue
+        part = Part(file, entry, parse_key(spelling.name))
+        extra = [f"a wrapper's {name}" for name in spelling.wrappers]
+        if spelling.adapter:
+            names.add(spelling.adapter)
+            extra.append(f"the adapter's name {spelling.adapter}")
+        if spelling.lost:
+            extra.append(LOST)
+        for text in extra:
+            adapter.respelled.setdefault(text, []).append(part)
+    return names
+
+
+def _several(path: Path, names: set[str]) -> Problem:
+    """A state dict of a model with several adapters: they have the same keys but for their names."""
+    listed = sorted(names)
+    found = (
+        f"has {len(names)} adapters in one file, by the names in its keys: {', '.join(listed[:6])}"
+    )
+    step = f"save them apart: model.save_pretrained(DIR, selected_adapters=[{listed[0]!r}])"
+    return problem("KTB217", str(path), found, "one adapter", next_step=step)
 
 
 def with_stacks(adapter: Adapter) -> Adapter:

@@ -52,7 +52,7 @@ from ktbridge.model import (
 from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
 from ktbridge.publish import OnProgress
 
-_USES = {ENGINE: Use.SERVED_BY_KT, SGLANG: Use.SERVED_BY_SGLANG}
+_USES = {ENGINE: Use.SERVED_BY_KT, SGLANG: Use.SERVED_BY_SGLANG, VLLM: Use.SERVED_BY_VLLM}
 
 
 class _Other(NamedTuple):

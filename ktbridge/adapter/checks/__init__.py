@@ -23,6 +23,7 @@ class Use(Enum):
     SERVED = "served as it is, by any engine"
     SERVED_BY_KT = "served as it is, by SGLang-KT"
     SERVED_BY_SGLANG = "served as it is, by upstream SGLang"
+    SERVED_BY_VLLM = "served as it is, by vLLM"
 
     @property
     def served(self) -> bool:

@@ -19,10 +19,17 @@ from ktbridge.adapter.checks.config import FOREIGN, check_foreign
 from ktbridge.adapter.checks.files import check_files
 from ktbridge.adapter.checks.layers import check_uneven
 from ktbridge.adapter.checks.modules import Modules
-from ktbridge.adapter.keys import FUSED_NAMES, PROJECTIONS
+from ktbridge.adapter.keys import (
+    ATTENTION_BLOCKS,
+    FUSED_NAMES,
+    PROJECTIONS,
+    is_expert_like,
+    plain_name,
+)
 from ktbridge.adapter.lora_config import numbers_of, trained_by_kt
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, Severity
+from ktbridge.model.families import BLOCKS
 
 _ENGINE_KEY = re.compile(
     r"(?:base_model\.(?:model\.(?:model\.)?)?)?model\.layers\.\d+\.mlp\.experts\.\d+"
@@ -33,7 +40,9 @@ _LEFTOVER_CODES = {
     "dora": ("KTB110", "is a DoRA magnitude"),
     "lora-bias": ("KTB111", "is a LoRA bias"),
     "embedding": ("KTB213", "adapts an embedding"),
+    "unread": ("KTB218", "looks like a routed expert's, and is in no form that is read"),
 }
+_BLOCKS = frozenset({*BLOCKS, *ATTENTION_BLOCKS, "base_layer"})  # no module of these has a weight
 _ELSEWHERE = {
     "vision": ("KTB206", "belongs to a vision or audio tower"),
     "draft": ("KTB207", "belongs to a draft layer"),
@@ -47,6 +56,7 @@ _TEXT_MODEL = re.compile(
 def check_inventory(adapter: Adapter, use: Use, base: Modules | None) -> Iterator[Problem]:
     """Every finding about one directory's files, keys, pairs, shapes and dtypes."""
     yield from check_files(adapter, use)
+    yield from check_spellings(adapter, use)
     yield from _leftovers(adapter)
     yield from check_foreign(adapter)
     yield from _experts(adapter, use)
@@ -60,6 +70,20 @@ def check_inventory(adapter: Adapter, use: Use, base: Modules | None) -> Iterato
     yield from _shapes(adapter)
     if base is None or not base.known:  # else each is compared with the base's own
         yield from _odd_sizes(adapter)
+
+
+def check_spellings(adapter: Adapter, use: Use) -> Iterator[Problem]:
+    """Keys that are read without a part of them, which engines and PEFT don't do."""
+    default = "the adapter's name default"
+    for text, parts in adapter.respelled.items():
+        found = f"has {text} in its key"
+        if not use.served:
+            step = "nothing: it is read without that"
+            yield from many("KTB217", parts, found, severity="info", next_step=step)
+        elif text != default or use is not Use.SERVED_BY_KT:
+            severity: Severity = "warning" if text == default and use is Use.SERVED else "error"
+            step = convert_step(adapter)
+            yield from many("KTB217", parts, found, severity=severity, next_step=step)
 
 
 _AS_PEFT_SAVES = "is expert LoRA as PEFT saves it of a wrapped model, which leaves out its alpha"
@@ -87,7 +111,8 @@ def _leftovers(adapter: Adapter) -> Iterator[Problem]:
         elif ".experts.kt." in part.entry.name:
             rule = ("KTB201", _AS_PEFT_SAVES)
         elif "lora" in part.entry.name:
-            rule = ("KTB201", "is no LoRA key we know")
+            like = is_expert_like(part.key.module)
+            rule = _LEFTOVER_CODES["unread"] if like else ("KTB201", "is no LoRA key we know")
         else:
             rule = ("KTB112", "is a whole weight")
         by_rule[rule].append(part)
@@ -161,7 +186,7 @@ def _expert_keys(adapter: Adapter, use: Use) -> Iterator[Problem]:
         if stack.fused is not None and stack.fused.key.kind == "fused":
             found["fused"].append(stack.fused)
         for part in () if use is Use.SERVED_BY_SGLANG else stack.parts.values():
-            before, _, rest = part.entry.name.rpartition(".experts.")
+            before, _, rest = plain_name(part.entry.name).name.rpartition(".experts.")
             code = _spelling(before, rest.partition(".")[2])
             if code:
                 found[code].append(part)
@@ -187,6 +212,7 @@ def _misplaced(adapter: Adapter, use: Use) -> Iterator[Problem]:
     draft: list[Part] = []
     head: list[Part] = []
     nowhere: list[Part] = []
+    blocks: list[Part] = []
     towers: dict[bool, list[Part]] = defaultdict(list)
     for part in adapter.nonexpert.values():
         if part.key.is_vision:
@@ -195,6 +221,8 @@ def _misplaced(adapter: Adapter, use: Use) -> Iterator[Problem]:
             draft.append(part)
         elif part.key.layer < 0:
             (head if _is_head(part) else nowhere).append(part)
+        elif part.key.leaf in _BLOCKS:
+            blocks.append(part)
         else:
             towers[_TEXT_MODEL.match(part.key.module) is not None].append(part)
     for kind, parts in (("vision", vision), ("draft", draft)):
@@ -207,6 +235,7 @@ def _misplaced(adapter: Adapter, use: Use) -> Iterator[Problem]:
         "KTB213", head, "adapts an embedding or head", severity=None if use.served else "warning"
     )
     yield from many("KTB201", nowhere, "belongs to no decoder layer")
+    yield from many("KTB201", blocks, "names a block of modules, and no module in it")
 
 
 def _attention_partners(adapter: Adapter) -> Iterator[Problem]:

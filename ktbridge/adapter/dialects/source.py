@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
 from ktbridge.adapter.blocks import BITS, Block, block_of, block_of_stack, padded, scaled_each
-from ktbridge.adapter.checks import Use
+from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.config import check_config
-from ktbridge.adapter.keys import HALVES, PROJECTIONS, parse_key, peft_key
+from ktbridge.adapter.checks.inventory import check_spellings
+from ktbridge.adapter.keys import HALVES, PROJECTIONS, is_expert_like, parse_key, peft_key
 from ktbridge.adapter.lora_config import (
     UNFOLDED,
     Numbers,
@@ -445,6 +446,7 @@ def open_foreign(request: Request) -> tuple[Adapter, list[Part], list[Problem]]:
         config = {**config, "lora_alpha": request.lora_alpha}
     adapter.config = {key: value for key, value in config.items() if key not in _OWN}
     findings += [item for item in check_config(adapter, Use.INPUT) if item.severity == "error"]
+    findings += check_spellings(adapter, Use.INPUT)
     adapter.config = config
     if config.get("r") is None or not is_number(config.get("lora_alpha")):
         where = str(adapter.path / CONFIG_FILE)
@@ -467,8 +469,12 @@ def file_nonexpert(
     source: Source, parts: list[Part], findings: list[Problem], config: Mapping[str, object]
 ) -> None:
     """Move ordinary LoRA tensors into ``source``; report each remaining tensor as a problem."""
-    strange = []
+    strange: list[Part] = []
+    unread: list[Part] = []
     for part in parts:
+        if is_expert_like(part.key.module):
+            unread.append(part)
+            continue
         if part.key.kind != "lora":
             strange.append(part)
             continue
@@ -479,10 +485,9 @@ def file_nonexpert(
         numbers = module_numbers(config, part.key.module)
         if numbers != source.rest:
             source.own[part.key.module] = numbers
-    if strange:
-        count = f" ({len(strange)} tensors like it)" if len(strange) > 1 else ""
-        found = f"has no place in a {source.format} adapter{count}"
-        findings.append(problem("KTB201", strange[0].where, found))
+    found = f"has no place in a {source.format} adapter"
+    findings += many("KTB201", strange, found)
+    findings += many("KTB218", unread, f"looks like a routed expert's, and {found}")
 
 
 def local_config(*names: str | None) -> ModelConfig | None:
