@@ -144,6 +144,7 @@ REFUSED = [
     (answer("<think>a</think>b<think>c</think>d"), "<think> behind an answer's words"),
     (answer("a</think>b</think>c"), "</think> behind an answer's words"),
     (answer("<think>\na\n</think>\n\n"), "thoughts without an answer or a tool call behind them"),
+    (answer([{"type": "reasoning", "value": " "}]), "an empty assistant message"),
     (answer("", reasoning="a"), "thoughts without an answer or a tool call"),
     ({"instruction": "say", "output": "<think>a"}, "thoughts that never end"),
     ({"prompt": "say", "completion": "<think>a"}, "thoughts that never end"),
@@ -166,6 +167,18 @@ REFUSED = [
     ),
     (turn({"content": "a"}), "a message without the key from: message 2 has the keys content"),
 ]  # fmt: skip
+
+
+def test_tags_among_the_values_of_a_call_are_no_thoughts(tmp_path):
+    said = json.dumps({"name": "add", "arguments": {"a": "use <think> first"}})
+    call = {"type": "function", "function": json.loads(said)}
+    row = turn({"role": "tool_call", "content": said}, RESULT, DONE)
+    thoughtful = turn(
+        {"role": "tool_call", "content": f"hm</think>{SAID_CALL['content']}"}, RESULT, DONE
+    )
+    first, second = read(tmp_path, row, thoughtful).conversations
+    assert first[1] == {**CALLING, "tool_calls": [call]}
+    assert second[1] == TURN
 
 
 def test_what_would_be_learned_as_something_else_is_refused_with_the_reason(tmp_path):

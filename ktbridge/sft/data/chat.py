@@ -233,8 +233,8 @@ class ChatTemplate:
         if (calls or "think>" in said) and said.strip() not in written:
             raise ValueError(_LEFT_OUT)
         if calls and thoughts:
-            function = cast("Tool", calls[0]["function"])
-            if written.find(thoughts) > written.find(str(function["name"])) >= 0:
+            name = str(cast("Tool", calls[0]["function"])["name"])
+            if thoughts in written and name not in written.partition(thoughts)[2]:
                 raise ValueError("the chat template writes thoughts behind the tool call")
 
     @staticmethod

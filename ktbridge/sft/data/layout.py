@@ -40,7 +40,8 @@ class Pair:
 def ending_in_answer(messages: list[Message]) -> list[Message]:
     """The messages, when the last one is the assistant's; else raises ValueError."""
     if messages[-1]["role"] != "assistant":
-        raise ValueError("the last message is not the assistant's: nothing to learn")
+        role = messages[-1]["role"]
+        raise ValueError(f"the last message is not the assistant's: its role is {role}")
     return messages
 
 
@@ -364,7 +365,8 @@ def _shared(first: list[Message], second: list[Message]) -> int:
 def _checked(pair: Pair) -> Pair:
     for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if [part["role"] for part in answer] != ["assistant"]:
-            raise ValueError(f"{name} is not one assistant message")
+            roles = ", ".join(part["role"] for part in answer)
+            raise ValueError(f"{name} is not one assistant message: its roles are {roles}")
     if not pair.prompt or pair.prompt[-1]["role"] not in ("user", "tool"):
         raise ValueError("a pair whose prompt does not end in a user message or a tool's result")
     if pair.chosen == pair.rejected:

@@ -175,8 +175,11 @@ def as_turns(messages: list[Message], notes: RowNotes) -> list[Message]:
         turns.append(reduce(_one_turn, several))
     for each in turns:
         thoughts, said = thoughts_of(each)
-        if thoughts is not None and not said.strip() and "tool_calls" not in each:
-            raise ValueError("thoughts without an answer or a tool call behind them")
+        if each["role"] != "assistant" or said.strip() or "tool_calls" in each:
+            continue
+        if thoughts is None:
+            raise ValueError("an empty assistant message")
+        raise ValueError("thoughts without an answer or a tool call behind them")
     return turns
 
 
@@ -372,16 +375,20 @@ def _pieces(parts: list[object]) -> list[Message]:
                 raise ValueError("thoughts that are not one text")
             inner = "\n\n".join(str(text).strip() for text in texts)
             _check_characters(inner, "assistant")
-            pieces.append({"role": "assistant", "content": "", "reasoning_content": inner})
+            piece: Message = {"role": "assistant", "content": ""}
+            if inner.strip():
+                piece["reasoning_content"] = inner
+            pieces.append(piece)
     return pieces
 
 
 def _call_message(content: object) -> Message:
     """sharegpt's: one call or a list of them as JSON, which a block of thoughts may precede."""
-    read = message("assistant", content if isinstance(content, str) else "", empty=True)
-    thoughts, text = thoughts_of(read)
-    read["content"] = ""
-    read["tool_calls"] = _calls(text if isinstance(content, str) else content)
+    read: Message = {"role": "assistant", "content": ""}
+    thoughts, text = None, content
+    if isinstance(content, str) and content.lstrip()[:1] not in ("{", "["):  # there tags are values
+        thoughts, text = thoughts_of(message("assistant", content))
+    read["tool_calls"] = _calls(text)
     if thoughts:
         read["reasoning_content"] = thoughts
     return read

@@ -336,9 +336,10 @@ class Noted:
             found = f"{self._joined:,} of {self._used:,} rows have assistant messages in a row"
             yield problem("KTD062", where, f"{found}: they are trained as one turn")
         if self._missing and all_rows:
-            names = " and ".join(f'{name} = "{key}"' for key, name in self._missing.items())
-            found = f"dataset_info.json says {names}; no row has {'them' if len(self._missing) > 1 else 'it'}"
-            yield problem("KTD002", f"dataset {where!r}", found, severity="warning")
+            said = " and ".join(f'{name} = "{key}"' for key, name in self._missing.items())
+            found = f"dataset_info.json says {said}; no row has {'them' if len(self._missing) > 1 else 'it'}"
+            step = "Correct the columns of its entry, or leave out those that are not there."
+            yield problem("KTD002", f"dataset {where!r}", found, "", step, "warning")
 
 
 def add_line(line: Line, source: Source, config: TrainConfig, rows: Rows, noted: Noted) -> bool:

@@ -274,9 +274,9 @@ def names_that_are_wrong(
         step = _columns_step(missing, free)
         other = next((key for key in ("conversations", "messages") if key in keys), None)
         if layout.formatting == "alpaca" and other:
-            step = f'Write "formatting": "sharegpt" and "columns": {{"messages": "{other}"}} there.'
+            step = f'Write "formatting": "sharegpt" and "columns": {{"messages": "{other}"}} in {INFO}.'
         elif layout.formatting == "messages" and {"instruction", "output"} <= {*keys}:
-            step = 'Write "formatting": "alpaca" there.'
+            step = f'Write "formatting": "alpaca" in {INFO}.'
         return _wrong_names(
             source.name, source.columns, missing, ("row", "The rows have"), keys, step
         )
