@@ -116,20 +116,36 @@ def signed(value: float) -> str:
 
 def interval(contrast: Numbers) -> str:
     """ "+0.42 [+0.30, +0.55]"."""
-    return f"{signed(contrast['mean'])} [{signed(contrast['low'])}, {signed(contrast['high'])}]"
+    low, high = _ends(contrast)
+    return f"{signed(contrast['mean'])} [{low}, {high}]"
 
 
 def change(contrast: Numbers) -> str:
     """ "−0.02 (95 %: −0.10 to +0.06)"."""
-    low, high = signed(contrast["low"]), signed(contrast["high"])
+    low, high = _ends(contrast)
     return f"{signed(contrast['mean'])} (95 %: {low} to {high})"
 
 
-def size(contrast: Numbers, p: float | None = None) -> str:
+def size(contrast: Numbers, p: str = "") -> str:
     """A change without its sign: "0.10 (95 %: 0.01 to 0.20)"; with p if one is given."""
-    low, high = sorted(abs(contrast[end]) for end in ("low", "high"))
-    more = "" if p is None else f", p = {p:.2g}"
-    return f"{abs(contrast['mean']):.2f} (95 %: {low:.2f} to {high:.2f}{more})"
+    low, high = _sizes(contrast)
+    return f"{abs(contrast['mean']):.2f} (95 %: {low} to {high}{p})"
+
+
+def _ends(contrast: Numbers) -> list[str]:
+    """Both ends of the interval; one near 0 with three digits, so that it is seen on which side it is."""
+    ends = (contrast["low"], contrast["high"])
+    near = [0.0005 <= abs(end) < 0.005 for end in ends]
+    return [
+        f"{end:+.3f}".replace("-", "−") if is_near else signed(end)
+        for end, is_near in zip(ends, near, strict=True)
+    ]
+
+
+def _sizes(contrast: Numbers) -> list[str]:
+    """Both ends of an interval that excludes 0, the smaller first and without signs."""
+    ends = [end.lstrip("+−") for end in _ends(contrast)]
+    return ends if contrast["low"] > 0 else ends[::-1]
 
 
 def detectable(contrast: Contrast) -> str:
@@ -291,7 +307,7 @@ def _said_of_pair(pair: PairCounts) -> _Said:
         return len(AXES_SHOWN), clause, f"{title} it is inconclusive, balance {change(pair)}"
     verb = {"dropped": "lost to", "improved": "won against"}.get(word)
     verb = verb or ("may have lost to" if word == "may have dropped" else "may have won against")
-    p = None if word in CONFIRMED else pair["p"]
+    p = "" if word in CONFIRMED else f", p = {pair['p']:.2g}"
     text = f"{pair['of']} {verb} {pair['minus']} side by side, by a balance of {size(pair, p)}"
     return len(AXES_SHOWN), clause, text
 
@@ -320,8 +336,8 @@ def _brief(found: Numbers, word: Words) -> str:
 
 def _span(found: Numbers) -> str:
     """A change without its sign: "0.10 [0.01, 0.20]"."""
-    low, high = sorted(abs(found[end]) for end in ("low", "high"))
-    return f"{abs(found['mean']):.2f} [{low:.2f}, {high:.2f}]"
+    low, high = _sizes(found)
+    return f"{abs(found['mean']):.2f} [{low}, {high}]"
 
 
 def in_words(contrast: Contrast) -> str:
@@ -331,7 +347,8 @@ def in_words(contrast: Contrast) -> str:
     if word in CONFIRMED:
         return f"{word} by {size(contrast)}"
     if word not in NULLS:
-        return f"{word} by {size(contrast, contrast['p_adjusted'])}"
+        p = f", p = {contrast['p']:.2g}"
+        return f"{word} by {size(contrast, p)}"
     if contrast["axis"] == "persona" and contrast["mean"] <= 0:
         return f"did not rise, {change(contrast)}"
     if word == "within margin":
@@ -377,9 +394,10 @@ def _slices(results: Measured, shown: Sequence[Contrast]) -> list[str]:
     texts = []
     for word in ("may have dropped", "may have improved"):
         found = [
-            f"{title_of(results, one)} by {size(one, one['p_adjusted'])}"
+            f"{title_of(results, one)} by {size(one, p)}"
             for one in sorted(own, key=lambda one: _rank(results, one))
             if one["verdict"] == word
+            for p in [f", adjusted p = {one['p_adjusted']:.2g}"]
         ]
         if found:
             texts.append(

@@ -25,7 +25,7 @@ from ktbridge.eval.persona import NO_PERSONA
 from ktbridge.eval.results.build import Gathered, assemble, bench_card, mark_judged
 from ktbridge.eval.rundir import read_run, write_benches
 from ktbridge.eval.stats import power, smallest_seen, unseen_share
-from ktbridge.eval.verdict import finding, judge_contrast, signed
+from ktbridge.eval.verdict import finding, interval, judge_contrast, signed
 
 ARMS = ("base", "expert", "full")
 
@@ -501,6 +501,11 @@ def test_differences_are_words_or_characters(before, after, gone, new):
 def test_texts_with_nothing_in_common_are_not_marked():
     assert diff_words("完全不同的话", "something else entirely") is None
     assert diff_words("a b " * 5000, "b a " * 5000) is None
+
+
+def test_an_end_near_zero_shows_its_side():
+    assert interval({"mean": -0.1, "low": -0.2, "high": -0.004}) == "−0.10 [−0.20, −0.004]"
+    assert interval({"mean": 0.1, "low": 0.0, "high": 0.2}) == "+0.10 [0.00, +0.20]"
 
 
 def test_numbers_are_signed_for_people():

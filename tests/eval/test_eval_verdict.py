@@ -96,8 +96,8 @@ def test_a_change_has_one_word_and_one_color_in_every_form(
 @pytest.mark.parametrize(
     ("place", "sure", "said"),
     [
-        (("task", "KRI-R"), UNSURE, "May have {}: KRI-R by 0.12 (95 %: 0.02 to 0.23, p = 0.2). Of 8 slices"),
-        (("persona", "PES"), UNSURE, "May have {}: PES by 0.12 (95 %: 0.02 to 0.23, p = 0.2). Of 8 slices"),
+        (("task", "KRI-R"), UNSURE, "May have {}: KRI-R by 0.12 (95 %: 0.02 to 0.23, adjusted p = 0.2)."),
+        (("persona", "PES"), UNSURE, "May have {}: PES by 0.12 (95 %: 0.02 to 0.23, adjusted p = 0.2)."),
         # Whatever its p: the run was not made to find it.
         (("task", "PES"), SURE, "Exploratory, full − base: may have {}: task quality of PES by 0.12 ["),
         (("task", "SAF", "expert", "base"), SURE, "Exploratory, expert − base: may have {}: SAF by 0.12 ["),
