@@ -365,8 +365,8 @@ def _details(results: Measured, names: list[str], shown: Sequence[Contrast]) -> 
     return [
         *_steps(results, names),
         *_slices(results, shown),
-        *_exploratory(results, names),
         *_missed(results, shown),
+        *_exploratory(results, names),
         *_judged(results),
     ]
 
