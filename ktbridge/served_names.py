@@ -152,8 +152,8 @@ def _read_model(name: str, entries: Mapping[str, ModelEntry], applied: str) -> S
         )
     if applied:
         variant = "expert" if owner == "sglang" else "adapter"
-        part = "the expert LoRA" if owner == "sglang" else "the adapter"
-        said = f"its server applies {part} from {applied} to every request"
+        part = "expert LoRA" if owner == "sglang" else "adapter"
+        said = f"base + {part} from {applied} in every request"
         return ServedModel(name, variant, None, said, identity)
     if served_by(name) is not None or name in {each.get("parent") for each in entries.values()}:
         return ServedModel(name, "base", name, "", identity)
@@ -175,9 +175,14 @@ def find_model(
     return models[listed]
 
 
+def whole_name(name: str, models: Mapping[str, ServedModel]) -> str:
+    """``S:name``, by which requests get the adapter that a server lists as the bare ``name``."""
+    return next(one for one in models if split_name(one)[1] == name)
+
+
 def bare_adapter(name: str, models: Mapping[str, ServedModel], option: str) -> KtbridgeError:
     """The error for the bare ``name`` of an adapter, listed so by SGLang, which requests call ``S:name``."""
-    right = next(one for one in models if split_name(one)[1] == name)
+    right = whole_name(name, models)
     return KtbridgeError(
         f"SGLang answers for {name!r} with its base: it applies the adapter of that name for {right!r}"
         " alone.",

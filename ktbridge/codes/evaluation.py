@@ -18,7 +18,7 @@ ARMS = Subject("The arms' servers", "eval", (
          " names"),
     Code("KTB804", "error", "asked for an adapter that doesn't exist, a server gives another error than HTTP"
          " 400, 404 or 422", _BY_HAND),
-    Code("KTB805", "error", "probes failed or were answered with nothing, or the largest request is refused"
+    Code("KTB805", "error", "probes failed or got no answer but reasoning, or the largest request is refused"
          " (a warning where other probes or the smallest request are answered)",
          "try the model by hand: its chat template or its weights may be at fault"),
     Code("KTB806", "error", "an adapter is not applied: all probe answers are those of another arm",

@@ -187,7 +187,7 @@ def _check_role(arm: Arm, model: ServedModel, whole: str) -> Problem | None:
     where, says, variant = f"arm {arm.name}", model.says, model.variant
     other_name = "or give the arm another name"
     if role == "base" and variant not in (None, "base"):
-        found = f"{arm.model!r} is not a base model: its server calls it {says!r}"
+        found = f"{arm.model!r} is not a base model: its server says {says!r} of it"
         step = (
             f"ask the base model, --arm {arm.name}={model.base}@{arm.place}"
             if model.base
@@ -202,15 +202,15 @@ def _check_role(arm: Arm, model: ServedModel, whole: str) -> Problem | None:
         severity: Severity = "error" if says else "warning"
         return problem("KTB816", where, found, "a model with an adapter", step, severity=severity)
     if role == "expert" and variant == "full":
-        found = f"{arm.model!r} is a whole adapter: its server calls it {says!r}"
+        found = f"{arm.model!r} is a whole adapter: its server says {says!r} of it"
         step = f"call it full, --arm full={arm.model}@{arm.place}"
         return problem("KTB816", where, found, "the expert LoRA alone", f"{step}; {other_name}")
     if role == "full" and variant == "expert" and whole:
-        found = f"{arm.model!r} is half of the adapter: its server calls it {says!r}"
+        found = f"{arm.model!r} is half of the adapter: its server says {says!r} of it"
         step = f"ask all of it, --arm full={whole}@{arm.place}; {other_name}"
         return problem("KTB816", where, found, "the whole adapter", step)
     if role not in ORDER and variant == "expert" and not names_adapter(arm.model):
-        found = f"{arm.model!r} is not the base model: its server calls it {says!r}"
+        found = f"{arm.model!r} is not the base model: its server says {says!r} of it"
         step = f"{model.base} is the base model" if model.base else "nothing, if it is meant"
         return problem("KTB816", where, found, "the model that is meant", step, severity="warning")
     return None
@@ -241,7 +241,7 @@ def check_same(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pro
             problem(
                 "KTB817",
                 f"arms {one.name} and {other.name}",
-                f"{found}, {mine.says!r} to its server" if mine.says else found,
+                f"{found}: its server says {mine.says!r} of it" if mine.says else found,
                 "two models",
                 severity="error" if certain and last else "warning",
             )
@@ -282,6 +282,8 @@ def _name(listing: Listing, url: str) -> list[tuple[str, str]]:
         if len(adapters) > 1:
             raise _refusal(listing, url, f"{len(adapters)} adapters")
         return [("base", parent), ("full", adapters[0])]
+    if not bases and (experts := [one for one in models.values() if one.variant == "expert"]):
+        raise _refusal(listing, url, f"no base model, as {experts[0].name} is {experts[0].says}")
     if len(bases) != 1:
         raise _refusal(listing, url, f"{len(bases)} models named S:base, where one is needed")
     served = str(served_by(bases[0]))

@@ -246,7 +246,7 @@ class AskingLoop(Generic[_Question, _Record]):
             if self._silent[asked.url] >= _SILENT:
                 raise KtbridgeError(
                     f"{self.who}{asked.url} stopped answering ({asked.silence}).",
-                    "; ".join(filter(None, (asked.next_step, self.next_step))),
+                    asked.next_step or self.next_step,
                 )
             self.on_stored(asked)
 

@@ -39,7 +39,7 @@ from ktbridge.eval.failures import (
 )
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
-from ktbridge.served_names import BASE, adapter_name, bare_adapter, names_adapter
+from ktbridge.served_names import BASE, adapter_name, bare_adapter, names_adapter, whole_name
 
 PROBES = 8
 PROBE_TOKENS = 32
@@ -170,7 +170,11 @@ def _make_cards(
 def _unlisted(arm: Arm, listing: Listing, where: str, option: str) -> Problem:
     if arm.model in listing.entries:  # under a name that requests can't use
         error = bare_adapter(arm.model, listing.models, option)
-        return problem("KTB816", where, error.sentence.rstrip("."), "its name", error.next_step)
+        right = whole_name(arm.model, listing.models)
+        step = f"name it, {option} {arm.name}={right}@{arm.place}"
+        if option == "--partner":
+            step = f"name it, {option} {right}@{arm.place}"
+        return problem("KTB816", where, error.sentence.rstrip("."), repr(right), step)
     models = sorted(listing.models.items())
     names = ", ".join(f"{name} ({one.says})" if one.says else name for name, one in models)
     base = next((one.name for one in listing.models.values() if one.variant == "base"), "")

@@ -154,7 +154,7 @@ def _other_name(
         return []
     whole = [one.name for one in models.values() if one.variant == "full"]
     expected = f"all of the adapter: {' or '.join(whole)}" if whole else "all of the adapter"
-    return [problem("KTV012", model, f"its server calls it {named.says!r}", expected)]
+    return [problem("KTV012", model, f"its server says {named.says!r} of it", expected)]
 
 
 def _arms(

@@ -274,7 +274,7 @@ NOT_THE_BASE = ("KTB816", "error")
             ("base", *NOT_THE_BASE), ("full", "KTB816", "warning")], "--arm base=m@"),
         ("vllm", "base=m other=m-too full=neko", [("base and other", "KTB817", "warning")], "another model"),
         ("vllm", "base=m full=m:neko", [("full", "KTB802", "error")], "name a listed model"),
-        ("sglang", "base=tiny full=neko", [("full", "KTB816", "error")], "--arm tiny:neko"),
+        ("sglang", "base=tiny full=neko", [("full", "KTB816", "error")], "--arm full=tiny:neko@"),
         ("sglang", "base=tiny full=tiny:neko", [], ""),
         ("sglang-kt", "base=tiny full=tiny:neko", [("base", *NOT_THE_BASE)], "by a server of its own"),
         ("sglang-kt", "expert=tiny full=tiny:neko", [], ""),
