@@ -1,14 +1,21 @@
-"""How to install ktbridge itself: it isn't on PyPI, so install hints name its checkout."""
+"""How to install ktbridge itself, which isn't on PyPI, so hints name its checkout; what some models need."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import urllib.parse
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 _NAME = "ktbridge"
+LINEAR_ATTENTION = ("flash-linear-attention", "fla-core", "causal-conv1d", "triton", "tilelang")
+"""Packages that decide how linear attention is computed; fla-core is the first one's other name."""
+_WRONG_TRITON = ((3, 4, 0), (3, 7, 1))  # from, and below; on GPUs of this capability:
+_HOPPER = "9.0"
 
 
 def install_hint(extra: str = "all") -> str:
@@ -31,6 +38,64 @@ def reinstall_hint() -> str:
         return "pip install --force-reinstall --no-deps . in the ktbridge checkout"
     path, editable = found
     return f"pip install --force-reinstall --no-deps {'-e ' if editable else ''}{shlex.quote(path)}"
+
+
+def version_of(name: str) -> str | None:
+    """The version of an installed distribution; None if it isn't."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class Gap(NamedTuple):
+    """A lack of packages. ``wrong``: what is computed would be wrong, or is refused; else it is slow."""
+
+    found: str
+    remedy: str
+    wrong: bool = False
+
+
+def linear_attention_gaps(
+    capabilities: Sequence[str], versions: Mapping[str, str | None] | None = None
+) -> list[Gap]:
+    """What keeps linear attention by a delta rule (Qwen3-Next, Qwen3.5, Kimi Linear) from its GPU kernels.
+
+    ``capabilities`` of the GPUs that are used, as NVIDIA writes them ("9.0"; "" where unknown); ``versions``
+    of ``LINEAR_ATTENTION``, by default those that are installed. transformers takes these packages where
+    they are and else computes with torch, in silence.
+    """
+    if versions is None:
+        versions = {name: version_of(name) for name in LINEAR_ATTENTION}
+    kernels = versions.get("flash-linear-attention") or versions.get("fla-core")
+    missing = [] if kernels else ["flash-linear-attention"]
+    if not versions.get("causal-conv1d"):
+        missing.append("causal-conv1d")
+    if not capabilities:
+        if not missing:
+            return []
+        found = f"without a GPU torch computes it, slowly ({' and '.join(missing)} not installed)"
+        return [Gap(found, f"on a machine with a GPU, pip install {' '.join(missing)}")]
+    gaps = []
+    if missing:
+        found = f"without {' and '.join(missing)} torch computes it, many times slower than kernels"
+        gaps.append(Gap(found, f"pip install {' '.join(missing)}"))
+    triton = versions.get("triton")
+    if kernels and triton and _HOPPER in capabilities and not versions.get("tilelang"):
+        first, fixed = _WRONG_TRITON
+        if first <= _numbers(triton) < fixed:
+            found = (
+                f"Triton {triton} computes wrong gradients of it on Hopper GPUs: flash-linear-attention "
+                "refuses to train with it, and older versions train on them"
+            )
+            step = "pip install tilelang, or a torch whose Triton is 3.7.1 or newer"
+            gaps.append(Gap(found, step, wrong=True))
+    return gaps
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = [int(part) for part in re.findall(r"[0-9]+", version)[:3]]
+    return (*found, 0, 0, 0)[:3]
 
 
 def _checkout() -> tuple[str, bool] | None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import ktbridge
 from ktbridge.adapter.engines import CONTRACTS
 from ktbridge.cli._app import Command
-from ktbridge.install import install_hint, reinstall_hint
+from ktbridge.install import install_hint, linear_attention_gaps, reinstall_hint
 from ktbridge.serve.doctor_packages import ENGINE_STEP, PACKAGES
 
 SOURCES = Path(ktbridge.__file__).parent
@@ -163,3 +163,34 @@ def test_a_librarys_words_about_itself_stay_off_the_terminal(options, environmen
     )
     said = ("it will go", "peft talks", "transformers talks", "this is for the user")
     assert {text for text in said if text in done.stderr} == heard, done.stderr
+
+
+ALL = {"flash-linear-attention": "0.5.2", "causal-conv1d": "1.6.0", "triton": "3.7.1"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "versions", "told"),
+    [
+        (["9.0"], {}, [("without", "linear attention", False)]),
+        (["9.0"], ALL | {"triton": "3.6.0"}, [("Triton 3.6.0", "tilelang", True)]),
+        (["8.0", "9.0"], ALL | {"triton": "3.4.0"}, [("wrong gradients", "3.7.1 or newer", True)]),
+        (["9.0"], ALL | {"triton": "3.7.0+git1"}, [("Triton 3.7.0", "torch whose Triton", True)]),
+        (["9.0"], ALL | {"triton": "3.6.0", "tilelang": "0.1.7"}, []),
+        (["9.0"], ALL | {"triton": "3.3.1"}, []),
+        (["10.0"], ALL | {"triton": "3.6.0"}, []),
+        (["9.0"], ALL, []),
+        (["9.0"], ALL | {"causal-conv1d": None}, [("causal-conv1d", "causal-conv1d", False)]),
+        (
+            [""],
+            {"fla-core": "0.5.2", "triton": "3.6.0"},
+            [("causal-conv1d", "causal-conv1d", False)],
+        ),
+        ([], {}, [("without a GPU", "flash-linear-attention causal-conv1d", False)]),
+    ],
+)
+def test_what_keeps_linear_attention_from_its_kernels(gpus, versions, told):
+    found = linear_attention_gaps(gpus, versions)
+    assert [gap.wrong for gap in found] == [wrong for *_, wrong in told]
+    for gap, (text, step, _) in zip(found, told, strict=True):
+        assert text in gap.found
+        assert step.replace("linear attention", "pip install") in gap.remedy

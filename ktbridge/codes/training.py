@@ -75,6 +75,8 @@ RUN = Subject("Starting and continuing a run", "sft", (
          " versions, or another checkpoint", "Give all processes the same; where names what differs."),
     Code("KTC091", "warning", "a process can't see the disk that the first one writes to",
          "Put output_dir on a disk that all hosts share if a run shall go on from its checkpoints."),
+    Code("KTC092", "warning", "linear attention can't use its GPU kernels and is slow (an error where the"
+         " kernels' gradients would be wrong)", "Install the packages that it names."),
 ))  # fmt: skip
 
 DATA = Subject("Training data", "sft", (

@@ -65,6 +65,12 @@ class ModelConfig:
         return _size(self.path / "config.json", self.text, ("vocab_size",))
 
     @property
+    def has_delta_rule(self) -> bool:
+        """Whether layers have linear attention by a delta rule: those of Qwen3-Next, Qwen3.5, Kimi Linear."""
+        keys = ("linear_conv_kernel_dim", "linear_num_value_heads", "linear_attn_config")
+        return any(key in self.text for key in keys)
+
+    @property
     def is_moe(self) -> bool:
         return self.num_experts > 0 and bool(self.moe_layers)
 

@@ -17,6 +17,7 @@ from ktbridge.serve.doctor_packages import (
     Check,
     check_engine_packages,
     check_gpu,
+    check_linear_attention,
     check_packages,
     try_gpus,
 )
@@ -64,6 +65,7 @@ def diagnose(engine_python: str | None = None, imports: bool = True) -> Diagnosi
         check_gpu(imported),
         *expert_checks,
         *packages,
+        *check_linear_attention(),
         *check_engine(machine, engine_python, imports),
     ]
     return Diagnosis(machine, tuple(checks), gpus)

@@ -18,7 +18,7 @@ from typing import Literal, TypedDict
 
 from ktbridge.adapter.engines import install_engine
 from ktbridge.experts.gpu.probe import MARK, GpuFacts
-from ktbridge.install import install_hint
+from ktbridge.install import install_hint, linear_attention_gaps, version_of
 from ktbridge.machine import read_gpus
 from ktbridge.units import size_text
 
@@ -162,13 +162,6 @@ def check_engine_packages(
     ]
 
 
-def version_of(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _check(
     name: str,
     version: str | None,
@@ -238,6 +231,19 @@ def check_gpu(imported: Imports) -> Check:
         return Check("GPU", "problem", f"nvidia-smi lists {_named(listed)}, but {why}", step)
     found = "torch is a CPU build" if built is None else f"none for torch's CUDA {built}"
     return Check("GPU", "missing", found, NOT_NEEDED)
+
+
+def check_linear_attention() -> list[Check]:
+    """How models with linear attention would be computed here; each gap is a check."""
+    gaps = linear_attention_gaps([gpu.capability for gpu in read_gpus()])
+    topic = "linear attention"
+    if not gaps:
+        return [Check(topic, "ok", "flash-linear-attention and causal-conv1d are installed")]
+    models = "(Qwen3-Next, Qwen3.5, Kimi Linear)"
+    return [
+        Check(topic, "problem" if gap.wrong else "missing", f"{gap.found} {models}", gap.remedy)
+        for gap in gaps
+    ]
 
 
 def _named(gpus: list[tuple[str, int]]) -> str:

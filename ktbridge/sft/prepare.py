@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import (
     is_flash_attn_2_available,
@@ -16,12 +17,12 @@ from transformers.utils import (
 )
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
-from ktbridge.model import find_model, resolve_model
-from ktbridge.model.jsonfile import read_json_file
-from ktbridge.sft.arguments import check_reporters, places
+from ktbridge.install import linear_attention_gaps
+from ktbridge.model import find_model, read_model_config, resolve_model
+from ktbridge.sft.arguments import check_reporters, choose, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, Rows
@@ -107,7 +108,7 @@ def prepare(
             "do_train is false: there is nothing to train.", "`ktbridge predict CONFIG` predicts."
         )
     _check_packages(config)
-    base, (trainable, model_notes), tokenizer, rows, quantised, kept, vision = _check_all(
+    base, (trainable, model_notes), slow, tokenizer, rows, quantised, kept, vision = _check_all(
         config, declared
     )
     of_rows = digests(rows)
@@ -146,6 +147,7 @@ def prepare(
             *(() if _experts_missing(config, declared) else storage_notes(config, base)),
             *_stage_notes(config),
             *model_notes,
+            *slow,
         ),
         quantised=quantised,
         vision=vision,
@@ -165,6 +167,7 @@ class _Checked(NamedTuple):
 
     base: Path
     model: tuple[Trainable, list[Problem]]
+    slow: list[Problem]
     tokenizer: PreTrainedTokenizerBase
     rows: Rows | Tokenized | Stream
     quantised: Quantised | None
@@ -194,6 +197,7 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     checked = (
         asked.of("model", lambda: check_model(config, base, declared, whole)) if base else None
     )
+    slow = asked.of("linear attention", lambda: _linear_attention(config, base)) if base else None
     if base:
         asked.of("packing", lambda: _check_packing(config, base, whole))
         quantised = asked.of("kt_backend", lambda: _quantised(config, base, declared))
@@ -202,7 +206,7 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     assert checked is not None
     assert tokenizer is not None
     assert rows is not None
-    return _Checked(base, checked, tokenizer, rows, quantised, kept, vision)
+    return _Checked(base, checked, slow or [], tokenizer, rows, quantised, kept, vision)
 
 
 def _check_output(config: TrainConfig) -> None:
@@ -294,15 +298,36 @@ def _check_packing(config: TrainConfig, base: Path, images: bool) -> None:
             "packing: rows with images can't be packed.",
             "Set packing: false; tokens_per_pass computes many rows together.",
         )
-    if find_spec("causal_conv1d"):
-        return
-    whole = read_json_file(base / "config.json")
-    text = whole.get("text_config") or whole
-    if "linear_attention" in (text.get("layer_types") or ()) or "linear_conv_kernel_dim" in text:
+    needed = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+    missing = [name for module, name in needed.items() if not find_spec(module)]
+    model = read_model_config(base)
+    if missing and (model.has_delta_rule or "linear_attention" in (model.layer_types or ())):
         raise UsageError(
             f"packing would mix conversations: {base} has linear attention.",
-            "pip install causal_conv1d, or set packing: false.",
+            f"pip install {' '.join(missing)}, or set packing: false.",
         )
+
+
+def _linear_attention(config: TrainConfig, base: Path) -> list[Problem]:
+    """Warnings of linear attention that is slow here. Raises ProblemsError where it would be wrong."""
+    if not read_model_config(base).has_delta_rule:
+        return []
+    device, used = choose(config), []
+    if device.type == "cuda":
+        used = [".".join(map(str, torch.cuda.get_device_capability(device)))]
+    found = [
+        problem(
+            "KTC092",
+            "linear attention",
+            gap.found,
+            next_step=gap.remedy,
+            severity="error" if gap.wrong else "warning",
+        )
+        for gap in linear_attention_gaps(used)
+    ]
+    if has_errors(found):
+        raise ProblemsError("this model can't be trained with these packages.", found)
+    return found
 
 
 def _stage_notes(config: TrainConfig) -> list[Problem]:

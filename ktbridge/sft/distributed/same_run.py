@@ -9,7 +9,6 @@ differs. ``failing_together`` tells the others why a process could not prepare.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import socket
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 import ktbridge
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.install import LINEAR_ATTENTION, version_of
 from ktbridge.model import find_model
 from ktbridge.model.identity import fingerprint
 from ktbridge.publish import hash_file
@@ -50,8 +50,8 @@ _OF_A_HOST = {
 }  # fmt: skip
 _OF_A_HOST_KT = {"kt_weight_path", "kt_num_threads", "kt_threadpool_count", "kt_gpu_memory"}
 _PACKAGES = (
-    "torch", "transformers", "peft", "trl", "accelerate", "tokenizers", "datasets", "flash-attn",
-    "flash-linear-attention", "causal-conv1d", "kernels",
+    "torch", "transformers", "peft", "trl", "accelerate", "tokenizers", "datasets", "flash-attn", "kernels",
+    *LINEAR_ATTENTION,
 )  # fmt: skip
 _LAUNCH = ("FSDP_", "ACCELERATE_USE_", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_")
 """Variables of `accelerate launch` begin so, which say how the model is shared out."""
@@ -136,7 +136,7 @@ def describe_start(config: TrainConfig) -> Parts:
     parts["number of processes"] = str(world().size)
     parts["device"] = choose(config).type
     parts["version of ktbridge"] = f"{ktbridge.__version__}, code {_own_code()}"
-    parts |= {f"version of {name}": _version(name) for name in _PACKAGES}
+    parts |= {f"version of {name}": version_of(name) or "not installed" for name in _PACKAGES}
     parts |= {key: value for key, value in os.environ.items() if key.startswith(_LAUNCH)}
     for name, path in (
         ("base model", config.model_name_or_path),
@@ -333,13 +333,6 @@ def _own_code() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()[:_HASH]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _text(value: object) -> str:

@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ktbridge.adapter.quantise import STORAGES
+from ktbridge.install import linear_attention_gaps
+from ktbridge.machine import read_gpus
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import Values
@@ -220,6 +222,12 @@ def _notes(
         )
     if any(name.startswith("linear_attn.") for layer in shape.layers for name in layer.linears):
         yield "linear attention is counted as transformers computes it without extra kernels"
+    if shape.config.has_delta_rule:
+        gpus = [gpu.capability for gpu in read_gpus()] or [
+            ""
+        ]  # unknown where it is another machine
+        for gap in linear_attention_gaps(gpus if setting.cuda else ()):
+            yield f"linear attention: {gap.found}; {gap.remedy}"
     if not shape.mappable:
         yield (
             "the experts can't be mapped as this checkpoint stores them; kt_expert_weight_format: int8 or "
