@@ -70,7 +70,7 @@ lock:
 	@$(PYTHON) scripts/versions.py lock
 
 test-peft: $(VENV)/.dev
-	@for release in 0.18.1 0.19.1 0.20.0; do \
+	@for release in 0.18.1 0.19.0 0.19.1 0.20.0; do \
 	  test -d build/peft/$$release || $(PIP_INSTALL) --no-deps --target build/peft/$$release peft==$$release; done
 	@test -d build/peft/0.17.1 || $(PIP_INSTALL) --target build/peft/0.17.1 --no-deps peft==0.17.1 \
 	  transformers==4.57.6 'tokenizers==0.22.*' 'huggingface-hub<1'

@@ -121,13 +121,31 @@ def assert_loads_ours(release: str, out: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     ("release", "dialect"),
-    [("0.18.1", "peft-0.18"), ("0.19.1", "peft-fused"), ("0.20.0", "peft-fused")],
+    [
+        ("0.18.1", "peft-0.18"),
+        ("0.19.0", "peft-0.18"),
+        ("0.19.1", "peft-fused"),
+        ("0.20.0", "peft-fused"),
+    ],
 )
 def test_adapters_of_an_older_peft_are_read_exactly(
     tmp_path: Path, release: str, dialect: str
 ) -> None:
     succeeds(SAVE, release, tmp_path)
     assert_read_exactly(tmp_path, dialect)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("release", ["0.18.1", "0.19.0", "0.19.1"])
+def test_a_square_parameter_of_an_older_peft_is_read_as_that_release_has_it(
+    tmp_path: Path, release: str, family: str
+) -> None:
+    """No shape tells: 0.18 exchanges in and out of what is stored [E,out,in], 0.19.0 of everything."""
+    square = SAVE.replace("24 if oss", "32 if oss").replace('size": 24', 'size": 32')
+    square = square.replace('("gate_up_proj", "down_proj")', '("down_proj",)')
+    assert square.count("32 if oss") == 1
+    succeeds(square, release, tmp_path, family=family)
+    assert_read_exactly(tmp_path, "auto")
 
 
 @pytest.mark.parametrize("release", ["0.17.1", "0.18.1"])
