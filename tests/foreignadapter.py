@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from ktbridge.adapter import Adapter, convert_adapter, read_adapter
+from ktbridge.adapter import Adapter, convert_adapter, open_adapter, read_adapter
 from ktbridge.adapter.blocks import as_float32
 
 E, R, H, INTER = 3, 2, 8, 6
@@ -38,13 +38,15 @@ def flat(a: np.ndarray, b: np.ndarray, dialect: str) -> tuple[np.ndarray, np.nda
     """Stacks A [E,R,in], B [E,out,R] as a dialect's flat matrices, one element at a time."""
     count, rank, inner = a.shape
     out = b.shape[1]
-    wide, high = (out, inner) if dialect == "peft-0.18" else (inner, out)
+    exchanged = dialect in ("peft-0.18", "megatron-packed")
+    expert_major = dialect in ("unsloth-legacy", "megatron-packed")
+    wide, high = (out, inner) if exchanged else (inner, out)
     flat_a = np.zeros((count * rank, wide), np.float32)
     flat_b = np.zeros((high, count * rank), np.float32)
     for e in range(count):
         for k in range(rank):
-            column = e * rank + k if dialect == "unsloth-legacy" else k * count + e
-            if dialect == "peft-0.18":
+            column = e * rank + k if expert_major else k * count + e
+            if exchanged:
                 flat_a[e * rank + k], flat_b[:, column] = b[e, :, k], a[e, k]
             else:
                 flat_a[e * rank + k], flat_b[:, column] = a[e, k], b[e, :, k]
@@ -71,6 +73,25 @@ def delta(adapter: Adapter, layer: int, projection: str) -> np.ndarray:
 
 
 def back(path: Path, **options: Any) -> Adapter:
+    """The raw adapter that it is converted to, as which every other command reads it where it lies."""
     target = path.parent / f"{path.name}-raw"
     convert_adapter(path, to="raw", output_dir=target, **options)
-    return read_adapter(target)
+    raw = read_adapter(target)
+    if "lora_alpha" not in options:
+        told = options.get("from_format", "auto"), options.get("base_model")
+        opened = open_adapter(path, *told, as_raw=True)
+        if opened.widened or options.get("dtype", "keep") == "keep":
+            assert contents(opened) == contents(raw)
+    return raw
+
+
+def contents(adapter: Adapter) -> list[object]:
+    """Numbers and tensors, bit for bit."""
+    found: list[object] = [adapter.alpha / adapter.rank if adapter.experts else None]
+    found += [adapter.nonexpert_scale if adapter.nonexpert else None]
+    parts = [
+        adapter.expert_tensor(layer, f"{projection}_lora_{half.lower()}")
+        for layer, projection, half in sorted(adapter.experts)
+    ]
+    parts += [adapter.nonexpert_tensor(key) for key in adapter.nonexpert_keys()]
+    return found + [(part.dtype, part.shape, bytes(part.data)) for part in parts]

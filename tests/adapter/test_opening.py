@@ -1,0 +1,159 @@
+"""Every command reads an adapter of any format as a conversion would have made it, and says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from foreignadapter import E, R, peft_tensors, random, save
+from rawadapter import write_base, write_raw
+
+from ktbridge.adapter import convert_adapter, merge_adapter, open_adapter, validate_adapter
+from ktbridge.adapter.dialects import DIALECTS, READABLE, WRITABLE
+from ktbridge.adapter.merge import execute_merge, plan_merge
+from ktbridge.cli import main
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.model import open_checkpoint
+
+OWN = ("raw", "kt-split", "kt-merged", "vllm")
+KT = "sglang-kt==0.7.2"
+
+
+def given_as(name: str, folder: Path, base: Path) -> Path:
+    """An adapter in format ``name`` that fits ``base``."""
+    if name in WRITABLE:
+        raw = write_raw(folder / "raw-of-it", layers=(0, 1), base_model=str(base))
+        convert_adapter(raw, to=name, output_dir=folder / "given", base_model=str(base))
+        return folder / "given"
+    tensors: dict[str, np.ndarray] = {}
+    for layer in (0, 1):
+        parts = {
+            "gate_up": (random(E, R, 16), random(E, 16, R)),
+            "down": (random(E, R, 8), random(E, 16, R)),
+        }
+        if name != "mcore":
+            tensors |= peft_tensors(name, parts, layer)
+            continue
+        for part, (a, b) in parts.items():
+            for e in range(E):
+                stem = f"base_model.model.model.layers.{layer}.mlp.experts.{e}.{part}_proj"
+                tensors |= {f"{stem}.lora_A.weight": a[e], f"{stem}.lora_B.weight": b[e]}
+    return save(folder / "given", tensors, base_model_name_or_path=str(base))
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("name", [row.name for row in DIALECTS if row.name != "kt-split"])
+def test_merge_and_validate_read_any_format_as_its_conversion(tmp_path: Path, name: str) -> None:
+    base = write_base(tmp_path / "base")
+    given = given_as(name, tmp_path, base)
+    convert_adapter(given, to="raw", from_format=name, output_dir=tmp_path / "made")
+    merge_adapter(tmp_path / "made", base_model=base, output=tmp_path / "expected")
+    plan = plan_merge(given, base_model=base, output=tmp_path / "merged", from_format=name)
+    assert (plan.adapter.reading == "") == (name in OWN)
+    execute_merge(plan)
+    assert weights(tmp_path / "merged") == weights(tmp_path / "expected") != weights(base)
+    report = validate_adapter([given], base_model=base, from_format=name)
+    assert report.ok, report.problems
+    (summary,) = report.adapters
+    assert (summary["expert_layers"], summary["num_experts"]) == (2, E)
+    assert summary["layout"] == {"kt-merged": "merged", "vllm": "merged"}.get(name, name)
+    both = validate_adapter([tmp_path / "made", given], base_model=base, from_format=name)
+    assert both.ok, both.problems  # the same values
+
+
+@pytest.mark.parametrize(
+    ("name", "takers"),
+    [
+        ("peft-fused", {"vllm": "", "sglang": "--to sglang-3d", KT: "--to kt-merged"}),
+        ("peft-0.18", {"vllm": "--to vllm", KT: "--to kt-merged"}),
+        ("sglang-3d", {"vllm": "--to vllm", "sglang": "", KT: "--to kt-merged"}),
+        ("gguf", {"vllm": "--to vllm", "sglang": "--to sglang-3d", KT: "--to kt-merged"}),
+    ],
+)
+def test_an_engine_takes_a_format_or_the_command_that_converts_it_is_said(
+    tmp_path: Path, name: str, takers: dict[str, str]
+) -> None:
+    base = write_base(tmp_path / "base")
+    given = given_as(name, tmp_path, base)
+    codes = {"gguf": "KTB016", "sglang-3d": "KTB216"}
+    for engine, to in takers.items():
+        report = validate_adapter([given], base_model=base, engine=engine, from_format=name)
+        told = [item for item in report.problems if item.code == codes.get(name, "KTB208")]
+        assert [item.severity for item in told] == (["error"] if to else [])
+        assert all(f"--from {name} {to} --output D" in item.next_step for item in told)
+        assert all(f"--base-model {base}" in item.next_step for item in told)
+
+
+@pytest.mark.parametrize("parameter", ["gate_up", "down"])
+def test_lora_on_one_parameter_alone_is_merged(tmp_path: Path, parameter: str) -> None:
+    base = write_base(tmp_path / "base")
+    gate_up = random(E, R, 16), random(E, 16, R)
+    gate_up[1][:, 8:] = 0  # up_proj's B: nothing is added there
+    pair = {"gate_up": gate_up, "down": (random(E, R, 8), random(E, 16, R))}[parameter]
+    tensors: dict[str, np.ndarray] = {}
+    for layer in (0, 1):
+        tensors |= peft_tensors("peft-fused", {parameter: pair}, layer)
+    targets = [f"mlp.experts.{parameter}_proj"]
+    given = save(
+        tmp_path / "given", tensors, base_model_name_or_path=str(base),
+        target_parameters=targets, peft_version="0.21.0",
+    )  # fmt: skip
+    merge_adapter(given, base_model=base, output=tmp_path / "out")
+    old, new = open_checkpoint(base), open_checkpoint(tmp_path / "out")
+    changed = {key for key in old if bytes(old.tensor(key).data) != bytes(new.tensor(key).data)}
+    name = "gate" if parameter == "gate_up" else "down"
+    stems = [f"model.layers.{layer}.mlp.experts.{e}" for layer in (0, 1) for e in range(E)]
+    assert changed == {f"{stem}.{name}_proj.weight" for stem in stems}
+    assert validate_adapter([given], base_model=base).ok
+    problems = validate_adapter([given], base_model=base, engine=KT).problems
+    assert "KTB203" in {item.code for item in problems}
+
+
+def test_the_command_says_once_what_it_read_and_errors_come_first(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    given = given_as("peft-fused", tmp_path, base)
+    (given / "adapter_model.safetensors").chmod(0o600)
+    words = ["merge", str(given), "--base-model", str(base), "--output"]
+    done = CliRunner().invoke(main, [*words, str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("read as peft-fused (found: base_model.model.") == 1
+    again = CliRunner().invoke(main, [*words, str(tmp_path / "out")])
+    raw = write_raw(tmp_path / "raw", layers=(0, 1), base_model=str(base))
+    (raw / "adapter_model.safetensors").chmod(0o600)
+    again = CliRunner().invoke(main, ["merge", str(raw), *words[2:], str(tmp_path / "out")])
+    levels = [line.split()[0] for line in again.stderr.splitlines() if " KTB" in line]
+    assert levels == ["error", "info"]
+
+
+def test_what_is_ambiguous_or_unknown_is_refused_with_the_option(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    given = given_as("unsloth-legacy", tmp_path, base)
+    config = json.loads((given / "adapter_config.json").read_text())
+    config["auto_mapping"] = {"unsloth_fixed": True}
+    (given / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="ambiguous") as refused:
+        open_adapter(given)
+    assert "--from unsloth-legacy" in refused.value.next_step
+    (told,) = validate_adapter([given]).problems
+    assert (told.code, told.severity, told.next_step) == (
+        "KTB018", "error", refused.value.next_step,
+    )  # fmt: skip
+    assert open_adapter(given, "unsloth-legacy", base).format == "unsloth-legacy"
+    with pytest.raises(UsageError, match="not a name we know"):
+        open_adapter(given, "lora")
+    with pytest.raises(KtbridgeError, match="does not exist"):
+        open_adapter(tmp_path / "nothing", "peft-fused")
+
+
+def test_the_schema_of_reports_lists_every_format() -> None:
+    schema = Path(__file__).parents[2] / "docs" / "validate.schema.json"
+    listed = set(
+        json.loads(schema.read_text())["$defs"]["readable"]["properties"]["layout"]["enum"]
+    )
+    assert listed == {*READABLE} - {*OWN} | {"raw", "expert", "nonexpert", "merged"}
