@@ -211,21 +211,13 @@ def summarise(results: Measured) -> Verdict:
     if not overall:
         text = "No item has an ok answer from every arm; nothing can be compared."
         return _verdict(text, [], text, [], {})
+    pairs = [one for one in results["pairs"] if (one["of"], one["minus"]) == (last, first)]
     said = [
         *(_said(results, one) for one in _named(results, shown)),
-        *(
-            _said_of_pair(one)
-            for one in results["pairs"]
-            if (one["of"], one["minus"]) == (last, first)
-        ),
+        *(_said_of_pair(one) for one in pairs),
     ]
-    # An axis that dropped comes first, then one with a slice that did.
-    groups = [list(group) for _, group in itertools.groupby(said, key=lambda one: one[0])]
-    words = [[clause["verdict"] for _, clause, _ in group] for group in groups]
-    order = sorted(
-        range(len(groups)), key=lambda i: ("dropped" not in words[i][:1], "dropped" not in words[i])
-    )
-    said = [one for i in order for one in groups[i]]
+    # Whole axes before slices, and losses first among each.
+    said.sort(key=lambda one: (one[0], one[1]["verdict"] != "dropped", not one[1]["loss"]))
     clauses = [clause for _, clause, _ in said]
     return _verdict(
         f"{first} → {last}{over}: " + "; ".join(one["text"] for one in clauses),
@@ -278,25 +270,17 @@ def _distinct(results: Measured, shown: Iterable[Contrast]) -> list[Contrast]:
 
 
 def _named(results: Measured, shown: Sequence[Contrast]) -> list[Contrast]:
-    """Each axis, with its slices that dropped, then those that improved."""
-    return sorted(
-        (one for one in _distinct(results, shown) if one["headline"]),
-        key=lambda one: (
-            AXES_SHOWN.index(one["axis"]),
-            one["slice"] != OVERALL,
-            one["verdict"] != "dropped",
-            _rank(results, one),
-        ),
-    )
+    named = [one for one in _distinct(results, shown) if one["headline"]]
+    return sorted(named, key=lambda one: _rank(results, one))
 
 
-_Said = tuple[int, Clause, str]  # place of the axis, clause of the line, part of the sentence
+_Said = tuple[bool, Clause, str]  # whether of a slice, clause of the line, part of the sentence
 
 
 def _said(results: Measured, contrast: Contrast) -> _Said:
     title, word = title_of(results, contrast), contrast["verdict"]
     text = f"{title}{finding(contrast, results['bench']['margin'])}"
-    return AXES_SHOWN.index(contrast["axis"]), _clause(text, word), f"{title} {in_words(contrast)}"
+    return contrast["slice"] != OVERALL, _clause(text, word), f"{title} {in_words(contrast)}"
 
 
 def _said_of_pair(pair: PairCounts) -> _Said:
@@ -304,12 +288,12 @@ def _said_of_pair(pair: PairCounts) -> _Said:
     word, title = pair["verdict"], f"side by side with {pair['minus']}"
     clause = _clause(f"{title}{_brief(pair, word)}", word)
     if word == "inconclusive":
-        return len(AXES_SHOWN), clause, f"{title} it is inconclusive, balance {change(pair)}"
+        return False, clause, f"{title} it is inconclusive, balance {change(pair)}"
     verb = {"dropped": "lost to", "improved": "won against"}.get(word)
     verb = verb or ("may have lost to" if word == "may have dropped" else "may have won against")
     p = "" if word in CONFIRMED else f", p = {pair['p']:.2g}"
     text = f"{pair['of']} {verb} {pair['minus']} side by side, by a balance of {size(pair, p)}"
-    return len(AXES_SHOWN), clause, text
+    return False, clause, text
 
 
 def _clause(text: str, word: Words) -> Clause:
@@ -461,14 +445,14 @@ def _missed(results: Measured, shown: Sequence[Contrast]) -> list[str]:
         texts.append(
             f"No drop was seen in {among}, where one of {least:.2f} shows in 8 of 10 runs."
         )
-    missed = [
-        f"of up to {one['detectable']:.2f} in {title_of(results, one)}"
+    sizes = [
+        f"{one['detectable']:.2f} in {title_of(results, one)}"
         for one in open_
         if one not in seen and one["detectable"] is not None
     ]
     never = [title_of(results, one) for one in open_ if one["detectable"] is None]
-    if never:
-        missed.append(f"of any size in {', '.join(never)}")
+    missed = [f"of up to {', '.join(sizes)}"] * bool(sizes)
+    missed += [f"of any size in {', '.join(never)}"] * bool(never)
     if missed:
         texts.append(f"Too few items: a real drop {', or '.join(missed)} could be missed.")
     return texts

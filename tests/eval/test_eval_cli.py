@@ -80,7 +80,7 @@ def test_eval_ends_with_the_report(server, tmp_path):
     out = tmp_path / "run"
     done = ktb(*eval_words(server, out))
     assert done.returncode == 0, done.stderr
-    assert "From base to full: persona rose by +0." in done.stdout
+    assert "From base to full: persona improved by 0." in done.stdout
     assert "252 questions" in done.stderr
     for name in ("PES", "CTRL", "overall"):
         assert name in done.stdout

@@ -136,8 +136,8 @@ class Clause(TypedDict):
 class Verdict(TypedDict):
     line: Annotated[
         str,
-        "The last arm against the first in a few words: every axis, and the slices that improved or "
-        "dropped; an axis with a loss first.",
+        "The last arm against the first in a few words: every axis, then the slices that improved or "
+        "dropped; losses first in both.",
     ]
     clauses: Annotated[list[Clause], "The parts of the line."]
     headline: Annotated[str, "The same as one sentence."]
