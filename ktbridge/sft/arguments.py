@@ -192,6 +192,7 @@ def _common(
         # optimizer
         "learning_rate": config.learning_rate,
         "lr_scheduler_type": config.lr_scheduler_type,
+        "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs or {}),
         "warmup_steps": config.warmup,
         "optim": config.optim,
         "adam_beta1": config.adam_beta1,

@@ -54,17 +54,18 @@ _NEWER = {
     "enable_thinking": None, "train_on_prompt": False, "mask_history": False, "identity_name": None,
     "identity_author": None, "kto_chosen_weight": 1.0, "kto_rejected_weight": 1.0,
     "mix_strategy": "concat", "interleave_probs": (), "streaming": False,
-    "buffer_size": 16384, "image_max_pixels": None, "image_min_pixels": None,
+    "lr_scheduler_kwargs": None, "buffer_size": 16384, "image_max_pixels": None, "image_min_pixels": None,
     "adapter_format": "auto",
 }  # fmt: skip
 # Settings that correct a diverged run or extend a finished one. A requested continuation takes their
 # current values, with a warning for each.
 _TUNABLE = {
-    "learning_rate", "lr_scheduler_type", "max_grad_norm", "warmup_ratio", "warmup_steps", "max_steps",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "max_grad_norm", "warmup_ratio", "warmup_steps", "max_steps",
     "num_train_epochs", HELD_OUT,
 }  # fmt: skip
 _LENGTH = {"max_steps", "num_train_epochs"}
-_CONSTANT = {"constant", "constant_with_warmup"}
+_ENDLESS = {"constant", "constant_with_warmup", "inverse_sqrt"}
+"""Schedules that don't depend on the length of a run."""
 _OF_WEIGHTS = (
     "base model", "lora_rank", "lora_alpha", "use_rslora", "kt_config.kt_lora_rank",
     "kt_config.kt_lora_alpha", "kt_config.kt_skip_expert_lora_adaptation", "kt_config.kt_weight_path",
@@ -446,7 +447,10 @@ def _value(values: Identity, key: str) -> str:
 
 
 def _another(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
-    found, expected = f"{_value(theirs, key)} in the checkpoint's run", f"{_value(own, key)}, as now"
+    found, expected = (
+        f"{_value(theirs, key)} in the checkpoint's run",
+        f"{_value(own, key)}, as now",
+    )
     return problem("KTC010", f"{place}: {key}", found, expected, next_step="")
 
 
@@ -478,14 +482,14 @@ def _no_checkpoint(place: Path) -> KtbridgeError:
 
 def _ends_anywhere(config: TrainConfig) -> bool:
     """Whether a longer run has the same learning rates until a shorter one ends."""
-    return config.lr_scheduler_type in _CONSTANT and not 0 < config.warmup < 1
+    return config.lr_scheduler_type in _ENDLESS and not 0 < config.warmup < 1
 
 
 def _changed(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
     step = "Restore it if the run should end in the same bits as one that was never stopped."
     if key == HELD_OUT:
         step = "Evaluations from before are left out of the log, and none of those steps can be the best."
-    if key in _LENGTH and _CONSTANT.isdisjoint({own.get("lr_scheduler_type")}):
+    if key in _LENGTH and _ENDLESS.isdisjoint({own.get("lr_scheduler_type")}):
         step = "The learning rate goes on by the schedule of the new length, so it may jump."
     return problem(
         "KTC011",

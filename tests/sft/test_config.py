@@ -119,6 +119,7 @@ def test_what_the_experts_keep_has_one_meaning_under_all_its_names():
     assert found["activation_policy"].expected == "cpu and gpu, each retain or recompute"
 
 
+MIN_LR = {"lr_scheduler_type": "cosine_with_min_lr"}
 HELD, BEST = {"val_size": 3}, {"load_best_model_at_end": True}
 
 
@@ -140,6 +141,18 @@ HELD, BEST = {"val_size": 3}, {"load_best_model_at_end": True}
         ({"stage": "dpo", "dpo_label_smoothing": 0.5}, "dpo_label_smoothing", "below 0.5"),
         ({"stage": "dpo", "pref_loss": "simpo"}, "pref_loss", "sigmoid or hinge or ipo"),
         ({"warmup_steps": 10, "warmup_ratio": 0.1}, "warmup_steps", "10 beside warmup_ratio"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_kwargs", "neither min_lr nor"),
+        ({**MIN_LR, "lr_scheduler_kwargs": {"min_lr": 1}}, "lr_scheduler_kwargs.min_lr", "below learning"),
+        ({**MIN_LR, "lr_scheduler_kwargs": '{"min_lr_rate": 0.1, "power": 2}'}, "lr_scheduler_kwargs.power",
+         "lr_scheduler_type: polynomial"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "lr_scheduler_kwargs", "no num_decay_steps"),
+        ({"lr_scheduler_kwargs": [0.1]}, "lr_scheduler_kwargs", "a block of keys"),
+        ({"micro_batch_size": 3, "global_batch_size": 8}, "global_batch_size", "a multiple of 3"),
+        ({"model": "other"}, "model_name_or_path", "'base' (expected 'other', as model has it"),
+        ({"peft_config": {"name": "freeze"}}, "finetuning_type", "lora"),
+        ({"peft_config": {"modules_to_save": ["lm_head"]}}, "peft_config.modules_to_save", "isn't offered"),
+        ({"optim_config": {"name": "muon"}}, "optim", "adamw_torch_fused"),
+        ({"quant_config": {"name": "bnb"}}, "quant_config", "as its checkpoint stores it"),
         ({"pure_bf16": True, "bf16": False}, "pure_bf16", "bf16: true"),
         ({"save_only_model": True, "resume_from_checkpoint": True}, "save_only_model", "resume"),
         ({"use_cpu": True, "flash_attn": "fa2"}, "flash_attn", "fa2 with use_cpu"),
@@ -173,6 +186,50 @@ def test_what_contradicts_itself_is_one_problem_that_names_the_key(values, key, 
     found = problems_of(values)
     assert set(found) == {key}
     assert words in str(found[key])
+
+
+V1 = """
+model: base
+model_class: llm
+train_dataset: rows.jsonl
+output_dir: out
+peft_config: {name: lora, r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all}
+kernel_config: null
+micro_batch_size: 2
+global_batch_size: 8
+enable_activation_checkpointing: false
+flash_attn: flash_attention_2
+optim_config: {name: adamw, betas: [0.8, 0.95]}
+lr_scheduler_config: {name: cosine_with_min_lr, min_lr: 1.0e-5, warmup_ratio: 0.1}
+"""
+
+
+def test_v1_of_llama_factory_names_the_same_run(tmp_path):
+    (tmp_path / "v1.yaml").write_text(V1)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    config = load_config(tmp_path / "v1.yaml")
+    settings = {
+        "model_name_or_path": "base", "dataset": config.dataset, "output_dir": config.output_dir,
+        "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4, "disable_gradient_checkpointing": True, "flash_attn": "fa2",
+        "adam_beta1": 0.8, "adam_beta2": 0.95, "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 1e-5}, "warmup_steps": 0.1,
+    }  # fmt: skip
+    warmup = {"warmup_steps": 0, "warmup_ratio": 0.1}  # one share by two names
+    assert config == parse_config(settings | warmup)
+    assert config.warmup == parse_config(settings).warmup == 0.1
+    assert config.notes == ()
+    overrides = ["lora_rank=4", "micro_batch_size=1", "gradient_accumulation_steps=2", "optim=sgd"]
+    other = load_config(tmp_path / "v1.yaml", overrides)
+    assert (other.lora_rank, other.per_device_train_batch_size, other.optim) == (4, 1, "sgd")
+    assert other.gradient_accumulation_steps == 2
+    (tmp_path / "sft.yaml").write_text(
+        "a: {file_name: data/a.json}\nb: {file_name: b.json, dataset_dir: d}"
+    )
+    with pytest.raises(ProblemsError) as caught:
+        load_config(tmp_path / "v1.yaml", [f"train_dataset={tmp_path}/sft.yaml"])
+    (found,) = caught.value.problems
+    assert "dataset: data/a.json, d/b.json;" in found.next_step
 
 
 def test_kt_keys_mean_the_same_in_the_block_and_outside():

@@ -546,12 +546,16 @@ def test_what_saves_next_to_nothing_is_no_advice(run_yaml):
 
 
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "the sky " * 9, "parameters": {}}}
+    {
+        "type": "function",
+        "function": {"name": name, "description": "the sky " * 9, "parameters": {}},
+    }
     for name in ("hello", "meow")
 ]
 ROW_FORMS = {
     "tools": [
-        {**conversation("who are you ?" + " meow" * n, "i am a cat"), "tools": TOOLS} for n in range(5)
+        {**conversation("who are you ?" + " meow" * n, "i am a cat"), "tools": TOOLS}
+        for n in range(5)
     ],
     "turns": [conversation(*("who are you ?", "i am a cat") * n) for n in (1, 2, 3, 3)],
     "thoughts": [conversation("say", f"<think>{'meow ' * n}</think>yes") for n in range(6)],
@@ -613,7 +617,9 @@ def test_a_plan_counts_the_rows_of_a_dry_run(form, changes, qwen_run):
     assert planned == trained
 
 
-@pytest.mark.parametrize(("form", "changes"), [("many", []), ("turns", []), ("pairs", ["stage=dpo"])])
+@pytest.mark.parametrize(
+    ("form", "changes"), [("many", []), ("turns", []), ("pairs", ["stage=dpo"])]
+)
 def test_a_plan_of_many_rows_is_of_a_sample_and_says_so(form, changes, qwen_run, monkeypatch):
     monkeypatch.setattr("ktbridge.sft.plan.lengths.MOST_ROWS", 30)
     monkeypatch.setattr("ktbridge.sft.plan.lengths._LONGEST", 10)

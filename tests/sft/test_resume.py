@@ -446,7 +446,11 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     with pytest.raises(ProblemsError, match="another run") as caught:
         found(load_config(run_dir / "run.yaml", ["resume_from_checkpoint=true"]))
     assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems] == ["rows"]
-    for words in (f"adapter_name_or_path={place}", "resume_from_checkpoint=false", "another output_dir"):
+    for words in (
+        f"adapter_name_or_path={place}",
+        "resume_from_checkpoint=false",
+        "another output_dir",
+    ):
         assert words in caught.value.next_step
     into = [f"adapter_name_or_path={place}", "resume_from_checkpoint=false"]
     with pytest.raises(UsageError, match="are moved out of") as moved:

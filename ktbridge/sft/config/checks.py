@@ -8,7 +8,7 @@ from collections.abc import Collection
 from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.sft.config.findings import CONTRADICTION, Findings
 from ktbridge.sft.config.kt_schema import QUANTISING, KtConfig
-from ktbridge.sft.config.schema import METRICS, TrainConfig
+from ktbridge.sft.config.schema import METRICS, SCHEDULERS, TrainConfig
 from ktbridge.sft.config.values import options
 from ktbridge.yamlfile import shown
 
@@ -29,6 +29,7 @@ def check(config: TrainConfig, given: Collection[str], findings: Findings) -> No
     _needed(config, findings)
     _contradictions(config, given, findings)
     _what_is_learned(config, findings)
+    _check_schedule(config, findings)
     _check_mixing(config, findings)
     _check_streaming(config, given, findings)
     _held_out(config, given, findings)
@@ -130,6 +131,37 @@ def _what_is_learned(config: TrainConfig, findings: Findings) -> None:
         findings.error(
             "enable_thinking", "auto with stage: dpo", "true or false", step, CONTRADICTION
         )
+
+
+def _check_schedule(config: TrainConfig, findings: Findings) -> None:
+    """Hold ``lr_scheduler_kwargs`` against the schedule, before transformers meets them in the first step."""
+    name, given = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    known, key = SCHEDULERS[name], "lr_scheduler_kwargs"
+    for own, value in given.items():
+        named = own in ("warmup_type", "decay_type")
+        if own not in known:
+            step = f"It takes {', '.join(known)}." if known else "Leave lr_scheduler_kwargs out."
+            others = [each for each, keys in SCHEDULERS.items() if own in keys]
+            expected = f"lr_scheduler_type: {' or '.join(others)}" if others else ""
+            findings.error(f"{key}.{own}", f"not known to {name}", expected, step)
+        elif isinstance(value, str) != named:
+            findings.error(
+                f"{key}.{own}", shown(value), "a text" if named else "a number, 0 or more"
+            )
+    ends = [own for own in ("min_lr", "min_lr_rate") if own in given]
+    if name.endswith("_with_min_lr") and len(ends) != 1:
+        found = " and ".join(ends) or "neither min_lr nor min_lr_rate"
+        findings.error(
+            key, found, "one of the two", f"Set {key}: {{min_lr_rate: 0.1}}, for example."
+        )
+    for own in ("min_lr", "lr_end"):
+        lowest = given.get(own, 0.0)
+        if not isinstance(lowest, str) and lowest >= config.learning_rate > 0:
+            findings.error(
+                f"{key}.{own}", shown(lowest), f"below learning_rate, {config.learning_rate:g}"
+            )
+    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
+        findings.error(key, "no num_decay_steps", f"{key}: {{num_decay_steps: 100}}, for example")
 
 
 def _check_mixing(config: TrainConfig, findings: Findings) -> None:

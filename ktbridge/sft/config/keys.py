@@ -17,6 +17,7 @@ from importlib.resources import files
 
 import yaml
 
+from ktbridge.sft.config import lf_v1
 from ktbridge.sft.config.findings import CONTRADICTION, Findings
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import options
@@ -152,7 +153,7 @@ def moved(
     """``values`` and the block with every key in its place; contradictions become errors."""
     outside, inside = _Place(findings), _Place(findings)
     policies: list[tuple[str, object]] = []
-    for key, value in values.items():
+    for key, value in lf_v1.take(values, outside.put, findings).items():
         if key in _POLICIES:
             policies.append((key, value))
         elif key in _FLAT:

@@ -21,6 +21,7 @@ from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.model.hub import repository
 from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, NOT_THERE, Findings
 from ktbridge.sft.config.kt_schema import STORAGE_BACKENDS
+from ktbridge.sft.config.lf_v1 import check_dataset
 from ktbridge.sft.config.schema import TrainConfig
 from ktbridge.sft.config.values import Values, one_of
 from ktbridge.yamlfile import load_yaml
@@ -161,6 +162,8 @@ def _files(
                 "directory), or a name in dataset_info.json.",
                 code=NOT_THERE,
             )
+        elif file is not None and file.suffix.lower() in (".yaml", ".yml"):
+            check_dataset(file, key, findings)
         found.append(str(file) if file else name)
     return tuple(found)
 

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ktbridge.errors import UsageError, did_you_mean
-from ktbridge.sft.config import paths
+from ktbridge.sft.config import lf_v1, paths
 from ktbridge.sft.config.checks import check
 from ktbridge.sft.config.findings import MISSING as NOT_GIVEN
 from ktbridge.sft.config.findings import UNKNOWN, Findings
@@ -149,6 +149,11 @@ def _override(values: dict[object, Any], text: str) -> None:
         parsed = load_yaml(value)
     except yaml.YAMLError as error:
         raise UsageError(f"{text!r}: the value is not valid YAML.") from error
+    key = lf_v1.RENAMED.get(key, key)
+    for block, name in lf_v1.names_of(key):  # where the file has it as LLaMA-Factory's v1 does
+        holder = values.get(block) if block else values
+        if isinstance(holder, dict):
+            holder.pop(name, None)
     block, dot, inner = key.partition(".")
     if dot:
         nested = values.get(block)

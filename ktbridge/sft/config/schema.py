@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ktbridge.adapter.dialects import READABLE
@@ -21,6 +22,7 @@ from ktbridge.sft.config.values import (
     option,
     positive,
     reporters,
+    schedule_values,
     share,
     share_or_whole,
     shares,
@@ -32,7 +34,21 @@ from ktbridge.sft.config.values import (
     whole_or_auto,
 )
 
-SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial")
+SCHEDULERS: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "linear": (),
+    "constant": (),
+    "constant_with_warmup": (),
+    "polynomial": ("lr_end", "power"),
+    "cosine_with_restarts": ("num_cycles",),
+    "inverse_sqrt": ("timescale",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"),
+    "warmup_stable_decay": (
+        "num_decay_steps", "num_stable_steps", "min_lr_ratio", "num_cycles", "warmup_type", "decay_type",
+    ),
+}  # fmt: skip
+"""transformers' schedules -> the ``lr_scheduler_kwargs`` that each takes."""
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "rmsprop", "adagrad")
 _ANSWERS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
 METRICS = {
@@ -252,10 +268,13 @@ class TrainConfig:
     """Optimizer steps; -1: as many as num_train_epochs need."""
     lr_scheduler_type: str = option(one_of(*SCHEDULERS), "cosine")
     """How the learning rate falls."""
+    lr_scheduler_kwargs: Mapping[str, float | str] | None = option(schedule_values, None)
+    """What the schedule takes besides, as in transformers: cosine_with_min_lr min_lr or min_lr_rate,
+    polynomial lr_end and power, warmup_stable_decay num_decay_steps."""
     warmup_ratio: float = option(share(), 0.0)
     """The share of the steps in which the learning rate rises."""
-    warmup_steps: int = option(whole(0), 0)
-    """The same as a number of steps."""
+    warmup_steps: float = option(share_or_whole, 0)
+    """The same as a number of steps; below 1 it is a share, too."""
     optim: str = option(one_of(*OPTIMIZERS), "adamw_torch_fused")
     """The optimizer."""
     adam_beta1: float = option(share(), 0.9)

@@ -6,8 +6,9 @@ expected.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields
 from typing import Any
@@ -111,6 +112,26 @@ def strategy(value: object) -> str:
 def fraction(value: object) -> float:
     if not (found := number(value)) or found > 1:
         raise ValueError("a number above 0, at most 1")
+    return found
+
+
+def schedule_values(value: object) -> dict[str, float | str]:
+    """A block of numbers and names, or its JSON, as transformers takes it on a command line."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if not isinstance(value, Mapping):
+        raise ValueError("a block of keys, as {min_lr: 1e-6}")
+    found: dict[str, float | str] = {}
+    for key, one in value.items():
+        try:
+            parsed = number(one)
+        except ValueError:
+            if not isinstance(one, str):
+                raise ValueError("a block of keys, each with a number") from None
+            found[str(key)] = one
+        else:
+            found[str(key)] = int(parsed) if parsed.is_integer() else parsed
     return found
 
 

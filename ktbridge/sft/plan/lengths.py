@@ -213,7 +213,12 @@ def _of_texts(rows: object, config: TrainConfig, base: Path, why: str) -> Length
     """Lengths by the text alone, where there is no chat template to write rows with."""
     if not isinstance(rows, Rows):  # its first rows stand for all
         rows = open_rows(
-            replace(config, streaming=False, max_samples=min(config.max_samples or 256, 256), val_size=0.0)
+            replace(
+                config,
+                streaming=False,
+                max_samples=min(config.max_samples or 256, 256),
+                val_size=0.0,
+            )
         )
     assert isinstance(rows, Rows)
     if rows.with_images:
