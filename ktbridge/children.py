@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 
+NOTES_FILE = "KTBRIDGE_NOTES_FILE"
+"""The environment variable of the file with digests of notes that commands of one `ktbridge run` printed."""
 _PR_SET_PDEATHSIG = 1
 # Loaded here: nothing may be loaded between fork and exec.
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -38,6 +38,13 @@ def size_text(size: int) -> str:
     return f"{size} bytes"
 
 
+def count_text(number: int) -> str:
+    """ "30,532 M", "1.3 M", "9,216": in millions from 100,000 on."""
+    if number < 100_000:
+        return f"{number:,}"
+    return f"{number / 1e6:,.1f} M" if number < 100e6 else f"{number / 1e6:,.0f} M"
+
+
 def figures(number: float) -> str:
     """Two significant figures for small numbers: estimates aren't more precise."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"

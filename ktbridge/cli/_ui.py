@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -24,6 +26,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
+from ktbridge.children import NOTES_FILE
 from ktbridge.errors import Problem, worst_first
 
 
@@ -88,8 +91,32 @@ def shown(text: str) -> str:
     return escape(printable(text))
 
 
+def _new_ones(problems: Iterable[Problem]) -> list[Problem]:
+    """``problems`` without notes that an earlier command of the same `ktbridge run` printed; these are counted."""
+    given, path = list(problems), os.environ.get(NOTES_FILE)
+    if not path:
+        return given
+    file = Path(path)
+    known = set(file.read_text().split()) if file.is_file() else set()
+    digests = [hashlib.sha256(repr(each).encode()).hexdigest() for each in given]
+    found = [
+        each
+        for each, digest in zip(given, digests, strict=True)
+        if each.severity == "error" or digest not in known
+    ]
+    if again := len(given) - len(found):
+        stderr.print(f"({again} note{'s' if again > 1 else ''} as above)", style="dim")
+    with suppress(OSError), file.open("a") as printed:
+        printed.writelines(f"{digest}\n" for digest in digests)
+    return found
+
+
 def print_problems(problems: Iterable[Problem]) -> None:
     """Print problems to stderr, worst first: location, found, expected, and the next step of each."""
+    _print_each(_new_ones(problems))
+
+
+def _print_each(problems: Iterable[Problem]) -> None:
     for problem in worst_first(problems):
         style = STYLES[problem.severity]
         stderr.print(
@@ -109,23 +136,28 @@ def print_readings(readings: Iterable[str]) -> None:
         stderr.print(shown(reading), soft_wrap=True)
 
 
-def print_notes(notes: Sequence[Problem]) -> None:
-    """Print a configuration's notes to stderr; several ignored keys, a line each, under one heading.
+def print_notes(notes: Sequence[Problem], reasons: bool = True) -> None:
+    """Print a configuration's notes to stderr; several ignored keys under one heading.
 
-    A file for another tool may have a dozen of those.
+    A file for another tool may have a dozen of those. ``reasons``: a line each; else their names alone.
     """
+    notes = _new_ones(notes)
     ignored = [note for note in notes if note.code == IGNORED_KEY]
     if len(ignored) < 2:
-        print_problems(notes)
+        _print_each(notes)
         return
-    print_problems(note for note in notes if note.code != IGNORED_KEY)
+    _print_each(note for note in notes if note.code != IGNORED_KEY)
     path = ignored[0].where.rpartition(": ")[0]
+    keys = [note.where.rpartition(": ")[2].removeprefix("kt_config.") for note in ignored]
+    what = f"{len(ignored)} keys to leave out or change"
+    if not reasons:
+        what += f": {', '.join(keys)}; `ktbridge train {path} --dry-run` says why"
     stderr.print(
-        f"[{STYLES['warning']}]warning[/] {IGNORED_KEY}  {shown(path)}: "
-        f"{len(ignored)} keys to leave out or change",
+        f"[{STYLES['warning']}]warning[/] {IGNORED_KEY}  {shown(path)}: {shown(what)}",
         soft_wrap=True,
     )
-    keys = [note.where.rpartition(": ")[2].removeprefix("kt_config.") for note in ignored]
+    if not reasons:
+        return
     width = max(map(len, keys))
     for key, note in zip(keys, ignored, strict=True):
         step = note.next_step.rstrip(".")
@@ -146,7 +178,11 @@ LINE_SECONDS = 15.0  # between progress lines in a log
 
 
 class Lines:
-    """Progress in a log: a line every ``LINE_SECONDS``, with the ETA at the average pace."""
+    """Progress in a log: a line every ``LINE_SECONDS``, with the ETA at the average pace.
+
+    The pace counts from the first call on: what came before it was done in an earlier run, or is the first
+    step, which loads and warms up.
+    """
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -155,8 +191,8 @@ class Lines:
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._first is None:  # steps done before a resume don't count for the pace
-            self._first = done
+        if self._first is None:
+            self._first, self._started = done, now
         if done >= total or now - self._printed < LINE_SECONDS:
             return
         self._printed = now

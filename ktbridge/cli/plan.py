@@ -35,8 +35,9 @@ def command(
 
     Reads the configuration, the model's config.json, the headers of its safetensors and the rows, which
     are tokenized as for training; no weight is loaded. Without the safetensors, config.json (and the
-    tokenizer's files, to count the rows) is enough; of a model on the Hub these and the safetensors' headers are downloaded, never weights. Exit
-    code 0 when the run fits this machine (or the one described), 1 when not.
+    tokenizer's files, to count the rows) is enough; of a model on the Hub these and the safetensors' headers
+    are downloaded, never weights. Exit code 0 when the run fits this machine (or the one described), 1 when
+    not.
     """
     from ktbridge.cli._hub import declared_model, ensure_rows
     from ktbridge.cli._ui import emit_json, print_notes, stderr
@@ -59,7 +60,7 @@ def command(
     if as_json:
         emit_json(plan.as_dict())
     else:
-        print_notes(parsed.notes)
+        print_notes(parsed.notes, reasons=False)
         _show(plan)
     sys.exit(0 if plan.fits else 1)
 
@@ -136,8 +137,8 @@ def _show_steps(plan: Plan) -> None:
         packed = f" in {plan.sequences:,} sequences"
     of = f" of {plan.rows + plan.refused:,}" if plan.refused else ""
     console.print(
-        f"{plan.steps:,} steps over {plan.rows:,}{of} rows{packed}; the longest has {plan.longest:,} tokens, the "
-        f"mean is {plan.mean_tokens:,.0f}",
+        f"{plan.steps:,} steps over {plan.rows:,}{of} rows{packed}; the longest has {plan.longest:,} tokens, "
+        f"the mean is {plan.mean_tokens:,.0f}",
         soft_wrap=True,
     )
     if plan.pace is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,10 @@ import click
 from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
-    from ktbridge.recipe import Comparison, Item, Runner
+    from ktbridge.errors import Problem, ProblemsError
+    from ktbridge.recipe import Comparison, Item, Recipe, Runner
     from ktbridge.recipe.read import Options
+    from ktbridge.sft.config import TrainConfig
 
 PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "output_dir")
 
@@ -35,7 +37,11 @@ PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir",
     metavar="KEY=VALUE,VALUE",
     help="A run for each value of this training key; repeat it for every combination.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the commands, and stop.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check the training configuration, print the commands, and stop.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON on stdout.")
 def command(
     recipe: str,
@@ -69,9 +75,15 @@ def command(
     plan = make_plan(found, _engine(engine or found.option("serve", "engine", "auto")), runs)
     shown = stderr if as_json else console
     runner = Runner(found, Shown(shown, plan), output=sys.stderr if as_json else None)
+    configs, wrong = _read_trainings(found, plan)
+    notes = scale_notes(configs, parse_sweep(sweep, trained) or found.sweep)
+    for note in notes:
+        stderr.print(f"[yellow]warning[/] {note}", markup=True, soft_wrap=True)
     if dry_run:
-        _show(runner, plan, as_json)
+        _show(runner, plan, as_json, wrong)
         return
+    if wrong:
+        raise wrong
     began = time.monotonic()
     with terminable():
         signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
@@ -80,18 +92,23 @@ def command(
         except KeyboardInterrupt as stop:
             stop.args = ("what is finished is kept; the same command goes on from there",)
             raise
-    comparison = compare(found.directory, runs, plan) if runs else None
+    lost = len(runner.failed.keys() & {cell.name for cell in runs})
+    comparison = compare(found.directory, runs, plan) if lost < len(runs) else None
     if as_json:
         steps = [one._asdict() for one in runner.done]
         failed = {name: error.sentence for name, error in runner.failed.items()}
         document = {"ok": not failed, "recipe": str(found.path), "steps": steps, "failed": failed}
         emit_json(document | {"comparison": comparison.document if comparison else None})
         sys.exit(bool(failed))
-    _show_end(runner, plan, comparison, time.monotonic() - began)
+    _show_end(runner, plan, comparison, len(runs), time.monotonic() - began)
 
 
 def _show_end(
-    runner: Runner, plan: Sequence[Item], comparison: Comparison | None, seconds: float
+    runner: Runner,
+    plan: Sequence[Item],
+    comparison: Comparison | None,
+    runs: int,
+    seconds: float,
 ) -> None:
     """The runs side by side and where things are. Raises KtbridgeError where a run of a sweep failed."""
     from ktbridge.cli._ui import console
@@ -101,17 +118,69 @@ def _show_end(
         _print_comparison(comparison)
     kept = sum(one.kept for one in runner.done)
     console.rule("[bold]Done", align="left")
+    results = [*_results(plan), *(["sweep/comparison.md"] if comparison else [])]
+    there = [path for path in results if (runner.recipe.directory / path).exists()]
     console.print(
-        f"{len(runner.done) - kept} commands run, {kept} kept, in {seconds:.0f} s. Look at:"
+        f"{len(runner.done) - kept} commands run, {kept} kept, in {seconds:.0f} s."
+        f"{' Look at:' if there else ''}"
     )
-    for path in [*_results(plan), *(["sweep/comparison.md"] if comparison else [])]:
+    for path in there:
         console.print(f"  {runner.recipe.directory / path}", markup=False, soft_wrap=True)
     if runner.failed:
         reasons = "\n".join(
             f"{name or 'the sweep'}: {error.sentence}" for name, error in runner.failed.items()
         )
         step = "Mend it and run the same command again: what is finished is kept."
-        raise KtbridgeError(f"{len(runner.failed)} failed:\n{reasons}", step)
+        raise KtbridgeError(f"{len(runner.failed)} of {runs} runs failed:\n{reasons}", step)
+
+
+def _read_trainings(
+    recipe: Recipe, plan: Sequence[Item]
+) -> tuple[list[TrainConfig], ProblemsError | None]:
+    """The configurations of a plan's trainings, read as `ktbridge train` does; and all that is wrong in them.
+
+    Overrides are relative to the recipe's directory, in which the commands run.
+    """
+    from contextlib import chdir
+
+    from ktbridge.errors import ProblemsError
+    from ktbridge.recipe import Step
+    from ktbridge.sft.config import load_config
+
+    steps = [one for one in plan if isinstance(one, Step) and one.command == "train"]
+    configs, problems, failed = [], dict[Problem, None](), 0
+    for step in steps:
+        with chdir(recipe.directory):
+            try:
+                configs.append(load_config(step.words[1], step.words[2:]))
+            except ProblemsError as error:
+                problems |= dict.fromkeys(error.problems)
+                failed += 1
+    if not failed:
+        return configs, None
+    what = f"{failed} of {len(steps)} runs" if len(steps) > 1 else "the run"
+    sentence = f"{what} can't be trained as configured; nothing was started."
+    return configs, ProblemsError(sentence, [*problems])
+
+
+def scale_notes(configs: Sequence[TrainConfig], sweep: Mapping[str, Sequence[str]]) -> list[str]:
+    """Sentences on a sweep over ranks that varies the scale of the LoRA, too."""
+    found = []
+    for rank, alpha in (("lora_rank", "lora_alpha"), ("kt_lora_rank", "kt_lora_alpha")):
+        keys = {key.rpartition(".")[2] for key in sweep}
+        pairs = [
+            (each.alpha, each.lora_rank)
+            if rank == "lora_rank"
+            else (each.expert_alpha, each.expert_rank)
+            for each in configs
+        ]
+        scales = [f"{value / size:g}" for value, size in pairs if size]
+        if rank in keys and alpha not in keys and len({*scales}) > 1:
+            found.append(
+                f"the sweep over {rank} varies the scale alpha / rank, too ({', '.join(dict.fromkeys(scales))}): "
+                f"leave {alpha} out, and it is twice the rank, or sweep it along"
+            )
+    return found
 
 
 def training_keys() -> list[str]:
@@ -157,7 +226,8 @@ def _engine(name: str) -> str:
     return name
 
 
-def _show(runner: Runner, plan: Sequence[Item], as_json: bool) -> None:
+def _show(runner: Runner, plan: Sequence[Item], as_json: bool, wrong: ProblemsError | None) -> None:
+    """Print the commands; raise ``wrong`` behind them."""
     from ktbridge.cli._ui import emit_json
     from ktbridge.recipe import Serving
     from ktbridge.recipe.plan import URL
@@ -165,13 +235,17 @@ def _show(runner: Runner, plan: Sequence[Item], as_json: bool) -> None:
     lines = runner.lines(plan)
     if as_json:
         steps = [{"command": line, "kept": kept} for line, kept in lines]
-        emit_json({"directory": str(runner.recipe.directory), "steps": steps})
-        return
+        problems = [problem.as_dict() for problem in wrong.problems] if wrong else []
+        document = {"directory": str(runner.recipe.directory), "steps": steps}
+        emit_json(document | {"ok": not problems, "problems": problems})
+        sys.exit(bool(problems))
     click.echo(f"$ cd {runner.recipe.directory}")
     for line, kept in lines:
         click.echo(f"# kept: {line}" if kept else f"$ {line}")
     if any(isinstance(item, Serving) for item in plan):
         click.echo(f"# {URL}: the address that `ktbridge serve` prints when it is ready")
+    if wrong:
+        raise wrong
 
 
 def _results(plan: Sequence[Item]) -> list[str]:

@@ -86,7 +86,7 @@ def _train(
     if not parsed.do_train:
         predict.run(parsed, dry_run=dry_run, as_json=as_json)
         return
-    print_notes(parsed.notes)
+    print_notes(parsed.notes, reasons=dry_run)
     declared = declared_model(parsed.model_name_or_path)
     if declared is None and not dry_run:
         ensure_model(parsed.model_name_or_path)
@@ -233,8 +233,8 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
     from ktbridge.cli._ui import Lines, print_problems, stderr, training_bar
     from ktbridge.sft import trainer
 
-    began = time.monotonic()
     behind = ready.resumption.step
+    first: tuple[int, float] | None = None  # the step that loads and warms up, and when it ended
     lines = Lines("evaluating")
     with training_bar(behind, ready.steps) as bar:
 
@@ -247,6 +247,7 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
                 lines(done, passes)
 
         def on_log(record: dict[str, float]) -> None:
+            nonlocal first
             step, steps = int(record["step"]), int(record["steps"])
             if "loss" not in record:
                 found = f"held-out loss {record['eval_loss']:.4f}"
@@ -256,9 +257,12 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
             figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tok/s"
             bar.describe(figures)
             if not stderr.is_terminal and _stage(record) != _stage(record, -config.logging_steps):
-                left = (time.monotonic() - began) / max(step - behind, 1) * (steps - step)
-                eta = timedelta(seconds=round(left))
-                stderr.print(f"step {step:>5}/{steps}  {figures}  eta {eta}")
+                eta = ""
+                if first is not None and step > first[0]:
+                    pace = (time.monotonic() - first[1]) / (step - first[0])
+                    eta = f"  eta {timedelta(seconds=round(pace * (steps - step)))}"
+                stderr.print(f"step {step:>5}/{steps}  {figures}{eta}")
+            first = first or (step, time.monotonic())
 
         with stdout_for_results():
             return trainer.train(

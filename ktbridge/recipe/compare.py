@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,10 @@ from ktbridge import __version__
 from ktbridge.publish import write_text
 from ktbridge.recipe.plan import EVALUATION, Item, Step
 from ktbridge.recipe.sweep import ROOM, Cell
+from ktbridge.units import size_text
 
+_LATE = 10
+"""The part of a run's records whose mean is its training loss: one step's loss is noise."""
 SCHEMA = "ktbridge.comparison/1"
 BASE, OVERALL = "base", "overall"
 # The verdict with the arms exchanged. "within margin" means not worse by it: it doesn't say not better.
@@ -67,6 +71,7 @@ def compare(directory: Path, cells: Sequence[Cell], plan: Sequence[Item]) -> Com
     }  # fmt: skip
     table = _table(runs, tables, first, document)
     room = directory / ROOM
+    room.mkdir(exist_ok=True)
     write_text(room / "comparison.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     write_text(room / "comparison.md", table.markdown())
     return table
@@ -83,9 +88,11 @@ def _trained(adapter: Path, cell: Cell) -> dict[str, Any]:
         return next((record[key] for record in reversed(log) if key in record), None)
 
     steps = max((record.get("step", 0) for record in log), default=0)
+    losses = [record["loss"] for record in log if "loss" in record]
+    late = losses[-math.ceil(len(losses) / _LATE) :]
     return {
         "name": cell.name, "settings": dict(cell.settings), "adapter": str(adapter), "steps": steps,
-        "loss": last("loss"), "held_out_loss": last("eval_loss"), "bytes": size,
+        "loss": last("loss"), "late_loss": sum(late) / len(late) if late else None, "held_out_loss": last("eval_loss"), "bytes": size,
     }  # fmt: skip
 
 
@@ -142,18 +149,25 @@ def _table(
     document: Mapping[str, object],
 ) -> Comparison:
     held_out = any(run["held_out_loss"] is not None for run in runs)
-    headings = [*runs[0]["settings"], "loss", *(["held-out loss"] if held_out else []), "size"]
+    headings = [
+        *runs[0]["settings"],
+        "train loss",
+        *(["held-out loss"] if held_out else []),
+        "size",
+    ]
     headings += [text for axis in marks for text in (axis, f"Δ {axis} to the first run")]
     rows = []
     if marks:
         blank = [""] * (len(headings) - 2 * len(marks) - 1)
         rows.append([BASE, *blank, *_cells(marks, BASE)])
     for run in runs:
-        losses = [run["loss"], *([run["held_out_loss"]] if held_out else [])]
+        losses = [run["late_loss"], *([run["held_out_loss"]] if held_out else [])]
         texts = ["–" if loss is None else f"{loss:.4f}" for loss in losses]
-        size = f"{run['bytes'] / 1e6:,.1f} MB" if run["bytes"] else "–"
+        size = size_text(run["bytes"]) if run["bytes"] else "–"
         rows.append([*run["settings"].values(), *texts, size, *_cells(marks, run["name"])])
-    notes = []
+    notes = ["train loss: the mean of what was logged over the last tenth of a run."]
+    if held_out:
+        notes.append("held-out loss: of the last evaluation.")
     if marks:
         notes.append(
             f"Marks are means in 0..1 with 95 % intervals; differences are to {first}, over the same items; "

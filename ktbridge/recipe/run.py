@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 from urllib.parse import urlsplit
 
-from ktbridge.children import end_with_parent
+from ktbridge.children import NOTES_FILE, end_with_parent
 from ktbridge.errors import KtbridgeError
 from ktbridge.hosts import bind
 from ktbridge.recipe.inputs import named_files
@@ -70,23 +71,27 @@ class Runner:
     done: list[Done] = field(default_factory=list)
     ran: list[Step] = field(default_factory=list)
     failed: dict[str, KtbridgeError] = field(default_factory=dict)
+    _environment: Mapping[str, str] | None = None
 
     def run(self, plan: Sequence[Item]) -> list[Done]:
         """Run what isn't finished; a server is started only for what asks it.
 
-        A step that fails ends its run. Of a sweep the other runs go on, and ``failed`` has the errors by run;
-        elsewhere KtbridgeError is raised, which names what the exit code means.
+        A step that fails ends its run. Of a sweep the other runs go on, and ``failed`` has the errors by run
+        (when all have failed, nothing is evaluated or reported); elsewhere KtbridgeError is raised, which names what the exit code means.
         """
-        with only_one(self.recipe.directory):
+        runs = {step.run for step in map(_step_of, plan)} - {""}
+        with only_one(self.recipe.directory), TemporaryDirectory() as notes:
+            self._environment = os.environ | {NOTES_FILE: f"{notes}/printed"}
             state = State(self.recipe.directory)
             for item in plan:
-                step = item.step if isinstance(item, Serving) else item
-                if step.run in self.failed:
+                step = _step_of(item)
+                # What all runs share is done for those that are left.
+                if step.run in self.failed or (runs and runs <= self.failed.keys()):
                     continue
                 try:
                     self._item(item, state)
                 except KtbridgeError as error:
-                    if not any(one.run for one in plan if isinstance(one, Step)):
+                    if not runs:
                         raise
                     self.failed[step.run] = error
         return self.done
@@ -169,7 +174,8 @@ class Runner:
                 self._step(step, state, url, item)
 
     def _report(self, step: Step) -> None:
-        if _needed(step, self.ran):
+        evaluated = written((), self.recipe.directory / step.words[1])
+        if evaluated and _needed(step, self.ran):
             line = step.line()
             self.listener.begins(step, line)
             if code := self._call(step.words, self.output):
@@ -204,6 +210,7 @@ class Runner:
         return subprocess.Popen(
             [*self.python, "-m", "ktbridge", *words],
             cwd=self.recipe.directory,
+            env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if both else None,
@@ -283,6 +290,10 @@ def _on_port_of(serve: Step, before: Record | None, made_from: str) -> Step:
     except (OSError, ValueError):
         return serve
     return replace(serve, words=(*serve.words[:at], before.wrote, *serve.words[at + 1 :]))
+
+
+def _step_of(item: Item) -> Step:
+    return item.step if isinstance(item, Serving) else item
 
 
 def _is_ours(step: Step, state: State) -> bool:

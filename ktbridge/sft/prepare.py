@@ -25,7 +25,7 @@ from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.sft.arguments import check_reporters, choose, places
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
-from ktbridge.sft.data import Fitted, Rows
+from ktbridge.sft.data import Fitted, Rows, digest
 from ktbridge.sft.data.kept import Kept, Tokenized
 from ktbridge.sft.data.run_rows import digests, open_rows, tokenize_rows
 from ktbridge.sft.data.stream import Stream
@@ -45,6 +45,7 @@ from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.resume import (
     Identity,
     Resumption,
+    began_with,
     check_length,
     check_start,
     checkpoints_dir,
@@ -111,6 +112,8 @@ def prepare(
     base, (trainable, model_notes), slow, tokenizer, rows, quantised, kept, vision = _check_all(
         config, declared
     )
+    if isinstance(rows, Rows) and rows.before and began_with(config, digest(rows.before)):
+        rows, kept = rows.before, None  # a run of 0.6.0, which held out rows with copies
     of_rows = digests(rows)
     own = identity(config, base, *of_rows, images=vision is not None)
     resumption = find_checkpoint(config, own)

@@ -60,8 +60,8 @@ _NEWER = {
 # Settings that correct a diverged run or extend a finished one. A requested continuation takes their
 # current values, with a warning for each.
 _TUNABLE = {
-    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "max_grad_norm", "warmup_ratio", "warmup_steps", "max_steps",
-    "num_train_epochs", HELD_OUT,
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "max_grad_norm", "warmup_ratio",
+    "warmup_steps", "max_steps", "num_train_epochs", HELD_OUT,
 }  # fmt: skip
 _LENGTH = {"max_steps", "num_train_epochs"}
 _ENDLESS = {"constant", "constant_with_warmup", "inverse_sqrt"}
@@ -143,13 +143,23 @@ def identity(
     return plain
 
 
+def began_with(config: TrainConfig, digest: str) -> bool:
+    """Whether the checkpoint that the run would go on from is of a run on rows with this digest."""
+    requested = config.resume_from_checkpoint
+    if requested is False or (requested is None and is_finished(config)):
+        return False
+    places = [Path(requested)] if isinstance(requested, str) else saved(checkpoints_dir(config))
+    return any(_record(place).get("rows") == digest for place in places[-1:])
+
+
 def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
     """Where the run begins, by ``config.resume_from_checkpoint``.
 
     None: an unfinished run of the same configuration goes on (also a longer one, where the schedule is
-    constant), one of another is refused, and a finished one, whose output may be replaced, begins anew. True: the last checkpoint, or a start anew where there is
-    none; a path: that checkpoint. The learning rate, its schedule, ``max_grad_norm`` and the run's length
-    may then differ, and each is noted. False: a start anew. Nothing is changed on disk here.
+    constant), one of another is refused, and a finished one, whose output may be replaced, begins anew.
+    True: the last checkpoint, or a start anew where there is none; a path: that checkpoint. The learning
+    rate, its schedule, ``max_grad_norm`` and the run's length may then differ, and each is noted. False: a
+    start anew. Nothing is changed on disk here.
 
     A damaged checkpoint is passed over for the one before it, with a warning, unless it was named. Raises
     ``ProblemsError`` naming each setting in which the checkpoint's run differs, or each damaged file, and
@@ -210,8 +220,8 @@ def check_start(config: TrainConfig, resumption: Resumption) -> None:
     root, start = checkpoints_dir(config), config.adapter_name_or_path
     if start and not resumption.checkpoint and root.resolve() in Path(start).resolve().parents:
         raise UsageError(
-            f"adapter_name_or_path is {start}, and checkpoints of an earlier run are moved out of {root} when "
-            "this run begins.",
+            f"adapter_name_or_path is {start}, and this run moves earlier checkpoints out of {root} when it "
+            "begins.",
             "Give another output_dir.",
         )
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import load_config
-from ktbridge.sft.data import load_rows
+from ktbridge.sft.data import digest, load_rows
+from ktbridge.sft.resume import IDENTITY_FILE, began_with
 
 HELD, HELD_PAIRS = "eval_dataset=held.jsonl", "eval_dataset=held_pairs.jsonl"
 WEIGHTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
@@ -300,20 +302,49 @@ def test_a_held_out_row_that_is_trained_on_is_named(run_dir: Path) -> None:
     held = [conversation("say yes", "no"), spaced, json.loads(lines[2])]
     write_lines(run_dir / "held.jsonl", held)
     notes = load_rows(load_config(run_dir / "run.yaml", [HELD])).notes
-    assert [note.code for note in notes] == ["KTD010", "KTD010"]
-    for note, line, other in zip(notes, (2, 3), (8, 3), strict=True):
-        assert note.where == f"{run_dir}/held.jsonl: line {line}"
-        assert (
-            note.found == f"stands in {run_dir}/rows.jsonl: line {other}, too, which is trained on"
-        )
+    (note,) = notes
+    assert (note.code, note.where) == ("KTD010", "eval_dataset")
+    place = f"{run_dir}/held.jsonl: line"
+    pairs = [
+        f"{place} {line} is {run_dir}/rows.jsonl: line {other}" for line, other in ((2, 8), (3, 3))
+    ]
+    assert note.found == f"2 held-out rows are also in the training rows: {'; '.join(pairs)}"
     write_lines(run_dir / "held.jsonl", [json.loads(line) for line in lines])
-    notes = load_rows(load_config(run_dir / "run.yaml", [HELD])).notes
-    assert len(notes) == 5
-    assert notes[-1].found.endswith("; so do 7 more held-out rows")
-    pairs = load_rows(load_config(run_dir / "run.yaml", [*DPO, "eval_dataset=pairs.jsonl"])).notes
-    assert pairs[1].where == f"{run_dir}/pairs.jsonl: line 2"
+    (note,) = load_rows(load_config(run_dir / "run.yaml", [HELD])).notes
+    assert note.found.startswith("12 held-out rows are")
+    assert note.found.endswith("; and 9 more")
+    (note,) = load_rows(load_config(run_dir / "run.yaml", [*DPO, "eval_dataset=pairs.jsonl"])).notes
+    assert f"{run_dir}/pairs.jsonl: line 2" in note.found
     with pytest.raises(ProblemsError, match=r"can't be read"):
         load_rows(load_config(run_dir / "run.yaml", ["eval_dataset=nowhere"]))
+
+
+def test_val_size_takes_rows_without_copies_and_a_run_of_before_goes_on(run_dir: Path) -> None:
+    lines = [json.loads(line) for line in (run_dir / "rows.jsonl").read_text().splitlines()][:10]
+    write_lines(run_dir / "rows.jsonl", lines + lines[:6])
+    options = ["val_size=4", "dataset=rows.jsonl", "eval_dataset=null"]
+    config = load_config(run_dir / "run.yaml", options)
+    rows = load_rows(config)
+    assert (
+        rows.held_out is not None and rows.before is not None and rows.before.held_out is not None
+    )
+    assert len(rows.held_out.places) == len(rows.before.held_out.places) == 4
+    assert (rows.notes, [note.code for note in rows.before.notes]) == ([], ["KTD010"])
+    assert not {*map(repr, rows.conversations)} & {*map(repr, rows.held_out.conversations)}
+    assert load_rows(config).held_out.places == rows.held_out.places  # type: ignore[union-attr]
+
+    place = run_dir / "raw.checkpoints/checkpoint-2"
+    place.mkdir(parents=True)
+    assert not began_with(config, digest(rows.before))
+    (place / IDENTITY_FILE).write_text(json.dumps({"rows": digest(rows.before)}))
+    assert began_with(config, digest(rows.before))
+    assert not began_with(config, digest(rows))
+    assert not began_with(replace(config, resume_from_checkpoint=False), digest(rows.before))
+
+    write_lines(run_dir / "rows.jsonl", lines)  # no copies: as ever
+    assert load_rows(config).before is None
+    write_lines(run_dir / "rows.jsonl", lines[:2] * 4)  # nothing but copies
+    assert [note.code for note in load_rows(replace(config, val_size=3)).notes] == ["KTD010"]
 
 
 @quiet

@@ -97,7 +97,7 @@ def check_dataset(path: Path, key: str, findings: Findings) -> None:
             found.append(f"{folder}/{name}" if folder and "hf_hub_url" not in entry else name)
     step = "Name the files with rows."
     if found:
-        step = f"Name its files: {key}: {', '.join(found)}; max_samples and interleave_probs bound and mix them."
+        step = f"Name its files: {key}: {', '.join(found)}; max_samples bounds them, interleave_probs mixes."
     findings.error(
         key, f"{path.name}, LLaMA-Factory v1's list of datasets", "files with rows", step
     )

@@ -43,8 +43,8 @@ STAGES = {
 """Reasons that another stage doesn't have."""
 REASONS = 3
 """Reasons listed one by one in a summary."""
-REPEATED = 5
-"""Held-out rows that are trained on, listed one by one."""
+REPEATED = 3
+"""Held-out rows that are trained on, named one by one."""
 LOUD, TOO_MANY = 0.1, 0.5
 """Shares of refused rows from which a run warns, and is refused unless allowed."""
 
@@ -84,6 +84,9 @@ class Rows:
     trained on, too."""
     held_out: Rows | None = None
     """Rows that are evaluated and not trained on."""
+    before: Rows | None = None
+    """The same with the held-out rows of ktbridge 0.6.0, where these are others: runs of then go on with
+    them."""
 
     @property
     def with_images(self) -> bool:
@@ -139,7 +142,9 @@ def _read_all(config: TrainConfig, rows: Rows) -> list[KtbridgeError]:
 def split(rows: Rows, size: float, seed: int) -> Rows:
     """Take ``size`` rows (below 1: that share of them) out of ``rows``, chosen by ``seed``.
 
-    Raises ProblemsError where none would be left.
+    A chosen row of which a copy would be trained on is exchanged for one without copies, as far as there are
+    some; ``rows.before`` then has the rows without such exchanges. Raises ProblemsError where none would be
+    left.
     """
     given = len(rows.places)
     count = math.ceil(size * given) if size < 1 else int(size)
@@ -149,23 +154,49 @@ def split(rows: Rows, size: float, seed: int) -> Rows:
             "the held-out rows can't be taken from the dataset; nothing was started.",
             [problem("KTD011", "val_size", found, f"less than {given:,}")],
         )
-    chosen = set(random.Random(seed).sample(range(given), count))
-    held = Rows("val_size", total=count, datasets=rows.datasets)
-    rows.total -= count
-    for whole, part in (
-        (rows.conversations, held.conversations),
-        (rows.pairs, held.pairs),
-        (rows.places, held.places),
-        (rows.origins, held.origins),
-    ):
-        each: list[Any] = [*whole]
-        part[:] = [item for place, item in enumerate(each) if place in chosen]
-        whole[:] = [item for place, item in enumerate(each) if place not in chosen]
+    draw = random.Random(seed)
+    chosen = set(draw.sample(range(given), count))
+    apart = _without_copies(rows, chosen, draw)
+    if apart != chosen:
+        before = replace(rows, **{name: [*getattr(rows, name)] for name in _PARALLEL})
+        before.held_out = _take(before, chosen)
+        before.notes = [*rows.notes, *repeated(before, before.held_out)]
+        rows.before = before
+    return _take(rows, apart)
+
+
+_PARALLEL = ("conversations", "pairs", "places", "origins")
+"""Lists of ``Rows`` with an entry a row."""
+
+
+def _without_copies(rows: Rows, chosen: set[int], draw: random.Random) -> set[int]:
+    """``chosen`` rows, those of which copies are left exchanged for rows without any."""
+    texts = [*_plain(rows)]
+    counts = Counter(texts)
+    left = Counter(text for place, text in enumerate(texts) if place not in chosen)
+    copied = sorted(place for place in chosen if left[texts[place]])
+    if not copied:
+        return chosen
+    single = [
+        place for place, text in enumerate(texts) if counts[text] == 1 and place not in chosen
+    ]
+    others = draw.sample(single, min(len(copied), len(single)))
+    return (chosen - {*copied[: len(others)]}) | {*others}
+
+
+def _take(rows: Rows, chosen: set[int]) -> Rows:
+    """Move the rows at ``chosen`` places out of ``rows``."""
+    held = Rows("val_size", total=len(chosen), datasets=rows.datasets)
+    rows.total -= len(chosen)
+    for name in _PARALLEL:
+        each: list[Any] = [*getattr(rows, name)]
+        setattr(held, name, [item for place, item in enumerate(each) if place in chosen])
+        setattr(rows, name, [item for place, item in enumerate(each) if place not in chosen])
     return held
 
 
 def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
-    """A warning for each held-out row that is trained on, too; white space makes no difference."""
+    """A warning where held-out rows are trained on, too; white space makes no difference."""
     trained: dict[str, str] = {}
     for each, place in zip(_plain(rows), rows.places, strict=True):
         trained.setdefault(each, place)
@@ -174,10 +205,19 @@ def repeated(rows: Rows, held: Rows) -> Iterator[Problem]:
         for each, place in zip(_plain(held), held.places, strict=True)
         if each in trained
     ]
-    for number, (place, other) in enumerate(found[:REPEATED], 1):
-        more = len(found) - number if number == REPEATED else 0
-        also = f"; so do {more:,} more held-out rows" if more else ""
-        yield problem("KTD010", place, f"stands in {other}, too, which is trained on{also}")
+    if not found:
+        return
+    place, other = found[0]
+    if len(found) == 1:
+        yield problem("KTD010", place, f"is the same as {other}, which is trained on")
+        return
+    pairs = "; ".join(f"{place} is {other}" for place, other in found[:REPEATED])
+    more = f"; and {len(found) - REPEATED:,} more" if len(found) > REPEATED else ""
+    yield problem(
+        "KTD010",
+        held.name,
+        f"{len(found):,} held-out rows are also in the training rows: {pairs}{more}",
+    )
 
 
 def digest(rows: Rows) -> str:

@@ -149,9 +149,9 @@ def _checks(
         yield Verdict("GPU memory", total(parts, "GPU"), target.gpu_memory), ("GPU",)
     own = total(parts, "RAM")
     cached = own + total(parts, "page cache")
-    yield Verdict("memory of its own", own, target.memory), ("RAM",)
+    yield Verdict("RAM without the experts' files", own, target.memory), ("RAM",)
     if cached > own:
-        held = Verdict("memory with the experts in the page cache", cached, target.memory)
+        held = Verdict("RAM with the experts' files in the page cache", cached, target.memory)
         yield held, ("page cache", "RAM")
     # One disk for everything, unless these go to another than the output's.
     need, own_disk = total(parts, "disk"), existing(Path(setting.config.output_dir)).stat().st_dev

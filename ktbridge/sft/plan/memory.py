@@ -26,7 +26,7 @@ from ktbridge.sft.plan.layer_bytes import (
 from ktbridge.sft.plan.lengths import Lengths, evaluations, optimizer_steps
 from ktbridge.sft.plan.parts import Part, Where
 from ktbridge.sft.plan.shape import LayerShape, ModelShape
-from ktbridge.units import size_text
+from ktbridge.units import count_text, size_text
 
 CHECKPOINT = "the model, to be downloaded"
 QUANTISED = "the experts, to be quantised"
@@ -186,7 +186,7 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         how = f"stored as {shape.expert_storage} in a form the kernels can't map: loaded as bf16"
         yield Part("experts, loaded", "RAM", plain, how)
     lora = expert_lora_elements(setting)
-    how = f"rank {config.expert_rank}: {lora / 1e6:.1f} M float32 weights, gradients, 2 Adam states"
+    how = f"rank {config.expert_rank}: {count_text(lora)} float32 weights, gradients, 2 Adam states"
     masters: Where = "GPU" if setting.share is not None and setting.share.masters else "RAM"
     spared = 0
     if setting.share is not None:
@@ -264,17 +264,17 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     where: Where = "GPU" if setting.cuda else "RAM"
     kind = "bf16" if batch.width == 2 else "float32"
     own = shape.nonexpert_elements - shape.vision_elements
-    how = f"{own / 1e6:,.0f} M weights in {kind}"
+    how = f"{count_text(own)} weights in {kind}"
     yield Part("attention, embeddings, routers, …", where, own * batch.width, how)
     if shape.vision_elements:
-        how = f"{shape.vision_elements / 1e6:,.0f} M weights in {kind}, which stay as they are"
+        how = f"{count_text(shape.vision_elements)} weights in {kind}, which stay as they are"
         yield Part("the vision tower", where, shape.vision_elements * batch.width, how)
     if setting.lengths.images:
         how = f"up to {setting.lengths.most_image_tokens:,} tokens in each of {batch.rows} rows, one layer"
         yield Part("images in the vision tower", where, _image_bytes(setting), how)
     lora = nonexpert_lora_elements(setting)
     width, kind = (2, "bf16") if config.pure_bf16 else (4, "float32")
-    how = f"rank {config.lora_rank}: {lora / 1e6:.1f} M {kind} weights, gradients, 2 Adam states"
+    how = f"rank {config.lora_rank}: {count_text(lora)} {kind} weights, gradients, 2 Adam states"
     yield Part("non-expert LoRA", where, 4 * width * lora, how)
 
     kept, passing, how = _activations(setting)
@@ -285,7 +285,7 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     slack = GPU_SLACK if setting.cuda else HOST_SLACK
     if setting.share is not None:
         slack = GPU_SEGMENTS_SLACK
-    yield Part(f"passing: {what}", where, most, "the largest that comes and goes")
+    yield Part(f"temporary: {what}", where, most, "the largest at its peak")
     trained = expert_lora_elements(setting) + lora
     saving = 4 * trained if setting.saves else 2 * trained
     # Saved between steps, when these gradients are gone, and on a CPU the activations.
@@ -381,7 +381,7 @@ def _disk_parts(setting: Setting) -> Iterator[Part]:
         more = "" if config.save_only_model else ", float32 weights and 2 Adam states"
         how = f"{count} kept and one being written: adapter{more}, {size_text(one)} each"
         yield Part("checkpoints", "disk", (count + 1) * one, how)
-    how = f"{trained / 1e6:.1f} M weights in bf16"
+    how = f"{count_text(trained)} weights in bf16"
     yield Part("the adapter", "disk", adapter_bytes(trained), how)
 
 

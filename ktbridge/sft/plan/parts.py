@@ -136,8 +136,9 @@ class Plan:
     """A training run before it starts. Sizes are bytes.
 
     ``machine`` describes what it is for. ``from_config`` is true if the weights aren't here, and
-    ``to_download`` how many bytes they have. ``rows`` are those that can be used, and make ``sequences``: as many,
-    more where answers have sequences of their own, or fewer under packing; ``longest`` and ``mean_tokens`` are those of sequences.
+    ``to_download`` how many bytes they have. ``rows`` are those that can be used. They make ``sequences``: as
+    many, more where answers have sequences of their own, or fewer under packing. ``longest`` and
+    ``mean_tokens`` are those of sequences.
     """
 
     model: str
