@@ -71,13 +71,13 @@ def command(
         recipe, overrides = "recipe.yaml", (recipe, *overrides)
     trained = training_keys()
     found = read_recipe(recipe, command_options(), trained, list(map(_absolute, overrides)))
-    runs = cells(parse_sweep(sweep, trained) or found.sweep)
+    swept = parse_sweep(sweep, trained) or found.sweep
+    runs = cells(swept)
     plan = make_plan(found, _engine(engine or found.option("serve", "engine", "auto")), runs)
     shown = stderr if as_json else console
     runner = Runner(found, Shown(shown, plan), output=sys.stderr if as_json else None)
     configs, wrong = _read_trainings(found, plan)
-    notes = scale_notes(configs, parse_sweep(sweep, trained) or found.sweep)
-    for note in notes:
+    for note in scale_notes(configs, swept):
         stderr.print(f"[yellow]warning[/] {note}", markup=True, soft_wrap=True)
     if dry_run:
         _show(runner, plan, as_json, wrong)
@@ -143,7 +143,7 @@ def _read_trainings(
     """
     from contextlib import chdir
 
-    from ktbridge.errors import ProblemsError
+    from ktbridge.errors import Problem, ProblemsError
     from ktbridge.recipe import Step
     from ktbridge.sft.config import load_config
 
@@ -177,8 +177,8 @@ def scale_notes(configs: Sequence[TrainConfig], sweep: Mapping[str, Sequence[str
         scales = [f"{value / size:g}" for value, size in pairs if size]
         if rank in keys and alpha not in keys and len({*scales}) > 1:
             found.append(
-                f"the sweep over {rank} varies the scale alpha / rank, too ({', '.join(dict.fromkeys(scales))}): "
-                f"leave {alpha} out, and it is twice the rank, or sweep it along"
+                f"the sweep over {rank} varies the scale alpha / rank, too "
+                f"({', '.join(dict.fromkeys(scales))}): leave {alpha} out, and it is twice the rank, or sweep it along"
             )
     return found
 

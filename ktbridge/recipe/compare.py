@@ -92,7 +92,8 @@ def _trained(adapter: Path, cell: Cell) -> dict[str, Any]:
     late = losses[-math.ceil(len(losses) / _LATE) :]
     return {
         "name": cell.name, "settings": dict(cell.settings), "adapter": str(adapter), "steps": steps,
-        "loss": last("loss"), "late_loss": sum(late) / len(late) if late else None, "held_out_loss": last("eval_loss"), "bytes": size,
+        "loss": last("loss"), "late_loss": sum(late) / len(late) if late else None,
+        "held_out_loss": last("eval_loss"), "bytes": size,
     }  # fmt: skip
 
 

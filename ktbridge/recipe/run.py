@@ -76,8 +76,9 @@ class Runner:
     def run(self, plan: Sequence[Item]) -> list[Done]:
         """Run what isn't finished; a server is started only for what asks it.
 
-        A step that fails ends its run. Of a sweep the other runs go on, and ``failed`` has the errors by run
-        (when all have failed, nothing is evaluated or reported); elsewhere KtbridgeError is raised, which names what the exit code means.
+        A step that fails ends its run. Of a sweep the other runs go on, and ``failed`` has the errors by run;
+        when all have failed, nothing is evaluated or reported. Elsewhere KtbridgeError is raised, which names
+        what the exit code means.
         """
         runs = {step.run for step in map(_step_of, plan)} - {""}
         with only_one(self.recipe.directory), TemporaryDirectory() as notes:

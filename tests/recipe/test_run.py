@@ -293,13 +293,52 @@ def test_a_sweep_is_compared_over_the_same_items(place, python):
     assert (marks[small]["minus_first"], marks["base"]["minus_base"]) == (None, None)
     assert marks["base"]["minus_first"]["n"] == marks[small]["mean"]["n"]
     lines = (place / "sweep/comparison.md").read_text().splitlines()
-    assert lines[0].startswith("| lora_rank | kt_lora_rank | loss | size | task | Δ task")
+    assert lines[0].startswith("| lora_rank | kt_lora_rank | train loss | size | task | Δ task")
     assert len(lines[2:6]) == 4
     assert all(
         kept
         for line, kept in Runner(recipe).lines(plan)
         if f"/{larger}/" in line and "serve" not in line
     )
+
+
+def test_a_configuration_that_cant_be_trained_stops_a_sweep_before_it_starts(place):
+    (place / "train.yaml").write_text(
+        yaml.safe_dump({**TRAIN, "learning_rat": 1, "lora_alpha": 32})
+    )
+    before = sorted(place.rglob("*"))
+    sweep = ["--sweep", "lora_rank=2,4", "--engine", "local"]
+    for options in (sweep, ["--dry-run", "--engine", "local"], [*sweep, "--dry-run", "--json"]):
+        done = CliRunner().invoke(main, ["run", str(place), *options])
+        assert done.exit_code == 1
+        assert ("learning_rate" in done.stdout + done.stderr, done.exception is None) == (
+            True,
+            False,
+        )
+        assert done.stderr.count("KTC001") == ("--json" not in options)  # once for both runs
+        assert ("2 of 2 runs can't be trained" in done.stderr) == (options is sweep)
+    assert json.loads(done.stdout)["problems"][0]["code"] == "KTC001"
+    assert sorted(place.rglob("*")) == before
+    (place / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "lora_alpha": 32}))
+    noted = CliRunner().invoke(main, ["run", str(place), *sweep, "--dry-run"])
+    assert (noted.exit_code, "varies the scale alpha / rank, too (16, 8)" in noted.stderr) == (
+        0,
+        True,
+    )
+
+
+def test_a_sweep_of_which_every_training_fails_ends_there(place, python):
+    (place / "rows.jsonl").write_text('{"messages": []}\n')
+    recipe = read(place)
+    runs = cells(parse_sweep(["lora_rank=2,4"], training_keys()))
+    plan = make_plan(recipe, "local", runs)
+    with open(place / "said.txt", "w") as output:
+        runner = Runner(recipe, python=python, output=output)
+        assert runner.run(plan) == []
+    assert [*runner.failed] == [cell.name for cell in runs]
+    assert [step.command for step in runner.ran] == ["train", "train"]
+    comparison = compare(place, runs, plan)  # of nothing, and no missing directory
+    assert [row[1] for row in comparison.rows] == ["–", "–"]
 
 
 def test_every_mistake_is_named_before_anything_is_started(tmp_path):

@@ -325,9 +325,9 @@ def test_val_size_takes_rows_without_copies_and_a_run_of_before_goes_on(run_dir:
     options = ["val_size=4", "dataset=rows.jsonl", "eval_dataset=null"]
     config = load_config(run_dir / "run.yaml", options)
     rows = load_rows(config)
-    assert (
-        rows.held_out is not None and rows.before is not None and rows.before.held_out is not None
-    )
+    assert rows.held_out is not None
+    assert rows.before is not None
+    assert rows.before.held_out is not None
     assert len(rows.held_out.places) == len(rows.before.held_out.places) == 4
     assert (rows.notes, [note.code for note in rows.before.notes]) == ([], ["KTD010"])
     assert not {*map(repr, rows.conversations)} & {*map(repr, rows.held_out.conversations)}

@@ -55,7 +55,8 @@ _MEANINGLESS = {
     "per_device_eval_batch_size", "gradient_accumulation_steps", "tokens_per_pass", "learning_rate",
     "loraplus_lr_ratio", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs",
     "warmup_ratio", "warmup_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
-    "max_grad_norm", "neftune_noise_alpha", "bf16", "pure_bf16", "disable_gradient_checkpointing", "use_cpu", "ddp_timeout",
+    "max_grad_norm", "neftune_noise_alpha", "bf16", "pure_bf16", "disable_gradient_checkpointing", "use_cpu",
+    "ddp_timeout",
     "use_kt", "kt_cpu_activation", "kt_optimize_rule",
 }  # fmt: skip
 
