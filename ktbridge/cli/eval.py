@@ -256,6 +256,7 @@ def _collect(
             api_key=os.environ.get(ARMS_KEY),
             on_preflight=_print_preflight,
             on_progress=on_progress,
+            on_wait=lambda told: stderr.print(f"{told} ...", markup=False, soft_wrap=True),
         )
     label = f"{bench.name}: " if inputs.several else ""
     line = f"{label}asked {done.asked} questions; {done.stored} answers were stored before"

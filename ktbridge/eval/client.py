@@ -14,7 +14,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,6 +49,7 @@ LONGEST_ANSWER = 200_000
 """Characters of an answer, and of its thinking, that are kept: a run holds all of them in memory. More than
 50,000 tokens of most texts; a longer answer is truncated, as one that reached its limit of tokens is."""
 _LIST_TIMEOUT = 60.0  # seconds; listing models generates nothing
+_LONG_WAIT = 5.0  # seconds that a server asks to wait and a user should hear of
 _LONGEST_WAIT = 300.0  # the longest Retry-After in seconds that we accept before giving up
 _TIMEOUTS = 2
 # The next step if a server returns no list of models.
@@ -105,7 +106,7 @@ class Client:
     between them the client waits ``backoff * 2**k`` seconds with full jitter, or for the server's
     Retry-After; then every request to this server waits. Only what may pass is tried again. ``faults``
     counts the failed attempts by kind, including those that a retry fixed; ``notes`` are sentences on what
-    was done because this server needs it.
+    was done because this server needs it. ``on_wait`` is told of long waits that the server asks for.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class Client:
         timeout: float = 900.0,
         attempts: int = 6,
         backoff: float = 0.5,
+        on_wait: Callable[[str], None] = lambda told: None,
     ) -> None:
         self.url = url
+        self._on_wait = on_wait
         self.faults: Counter[str] = Counter()
         self.notes: dict[str, None] = {}
         self._limit_renamed: set[object] = set()  # models that want max_completion_tokens
@@ -213,7 +216,11 @@ class Client:
             if asked is not None:
                 if asked > _LONGEST_WAIT:
                     return answer
-                self._not_before = max(self._not_before, time.monotonic() + asked)
+                until = time.monotonic() + asked
+                if asked >= _LONG_WAIT and until > self._not_before + 1:
+                    where = f"{self.url} wants to be asked again in {asked:g} s"
+                    self._on_wait(hide_key(f"{where} ({answer.detail})", self._key))
+                self._not_before = max(self._not_before, until)
             # A request that timed out once will probably do so again: one retry, not six.
             timeouts += answer.detail == TIMED_OUT
             attempt += 1

@@ -78,6 +78,7 @@ def collect(
     api_key: str | None = None,
     on_preflight: Callable[[Preflight], None] | None = None,
     on_progress: OnProgress | None = None,
+    on_wait: Callable[[str], None] = lambda told: None,
 ) -> Collected:
     """Preflight, then request the answers missing from ``directory``; ``concurrency`` at a time.
 
@@ -104,7 +105,9 @@ def collect(
             partner=partner,
             store=store,
             concurrency=concurrency,
-            open_client=lambda url: Client(url, timeout=timeout, backoff=backoff, api_key=api_key),
+            open_client=lambda url: Client(
+                url, timeout=timeout, backoff=backoff, api_key=api_key, on_wait=on_wait
+            ),
             on_preflight=on_preflight or (lambda preflight: None),
             on_progress=on_progress or (lambda progress: None),
         )

@@ -228,8 +228,12 @@ def test_retry_after_is_waited_for(monkeypatch):
     monkeypatch.setattr("ktbridge.eval.client.asyncio", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr("ktbridge.eval.client.time", clock)
     busy = whole(b"{}", b"retry-after: 7\r\n", b"429 Too Many Requests")
-    (answer,), seen, _ = ask([busy, whole(BODY)], times=1, attempts=2)
+    told = []
+    (answer,), seen, _ = ask([busy, whole(BODY)], times=1, attempts=2, on_wait=told.append)
     assert (answer.outcome, len(seen)) == ("ok", 2)
+    assert [one.partition(" wants ")[2] for one in told] == [
+        "to be asked again in 7 s (HTTP 429: {})"
+    ]
     assert now[0] >= 7
 
 
