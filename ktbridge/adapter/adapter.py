@@ -308,10 +308,17 @@ def last_part(name: str) -> str:
     return parts[-1]
 
 
-def convert_step(adapter: Adapter) -> str:
-    """The command that rewrites the directory in its correct layout."""
+def convert_step(adapter: Adapter, options: str = "", base: Path | None = None) -> str:
+    """The command that rewrites the directory: in its correct layout, or with ``options``.
+
+    ``base`` is named where the conversion takes names from it; a base has to be, where the adapter has none.
+    """
     layout = "merged" if adapter.layout == "raw" else adapter.layout
-    return f"ktbridge convert {shlex.quote(str(adapter.path))} --{layout}-output-dir D"
+    command = f"ktbridge convert {shlex.quote(str(adapter.path))}"
+    command += f" {options}" if options else f" --{layout}-output-dir D"
+    if base is not None:
+        return f"{command} --base-model {shlex.quote(str(base))}"
+    return command if adapter.base_model is not None else f"{command} --base-model BASE"
 
 
 def expert_slots(layer: int) -> Iterator[tuple[int, str, str]]:

@@ -23,15 +23,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from ktbridge.adapter.blocks import Block, Span
 from ktbridge.adapter.checks.files import Hashes
+from ktbridge.adapter.checks.modules import check_modules, open_modules
 from ktbridge.adapter.dialects import check_names, detect_format, reader_of, writer_of
 from ktbridge.adapter.dialects.source import Request, Source
+from ktbridge.adapter.keys import parse_key
 from ktbridge.adapter.lora_config import overridden, peft_findings
 from ktbridge.adapter.outputs import (
     Output,
@@ -45,7 +47,7 @@ from ktbridge.adapter.outputs import (
 )
 from ktbridge.adapter.writer import Copy, explained, guarded, write_steps
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, ProblemsError, UsageError, has_errors
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.publish import OnProgress, Staging
 
 if TYPE_CHECKING:
@@ -198,6 +200,7 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
     findings += check_places(source.path, paths, overwrite)
     source.base_model = request.base_model or source.base_model
     findings = [item for item in findings if item.code != "KTB116"]
+    findings += _foreign_modules(source)
     if not source.base_model:
         findings.append(problem("KTB705", where, "names no base model"))
     halves = {"experts": bool(source.experts), "nonexpert": bool(source.nonexpert)}
@@ -235,6 +238,16 @@ def read_source(request: Request, to: str) -> Source:
         source.findings += _override(source, request.lora_alpha)
     source.base_models = request.base_model, source.base_model
     return source
+
+
+def _foreign_modules(source: Source) -> Iterator[Problem]:
+    """Modules that the base model doesn't have, or that nobody knows where it isn't at hand."""
+    modules = None
+    if source.base is not None:
+        with suppress(KtbridgeError):  # whether its weights are whole is no matter of a conversion
+            modules = open_modules(source.base)
+    keys = ((f"{source.path}: {name}", parse_key(name)) for name in sorted(source.nonexpert))
+    yield from check_modules(keys, modules)
 
 
 def _rounded(where: str, blocks: Sequence[Block]) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from ktbridge.adapter.checks.engine import check_directories, check_engine
 from ktbridge.adapter.checks.files import Hashes, check_files
 from ktbridge.adapter.checks.inventory import check_inventory
 from ktbridge.adapter.checks.layers import check_gaps
-from ktbridge.adapter.checks.modules import Modules
+from ktbridge.adapter.checks.modules import Modules, open_modules
 from ktbridge.adapter.checks.set import check_set, source_of
 from ktbridge.adapter.checks.sglang import check_sglang
 from ktbridge.adapter.checks.vllm import check_vllm
@@ -41,15 +41,7 @@ from ktbridge.adapter.opening import format_code, is_own, scan_any
 from ktbridge.adapter.scan import scan_adapter, with_stacks
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity, UsageError, has_errors, worst_first
-from ktbridge.model import (
-    Checkpoint,
-    ModelConfig,
-    find_model,
-    hub,
-    open_checkpoint,
-    read_model_config,
-)
-from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
+from ktbridge.model import ModelConfig, find_model, hub, read_model_config
 from ktbridge.publish import OnProgress
 
 _USES = {ENGINE: Use.SERVED_BY_KT, SGLANG: Use.SERVED_BY_SGLANG, VLLM: Use.SERVED_BY_VLLM}
@@ -192,21 +184,10 @@ def _read_base(name: str, report: ValidationReport) -> Modules | None:
         report.problems.append(problem("KTB611", name or "--base-model", found, next_step=step))
         return None
     try:
-        return Modules(config, _open_weights(config.path))
+        return open_modules(config)
     except KtbridgeError as error:
         report.problems.append(problem("KTB614", name, error.sentence))
         return Modules(config)
-
-
-def _open_weights(path: Path) -> Checkpoint | None:
-    """The checkpoint in ``path``, of which shards may be lacking; those that are there have whole headers."""
-    if not any((path / file).is_file() for file in (INDEX_FILE, SINGLE_FILE)):
-        return None
-    checkpoint = open_checkpoint(path)
-    for shard in checkpoint.shards:
-        if (path / shard).exists():
-            checkpoint.file(shard)
-    return checkpoint
 
 
 def _open(

@@ -100,7 +100,7 @@ KEYS = Subject("Keys and inventory", "adapter", (
     Code("KTB207", "error", "a tensor belongs to a draft (MTP) layer, which engines don't adapt",
          "exclude the MTP layers in training"),
     Code("KTB208", "error", "expert LoRA is in PEFT's fused layout, which KT engines don't read",
-         "ktbridge convert DIR --from peft-fused --to raw --output D"),
+         "ktbridge convert DIR --to raw --output D"),
     Code("KTB209", "warning", "q_proj and v_proj are not both adapted: engines fail at start-up",
          "train both, or serve with the embedded engine"),
     Code("KTB210", "warning", "up_proj is adapted without gate_proj: engines fail at start-up",

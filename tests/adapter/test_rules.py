@@ -249,7 +249,7 @@ ROWS = [
     Row("PEFT's fused experts for an engine", "n", tensors("n", fused(False)), "KTB208",
         "in the peft-fused format", "sglang-kt 0.7.2", "--to kt-merged", kwargs=KT072),
     Row("PEFT's fused experts, told to be a raw adapter's", "n", tensors("n", fused(False)), "KTB208",
-        "PEFT's fused layout (4 tensors", "one tensor an expert", "--from peft-fused",
+        "PEFT's fused layout (4 tensors", "one tensor an expert", "--to raw",
         place="mlp.experts.", also=["KTB117"], kwargs={"from_format": "raw"}),
     Row("SGLang's stacked experts", "n", tensors("n", stacked), "KTB216",
         "in the sglang-3d format", "", "nothing", "info"),

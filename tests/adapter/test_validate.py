@@ -53,7 +53,7 @@ TENSOR_FAULTS = [
     ("n", add("base_model.model.lm_head.weight"), {"KTB112"}),
     ("n", add(P + "embed_tokens.lora_embedding_A"), {"KTB213"}),
     ("n", add(P + "layers.0.self_attn.q_proj.lora_C.weight"), {"KTB201"}),
-    ("n", add(P + "layers.0.self_attn.q_proj.lora_A.default.weight"), {"KTB014"}),
+    ("n", add(P + "layers.0.self_attn.q_proj.lora_A.default.weight"), {"KTB014", "KTB217"}),
     ("n", retype("lora_A", "I16"), {"KTB303"}),
     ("m", drop(".up_proj."), {"KTB203", "KTB117"}),
 ]

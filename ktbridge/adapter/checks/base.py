@@ -18,7 +18,7 @@ from pathlib import Path
 from ktbridge.adapter.adapter import Adapter, Part, last_part
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.inventory import by_shape
-from ktbridge.adapter.checks.layers import numbers, other_layer, targeted
+from ktbridge.adapter.checks.layers import left_out, numbers, other_layer, targeted
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.manifest import trained_on
 from ktbridge.codes import problem
@@ -97,12 +97,12 @@ def check_base(adapter: Adapter, modules: Modules, use: Use) -> Iterator[Problem
         yield problem("KTB602", str(base.path), found, next_step=step)
     if adapter.experts:
         if base.family is not None:
-            yield from _expert_layers(adapter, base)
+            yield from _expert_layers(adapter, base, use)
         yield from _expert_sizes(adapter, base)
     yield from _nonexperts(adapter, modules, "error" if use is Use.SERVED_BY_KT else "warning")
 
 
-def _expert_layers(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
+def _expert_layers(adapter: Adapter, base: ModelConfig, use: Use) -> Iterator[Problem]:
     where = str(adapter.path)
     if not base.is_moe:
         yield problem("KTB609", str(base.path), "has no routed experts", "a MoE model")
@@ -113,6 +113,12 @@ def _expert_layers(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
         found = f"has experts in layers {numbers(draft)}, which are for drafting (MTP)"
         yield problem("KTB207", where, found, f"{len(need)} MoE layers")
         have -= draft
+    chosen = left_out(adapter, need - have) if use is not Use.SERVED_BY_KT else set()
+    if chosen and use is Use.SERVED:
+        found = f"lacks layers {numbers(chosen)} on purpose, and SGLang-KT needs every MoE layer"
+        step = "serve with vLLM, upstream SGLang or the embedded engine, or merge the adapter"
+        yield problem("KTB603", where, found, severity="warning", next_step=step)
+    need -= chosen
     if have != need:
         texts = []
         if need - have:

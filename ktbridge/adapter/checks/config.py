@@ -11,7 +11,6 @@ from ktbridge.adapter.adapter import (
     CONFIG_FILE,
     MAX_ALPHA,
     Adapter,
-    Part,
     convert_step,
     is_number,
     last_part,
@@ -66,32 +65,15 @@ def check_foreign(adapter: Adapter) -> Iterator[Problem]:
             continue
         if len(parts) > 1:
             found += f" ({len(parts)} tensors like it)"
-        layout = _peft_layout(parts) if kind == "peft-fused" else kind
-        step = f"ktbridge convert {quote(str(adapter.path))} --from {layout} --to raw --output D"
+        # The reader tells PEFT's layouts apart, by more than shapes.
+        form = "" if kind == "peft-fused" else f"--from {kind} "
+        step = convert_step(adapter, f"{form}--to raw --output D")
         yield problem(code, parts[0].where, found, "one tensor an expert", next_step=step)
 
 
 def is_foreign(adapter: Adapter) -> bool:
     """Whether the adapter holds expert LoRA of another tool's layout."""
     return any(part.key.kind in FOREIGN for part in adapter.leftovers)
-
-
-def _peft_layout(parts: list[Part]) -> str:
-    """``peft-fused`` or ``peft-0.18`` by the shapes of the first layer that has both projections."""
-    layer = parts[0].key.layer
-    shapes: dict[tuple[bool, str], tuple[int, ...]] = {}
-    for part in parts:
-        if part.key.layer == layer and len(part.entry.shape) == 2:
-            inner = part.key.module.endswith(".base_layer")
-            shapes[inner, part.key.half] = part.entry.shape
-    try:
-        gate_up_in, gate_up_out = shapes[True, "A"][1], shapes[True, "B"][0]
-        down_in, down_out = shapes[False, "A"][1], shapes[False, "B"][0]
-    except KeyError:
-        return "peft-fused"
-    now = gate_up_in == down_out and gate_up_out == 2 * down_in
-    before = gate_up_out == down_in and gate_up_in == 2 * down_out
-    return "peft-0.18" if before and not now else "peft-fused"
 
 
 def check_config(adapter: Adapter, use: Use) -> Iterator[Problem]:
@@ -264,27 +246,62 @@ def _targets(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
             yield problem("KTB106", where, found[:200], "a list of module names", next_step=step)
         return
     assert isinstance(targets, list)
-    modules = {part.key.module for part in adapter.nonexpert.values()}
-    targets = _with_experts(targets, adapter, {name.rpartition(".")[2] for name in modules})
-    modules |= {f"mlp.experts.0.{name}" for name in adapter.expert_modules()}
-    modules |= {part.key.module for part in adapter.leftovers if part.key.kind == "sglang-3d"}
+    modules = {part.key.module: {part.key.module} for part in adapter.nonexpert.values()}
+    own = {name.rpartition(".")[2] for name in modules}
+    for part in adapter.leftovers:
+        if part.key.kind in ("sglang-3d", "unread"):
+            modules[part.key.module] = {part.key.module}
+    modules |= _expert_paths(adapter)
+    named = {*targets, *_with_experts(targets, adapter, own)}
+    ends = {end for paths in modules.values() for path in paths for end in _ends(path)}
     absent = [
         target
         for target in targets
-        if not any(_names(target, module) for module in modules)
+        if target not in ends
+        and (target in own or _with_experts([target], adapter, own)[0] not in ends)
         and not (adapter.layout == "raw" and target.rpartition(".")[2] in _EXPERT_TARGETS)
     ]
     if absent:
         found = f"targets {', '.join(sorted(absent)[:6])}, for which there are no tensors"
         yield problem("KTB117", where, found)
     if use.served and adapter.layout != "expert" and not is_foreign(adapter):
-        stray = sorted(m for m in modules if not any(_names(target, m) for target in targets))
+        stray = sorted(
+            module
+            for module, paths in modules.items()
+            if not any(end in named for path in paths for end in _ends(path))
+        )
         if stray:
             found = f"does not target {stray[0]}" + _and_more(stray, "modules")
             expected, step = "every adapted module in target_modules", convert_step(adapter)
             yield problem("KTB118", where, found, expected, next_step=step)
     elif not is_foreign(adapter):
-        yield from _untargeted(adapter, where, targets)
+        yield from _untargeted(adapter, where, [*named])
+
+
+def _expert_paths(adapter: Adapter) -> dict[str, set[str]]:
+    """Paths of the experts' modules, each by the checkpoint's name and by the one that it has here.
+
+    One expert stands for all but where a target is a path, as there are tens of thousands.
+    """
+    targets = adapter.config.get("target_modules")
+    by_path = isinstance(targets, list) and any("." in str(target) for target in targets)
+    paths: dict[str, set[str]] = {}
+    for (_, projection, half), stack in adapter.experts.items():
+        if half == "B":
+            continue
+        for part in stack.parts.values() if by_path else ():
+            owner, _, leaf = part.key.module.rpartition(".")
+            paths[part.key.module] = {part.key.module, f"{owner}.{CANONICAL[leaf]}_proj"}
+        if not by_path or stack.fused is not None:
+            name = f"mlp.experts.0.{projection}_proj"
+            paths[name] = {name}
+    return paths
+
+
+def _ends(module: str) -> Iterator[str]:
+    """What PEFT takes for a module in target_modules: its path, or the end of it from a dot on."""
+    parts = module.split(".")
+    return (".".join(parts[start:]) for start in range(len(parts)))
 
 
 def _with_experts(targets: list[str], adapter: Adapter, own: set[str]) -> list[str]:

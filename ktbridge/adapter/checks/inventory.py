@@ -18,7 +18,7 @@ from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.config import FOREIGN, check_foreign
 from ktbridge.adapter.checks.files import check_files
 from ktbridge.adapter.checks.layers import check_uneven
-from ktbridge.adapter.checks.modules import Modules
+from ktbridge.adapter.checks.modules import TEXT_MODEL, Modules, check_modules
 from ktbridge.adapter.keys import (
     ATTENTION_BLOCKS,
     FUSED_NAMES,
@@ -47,10 +47,6 @@ _ELSEWHERE = {
     "vision": ("KTB206", "belongs to a vision or audio tower"),
     "draft": ("KTB207", "belongs to a draft layer"),
 }
-# What precedes layers.N in text models. "base" is what PEFT calls a base model without a head.
-_TEXT_MODEL = re.compile(
-    r"(?:base\.)?(?:model\.|model\.language_model\.|language_model\.model\.|language_model\.)?layers\."
-)
 
 
 def check_inventory(adapter: Adapter, use: Use, base: Modules | None) -> Iterator[Problem]:
@@ -64,6 +60,8 @@ def check_inventory(adapter: Adapter, use: Use, base: Modules | None) -> Iterato
         yield from _expert_keys(adapter, use)
     yield from _nonexpert_pairs(adapter)
     yield from _misplaced(adapter, use)
+    if use.served or base is not None:  # a conversion asks the base that it is given
+        yield from check_modules(((p.where, p.key) for p in adapter.nonexpert.values()), base)
     if base is None or "kv_lora_rank" not in base.config.text:  # latent attention has no v_proj
         yield from _attention_partners(adapter)
     yield from check_uneven(adapter)
@@ -224,7 +222,7 @@ def _misplaced(adapter: Adapter, use: Use) -> Iterator[Problem]:
         elif part.key.leaf in _BLOCKS:
             blocks.append(part)
         else:
-            towers[_TEXT_MODEL.match(part.key.module) is not None].append(part)
+            towers[TEXT_MODEL.match(part.key.module) is not None].append(part)
     for kind, parts in (("vision", vision), ("draft", draft)):
         code, found = _ELSEWHERE[kind]
         yield from many(code, parts, found)

@@ -39,6 +39,23 @@ def targeted(config: dict[str, object], module: str, layer: int) -> bool:
     return (not chosen or layer in chosen) and _matches(targets, module) is True
 
 
+def left_out(adapter: Adapter, layers: Iterable[int]) -> set[int]:
+    """Those of ``layers`` whose experts training left out on purpose, as its configuration has it.
+
+    By layers_to_transform, or by targets that are paths or an expression of some layers.
+    """
+    config = adapter.trained_as
+    chosen = config.get("layers_to_transform")
+    if chosen not in (None, []):
+        named = chosen if isinstance(chosen, list) else [chosen]
+        return {layer for layer in layers if layer not in named}
+    parts = (part for stack in adapter.experts.values() for part in stack.parts.values())
+    part = next(parts, None)
+    if part is None or not targeted(config, part.key.module, part.key.layer):
+        return set()
+    return {layer for layer in layers if not targeted(config, other_layer(part, layer), layer)}
+
+
 def _matches(pattern: object, module: str) -> bool | None:
     if isinstance(pattern, str):
         expression = _expression(pattern)

@@ -6,9 +6,16 @@ the families of which they are known (``Family.modules_checked``).
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ktbridge.model import Checkpoint, Entry, ModelConfig
+from ktbridge.adapter.keys import Key
+from ktbridge.codes import problem
+from ktbridge.errors import Problem
+from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint
+from ktbridge.model.families import ROUTER
+from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
 from ktbridge.model.locate import module_weights
 
 _SPARSE_ONLY = {"mlp.gate", "mlp.shared_expert_gate"}
@@ -20,6 +27,15 @@ _UNPACKED = (
     "F8_E4M3",
     "I8",
 )  # dtypes whose tensor has the weight's own shape
+# What precedes layers.N in text models. "base" is what PEFT calls a base model without a head.
+TEXT_MODEL = re.compile(
+    r"(?:base\.)?(?:model\.|model\.language_model\.|language_model\.model\.|language_model\.)?layers\."
+)
+# Names of modules in transformers' text models; any other may be a slip.
+_USUAL = frozenset(
+    "qkv_proj query_key_value dense c_attn W_pack wq wk wv wo gate router gate_up_proj w1 w2 w3 fc1 fc2 "
+    "in_proj x_proj dt_proj layer conv1d eh_proj lm_head embed_tokens".split()
+)
 Size = int | None
 # A module's (columns, rows): input and output size.
 Linear = tuple[Size, Size]
@@ -44,6 +60,15 @@ class Modules:
             return self._sizes.get(suffix, (None, None))
         return entry.shape[1], entry.shape[0]
 
+    def has(self, key: Key) -> bool | None:
+        """Whether the base has the module of a key; None if unknown."""
+        if self._checkpoint is not None:
+            return bool(module_weights(self._checkpoint, key.module))
+        if self.config.checked_family is None:
+            return None
+        known = key.suffix in self._sizes or ROUTER.search(key.suffix) or ".shared_" in key.suffix
+        return bool(known) and TEXT_MODEL.match(key.module) is not None
+
     def layers(self, suffix: str) -> set[int] | None:
         """The layers that have a module; None if unknown."""
         if self._checkpoint is not None:
@@ -65,6 +90,40 @@ class Modules:
         if self._checkpoint is None:
             return ()
         return module_weights(self._checkpoint, f"{self.config.prefix}layers.{layer}.{suffix}")
+
+
+def open_modules(config: ModelConfig) -> Modules:
+    """The modules of a base model, by its weights' names where they are there; as ``open_checkpoint`` raises."""
+    path = config.path
+    if not any((path / file).is_file() for file in (INDEX_FILE, SINGLE_FILE)):
+        return Modules(config)
+    checkpoint = open_checkpoint(path)
+    for shard in checkpoint.shards:
+        if (path / shard).exists():
+            checkpoint.file(shard)
+    return Modules(config, checkpoint)
+
+
+def check_modules(parts: Iterable[tuple[str, Key]], modules: Modules | None) -> Iterator[Problem]:
+    """Modules that the base model doesn't have, or of which that can't be known; ``parts``: (place, key)."""
+    absent: list[str] = []
+    unknown: list[str] = []
+    for where, key in parts:
+        if key.layer < 0 or key.is_vision or key.is_draft:
+            continue  # reported elsewhere
+        there = modules.has(key) if modules is not None else None
+        if there is False and (modules is None or key.layer < modules.config.num_layers):
+            absent.append(where)
+        usual = key.leaf.endswith("_proj") or key.leaf in _USUAL
+        if there is None and not (usual and TEXT_MODEL.match(key.module)):
+            unknown.append(where)
+    for code, places, found in (
+        ("KTB610", absent, "is of a module that the base model doesn't have"),
+        ("KTB219", unknown, "is of a module whose name isn't known"),
+    ):
+        if places:
+            more = f" ({len(places)} tensors like it)" if len(places) > 1 else ""
+            yield problem(code, places[0], found + more)
 
 
 def linear_sizes(base: ModelConfig) -> dict[str, Linear]:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from shlex import quote
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter
 from ktbridge.adapter.engines import SGLANG, SGLANG_RUN, SGLANG_SEEN
 from ktbridge.adapter.keys import CANONICAL
+from ktbridge.adapter.manifest import MAX_BYTES
 from ktbridge.codes import problem
-from ktbridge.errors import Problem
+from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import ModelConfig
+from ktbridge.model.jsonfile import read_json_file
 
 _EVERYTHING = ("all", "all-linear")
 # Modules that are parts of one in SGLang's models (`get_normalized_target_modules`).
@@ -57,6 +60,7 @@ def _served(adapter: Adapter, base: ModelConfig | None) -> Iterator[Problem]:
     where = str(adapter.path / CONFIG_FILE)
     if "peft_type" not in adapter.config and not adapter.nonexpert:
         yield problem("KTB101", where, "has no peft_type", "LORA")
+    yield from _added_tokens(adapter, base)
     modules = {part.key.module for part in adapter.nonexpert.values() if part.key.layer >= 0}
     targets = adapter.config.get("target_modules")
     named = targets if isinstance(targets, list) else []
@@ -72,6 +76,34 @@ def _served(adapter: Adapter, base: ModelConfig | None) -> Iterator[Problem]:
     if base is not None and (adapter.experts or shared) and _fuses(base):
         found = "has a shared expert, which SGLang makes one more routed expert on NVIDIA's GPUs"
         yield problem("KTB648", str(base.path), found)
+
+
+def _added_tokens(adapter: Adapter, base: ModelConfig | None) -> Iterator[Problem]:
+    """SGLang takes added_tokens.json, which trainers save with the tokenizer, for tokens that LoRA adds."""
+    file = adapter.path / "added_tokens.json"
+    if not file.is_file():
+        return
+    try:
+        added = read_json_file(file, most=MAX_BYTES)
+    except KtbridgeError as error:
+        text = error.sentence.removeprefix(f"{file} ")
+        yield problem(
+            "KTB649", str(file), text, "a table of tokens", next_step=f"rm {quote(str(file))}"
+        )
+        return
+    size = None if base is None else base.text.get("vocab_size")
+    if type(size) is not int:
+        if added:
+            found = f"has {len(added)} tokens: whether they are beyond the base's vocabulary isn't known"
+            step = "add --base-model (a config.json is enough)"
+            yield problem("KTB649", str(file), found, severity="warning", next_step=step)
+        return
+    beyond = sorted(
+        name for name, number in added.items() if not isinstance(number, int) or number >= size
+    )
+    if beyond:
+        found = f"has {len(beyond)} tokens beyond the vocabulary, first {beyond[0]!r:.60}"
+        yield problem("KTB649", str(file), found, f"numbers below {size}")
 
 
 def unserved(

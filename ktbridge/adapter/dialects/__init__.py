@@ -78,11 +78,13 @@ BY_KT = {"vllm": False, "raw": True, "kt-split": True, "kt-merged": True}
 KTransformers trained the experts, where the format that is asked for says so: else evidence decides."""
 # What ``detect_format`` can't tell apart is left to their reader.
 _GROUPS = {"kt": "kt.read_kt", "peft": "peft.read_peft"}
+_WRAPPED = rb"\.experts\.(?:(?:_orig_mod|_[a-z_]*module|module)\.)*"
+_LORA = rb"\.(?:(?:_orig_mod|_[a-z_]*module|module)\.)*lora_[AB]\b"
 _SIGNS = {
-    "mcore": re.compile(rb"\.experts\.[0-9]+\.gate_up_proj\.lora_[AB]\b"),
-    "peft": re.compile(rb"\.experts\.(?:base_layer\.)?lora_[AB]\."),
+    "mcore": re.compile(_WRAPPED + rb"[0-9]+\.gate_up_proj" + _LORA),
+    "peft": re.compile(_WRAPPED + rb"(?:base_layer\.)?lora_[AB]\."),
     "sglang-3d": re.compile(
-        rb"\.experts\.(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])\.lora_[AB]\b"
+        _WRAPPED + rb"(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])" + _LORA
     ),
 }
 

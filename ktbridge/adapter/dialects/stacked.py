@@ -34,7 +34,7 @@ from ktbridge.adapter.dialects.source import (
     note,
     open_foreign,
 )
-from ktbridge.adapter.keys import CANONICAL, HALVES
+from ktbridge.adapter.keys import CANONICAL, HALVES, plain_name
 from ktbridge.adapter.lora_config import Numbers, peft_numbers
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
@@ -46,7 +46,7 @@ _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>(?P<prefix>(?:.*\.)?)layers\.(?P<layer>[0-9]{1,6})"
     rf"\.(?:{'|'.join(BLOCKS)})\.experts\.(?:(?P<expert>[0-9]{{1,6}})\.)?"
     r"(?P<name>gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3))"
-    r"\.lora_(?P<half>[AB])(?:\.default)?(?:\.weight)?"
+    r"\.lora_(?P<half>[AB])(?:\.weight)?"
 )
 # expert (-1: one tensor for all) -> its tensor
 Side = dict[int, tuple[str, Part]]
@@ -63,7 +63,7 @@ def read_stacked(request: Request) -> Source:
     rest: list[Part] = []
     findings: list[Problem] = []
     for part in parts:
-        match = _KEY.fullmatch(part.entry.name)
+        match = _KEY.fullmatch(plain_name(part.entry.name).name)
         if match is None:
             rest.append(part)
             continue
