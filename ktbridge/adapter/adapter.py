@@ -22,6 +22,7 @@ Layout = Literal["raw", "expert", "nonexpert", "merged"]
 CONFIG_FILE = "adapter_config.json"
 MODEL_FILE = "adapter_model.safetensors"
 FUSED_FILE = "fused_expert_lora.safetensors"
+MLX_FILE = "adapters.safetensors"
 AUTOMODEL_FILE = "automodel_peft_config.json"
 MAX_ALPHA = 1e6  # nobody trains with more, and float32 and bfloat16 overflow far above
 
@@ -93,11 +94,13 @@ class Adapter:
     Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None);
     ``experts`` by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that
     are neither; ``files``; ``respelled``, tensors whose keys are read without a part of them, by what that
-    is; ``trained_as``, the configuration that lists the selected layers; ``stamps``, size, time and inode of these files when they were read. ``given_alpha``: the experts', if
-    the command gave it. ``by_kt``: whether KTransformers trained the experts, if the format that was asked
-    for says so; ``ktbridge.adapter.lora_config`` has every module's scale. ``automodel``: NeMo AutoModel's
-    own configuration, beside PEFT's. Of an adapter that was read from another tool's format: ``format``,
-    its name, and ``reading``, a sentence that says so; else "". ``widened``: its scales needed float32.
+    is; ``trained_as``, the configuration that lists the selected layers; ``stamps``, size, time and inode of
+    these files when they were read. ``given_alpha``: the experts', if the command gave it. ``by_kt``: whether
+    KTransformers trained the experts, if the format that was asked for says so;
+    ``ktbridge.adapter.lora_config`` has every module's scale. ``automodel``: NeMo AutoModel's own
+    configuration, beside PEFT's. Of an adapter that was read from another tool's format: ``format``, its
+    name, and ``reading``, a sentence that says so; else "". ``widened``: its
+    scales needed float32.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:

@@ -19,6 +19,7 @@ from ktbridge.adapter.adapter import (
     CONFIG_FILE,
     FUSED_FILE,
     MAX_ALPHA,
+    MLX_FILE,
     MODEL_FILE,
     Adapter,
     ExpertStack,
@@ -110,6 +111,9 @@ def _scan(
     )
     if has_errors(problems):
         return None
+    if (mlx := _mlx(path)) is not None:
+        problems.append(mlx)
+        return None
     stamps = take_stamps((path / CONFIG_FILE, path / MANIFEST_FILE))
     absent = stand_in is not None and not (path / CONFIG_FILE).exists()
     config = dict(stand_in or {}) if absent else _read_config(path, problems)
@@ -126,7 +130,7 @@ def _scan(
             stamps[file.path] = file.stamp
         except KtbridgeError as error:
             text = error.sentence.removeprefix(f"{path / name} ")
-            step = _readable(path / name)
+            step = _fetch(error) or _readable(path / name)
             problems.append(problem("KTB005", str(path / name), text, next_step=step))
     if has_errors(problems):
         return None
@@ -202,6 +206,40 @@ def _gguf(path: Path) -> Problem:
     return problem("KTB016", str(path), "is a GGUF adapter", next_step=step)
 
 
+def _fetch(error: KtbridgeError) -> str | None:
+    """Next step for a Git LFS pointer; None for other errors."""
+    return error.next_step if " lfs pull" in error.next_step else None
+
+
+def _mlx(path: Path) -> Problem | None:
+    """The problem with a directory that mlx-lm wrote; None for any other."""
+    if not (path / MLX_FILE).is_file() or (path / MODEL_FILE).exists():
+        return None
+    try:
+        config = read_json_file(path / CONFIG_FILE, most=MAX_BYTES)
+    except KtbridgeError:
+        config = {}
+    base = "" if isinstance(config.get("model"), str) else " --base-model BASE"
+    step = f"ktbridge convert {shlex.quote(str(path))} --from mlx --to raw --output D{base}"
+    return problem("KTB018", str(path), f"is an MLX adapter ({MLX_FILE})", next_step=step)
+
+
+def _inside(path: Path) -> list[str]:
+    """Directories below, at most two deep, that have an adapter's configuration."""
+    found = (*path.glob(f"*/{CONFIG_FILE}"), *path.glob(f"*/*/{CONFIG_FILE}"))
+    return sorted(str(file.parent) for file in found)
+
+
+def _elsewhere_found(path: Path, code: str, found: str, expected: str) -> Problem:
+    """A directory without an adapter of its own, and those in it that have one."""
+    inside = _inside(path)
+    if not inside:
+        return problem(code, str(path), found, expected)
+    listed = ", ".join(inside[:6]) + (", …" if len(inside) > 6 else "")
+    return problem(code, str(path), f"{found}; there are adapters in {listed}", expected,
+                   next_step=f"give one of these directories: ktbridge validate {shlex.quote(inside[-1])}")  # fmt: skip
+
+
 def _readable(path: Path) -> str | None:
     """Next step for a file without read permission; None for other errors."""
     return None if os.access(path, os.R_OK) else f"chmod a+r {shlex.quote(str(path))}"
@@ -214,13 +252,14 @@ def _read_config(path: Path, problems: list[Problem]) -> dict[str, object] | Non
         if gguf:
             problems.append(_gguf(gguf[0]))
             return None
-        problems.append(problem("KTB001", str(path), f"has no {CONFIG_FILE}", CONFIG_FILE))
+        found = f"has no {CONFIG_FILE}"
+        problems.append(_elsewhere_found(path, "KTB001", found, CONFIG_FILE))
         return None
     try:
         return read_json_file(file, most=MAX_BYTES)
     except KtbridgeError as error:
         text = error.sentence.removeprefix(f"{file} ")
-        step = _readable(file)
+        step = _fetch(error) or _readable(file)
         problems.append(problem("KTB002", str(file), text, "a JSON object", next_step=step))
         return None
 
@@ -287,7 +326,7 @@ def _weight_files(path: Path, problems: list[Problem]) -> list[str]:
         problems.append(_gguf(gguf[0]))
     elif not found:
         expected = f"{MODEL_FILE} or {FUSED_FILE}"
-        problems.append(problem("KTB003", str(path), "has no adapter weights", expected))
+        problems.append(_elsewhere_found(path, "KTB003", "has no adapter weights", expected))
     return found
 
 
@@ -345,7 +384,7 @@ def classify(adapter: Adapter, file: TensorFile) -> list[tuple[Part, Part]]:
 
 
 def note_spellings(adapter: Adapter, file: TensorFile) -> set[str]:
-    """List the file's tensors under other names than PEFT saves them by; returns the adapters' names in them."""
+    """List the file's tensors under other names than PEFT's; returns the adapters' names in them."""
     names: set[str] = set()
     for entry in file.entries.values():
         spelling = plain_name(entry.name)

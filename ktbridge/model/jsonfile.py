@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
 
 MAX_BYTES = 100_000_000  # the index of a checkpoint with 100,000 tensors has 10 MB
+
+
+POINTER = b"version https://git-lfs"
+"""What a file begins with that Git LFS left in place of another."""
+
+
+def check_pointer(path: Path, head: bytes, kind: type[KtbridgeError] = KtbridgeError) -> None:
+    """An error with the command that fetches the file, if ``head`` is a Git LFS pointer's."""
+    if head.startswith(POINTER):
+        raise kind(
+            f"{path} is a Git LFS pointer, and not the file that it stands for",
+            f"git -C {shlex.quote(str(path.parent))} lfs pull (or download it again with hf download)",
+        )
 
 
 def read_json_file(path: Path, *, unique: bool = False, most: int = MAX_BYTES) -> dict[str, Any]:
@@ -21,16 +35,19 @@ def read_json_file(path: Path, *, unique: bool = False, most: int = MAX_BYTES) -
     """
     step = "download or save it again"
     try:
+        text = _read_small_file(path, most)
+    except KtbridgeError as error:
+        raise KtbridgeError(error.sentence, step) from error
+    check_pointer(path, text[: len(POINTER)].encode())
+    try:
         value = json.loads(
-            _read_small_file(path, most),
+            text,
             parse_constant=str,
             parse_int=_bounded,
             parse_float=_finite,
             object_pairs_hook=unique_keys if unique else None,
         )
         json.dumps(value, ensure_ascii=False).encode()
-    except KtbridgeError as error:
-        raise KtbridgeError(error.sentence, step) from error
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise KtbridgeError(f"{path} can't be read as JSON: {reason}", step) from error

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.model.jsonfile import unique_keys
+from ktbridge.model.jsonfile import POINTER, check_pointer, unique_keys
 from ktbridge.model.stamps import Stamp, stamp_of
 from ktbridge.model.tensor import Tensor
 
@@ -178,6 +178,8 @@ def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
             size = stamp.size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
+            if prefix == POINTER[:8]:
+                check_pointer(path, prefix + file.read(len(POINTER)), TensorFileError)
             if len(prefix) < 8:
                 _fail(path, f"is {size} bytes long, too short to be a safetensors file")
             if length > MAX_HEADER_BYTES:

@@ -66,8 +66,10 @@ class Modules:
             return bool(module_weights(self._checkpoint, key.module))
         if self.config.checked_family is None:
             return None
-        known = key.suffix in self._sizes or ROUTER.search(key.suffix) or ".shared_" in key.suffix
-        return bool(known) and TEXT_MODEL.match(key.module) is not None
+        tables = (_plain, _latent, _linear_attention, _mlps)
+        known = any(key.suffix in table(self.config) for table in tables)
+        known = known or bool(ROUTER.search(key.suffix)) or ".shared_" in key.suffix
+        return known and TEXT_MODEL.match(key.module) is not None
 
     def layers(self, suffix: str) -> set[int] | None:
         """The layers that have a module; None if unknown."""
@@ -93,7 +95,7 @@ class Modules:
 
 
 def open_modules(config: ModelConfig) -> Modules:
-    """The modules of a base model, by its weights' names where they are there; as ``open_checkpoint`` raises."""
+    """The modules of a base model, by its weights' names where they are there. Raises as ``open_checkpoint``."""
     path = config.path
     if not any((path / file).is_file() for file in (INDEX_FILE, SINGLE_FILE)):
         return Modules(config)

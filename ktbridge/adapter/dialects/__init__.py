@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+from ktbridge.adapter.adapter import MLX_FILE, MODEL_FILE
 from ktbridge.errors import UsageError
 from ktbridge.model.tensorfile import MAX_HEADER_BYTES, MAX_NAME
 
@@ -68,6 +69,10 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect(
         "mcore", "stacked.read_stacked", "", "none (mcore-bridge and ms-swift write it)",
         "bits as they are, gate and up with a copy of A each; not written, because no engine loads it",
+    ),
+    Dialect(
+        "mlx", "mlx.read_mlx", "", "mlx-lm",
+        "bits as they are, matrices of other modules turned round; not written",
     ),
     Dialect("gguf", "gguf.read_gguf", "gguf.write_gguf", "llama.cpp", _SCALE),
 )  # fmt: skip
@@ -136,7 +141,7 @@ def _unknown(flag: str, value: str) -> str:
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
-    """ "kt" (raw, split, merged, vLLM), "peft" (one of the fused dialects), "sglang-3d", "mcore", "gguf".
+    """ "kt" (raw, split, merged, vLLM), "peft" (one of the fused dialects), "sglang-3d", "mcore", "gguf", "mlx".
 
     Detected by names in the headers' text: parsing tens of thousands of keys is left to the reader.
     An unreadable input counts as "kt", whose reader reports the cause.
@@ -153,6 +158,8 @@ def find_sign(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _find_sign(place: Path) -> tuple[str, str]:
+    if (place / MLX_FILE).is_file() and not (place / MODEL_FILE).exists():
+        return "mlx", MLX_FILE
     if place.suffix == ".gguf":
         return "gguf", place.name
     weights = sorted(place.glob("adapter_model*.safetensors")) if place.is_dir() else []

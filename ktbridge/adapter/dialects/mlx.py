@@ -1,0 +1,134 @@
+"""mlx-lm's adapters: adapters.safetensors, and an adapter_config.json of mlx-lm's own.
+
+======================================  ==============================  ==============================
+module                                  lora_a                          lora_b
+======================================  ==============================  ==============================
+a Linear, ``self_attn.q_proj``          [in, r]: A turned round         [r, out]: B turned round
+experts, ``mlp.switch_mlp.gate_proj``   [E, r, in], or [E*r, in]        [E, out, r]
+======================================  ==============================  ==============================
+
+mlx-lm multiplies by ``scale`` of lora_parameters as it is, which is alpha/r of PEFT's. DoRA and full
+fine-tuning have files of the same name and are refused.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ktbridge.adapter.adapter import CONFIG_FILE, MLX_FILE, is_number
+from ktbridge.adapter.blocks import Block, block_of
+from ktbridge.adapter.dialects.source import (
+    ExpertPair,
+    Request,
+    Source,
+    check_source,
+    fail_if,
+    note,
+)
+from ktbridge.adapter.keys import CANONICAL, HALVES, is_expert_like, peft_key, plain_name
+from ktbridge.adapter.lora_config import Numbers, whole
+from ktbridge.codes import problem
+from ktbridge.errors import Problem
+from ktbridge.model import open_tensor_file
+from ktbridge.model.families import BLOCKS
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.model.stamps import take_stamps
+
+_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<half>[ab])")
+_EXPERTS = re.compile(
+    rf"(?P<prefix>(?:.*\.)?)layers\.(?P<layer>[0-9]{{1,4}})\.(?:{'|'.join(BLOCKS)})"
+    r"\.(?:switch_mlp|switch_glu|experts)\.(?P<name>gate_proj|up_proj|down_proj|w[123])"
+)
+
+
+def read_mlx(request: Request) -> Source:
+    """An adapter of mlx-lm; ProblemsError with everything in it that has no place elsewhere."""
+    path = request.path
+    config = read_json_file(path / CONFIG_FILE)
+    file = open_tensor_file(path / MLX_FILE)
+    lora = config.get("lora_parameters")
+    rank, scale = (lora.get(name) if isinstance(lora, dict) else None for name in ("rank", "scale"))
+    findings = [*_numbers(str(path / CONFIG_FILE), config.get("fine_tune_type"), rank, scale)]
+    fail_if(path, findings)
+    assert isinstance(rank, int)
+    assert is_number(scale)
+    numbers = Numbers(rank, whole(scale * rank))
+    model = config.get("model")
+    source = Source(
+        path, "mlx", rank, numbers.alpha, rank, numbers.alpha,
+        base_model=model if isinstance(model, str) else None,
+        stamps={**take_stamps((path / CONFIG_FILE,)), file.path: file.stamp},
+        tensors_in=len(file.entries),
+    )  # fmt: skip
+    experts: dict[tuple[int, str], dict[str, Block]] = {}
+    turned = 0
+    for name, entry in file.entries.items():
+        where = f"{file.path}: {name}"
+        match = _KEY.fullmatch(plain_name(name).name)
+        if match is None:
+            findings.append(problem("KTB201", where, "has no place in an mlx adapter"))
+            continue
+        module, half = match["module"], match["half"].upper()
+        block = block_of(file, entry)
+        if found := _EXPERTS.fullmatch(module):
+            source.prefix = found["prefix"]
+            slot = int(found["layer"]), CANONICAL[found["name"]]
+            experts.setdefault(slot, {})[half] = block
+        elif is_expert_like(module):
+            found_text = "looks like a routed expert's, and has no place in an mlx adapter"
+            findings.append(problem("KTB218", where, found_text))
+        elif len(block.shape) == 2:
+            turned += 1
+            rows, columns = block.shape
+            source.nonexpert[peft_key(module, half)] = block.then(
+                (columns, rows), lambda bits: bits.T
+            )
+        else:
+            findings.append(problem("KTB302", where, f"has shape {list(block.shape)}", "a matrix"))
+    pairs = _pairs(str(path), experts, numbers, findings)
+    fail_if(path, findings)
+    if pairs:
+        source.place_experts(pairs, numbers)
+    source.findings.append(
+        note(str(path), f"{turned} matrices are turned round, as mlx-lm has them [in, r]")
+    )
+    fail_if(path, [*check_source(source)])
+    return source
+
+
+def _numbers(where: str, kind: object, rank: object, scale: object) -> list[Problem]:
+    findings = []
+    if kind not in (None, "lora"):
+        findings.append(problem("KTB101", where, f"fine_tune_type is {kind!r}"[:200], "lora"))
+    if type(rank) is not int or rank <= 0:
+        findings.append(problem("KTB102", where, f"rank is {rank!r}"[:200], "a positive integer"))
+    if not is_number(scale):
+        step = "set scale in lora_parameters to the value used in training"
+        found = f"scale is {scale!r}"[:200]
+        findings.append(problem("KTB103", where, found, "a positive number", next_step=step))
+    return findings
+
+
+def _pairs(
+    where: str,
+    experts: dict[tuple[int, str], dict[str, Block]],
+    numbers: Numbers,
+    findings: list[Problem],
+) -> dict[tuple[int, str], ExpertPair]:
+    """A [E,r,in] and B [E,out,r] of each projection; A was flat before mlx-lm 0.24."""
+    pairs: dict[tuple[int, str], ExpertPair] = {}
+    for (layer, name), halves in sorted(experts.items()):
+        place = f"{where}: layer {layer} {name}_proj"
+        if {*halves} != {*HALVES}:
+            findings.append(problem("KTB202", place, "has no counterpart", "lora_a and lora_b"))
+            continue
+        a, b = halves["A"], halves["B"]
+        if len(a.shape) == 2 and len(b.shape) == 3 and a.shape[0] == b.shape[0] * numbers.rank:
+            shape = (b.shape[0], numbers.rank, a.shape[1])
+            a = a.then(shape, lambda bits, shape=shape: bits.reshape(shape))  # type: ignore[misc]
+        if len(a.shape) != 3 or len(b.shape) != 3 or a.shape[0] != b.shape[0]:
+            found = f"has lora_a {list(a.shape)} and lora_b {list(b.shape)}"
+            findings.append(problem("KTB302", place, found, "[E, r, in] and [E, out, r]"))
+            continue
+        pairs[layer, name] = ExpertPair(a, b, (numbers,))
+    return pairs
