@@ -19,6 +19,7 @@ import re
 from dataclasses import dataclass, field
 
 from ktbridge.errors import UsageError
+from ktbridge.model import Family
 
 ENGINE = "sglang-kt"
 VLLM = "vllm"
@@ -204,6 +205,12 @@ def parse_version(text: str) -> tuple[int, ...]:
     while len(release) > 1 and release[-1] == 0:
         release.pop()
     return tuple(release)
+
+
+def vllm_prefixes(family: Family) -> set[str]:
+    """What may precede ``layers.N`` in vLLM; a wrapper takes the names of the text model in it as well."""
+    fused = {"language_model.model."} if family.name in VLLM_FUSED else set()
+    return {family.prefix, "model.", *fused}
 
 
 def version_order(text: str) -> tuple[tuple[int, ...], int]:

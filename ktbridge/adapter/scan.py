@@ -236,8 +236,9 @@ def _elsewhere_found(path: Path, code: str, found: str, expected: str) -> Proble
     if not inside:
         return problem(code, str(path), found, expected)
     listed = ", ".join(inside[:6]) + (", …" if len(inside) > 6 else "")
-    return problem(code, str(path), f"{found}; there are adapters in {listed}", expected,
-                   next_step=f"give one of these directories: ktbridge validate {shlex.quote(inside[-1])}")  # fmt: skip
+    found = f"{found}; there are adapters in {listed}"
+    step = f"give one of these directories: ktbridge validate {shlex.quote(inside[-1])}"
+    return problem(code, str(path), found, expected, next_step=step)
 
 
 def _readable(path: Path) -> str | None:

@@ -116,10 +116,11 @@ KEYS = Subject("Keys and inventory", "adapter", (
          " can't be known without the base model", "add --base-model (a config.json is enough)"),
     Code("KTB216", "error", "expert LoRA of all experts is one tensor (upstream SGLang's layout), which KT"
          " engines and vLLM don't read", "ktbridge convert DIR --from sglang-3d --to raw --output D"),
-    Code("KTB217", "error", "keys have a wrapper's name in them (torch.compile, FSDP, DDP, checkpointing), or an"
-         " adapter's: PEFT and engines find no such module", _CONVERT),
-    Code("KTB218", "error", "a tensor looks like routed experts' LoRA, and is in no form that is read: it would"
-         " go nowhere", "merge the adapter where it was trained, or train in a form of docs/adapters.md"),
+    Code("KTB217", "error", "keys have a wrapper's name (torch.compile, FSDP, DDP, checkpointing) in them,"
+         " or an adapter's: PEFT and engines find no such module", _CONVERT),
+    Code("KTB218", "error", "a tensor looks like routed experts' LoRA, and is in no form that is read: it"
+         " would go nowhere",
+         "merge the adapter where it was trained, or train in a form of docs/adapters.md"),
     Code("KTB219", "info", "a module has a name that isn't known, and without the base model nothing tells"
          " whether it has such a module", "add --base-model (a config.json is enough for a known family)"),
     Code("KTB675", "error", "a key has a layer number that no model has",
@@ -274,8 +275,9 @@ SGLANG = Subject("Against upstream SGLang", "adapter", (
          "compare the served adapter with ktbridge verify"),
     Code("KTB648", "warning", "the shared expert becomes one more routed expert in SGLang on NVIDIA's GPUs,"
          " which drops its LoRA", "start SGLang with --disable-shared-experts-fusion"),
-    Code("KTB649", "error", "added_tokens.json has tokens beyond the base model's vocabulary, and SGLang refuses"
-         " such an adapter", "remove added_tokens.json if no prompt needs these tokens, or merge the adapter"),
+    Code("KTB649", "error", "added_tokens.json has tokens beyond the base model's vocabulary, and SGLang"
+         " refuses such an adapter",
+         "remove added_tokens.json if no prompt needs these tokens, or merge the adapter"),
 ))  # fmt: skip
 
 SUBJECTS = (

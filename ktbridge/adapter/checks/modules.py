@@ -95,7 +95,7 @@ class Modules:
 
 
 def open_modules(config: ModelConfig) -> Modules:
-    """The modules of a base model, by its weights' names where they are there. Raises as ``open_checkpoint``."""
+    """The modules of a base model, by its weights' names if it has any. Raises as ``open_checkpoint``."""
     path = config.path
     if not any((path / file).is_file() for file in (INDEX_FILE, SINGLE_FILE)):
         return Modules(config)

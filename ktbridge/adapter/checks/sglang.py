@@ -124,7 +124,8 @@ def unserved(
     if unsized:
         found = f"targets {', '.join(unsized[:6])}, whose size SGLang doesn't know"
         renamed = {*unsized} <= {"w1", "w2", "w3"}
-        step = "ktbridge convert ADAPTER --to sglang-3d --output D" if renamed else _MERGE
+        command = f"ktbridge convert {quote(where)} --to sglang-3d --output D"
+        step = command if renamed else _MERGE
         yield problem("KTB644", where, found, next_step=step)
     # Tensors of w1, w3 and w2 are taken under the other names.
     covered = {*wholes.values(), *(_whole(f"{CANONICAL.get(name)}_proj") for name in targets)}

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from shlex import quote
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, convert_step, is_number
 from ktbridge.adapter.checks import many
 from ktbridge.adapter.engines import (
     MIXED_FLAG,
@@ -22,6 +21,7 @@ from ktbridge.adapter.engines import (
     VLLM_SEEN,
     VLLM_WITHOUT_PATTERNS,
     version_order,
+    vllm_prefixes,
 )
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
@@ -39,8 +39,7 @@ def check_vllm(
         if version_order(version) <= version_order(VLLM_WITHOUT_PATTERNS):
             yield from _patterns(adapter, version)
         if base is not None and base.family is not None:
-            step = f"ktbridge convert {quote(str(adapter.path))} --to vllm --output D"
-            yield from _paths(adapter, base.family, step)
+            yield from _paths(adapter, base, base.family)
 
 
 def _rank(adapter: Adapter) -> Iterator[Problem]:
@@ -72,19 +71,20 @@ def _patterns(adapter: Adapter, version: str) -> Iterator[Problem]:
         if not (is_number(own) and is_number(size) and math.isclose(own / size, alpha / rank)):
             where = str(adapter.path / CONFIG_FILE)
             found = f"gives {name} another scale, and {VLLM} {version} doesn't read it"
-            step = f"use {VLLM} {VLLM_SEEN}, or ktbridge convert ADAPTER --to vllm --output D"
+            step = f"use {VLLM} {VLLM_SEEN}, or: {convert_step(adapter, '--to vllm --output D')}"
             yield problem("KTB109", where, f"alpha_pattern {found}"[:300], next_step=step)
             return
 
 
-def _paths(adapter: Adapter, family: Family, step: str) -> Iterator[Problem]:
-    fused = family.name in VLLM_FUSED
-    if fused and adapter.experts:
+def _paths(adapter: Adapter, base: ModelConfig, family: Family) -> Iterator[Problem]:
+    if family.name in VLLM_FUSED and adapter.experts:
         found = f"has LoRA on each expert, and vLLM takes {family.name}'s experts as fused"
-        yield problem("KTB640", str(adapter.path), found, next_step=f"start vLLM with {MIXED_FLAG}"
-                      f", or: {step.replace('--to vllm', '--to peft-fused')}")  # fmt: skip
-    # A wrapper around a text model takes the text model's own names as well.
-    prefixes = {family.prefix, "model."} | ({"language_model.model."} if fused else set())
+        step = convert_step(adapter, "--to peft-fused --output D", base.path)
+        step = f"start vLLM with {MIXED_FLAG}, or: {step}"
+        yield problem("KTB640", str(adapter.path), found, next_step=step)
+    prefixes = vllm_prefixes(family)
+    # The conversion puts the base's prefix and its block's name there, if it is given the base.
+    step = convert_step(adapter, "--to vllm --output D", base.path)
     lost = [
         part
         for part in adapter.tensors()

@@ -141,7 +141,7 @@ def _unknown(flag: str, value: str) -> str:
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
-    """ "kt" (raw, split, merged, vLLM), "peft" (one of the fused dialects), "sglang-3d", "mcore", "gguf", "mlx".
+    """ "kt" (raw, split, merged, vLLM), "peft" (one of the fused dialects), or a format's own name.
 
     Detected by names in the headers' text: parsing tens of thousands of keys is left to the reader.
     An unreadable input counts as "kt", whose reader reports the cause.

@@ -30,7 +30,7 @@ from ktbridge.adapter.dialects.source import (
     note,
     refusal,
 )
-from ktbridge.adapter.engines import MIXED_FLAG, VLLM_FUSED
+from ktbridge.adapter.engines import MIXED_FLAG, VLLM_FUSED, vllm_prefixes
 from ktbridge.adapter.keys import HALVES, PEFT_PREFIX, expert_key, fused_key, parse_key
 from ktbridge.adapter.lora_config import (
     Numbers,
@@ -179,6 +179,14 @@ def write_vllm(source: Source) -> tuple[list[Output], list[Problem]]:
         own = _W  # vLLM's, as the checkpoint names no expert
     names = dict(zip(("gate", "up", "down"), own, strict=False))
     block = family.block if family else "mlp"
+    if family is not None and source.module_prefix() not in vllm_prefixes(family):
+        before = f"{PEFT_PREFIX}{source.module_prefix()}layers."
+        after = f"{PEFT_PREFIX}{family.prefix}layers."
+        source.nonexpert = {
+            after + key.removeprefix(before) if key.startswith(before) else key: tensor
+            for key, tensor in source.nonexpert.items()
+        }
+        source.prefix = family.prefix
     prefix = source.module_prefix()
 
     def key(layer: int, expert: int, projection: str, half: str) -> str:

@@ -115,7 +115,7 @@ def _pairs(
     numbers: Numbers,
     findings: list[Problem],
 ) -> dict[tuple[int, str], ExpertPair]:
-    """A [E,r,in] and B [E,out,r] of each projection; A was flat before mlx-lm 0.24."""
+    """A [E,r,in] and B [E,out,r] of each projection; mlx-lm once had A flat."""
     pairs: dict[tuple[int, str], ExpertPair] = {}
     for (layer, name), halves in sorted(experts.items()):
         place = f"{where}: layer {layer} {name}_proj"

@@ -115,6 +115,9 @@ def read_peft(request: Request) -> Source:
     interleaved = dialect != "megatron-packed" and is_interleaved(base, adapter.base_model)
     findings += _arranged(adapter, source, stacks, interleaved)
     source.findings, source.tensors_in = warnings, len(parts)
+    if base is None and stacks:
+        found = f"has {next(iter(experts))} experts by its rows and ranks alone: pass --base-model to be sure"
+        source.findings.append(note(str(path), found))
     source.prefix = re.split(r"layers\.[0-9]+\.", next(iter(layers.values()))[0], maxsplit=1)[0]
     _file_rest(adapter, source, rest, findings)
     return source
