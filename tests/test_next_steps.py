@@ -140,7 +140,7 @@ SITUATIONS: list[tuple[str, Build]] = [
     ("KTB007", in_a_checkpoint),
     ("KTB016", gguf),
     ("KTB017", sharded),
-    ("KTB018", mlx),
+    ("KTB019", mlx),
     ("KTB101", changed(peft_type="absent")),
     ("KTB106", changed(target_modules="all-linear")),
     ("KTB107", changed(drop("no tensor"), use_rslora=True, peft_version="0.21.2")),

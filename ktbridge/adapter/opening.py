@@ -40,6 +40,7 @@ _CODES = {
     **dict.fromkeys(("peft", "peft-fused", "peft-0.18", "unsloth-legacy"), "KTB208"),
     "sglang-3d": "KTB216",
     "gguf": "KTB016",
+    "mlx": "KTB019",
 }
 _HELD = 8  # tensors of a converted file in memory: more than a layer's experts have
 

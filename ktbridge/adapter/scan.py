@@ -221,7 +221,7 @@ def _mlx(path: Path) -> Problem | None:
         config = {}
     base = "" if isinstance(config.get("model"), str) else " --base-model BASE"
     step = f"ktbridge convert {shlex.quote(str(path))} --from mlx --to raw --output D{base}"
-    return problem("KTB018", str(path), f"is an MLX adapter ({MLX_FILE})", next_step=step)
+    return problem("KTB019", str(path), f"is an MLX adapter ({MLX_FILE})", next_step=step)
 
 
 def _inside(path: Path) -> list[str]:

@@ -255,8 +255,10 @@ def _of_formats(
         found = f"is in the {adapter.format} format, which is for {loaded_by(adapter.format)}"
         step = _convert_step(adapter, engine, version, base_name)
         expected = f"what {engine} {version} serves" if engine else ""
-        severity: Severity = "error" if engine else "info"
-        if not engine:
+        # Some formats are for training alone: nothing serves such a directory.
+        unserved = adapter.format == "mlx" or loaded_by(adapter.format).startswith("none")
+        severity: Severity = "error" if engine or unserved else "info"
+        if not engine and not unserved:
             step = f"for {ENGINE}: {step}" if _has_all(adapter) else "nothing"
         code = format_code(adapter.format)
         kept.append(problem(code, where, found, expected, step, severity))
@@ -275,9 +277,11 @@ def formats_taken(engine: str) -> Collection[str]:
 
 def _convert_step(adapter: Adapter, engine: str, version: str, base_name: str) -> str:
     """The command that makes of another tool's adapter what the engine serves."""
-    to = ["--to", _OTHERS[engine].to if engine in _OTHERS else "kt-merged", "--output", "D"]
+    whole = "kt-merged" if _has_all(adapter) else "raw"
+    to = ["--to", _OTHERS[engine].to if engine in _OTHERS else whole, "--output", "D"]
     if engine == ENGINE and not contract_for(f"{engine}=={version}")[0].merged:
         to = ["--expert-output-dir", "E", "--nonexpert-output-dir", "N"]
+    base_name = base_name or ("" if adapter.base_model else "BASE")
     base = ["--base-model", base_name] if base_name else []
     words = ["ktbridge", "convert", str(adapter.path), "--from", adapter.format, *to, *base]
     return shlex.join(words)
