@@ -179,10 +179,12 @@ def _wraps(before: list[str], after: list[str]) -> bool:
     if "layers" not in before:
         inside = {"layers", "lm_head", "embed_tokens"}.intersection(after)
         return bool(inside) and _PARENTS.issuperset(before)
-    if before[-2] == "layers" or any(part.startswith("lora_") for part in before):
+    if any(part.startswith("lora_") for part in before):
         return True
     if following.startswith("lora_"):
         return before[-1].endswith("_proj") or before[-1] in CANONICAL
+    if before[-2] == "layers":
+        return True
     experts = before[-1] == "experts" and following.isdigit()
     return experts or following in _CHILDREN or following.endswith("_proj")
 

@@ -42,7 +42,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     show_default=True,
     metavar="FORMAT",
     help="The format of RAW_DIR if it is ambiguous: any of --to, unsloth-legacy, peft-0.18, "
-    "megatron-packed or mcore.",
+    "megatron-packed, mcore or mlx.",
 )
 @click.option(
     "--output",

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktbridge.adapter.keys import expert_key, fused_key, parse_key, peft_key
+from ktbridge.adapter.keys import (
+    expert_key,
+    fused_key,
+    is_expert_like,
+    parse_key,
+    peft_key,
+    plain_name,
+)
 
 QUICK = settings(max_examples=150, deadline=None)
 projection = st.sampled_from(["gate", "up", "down"])
@@ -99,3 +108,65 @@ def test_vision_and_draft_modules_are_told_apart() -> None:
     text = parse_key("base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight")
     assert not text.is_vision
     assert not text.is_draft
+
+
+EXPERT = "model.layers.3.mlp.experts.7.up_proj"
+QUERY = "model.layers.3.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("module", [EXPERT, QUERY], ids=["expert", "other"])
+@pytest.mark.parametrize(
+    ("change", "wrappers", "adapter"),
+    [
+        (lambda key: f"_orig_mod.{key}", {"_orig_mod"}, ""),
+        (lambda key: f"module.{key}", {"module"}, ""),
+        (lambda key: f"model.{key}", {"model"}, ""),
+        (lambda key: f"_forward_module.module.{key}", {"_forward_module", "module"}, ""),
+        (lambda key: key.replace("model.layers", "module._orig_mod.model.layers"),
+         {"module", "_orig_mod"}, ""),
+        (lambda key: key.replace("layers.3.", "layers.3._checkpoint_wrapped_module."),
+         {"_checkpoint_wrapped_module"}, ""),
+        (lambda key: key.replace("layers.3.", "layers.3.module."), {"module"}, ""),
+        (lambda key: key.replace("_proj.", "_proj._fsdp_wrapped_module."),
+         {"_fsdp_wrapped_module"}, ""),
+        (lambda key: key.replace("_proj.", "_proj.module."), {"module"}, ""),
+        (lambda key: key.replace(".weight", ".sft._fsdp_wrapped_module.weight"),
+         {"_fsdp_wrapped_module"}, "sft"),
+        (lambda key: key.replace(".weight", ".default.weight"), set(), "default"),
+        (lambda key: key.replace(".lora_A", "_A"), set(), ""),
+    ],
+)  # fmt: skip
+def test_wrappers_and_names_are_read_past(
+    module: str, change: Callable[[str], str], wrappers: set[str], adapter: str
+) -> None:
+    plain = peft_key(module, "A")
+    spelling = plain_name(change(plain))
+    assert (spelling.name, {*spelling.wrappers}, spelling.adapter) == (plain, wrappers, adapter)
+    assert parse_key(change(plain)) == parse_key(plain)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["model.layers.0.temporal.module.dense", "model.layers.0.module", "head.module.layers_norm"],
+)
+def test_a_module_that_is_called_module_stays(module: str) -> None:
+    assert plain_name(peft_key(module, "A")) == (peft_key(module, "A"), (), "", False)
+
+
+@pytest.mark.parametrize(
+    ("path", "like"),
+    [
+        *((path, True) for path in (
+            "mlp.experts.gate_up_projs.0", "mlp.experts.3", "mlp.local_experts.0.up_proj",
+            "mlp.expert_3.up_proj", "mlp.switch_mlp.up_proj", "ffn.experts.1.w1", "moe.gate_proj",
+            "mlp.0.gate_proj", "block_sparse_moe.input_linear", "ffn_gate_exps", "experts.0.up_proj",
+        )),
+        *((path, False) for path in (
+            "mlp.gate", "mlp.router", "moe.gate", "block_sparse_moe.router.layer",
+            "mlp.shared_experts.up_proj", "mlp.shared_expert_gate", "share_expert.up_proj",
+            "self_attn.q_proj", "feed_forward.w1", "shared_mlp.input_linear", "mlp.gate_up_proj",
+        )),
+    ],
+)  # fmt: skip
+def test_what_looks_like_an_expert(path: str, like: bool) -> None:
+    assert is_expert_like(f"model.layers.5.{path}") is like

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,21 @@ def test_patterns_of_stacked_experts(tmp_path: Path) -> None:
     convert_adapter(raw, to="sglang-3d", output_dir=tmp_path / "out")
     edit_config(tmp_path / "out", alpha_pattern={"up_proj": 64}, rank_pattern={"down_proj": 2})
     assert {"KTB108", "KTB109"} <= found(tmp_path / "out").keys()
+
+
+@pytest.mark.parametrize(
+    ("added", "based", "said"),
+    [
+        ({"<a>": 30, "<b>": 31}, True, None),
+        ({"<a>": 31, "<b>": 32}, True, "error"),
+        ({"<a>": 31}, False, "warning"),
+        ({}, False, None),
+    ],
+)
+def test_added_tokens(tmp_path: Path, added: dict[str, int], based: bool, said: str | None) -> None:
+    model = write_config(tmp_path / "base", vocab_size=32)
+    raw = write_raw(tmp_path / "raw", base_model=str(model))
+    convert_adapter(raw, to="sglang-3d", output_dir=tmp_path / "out")
+    (tmp_path / "out" / "added_tokens.json").write_text(json.dumps(added))
+    options = {"base_model": model} if based else {}
+    assert found(tmp_path / "out", **options).get("KTB649") == said

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from adapterfaults import Tensors, add, copies, drop, edit, edit_config, edit_manifest, rename
-from rawadapter import write_raw
+from rawadapter import write_base, write_config, write_raw
 from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import Tensor, convert_adapter, validate_adapter
-from ktbridge.errors import Problem
+from ktbridge.adapter import Tensor, convert_adapter, merge_adapter, validate_adapter
+from ktbridge.adapter.push import plan_push
+from ktbridge.errors import Problem, ProblemsError
 from ktbridge.model import open_tensor_file
 
 P = "base_model.model."
@@ -268,3 +269,72 @@ def test_files_that_may_not_be_read(
     (paths["n"] / name).chmod(mode)
     found = {(p["code"], p["severity"]): p["next_step"] for p in nobody()}
     assert found[code, "error"] == step
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
+
+
+@pytest.mark.parametrize(("name", "code"), [(MODEL, "KTB005"), ("adapter_config.json", "KTB002")])
+def test_a_git_lfs_pointer_is_no_damage(paths: Paths, name: str, code: str) -> None:
+    (paths["e"] / name).write_text(POINTER)
+    (finding,) = [item for item in validate_adapter([paths["e"]]).problems if item.code == code]
+    assert "Git LFS pointer" in finding.found
+    assert finding.next_step.startswith(f"git -C {paths['e']} lfs pull")
+
+
+def test_adapters_in_subdirectories_are_named(paths: Paths, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("e", "m"):
+        paths[name].rename(tmp_path / "runs" / f"checkpoint-{name}")
+    (finding,) = validate_adapter([tmp_path / "runs"]).problems
+    assert "checkpoint-e" in finding.found
+    assert "checkpoint-m" in finding.found
+
+
+UNREAD = "mlp.experts.gate_up_projs.0"
+
+
+@pytest.mark.parametrize("command", ["validate", "convert", "merge", "push"])
+def test_no_command_goes_past_an_expert_that_isnt_read(
+    paths: Paths, tmp_path: Path, command: str
+) -> None:
+    edit(paths["n"], rename("self_attn.o_proj", UNREAD))
+    base = write_base(tmp_path / "base")
+    acts: dict[str, Callable[[], object]] = {
+        "convert": lambda: convert_adapter(paths["n"], to="vllm", output_dir=tmp_path / "out"),
+        "merge": lambda: merge_adapter(paths["n"], base_model=base, output=tmp_path / "out"),
+        "push": lambda: plan_push(paths["n"], "org/name"),
+    }
+    if command == "validate":
+        found = validate_adapter([paths["n"]]).problems
+    else:
+        with pytest.raises(ProblemsError) as raised:
+            acts[command]()
+        found = [*raised.value.problems]
+    assert "KTB218" in {item.code for item in found if item.severity == "error"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_module_that_the_base_lacks(paths: Paths, tmp_path: Path) -> None:
+    """An error where the base is given, with its weights or without; an info where it isn't."""
+    edit(paths["n"], rename("self_attn.o_proj", "self_attn.oo"))
+    told = [item for item in validate_adapter([paths["n"]]).problems if item.code == "KTB219"]
+    assert [item.severity for item in told] == ["info"]
+    for base in (write_config(tmp_path / "config"), write_base(tmp_path / "base")):
+        report = validate_adapter([paths["n"]], base_model=base)
+        assert "is of a module that the base model doesn't have" in {
+            item.found.partition(" (")[0] for item in report.problems if item.severity == "error"
+        }
+        with pytest.raises(ProblemsError) as raised:
+            convert_adapter(paths["n"], to="vllm", output_dir=tmp_path / "v", base_model=str(base))
+        assert [item.code for item in raised.value.problems if item.severity == "error"] == [
+            "KTB610"
+        ]
+
+
+def test_several_adapters_in_one_file_are_named(paths: Paths) -> None:
+    edit(paths["n"], rename("A.weight", "A.sft.weight"))
+    edit(paths["n"], rename("B.weight", "B.dpo.weight"))
+    errors = [item for item in validate_adapter([paths["n"]]).problems if item.severity == "error"]
+    assert [item.code for item in errors] == ["KTB217"]
+    assert "dpo, sft" in errors[0].found

@@ -232,3 +232,28 @@ def test_target_modules_that_miss_what_tensors_are_there_for(tmp_path: Path) -> 
     }
     other = {"target_modules": ["w1", "w2", "w3"]}
     assert "KTB121 warning" not in found(adapter(tmp_path / "w", {}, EIGHT, **other))
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"layers_to_transform": [2, 3]},
+        {"target_modules": [f"model.layers.{layer}.{path}" for layer in (2, 3)
+                            for path in (*QV, *(f"mlp.experts.0.{n}_proj" for n in ("gate", "up", "down")))]},
+    ],
+    ids=["layers_to_transform", "full paths"],
+)  # fmt: skip
+def test_layers_left_out_on_purpose(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    """Only KT's engine needs every layer; without an engine that is a warning."""
+    base = write_config(tmp_path / "base", num_hidden_layers=4, num_experts=1, num_attention_heads=1,
+                        num_key_value_heads=1, head_dim=16)  # fmt: skip
+    path = adapter(tmp_path / "a", dict.fromkeys(QV, (2, 3)), (2, 3), **chosen)
+
+    def said(engine: str | None) -> dict[str, str]:
+        problems = validate_adapter([path], base_model=base, engine=engine).problems
+        kinds = ("KTB603", "KTB607", "KTB117", "KTB118")
+        return {p.code: p.severity for p in problems if p.code in kinds}
+
+    assert said("vllm") == said("sglang") == {}
+    assert said(None) == {"KTB603": "warning"}
+    assert said("sglang-kt==0.7.2") == {"KTB603": "error"}

@@ -13,8 +13,9 @@ import pytest
 from foreignadapter import INTER, PEFTS_OWN, E, H, R, back, delta, peft_tensors, random, save
 from rawadapter import write_config, write_raw
 from safetensors.numpy import load_file
+from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import convert_adapter, read_adapter
+from ktbridge.adapter import Tensor, convert_adapter, read_adapter
 from ktbridge.adapter.dialects import DIALECTS
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 
@@ -318,3 +319,44 @@ def test_gguf_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KtbridgeError, match="not installed") as error:
         convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
     assert error.value.next_step == "pip install gguf"
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["stacked", "flat"])
+def test_mlx_adapters_mean_the_same(tmp_path: Path, flat: bool) -> None:
+    """mlx-lm's x @ lora_a @ lora_b * scale, and lora_b[e] @ lora_a[e] of experts."""
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((16, 4)), rng.standard_normal((4, 24))
+    up = rng.standard_normal((3, 4, 16)), rng.standard_normal((3, 8, 4))
+    named = {
+        "model.layers.1.self_attn.q_proj": query,
+        "model.layers.1.mlp.switch_mlp.up_proj": (up[0].reshape(12, 16) if flat else up[0], up[1]),
+    }
+    tensors = [
+        Tensor(f"{module}.lora_{half}", "F32", data.shape, data.astype(np.float32).tobytes())
+        for module, pair in named.items()
+        for half, data in zip("ab", pair, strict=True)
+    ]
+    given = tmp_path / "adapters"
+    given.mkdir()
+    write_tensor_file(given / "adapters.safetensors", tensors)
+    settings = {"model": "some/base", "fine_tune_type": "lora",
+                "lora_parameters": {"rank": 4, "scale": 2.5}}  # fmt: skip
+    (given / "adapter_config.json").write_text(json.dumps(settings))
+    convert_adapter(given, to="raw", output_dir=tmp_path / "raw")
+    made = read_adapter(tmp_path / "raw")
+    assert made.alpha / made.rank == made.nonexpert_scale == 2.5
+
+    def values(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+
+    a, b = (values(made.expert_tensor(1, f"up_lora_{half}")) for half in "ab")
+    assert np.array_equal(a, up[0].astype(np.float32))
+    assert np.array_equal(b, up[1].astype(np.float32))
+    stem = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+    for half, data in zip("AB", query, strict=True):
+        found = values(made.nonexpert_tensor(f"{stem}{half}.weight"))
+        assert np.array_equal(found, data.T.astype(np.float32))
+    settings["fine_tune_type"] = "dora"
+    (given / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ProblemsError, match="dora"):
+        convert_adapter(given, to="raw", output_dir=tmp_path / "other")
