@@ -254,7 +254,7 @@ ROWS = [
     Row("SGLang's stacked experts", "n", tensors("n", stacked), "KTB216",
         "in the sglang-3d format", "", "nothing", "info"),
     Row("SGLang's stacked experts for an engine", "n", tensors("n", stacked), "KTB216",
-        "in the sglang-3d format", "sglang-kt 0.7.2", "--to kt-merged", also=["KTB203"], kwargs=KT072),
+        "in the sglang-3d format", "sglang-kt 0.7.2", "merge the adapter", also=["KTB203"], kwargs=KT072),
     Row("GGUF", "n", as_gguf, "KTB016", "not a GGUF file that can be read", "", "copy"),
     Row("LoRA experts", "e", tensors("e", add("model.layers.0.mlp.lora_experts.0.le_gate.weight")),
         "KTB211", "whole LoRA experts", "", "routed-expert LoRA", place="lora_experts"),

@@ -309,7 +309,7 @@ def test_requests_that_make_no_sense(tmp_path: Path) -> None:
 
 
 def test_every_dialect_says_what_loads_it_and_what_is_exact() -> None:
-    assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS) == 11
+    assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS) == 12
     assert all(dialect.loaded_by and dialect.exact for dialect in DIALECTS)
 
 
