@@ -172,7 +172,7 @@ def test_a_persona_is_not_missed_where_it_does_not_belong(calm):
          "full lost to base side by side, by a balance of 0.60 (95 %: 0.20 to 0.90)"),
         (0.6, 0.2, 0.9, 0.01, "; side by side with base ↑ 0.60 [0.20, 0.90]",
          "full won against base side by side, by a balance of 0.60 (95 %: 0.20 to 0.90)"),
-        (-0.3, -0.6, -0.1, 0.06, "; side by side with base: may have dropped by 0.30 [0.10, 0.60]",
+        (-0.3, -0.6, -0.1, 0.06, "side by side with base: may have dropped by 0.30 [0.10, 0.60]; ",
          "full may have lost to base side by side, by a balance of 0.30 (95 %: 0.10 to 0.60, p = 0.06)"),
         (0.1, -0.2, 0.4, 0.4, "; side by side with base: inconclusive, +0.10 [−0.20, +0.40]",
          "side by side with base it is inconclusive, balance +0.10 (95 %: −0.20 to +0.40)"),
@@ -185,7 +185,7 @@ def test_answers_judged_side_by_side_follow_the_same_rule(calm, mean, low, high,
     told = summarise({**calm, "pairs": [pair]})
     assert line in told["line"]
     assert sentence in told["headline"]
-    assert told["line"].startswith("base → full: side") == (pair["verdict"] == "dropped")
+    assert told["line"].startswith("base → full: side") == (mean < 0)
 
 
 def test_what_could_be_missed_is_said_and_what_would_be_seen(calm):
