@@ -278,7 +278,9 @@ def formats_taken(engine: str) -> Collection[str]:
 def _convert_step(adapter: Adapter, engine: str, version: str, base_name: str) -> str:
     """The command that makes of another tool's adapter what the engine serves."""
     if engine == ENGINE and not _has_all(adapter):
-        return "merge the adapter, or train gate_proj, up_proj and down_proj, which KT engines ask for"
+        return (
+            "merge the adapter, or train gate_proj, up_proj and down_proj, which KT engines ask for"
+        )
     whole = "kt-merged" if _has_all(adapter) else "raw"
     to = ["--to", _OTHERS[engine].to if engine in _OTHERS else whole, "--output", "D"]
     if engine == ENGINE and not contract_for(f"{engine}=={version}")[0].merged:

@@ -92,7 +92,7 @@ def shown(text: str) -> str:
 
 
 def _new_ones(problems: Iterable[Problem]) -> list[Problem]:
-    """Problems but for notes that an earlier command of the same `ktbridge run` printed, which are counted."""
+    """Return problems without notes that an earlier command of the same run printed; those are counted."""
     given, path = list(problems), os.environ.get(NOTES_FILE)
     if not path:
         return given

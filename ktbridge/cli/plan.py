@@ -72,7 +72,7 @@ def _quiet_libraries() -> None:
     with suppress(ImportError):
         from ktbridge.sft import trainer
 
-        trainer.quiet_libraries()
+        trainer.show_no_bars_of_libraries()
 
 
 def _show(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ import click
 from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
-    from ktbridge.errors import Problem, ProblemsError
+    from ktbridge.errors import ProblemsError
     from ktbridge.recipe import Comparison, Item, Recipe, Runner
     from ktbridge.recipe.read import Options
     from ktbridge.sft.config import TrainConfig
@@ -141,21 +142,23 @@ def _read_trainings(
 
     Overrides are relative to the recipe's directory, in which the commands run.
     """
-    from contextlib import chdir
-
     from ktbridge.errors import Problem, ProblemsError
     from ktbridge.recipe import Step
     from ktbridge.sft.config import load_config
 
     steps = [one for one in plan if isinstance(one, Step) and one.command == "train"]
     configs, problems, failed = [], dict[Problem, None](), 0
-    for step in steps:
-        with chdir(recipe.directory):
+    here = Path.cwd()
+    os.chdir(recipe.directory)
+    try:
+        for step in steps:
             try:
                 configs.append(load_config(step.words[1], step.words[2:]))
             except ProblemsError as error:
                 problems |= dict.fromkeys(error.problems)
                 failed += 1
+    finally:
+        os.chdir(here)
     if not failed:
         return configs, None
     what = f"{failed} of {len(steps)} runs" if len(steps) > 1 else "the run"
@@ -178,7 +181,8 @@ def scale_notes(configs: Sequence[TrainConfig], sweep: Mapping[str, Sequence[str
         if rank in keys and alpha not in keys and len({*scales}) > 1:
             found.append(
                 f"the sweep over {rank} varies the scale alpha / rank, too "
-                f"({', '.join(dict.fromkeys(scales))}): leave {alpha} out, and it is twice the rank, or sweep it along"
+                f"({', '.join(dict.fromkeys(scales))}): leave {alpha} out, and it is twice the rank, or "
+                "sweep it along"
             )
     return found
 

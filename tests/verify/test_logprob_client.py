@@ -98,10 +98,10 @@ def test_a_page_in_place_of_an_answer_is_said():
     data = b"HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n<html>login</html>"
     with (
         answering(data) as url,
-        pytest.raises(KtbridgeError, match="no stream of events; .*<html>"),
+        pytest.raises(KtbridgeError, match=r"no stream of events; .*<html>"),
     ):
         list(OpenAIClient(url, timeout=10).chat("m", []))
-    with answering(data) as url, pytest.raises(KtbridgeError, match="is not JSON; .*<html>"):
+    with answering(data) as url, pytest.raises(KtbridgeError, match=r"is not JSON; .*<html>"):
         OpenAIClient(url, timeout=10).ask("/completions", {"model": "m"})
 
 

@@ -158,7 +158,8 @@ def split(rows: Rows, size: float, seed: int) -> Rows:
     chosen = set(draw.sample(range(given), count))
     apart = _without_copies(rows, chosen, draw)
     if apart != chosen:
-        before = replace(rows, **{name: [*getattr(rows, name)] for name in _PARALLEL})
+        copies: dict[str, Any] = {name: [*getattr(rows, name)] for name in _PARALLEL}
+        before = replace(rows, **copies)
         before.held_out = _take(before, chosen)
         before.notes = [*rows.notes, *repeated(before, before.held_out)]
         rows.before = before
