@@ -13,7 +13,7 @@ from adapterfaults import drop, edit
 from rawadapter import random_bits, write_config
 from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import Tensor, validate_adapter
+from ktbridge.adapter import Tensor, convert_adapter, validate_adapter
 
 EIGHT = range(8)
 QV = ("self_attn.q_proj", "self_attn.v_proj")
@@ -257,3 +257,14 @@ def test_layers_left_out_on_purpose(tmp_path: Path, chosen: dict[str, Any]) -> N
     assert said("vllm") == said("sglang") == {}
     assert said(None) == {"KTB603": "warning"}
     assert said("sglang-kt==0.7.2") == {"KTB603": "error"}
+
+
+@pytest.mark.parametrize("targets", ["paths", r".*\.layers\.[23]\..*_proj"])
+def test_a_conversion_keeps_what_targets_by_layer_chose(tmp_path: Path, targets: str) -> None:
+    modules = (*QV, *(f"mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")))
+    paths = [f"model.layers.{layer}.{module}" for layer in (2, 3) for module in modules]
+    chosen = paths if targets == "paths" else targets
+    path = adapter(tmp_path / "a", dict.fromkeys(QV, (2, 3)), (2, 3), target_modules=chosen)
+    convert_adapter(path, to="vllm", output_dir=tmp_path / "v", base_model="some/base")
+    kept = json.loads((tmp_path / "v" / "adapter_config.json").read_text())
+    assert kept["layers_to_transform"] == [2, 3]

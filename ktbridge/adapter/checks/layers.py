@@ -56,6 +56,22 @@ def left_out(adapter: Adapter, layers: Iterable[int]) -> set[int]:
     return {layer for layer in layers if not targeted(config, other_layer(part, layer), layer)}
 
 
+def selected_layers(adapter: Adapter) -> list[int]:
+    """The layers that targets by path or by expression select, as layers_to_transform has them; else none.
+
+    An output has the modules' last names as its targets, which alone would stand for every layer.
+    """
+    parts = [part for stack in adapter.experts.values() for part in [*stack.parts.values()][:1]]
+    parts += [part for part in adapter.nonexpert.values() if part.key.layer >= 0]
+    have = {part.key.layer for part in parts if part.key.module}
+    part = next((part for part in parts if part.key.module), None)
+    if part is None or not targeted(adapter.config, part.key.module, part.key.layer):
+        return []
+    others = {*range(max(have) + 2)} - have
+    told = any(targeted(adapter.config, other_layer(part, layer), layer) for layer in others)
+    return [] if told else sorted(have)
+
+
 def _matches(pattern: object, module: str) -> bool | None:
     if isinstance(pattern, str):
         expression = _expression(pattern)

@@ -20,6 +20,7 @@ from ktbridge.adapter.blocks import BITS, Block, block_of, block_of_stack, padde
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.config import check_config
 from ktbridge.adapter.checks.inventory import check_spellings
+from ktbridge.adapter.checks.layers import selected_layers
 from ktbridge.adapter.keys import HALVES, PROJECTIONS, is_expert_like, parse_key, peft_key
 from ktbridge.adapter.lora_config import (
     UNFOLDED,
@@ -107,6 +108,9 @@ class Source:
     def of(cls, adapter: Adapter, name: str, rank: int, alpha: float) -> Source:
         """Numbers and origin of a directory in format ``name``; rank and alpha are the experts'."""
         configured = adapter.config.get("lora_alpha") is not None
+        kept = kept_fields(adapter.config)
+        if "layers_to_transform" not in kept and (selected := selected_layers(adapter)):
+            kept["layers_to_transform"] = selected
         return cls(
             path=adapter.path,
             format=name,
@@ -116,7 +120,7 @@ class Source:
             nonexpert_alpha=adapter.nonexpert_alpha if configured else adapter.alpha,
             use_rslora=bool(adapter.config.get("use_rslora")),
             base_model=adapter.base_model,
-            kept=kept_fields(adapter.config),
+            kept=kept,
             stamps=adapter.stamps,
             manifest=adapter.manifest,
         )
