@@ -20,6 +20,8 @@ from ktbridge.model import open_checkpoint
 
 OWN = ("raw", "kt-split", "kt-merged", "vllm")
 KT = "sglang-kt==0.7.2"
+TRAINING_ALONE = ("megatron-packed", "mcore")
+WHOLE = [row.name for row in DIALECTS if row.name not in ("kt-split", "mlx")]
 
 
 def given_as(name: str, folder: Path, base: Path) -> Path:
@@ -48,7 +50,7 @@ def weights(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("name", [row.name for row in DIALECTS if row.name != "kt-split"])
+@pytest.mark.parametrize("name", WHOLE)
 def test_merge_and_validate_read_any_format_as_its_conversion(tmp_path: Path, name: str) -> None:
     base = write_base(tmp_path / "base")
     given = given_as(name, tmp_path, base)
@@ -59,12 +61,13 @@ def test_merge_and_validate_read_any_format_as_its_conversion(tmp_path: Path, na
     execute_merge(plan)
     assert weights(tmp_path / "merged") == weights(tmp_path / "expected") != weights(base)
     report = validate_adapter([given], base_model=base, from_format=name)
-    assert report.ok, report.problems
+    errors = {item.code for item in report.problems if item.severity == "error"}
+    assert errors == ({"KTB018"} if name in TRAINING_ALONE else set())  # no engine loads those
     (summary,) = report.adapters
     assert (summary["expert_layers"], summary["num_experts"]) == (2, E)
     assert summary["layout"] == {"kt-merged": "merged", "vllm": "merged"}.get(name, name)
     both = validate_adapter([tmp_path / "made", given], base_model=base, from_format=name)
-    assert both.ok, both.problems  # the same values
+    assert "KTB504" not in {item.code for item in both.problems}  # the same values
 
 
 @pytest.mark.parametrize(
