@@ -34,11 +34,13 @@ from ktbridge.model.stamps import Stamp
 from ktbridge.publish import hash_file
 
 # Part of every key of the cache: bump it when the conversion's output changes, to invalidate old results.
-RECIPE = "1"
+RECIPE = "2"
 _WEIGHTS = (".safetensors", ".gguf")
 _CODES = {
-    **dict.fromkeys(("peft", "peft-fused", "peft-0.18", "unsloth-legacy"), "KTB208"),
-    "sglang-3d": "KTB216",
+    **dict.fromkeys(
+        ("peft", "peft-fused", "peft-0.18", "unsloth-legacy", "megatron-packed"), "KTB208"
+    ),
+    **dict.fromkeys(("sglang-3d", "mcore"), "KTB216"),
     "gguf": "KTB016",
     "mlx": "KTB019",
 }

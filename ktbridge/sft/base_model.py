@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktbridge.adapter import Adapter
+from ktbridge.adapter.lora_config import half_numbers, numbers_of
 from ktbridge.adapter.opening import reading_note
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
@@ -209,6 +210,15 @@ def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
             ("lora_rank", adapter.nonexpert_rank, config.lora_rank),
             ("lora_alpha", alpha, config.alpha),
         ]
+    odd = [
+        part.key.module
+        for part in adapter.nonexpert.values()
+        if numbers_of(adapter, part.key).at(1) != half_numbers(adapter, "nonexpert").at(1)
+    ]
+    if odd:
+        found = f"patterns give {odd[0]} a rank or scale of its own"
+        step = f"Fold them: ktbridge convert {adapter.path} --to raw --output D (exact ones are)."
+        yield misfit("KTL006", adapter, "adapter_config.json", found, "one rank and alpha", step)
     for name, theirs, ours in pairs:
         if theirs != ours:
             exact = int(theirs) if float(theirs).is_integer() else theirs

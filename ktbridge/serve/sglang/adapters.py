@@ -19,6 +19,7 @@ from ktbridge.adapter.adapter import Layout
 from ktbridge.adapter.checks.files import require_hashes
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract
 from ktbridge.adapter.keys import FUSED_NAMES, fused_key
+from ktbridge.adapter.lora_config import expert_numbers, half_numbers
 from ktbridge.adapter.manifest import MANIFEST_FILE, trained_on
 from ktbridge.adapter.opening import RECIPE, is_intact, store_adapter
 from ktbridge.codes import problem
@@ -248,6 +249,13 @@ def _join(expert: Path, nonexpert: Path, target: Path, base_model: str) -> None:
         for layer in experts.expert_layers()
         for name in FUSED_NAMES
     }
+    usual = half_numbers(experts, "expert")
+    for layer, projection, _ in experts.experts:
+        if any(n != usual for n in expert_numbers(experts, layer, projection)):
+            raise KtbridgeError(
+                f"{experts.path} has experts of several ranks or scales, and the engine serves one.",
+                f"Fold them first: ktbridge convert {experts.path} --expert-output-dir D",
+            )
     stored = (experts.manifest or {}).get("expert_weight_format")
     write_raw_adapter(
         target,
@@ -255,8 +263,8 @@ def _join(expert: Path, nonexpert: Path, target: Path, base_model: str) -> None:
         nonexpert={key: rest.nonexpert_tensor(key) for key in rest.nonexpert_keys()},
         config=rest.config,
         base_model=base_model,
-        rank=experts.rank,
-        alpha=experts.alpha,
+        rank=usual.rank,
+        alpha=usual.plain_alpha,
         expert_weight_format=stored if isinstance(stored, str) else "bf16",
         fingerprint=trained_on(experts.manifest) or False,
         overwrite=True,
