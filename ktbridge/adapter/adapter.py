@@ -117,7 +117,7 @@ class Adapter:
         self.stamps: Stamps = {}
         self.given_alpha: float | None = None
         self.by_kt: bool | None = None
-        self.automodel: dict[str, Any] | None = None
+        self.automodel: dict[str, object] | None = None
         self.format = ""
         self.reading = ""
         self.widened = False
