@@ -20,10 +20,8 @@ from ktbridge.serve.local.schema import ApiError, Message
 SMALL = 1 << 16
 """Characters of a prompt that is tokenized among the small ones: some ten milliseconds."""
 _A_MESSAGE = 64  # characters that stand for the work of rendering one
-_BEGINNING = (
-    16  # characters of a prompt's beginning for each token of the context: four times what text has
-)
-_SURELY = 2  # times the context: that many tokens of a beginning don't come of where it was cut
+_BEGINNING = 4  # characters of a prompt's beginning for each token of the context, as text has
+_SURELY = 1.25  # times the context: that many tokens don't come of where a beginning was cut
 
 
 class Lane:
