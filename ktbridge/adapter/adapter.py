@@ -91,16 +91,16 @@ class ExpertStack:
 class Adapter:
     """One adapter directory. Tensors are views into the files' memory maps, made on demand.
 
-    Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None);
-    ``experts`` by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that
-    are neither; ``files``; ``respelled``, tensors whose keys are read without a part of them, by what that
-    is; ``trained_as``, the configuration that lists the selected layers; ``stamps``, size, time and inode of
-    these files when they were read. ``given_alpha``: the experts', if the command gave it. ``by_kt``: whether
-    KTransformers trained the experts, if the format that was asked for says so;
-    ``ktbridge.adapter.lora_config`` has every module's scale. ``automodel``: NeMo AutoModel's own
-    configuration, beside PEFT's. Of an adapter that was read from another tool's format: ``format``, its
-    name, and ``reading``, a sentence that says so; else "". ``widened``: its
-    scales needed float32.
+    Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None); ``experts``
+    by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that are neither;
+    ``files``; ``respelled``, tensors whose keys are read without a part of them, by what that is;
+    ``unwrap``, whether a wrapper's name may be such a part; ``trained_as``, the configuration that lists
+    the selected layers; ``stamps``, size, time and inode of these files when they were read.
+    ``given_alpha``: the experts', if the command gave it. ``by_kt``: whether KTransformers trained the
+    experts, if the format that was asked for says so; ``ktbridge.adapter.lora_config`` has every module's
+    scale. ``automodel``: NeMo AutoModel's own configuration, beside PEFT's. Of an adapter that was read
+    from another tool's format: ``format``, its name, and ``reading``, a sentence that says so; else "".
+    ``widened``: its scales needed float32.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:
@@ -113,6 +113,7 @@ class Adapter:
         self.nonexpert: dict[str, Part] = {}
         self.leftovers: list[Part] = []
         self.respelled: dict[str, list[Part]] = {}
+        self.unwrap = False
         self.trained_as = config
         self.stamps: Stamps = {}
         self.given_alpha: float | None = None
@@ -309,6 +310,10 @@ def last_part(name: str) -> str:
         if folder.startswith("models--") and inside == "snapshots":
             return folder.split("--", 2)[-1]
     return parts[-1]
+
+
+WRAPPER = "a wrapper's"
+"""The beginning of a key of ``Adapter.respelled`` for a wrapper's name; an adapter's name has another."""
 
 
 def convert_step(adapter: Adapter, options: str = "", base: Path | None = None) -> str:

@@ -70,6 +70,7 @@ class ConvertOptions(TypedDict, total=False):
     from_format: str
     base_model: str | None
     lora_alpha: float | None
+    unwrap: bool
     dtype: str
     overwrite: bool
 
@@ -155,7 +156,8 @@ def convert_adapter(
     to ``merged_output_dir``; "kt-merged", "raw", "peft-fused", "vllm", "sglang-3d" and "gguf" go to
     ``output_dir``. ``base_model`` is what the configurations will name, by default what the input
     names; if it is a directory with config.json, it also provides prefixes and sizes. ``lora_alpha``
-    is the alpha the experts were trained with, if neither manifest nor configuration has it.
+    is the alpha the experts were trained with, if neither manifest nor configuration has it. ``unwrap`` takes
+    the names of torch.compile's, FSDP's, DDP's and checkpointing's wrappers out of keys.
     ``dtype`` "bf16" rounds wider tensors to bfloat16, "keep" leaves their bytes as they are, "f32" widens all
     to float32, where scales that no power of two relates are multiplied into B.
     ``overwrite`` replaces an existing adapter directory. Modes follow the umask.
@@ -188,7 +190,9 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
     paths = check_request(raw_dir, _outputs(to, options), lora_alpha)
     if from_format == "auto":
         from_format = detect_format(raw_dir)
-    request = Request(given, from_format, options.get("base_model"), lora_alpha)
+    request = Request(
+        given, from_format, options.get("base_model"), lora_alpha, options.get("unwrap", False)
+    )
     try:
         source = read_source(request, to)
     except ProblemsError as error:

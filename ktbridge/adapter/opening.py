@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ktbridge.adapter.adapter import FUSED_FILE, Adapter
 from ktbridge.adapter.blocks import Block, bytes_of
+from ktbridge.adapter.checks.inventory import check_read
 from ktbridge.adapter.convert import convert_adapter, read_source
 from ktbridge.adapter.dialects import BY_KT, READABLE, check_from, find_sign
 from ktbridge.adapter.dialects.source import Request, Source
@@ -133,7 +134,10 @@ def open_adapter(
         adapter = open_adapter("peft/adapter")
         print(adapter.reading or adapter.layout, adapter.rank, adapter.alpha)
     """
-    return require(path, *scan_any(path, from_format, base_model, as_raw=as_raw))
+    adapter, findings = scan_any(path, from_format, base_model, as_raw=as_raw)
+    if adapter is not None and not adapter.format:  # readers of other formats have looked
+        findings += check_read(adapter)
+    return require(path, adapter, findings)
 
 
 def scan_any(

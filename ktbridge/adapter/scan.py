@@ -21,6 +21,7 @@ from ktbridge.adapter.adapter import (
     MAX_ALPHA,
     MLX_FILE,
     MODEL_FILE,
+    WRAPPER,
     Adapter,
     ExpertStack,
     Layout,
@@ -392,7 +393,7 @@ def note_spellings(adapter: Adapter, file: TensorFile) -> set[str]:
         if spelling.name == entry.name:
             continue
         part = Part(file, entry, parse_key(spelling.name))
-        extra = [f"a wrapper's {name}" for name in spelling.wrappers]
+        extra = [f"{WRAPPER} {name}" for name in spelling.wrappers]
         if spelling.adapter:
             names.add(spelling.adapter)
             extra.append(f"the adapter's name {spelling.adapter}")

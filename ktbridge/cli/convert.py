@@ -73,6 +73,11 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     metavar="keep|bf16|f32",
     help="bf16 rounds wider tensors to bfloat16; f32 widens all, to hold scales that differ.",
 )
+@click.option(
+    "--unwrap",
+    is_flag=True,
+    help="Take wrappers' names (_orig_mod, module and the like) out of keys.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace output directories that hold an adapter.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

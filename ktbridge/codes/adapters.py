@@ -119,7 +119,8 @@ KEYS = Subject("Keys and inventory", "adapter", (
     Code("KTB216", "error", "expert LoRA of all experts is one tensor (upstream SGLang's layout), which KT"
          " engines and vLLM don't read", "ktbridge convert DIR --from sglang-3d --to raw --output D"),
     Code("KTB217", "error", "keys have a wrapper's name (torch.compile, FSDP, DDP, checkpointing) in them,"
-         " or an adapter's: PEFT and engines find no such module", _CONVERT),
+         " or an adapter's: PEFT and engines find no such module",
+         "ktbridge convert DIR --unwrap --to raw --output D"),
     Code("KTB218", "error", "a tensor looks like routed experts' LoRA, and is in no form that is read: it"
          " would go nowhere",
          "merge the adapter where it was trained, or train in a form of docs/adapters.md"),

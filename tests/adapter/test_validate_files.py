@@ -16,9 +16,9 @@ from adapterfaults import Tensors, add, copies, drop, edit, edit_config, edit_ma
 from rawadapter import write_base, write_config, write_raw
 from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import Tensor, convert_adapter, merge_adapter, validate_adapter
+from ktbridge.adapter import Tensor, convert_adapter, merge_adapter, open_adapter, validate_adapter
 from ktbridge.adapter.push import plan_push
-from ktbridge.errors import Problem, ProblemsError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.model import open_tensor_file
 
 P = "base_model.model."
@@ -313,6 +313,37 @@ def test_no_command_goes_past_an_expert_that_isnt_read(
         found = [*raised.value.problems]
     assert "KTB218" in {item.code for item in found if item.severity == "error"}
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["validate", "convert", "merge", "push", "open"])
+def test_a_wrapper_in_keys_is_refused_until_it_is_taken_out(
+    paths: Paths, tmp_path: Path, command: str
+) -> None:
+    base, plain = write_base(tmp_path / "base"), tmp_path / "plain"
+    convert_adapter(paths["n"], to="vllm", output_dir=plain)
+    edit(paths["n"], rename("self_attn", "_fsdp_wrapped_module.self_attn"))
+    acts: dict[str, Callable[[], object]] = {
+        "convert": lambda: convert_adapter(paths["n"], to="vllm", output_dir=tmp_path / "out"),
+        "merge": lambda: merge_adapter(paths["n"], base_model=base, output=tmp_path / "out"),
+        "push": lambda: plan_push(paths["n"], "org/name"),
+        "open": lambda: open_adapter(paths["n"]),
+    }
+    if command == "validate":
+        errors = [one for one in validate_adapter([paths["n"]]).problems if one.severity == "error"]
+        assert {one.code for one in errors} == {"KTB217"}
+        assert "--unwrap" in errors[0].next_step
+    else:
+        with pytest.raises(KtbridgeError) as raised:
+            acts[command]()
+        steps = [
+            raised.value.next_step,
+            *(one.next_step for one in getattr(raised.value, "problems", ())),
+        ]
+        assert any("--unwrap" in step for step in steps)
+    assert not (tmp_path / "out").exists()
+    convert_adapter(paths["n"], to="vllm", output_dir=tmp_path / "out", unwrap=True)
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (plain / name).read_bytes()
 
 
 def test_a_module_that_the_base_lacks(paths: Paths, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 
-from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, convert_step, expert_slots
+from ktbridge.adapter.adapter import WRAPPER, Adapter, ExpertStack, Part, convert_step, expert_slots
 from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.config import FOREIGN, check_foreign
@@ -75,7 +75,11 @@ def check_spellings(adapter: Adapter, use: Use) -> Iterator[Problem]:
     default = "the adapter's name default"
     for text, parts in adapter.respelled.items():
         found = f"has {text} in its key"
-        if not use.served:
+        if text.startswith(WRAPPER) and not adapter.unwrap:
+            # No tool loads such a file, so what it was meant to be is for its user to say.
+            step = convert_step(adapter, "--unwrap --to raw --output D")
+            yield from many("KTB217", parts, found, "no wrapper", next_step=step)
+        elif not use.served:
             step = "nothing: it is read without that"
             yield from many("KTB217", parts, found, severity="info", next_step=step)
         elif text != default or use is not Use.SERVED_BY_KT:
@@ -89,6 +93,12 @@ _FROM_PEFT = (
     "load it as it was trained, with wrap_experts and PeftModel.from_pretrained, and save it with "
     "ktbridge.sft.save_raw_adapter (docs/library.md)"
 )
+
+
+def check_read(adapter: Adapter) -> Iterator[Problem]:
+    """Errors where something that was trained would go nowhere; for commands that ask for no more checks."""
+    found = [*check_spellings(adapter, Use.INPUT), *_leftovers(adapter)]
+    yield from (item for item in found if item.code in ("KTB217", "KTB218"))
 
 
 def _leftovers(adapter: Adapter) -> Iterator[Problem]:

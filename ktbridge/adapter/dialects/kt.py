@@ -109,7 +109,7 @@ def _opened(request: Request) -> tuple[Adapter, list[Problem]]:
     adapter, findings = scan_adapter(path, stand_in)
     if adapter is None:
         raise ProblemsError(f"{path} can't be converted", findings)
-    adapter.by_kt = BY_KT.get(request.format)
+    adapter.by_kt, adapter.unwrap = BY_KT.get(request.format), request.unwrap
     findings += apply_alpha(adapter, alpha)
     findings += check_structure(adapter, Use.INPUT)
     return adapter, findings

@@ -61,6 +61,7 @@ class Request(NamedTuple):
     format: str
     base_model: str | None = None
     lora_alpha: float | None = None
+    unwrap: bool = False
 
 
 _ONE = Numbers(1, 1.0)
@@ -445,6 +446,7 @@ def open_foreign(request: Request) -> tuple[Adapter, list[Part], list[Problem]]:
     findings = [item for item in found if item.code < "KTB014"]
     if adapter is None:
         raise ProblemsError(f"{request.path} can't be converted", found)
+    adapter.unwrap = request.unwrap
     config = adapter.config
     if not is_number(config.get("lora_alpha")) and request.lora_alpha is not None:
         config = {**config, "lora_alpha": request.lora_alpha}
