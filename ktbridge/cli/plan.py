@@ -70,7 +70,7 @@ def _quiet_libraries() -> None:
     from contextlib import suppress
 
     with suppress(ImportError):
-        from ktbridge.sft import trainer
+        from  import quiet_libraries
 
         trainer.show_no_bars_of_libraries()
 

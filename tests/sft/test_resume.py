@@ -453,7 +453,7 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     ):
         assert words in caught.value.next_step
     into = [f"adapter_name_or_path={place}", "resume_from_checkpoint=false"]
-    with pytest.raises(UsageError, match="are moved out of") as moved:
+    with pytest.raises(UsageError, match="moves earlier checkpoints out of") as moved:
         check_start(load_config(run_dir / "run.yaml", into), Resumption())
     assert moved.value.next_step == "Give another output_dir."
     check_start(load_config(run_dir / "run.yaml", [*into, "output_dir=other"]), Resumption())
