@@ -55,7 +55,6 @@ def command(
     declared = declared_model(parsed.model_name_or_path)
     ensure_rows(parsed)
     with stdout_for_results(), stderr.status("Reading headers and rows, timing the kernels …"):
-        _quiet_libraries()
         plan = make_plan(parsed, target, measure=not no_measure, declared=declared)
     if as_json:
         emit_json(plan.as_dict())
