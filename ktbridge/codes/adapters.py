@@ -53,7 +53,7 @@ CONFIGURATION = Subject("Configuration", "adapter", (
     Code("KTB101", "error", "peft_type is not LORA, or missing where engines read it", _RETRAIN),
     Code("KTB102", "error", "r is missing or not a positive integer", "set r in adapter_config.json"),
     Code("KTB103", "error", "lora_alpha is missing or not a positive number: engines assume scale 1",
-         "set lora_alpha to the value used in training, or give it to ktbridge convert as --lora-alpha"),
+         "set lora_alpha to the value used in training, or convert with --lora-alpha ALPHA"),
     Code("KTB104", "error", "lora_alpha in the configuration and in the manifest disagree",
          _RECONVERT),
     Code("KTB105", "error", "the manifest's rank is not the tensors' rank", _RESAVE),
