@@ -64,16 +64,6 @@ def command(
     sys.exit(0 if plan.fits else 1)
 
 
-def _quiet_libraries() -> None:
-    """Silence what tokenizes the rows, where it is installed."""
-    from contextlib import suppress
-
-    with suppress(ImportError):
-        from  import quiet_libraries
-
-        trainer.show_no_bars_of_libraries()
-
-
 def _show(plan: Plan) -> None:
     from ktbridge.cli._ui import console, shown
     from ktbridge.units import size_text
