@@ -217,7 +217,7 @@ def _check_output(config: TrainConfig) -> None:
     try:
         check_output_dir(config)
     except UsageError as error:
-        if is_finished(config):
+        if Path(config.output_dir).name and is_finished(config):  # "/" has no place beside it
             error.next_step += (
                 " To go on with the run that made it, with more epochs or max_steps: "
                 "resume_from_checkpoint=true overwrite_output_dir=true."

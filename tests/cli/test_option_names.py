@@ -35,7 +35,7 @@ NAMES = {
                                      "--max-n --max-body-mib --body-seconds --drain-seconds",
     "one answer": "--system --temperature --max-tokens --seed --extra-body --judge-extra-body",
     "time and number of requests": "--timeout --concurrency --repeat",
-    "formats of adapters": "--to --from --lora-alpha --dtype",
+    "formats of adapters": "--to --from --lora-alpha --dtype --unwrap",
     "how much is checked or measured": "--structure-only --strict --strict-data --measure --no-measure "
                                        "--quick --logprobs-from",
     "an evaluation": "--bench --compat --items --train-data --arm --slices --limit --partner --judge "
