@@ -77,19 +77,25 @@ def linear_attention_gaps(
         found = f"without a GPU torch computes it, slowly ({' and '.join(missing)} not installed)"
         return [Gap(found, f"on a machine with a GPU, pip install {' '.join(missing)}")]
     gaps = []
+    triton, (first, fixed) = versions.get("triton"), _WRONG_TRITON
+    wrong = (
+        triton is not None
+        and _HOPPER in capabilities
+        and not versions.get("tilelang")
+        and first <= _numbers(triton) < fixed
+    )
     if missing:
+        # Without tilelang what is installed would refuse to run.
+        wanted = [*missing, "tilelang"] if wrong and not kernels else missing
         found = f"without {' and '.join(missing)} torch computes it, many times slower than kernels"
-        gaps.append(Gap(found, f"pip install {' '.join(missing)}"))
-    triton = versions.get("triton")
-    if kernels and triton and _HOPPER in capabilities and not versions.get("tilelang"):
-        first, fixed = _WRONG_TRITON
-        if first <= _numbers(triton) < fixed:
-            found = (
-                f"Triton {triton} computes wrong gradients of it on Hopper GPUs: flash-linear-attention "
-                "refuses to train with it, and older versions train on them"
-            )
-            step = "pip install tilelang, or a torch whose Triton is 3.7.1 or newer"
-            gaps.append(Gap(found, step, wrong=True))
+        gaps.append(Gap(found, f"pip install {' '.join(wanted)}"))
+    if kernels and wrong:
+        found = (
+            f"Triton {triton} computes wrong gradients of it on Hopper GPUs: flash-linear-attention "
+            "refuses to train with it, and older versions train on them"
+        )
+        step = "pip install tilelang, or a torch whose Triton is 3.7.1 or newer"
+        gaps.append(Gap(found, step, wrong=True))
     return gaps
 
 

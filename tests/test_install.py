@@ -172,6 +172,7 @@ ALL = {"flash-linear-attention": "0.5.2", "causal-conv1d": "1.6.0", "triton": "3
     ("gpus", "versions", "told"),
     [
         (["9.0"], {}, [("without", "linear attention", False)]),
+        (["9.0"], {"triton": "3.6.0"}, [("without", "tilelang", False)]),
         (["9.0"], ALL | {"triton": "3.6.0"}, [("Triton 3.6.0", "tilelang", True)]),
         (["8.0", "9.0"], ALL | {"triton": "3.4.0"}, [("wrong gradients", "3.7.1 or newer", True)]),
         (["9.0"], ALL | {"triton": "3.7.0+git1"}, [("Triton 3.7.0", "torch whose Triton", True)]),
