@@ -154,6 +154,7 @@ SITUATIONS: list[tuple[str, Build]] = [
     ("KTB216", changed(stacked(("w1", "w3", "w2")))),
     ("KTB217", changed(rename(P, f"{P}_orig_mod."))),
     ("KTB217", changed(rename(P, f"module.{P}"), base_model_name_or_path=None)),
+    ("KTB217", changed(rename(P, P + P), base_model_name_or_path=None)),
     ("KTB217", changed(rename(".weight", ".sft.weight"))),
     ("KTB217", changed(rename(".lora_", "_"))),
     ("KTB640", on_each_expert),

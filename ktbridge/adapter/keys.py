@@ -71,7 +71,7 @@ _PARENTS = frozenset({"base_model", "model", "language_model"})
 _WRAPPER = re.compile(r"_orig_mod|_[a-z_]*wrapped_module|_(?:forward|fpw)_module|_module")
 # A name that may be more than a module's path: cheap, as most have nothing of it.
 _ODD = re.compile(
-    r"(?:^|\.)(?:module|_orig_mod|_[a-z_]*module)\.|^model\.base_model\.|(?<!\.lora)_[AB]\.weight$"
+    r"(?:^|\.)(?:module|_orig_mod|_[a-z_]*module)\.|[^\n]\.base_model\.model\.|(?<!\.lora)_[AB]\.weight$"
     r"|\.lora_(?:[AB]|embedding_[AB]|magnitude_vector)\.(?!(?:weight|bias)$)"
 )
 _NAMED = re.compile(
@@ -161,9 +161,9 @@ def plain_name(name: str) -> Spelling:
             wrappers[part] = None
         else:
             parts.append(part)
-    while parts[:2] == ["model", "base_model"]:  # Lightning's own attribute
-        wrappers["model"] = None
-        del parts[0]
+    while start := _peft_root(parts):
+        wrappers[".".join(parts[:start])] = None
+        del parts[:start]
     plain, adapter, lost = ".".join(parts), "", False
     if named := _NAMED.fullmatch(plain):
         stem, adapter, end = named.groups()
@@ -171,6 +171,12 @@ def plain_name(name: str) -> Spelling:
     elif ".lora_" not in plain and (short := _LOST.fullmatch(plain)):
         plain, lost = f"{short[1]}.lora_{short[2]}.weight", True
     return Spelling(plain, tuple(wrappers), adapter, lost)
+
+
+def _peft_root(parts: list[str]) -> int:
+    """The place from which a path is PEFT's, if another model holds PEFT's: Lightning's, TRL's, PEFT's."""
+    pairs = range(1, len(parts) - 2)
+    return next((n for n in pairs if parts[n : n + 2] == ["base_model", "model"]), 0)
 
 
 def _wraps(before: list[str], after: list[str]) -> bool:

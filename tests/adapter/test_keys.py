@@ -121,6 +121,8 @@ QUERY = "model.layers.3.self_attn.q_proj"
         (lambda key: f"_orig_mod.{key}", {"_orig_mod"}, ""),
         (lambda key: f"module.{key}", {"module"}, ""),
         (lambda key: f"model.{key}", {"model"}, ""),
+        (lambda key: f"actor.pretrained_model.{key}", {"actor.pretrained_model"}, ""),
+        (lambda key: f"base_model.model.{key}", {"base_model.model"}, ""),
         (lambda key: f"_forward_module.module.{key}", {"_forward_module", "module"}, ""),
         (lambda key: key.replace("model.layers", "module._orig_mod.model.layers"),
          {"module", "_orig_mod"}, ""),
