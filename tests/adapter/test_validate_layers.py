@@ -268,3 +268,14 @@ def test_a_conversion_keeps_what_targets_by_layer_chose(tmp_path: Path, targets:
     convert_adapter(path, to="vllm", output_dir=tmp_path / "v", base_model="some/base")
     kept = json.loads((tmp_path / "v" / "adapter_config.json").read_text())
     assert kept["layers_to_transform"] == [2, 3]
+
+
+def test_a_conversion_keeps_layers_whose_experts_alone_were_left_out(tmp_path: Path) -> None:
+    chosen = r".*self_attn\.[qv]_proj|.*\.layers\.[23]\.mlp\.experts\..*_proj"
+    path = adapter(tmp_path / "a", dict.fromkeys(QV, EIGHT), (2, 3), target_modules=chosen)
+    convert_adapter(path, to="vllm", output_dir=tmp_path / "v", base_model="some/base")
+    kept = json.loads((tmp_path / "v" / "adapter_config.json").read_text())
+    assert kept["exclude_modules"] == r".*\.layers\.(0|1|4|5|6|7)\.mlp\.experts\..*"
+    base = write_config(tmp_path / "base", num_hidden_layers=8)
+    problems = validate_adapter([tmp_path / "v"], base_model=base, engine="vllm").problems
+    assert "KTB603" not in {one.code for one in problems}

@@ -46,14 +46,17 @@ def left_out(adapter: Adapter, layers: Iterable[int]) -> set[int]:
     """
     config = adapter.trained_as
     chosen = config.get("layers_to_transform")
+    out: set[int] = set()
     if chosen not in (None, []):
         named = chosen if isinstance(chosen, list) else [chosen]
-        return {layer for layer in layers if layer not in named}
+        out = {layer for layer in layers if layer not in named}
     parts = (part for stack in adapter.experts.values() for part in stack.parts.values())
     part = next(parts, None)
     if part is None or not targeted(config, part.key.module, part.key.layer):
-        return set()
-    return {layer for layer in layers if not targeted(config, other_layer(part, layer), layer)}
+        return out
+    return out | {
+        layer for layer in layers if not targeted(config, other_layer(part, layer), layer)
+    }
 
 
 def selected_layers(adapter: Adapter) -> list[int]:
@@ -70,6 +73,17 @@ def selected_layers(adapter: Adapter) -> list[int]:
     others = {*range(max(have) + 2)} - have
     told = any(targeted(adapter.config, other_layer(part, layer), layer) for layer in others)
     return [] if told else sorted(have)
+
+
+def excluded_experts(adapter: Adapter) -> str:
+    """exclude_modules for layers whose experts alone training left out on purpose; "" if there are none."""
+    rest = {part.key.layer for part in adapter.nonexpert.values() if part.key.layer >= 0}
+    layers = left_out(adapter, rest - {*adapter.expert_layers()}) if adapter.experts else set()
+    block = next(
+        (part.key.suffix for stack in adapter.experts.values() for part in stack.parts.values()), ""
+    ).partition(".experts.")[0]
+    numbers = "|".join(map(str, sorted(layers)))
+    return rf".*\.layers\.({numbers})\.{block}\.experts\..*" if layers and block else ""
 
 
 def _matches(pattern: object, module: str) -> bool | None:

@@ -20,7 +20,7 @@ from ktbridge.adapter.blocks import BITS, Block, block_of, block_of_stack, padde
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.config import check_config
 from ktbridge.adapter.checks.inventory import check_spellings
-from ktbridge.adapter.checks.layers import selected_layers
+from ktbridge.adapter.checks.layers import excluded_experts, selected_layers
 from ktbridge.adapter.keys import HALVES, PROJECTIONS, is_expert_like, parse_key, peft_key
 from ktbridge.adapter.lora_config import (
     UNFOLDED,
@@ -112,6 +112,8 @@ class Source:
         kept = kept_fields(adapter.config)
         if "layers_to_transform" not in kept and (selected := selected_layers(adapter)):
             kept["layers_to_transform"] = selected
+        if "exclude_modules" not in kept and (excluded := excluded_experts(adapter)):
+            kept["exclude_modules"] = excluded
         return cls(
             path=adapter.path,
             format=name,
