@@ -417,6 +417,7 @@ def test_tools_that_a_template_cant_write_are_refused_with_a_sentence(tmp_path):
         ({**ROW, "tools": TOOLS}, "deepseekv3", "the chat template has no place for tools"),
         ({"messages": calling()}, "olmoe", "leaves tool calls, or their results, out"),
         ({"messages": two}, "llama3_1", "only supports single tool-calls"),
+        ({"messages": two, "tools": TOOLS}, "gptoss", "leaves tool calls, or their results, out"),
     ]
     for row, name, why in rows:
         config = settings(write(tmp_path / "rows.jsonl", row))

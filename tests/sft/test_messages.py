@@ -156,6 +156,8 @@ REFUSED = [
     (answer("a", loss_mask=[0, 1]), "loss_mask [0, 1]: an answer is learned (1) or not (0)"),
     (answer("a", weight=0, train=True), "switches that contradict each other: weight and train"),
     (answer("a", masked=True), "a message with masked: it may say what is learned, which weight,"),
+    (answer("a", do_train="no"), "a message with do_train: it may say"),
+    (answer("a", learnable="False"), "a message with learnable: it may say"),
     (answer("a", train_detail=[{"train": False}]), "a message with train_detail: it may say"),
     ({**turn(TELL), "loss_weight": 0.5}, "with loss_weight 0.5: every row counts alike"),
     ({"instruction": "a", "output": "b", "train": False}, "with train False: every row counts"),

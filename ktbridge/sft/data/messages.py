@@ -87,6 +87,7 @@ SWITCHES = (
 ``loss_scale``, LLaMA-Factory v1's ``loss_weight``, axolotl's ``train`` and ``training``, verl's ``trainable``
 and ``loss_mask``."""
 _LIKE_A_SWITCH = re.compile("loss|train|learn|mask|weight|supervis|ignor|exclu|skip", re.IGNORECASE)
+_FLAG_WORDS = ("true", "false", "yes", "no", "on", "off", "0", "1", "0.0", "1.0")
 _CLOSE = r"(?:(?<![`'\"])</think>|</think>(?![`'\"]))"
 _TAG = re.compile(rf"(?<![`'\"])<think>|<think>(?![`'\"])|{_CLOSE}")
 """A tag of thoughts; between quotes or backticks it is a word of the text."""
@@ -135,7 +136,7 @@ def is_like_a_switch(key: object, value: object) -> bool:
     if isinstance(value, int | float):
         likely = 0 <= value <= 1
     else:
-        likely = isinstance(value, list | dict) or value in ("true", "false")
+        likely = isinstance(value, list | dict) or str(value).strip().lower() in _FLAG_WORDS
     return likely and _LIKE_A_SWITCH.search(str(key)) is not None
 
 

@@ -157,20 +157,32 @@ def check_tools(render: Renderer, messages: Sequence[Message], tools: Sequence[T
             "the chat template has no place for tools: a model that is served with it never sees them"
         )
     marked = [cast("Message", dict(message)) for message in messages]
-    calls, results = 0, 0
+    marks: list[
+        str
+    ] = []  # of its own for each: gpt-oss repeats a call's name in front of its result
     for message in marked:
         if message["role"] == "tool":
-            message["content"], results = MARK, results + 1
+            message["content"] = _further(marks)
         elif "tool_calls" in message:
-            message["tool_calls"] = [_renamed(call) for call in message["tool_calls"]]
-            calls += len(message["tool_calls"])
-    if calls + results and render(marked, asked)[0].count(MARK) < calls + results:
+            message["tool_calls"] = [
+                _renamed(call, _further(marks)) for call in message["tool_calls"]
+            ]
+    if not marks:
+        return
+    text = render(marked, asked)[0]
+    if not all(mark in text for mark in marks):
         raise ValueError("the chat template leaves tool calls, or their results, out")
 
 
-def _renamed(call: Tool) -> Tool:
+def _further(marks: list[str]) -> str:
+    """One more mark, added to the others."""
+    marks.append(f"{MARK}{len(marks)}{MARK}")
+    return marks[-1]
+
+
+def _renamed(call: Tool, name: str) -> Tool:
     function = cast("Tool", call["function"])
-    return {**call, "function": {**function, "name": MARK}}
+    return {**call, "function": {**function, "name": name}}
 
 
 def _write_arguments(message: dict[str, Any]) -> bool:
