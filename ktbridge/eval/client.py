@@ -23,6 +23,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.eval.failures import (
     BAD_REPLY,
     KEY,
+    LONG_WAIT,
     RETRIED,
     TIMED_OUT,
     TRANSIENT,
@@ -215,7 +216,7 @@ class Client:
                 return answer
             if asked is not None:
                 if asked > _LONGEST_WAIT:
-                    return answer
+                    return replace(answer, detail=f"{answer.detail}{LONG_WAIT} {asked:.0f} s")
                 until = time.monotonic() + asked
                 if asked >= _LONG_WAIT and until > self._not_before + 1:
                     where = f"{self.url} wants to be asked again in {asked:g} s"
@@ -303,10 +304,7 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
     if closed:
         inline, text = "\n".join(filter(None, (inline, before.strip()))), after
     text = text.strip()
-    stop = next((token for token in _STOP_TOKENS if text.endswith(token)), "")
-    if stop == "</s>" and "<s>" in text:  # HTML's
-        stop = ""
-    text = text.removesuffix(stop).rstrip()
+    text, stop = _take_stops(text)
     thinking = "\n".join(filter(None, (thinking.strip(), inline)))
     outcome: Outcome = "truncated" if limit else "ok"
     if not text:
@@ -321,6 +319,17 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
     counts = [count if type(count) is int else None for count in tokens]
     text, thinking = text[:LONGEST_ANSWER], thinking[:LONGEST_ANSWER]
     return Answer(outcome, text, thinking, detail, 200, counts[0], counts[1], cut=limit)
+
+
+def _take_stops(text: str) -> tuple[str, str]:
+    """``text`` without the stop tokens at its end, and these: some models end a turn with two."""
+    taken: list[str] = []
+    while stop := next((token for token in _STOP_TOKENS if text.endswith(token)), ""):
+        if stop == "</s>" and "<s>" in text:  # HTML's
+            break
+        taken.insert(0, stop)
+        text = text.removesuffix(stop).rstrip()
+    return text, " ".join(taken)
 
 
 def _read_reply(reply: Reply) -> dict[str, Any]:

@@ -24,6 +24,7 @@ WHOLE: frozenset[Kind] = frozenset({"key", "quota", "reply", "model", "parameter
 """Kinds that have nothing to do with the question: the next one would fail in the same way."""
 BAD_REPLY = "bad reply: "
 TIMED_OUT = "timed out"
+LONG_WAIT = "; the server wants to be asked again in"
 AGAIN = "run the same command again, which asks only for what is missing"
 KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
 FEWER_TOKENS = "give fewer answer tokens with --max-tokens N, or serve with a larger context"
@@ -58,7 +59,13 @@ _REFUSES_FIELD = re.compile(
     r"(?i)unsupported|unrecognized|unknown (?:parameter|field|argument|name)|unexpected (?:keyword|field)|"
     r"not (?:supported|permitted|allowed)|does not support|extra (?:inputs|fields)"
 )
-_NAMED = re.compile(r"['\"`]([a-z][a-z_]*)['\"`]|^HTTP \d+: ([a-z][a-z_]*): ")
+# A field in quotes, before or after a colon, or one that we send by its bare name.
+_NAMED = re.compile(
+    r"['\"`]([a-z][a-z_]*)['\"`]|^HTTP \d+: ([a-z][a-z_]*): |"
+    r"(?:argument|parameter|field|keyword)s?(?: supplied)?: ([a-z][a-z_]*)\b|"
+    r"\b(temperature|top_[pk]|min_p|seed|chat_template_kwargs|(?:frequency|presence)_penalty|"
+    r"repetition_penalty|reasoning_effort|enable_thinking|logprobs)\b"
+)
 _NO_FIELD = {"model", "messages", "content", "role", "system", "user", "assistant", "text", "type"}
 
 
@@ -140,13 +147,15 @@ def refused_field(detail: str) -> str:
         return "max_tokens"
     if not _REFUSES_FIELD.search(detail):
         return ""
-    names = (quoted or first for quoted, first in _NAMED.findall(detail))
+    names = ("".join(found) for found in _NAMED.findall(detail))
     return next((name for name in names if name not in _NO_FIELD), "")
 
 
 def remedy(status: int, detail: str, option: str = "--extra-body") -> str:
     """The remedy for a failed request; ``option`` sets fields of the requests that failed."""
     kind = kind_of(status, detail)
+    if kind in TRANSIENT and LONG_WAIT in detail:
+        return f"wait as long as the server says, and {AGAIN}"
     if kind == "silence" and detail.endswith(TIMED_OUT):
         return f"give more seconds with --timeout or a lower --concurrency, and {AGAIN}"
     if kind == "parameter":

@@ -284,6 +284,7 @@ def test_no_more_in_flight_than_wanted_and_a_connection_each():
         ({"content": None, "refusal": "I won't."}, ("ok", "I won't.", "")),
         ({"content": "It is 4.<|im_end|>"}, ("ok", "It is 4.", "")),
         ({"content": "It is 4.</s>\n"}, ("ok", "It is 4.", "")),
+        ({"content": "It is 4.<|im_end|>\n<|endoftext|>"}, ("ok", "It is 4.", "")),
         ({"content": "<s>5</s>"}, ("ok", "<s>5</s>", "")),
         ({"content": "<|im_end|>"}, ("empty", "", "")),
         ({"content": []}, ("empty", "", "")),

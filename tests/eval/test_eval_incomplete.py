@@ -235,6 +235,9 @@ def test_answers_that_failed_fail_the_command(server, tmp_path, failed, code):
         (400, "HTTP 400: 'max_tokens' or 'max_completion_tokens' is too large: 9", "--max-tokens"),
         (400, "HTTP 400: unknown field 'tools'", """--extra-body '{"tools": null}'"""),
         (422, "HTTP 422: seed: Extra inputs are not permitted", """'{"seed": null}'"""),
+        (400, "HTTP 400: Unrecognized request argument supplied: seed", """'{"seed": null}'"""),
+        (400, "HTTP 400: top_p is not supported by this model", """'{"top_p": null}'"""),
+        (429, "HTTP 429: busy; the server wants to be asked again in 86400 s", "as long as"),
         (400, "HTTP 400: Unsupported value: 'temperature' does not support 0", "are then sampled"),
         (
             400,
