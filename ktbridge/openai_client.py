@@ -25,6 +25,7 @@ from ktbridge.served_names import (
     ServedModel,
     applied_adapter,
     engine_of,
+    listed_models,
     read_models,
 )
 
@@ -202,7 +203,7 @@ class OpenAIClient:
         """The server's list of models by id."""
         listed = self.ask("/models", most=LONGEST_LIST)
         try:
-            return {str(model["id"]): dict(model) for model in listed["data"]}
+            return {str(model["id"]): dict(model) for model in listed_models(listed)}
         except (KeyError, TypeError, ValueError, AttributeError):
             raise KtbridgeError(
                 f"{self.url}/models answered with no list of models.",

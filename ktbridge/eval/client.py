@@ -42,7 +42,7 @@ from ktbridge.openai_client import (
     refuses_limit,
     rename_limit,
 )
-from ktbridge.served_names import APPLIED_PATHS, ModelEntry, applied_adapter
+from ktbridge.served_names import APPLIED_PATHS, ModelEntry, applied_adapter, listed_models
 
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
 
@@ -151,20 +151,16 @@ class Client:
                     ),
                     _NEXT_STEPS.get(reply.status, "see the server's log"),
                 )
-            entries = _read_reply(reply)["data"]
+            entries = listed_models(_read_json(reply))
             if self._key:
                 entries = json.loads(hide_key(_encode(entries), self._key))
-            if not isinstance(entries, list):
-                raise BadReplyError("no list of them")
-            if not all(isinstance(one["id"], str) for one in entries):
-                raise BadReplyError("an entry without an id")
             _refuse_surrogates(entries)
         except OSError as error:
             raise KtbridgeError(
                 f"{self.url} does not answer ({_cause(error)}).",
                 "start the server, or correct its URL",
             ) from None
-        except (BadReplyError, KeyError, TypeError) as error:
+        except (BadReplyError, TypeError) as error:
             raise KtbridgeError(
                 f"{self.url}/models is not a list of models ({error}).",
                 "give the base URL of a server that speaks OpenAI's API",
@@ -334,21 +330,26 @@ def _take_stops(text: str) -> tuple[str, str]:
 
 def _read_reply(reply: Reply) -> dict[str, Any]:
     """The reply's JSON object. Raises BadReplyError for anything else."""
+    value = _read_json(reply)
+    if not isinstance(value, dict):
+        raise BadReplyError(f"a JSON {type(value).__name__} instead of an object")
+    return value
+
+
+def _read_json(reply: Reply) -> object:
+    """The reply's JSON value. Raises BadReplyError if it is none."""
     coding = reply.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise BadReplyError(f"content-encoding {coding!r}, which was not asked for")
     if has_more(reply.body, b"[{", _MOST_PARTS):
         raise BadReplyError(f"JSON of more than {_MOST_PARTS} parts")
     try:
-        value = json.loads(reply.body)
+        return json.loads(reply.body)
     except (ValueError, RecursionError):
         start = " ".join(reply.body[:40].decode("utf-8", "replace").split())
         events = re.match(rb"\s*(?:data|event|id|:)", reply.body)
         what = "a stream of events and not JSON" if events else "not JSON"
         raise BadReplyError(f"{what}, it begins with {start!r}") from None
-    if not isinstance(value, dict):
-        raise BadReplyError(f"a JSON {type(value).__name__} instead of an object")
-    return value
 
 
 def _refuse_surrogates(value: object) -> None:

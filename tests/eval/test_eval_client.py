@@ -146,11 +146,14 @@ def test_a_list_of_models_is_had_or_its_lack_is_explained():
                 assert seen[0][1].startswith(b"GET /v1/models HTTP/1.1\r\n")
                 assert b"authorization: bearer key\r\n" in seen[0][1].lower()
 
-    assert asyncio.run(models(listed)) == [{"id": "模型"}]
+    bare = whole(json.dumps([{"id": "模型"}]).encode())  # some gateways' list
+    for reply in (listed, bare):
+        assert asyncio.run(models(reply)) == [{"id": "模型"}]
     for reply, words, next_step in (
         (whole(b"{}", status=b"401 No"), "answered HTTP 401", "KTBRIDGE_API_KEY"),
         (whole(b"{}", status=b"404 No"), "answered HTTP 404", "base URL"),
         (whole(b"<html>"), "not a list of models", "base URL"),
+        (whole(b'["a"]'), "an entry without an id", "base URL"),
         (whole(b'{"data": [{}]}'), "not a list of models", "base URL"),
     ):
         with pytest.raises(KtbridgeError, match=words) as caught:
