@@ -59,6 +59,8 @@ def show_progress(label: str) -> Iterator[Callable[[Progress], None]]:
     with Bars(*columns, console=stderr, transient=True, disable=not terminal) as bars:
         task = bars.add_task("preflight", total=None, status="")
         pace, last = Pace(), time.monotonic()
+        if not terminal:  # a slow server's first answers may take minutes
+            stderr.print("preflight ...", markup=False)
 
         def on_progress(progress: Progress) -> None:
             nonlocal last
