@@ -192,7 +192,8 @@ def _least_versions() -> dict[str, str]:
         wanted = importlib.metadata.requires("ktbridge") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*>=\s*([\w.]+)", line) for line in wanted)
+    # Metadata puts bounds in an order of its own: "openai<4,>=2.0; extra == 'eval'".
+    found = (re.match(r"([\w.-]+)[^;]*?>=\s*([\w.]+)", line) for line in wanted)
     return {match[1]: match[2] for match in found if match}
 
 
