@@ -14,7 +14,7 @@ from typing import NamedTuple
 _NAME = "ktbridge"
 LINEAR_ATTENTION = ("flash-linear-attention", "fla-core", "causal-conv1d", "triton", "tilelang")
 """Packages that decide how linear attention is computed; fla-core is the first one's other name."""
-_WRONG_TRITON = ((3, 4, 0), (3, 7, 1))  # from, and below; on GPUs of this capability:
+_WRONG_TRITON = ((3, 4), (3, 7, 1))  # from, and below; on GPUs of this capability:
 _HOPPER = "9.0"
 
 
@@ -38,6 +38,12 @@ def reinstall_hint() -> str:
         return "pip install --force-reinstall --no-deps . in the ktbridge checkout"
     path, editable = found
     return f"pip install --force-reinstall --no-deps {'-e ' if editable else ''}{shlex.quote(path)}"
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """The release part of a version as numbers: (2, 13, 0) for 2.13.0+cpu."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def version_of(name: str) -> str | None:
@@ -82,7 +88,7 @@ def linear_attention_gaps(
         triton is not None
         and _HOPPER in capabilities
         and not versions.get("tilelang")
-        and first <= _numbers(triton) < fixed
+        and first <= release_of(triton) < fixed
     )
     if missing:
         # Without tilelang what is installed would refuse to run.
@@ -97,11 +103,6 @@ def linear_attention_gaps(
         step = "pip install tilelang, or a torch whose Triton is 3.7.1 or newer"
         gaps.append(Gap(found, step, wrong=True))
     return gaps
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = [int(part) for part in re.findall(r"[0-9]+", version)[:3]]
-    return (*found, 0, 0, 0)[:3]
 
 
 def _checkout() -> tuple[str, bool] | None:

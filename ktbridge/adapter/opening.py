@@ -210,9 +210,8 @@ def _as_raw(source: Source, given: Path) -> Adapter:
     """The adapter that a conversion to the raw layout would write, without writing it."""
     from ktbridge.adapter.dialects.kt import write_raw
 
-    if has_errors(
-        findings := source.fold("raw")
-    ):  # nothing is stored: float32 has room for any scale
+    findings = source.fold("raw")
+    if has_errors(findings):  # nothing is stored: float32 has room for any scale
         source.widen()
         findings = source.fold("raw")
     source.findings += findings

@@ -18,7 +18,7 @@ from typing import Literal, TypedDict
 
 from ktbridge.adapter.engines import install_engine
 from ktbridge.experts.gpu.probe import MARK, GpuFacts
-from ktbridge.install import install_hint, linear_attention_gaps, version_of
+from ktbridge.install import install_hint, linear_attention_gaps, release_of, version_of
 from ktbridge.machine import read_gpus
 from ktbridge.units import size_text
 
@@ -176,7 +176,7 @@ def _check(
     if module in errors:
         message = f"{version} does not import: {errors[module]}"
         return Check(name, "problem", message, f"pip install --force-reinstall {name}=={version}")
-    if least is not None and _numbers(version) < _numbers(least):
+    if least is not None and release_of(version) < release_of(least):
         return Check(
             name,
             "problem",
@@ -195,12 +195,6 @@ def _least_versions() -> dict[str, str]:
     # Metadata puts bounds in an order of its own: "openai<4,>=2.0; extra == 'eval'".
     found = (re.match(r"([\w.-]+)[^;]*?>=\s*([\w.]+)", line) for line in wanted)
     return {match[1]: match[2] for match in found if match}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release part of a version as numbers: (2, 13, 0) for 2.13.0+cpu."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 NOT_NEEDED = "not needed by --engine local and by training on a CPU"
