@@ -55,7 +55,7 @@ def worker(settings: Path, out: Path) -> None:
     from ktbridge.sft.config import load_config
 
     log: list[dict[str, Any]] = []
-    trainer.quiet_libraries()
+    trainer.show_no_bars_of_libraries()
     config = load_config(settings)
     result = trainer.train(replace(config, output_dir=str(out / "raw")), on_log=log.append)
     seen = {
