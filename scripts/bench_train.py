@@ -9,7 +9,7 @@
     scripts/bench_train.py --from-json run.json --from-json other.json --plot gpu-memory.png
 
 A contestant is who computes the experts, and for ktbridge within how much GPU memory: `cpu`, `stream`,
-`hybrid`, `resident` and `auto` are ktbridge's, `hf` is Hugging Face and PEFT with everything on the GPU,
+`resident` and `auto` are ktbridge's, `hf` is Hugging Face and PEFT with everything on the GPU,
 `hf-autocast` the same under bfloat16 autocast, `offload` the placement of `cpu` with torch's own operations.
 peers/train_worker.py is what each runs, in a process of its own. The first step, in which memory is touched
 and caches fill, is not counted. A step's rows go through in --passes passes, the same rows in each step;
@@ -51,7 +51,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.model import read_model_config
 from ktbridge.units import parse_size
 
-OURS = ("cpu", "stream", "hybrid", "resident", "auto")
+OURS = ("cpu", "stream", "resident", "auto")
 WHO = (*OURS, "hf", "hf-autocast", "offload")
 SAME_LOSS = 0.01
 WORKER = SCRIPTS / "peers" / "train_worker.py"

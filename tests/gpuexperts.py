@@ -63,8 +63,8 @@ def chain(layers, inputs, d_out):
     return found
 
 
-def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None, cold=()):
-    """Have ``layers`` (a list) computed on ``device``, numbered in order; ``cold`` of each on the CPU."""
+def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None):
+    """Have ``layers`` (a list) computed on ``device``, numbered in order."""
     experts = GpuExperts(
         {index: layer.weights for index, layer in enumerate(layers)},
         device,
@@ -74,8 +74,6 @@ def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None, col
         copier=copier or InPlace(),
         resident=resident,
     )
-    if cold:
-        experts.set_cold(dict.fromkeys(experts.streamed, cold))
     for index, layer in enumerate(layers):
         layer.gpu = OnGpu(experts, index)
         layer.move_lora(device)

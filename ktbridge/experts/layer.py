@@ -175,7 +175,7 @@ class MoELoRAExperts(ExpertsLayer):
                 self.gpu.experts,
                 self.gpu.index,
                 used,
-                keep,
+                needed,
                 self.accumulate_grad,
                 checkpointing.replayed(),
             )

@@ -23,9 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.gpu.hybrid import Hybrid
 from ktbridge.experts.raw_adapter import save_beside
-from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
 from ktbridge.sft.resume import (
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
     from ktbridge.sft.run_trainer import RunTrainer
 
 TENSORS_FILE = "trainable.safetensors"
-HYBRID_FILE = "experts.json"
 
 
 class Checkpoints:
@@ -63,8 +60,6 @@ class Checkpoints:
         self._root, self._identity, self._keep, self._base = root, own, keep, base
         self.directory = root / f".partial-{int(distributed.from_main(os.getpid()))}"
         """Where the next one is written."""
-        self.hybrid: Hybrid | None = None
-        """Chooses which experts the CPU computes, where both do: its state is in the checkpoints."""
         self.best_step: Callable[[], int | None] | None = None
         """The step whose checkpoint is kept beside the last ones, and is loaded at the end."""
         self.last_not_saved: KtbridgeError | None = None
@@ -185,8 +180,6 @@ class Checkpoints:
                 save_file(tensors, directory / TENSORS_FILE)
             if whole and self._trainer.stream is not None:
                 self._trainer.stream.save(directory, self._trainer.sequences_used())
-            if whole and self.hybrid is not None:
-                (directory / HYBRID_FILE).write_bytes(dump_json(self.hybrid.state()))
             training = self._trainer.held_out.training(self._trainer.state.global_step)
             save_beside(model, directory, self._base, tensors, training)
 
@@ -202,9 +195,6 @@ class Checkpoints:
                 raise KtbridgeError(f"{path} and the model differ in what is trained: {odd}.")
             for name, parameter in own.items():
                 distributed.fill(parameter, file.get_tensor(name))
-        chosen = Path(checkpoint) / HYBRID_FILE
-        if self.hybrid is not None and chosen.exists():  # else the run was in another mode so far
-            self.hybrid.restore(read_json_file(chosen))
 
 
 def _failure(work: Callable[[], None]) -> Exception | None:

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.gpu.choose import Room
-from ktbridge.experts.gpu.hybrid import Hybrid
 from ktbridge.experts.gpu.measure import time_layer
 from ktbridge.experts.gpu.operations import has_cores
 from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
@@ -26,8 +24,6 @@ from ktbridge.experts.gpu.share import (
     Sizes,
     cpu_seconds,
     gpu_seconds,
-    hybrid_seconds,
-    paces,
 )
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.wrapped_layers import expert_layers
@@ -40,7 +36,6 @@ from ktbridge.sft.plan.modes import (
     OF_ALL,
     ON_GPU,
     cpu_tokens,
-    everything_fits,
     obstacle,
     refuse_on_gpu,
     room,
@@ -48,23 +43,18 @@ from ktbridge.sft.plan.modes import (
 )
 from ktbridge.units import size_text
 
-_GAIN = 1.05
-"""How much faster the hybrid must be predicted to be taken: its CPU is busy with other things too."""
-
 
 @dataclass(frozen=True)
 class ExpertDevice:
     """What was chosen; as a context, its threads and registered pages are released at the end."""
 
     mode: str
-    """cpu, stream, hybrid or resident."""
+    """cpu, stream or resident."""
     tokens: int | None
     """Tokens of a pass that there is room for; None where that isn't known."""
     why: str = ""
     """The choice and its reason, for the user; "" where there was none to make."""
     placed: Placed | None = None
-    hybrid: Hybrid | None = None
-    """Chooses what the CPU computes, step by step."""
 
     @property
     def note(self) -> Problem | None:
@@ -76,16 +66,6 @@ class ExpertDevice:
     def __exit__(self, *_: object) -> None:
         if self.placed is not None:
             self.placed.copier.close()
-
-
-class ChooseExperts(TrainerCallback):
-    """Lets ``hybrid`` choose after each optimizer step, before a checkpoint is saved."""
-
-    def __init__(self, hybrid: Hybrid) -> None:
-        self._hybrid = hybrid
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._hybrid.end_step(state.global_step)
 
 
 def check_expert_device(config: TrainConfig) -> None:
@@ -125,7 +105,7 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
     mode, more = wanted, ""
     if wanted == "auto":
         seconds = _seconds(shares, times, sizes)
-        mode = min(seconds, key=lambda each: seconds[each] * (_GAIN if each == "hybrid" else 1))
+        mode = min(seconds, key=lambda each: seconds[each])
         if mode == "cpu":
             here = seconds.pop("cpu")
             return on_cpu(
@@ -133,14 +113,14 @@ def place_experts(setting: Setting, model: Any) -> ExpertDevice:
             )
         others = ", ".join(f"{each} {took:.2f}" for each, took in seconds.items() if each != mode)
         more = f"; {seconds[mode]:.2f} s a pass predicted for the experts ({others})"
-    return _given(model, mode, shares[mode], times, more, device=device, sizes=sizes)
+    return _given(model, mode, shares[mode], more, device=device, sizes=sizes)
 
 
 def _timed(
     model: Any, shares: Mapping[str, Share], device: torch.device, top_k: int, auto: bool
 ) -> LayerTimes | None:
-    """A layer's times, where they decide something: rank 0's for ``auto``, or paces for a hybrid."""
-    if not ((auto and distributed.is_main()) or "hybrid" in shares):
+    """A layer's times, where they decide something: rank 0's, for ``auto``."""
+    if not (auto and distributed.is_main()):
         return None
     layer = next(iter(expert_layers(model).values()))
     assert isinstance(layer, MoELoRAExperts)
@@ -153,7 +133,6 @@ def _timed(
         max(share.tokens for share in shares.values()),
         slots=max(1, smallest.slots),
         cpu=auto,
-        cold_threads=layer.threads if "hybrid" in shares else None,
     )
 
 
@@ -161,24 +140,16 @@ def _given(
     model: Any,
     mode: str,
     share: Share,
-    times: LayerTimes | None,
     more: str,
     *,
     device: torch.device,
     sizes: Sizes,
 ) -> ExpertDevice:
     """The experts given to ``device``; ``more``: the reason for it, in words."""
-    threads = next(iter(expert_layers(model).values())).threads
-    placed = give_to_gpu(model, device, share, threads)
-    hybrid = None
-    if share.hybrid:
-        assert times is not None
-        rows = share.tokens * sizes.top_k
-        hybrid = Hybrid(placed.experts, paces(times, share, sizes), rows, share.cold)
-        more = f"; the CPU computes {hybrid.cold} of {sizes.layers * sizes.experts} experts at first{more}"
+    placed = give_to_gpu(model, device, share)
     if len(share.resident) == sizes.layers:
         mode = "resident"
-    return ExpertDevice(mode, share.tokens, _describe(share, sizes, placed, more), placed, hybrid)
+    return ExpertDevice(mode, share.tokens, _describe(share, sizes, placed, more), placed)
 
 
 def _seconds(
@@ -188,7 +159,7 @@ def _seconds(
     found = dict.fromkeys((*shares, "cpu"), 0.0)
     if times is not None:
         for mode, share in shares.items():
-            found[mode] = (hybrid_seconds if share.hybrid else gpu_seconds)(times, share, sizes)
+            found[mode] = gpu_seconds(times, share, sizes)
         # Alone, with the CPU that would be rank 0's for the rows of all.
         found["cpu"] = distributed.world().size * cpu_seconds(times, sizes)
     return {mode: distributed.from_main(each) for mode, each in found.items()}
@@ -201,20 +172,15 @@ def _shares(
     if wanted in ON_GPU:
         return {wanted: share_for(setting, wanted, space, sizes)}, ""
     try:
-        found = {mode: share_for(setting, mode, space, sizes) for mode in ("stream", "hybrid")}
+        return {"stream": share_for(setting, "stream", space, sizes)}, ""
     except UsageError as error:
         return {}, error.sentence
-    if everything_fits(found["stream"], sizes) or distributed.world().size > 1:
-        del found["hybrid"]
-    return found, ""
 
 
 def _obstacle(config: TrainConfig, device: torch.device) -> str:
     """Why the GPU can't compute the experts of this run, to follow "kt_experts: stream"; "" if it can."""
     if closed := obstacle(config, device.type == "cuda"):
         return closed
-    if distributed.world().size > 1 and config.kt_config.kt_experts == "hybrid":
-        return "is for one process so far"
     if not has_cores(device):
         major, minor = torch.cuda.get_device_capability(device)
         return f"needs bfloat16 tensor cores (sm80 or later; this GPU is sm{major}{minor})"

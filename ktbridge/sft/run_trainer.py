@@ -151,11 +151,10 @@ class RunTrainer(Trainer):
 
         Raises ``Diverged`` for a loss that is not finite.
         """
-        training, hybrid = self.model.training, self.checkpoints.hybrid
+        training = self.model.training
         self.model.eval()
         try:
-            with hybrid.aside() if hybrid else nullcontext():
-                metrics = self.held_out.measure()
+            metrics = self.held_out.measure()
             loss = metrics["eval_loss"]
             self._finite.check("the held-out rows' loss", loss, self.state.global_step)
             self.log({**metrics})  # still in this mode: trl would add what training collects

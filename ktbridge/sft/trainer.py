@@ -35,7 +35,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
 from ktbridge.sft.data.kept import keep_rows
 from ktbridge.sft.distributed.same_run import compare_prepared, failing_together, join
-from ktbridge.sft.expert_device import ChooseExperts, ExpertDevice, place_experts
+from ktbridge.sft.expert_device import ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.output import Log, files_beside, write_output
@@ -176,10 +176,8 @@ def _train(
             *(reporters(config) if main else ()),
             Reporter(on_progress, on_log, interrupts),
             *([watch] if config.evaluates else ()),
-            *([ChooseExperts(placed.hybrid)] if placed.hybrid else ()),
         ]
         trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
-        trainer.checkpoints.hybrid = placed.hybrid
         trainer.held_out.on_progress = on_evaluation
         started = time.perf_counter()
         early = _run(trainer, config, ready, watch)

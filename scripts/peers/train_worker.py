@@ -2,8 +2,8 @@
 
     train_worker.py CASE RESULT        # CASE: JSON as bench_train makes it; RESULT: the JSON file to write
 
-* ``cpu``, ``stream``, ``hybrid``, ``resident``, ``auto``: ktbridge, attention on the GPU, experts mapped
-  from the checkpoint and computed by our CPU kernels, on the GPU, or by both.
+* ``cpu``, ``stream``, ``resident``, ``auto``: ktbridge, attention on the GPU, experts mapped
+  from the checkpoint and computed by our CPU kernels or on the GPU.
 * ``offload``: the placement of ``cpu`` with torch's own operations for the experts, which are loaded.
 * ``hf``: Hugging Face and PEFT with everything on the GPU, LoRA on the fused experts too; ``hf-autocast``
   the same with torch's autocast to bfloat16, as Trainer's ``bf16`` has it.
@@ -54,7 +54,7 @@ from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.shape import read_shape
 
-OURS = ("cpu", "stream", "hybrid", "resident", "auto")
+OURS = ("cpu", "stream", "resident", "auto")
 HEAD_TOKENS = 256
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 GPU = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -111,7 +111,7 @@ def place(case: dict[str, Any], model: Any) -> None:
     lengths = Lengths(case["rows"], case["rows"], length, length, True, False, each)
     setting = Setting(read_shape(Path(case["checkpoint"])), config, lengths, True, 1)
     found = place_experts(setting, model)
-    case["placed"], case["hybrid"] = found.why, found.hybrid
+    case["placed"] = found.why
     if not passes and found.tokens:
         case["rows_a_pass"] = max(1, min(case["rows"], found.tokens // length))
 
@@ -292,8 +292,6 @@ def main() -> None:
         distributed.average_gradients(lora, DEVICE)
         optimizer.step()
         optimizer.zero_grad()
-        if hybrid := case.get("hybrid"):
-            hybrid.end_step(step + 1)
         seconds.append(time.perf_counter() - begun)
         losses.append(total)
         if not rank:

@@ -52,15 +52,10 @@ def test_the_gpus_executor_drops_the_same(storage):
     for shape in SHAPES:
         layer, plain = make_layer(shape, storage, lora_dropout=0.5)
         torch.manual_seed(11)
-        for groups, resident, cold in (
-            (3, (), ()),
-            (1, (0,), ()),
-            (2, (), (0, shape.experts - 1)),
-            (1, (), range(shape.experts)),
-        ):
-            give([layer], groups=groups, resident=resident, cold=cold)
+        for groups, resident in ((3, ()), (1, (0,))):
+            give([layer], groups=groups, resident=resident)
             found = errors(layer, plain, make_inputs(shape))
-            assert max(found.values()) <= TOLERANCE, (str(shape), groups, cold, found)
+            assert max(found.values()) <= TOLERANCE, (str(shape), groups, found)
 
 
 def test_a_seed_decides_the_bits_whatever_is_kept_and_however_many_threads():

@@ -84,7 +84,6 @@ def run_dir(tmp_path: Path) -> Path:
 PLACES = {
     "cpu": ("kt_experts=cpu",),
     "stream": ("kt_experts=stream", "kt_num_gpu_experts=0"),
-    "hybrid": ("kt_experts=hybrid",),
     "resident": ("kt_experts=resident",),
 }
 """What a configuration says for experts there; so small a model is resident unless none of it may be."""
@@ -181,7 +180,7 @@ def test_wherever_experts_are_computed_a_run_learns_the_same(run_dir):
     ids=["sft", "dpo"],
 )
 def test_held_out_rows_measure_the_same_wherever_experts_are_computed(run_dir, stage):
-    """And training takes no notice: losses are those of a run without them, the hybrid's choices too."""
+    """And training takes no notice: losses are those of a run without them."""
     more = (
         "max_steps=6",
         "eval_steps=1",
@@ -190,7 +189,7 @@ def test_held_out_rows_measure_the_same_wherever_experts_are_computed(run_dir, s
     )
     expected = train(run_dir, *stage, *more, *PLACES["cpu"], f"output_dir={run_dir / 'cpu'}")
     assert expected.held_out.rows == 4
-    for place in ("stream", "hybrid", "resident"):
+    for place in ("stream", "resident"):
         found = train(run_dir, *stage, *more, *PLACES[place], f"output_dir={run_dir / place}")
         assert found.experts == place
         on_cpu, here = (losses(run_dir / each, "eval_loss") for each in ("cpu", place))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
 import os
-import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +19,7 @@ from trainrun import DPO, conversation, losses, pair, text, write_run
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.gpu import hybrid
 from ktbridge.experts.gpu.choose import Room, choose_share
-from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes, Sizes
 from ktbridge.sft import expert_device
 
@@ -57,7 +51,7 @@ def train(*overrides: str, **options: Any) -> Any:
 def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stage: Any) -> None:
     notes: list[Any] = []
     found = {}
-    for experts, number in (("cpu", 0), ("stream", 0), ("hybrid", 3), ("resident", 0)):
+    for experts, number in (("cpu", 0), ("stream", 0), ("resident", 0)):
         result = train(
             *stage,
             f"kt_experts={experts}",
@@ -68,43 +62,31 @@ def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stag
         assert result.experts == experts
         found[experts] = [loss for _, loss in losses(run_dir / experts)]
         assert validate_adapter([run_dir / experts]).ok
-    assert [note.code for note in notes] == 3 * ["KTC024"]  # cpu is no choice of ours
+    assert [note.code for note in notes] == 2 * ["KTC024"]  # cpu is no choice of ours
     assert "streamed to the GPU" in notes[0].found
-    assert re.search(r"the CPU computes \d+ of \d+ experts", notes[1].found)
-    assert "resident on the GPU" in notes[2].found
+    assert "resident on the GPU" in notes[1].found
     assert found["stream"] == found["resident"]  # the same products in the same order
     assert found["stream"] == pytest.approx(found["cpu"], rel=0.05)
-    assert found["hybrid"] == pytest.approx(found["cpu"], rel=0.05)
-    assert found["hybrid"] != found["stream"]
     assert found["cpu"][-1] < found["cpu"][0]
 
 
-def times(gpu: float, cpu: float, cold_row: float = 1e-3) -> LayerTimes:
-    """Seconds of a layer on the GPU and on the CPU; a crossing of an expert takes some 1e-3."""
-    phase = Phase(1e-4, cold_row, gpu / 2)
-    return LayerTimes(phase, phase, cpu, 1e7)
+def times(gpu: float, cpu: float) -> LayerTimes:
+    """Seconds of a layer on the GPU and on the CPU."""
+    return LayerTimes(gpu / 2, gpu / 2, cpu, 1e7)
 
 
 @pytest.mark.usefixtures("executor_here")
-@pytest.mark.parametrize("experts", ["stream", "hybrid"])
 def test_a_run_that_was_stopped_ends_in_the_same_bits(
-    run_dir: Path, experts: str, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_device, "time_layer", lambda *_, **__: times(1e-6, 1e9, 2e-5))
     monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
-    seconds = itertools.count()  # else no two runs would be alike
-    monkeypatch.setattr(hybrid, "kernel_seconds", lambda: next(seconds) * 1e-3)
-    clock = itertools.count()  # each step faster than the one before
-    monkeypatch.setattr(hybrid, "perf_counter", lambda: math.sqrt(next(clock)))
-    number = "kt_num_gpu_experts=0" if experts == "stream" else "kt_gpu_memory=1GB"
-    streamed = (f"kt_experts={experts}", number, "lora_dropout=0.1", "save_total_limit=9")
+    streamed = (
+        "kt_experts=stream",
+        "kt_num_gpu_experts=0",
+        "lora_dropout=0.1",
+        "save_total_limit=9",
+    )
     train(*streamed, "output_dir=whole")
-    chosen = sorted(run_dir.glob("whole.checkpoints/checkpoint-*/experts.json"))
-    states = [json.loads(path.read_text()) for path in chosen]
-    if experts == "hybrid":
-        assert any(one["cold"] != two["cold"] for one, two in itertools.pairwise(states))
-        assert all(state["cold"] for state in states)
-        assert states[-1]["alone"] is not None
 
     def stop(step: int, steps: int) -> None:
         if step == 3:
@@ -119,33 +101,12 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
 
 
 @pytest.mark.usefixtures("executor_here")
-def test_a_cpu_that_makes_no_step_faster_is_left_out(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expert_device, "time_layer", lambda *_, **__: times(1e-6, 1e9, 2e-5))
-    monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
-    seconds = itertools.count()  # of the kernels, whatever the machine does beside
-    monkeypatch.setattr(hybrid, "kernel_seconds", lambda: next(seconds) * 1e-3)
-    clock = itertools.count()  # each step slower than the one before
-    monkeypatch.setattr(hybrid, "perf_counter", lambda: next(clock) ** 2)
-    train("kt_experts=hybrid", "kt_gpu_memory=1GB", "save_total_limit=9", "save_steps=1")
-    paths = run_dir.glob("raw.checkpoints/checkpoint-*/experts.json")
-    states = [json.loads(path.read_text()) for path in sorted(paths)]
-    assert [bool(state["cold"]) for state in states] == [True, True, False, True, False, False]
-    assert [state["left_out"] for state in states] == [False] * 4 + [True] * 2
-
-
-@pytest.mark.usefixtures("executor_here")
 def test_auto_takes_what_its_own_times_say_is_faster(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for gpu, cpu, row, taken in (
-        (1.0, 2.0, 1.0, "stream"),
-        (2.0, 1.0, 1.0, "cpu"),
-        (1e-6, 1e9, 1e-9, "hybrid"),
-    ):
+    for gpu, cpu, taken in ((1.0, 2.0, "stream"), (2.0, 1.0, "cpu")):
         monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
-        found = times(gpu, cpu, row)
+        found = times(gpu, cpu)
         monkeypatch.setattr(expert_device, "time_layer", lambda *_, found=found, **__: found)
         result = train("kt_experts=auto", "kt_num_gpu_experts=0", f"output_dir={taken}")
         assert result.experts == taken
@@ -169,7 +130,7 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch
     layers=st.integers(1, 60), experts=st.integers(1, 300), size=st.integers(1, 4000),
     rank=st.integers(0, 64), free=st.integers(0, 200 * 10**9), token=st.integers(1, 10**6),
     longest=st.integers(1, 8192), step=st.integers(1, 200_000),
-    mode=st.sampled_from(["stream", "hybrid", "resident"]),
+    mode=st.sampled_from(["stream", "resident"]),
 )  # fmt: skip
 def test_no_share_takes_more_than_there_is(
     layers: int,

@@ -61,9 +61,8 @@ def choose_share(
 ) -> Share:
     """The share that ``room`` allows.
 
-    ``mode`` "resident" keeps every layer; "hybrid" gives all that is left to the ring. ``gpu_experts`` of
-    each layer's experts are kept as so many whole layers, or in "hybrid" computed by the GPU; None: what
-    fits, what is best. ``tokens`` sets those of a pass.
+    ``mode`` "resident" keeps every layer. ``gpu_experts`` of each layer's experts are kept as so many whole
+    layers; None: what fits. ``tokens`` sets those of a pass.
 
     Raises ``UsageError`` where it doesn't fit, with what is short.
     """
@@ -112,10 +111,7 @@ def choose_share(
 def _least(sizes: Sizes, mode: str, gpu_experts: int | None, tokens: int) -> Share:
     """The share that takes least."""
     layers = sizes.layers if mode == "resident" else 0
-    cold = None
-    if gpu_experts is not None and mode == "hybrid":
-        cold = max(0, sizes.experts - gpu_experts)
-    elif gpu_experts is not None and mode == "stream":
+    if gpu_experts is not None and mode == "stream":
         layers = min(sizes.layers, round(sizes.layers * gpu_experts / sizes.experts))
     return Share(
         slot_bytes=sizes.slot(sizes.groups),
@@ -124,8 +120,6 @@ def _least(sizes: Sizes, mode: str, gpu_experts: int | None, tokens: int) -> Sha
         masters=False,
         tokens=tokens,
         groups=sizes.groups,
-        hybrid=mode == "hybrid",
-        cold=cold,
     )
 
 

@@ -2,7 +2,6 @@
 
 One ``GpuExperts`` serves all layers of a model. A layer's weights are on the GPU only while they are used,
 unless it is resident; its LoRA is read from the parameters, wherever these are, and its gradients go there.
-Of streamed layers the CPU may compute some experts meanwhile, those with the fewest tokens (``cold``).
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts.expert_call import Lora
-from ktbridge.experts.expert_call import Saved as SavedCold
 from ktbridge.experts.gpu import layer_math, operations
-from ktbridge.experts.gpu.cold import ColdExperts
 from ktbridge.experts.gpu.layer_math import Bordered, Borders, make_borders
 from ktbridge.experts.gpu.layout import ALIGNED, Group, Layer, lay_out
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import Routing, route
-from ktbridge.experts.gpu.streams import Aside, Between, Outputs
+from ktbridge.experts.gpu.streams import Outputs
 from ktbridge.experts.gpu.unpack import unpack
 from ktbridge.experts.modules import Triple
 
@@ -47,7 +43,6 @@ def _alone(method: _Method) -> _Method:
                 stream = torch.cuda.current_stream(self.device)
                 if self._ended is not None:
                     stream.wait_event(self._ended)
-                stack.enter_context(self.between.call(method.__name__, stream))
                 stack.callback(lambda: setattr(self, "_ended", stream.record_event()))
             return method(self, *args)
 
@@ -67,8 +62,7 @@ class GpuExperts:
     """Computes the experts of ``layers`` (gate, up and down by layer number) on ``device``.
 
     ``slots`` slots of ``slot_bytes`` hold what is streamed; the layers in ``resident`` stay on the device.
-    On the CPU as device it computes the same, in the same order, without streams. ``counts`` has, by layer,
-    how many rows each expert has had in forward passes of training.
+    On the CPU as device it computes the same, in the same order, without streams.
     """
 
     def __init__(
@@ -84,35 +78,27 @@ class GpuExperts:
         loader: Copier | None = None,
         loaded: Callable[[int], None] | None = None,
         outputs_on_host: bool = False,
-        cold_threads: int = 1,
     ) -> None:
         """``loader`` copies what is resident (default: ``copier``); ``loaded`` gets each such layer's number.
 
         ``outputs_on_host``: outputs of checkpointed layers wait there for the second forward.
-
-        ``cold_threads`` threads of the host compute the experts of ``set_cold``.
         """
         self.device = torch.empty(0, device=device).device  # with its index
         self.rank = rank
         self.outputs = Outputs(self.device, outputs_on_host)
-        self._aside = Aside(self.device) if self.device.type == "cuda" else None
         self._lock = threading.RLock()
         self._ended: torch.cuda.Event | None = None
         """The event of the last call's end."""
         self._slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
-        self._cold_threads = cold_threads
         self._weights = dict(sorted(layers.items()))
         sizes = {(down.rows, gate.rows) for gate, _, down in layers.values()}
         if len(sizes) != 1:
             raise UsageError(f"the layers' experts have different sizes: {sorted(sizes)}.")
         ((self._hidden, self._inner),) = sizes
-        self.passes: float = 0
-        """Forward passes of training that ``counts`` is of."""
-        self.between = Between()
-        self.counts: dict[int, list[float]] = {
-            index: [0.0] * weights[0].count for index, weights in self._weights.items()
+        self._layers = {
+            index: lay_out(weights, self._slot_bytes, self.device, f"layer {index}")
+            for index, weights in self._weights.items()
         }
-        self._layers = {index: self._lay_out(index, ()) for index in self._weights}
         streamed = self._number([index for index in self._layers if index not in resident])
         self.ring = Ring(streamed, self._slot_bytes, slots, self.device, copier)
         self._work: Bordered | None = None
@@ -124,33 +110,9 @@ class GpuExperts:
                 loaded(index)
 
     @property
-    def cold(self) -> dict[int, tuple[int, ...]]:
-        """The experts of each layer that the CPU computes, where there are any."""
-        found = {index: layer.cold for index, layer in self._layers.items()}
-        return {index: cold.experts for index, cold in found.items() if cold is not None}
-
-    @property
     def streamed(self) -> tuple[int, ...]:
         """The layers that aren't resident."""
         return tuple(index for index, layer in self._layers.items() if not layer.resident)
-
-    def set_cold(self, cold: Mapping[int, Sequence[int]]) -> None:
-        """Have the CPU compute these experts of streamed layers, and no others; between passes."""
-        before, streamed = self.cold, self.streamed
-        for index in streamed:
-            experts = tuple(sorted(cold.get(index, ())))
-            if experts != before.get(index, ()):
-                self._layers[index] = self._lay_out(index, experts)
-        self.ring.hold(self._number(streamed))
-        self._make_work()
-
-    def _lay_out(self, index: int, cold: Sequence[int]) -> Layer:
-        kernels = None
-        if cold:
-            weights, threads = self._weights[index], self._cold_threads
-            kernels = ColdExperts(weights, cold, threads, self._aside, self.device)
-        where = f"layer {index}"
-        return lay_out(self._weights[index], self._slot_bytes, self.device, kernels, where)
 
     def _number(self, streamed: Sequence[int]) -> list[Group]:
         """Number the groups of the layers in ``streamed``; all of these, in order."""
@@ -229,39 +191,24 @@ class GpuExperts:
         if not self.rank or not layer.groups:
             return None
         like = self._work or layer.resident[0]
-        return make_borders(lora.tensors, lora.scale, layer.order, layer.hot, like)
+        return make_borders(lora.tensors, lora.scale, layer.order, len(layer.experts), like)
 
     def __deepcopy__(self, memo: object) -> GpuExperts:
         return self  # as the frozen weights, it is shared by the copies of a layer
 
     @_alone
-    def forward(
-        self, index: int, inputs: Inputs, lora: Lora, keep: _kernels.Keep
-    ) -> tuple[torch.Tensor, SavedCold]:
-        """The output [T, H] bfloat16 of layer ``index``, and what the CPU keeps for backward.
-
-        ``keep``: nothing where no backward follows.
-        """
+    def forward(self, index: int, inputs: Inputs, lora: Lora, turns: bool) -> torch.Tensor:
+        """The output [T, H] bfloat16 of layer ``index``; ``turns``: a backward follows."""
         hidden, weights, routing = inputs.hidden, inputs.weights, inputs.routing
-        layer, turns = self._layers[index], keep != _kernels.Keep.nothing
+        layer = self._layers[index]
         out = hidden.new_empty(routing.bounds[-1], self._hidden)
-        edge, saved = routing.bounds[layer.hot], None
-        if layer.cold is not None:
-            tokens, by_row = routing.tokens[edge:], routing.row_weights(weights)[edge:]
-            ids, own = routing.owners(edge) - layer.hot, lora
-            if lora.dropout:
-                own = replace(lora, dropout=replace(lora.dropout, numbers=routing.slots[edge:]))
-            coming, saved = layer.cold.forward(hidden, tokens, ids, by_row, own, keep)
-            weights = torch.where(routing.rows < edge, weights, 1.0)  # theirs are weighted
         given = self._borders(layer, lora)
         for number in range(len(layer.groups)):
             rows, where = routing.of_experts(*layer.starts[number : number + 2])
             w = self._matrices(layer, number, given, lora.scale, True, turns)
             if where.stop > where.start:
                 out[where] = layer_math.forward(w, hidden, rows, lora.dropout)
-        if layer.cold is not None:
-            (out[edge:],) = coming.get()
-        return operations.combine(out, routing.rows, weights), saved
+        return operations.combine(out, routing.rows, weights)
 
     @_alone
     def backward(
@@ -271,19 +218,10 @@ class GpuExperts:
         d_out: torch.Tensor,
         lora: Lora,
         wanted: bool,
-        saved: SavedCold,
-        last: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients of hidden [T, H], of the weights [T, K], and the LoRA's [E, ...] float32 by name.
-
-        ``saved`` is what the forward's CPU has kept; ``last``: no other backward follows.
-        """
+        """Gradients of hidden [T, H], of the weights [T, K], and the LoRA's [E, ...] float32 by name."""
         hidden, routing = inputs.hidden, inputs.routing
         layer = self._layers[index]
-        edge = routing.bounds[layer.hot]
-        if layer.cold is not None:
-            tokens = routing.tokens[edge:]
-            coming = layer.cold.backward(saved, hidden, d_out, tokens, lora, wanted, last)
         by_row = routing.row_weights(inputs.weights)
         d_x = hidden.new_empty(routing.bounds[-1], self._hidden)
         d_weights = torch.empty_like(by_row)
@@ -304,9 +242,6 @@ class GpuExperts:
             )
             parts.append(found)
         parts.reverse()
-        if layer.cold is not None:
-            d_x[edge:], d_weights[edge:], *cold = coming.get()
-            parts.append(dict(zip(names, cold, strict=True)))
         gradients = {}
         for name in names:
             whole = torch.cat([part.pop(name) for part in parts]).float()
@@ -315,12 +250,6 @@ class GpuExperts:
         return d_hidden, d_weights[routing.rows], gradients
 
     @_alone
-    def route(self, index: int, ids: torch.Tensor, counted: bool) -> Routing:
-        """The rows of ``ids`` [T, K]; ``counted`` in ``counts``."""
-        layer = self._layers[index]
-        routing = route(ids, layer.place, layer.hot)
-        if counted:
-            self.passes += index == next(iter(self._layers))
-            for expert, count in zip(layer.experts, routing.counts, strict=True):
-                self.counts[index][expert] += count
-        return routing
+    def route(self, index: int, ids: torch.Tensor) -> Routing:
+        """The rows of ``ids`` [T, K]."""
+        return route(ids, self._layers[index].place)

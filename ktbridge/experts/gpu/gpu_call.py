@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ktbridge import _kernels
 from ktbridge.experts import checkpointing, compat
-from ktbridge.experts.expert_call import Lora, LoraUse, Saved, accumulates
+from ktbridge.experts.expert_call import Lora, LoraUse, accumulates
 from ktbridge.experts.gpu.executor import GpuExperts, Inputs
 from ktbridge.experts.gpu.routing import Routing
 from ktbridge.experts.gpu.streams import Kept
@@ -32,8 +31,8 @@ class GpuCall:
     experts: GpuExperts
     index: int
     used: LoraUse
-    keep: _kernels.Keep
-    """What the CPU keeps of its experts for a backward; nothing where none will follow."""
+    needed: bool
+    """Whether a backward will follow."""
     accumulate: bool
     """Whether gradients are added to the parameters' own, see ``MoELoRAExperts.accumulate_grad``.
 
@@ -41,12 +40,6 @@ class GpuCall:
     """
     replayed: tuple[Kept, Routing] | None
     """Output and routing of this call, where a checkpointed layer runs a second time."""
-    saved: Saved = None
-
-    @property
-    def needed(self) -> bool:
-        """Whether a backward will follow."""
-        return self.keep != _kernels.Keep.nothing
 
 
 class GpuFunction(torch.autograd.Function):
@@ -66,9 +59,9 @@ class GpuFunction(torch.autograd.Function):
             kept, routing = call.replayed
             out = kept.get()
         else:
-            routing = call.experts.route(call.index, ids, call.needed)
-            out, call.saved = call.experts.forward(
-                call.index, Inputs(hidden, weights, routing), _on_device(call, lora), call.keep
+            routing = call.experts.route(call.index, ids)
+            out = call.experts.forward(
+                call.index, Inputs(hidden, weights, routing), _on_device(call, lora), call.needed
             )
             if checkpointing.recording():
                 checkpointing.record((call.experts.outputs.keep(call.index, out), routing))
@@ -85,9 +78,8 @@ class GpuFunction(torch.autograd.Function):
         hidden, weights, *lora = ctx.saved_tensors
         routing = ctx.routing
         call.experts.outputs.fetch_before(call.index)
-        saved, last = call.saved, not compat.graph_is_kept()
-        if last:
-            ctx.routing = call.saved = None  # a loss that lives on doesn't hold them
+        if not compat.graph_is_kept():
+            ctx.routing = None  # a loss that lives on doesn't hold them
         needed = ctx.needs_input_grad[4:]
         d_hidden, d_weights, gradients = call.experts.backward(
             call.index,
@@ -95,8 +87,6 @@ class GpuFunction(torch.autograd.Function):
             d_out.to(torch.bfloat16).contiguous(),
             _on_device(call, lora),
             any(needed),
-            saved,
-            last,
         )
         returned: list[torch.Tensor | None] = []
         later = []

@@ -2,8 +2,7 @@
 
 Pure arithmetic over addresses. A *group* is as many experts of one layer as fit a slot; its experts follow
 each other in host memory as far as the checkpoint allows. A *span* is one copy: a range of host memory and
-its place in the slot. A ``Layer`` is what the executor knows of one: which experts cross in which group, and
-which the CPU computes.
+its place in the slot. A ``Layer`` is what the executor knows of one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from itertools import accumulate, pairwise
 import torch
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.gpu.cold import ColdExperts
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.modules import Triple
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
@@ -74,16 +72,13 @@ def layer_groups(
     weights: Sequence[ExpertWeights],
     slot_bytes: int,
     where: str = "a layer",
-    experts: Sequence[int] | None = None,
 ) -> tuple[Group, ...]:
     """A layer's experts in groups of at most ``slot_bytes`` each, in the order of their addresses.
 
-    ``weights`` are gate, up and down; ``experts`` are those to cross, None for all. The groups are of nearly
-    equal size. Raises ``UsageError`` where one expert alone is larger than a slot, or rows aren't next to
-    each other.
+    ``weights`` are gate, up and down. The groups are of nearly equal size. Raises
+    ``UsageError`` where one expert alone is larger than a slot, or rows aren't next to each other.
     """
-    wanted = range(weights[0].count) if experts is None else experts
-    pieces = list(_pieces(weights, wanted))
+    pieces = list(_pieces(weights, range(weights[0].count)))
     if any(not piece.tensor.is_contiguous() for piece in pieces) and not _take_turns(weights):
         raise UsageError(
             f"the experts of {where} have gaps between their rows: they can't be streamed."
@@ -174,12 +169,10 @@ def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int, list[int]]:
 
 @dataclass(eq=False)
 class Layer:
-    """The order of computing is that of the groups, then the cold experts."""
+    """A layer's experts in the order of computing, which is that of its groups."""
 
     weights: Triple
     groups: tuple[Group, ...]
-    cold: ColdExperts | None
-    """The experts that the CPU computes."""
     experts: tuple[int, ...]
     """All experts in the order of computing."""
     starts: tuple[int, ...]
@@ -187,13 +180,13 @@ class Layer:
     place: torch.Tensor
     """[E] int64 on the device: each expert's place in that order."""
     order: torch.Tensor | None
-    """The experts that the GPU computes, int64 on the device; None: all, in their own order."""
+    """``experts``, int64 on the device; None where they are in their own order."""
     first: int = -1
     """Number of its first group in the ring; -1 where it is resident."""
     resident: tuple[Bordered, ...] = ()
 
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    """Of gate and up [hot, 2I], and of down [hot, H], on the device, in that order."""
+    """Of gate and up [E, 2I], and of down [E, H], on the device, in that order."""
 
     def with_biases(self, w: Bordered, number: int) -> Bordered:
         """``w``, the matrices of group ``number``, with its biases and the layer's gating."""
@@ -202,35 +195,25 @@ class Layer:
         gating = self.weights[0].gating
         return replace(w, gating=gating, gate_up_bias=gate_up, down_bias=down)
 
-    @property
-    def hot(self) -> int:
-        """How many experts the GPU computes."""
-        return self.starts[-1]
 
-
-def lay_out(
-    weights: Triple, slot_bytes: int, device: torch.device, cold: ColdExperts | None, where: str
-) -> Layer:
-    """The layer of ``weights`` in groups of at most ``slot_bytes``, but for ``cold``; ``where`` names it.
+def lay_out(weights: Triple, slot_bytes: int, device: torch.device, where: str) -> Layer:
+    """The layer of ``weights`` in groups of at most ``slot_bytes``; ``where`` names it.
 
     Raises ``UsageError`` as ``layer_groups``.
     """
-    aside = cold.experts if cold else ()
-    hot = [expert for expert in range(weights[0].count) if expert not in set(aside)]
-    groups = layer_groups(weights, slot_bytes, where, hot) if hot else ()
-    experts = (*(expert for group in groups for expert in group.experts), *aside)
+    groups = layer_groups(weights, slot_bytes, where)
+    experts = tuple(expert for group in groups for expert in group.experts)
     place = torch.empty(len(experts), dtype=torch.int64)
     place[torch.tensor(experts)] = torch.arange(len(experts))
-    in_order = not cold and list(experts) == sorted(experts)
+    in_order = list(experts) == sorted(experts)
     return Layer(
         weights,
         groups,
-        cold,
         experts,
         tuple(accumulate((len(group.experts) for group in groups), initial=0)),
         place.to(device),
-        None if in_order else torch.tensor(experts[: len(hot)], dtype=torch.int64, device=device),
-        biases=_biases(weights, experts[: len(hot)], device),
+        None if in_order else torch.tensor(experts, dtype=torch.int64, device=device),
+        biases=_biases(weights, experts, device),
     )
 
 

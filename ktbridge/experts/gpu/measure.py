@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 
-from ktbridge import _kernels
-from ktbridge.experts.expert_call import Lora, kernel_seconds
-from ktbridge.experts.gpu.cold import ColdExperts
 from ktbridge.experts.gpu.copying import copier_for
-from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
@@ -24,7 +18,6 @@ from ktbridge.experts.layer import MoELoRAExperts
 
 _MOST = 32768  # tokens timed; more take in proportion
 _MOST_ON_CPU = 1024
-_COLD_ROWS = (4, 64)  # of each expert
 _REPEATS = 3
 
 
@@ -37,14 +30,12 @@ def time_layer(
     *,
     slots: int | None = None,
     cpu: bool = True,
-    cold_threads: int | None = None,
 ) -> LayerTimes:
     """Time a layer's experts with ``tokens`` [T] of a pass on ``device``, and how fast they cross.
 
     What is timed are the experts of ``slots`` groups (None: all), with as many tokens for each as in the
     layer, so that GPU memory is bounded; times are in proportion. Nothing crosses while the GPU is timed.
-    ``cpu``: time the CPU's kernels too; with ``cold_threads``, also so many threads of them (0: their
-    default) while the link is busy, for a cut. ``layer`` itself is not run.
+    ``cpu``: time the CPU's kernels too. ``layer`` itself is not run.
     """
     groups = list(layer_groups(layer.weights, slot_bytes))[:slots]
     part = _part(layer, [expert for group in groups for expert in group.experts])
@@ -73,11 +64,7 @@ def time_layer(
         part.move_lora(torch.device("cpu"))
         on_cpu = sum(run(_MOST_ON_CPU, torch.device("cpu"))) if cpu else 0.0
         link = _link(experts)
-        phases: list[tuple[float, float]] = [(0.0, 0.0), (0.0, 0.0)]
-        if cold_threads is not None:
-            with _busy(experts):
-                phases = _cold(part, cold_threads)
-        return LayerTimes(Phase(*phases[0], forward), Phase(*phases[1], backward), on_cpu, link)
+        return LayerTimes(forward, backward, on_cpu, link)
     finally:
         _wait(device)
         experts.drop()
@@ -118,62 +105,6 @@ def _run(
 
     alone = median_seconds(forward, device)
     return alone, max(0.0, median_seconds(both, device) - alone)
-
-
-def _cold(layer: MoELoRAExperts, threads: int) -> list[tuple[float, float]]:
-    """Of forward and of backward: the CPU's seconds for an expert that has rows, and for each row."""
-    names = layer.lora_names
-    tensors = (each.detach() for each in layer.lora_parameters())
-    lora = Lora(dict(zip(names, tensors, strict=True)), 1.0)
-    count, host = layer.num_experts, torch.device("cpu")
-    cold = ColdExperts(layer.weights, range(count), threads, None, host)
-    keep = getattr(_kernels.Keep, layer.activation)
-    draw = torch.Generator().manual_seed(0)
-
-    def timed(rows: int) -> tuple[float, float]:
-        hidden = torch.randn(count * rows, layer.hidden_size, generator=draw).bfloat16()
-        tokens = torch.arange(len(hidden))
-        ids = torch.arange(count).repeat_interleave(rows)
-        weights = torch.ones(len(hidden))
-
-        forward, backward = [], []
-        for _ in range(_REPEATS + 1):
-            begun = kernel_seconds()  # gathering rows is the GPU's
-            _, saved = cold.forward(hidden, tokens, ids, weights, lora, keep)
-            between = kernel_seconds()
-            cold.backward(saved, hidden, hidden, tokens, lora, True, True)
-            forward.append(between - begun)
-            backward.append(kernel_seconds() - between)
-        return median(forward[1:]), median(backward[1:])
-
-    few, many = _COLD_ROWS
-    found = []
-    for small, large in zip(timed(few), timed(many), strict=True):
-        row = max(0.0, large - small) / (count * (many - few))
-        found.append((max(0.0, small / count - few * row), row))
-    return found
-
-
-@contextmanager
-def _busy(experts: GpuExperts) -> Iterator[None]:
-    """The link busy with crossings meanwhile, as in training."""
-    ring, ended = experts.ring, threading.Event()
-    slot = torch.empty(ring.slot_bytes, dtype=torch.uint8, device=experts.device)
-
-    def work() -> None:
-        while not ended.is_set():
-            ready = ring.copier.start(ring.groups[0], slot, None)
-            if experts.device.type == "cuda":
-                ready.wait()
-                torch.cuda.synchronize(experts.device)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _link(experts: GpuExperts) -> float:

@@ -120,16 +120,6 @@ def tried(device: torch.device) -> ModuleType | str:
     return triton_kernels
 
 
-def from_host(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``pinned`` on ``device``, past the copies that wait for the link: the GPU's cores read it themselves.
-
-    torch doesn't see it being read: whoever gives it keeps it until then.
-    """
-    if fused := kernels_on(device):
-        return fused.from_host(pinned, device)
-    return pinned.to(device, non_blocking=True)
-
-
 def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tensor:
     """``source`` [T, H] by row: [R, H + wide], whose last ``wide`` columns are not filled."""
     if fused := kernels(source):

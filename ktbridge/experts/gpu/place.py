@@ -45,12 +45,9 @@ def sizes_of(model: nn.Module, top_k: int) -> Sizes:
     )
 
 
-def give_to_gpu(
-    model: nn.Module, device: torch.device, share: Share, cold_threads: int = 1
-) -> Placed:
+def give_to_gpu(model: nn.Module, device: torch.device, share: Share) -> Placed:
     """Have the experts of a wrapped model computed on ``device``, following ``share``.
 
-    ``GpuExperts.set_cold`` selects those that the CPU computes, on ``cold_threads`` threads.
     Expert LoRA moves there where ``share.masters``: make the optimizer after this. On the CPU as device the
     same is computed there, without streams. Raises ``UsageError`` where a layer can't cross.
     """
@@ -77,7 +74,6 @@ def give_to_gpu(
         loader=loader,
         loaded=lambda index: release_layers(model, [index]),
         outputs_on_host=share.outputs_on_host,
-        cold_threads=cold_threads,
     )
     if loader is not copier:
         loader.close()

@@ -79,23 +79,6 @@ class Ring:
             # The allocator gives memory that what is queued in this stream may still be using.
             slot.free = self._event()
 
-    def hold(self, groups: list[Group]) -> None:
-        """Have other ``groups`` from now on, in as many slots of their size as take the same memory.
-
-        What the slots hold of the old ones is forgotten.
-        """
-        if groups == self.groups:
-            return
-        self.groups = groups
-        largest = max((group.bytes for group in groups), default=self.slot_bytes)
-        count = max(1, self.bytes // max(largest, 1))
-        if (largest, count) == (self.slot_bytes, self.count):
-            for slot in self._slots:
-                slot.holds = None
-            return
-        self.slot_bytes, self.count, self._slots = largest, count, []  # their memory first
-        self._make_slots()
-
     def take(self, index: int, forward: bool, turns: bool) -> torch.Tensor:
         """The slot that holds group ``index``, for work in the current stream; ``give_back`` it after.
 

@@ -2,8 +2,7 @@
 
 Every token has K slots, one for each of its experts. Slots are sorted by expert, in the order in which the
 experts are computed, and each expert's rows are padded to a multiple of ``PAD``, which grouped products over
-rows (the LoRA's gradients) ask for. Rows of padding stand for token 0 with weight 0. Experts that the CPU
-computes come last, without padding.
+rows (the LoRA's gradients) ask for. Rows of padding stand for token 0 with weight 0.
 """
 
 from __future__ import annotations
@@ -48,13 +47,6 @@ class Routing:
     """[E] int32 on the device: where each expert's rows end, in the order of computing."""
     bounds: tuple[int, ...]
     """The same on the host, after a 0: E + 1 numbers."""
-    counts: tuple[int, ...]
-    """Slots of each expert without padding, in the order of computing."""
-
-    def owners(self, first: int) -> torch.Tensor:
-        """[R - first] int64: the experts of the rows from ``first`` on, as places in that order."""
-        rows = torch.arange(first, self.bounds[-1], dtype=torch.int32, device=self.ends.device)
-        return torch.searchsorted(self.ends, rows, right=True)
 
     def of_experts(self, first: int, end: int) -> tuple[Rows, slice]:
         """The rows of the experts at places ``first`` to ``end``, and where they are among all."""
@@ -70,15 +62,13 @@ class Routing:
         return flat[self.slots]
 
 
-def route(ids: torch.Tensor, place: torch.Tensor, hot: int | None = None) -> Routing:
+def route(ids: torch.Tensor, place: torch.Tensor) -> Routing:
     """The routing of ``ids`` [T, K]; ``place`` [E] int64 is each expert's place in the order of computing.
 
-    The first ``hot`` experts of that order (None: all) have their rows padded.
     Waits for the device once: products over a group of experts need their number of rows.
     Raises ``IndexError`` where an id is no expert's.
     """
     slots, experts = ids.numel(), len(place)
-    hot = experts if hot is None else hot
     flat = ids.reshape(-1)
     outside = ((flat < 0) | (flat >= experts)).any()
     at = place[flat.clamp(0, experts - 1)]
@@ -90,10 +80,9 @@ def route(ids: torch.Tensor, place: torch.Tensor, hot: int | None = None) -> Rou
     if wrong:
         raise IndexError(f"topk_ids has an id outside 0 to {experts - 1}.")
     bounds = [0]
-    for number, count in enumerate(host):
-        bounds.append(bounds[-1] + (-(-count // PAD) * PAD if number < hot else count))
-    padded = counts.clone()
-    padded[:hot] = (counts[:hot] + PAD - 1) // PAD * PAD
+    for count in host:
+        bounds.append(bounds[-1] + -(-count // PAD) * PAD)
+    padded = (counts + PAD - 1) // PAD * PAD
     ends = padded.cumsum(0)
     starts = ends - padded
     row = starts[sorted_at] + torch.arange(slots, device=ids.device) - before[sorted_at]
@@ -102,4 +91,4 @@ def route(ids: torch.Tensor, place: torch.Tensor, hot: int | None = None) -> Rou
     rows = torch.empty(slots, dtype=torch.int64, device=ids.device)
     rows[order] = row
     tokens = (by_row // max(ids.shape[1], 1)).remainder(max(len(ids), 1))
-    return Routing(tokens, by_row, rows.view(ids.shape), ends.int(), tuple(bounds), tuple(host))
+    return Routing(tokens, by_row, rows.view(ids.shape), ends.int(), tuple(bounds))

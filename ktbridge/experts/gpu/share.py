@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from ktbridge.experts.gpu.cut import Paces, Phase, layer_seconds
+from dataclasses import dataclass
 
 _GROUP = 300_000_000  # bytes that cross at once: large enough for the link, small beside a layer
 _UNEVEN = 1.25  # a group's rows over the mean group's: routers are not even
@@ -84,10 +82,6 @@ class Share:
     """Groups that a streamed layer crosses in."""
     outputs_on_host: bool = False
     """Whether the layers' outputs wait there for their second forward."""
-    hybrid: bool = False
-    """Whether the CPU computes some experts of each layer."""
-    cold: int | None = None
-    """How many of each layer; None: as many as are best."""
 
     def resident_bytes(self, sizes: Sizes) -> int:
         """What the layers that stay take on the GPU."""
@@ -130,8 +124,8 @@ class Share:
 class LayerTimes:
     """Seconds of one layer's experts in a pass."""
 
-    forward: Phase
-    backward: Phase
+    forward: float
+    backward: float
     cpu: float
     """Forward and backward of all of them on the CPU."""
     link: float
@@ -140,7 +134,7 @@ class LayerTimes:
     @property
     def gpu(self) -> float:
         """Forward and backward of all of them on the GPU."""
-        return self.forward.experts + self.backward.experts
+        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -168,31 +162,9 @@ def gpu_seconds(
     crossing = 0.0
     if streamed:
         crossing = max(0, streamed - share.slots) * share.slot_bytes / times.link
-    forward = sizes.layers * times.forward.experts + outside.forward
-    backward = sizes.layers * times.backward.experts + outside.backward
+    forward = sizes.layers * times.forward + outside.forward
+    backward = sizes.layers * times.backward + outside.backward
     return max(crossing, forward) + max(crossing, backward)
-
-
-def paces(times: LayerTimes, share: Share, sizes: Sizes, outside: Outside = _NOTHING) -> Paces:
-    """What a layer is cut by."""
-    streamed = max(1, sizes.layers - len(share.resident))
-    return Paces(
-        replace(times.forward, outside=outside.forward / sizes.layers),
-        replace(times.backward, outside=outside.backward / sizes.layers),
-        sizes.stored / sizes.experts / times.link,
-        share.slots * sizes.experts / share.groups / streamed,
-    )
-
-
-def hybrid_seconds(
-    times: LayerTimes, share: Share, sizes: Sizes, outside: Outside = _NOTHING
-) -> float:
-    """Seconds of a pass whose coldest experts the CPU computes, where tokens go to all alike."""
-    rows = [share.tokens * sizes.top_k / sizes.experts] * sizes.experts
-    cut = paces(times, share, sizes, outside)
-    if share.cold is not None:
-        return sizes.layers * layer_seconds(rows, cut)[share.cold]
-    return sizes.layers * min(layer_seconds(rows, cut))
 
 
 def cpu_seconds(times: LayerTimes, sizes: Sizes) -> float:

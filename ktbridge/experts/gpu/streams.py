@@ -1,17 +1,11 @@
-"""What happens beside the executor's own CUDA stream: tensors on their way, and the time between calls."""
+"""Tensors on their way between GPU and host, beside the executor's own CUDA stream."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
-from statistics import median
+from collections.abc import Sequence
 
 import torch
-
-from ktbridge.experts.gpu import operations
 
 
 class Coming:
@@ -28,23 +22,6 @@ class Coming:
             for tensor in self._tensors:
                 tensor.record_stream(stream)
         return self._tensors
-
-
-class Aside:
-    """A CUDA stream for cold experts, with the host memory that it will still read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._held: deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]] = deque()
-
-    def fetch(self, tensors: Sequence[torch.Tensor], device: torch.device) -> Coming:
-        """Pinned ``tensors`` on the device, copied when this stream comes to it."""
-        there = [operations.from_host(tensor, device) for tensor in tensors]
-        event = self.stream.record_event()
-        while self._held and self._held[0][0].query():
-            self._held.popleft()
-        self._held.append((event, tensors))
-        return Coming(there, event)
 
 
 class Kept:
@@ -114,52 +91,3 @@ class Outputs:
         kept = self._last[max(before)]() if before else None
         if kept is not None:
             kept.fetch()
-
-
-class Between:
-    """How long the device works on other things between calls; nothing is timed until ``watch``."""
-
-    def __init__(self) -> None:
-        self._calls: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] | None = None
-
-    def watch(self) -> None:
-        """Begin to time."""
-        self._calls = []
-
-    @contextmanager
-    def call(self, name: str, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Around a call ``name`` that works in the CUDA ``stream``."""
-        calls = self._calls
-        if calls is None:
-            yield
-            return
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record(stream)
-        yield
-        ended.record(stream)
-        calls.append((name, began, ended))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing is timed within the block."""
-        calls, self._calls = self._calls, None
-        try:
-            yield
-        finally:
-            self._calls = calls
-
-    def seconds(self, name: str) -> float:
-        """Between one call ``name`` and the next call, where that is another of them; 0 where unknown."""
-        calls = [each for each in self._calls or () if each[0] in ("forward", "backward")]
-        if calls:
-            calls[-1][2].synchronize()
-        found = [
-            ended.elapsed_time(began) / 1000
-            for (one, _, ended), (other, began, _) in pairwise(calls)
-            if one == other == name
-        ]
-        return median(found) if found else 0.0
-
-    def end(self) -> None:
-        """Forget what was timed, and time nothing more."""
-        self._calls = None

@@ -276,21 +276,6 @@ def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | No
     return out
 
 
-@triton.jit
-def _copy(source, out, size, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    tl.store(out + at, tl.load(source + at, mask=at < size), mask=at < size)
-
-
-def from_host(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
-    out = torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
-    whole = pinned.numel() * pinned.element_size() % 8 == 0
-    source, target = (t.view(-1).view(torch.int64) if whole else t.view(-1) for t in (pinned, out))
-    if len(source):
-        _copy[(triton.cdiv(len(source), 1024),)](source, target, len(source), 1024)
-    return out
-
-
 _KINDS = {"bf16": 0, "fp8": 1, "int8": 2, "int4": 3, "mxfp4": 4}
 
 

@@ -326,6 +326,13 @@ def _notes_on_experts(config: TrainConfig, findings: Findings) -> None:
                 "",
                 "Leave it out.",
             )
+    if block.kt_experts == "hybrid":
+        findings.note(
+            "kt_config.kt_experts",
+            "hybrid is gone: the GPU computes all experts, as with stream",
+            "auto, cpu, stream or resident",
+            "Set kt_experts: auto, which takes what is fastest.",
+        )
     gpu = {"kt_gpu_memory": block.kt_gpu_memory, "kt_num_gpu_experts": block.kt_num_gpu_experts}
     for key, value in gpu.items():
         if block.kt_experts == "cpu" and value:
@@ -333,7 +340,7 @@ def _notes_on_experts(config: TrainConfig, findings: Findings) -> None:
                 f"kt_config.{key}",
                 f"{value}, while kt_experts is cpu: no expert is on the GPU",
                 "",
-                "Set kt_experts: stream, hybrid, resident or auto (docs/gpu-experts.md), or leave it out.",
+                "Set kt_experts: stream, resident or auto (docs/gpu-experts.md), or leave it out.",
             )
     _notes_on_storage(block, ours, findings)
 

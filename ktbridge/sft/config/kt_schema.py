@@ -50,13 +50,12 @@ class KtConfig:
     kt_experts: str = option(one_of("auto", "cpu", "stream", "hybrid", "resident"), "auto")
     """What computes the routed experts. auto: without a GPU our kernels on the CPU, with one the fastest that
     fits its memory, by times measured at the start. cpu: the kernels. stream: the GPU, to which each layer's
-    weights cross from the checkpoint in RAM. hybrid: as stream, but the CPU computes those with the fewest
-    tokens meanwhile. resident: the GPU, which keeps them all."""
+    weights are transferred from the checkpoint in RAM. resident: the GPU, which keeps them all. hybrid: what
+    stream is, since 0.7."""
     kt_gpu_memory: int | None = option(size, None)
     """GPU memory that the run may take in all, as 24GB; default: what is free."""
     kt_num_gpu_experts: int | None = option(gpu_experts, None)
-    """How many of each layer's experts the GPU keeps, as so many whole layers, or in hybrid computes;
-    default: what fits, what is fastest."""
+    """How many of each layer's experts the GPU keeps, as so many whole layers; default: what fits."""
     kt_lora_rank: int | None = option(whole(1, MAX_EXPERT_RANK), None)
     """Rank of the expert LoRA; default: lora_rank."""
     kt_lora_alpha: float | None = option(number, None)

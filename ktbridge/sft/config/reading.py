@@ -84,6 +84,8 @@ def parse_config(
     findings.raise_errors()
     texts = config.stage == "pt" and "packing" not in main  # as in LLaMA-Factory
     packing = config.packing or config.neat_packing or texts
+    if config.kt_config.kt_experts == "hybrid":  # noted; a run of 0.6 goes on with it
+        config = replace(config, kt_config=replace(config.kt_config, kt_experts="stream"))
     return replace(config, packing=packing, notes=tuple(findings.notes))
 
 

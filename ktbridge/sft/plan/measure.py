@@ -96,7 +96,6 @@ def measure_gpu_layer(setting: Setting, tokens: int) -> LayerTimes | None:
 
     from ktbridge.experts.gpu.measure import time_layer
     from ktbridge.experts.layer import MoELoRAExperts
-    from ktbridge.sft.attach import threads_beside_python
 
     if not torch.cuda.is_available():
         return None
@@ -109,11 +108,8 @@ def measure_gpu_layer(setting: Setting, tokens: int) -> LayerTimes | None:
         lora_rank=size.rank,
         lora_dropout=setting.config.expert_dropout,
     )
-    threads = threads_beside_python(device) if share and share.hybrid else None
     slots = share.slots or None if share else None
-    return time_layer(
-        layer, device, slot, size.top_k, tokens, slots=slots, cpu=False, cold_threads=threads
-    )
+    return time_layer(layer, device, slot, size.top_k, tokens, slots=slots, cpu=False)
 
 
 @dataclass(frozen=True)

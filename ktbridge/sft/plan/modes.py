@@ -23,7 +23,7 @@ from ktbridge.sft.plan.memory import (
     nonexpert_lora_elements,
 )
 
-ON_GPU = ("hybrid", "stream", "resident")
+ON_GPU = ("stream", "resident")
 """Values of kt_experts that ask for the GPU."""
 _LARGE = 8192  # tokens
 OF_ALL = 0.94
@@ -77,7 +77,7 @@ def limit_of(setting: Setting, memory: int) -> int:
 def everything_fits(share: Share, sizes: Sizes) -> bool:
     """Whether no weights are transferred any more: every layer is resident, or the ring holds all groups."""
     streamed = sizes.layers - len(share.resident)
-    return share.cold is None and share.slots >= streamed * share.groups
+    return share.slots >= streamed * share.groups
 
 
 def cpu_tokens(setting: Setting, space: Room, memory: int | None) -> int:
@@ -121,7 +121,7 @@ def with_tokens(setting: Setting, tokens: int) -> Setting:
 def possible(
     setting: Setting, memory: int, host: int | None
 ) -> Iterator[tuple[str, Setting | str]]:
-    """cpu, hybrid, stream and resident, each as its setting, or why it is unavailable.
+    """cpu, stream and resident, each as its setting, or why it is unavailable.
 
     ``memory`` are the bytes of the GPU, ``host`` those of RAM.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktbridge.experts.gpu.share import LayerTimes, Outside, gpu_seconds, hybrid_seconds
+from ktbridge.experts.gpu.share import LayerTimes, Outside, gpu_seconds
 from ktbridge.sft.disk import checkpoint_bytes
 from ktbridge.sft.plan.measure import (
     ExpertTimes,
@@ -75,8 +75,7 @@ def pace_of(
         updates = times.update * (on_cpu if setting.cuda else trained)
     else:
         assert gpu is not None
-        seconds = hybrid_seconds if setting.share.hybrid else gpu_seconds
-        part = seconds(gpu, setting.share, setting.expert_sizes, outside)
+        part = gpu_seconds(gpu, setting.share, setting.expert_sizes, outside)
         whole = passes * (part + outside.loss)
         experts = max(0.0, whole - passes * others)
         updates = 0.0 if setting.share.masters else times.update * on_cpu
