@@ -23,7 +23,6 @@ from manyranks import (
 from torch import nn
 from trainrun import losses, quiet, train
 
-from ktbridge.experts.gpu.cut import Phase
 from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
@@ -165,7 +164,7 @@ def choices(path):
         model = trainer.load_trainable(config, ready.base)
         return expert_device.place_experts(trainer.run_setting(config, ready), model)
 
-    times = None if here.rank else LayerTimes(Phase(0, 0, 0.5), Phase(0, 0, 0.5), 0.75, 1e12)
+    times = None if here.rank else LayerTimes(0.5, 0.5, 0.75, 1e12)
     # One process would take the CPU, but its kernels would compute the rows of both.
     assert placed("auto", times, free=(60_000_000, 1_500_000)[here.rank]).mode != "cpu"
     assert exchange(given[-1])[0] == given[-1]
