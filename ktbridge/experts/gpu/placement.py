@@ -1,0 +1,457 @@
+"""Where a model's routed experts are computed: every placement that fits, and the fastest of them. Pure.
+
+``rank`` scores whole optimizer steps. A micro-batch takes, forward and backward each, as long as the slowest
+of three that work beside each other: the link that transfers weights, the GPU, and Python that starts the
+GPU's operations. ``ktbridge plan`` and ``ktbridge train`` call it with the same arguments; only what ``Costs``
+were measured on differs. The formulas are derived in docs/gpu-experts.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+GROUPS = (1, 2, 3, 4, 6, 8, 12)
+"""Numbers of groups that a streamed layer may be transferred in."""
+PAD = 16
+"""An expert's rows are padded to a multiple of it, as grouped products over rows ask for."""
+_LEAST_SLOTS = 2
+_AHEAD = 2  # groups beyond a layer that are transferred while the layer before is computed
+_UNEVEN = 1.25  # a group's rows over the mean group's: what more there are is computed in parts
+_ON_WAY = 3  # outputs that leave or come back while others are used
+_MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
+_PAGE = 4096
+
+
+def padded(rank: int) -> int:
+    """``rank`` rounded up to what grouped GEMM takes."""
+    return -(-rank // 8) * 8
+
+
+def borders(rank: int) -> tuple[int, int]:
+    """R and Q of ``layer_math`` for a LoRA of ``rank``: widths of the borders of gate and up, and of down."""
+    return 2 * padded(rank), padded(rank)
+
+
+def evenly(count: int, layers: int) -> tuple[int, ...]:
+    """``count`` of ``layers`` numbers, spread evenly, so that others are transferred while these compute."""
+    return tuple((2 * n + 1) * layers // (2 * count) for n in range(count))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's routed experts: counts, widths, and a layer's ``stored`` bytes in the checkpoint."""
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    rank: int
+    stored: int
+
+    def slot(self, groups: int) -> int:
+        """Bytes of a slot, which holds one of a layer's ``groups`` groups."""
+        return -(-self.experts // groups) * (-(-self.stored // self.experts) + _PAGE)
+
+    @property
+    def lora(self) -> int:
+        """LoRA weights of a layer."""
+        return 3 * self.experts * self.rank * (self.hidden + self.inner)
+
+    def matrices(self, experts: int) -> int:
+        """Bytes of so many experts' bfloat16 matrices with their borders."""
+        more, less = borders(self.rank)
+        gate_up = (2 * self.inner + more) * (self.hidden + more)
+        return 2 * experts * (gate_up + (self.hidden + less) * (self.inner + less))
+
+    def rows(self, tokens: int) -> int:
+        """Rows that ``tokens`` have at most in a layer, padding included."""
+        slots = tokens * self.top_k
+        return slots + min(self.experts, slots) * (PAD - 1)
+
+    def rows_at_once(self, tokens: int, groups: int) -> int:
+        """The most rows that are multiplied at once, whatever the router does."""
+        rows = self.rows(tokens)
+        return rows if groups == 1 else min(rows, round(_UNEVEN * rows / groups) + PAD)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row takes while it is multiplied, in the backward of one layer."""
+        more, less = borders(self.rank)
+        width = 2 * (self.hidden + more) + 2 * (2 * self.inner + more) + 2 * (self.inner + less)
+        return 2 * (width + self.hidden + less + self.inner)
+
+    def work(self, tokens: int, groups: int) -> int:
+        """Bytes that the experts take in one layer's backward."""
+        whole = self.rows(tokens) * (2 * self.hidden + 28)
+        return self.rows_at_once(tokens, groups) * self.row_bytes + whole
+
+    def outputs(self, on_host: bool) -> int:
+        """Bytes a token, on the GPU, of all layers' outputs and routing between forward and backward."""
+        routing = 24 * self.top_k * self.layers
+        return routing + 2 * self.hidden * (_ON_WAY if on_host else self.layers)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where experts, their LoRA and what they compute are: what a run executes and a plan prints."""
+
+    tokens: int
+    """The most tokens of a micro-batch, padding included."""
+    on_gpu: bool = True
+    """Whether the GPU computes the experts; else the kernels do, on the CPU."""
+    slot_bytes: int = 0
+    slots: int = 0
+    """Slots of the ring that streamed groups are transferred into."""
+    groups: int = 1
+    """Groups that a streamed layer is transferred in."""
+    resident: tuple[int, ...] = ()
+    """Numbers of the layers that stay on the GPU, counted among those with routed experts."""
+    masters: bool = False
+    """Whether expert LoRA weights, gradients and Adam's states are on the GPU."""
+    outputs_on_host: bool = False
+    """Whether the layers' outputs wait there for their second forward."""
+    keep_gate_up: bool = False
+    """Whether gate and up are kept for backward instead of computed again."""
+    rows_at_once: int = 0
+    """The most rows that are multiplied at once: a group with more is computed in parts."""
+
+    def mode(self, sizes: Sizes) -> str:
+        """Return the value of ``kt_experts`` that means it: cpu, stream or resident."""
+        if not self.on_gpu:
+            return "cpu"
+        return "resident" if len(self.resident) == sizes.layers else "stream"
+
+    def resident_bytes(self, sizes: Sizes) -> int:
+        """What the layers that stay take on the GPU."""
+        return len(self.resident) * sizes.matrices(sizes.experts)
+
+    def streamed_bytes(self, sizes: Sizes) -> int:
+        """The ring, and the matrices of the group that is computed; 0 where nothing is streamed."""
+        if not self.on_gpu or len(self.resident) == sizes.layers:
+            return 0
+        return self.slots * self.slot_bytes + sizes.matrices(-(-sizes.experts // self.groups))
+
+    def lora_bytes(self, sizes: Sizes) -> int:
+        """The LoRA on the GPU: all with its optimizer's states, or one layer's that passes through."""
+        if not self.on_gpu:
+            return 0
+        return sizes.layers * sizes.lora * _MASTERS if self.masters else 12 * sizes.lora
+
+    def activation_bytes(self, sizes: Sizes, passing: int) -> int:
+        """Bytes of the experts' activations; ``passing`` a token come and go when these aren't computed."""
+        if not self.on_gpu:
+            return self.tokens * passing
+        work = max(sizes.work(self.tokens, self.groups), self.tokens * passing)
+        kept = 0
+        if self.keep_gate_up:
+            kept = sizes.layers * sizes.rows(self.tokens) * 2 * 2 * sizes.inner
+        return self.tokens * sizes.outputs(self.outputs_on_host) + kept + work
+
+    def spared(self, sizes: Sizes, limits: Limits) -> int:
+        """What the LoRA's gradients don't take on the GPU beside all else.
+
+        In a step of one micro-batch they come while backward lets go of the layers' inputs and outputs, so
+        the larger of both is there. A later micro-batch finds all gradients.
+        """
+        if not self.masters or self.tokens < limits.step_tokens:
+            return 0
+        going = self.tokens * (limits.kept + sizes.outputs(self.outputs_on_host))
+        gradients = 4 * sizes.layers * sizes.lora
+        return min(gradients, going) * (sizes.layers - 1) // sizes.layers
+
+    def bytes(self, sizes: Sizes, limits: Limits) -> int:
+        """What of ``limits.free`` it takes."""
+        parts = self.resident_bytes, self.streamed_bytes, self.lora_bytes
+        return (
+            sum(part(sizes) for part in parts)
+            + self.tokens * limits.token_bytes
+            + self.activation_bytes(sizes, limits.passing)
+            - self.spared(sizes, limits)
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """GPU memory that is left for experts and activations, bytes a token of what is outside the experts."""
+
+    free: int
+    token_bytes: int
+    """While the experts are computed."""
+    passing: int
+    """What comes and goes of a token in a layer, when experts aren't computed."""
+    longest: int
+    """The fewest tokens of a micro-batch: a row, or a pair."""
+    step_tokens: int
+    """Tokens of an optimizer step."""
+    kept: int = 0
+    """Of ``token_bytes``, what backward lets go of as it goes through the layers."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut an optimizer step into micro-batches."""
+
+    most: int
+    """The most tokens that a micro-batch may have."""
+    batches: tuple[int, ...]
+    """Tokens of each micro-batch of a typical step, padding included."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds that are linear in a size."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+
+    def at(self, size: float) -> float:
+        """Return the seconds for ``size``."""
+        return self.fixed + self.each * size
+
+    def scaled(self, factor: float) -> Line:
+        """Return the line ``factor`` times as long."""
+        return Line(self.fixed * factor, self.each * factor)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds on one machine of what a step is made of, forward and backward where there are two."""
+
+    link: float
+    """Bytes a second from host memory to the GPU."""
+    experts: tuple[Line, Line]
+    """The GPU's, of one layer's experts by rows, backward with gate and up computed again."""
+    again: Line = field(default_factory=Line)
+    """Of that backward, gate's and up's second computation."""
+    unpack: float = 0.0
+    """The GPU's, for a byte of a streamed layer's bfloat16 matrices."""
+    launch: tuple[float, float] = (0.0, 0.0)
+    """The host's, of one layer's experts in one group."""
+    launch_group: float = 0.0
+    """The host's, for each group of a streamed layer."""
+    outside: tuple[Line, Line] = field(default_factory=lambda: (Line(), Line()))
+    """The GPU's outside the routed experts, over all layers, by tokens."""
+    launch_outside: tuple[float, float] = (0.0, 0.0)
+    """The host's outside the routed experts, over all layers."""
+    loss: Line = field(default_factory=Line)
+    """Head and loss, forward and backward, by tokens."""
+    update: tuple[float, float] = (0.0, 0.0)
+    """Optimizer and clipping for a LoRA weight, on the GPU and on the host."""
+    add: float = 0.0
+    """The host's, to add a gradient that arrives to one that is there, for a weight."""
+    others: float = 0.0
+    """Optimizer, clipping and log of all else, once a step."""
+    micro_batch: float = 0.0
+    """The host's, to make a micro-batch's tensors."""
+    cpu: Line | None = None
+    """One layer's experts on the CPU, forward and backward, by tokens; None: not measured."""
+
+    def scaled(self, factor: float, link: float | None = None) -> Costs:
+        """Return costs ``factor`` times as high, but for the ``link`` where that was measured."""
+
+        def pair(of: tuple[float, float]) -> tuple[float, float]:
+            return of[0] * factor, of[1] * factor
+
+        def lines(of: tuple[Line, Line]) -> tuple[Line, Line]:
+            return of[0].scaled(factor), of[1].scaled(factor)
+
+        return replace(
+            self,
+            link=link or self.link / factor,
+            experts=lines(self.experts),
+            again=self.again.scaled(factor),
+            unpack=self.unpack * factor,
+            launch=pair(self.launch),
+            launch_group=self.launch_group * factor,
+            outside=lines(self.outside),
+            launch_outside=pair(self.launch_outside),
+            loss=self.loss.scaled(factor),
+            update=pair(self.update),
+            add=self.add * factor,
+            others=self.others * factor,
+            micro_batch=self.micro_batch * factor,
+            cpu=self.cpu and self.cpu.scaled(factor),
+        )
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step's seconds, and how busy each of those is that work beside each other."""
+
+    step: float
+    link: float
+    gpu: float
+    host: float
+    alone: float
+    """Of ``step``, loss and optimizer, beside which nothing is transferred or computed."""
+
+    @property
+    def bound(self) -> str:
+        """What the micro-batches wait for most."""
+        busy = {"the link": self.link, "the GPU": self.gpu, "the host": self.host}
+        return max(busy, key=lambda name: busy[name])
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A placement with its predicted seconds a step and bytes of GPU memory."""
+
+    placement: Placement
+    seconds: Seconds
+    bytes: int
+
+
+def predict_seconds(placement: Placement, sizes: Sizes, cut: Cut, costs: Costs) -> Seconds:
+    """Predict an optimizer step of ``placement`` whose rows are ``cut``."""
+    link = gpu = host = waiting = alone = 0.0
+    lora = sizes.layers * sizes.lora
+    layers, streamed = sizes.layers, sizes.layers - len(placement.resident)
+    transfers = 0
+    if placement.on_gpu and streamed:
+        transfers = max(0, streamed * placement.groups - placement.slots) * placement.slot_bytes
+    if placement.on_gpu and not placement.masters:
+        transfers += 2 * lora  # as bfloat16
+    for number, tokens in enumerate(cut.batches):
+        rows = tokens * sizes.top_k + min(tokens * sizes.top_k, sizes.experts) * PAD // 2
+        for way in range(2):
+            busy = costs.outside[way].at(tokens)
+            starting = costs.launch_outside[way]
+            if placement.on_gpu:
+                experts = costs.experts[way].at(rows)
+                if way and placement.keep_gate_up:
+                    experts -= costs.again.at(rows)
+                busy += layers * experts
+                busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
+                starting += layers * costs.launch[way]
+                starting += streamed * (placement.groups - 1) * costs.launch_group
+            if way and placement.on_gpu and not placement.masters and number:
+                starting += costs.add * lora
+            crossing = transfers / costs.link
+            link, gpu, host = link + crossing, gpu + busy, host + starting
+            waiting += max(crossing, busy, starting)
+        alone += costs.loss.at(tokens) + costs.micro_batch
+        if not placement.on_gpu:
+            assert costs.cpu is not None
+            alone += layers * costs.cpu.at(tokens)
+    alone += costs.update[0 if placement.masters else 1] * lora + costs.others
+    return Seconds(waiting + alone, link, gpu, host, alone)
+
+
+def rank(
+    sizes: Sizes,
+    cuts: Sequence[Cut],
+    limits: Limits,
+    costs: Costs,
+    *,
+    mode: str = "auto",
+    gpu_experts: int | None = None,
+) -> list[Scored]:
+    """Rank every placement that fits by the predicted seconds of an optimizer step, the fastest first.
+
+    ``cuts`` are the ways to cut a step. ``mode`` "cpu", "stream" or "resident" leaves the others out;
+    ``gpu_experts`` of each layer's experts are kept as so many whole layers. Placements of equal seconds are
+    in a fixed order: the same arguments give the same list. Empty where nothing fits.
+    """
+    found = []
+    for cut in cuts:
+        for placement in _candidates(sizes, cut.most, limits, mode, gpu_experts):
+            taken = placement.bytes(sizes, limits)
+            if taken > limits.free or (not placement.on_gpu and costs.cpu is None):
+                continue
+            seconds = predict_seconds(placement, sizes, cut, costs)
+            found.append(Scored(placement, seconds, taken))
+    return sorted(found, key=lambda each: each.seconds.step)
+
+
+def least_bytes(sizes: Sizes, limits: Limits, mode: str) -> tuple[Placement, int]:
+    """Return the placement on the GPU that takes least, and what it takes: for who has less."""
+    layers = evenly(sizes.layers, sizes.layers) if mode == "resident" else ()
+    least = [
+        _placed(sizes, limits.longest, 1 if layers else groups, resident=layers, outputs=True)
+        for groups in _groups(sizes)
+    ]
+    taken = [each.bytes(sizes, limits) for each in least]
+    return least[taken.index(min(taken))], min(taken)
+
+
+def _candidates(
+    sizes: Sizes, tokens: int, limits: Limits, mode: str, gpu_experts: int | None
+) -> Iterator[Placement]:
+    """What may be asked of a micro-batch of ``tokens``; each filled up with what memory is left for."""
+    if mode in ("auto", "cpu"):
+        yield Placement(tokens, on_gpu=False)
+    if mode == "cpu":
+        return
+    layers = sizes.layers
+    wanted = (
+        None if gpu_experts is None else min(layers, round(layers * gpu_experts / sizes.experts))
+    )
+    if wanted in (None, layers) or mode == "resident":
+        every = evenly(layers, layers)
+        for masters, outputs, keep in product((True, False), (False, True), (True, False)):
+            yield _placed(sizes, tokens, 1, masters, outputs, resident=every, keep=keep)
+    if mode == "resident" or wanted == layers:
+        return
+    for groups, masters, outputs in product(_groups(sizes), (True, False), (False, True)):
+        start = _placed(sizes, tokens, groups, masters, outputs)
+        for fill in ("resident", "ring") if wanted is None else ("ring",):
+            if made := _filled(start, sizes, limits, fill, wanted or 0):
+                yield made
+
+
+def _groups(sizes: Sizes) -> Iterator[int]:
+    return (groups for groups in GROUPS if groups <= sizes.experts)
+
+
+def _placed(
+    sizes: Sizes,
+    tokens: int,
+    groups: int,
+    masters: bool = False,
+    outputs: bool = False,
+    *,
+    resident: tuple[int, ...] = (),
+    keep: bool = False,
+) -> Placement:
+    """A placement on the GPU with the least ring."""
+    return Placement(
+        tokens,
+        slot_bytes=sizes.slot(groups),
+        slots=0 if len(resident) == sizes.layers else _LEAST_SLOTS,
+        groups=groups,
+        resident=resident,
+        masters=masters,
+        outputs_on_host=outputs,
+        keep_gate_up=keep,
+        rows_at_once=sizes.rows_at_once(tokens, groups),
+    )
+
+
+def _filled(
+    start: Placement, sizes: Sizes, limits: Limits, fill: str, layers: int
+) -> Placement | None:
+    """``start`` with ``layers`` resident, then a ring, and what memory is left for; None: it doesn't fit.
+
+    ``fill`` "resident": as many more layers, then slots; "ring": slots alone. A slot holds what is stored,
+    a resident layer its bfloat16 matrices, which take more where experts are quantized.
+    """
+    start = replace(start, resident=evenly(layers, sizes.layers))
+    left = limits.free - start.bytes(sizes, limits)
+    if left < 0:
+        return None
+
+    def ring(resident: int) -> int:
+        return (sizes.layers - resident) * start.groups
+
+    most = min(start.groups + _AHEAD, ring(layers))
+    more = max(0, min(most - start.slots, left // start.slot_bytes))
+    slots, left = start.slots + more, left - more * start.slot_bytes
+    if fill == "resident":
+        more = min(sizes.layers - 1 - layers, left // sizes.matrices(sizes.experts))
+        layers, left = layers + more, left - more * sizes.matrices(sizes.experts)
+    more = max(0, min(ring(layers) - slots, left // start.slot_bytes))
+    resident = evenly(layers, sizes.layers)
+    return replace(start, slots=slots + more, resident=resident)
