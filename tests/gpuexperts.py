@@ -2,6 +2,7 @@
 
 import torch
 
+from ktbridge.experts.gpu import placement
 from ktbridge.experts.gpu.copying import InPlace
 from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.gpu_call import OnGpu
@@ -27,13 +28,19 @@ def allow_on_cpu(put=setattr, free=60_000_000):
 
     ``free`` bytes of the GPU memory that there isn't; ``put`` is ``setattr``, or a MonkeyPatch's.
     """
-    from ktbridge.experts.gpu import share
-    from ktbridge.experts.gpu.choose import Room
     from ktbridge.sft import expert_device
 
-    put(share, "_GROUP", 20_000)
+    put(placement, "GROUPS", (3,))
     put(expert_device, "_obstacle", lambda config, device: "")
-    put(expert_device, "_space", lambda *_: Room(free, 1000, 100, 64, 128))
+    put(expert_device, "_limits", lambda *_: placement.Limits(free, 1000, 100, 64, 128))
+    put(expert_device, "_costs", lambda *_: some_costs())
+
+
+def some_costs(cpu=None):
+    """Costs of a machine whose link is slow; ``cpu`` seconds a token and layer there."""
+    each = placement.Line(1e-4, 1e-7)
+    on_cpu = None if cpu is None else placement.Line(0.0, cpu)
+    return placement.Costs(1e7, (each, each), outside=(each, each), loss=each, cpu=on_cpu)
 
 
 def slot_for(layer, groups):

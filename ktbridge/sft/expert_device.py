@@ -1,64 +1,92 @@
-"""Choose where a run's routed experts are computed, and the number of tokens per pass.
+"""Place a run's routed experts: measure, rank, execute, and correct once the run's own steps are timed.
 
 ``kt_experts: auto`` takes what is predicted to be fastest within the GPU-memory budget, from times measured
-on the run's own weights; other values are obeyed or refused.
+on the run's own weights; other values are obeyed or refused. `plan` ranks by the same function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import Any
 
 import torch
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
-from ktbridge.experts.gpu.choose import Room
-from ktbridge.experts.gpu.measure import time_layer
 from ktbridge.experts.gpu.operations import has_cores
 from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
-from ktbridge.experts.gpu.share import (
-    LayerTimes,
-    Share,
+from ktbridge.experts.gpu.placement import (
+    Costs,
+    Limits,
+    Line,
+    Placement,
+    Scored,
     Sizes,
-    cpu_seconds,
-    gpu_seconds,
+    evenly,
 )
+from ktbridge.experts.gpu.probes import costs_of, time_experts, time_update
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting
-from ktbridge.sft.plan.modes import (
+from ktbridge.sft.placement import (
     OF_ALL,
-    ON_GPU,
     cpu_tokens,
+    describe,
+    limits_for,
     obstacle,
+    rank_placements,
     refuse_on_gpu,
-    room,
-    share_for,
 )
-from ktbridge.units import size_text
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting
+from ktbridge.sft.plan.outside import MOST_TOKENS, outside_times, probe_sizes
+
+_GAIN = 1.1
+"""How much faster a placement must be predicted than what was measured, to be moved to."""
+_SHORT = 2048
+"""Tokens of a step: with more, no CPU is as fast as a link."""
+_MEASURED = (2, 3)
+"""Steps whose seconds correct the costs: nothing is compiled or allocated any more."""
 
 
-@dataclass(frozen=True)
+@dataclass
+class Ranking:
+    """What a run's placement was chosen from, to choose again."""
+
+    setting: Setting
+    limits: Limits
+    costs: Costs
+    sizes: Sizes
+    taken: Scored
+    seconds: list[float] = field(default_factory=list)
+    """Of the steps in ``_MEASURED``."""
+
+
+@dataclass
 class ExpertDevice:
-    """What was chosen; as a context, its threads and registered pages are released at the end."""
+    """Where the experts are; as a context, its threads and registered pages are released at the end."""
 
     mode: str
     """cpu, stream or resident."""
     tokens: int | None
-    """Tokens of a pass that there is room for; None where that isn't known."""
+    """Tokens of a micro-batch that there is memory for; None where that isn't known."""
     why: str = ""
     """The choice and its reason, for the user; "" where there was none to make."""
     placed: Placed | None = None
+    ranking: Ranking | None = None
 
     @property
     def note(self) -> Problem | None:
         return problem("KTC024", "kt_experts", self.why, next_step="") if self.why else None
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """Predicted seconds of an optimizer step."""
+        return self.ranking.taken.seconds.step if self.ranking else None
 
     def __enter__(self) -> ExpertDevice:
         return self
@@ -67,114 +95,190 @@ class ExpertDevice:
         if self.placed is not None:
             self.placed.copier.close()
 
+    def shrink(self, short: int | None = None) -> str:
+        """Give back GPU memory, about ``short`` bytes where that is known; what was given back, in words.
+
+        First slots of the ring, then resident layers, then the layers' outputs; "" where nothing is left.
+        The results' bits stay. All ranks call it alike.
+        """
+        if self.placed is None or self.ranking is None:
+            return ""
+        now, sizes = self.ranking.taken.placement, self.ranking.sizes
+        short = max(short or 0, sizes.stored // 2)
+        smaller = _smaller(now, sizes, short)
+        if smaller is None:
+            return ""
+        after, what = smaller
+        self._move(after)
+        return what
+
+    def after_step(self, step: int, seconds: float, left: int) -> str:
+        """Choose again once, by the ``seconds`` of the first steps; what changed, in words, or "".
+
+        ``left``: the steps to come. Only what changes no bit of the results may change; with several
+        processes nothing does, for they would have to measure the same.
+        """
+        ranking = self.ranking
+        if ranking is None or self.placed is None or step > _MEASURED[-1]:
+            return ""
+        if step < _MEASURED[0] and ranking.setting.cuda:
+            self.placed.experts.watch_link()
+        if step in _MEASURED:
+            ranking.seconds.append(seconds)
+        if step != _MEASURED[-1] or distributed.world().size > 1:
+            return ""
+        measured = mean(ranking.seconds)
+        crossed, busy = self.placed.experts.link()
+        link = crossed / busy if busy else None
+        ranking.costs = ranking.costs.scaled(measured / ranking.taken.seconds.step, link)
+        now = ranking.taken.placement
+        for scored in rank_placements(
+            ranking.setting, ranking.limits, ranking.costs, ranking.sizes
+        ):
+            if scored.seconds.step * _GAIN > measured:
+                return ""
+            if not _reachable(now, scored.placement):
+                continue
+            gained = left * (measured - scored.seconds.step)
+            if scored.bytes / ranking.costs.link < gained:
+                ranking.taken = scored
+                self._move(scored.placement)
+                return (
+                    f"a step took {measured:.2f} s; moved to "
+                    f"{describe(scored, ranking.sizes, ranking.limits.step_tokens)}"
+                )
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to repeat the bits of this one."""
+        on_gpu = self.placed is not None
+        return {"on_gpu": on_gpu, "tokens": self.tokens, "mode": self.mode}
+
+    def _move(self, placement: Placement) -> None:
+        assert self.placed is not None
+        assert self.ranking is not None
+        layers = self.placed.numbers
+        resident = [layers[place] for place in placement.resident]
+        self.placed.experts.set_room(placement.slots, resident, placement.outputs_on_host)
+        self.ranking.taken = replace(self.ranking.taken, placement=placement)
+        self.mode = placement.mode(self.ranking.sizes)
+
+
+def _reachable(now: Placement, other: Placement) -> bool:
+    """Whether a run may move between the two and change no bit."""
+    same = ("tokens", "groups", "slot_bytes", "masters", "keep_gate_up", "on_gpu", "rows_at_once")
+    return all(getattr(now, name) == getattr(other, name) for name in same)
+
+
+def _smaller(now: Placement, sizes: Sizes, short: int) -> tuple[Placement, str] | None:
+    """A placement that takes some ``short`` bytes less, and what it gave back; None: there is none."""
+    if now.slots > 2:
+        slots = max(2, now.slots - -(-short // now.slot_bytes))
+        what = f"{now.slots - slots} of {now.slots} slots for streamed experts"
+        return replace(now, slots=slots), what
+    count = len(now.resident)
+    if count:
+        slots = max(2, now.slots)
+        more = (
+            0
+            if now.slots
+            else slots * now.slot_bytes + sizes.matrices(-(-sizes.experts // now.groups))
+        )
+        layers = max(0, count - -(-(short + more) // sizes.matrices(sizes.experts)))
+        what = f"{count - layers} of {count} resident layers"
+        kept = evenly(layers, sizes.layers)
+        return replace(now, slots=slots, resident=kept, keep_gate_up=False), what
+    if not now.outputs_on_host:
+        return replace(now, outputs_on_host=True), "the layers' outputs, which now wait in RAM"
+    return None
+
 
 def check_expert_device(config: TrainConfig) -> None:
     """Raise ``UsageError`` if ``kt_experts`` requests an unavailable GPU; needs no weights."""
     refuse_on_gpu(config, _obstacle(config, choose(config)))
 
 
-def place_experts(setting: Setting, model: Any) -> ExpertDevice:
+def place_experts(
+    setting: Setting, model: Any, resumed: Mapping[str, Any] | None = None
+) -> ExpertDevice:
     """Give the experts of a wrapped, loaded model to the CPU kernels or to the GPU; before the optimizer.
 
     ``setting`` is the run as the plan knows it, with the lengths of its rows; ``check_expert_device`` had
-    nothing against it. All ranks call it, and decide the same: by the smallest GPU memory of theirs, and by
-    rank 0's times. ``distributed.prepare`` comes afterwards. Raises ``UsageError`` where what ``kt_experts``
-    asks for doesn't fit.
+    nothing against it. ``resumed`` is ``ExpertDevice.state`` of the run that goes on. All ranks call it, and
+    decide the same: by the smallest GPU memory of theirs, and by rank 0's times. ``distributed.prepare``
+    comes afterwards. Raises ``UsageError`` where what ``kt_experts`` asks for doesn't fit.
     """
-    config = setting.config
-    device, wanted = choose(config), config.kt_config.kt_experts
-    if distributed.agree(bool(_obstacle(config, device))):
+    device = choose(setting.config)
+    if distributed.agree(bool(_obstacle(setting.config, device))):
         return ExpertDevice("cpu", None)
-    top_k = setting.shape.config.experts_per_token
-    sizes = sizes_of(model, top_k)
-    space = _space(setting, device)
-    # The least that a rank has: then all of them share alike, masters on the same side.
-    space = replace(space, free=-distributed.agree(-space.free))
-    ranks = distributed.world().size
+    sizes = sizes_of(model, setting.shape.config.experts_per_token)
+    limits = _limits(setting, device)
+    # The least that a rank has: then all of them place alike, masters on the same side.
+    limits = replace(limits, free=-distributed.agree(-limits.free))
+    # Rank 0's kernels keep what the micro-batches of all ranks need for backward.
+    memory = read_machine().usable_memory
+    memory = memory and memory // distributed.world().size
+    setting = _as_before(setting, resumed)
+    wanted = setting.config.kt_config.kt_experts
+    costs = _costs(setting, model, sizes, limits, device)
+    try:
+        ranked = rank_placements(setting, limits, costs, sizes, memory)
+    except UsageError as error:
+        if wanted != "auto":
+            raise
+        tokens = cpu_tokens(setting, limits, memory)
+        why = f"experts on the CPU, for the GPU's memory is too small: {error.sentence}"
+        return ExpertDevice("cpu", tokens, f"{why}; {tokens:,} tokens a micro-batch")
+    taken = ranked[0]
+    why = describe(taken, sizes, limits.step_tokens)
+    others = [each for each in ranked if each.placement.on_gpu != taken.placement.on_gpu]
+    if others:
+        where = "the GPU" if others[0].placement.on_gpu else "the CPU"
+        why += f"; on {where} {others[0].seconds.step:.2f} s"
+    placement = taken.placement
+    if not placement.on_gpu:
+        return ExpertDevice("cpu", placement.tokens, why)
+    placed = give_to_gpu(model, device, placement)
+    if len(placement.resident) < sizes.layers:
+        why += f"; weights {placed.how}"
+    ranking = Ranking(setting, limits, costs, sizes, taken)
+    return ExpertDevice(placement.mode(sizes), placement.tokens, why, placed, ranking)
 
-    def on_cpu(why: str) -> ExpertDevice:
-        # Rank 0's kernels keep what the passes of all ranks need for backward.
-        memory = read_machine().usable_memory
-        tokens = cpu_tokens(setting, space, memory and memory // ranks)
-        return ExpertDevice("cpu", tokens, f"experts on the CPU{why}; {tokens:,} tokens a pass")
 
-    shares, why = _shares(setting, wanted, space, sizes)
-    if not shares:
-        return on_cpu(f", for the GPU's memory is too small: {why}")
-    times = _timed(model, shares, device, top_k, wanted == "auto")
-    mode, more = wanted, ""
-    if wanted == "auto":
-        seconds = _seconds(shares, times, sizes)
-        mode = min(seconds, key=lambda each: seconds[each])
-        if mode == "cpu":
-            here = seconds.pop("cpu")
-            return on_cpu(
-                f": {here:.2f} s a pass predicted, {min(seconds.values()):.2f} s on the GPU"
-            )
-        others = ", ".join(f"{each} {took:.2f}" for each, took in seconds.items() if each != mode)
-        more = f"; {seconds[mode]:.2f} s a pass predicted for the experts ({others})"
-    return _given(model, mode, shares[mode], more, device=device, sizes=sizes)
+def _as_before(setting: Setting, resumed: Mapping[str, Any] | None) -> Setting:
+    """The setting with what decides a run's bits as in the run that goes on."""
+    config = setting.config
+    if not resumed or not resumed.get("tokens"):
+        return setting
+    tokens = resumed["tokens"] if config.tokens_per_pass == "auto" else config.tokens_per_pass
+    kt = config.kt_config
+    if kt.kt_experts == "auto":
+        kt = replace(kt, kt_experts="stream" if resumed.get("on_gpu") else "cpu")
+    return replace(setting, config=replace(config, tokens_per_pass=tokens, kt_config=kt))
 
 
-def _timed(
-    model: Any, shares: Mapping[str, Share], device: torch.device, top_k: int, auto: bool
-) -> LayerTimes | None:
-    """A layer's times, where they decide something: rank 0's, for ``auto``."""
-    if not (auto and distributed.is_main()):
-        return None
+def _costs(
+    setting: Setting, model: Any, sizes: Sizes, limits: Limits, device: torch.device
+) -> Costs:
+    """What rank 0 measures on the run's own model, for all ranks."""
+    if not distributed.is_main():
+        count = len(Costs(1.0, (Line(), Line())).numbers())
+        return Costs.of([distributed.from_main(0.0) for _ in range(count)])
     layer = next(iter(expert_layers(model).values()))
     assert isinstance(layer, MoELoRAExperts)
-    smallest = min(shares.values(), key=lambda share: share.slots * share.slot_bytes)
-    return time_layer(
-        layer,
-        device,
-        smallest.slot_bytes,
-        top_k,
-        max(share.tokens for share in shares.values()),
-        slots=max(1, smallest.slots),
-        cpu=auto,
-    )
-
-
-def _given(
-    model: Any,
-    mode: str,
-    share: Share,
-    more: str,
-    *,
-    device: torch.device,
-    sizes: Sizes,
-) -> ExpertDevice:
-    """The experts given to ``device``; ``more``: the reason for it, in words."""
-    placed = give_to_gpu(model, device, share)
-    if len(share.resident) == sizes.layers:
-        mode = "resident"
-    return ExpertDevice(mode, share.tokens, _describe(share, sizes, placed, more), placed)
-
-
-def _seconds(
-    shares: Mapping[str, Share], times: LayerTimes | None, sizes: Sizes
-) -> dict[str, float]:
-    """Seconds of a pass's experts by mode, "cpu" too, as rank 0 has timed them."""
-    found = dict.fromkeys((*shares, "cpu"), 0.0)
-    if times is not None:
-        for mode, share in shares.items():
-            found[mode] = gpu_seconds(times, share, sizes)
-        # Alone, with the CPU that would be rank 0's for the rows of all.
-        found["cpu"] = distributed.world().size * cpu_seconds(times, sizes)
-    return {mode: distributed.from_main(each) for mode, each in found.items()}
-
-
-def _shares(
-    setting: Setting, wanted: str, space: Room, sizes: Sizes
-) -> tuple[dict[str, Share], str]:
-    """The possible modes, and why there are none; raises ``UsageError`` for a requested mode that isn't."""
-    if wanted in ON_GPU:
-        return {wanted: share_for(setting, wanted, space, sizes)}, ""
-    try:
-        return {"stream": share_for(setting, "stream", space, sizes)}, ""
-    except UsageError as error:
-        return {}, error.sentence
+    fitting = limits.free // (limits.token_bytes + limits.passing)
+    most = max(1, min(limits.step_tokens, MOST_TOKENS, max(limits.longest, fitting // 2)))
+    wanted = setting.config.kt_config.kt_experts
+    short = limits.step_tokens <= _SHORT or wanted == "cpu"
+    experts = time_experts(layer, device, sizes.top_k, most, free=max(1, limits.free), cpu=short)
+    outside = outside_times(model, setting, probe_sizes(setting, most), device)
+    update = time_update(device), time_update(torch.device("cpu"))
+    costs = costs_of(experts, outside, update, 1 + setting.config.forwards_alone)
+    if costs.cpu is not None:  # with the CPU that would be rank 0's for the rows of all
+        costs = replace(costs, cpu=costs.cpu.scaled(distributed.world().size))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Costs.of([distributed.from_main(number) for number in costs.numbers()])
 
 
 def _obstacle(config: TrainConfig, device: torch.device) -> str:
@@ -187,7 +291,7 @@ def _obstacle(config: TrainConfig, device: torch.device) -> str:
     return ""
 
 
-def _space(setting: Setting, device: torch.device) -> Room:
+def _limits(setting: Setting, device: torch.device) -> Limits:
     """GPU memory for experts and activations; a budget is held from here on."""
     free, whole = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device)
@@ -196,20 +300,4 @@ def _space(setting: Setting, device: torch.device) -> Room:
     if budget is not None:
         limit = min(budget - CUDA_CONTEXT, free + held)
         torch.cuda.set_per_process_memory_fraction(max(0.01, min(1.0, limit / whole)), device)
-    return room(setting, limit, torch.cuda.memory_allocated(device))
-
-
-def _describe(share: Share, sizes: Sizes, placed: Placed, more: str) -> str:
-    """The choice as one line of text."""
-    kept = len(share.resident)
-    if kept == sizes.layers:
-        what = f"experts resident on the GPU, all {kept} layers"
-    else:
-        what = f"experts streamed to the GPU, {sizes.layers - kept} layers {placed.how}"
-        if kept:
-            what += f", {kept} layers resident"
-    masters = f"LoRA masters on {'the GPU' if share.masters else 'the host'}"
-    return (
-        f"{what}; {size_text(share.gpu_bytes(sizes))} of GPU memory, "
-        f"{masters if sizes.rank else 'no LoRA'}, {share.tokens:,} tokens a pass{more}"
-    )
+    return limits_for(setting, limit, torch.cuda.memory_allocated(device))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import trainrun
-from gpuexperts import allow_on_cpu
+from gpuexperts import allow_on_cpu, some_costs
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -19,8 +19,14 @@ from trainrun import DPO, conversation, losses, pair, text, write_run
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.gpu.choose import Room, choose_share
-from ktbridge.experts.gpu.share import LayerTimes, Sizes
+from ktbridge.experts.gpu.placement import (
+    GROUPS,
+    Cut,
+    Limits,
+    Sizes,
+    predict_seconds,
+    rank,
+)
 from ktbridge.sft import expert_device
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -70,16 +76,10 @@ def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stag
     assert found["cpu"][-1] < found["cpu"][0]
 
 
-def times(gpu: float, cpu: float) -> LayerTimes:
-    """Seconds of a layer on the GPU and on the CPU."""
-    return LayerTimes(gpu / 2, gpu / 2, cpu, 1e7)
-
-
 @pytest.mark.usefixtures("executor_here")
 def test_a_run_that_was_stopped_ends_in_the_same_bits(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path,
 ) -> None:
-    monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
     streamed = (
         "kt_experts=stream",
         "kt_num_gpu_experts=0",
@@ -100,14 +100,25 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
         assert all(torch.equal(one[key], two[key]) for key in one | two)
 
 
+def test_measuring_leaves_no_trace_in_the_run(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = expert_device._costs
+    allow_on_cpu(monkeypatch.setattr)
+    more = ("kt_experts=stream", "lora_dropout=0.1", "max_steps=3", "save_steps=0")
+    train(*more, "output_dir=assumed")
+    monkeypatch.setattr(expert_device, "_costs", measured)
+    found = train(*more, "output_dir=measured")
+    assert "s a step predicted" in found.notes[0].found
+    assert losses(run_dir / "assumed") == losses(run_dir / "measured")
+
+
 @pytest.mark.usefixtures("executor_here")
 def test_auto_takes_what_its_own_times_say_is_faster(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for gpu, cpu, taken in ((1.0, 2.0, "stream"), (2.0, 1.0, "cpu")):
-        monkeypatch.setattr(expert_device, "_space", lambda *_: Room(700_000, 1000, 100, 64, 128))
-        found = times(gpu, cpu)
-        monkeypatch.setattr(expert_device, "time_layer", lambda *_, found=found, **__: found)
+    for cpu, taken in ((1.0, "stream"), (1e-9, "cpu")):
+        monkeypatch.setattr(expert_device, "_costs", lambda *_, cpu=cpu: some_costs(cpu))
         result = train("kt_experts=auto", "kt_num_gpu_experts=0", f"output_dir={taken}")
         assert result.experts == taken
         (note,) = (note for note in result.notes if note.code == "KTC024")
@@ -128,39 +139,38 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch
 
 @given(
     layers=st.integers(1, 60), experts=st.integers(1, 300), size=st.integers(1, 4000),
-    rank=st.integers(0, 64), free=st.integers(0, 200 * 10**9), token=st.integers(1, 10**6),
-    longest=st.integers(1, 8192), step=st.integers(1, 200_000),
-    mode=st.sampled_from(["stream", "resident"]),
+    rank_=st.integers(0, 64), free=st.integers(0, 200 * 10**9), token=st.integers(1, 10**6),
+    longest=st.integers(1, 8192), count=st.integers(1, 40),
+    mode=st.sampled_from(["auto", "stream", "resident"]),
 )  # fmt: skip
-def test_no_share_takes_more_than_there_is(
+def test_no_placement_takes_more_than_there_is(
     layers: int,
     experts: int,
     size: int,
-    rank: int,
+    rank_: int,
     free: int,
     token: int,
     longest: int,
-    step: int,
+    count: int,
     mode: str,
 ) -> None:
     stored = experts * 6 * size * 32
-    sizes = Sizes(layers, experts, min(experts, 8), 32, size, rank, stored)
-    step = max(step, longest)
-    kept = min(token, 64 * layers)
-    room = Room(free, token, 0, longest, step, kept)
-    try:
-        share = choose_share(sizes, room, mode=mode)
-    except UsageError as error:
-        if "are left for them" not in error.sentence:
-            raise
-        return
-    each = token + sizes.outputs(share.outputs_on_host)
-    each += sizes.work(1 if len(share.resident) == layers else share.groups)
-    spared = share.spared(sizes, kept, step)
-    assert 0 <= spared <= 4 * layers * sizes.lora
-    assert share.gpu_bytes(sizes) + share.tokens * each - spared <= free
-    assert share.tokens >= longest
-    assert len(set(share.resident)) == len(share.resident) <= layers
-    assert mode != "resident" or len(share.resident) == layers
-    more = choose_share(sizes, replace(room, free=free + 10**9), mode=mode)
-    assert more.tokens >= share.tokens // 2  # passes of equal size may be smaller ones
+    sizes = Sizes(layers, experts, min(experts, 8), 32, size, rank_, stored)
+    cuts = [Cut(longest * n, (longest * n,) * -(-count // n)) for n in (1, 2, count)]
+    limits = Limits(free, token, 0, longest, longest * count, min(token, 64 * layers))
+    found = rank(sizes, cuts, limits, some_costs(), mode=mode)
+    for scored in found:
+        placement = scored.placement
+        assert placement.bytes(sizes, limits) == scored.bytes <= free
+        assert placement.tokens >= longest
+        assert len(set(placement.resident)) == len(placement.resident) <= layers
+        assert mode != "resident" or len(placement.resident) == layers
+        assert placement.groups in GROUPS
+        (cut,) = (
+            (cut for cut in cuts[:3] if cut.most == placement.tokens) if count > 2 else cuts[:1]
+        )
+        assert predict_seconds(placement, sizes, cut, some_costs()).step >= 0
+    assert [each.seconds.step for each in found] == sorted(each.seconds.step for each in found)
+    more = rank(sizes, cuts, replace(limits, free=free + 10**9), some_costs(), mode=mode)
+    if found:
+        assert more[0].seconds.step <= found[0].seconds.step

@@ -23,8 +23,8 @@ import torch
 from ktbridge.experts.dropout import Dropout, Mask
 from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.operations import by_row, over_rows
+from ktbridge.experts.gpu.placement import borders, padded
 from ktbridge.experts.gpu.routing import Rows
-from ktbridge.experts.gpu.share import borders, padded
 from ktbridge.experts.weights import SILU, Gating
 
 

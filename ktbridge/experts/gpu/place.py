@@ -11,8 +11,8 @@ from ktbridge.experts.gpu.copying import copied_once, copier_for
 from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
+from ktbridge.experts.gpu.placement import Placement, Sizes
 from ktbridge.experts.gpu.ring import Copier
-from ktbridge.experts.gpu.share import Share, Sizes
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.loading import release_layers
 from ktbridge.experts.wrapped_layers import expert_layers
@@ -27,6 +27,8 @@ class Placed:
     """How the weights cross, in words."""
     copier: Copier
     """To be closed before the checkpoint's maps go."""
+    numbers: tuple[int, ...]
+    """The layers' numbers, by place."""
 
 
 def sizes_of(model: nn.Module, top_k: int) -> Sizes:
@@ -45,20 +47,20 @@ def sizes_of(model: nn.Module, top_k: int) -> Sizes:
     )
 
 
-def give_to_gpu(model: nn.Module, device: torch.device, share: Share) -> Placed:
-    """Have the experts of a wrapped model computed on ``device``, following ``share``.
+def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) -> Placed:
+    """Have the experts of a wrapped model computed on ``device``, following ``placement``.
 
-    Expert LoRA moves there where ``share.masters``: make the optimizer after this. On the CPU as device the
-    same is computed there, without streams. Raises ``UsageError`` where a layer can't cross.
+    Expert LoRA moves there where ``placement.masters``: make the optimizer after this. On the CPU as device
+    the same is computed there, without streams. Raises ``UsageError`` where a layer can't cross.
     """
     layers = expert_layers(model)
     numbers = list(layers)
     first = next(iter(layers.values()))
-    resident = [numbers[place] for place in share.resident]
+    resident = [numbers[place] for place in placement.resident]
     groups = [
         group
         for index, layer in layers.items()
-        for group in layer_groups(layer.weights, share.slot_bytes, f"layer {index}")
+        for group in layer_groups(layer.weights, placement.slot_bytes, f"layer {index}")
         if index not in resident
     ]
     copier, how = copier_for(groups, device)
@@ -67,21 +69,21 @@ def give_to_gpu(model: nn.Module, device: torch.device, share: Share) -> Placed:
         {index: layer.weights for index, layer in layers.items()},
         device,
         first.lora_rank,
-        slot_bytes=share.slot_bytes,
-        slots=max(share.slots, 1),
+        slot_bytes=placement.slot_bytes,
+        slots=max(placement.slots, 1),
         copier=copier,
         resident=resident,
         loader=loader,
         loaded=lambda index: release_layers(model, [index]),
-        outputs_on_host=share.outputs_on_host,
+        outputs_on_host=placement.outputs_on_host,
     )
     if loader is not copier:
         loader.close()
     for index, layer in layers.items():
         assert isinstance(layer, MoELoRAExperts)
         layer.gpu = OnGpu(experts, index)
-        if share.masters:
+        if placement.masters:
             layer.move_lora(device)
         elif device.type == "cuda":
             layer.move_lora(torch.device("cpu"), pinned=True)
-    return Placed(experts, how, copier)
+    return Placed(experts, how, copier, tuple(numbers))

@@ -2,12 +2,13 @@
 
 ``rank`` scores whole optimizer steps. A micro-batch takes, forward and backward each, as long as the slowest
 of three that work beside each other: the link that transfers weights, the GPU, and Python that starts the
-GPU's operations. ``ktbridge plan`` and ``ktbridge train`` call it with the same arguments; only what ``Costs``
-were measured on differs. The formulas are derived in docs/gpu-experts.md.
+GPU's operations. `plan` and `train` call it with the same arguments; only what ``Costs`` were measured on
+differs. The formulas are derived in docs/gpu-experts.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -188,6 +189,8 @@ class Limits:
     """Tokens of an optimizer step."""
     kept: int = 0
     """Of ``token_bytes``, what backward lets go of as it goes through the layers."""
+    cpu_tokens: int | None = None
+    """The most tokens of a micro-batch whose experts the CPU computes; None: what the GPU has memory for."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +251,44 @@ class Costs:
     """The host's, to make a micro-batch's tensors."""
     cpu: Line | None = None
     """One layer's experts on the CPU, forward and backward, by tokens; None: not measured."""
+    forwards: int = 1
+    """Forwards of a micro-batch: more than one where a reference runs, too."""
+
+    def numbers(self) -> list[float]:
+        """Return all numbers in order, for another process."""
+        cpu = self.cpu or Line(math.nan, math.nan)
+        lines = (*self.experts, self.again, *self.outside, self.loss, cpu)
+        pairs = (self.launch, self.launch_outside, self.update)
+        return [
+            *(number for line in lines for number in (line.fixed, line.each)),
+            *(number for pair in pairs for number in pair),
+            *(self.link, self.unpack, self.launch_group, self.add, self.others, self.micro_batch),
+            self.forwards,
+        ]
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> Costs:
+        """Return the costs that ``numbers`` are of."""
+        lines = [Line(*numbers[at : at + 2]) for at in range(0, 14, 2)]
+        launch, launch_outside, update = ((numbers[at], numbers[at + 1]) for at in (14, 16, 18))
+        link, unpack, launch_group, add, others, micro_batch, forwards = numbers[20:]
+        return Costs(
+            link=link,
+            experts=(lines[0], lines[1]),
+            again=lines[2],
+            unpack=unpack,
+            launch=launch,
+            launch_group=launch_group,
+            outside=(lines[3], lines[4]),
+            launch_outside=launch_outside,
+            loss=lines[5],
+            update=update,
+            add=add,
+            others=others,
+            micro_batch=micro_batch,
+            cpu=None if math.isnan(lines[6].each) else lines[6],
+            forwards=round(forwards),
+        )
 
     def scaled(self, factor: float, link: float | None = None) -> Costs:
         """Return costs ``factor`` times as high, but for the ``link`` where that was measured."""
@@ -330,8 +371,9 @@ def predict_seconds(placement: Placement, sizes: Sizes, cut: Cut, costs: Costs) 
             if way and placement.on_gpu and not placement.masters and number:
                 starting += costs.add * lora
             crossing = transfers / costs.link
-            link, gpu, host = link + crossing, gpu + busy, host + starting
-            waiting += max(crossing, busy, starting)
+            times = 1 if way else costs.forwards
+            link, gpu, host = link + times * crossing, gpu + times * busy, host + times * starting
+            waiting += times * max(crossing, busy, starting)
         alone += costs.loss.at(tokens) + costs.micro_batch
         if not placement.on_gpu:
             assert costs.cpu is not None
@@ -358,8 +400,10 @@ def rank(
     found = []
     for cut in cuts:
         for placement in _candidates(sizes, cut.most, limits, mode, gpu_experts):
+            if not placement.on_gpu and costs.cpu is None:
+                continue
             taken = placement.bytes(sizes, limits)
-            if taken > limits.free or (not placement.on_gpu and costs.cpu is None):
+            if taken > limits.free:
                 continue
             seconds = predict_seconds(placement, sizes, cut, costs)
             found.append(Scored(placement, seconds, taken))
@@ -381,7 +425,7 @@ def _candidates(
     sizes: Sizes, tokens: int, limits: Limits, mode: str, gpu_experts: int | None
 ) -> Iterator[Placement]:
     """What may be asked of a micro-batch of ``tokens``; each filled up with what memory is left for."""
-    if mode in ("auto", "cpu"):
+    if mode in ("auto", "cpu") and tokens <= max(limits.longest, limits.cpu_tokens or tokens):
         yield Placement(tokens, on_gpu=False)
     if mode == "cpu":
         return

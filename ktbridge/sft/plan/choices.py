@@ -75,7 +75,7 @@ def _timed(choices: Sequence[Choice], memory: int | None) -> Iterator[Choice]:
         if made.cuda and tokens not in outside:
             outside[tokens] = measure_outside(made, tokens)
         others = outside.get(tokens)
-        if made.share is None:
+        if made.placed is None:
             yield replace(choice, pace=pace_of(made, machine, outside=others))
             continue
         times = measure_gpu_layer(made, tokens)

@@ -99,7 +99,7 @@ def measure_gpu_layer(setting: Setting, tokens: int) -> LayerTimes | None:
 
     if not torch.cuda.is_available():
         return None
-    sizes, share, device = setting.expert_sizes, setting.share, torch.device("cuda")
+    sizes, share, device = setting.expert_sizes, setting.placed, torch.device("cuda")
     slot = share.slot_bytes if share else sizes.slot(sizes.groups)
     storage = setting.shape.expert_storage if setting.shape.mappable else "bf16"
     size = setting.expert_pass(tokens)

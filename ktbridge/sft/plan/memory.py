@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ktbridge.experts.gpu.share import Share, Sizes
+from ktbridge.experts.gpu.placement import Limits, Placement, Sizes
 from ktbridge.model import family_of
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.disk import adapter_bytes, checkpoint_bytes, kept_checkpoints
@@ -55,8 +55,13 @@ class Setting:
     threads: int
     rows: int | None = None
     """Rows of a pass; None: as configured."""
-    share: Share | None = None
-    """The experts' share on the GPU, if it computes them."""
+    placement: Placement | None = None
+    """Where its experts are; None: on the CPU, in batches as configured."""
+
+    @property
+    def placed(self) -> Placement | None:
+        """The placement, if the GPU computes the experts."""
+        return self.placement if self.placement and self.placement.on_gpu else None
 
     @property
     def sides(self) -> int:
@@ -178,7 +183,7 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
             "kt-kernel packs all experts as bf16, for forward and again for backward",
         )
     elif shape.mappable:
-        read = layers - (len(setting.share.resident) if setting.share else 0)
+        read = layers - (len(setting.placed.resident) if setting.placed else 0)
         how = f"{read} layers of {shape.config.num_experts}, {shape.expert_storage}, as the files have them"
         if read:
             yield Part("experts, mapped", "page cache", mapped_bytes(setting), how)
@@ -187,19 +192,20 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         yield Part("experts, loaded", "RAM", plain, how)
     lora = expert_lora_elements(setting)
     how = f"rank {config.expert_rank}: {count_text(lora)} float32 weights, gradients, 2 Adam states"
-    masters: Where = "GPU" if setting.share is not None and setting.share.masters else "RAM"
+    masters: Where = "GPU" if setting.placed is not None and setting.placed.masters else "RAM"
     spared = 0
-    if setting.share is not None:
+    if setting.placed is not None:
         step = math.ceil(setting.step_rows * setting.sides * setting.lengths.mean)
-        spared = setting.share.spared(setting.expert_sizes, kept_token_bytes(setting), step)
+        limits = Limits(0, 0, 0, 0, step, kept_token_bytes(setting))
+        spared = setting.placed.spared(setting.expert_sizes, limits)
         how += "; the gradients come as activations go" if spared else ""
     if lora:
         yield Part("expert LoRA", masters, 16 * lora - spared, how)
-    if lora and setting.share is not None:
+    if lora and setting.placed is not None:
         how = "made on the host, in pages that the process keeps when it moves"
         yield Part("expert LoRA, first copy", "RAM", 4 * lora, how)
-    if setting.share is not None:
-        yield from _gpu_expert_parts(setting, setting.share)
+    if setting.placed is not None:
+        yield from _gpu_expert_parts(setting, setting.placed)
         return
 
     tokens = setting.batch.tokens
@@ -226,34 +232,34 @@ def mapped_bytes(setting: Setting) -> int:
     shape = setting.shape
     if setting.config.kt_config.kt_backend == "kt-kernel" or not shape.mappable:
         return 0
-    kept = len(setting.share.resident) if setting.share else 0
+    kept = len(setting.placed.resident) if setting.placed else 0
     return shape.expert_bytes * (shape.sparse_layers - kept) // shape.sparse_layers
 
 
-def _gpu_expert_parts(setting: Setting, share: Share) -> Iterator[Part]:
+def _gpu_expert_parts(setting: Setting, placement: Placement) -> Iterator[Part]:
     """Experts that the GPU computes: what stays there, what passes through, and activations."""
     sizes = setting.expert_sizes
-    kept, streamed = len(share.resident), sizes.layers - len(share.resident)
+    kept, streamed = len(placement.resident), sizes.layers - len(placement.resident)
     if kept:
         how = f"{kept} of {sizes.layers} layers, in bf16"
-        yield Part("experts, resident", "GPU", share.resident_bytes(sizes), how)
+        yield Part("experts, resident", "GPU", placement.resident_bytes(sizes), how)
     if streamed:
-        how = (
-            f"{streamed} layers in groups of {size_text(share.slot_bytes)}, {share.slots} at a time"
-        )
-        yield Part("experts, streamed", "GPU", share.streamed_bytes(sizes), how)
-    if not share.masters and sizes.rank:
-        lora = share.lora_bytes(sizes)
+        group = size_text(placement.slot_bytes)
+        how = f"{streamed} layers in groups of {group}, {placement.slots} at a time"
+        yield Part("experts, streamed", "GPU", placement.streamed_bytes(sizes), how)
+    if not placement.masters and sizes.rank:
+        lora = placement.lora_bytes(sizes)
         yield Part("expert LoRA of one layer", "GPU", lora, "its masters are in RAM")
     tokens, passing = setting.batch.tokens, _passing(setting)
+    placement = replace(placement, tokens=tokens)  # of whole rows
     how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {sizes.layers} outputs"
     # What passes in a layer is a part of its own; experts take more than that, or nothing beside it.
     beside = max(
-        tokens * share.token_bytes(sizes, 0) - passing,
-        tokens * sizes.outputs(share.outputs_on_host),
+        placement.activation_bytes(sizes, 0) - passing,
+        tokens * sizes.outputs(placement.outputs_on_host),
     )
     yield Part("expert activations", "GPU", beside, how)
-    if share.outputs_on_host:
+    if placement.outputs_on_host:
         away = tokens * 2 * sizes.hidden * sizes.layers
         yield Part("outputs of the experts", "RAM", away, "pinned, until each layer's backward")
 
@@ -283,7 +289,7 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     most = max(passing, loss)
     what = "logits and loss" if loss >= passing else "one layer at a time"
     slack = GPU_SLACK if setting.cuda else HOST_SLACK
-    if setting.share is not None:
+    if setting.placed is not None:
         slack = GPU_SEGMENTS_SLACK
     yield Part(f"temporary: {what}", where, most, "the largest at its peak")
     trained = expert_lora_elements(setting) + lora

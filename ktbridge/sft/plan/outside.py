@@ -7,18 +7,23 @@ do nothing.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.gpu.share import Outside
+from ktbridge.experts.gpu.placement import Line
 from ktbridge.sft.plan.memory import Setting
 
+if TYPE_CHECKING:
+    from ktbridge.experts.gpu.probes import OutsideTimes
+
 _LAYERS = 4  # timed, after the first and the dense ones: with linear attention one in four is of another kind
-_MOST = 16384  # tokens timed; more take in proportion
+MOST_TOKENS = 16384
+"""Tokens timed; more take in proportion."""
 
 
-def measure_outside(setting: Setting, tokens: int) -> Outside | None:
-    """Seconds of a pass of ``tokens`` outside its routed experts; None: it can't be timed here.
+def measure_outside(setting: Setting, tokens: int) -> OutsideTimes | None:
+    """Time what surrounds the routed experts, with up to ``tokens``; None: it can't be timed here.
 
     That is so without a GPU, where its memory is too small, and for a class that makes no small model.
     """
@@ -30,55 +35,73 @@ def measure_outside(setting: Setting, tokens: int) -> Outside | None:
     dense = next((number for number, layer in enumerate(layers) if layer.sparse), 0)
     few = dense + 1  # one with experts, by which LoRA finds its modules
     more = min(len(layers), few + _LAYERS)
-    timed = min(tokens, _MOST)
     device = torch.device("cuda")
+    sizes = probe_sizes(setting, min(tokens, MOST_TOKENS))
     try:
-        first = _seconds(setting, few, timed, device)
-        both = _seconds(setting, more, timed, device) if more > few else first
+        found = []
+        for count in dict.fromkeys((few, more)):
+            model = _first_layers(setting, count, device)
+            found.append(outside_times(model, setting, sizes, device))
     except (KtbridgeError, RuntimeError, ValueError, LookupError, TypeError):
         return None
     finally:
         torch.cuda.empty_cache()
-    scale = tokens / timed if tokens > _MOST else 1.0
+    first, both = found[0], found[-1]
+    times = (len(layers) - few) / max(1, more - few)  # what the others are, of those timed
 
     def of_all(one: float, two: float) -> float:
-        each = max(0.0, two - one) / max(1, more - few)
-        return scale * (one + (len(layers) - few) * each)
+        return one + times * max(0.0, two - one)
 
-    return Outside(
-        of_all(first.forward, both.forward),
-        of_all(first.backward, both.backward),
-        scale * min(first.loss, both.loss),
+    def line(one: Line, two: Line) -> Line:
+        return Line(of_all(one.fixed, two.fixed), of_all(one.each, two.each))
+
+    return OutsideTimes(
+        line(first.forward, both.forward),
+        line(first.backward, both.backward),
+        min(first.loss, both.loss, key=lambda loss: loss.each),
+        tuple(map(of_all, first.launch, both.launch)),  # type: ignore[arg-type]
     )
 
 
-def _seconds(setting: Setting, layers: int, tokens: int, device: Any) -> Outside:
-    """Of a model of the first ``layers`` layers; its loss is trl's."""
-    import torch
+def outside_times(
+    model: Any, setting: Setting, sizes: Sequence[tuple[int, int]], device: Any
+) -> OutsideTimes:
+    """Time a run's ``model`` without its routed experts, with trl's loss (``probes.time_outside``).
+
+    The model is as before: its fused head is there while it is timed.
+    """
     from trl.trainer import add_fused_lm_head
 
-    from ktbridge.experts.gpu.measure import median_seconds
+    from ktbridge.experts.gpu.probes import time_outside
 
-    length = max(2, min(tokens, round(setting.lengths.mean)))
-    model = _first_layers(setting, layers, device).get_base_model()
     asked = {"dpo": ("log_probs",), "kto": ("log_probs", "entropy", "mean_logits")}
     # What trl's trainers have it compute beside the loss.
     usual = ("log_probs", "entropy", "is_top1")
-    add_fused_lm_head(model, outputs=asked.get(setting.config.stage, usual))
-    ids = torch.zeros(max(1, tokens // length), length, dtype=torch.int64, device=device)
+    base = model.get_base_model()
+    before = base.__dict__.get("forward")
+    add_fused_lm_head(base, outputs=asked.get(setting.config.stage, usual))
 
-    def forward() -> Any:
-        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    def hidden(ids: Any) -> Any:
+        return base.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
-    def both() -> None:
-        out = forward()
-        out.backward(torch.ones_like(out))
+    def whole(ids: Any) -> Any:
+        return base(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum()
 
-    def whole() -> None:
-        model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum().backward()
+    try:
+        return time_outside(model, whole, hidden, sizes, device)
+    finally:
+        if before is None:
+            del base.forward
+        else:
+            base.forward = before
 
-    alone, two, three = (median_seconds(each, device) for each in (forward, both, whole))
-    return Outside(alone, max(0.0, two - alone), max(0.0, three - two))
+
+def probe_sizes(setting: Setting, most: int) -> list[tuple[int, int]]:
+    """Rows and length of the micro-batches that are timed: tiny, small, and of ``most`` tokens."""
+    length = max(2, round(setting.lengths.mean))
+    rows = max(1, most // length)
+    small = (rows // 2, length) if rows > 1 else (1, max(1, length // 2))
+    return [(1, min(length, 64)), small, (rows, length)]
 
 
 def _first_layers(setting: Setting, layers: int, device: Any) -> Any:

@@ -67,7 +67,7 @@ def pace_of(
     on_cpu = expert_lora_elements(setting)
     trained = on_cpu + nonexpert_lora_elements(setting)
     passes = setting.passes
-    if setting.share is None:
+    if setting.placed is None:
         experts = setting.shape.sparse_layers * (
             times.first + (passes - 1) * times.next + passes * times.reference
         )
@@ -75,10 +75,10 @@ def pace_of(
         updates = times.update * (on_cpu if setting.cuda else trained)
     else:
         assert gpu is not None
-        part = gpu_seconds(gpu, setting.share, setting.expert_sizes, outside)
+        part = gpu_seconds(gpu, setting.placed, setting.expert_sizes, outside)
         whole = passes * (part + outside.loss)
         experts = max(0.0, whole - passes * others)
-        updates = 0.0 if setting.share.masters else times.update * on_cpu
+        updates = 0.0 if setting.placed.masters else times.update * on_cpu
     step = whole + updates
     held = setting.lengths.held_out * setting.evaluations
     evaluated = held * whole / setting.step_rows * _forward_share(setting)

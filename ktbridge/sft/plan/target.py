@@ -143,8 +143,8 @@ def missed_bytes(setting: Setting, parts: list[Part], memory: int | None) -> int
     if memory is None or own > memory:
         return 0
     missing = min(mapped_bytes(setting), own + total(parts, "page cache") - memory)
-    if setting.share is not None:
-        missing -= setting.share.slots * setting.share.slot_bytes
+    if setting.placed is not None:
+        missing -= setting.placed.slots * setting.placed.slot_bytes
     return max(0, missing) * (2 + setting.config.forwards_alone)
 
 

@@ -1,0 +1,322 @@
+"""What a placement is chosen by, measured in some seconds on this machine: ``Costs`` of a run's own layers.
+
+Three things work beside each other, so they are timed apart: the link by copies of a group's own pages, the
+GPU between events, and the host by small inputs, for which starting the operations takes all of the time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from ktbridge.experts.gpu.copying import copier_for
+from ktbridge.experts.gpu.executor import GpuExperts
+from ktbridge.experts.gpu.gpu_call import OnGpu
+from ktbridge.experts.gpu.layer_math import Bordered
+from ktbridge.experts.gpu.layout import Group, layer_groups
+from ktbridge.experts.gpu.placement import Costs, Line
+from ktbridge.experts.gpu.ring import Copier
+from ktbridge.experts.gpu.unpack import unpack
+from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.wrapped_layers import expert_layers
+
+MOST_TOKENS = 16384
+"""Tokens timed; more take in proportion."""
+_FEW = 64  # tokens whose products take less time than starting them
+_CPU_TOKENS = 1024
+_REPEATS = 3
+_AGAIN = 0.35  # of a backward's seconds: two of its five products are gate's and up's second
+_GROUP = 0.7
+_STEP = 0.015  # seconds: clipping, optimizer and log of all but the experts
+_MICRO_BATCH = 0.005  # seconds to make its tensors
+_UPDATED = 1 << 22  # LoRA weights that the optimizer is timed with
+_PART = 4 << 30  # bytes of bfloat16 matrices that are timed at most; of more, fewer experts are
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """One layer's experts: GPU seconds by rows, the host's seconds, and how fast weights come."""
+
+    forward: Line
+    backward: Line
+    again: Line
+    launch: tuple[float, float]
+    unpack: float
+    """Seconds for a byte of bfloat16 matrices."""
+    link: float
+    """Bytes a second from host memory."""
+    cpu: Line | None
+    """Forward and backward on the CPU, by tokens."""
+
+
+@dataclass(frozen=True)
+class OutsideTimes:
+    """All but the routed experts, of a whole model: GPU seconds by tokens, and the host's."""
+
+    forward: Line
+    backward: Line
+    loss: Line
+    launch: tuple[float, float]
+
+
+def costs_of(
+    experts: ExpertTimes,
+    outside: OutsideTimes,
+    update: tuple[float, float],
+    forwards: int = 1,
+) -> Costs:
+    """Return what was measured as the costs of a step; ``forwards`` of a micro-batch.
+
+    A further group starts what a layer in one group does, but for routing and summing up.
+    """
+    return Costs(
+        link=experts.link,
+        experts=(experts.forward, experts.backward),
+        again=experts.again,
+        unpack=experts.unpack,
+        launch=experts.launch,
+        launch_group=_GROUP * max(experts.launch),
+        outside=(outside.forward, outside.backward),
+        launch_outside=outside.launch,
+        loss=outside.loss.scaled((2 + forwards) / 3),
+        update=update,
+        add=update[1],
+        others=_STEP,
+        micro_batch=_MICRO_BATCH,
+        cpu=experts.cpu,
+        forwards=forwards,
+    )
+
+
+def time_experts(
+    layer: MoELoRAExperts,
+    device: torch.device,
+    top_k: int,
+    tokens: int,
+    *,
+    free: int = _PART,
+    cpu: bool = False,
+) -> ExpertTimes:
+    """Time the experts of ``layer`` with up to ``tokens`` [T] on ``device``; ``cpu``: on the CPU, too.
+
+    Where the layer's matrices are more than a third of ``free`` bytes, some experts are timed, with as many
+    tokens for each as in the layer; times are in proportion. ``layer`` itself is not run.
+    """
+    matrix = 6 * layer.hidden_size * layer.intermediate_size
+    count = max(
+        min(layer.num_experts, top_k), min(layer.num_experts, min(_PART, free // 3) // matrix)
+    )
+    part = _part(layer, range(count))
+    share, top_k = count / layer.num_experts, min(top_k, count)
+    (group,) = layer_groups(part.weights, 1 << 40)
+    copier, _ = copier_for([group], device)
+    experts = GpuExperts(
+        {0: part.weights},
+        device,
+        part.lora_rank,
+        slot_bytes=group.bytes,
+        slots=1,
+        copier=copier,
+        resident=[0],
+    )
+    try:
+        on_cpu = None
+        if cpu:
+            few = min(tokens, _CPU_TOKENS)
+            forward, backward = _run(part, top_k, max(1, round(few * share)), torch.device("cpu"))
+            on_cpu = Line(0.0, (forward + backward) / share / few)
+        part.gpu = OnGpu(experts, 0)
+        part.move_lora(device)
+        large = max(2 * _FEW, round(min(tokens, MOST_TOKENS) * share))
+        found = [_run(part, top_k, size, device) for size in (_FEW, large // 2, large)]
+        rows = [size * top_k for size in (large // 2, large)]
+        ways = [
+            _line(rows, (found[1][way] / share, found[2][way] / share), 1 / share)
+            for way in range(2)
+        ]
+        part.gpu = None
+        experts.drop()
+        link, unpacking = _transfers(part, group, copier, device)
+        again = ways[1].scaled(_AGAIN)
+        return ExpertTimes(ways[0], ways[1], again, found[0], unpacking, link, on_cpu)
+    finally:
+        part.gpu = None
+        _wait(device)
+        experts.drop()
+        copier.close()
+
+
+def time_outside(
+    model: nn.Module,
+    whole: Callable[[torch.Tensor], torch.Tensor],
+    hidden: Callable[[torch.Tensor], torch.Tensor],
+    sizes: Sequence[tuple[int, int]],
+    device: torch.device,
+) -> OutsideTimes:
+    """Time a ``model`` on ``device`` whose routed experts hand their inputs on.
+
+    ``hidden`` and ``whole`` make last hidden states, and a loss, of token ids [rows, length]; ``sizes`` are
+    rows and length of micro-batches, the smallest for the host first, then a small and a large one. Random
+    numbers, gradients and modes are as before. Raises ``torch.OutOfMemoryError``.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients, training = [p.grad for p in trained], model.training
+    numbers = [device] if device.type == "cuda" else []
+    found: list[tuple[float, float, float]] = []
+    try:
+        with torch.random.fork_rng(devices=numbers), _without_experts(model):
+            model.train()
+            for number, (rows, length) in enumerate(sizes):
+                ids = torch.ones(rows, length, dtype=torch.int64, device=device)
+                found.append(_outside(hidden, whole, ids, device, warm_up=int(number == 0)))
+    finally:
+        model.train(training)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+    few, small, large = found
+    tokens = [rows * length for rows, length in sizes[1:]]
+    lines = [_line(tokens, (a, b)) for a, b in zip(small, large, strict=True)]
+    return OutsideTimes(lines[0], lines[1], lines[2], few[:2])
+
+
+def time_update(device: torch.device) -> float:
+    """Seconds for clipping and AdamW of one LoRA weight on ``device``."""
+    value = torch.nn.Parameter(torch.zeros(_UPDATED, device=device))
+    value.grad = torch.ones_like(value)
+    optimizer = torch.optim.AdamW([value], lr=1e-9, fused=True)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_([value], 1.0)
+        optimizer.step()
+
+    return median_seconds(update, device) / _UPDATED
+
+
+def median_seconds(
+    once: Callable[[], object], device: torch.device, repeats: int = _REPEATS, warm_up: int = 1
+) -> float:
+    """The median of ``repeats`` runs after ``warm_up`` more."""
+    taken = []
+    for _ in range(warm_up + repeats):
+        _wait(device)
+        began = time.perf_counter()
+        once()
+        _wait(device)
+        taken.append(time.perf_counter() - began)
+    return median(taken[warm_up:])
+
+
+def _line(sizes: Sequence[int], seconds: tuple[float, float], scale: float = 1.0) -> Line:
+    """The line through two measurements, for sizes ``scale`` times as large; it falls nowhere."""
+    (small, large), (less, more) = sizes, seconds
+    each = max(0.0, more - less) / max(1, large - small)
+    # A part that doesn't grow is the host's; what is larger than timed grows in proportion.
+    each = max(each, 0.5 * more / large)
+    return Line(max(0.0, more - each * large), each / scale)
+
+
+def _outside(
+    hidden: Callable[[torch.Tensor], torch.Tensor],
+    whole: Callable[[torch.Tensor], torch.Tensor],
+    ids: torch.Tensor,
+    device: torch.device,
+    warm_up: int,
+) -> tuple[float, float, float]:
+    """Seconds of a forward, a backward, and of head and loss."""
+
+    def both() -> None:
+        out = hidden(ids)
+        out.backward(torch.ones_like(out))
+
+    def all_of_it() -> None:
+        whole(ids).backward()
+
+    alone, two, three = (
+        median_seconds(each, device, 2, warm_up) for each in (lambda: hidden(ids), both, all_of_it)
+    )
+    return alone, max(0.0, two - alone), max(0.0, three - two)
+
+
+@contextmanager
+def _without_experts(model: nn.Module) -> Iterator[None]:
+    """Have routed experts hand on their input."""
+    layers = list(expert_layers(model).values())
+
+    def hand_on(states: torch.Tensor, *_: object) -> torch.Tensor:
+        return states.clone()
+
+    for layer in layers:
+        layer.forward = hand_on
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _part(layer: MoELoRAExperts, experts: Sequence[int]) -> MoELoRAExperts:
+    """A layer of some of the ``experts`` of ``layer``, with a LoRA of its own."""
+    gate, up, down = (each.only(experts) for each in layer.weights)
+    return MoELoRAExperts.from_tensors(
+        gate,
+        up,
+        down,
+        lora_rank=layer.lora_rank,
+        lora_alpha=layer.lora_alpha,
+        isa=layer.isa,
+        threads=layer.threads,
+        lora_targets=layer.lora_targets,
+        activation=layer.activation,
+        accumulate_grad=True,
+        lora_dropout=layer.lora_dropout.p,
+    )
+
+
+def _run(
+    layer: MoELoRAExperts, top_k: int, tokens: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a forward and of a backward."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, layer.hidden_size, generator=draw).bfloat16().to(device)
+    ids = torch.rand(tokens, layer.num_experts, generator=draw).topk(top_k).indices.to(device)
+    weights = torch.full((tokens, top_k), 1 / top_k, device=device)
+    hidden.requires_grad_()
+
+    def forward() -> torch.Tensor:
+        out: torch.Tensor = layer(hidden, ids, weights)
+        return out
+
+    def both() -> None:
+        out = forward()
+        out.backward(torch.ones_like(out))
+
+    alone = median_seconds(forward, device)
+    return alone, max(0.0, median_seconds(both, device) - alone)
+
+
+def _transfers(
+    layer: MoELoRAExperts, group: Group, copier: Copier, device: torch.device
+) -> tuple[float, float]:
+    """Bytes a second of a group's copy, and seconds for a byte of the matrices that it is unpacked into."""
+    raw = torch.empty(group.bytes, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        copier.start(group, raw, None).wait()
+
+    link = group.bytes / median_seconds(copy, device)
+    sizes = len(group.experts), layer.hidden_size, layer.intermediate_size
+    into = Bordered.empty(*sizes, layer.lora_rank, device)
+    seconds = median_seconds(lambda: unpack(group, raw, layer.weights, into), device)
+    return link, seconds / (6 * math.prod(sizes))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

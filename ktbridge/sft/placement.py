@@ -1,0 +1,273 @@
+"""A run's placement of its routed experts: what `plan` prints and `train` executes, by one function.
+
+From a ``Setting``, which both have, come the limits of GPU memory, the ways to cut a step into micro-batches
+and the user's wishes; ``rank_placements`` ranks by them. What differs is where ``Costs`` come from: `train`
+measures them on its own model, `plan` on weights of the same shape, or assumes them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ktbridge.errors import UsageError
+from ktbridge.experts.gpu.placement import (
+    Costs,
+    Cut,
+    Limits,
+    Scored,
+    Sizes,
+    least_bytes,
+    rank,
+)
+from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.plan.layer_bytes import host_bytes, saved_bytes
+from ktbridge.sft.plan.memory import (
+    CUDA_CONTEXT,
+    GPU_SEGMENTS_SLACK,
+    Setting,
+    activation_bytes,
+    kept_token_bytes,
+    nonexpert_lora_elements,
+)
+from ktbridge.units import size_text
+
+ON_GPU = ("stream", "resident")
+"""Values of kt_experts that ask for the GPU."""
+OF_ALL = 0.94
+"""The part of a GPU's memory that is counted on where no budget is given."""
+KEPT_FREE = 0.03
+"""The part of a limit that no placement takes; ``LEAST_FREE`` bytes at least."""
+LEAST_FREE = 256_000_000
+WORKSPACES = 4 * (32 << 20)
+"""cuBLAS's own memory: for each thread and stream that multiplies."""
+_LARGE = 8192  # tokens
+_TYPICAL = 256  # rows of a step by whose lengths it is cut; of more, as many stand for all
+_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def limit_of(setting: Setting, memory: int) -> int:
+    """Bytes for tensors on a GPU of ``memory`` bytes, by the run's budget."""
+    budget = setting.config.kt_config.kt_gpu_memory
+    return min(budget or round(OF_ALL * memory), memory) - CUDA_CONTEXT
+
+
+def limits_for(setting: Setting, limit: int, taken: int | None = None) -> Limits:
+    """Limits of a placement; ``taken`` of ``limit`` bytes hold the model already, or as much as it will."""
+    longest = setting.lengths.longest * setting.sides
+    # From large micro-batches: in small ones a tile of the loss decides, which is no larger for more tokens.
+    rows = max(1, _LARGE // longest)
+    small, few, many = (
+        [
+            round((1 + GPU_SEGMENTS_SLACK) * each)
+            for each in activation_bytes(replace(setting, rows=n))
+        ]
+        for n in (1, rows, 2 * rows)
+    )
+    token, passing = (
+        max(1, math.ceil((b - a) / (rows * longest))) for a, b in zip(few, many, strict=True)
+    )
+    width = 2 if setting.config.pure_bf16 else 4
+    lora = nonexpert_lora_elements(setting)
+    if taken is None:
+        taken = setting.shape.nonexpert_elements * setting.batch.width + width * lora
+    constant = max(0, sum(small) - (token + passing) * longest)
+    step = setting.step_rows * setting.sides * setting.lengths.mean
+    free = limit - max(LEAST_FREE, round(KEPT_FREE * limit)) - WORKSPACES
+    free -= taken + 3 * width * lora + constant
+    return Limits(free, token, passing, longest, math.ceil(step), kept_token_bytes(setting))
+
+
+def cuts_for(setting: Setting) -> list[Cut]:
+    """Return the ways to cut an optimizer step into micro-batches, the fewest first."""
+    config, longest = setting.config, setting.lengths.longest * setting.sides
+    rows = typical_rows(setting)
+    times = setting.step_rows / len(rows)  # more rows are as those
+    joined = setting.lengths.packed
+
+    def cut(most: int) -> Cut:
+        found = _cut(rows, most, joined)
+        if len(found) == 1 and times > 1:  # as many of them in one as fit
+            whole = found[0] * times
+            count = max(1, math.ceil(whole / max(most, 1)))
+            return Cut(most, (round(whole / count),) * count)
+        return Cut(most, tuple(found) * max(1, round(times)))
+
+    if config.tokens_per_pass != "auto":
+        return [cut(max(int(config.tokens_per_pass), longest))]
+    if config.stage == "kto":  # its batches mean something
+        a_batch = config.per_device_train_batch_size
+        return [Cut(longest * a_batch, (longest * a_batch,) * setting.passes)]
+    found = []
+    whole = sum(_cut(rows, sum(rows) * len(rows), joined))
+    for count in _COUNTS:
+        if count > setting.step_rows:
+            break
+        if times > 1:
+            found.append(cut(max(longest, math.ceil(whole * times / count))))
+            continue
+        # The fewest tokens with which that many micro-batches do.
+        least, most = longest, max(longest, len(rows) * max(rows))
+        tokens = range(least, most + 1)
+        at = bisect.bisect_left(tokens, True, key=lambda t: len(_cut(rows, t, joined)) <= count)
+        found.append(cut(tokens[min(at, len(tokens) - 1)]))
+    return list(dict.fromkeys(found))
+
+
+def typical_rows(setting: Setting) -> list[int]:
+    """Tokens of a typical step's rows, the longest first: lengths spread as the run's are."""
+    lengths, sides = setting.lengths, setting.sides
+    count = min(setting.step_rows, _TYPICAL)
+    if lengths.packed or not lengths.each:
+        return [math.ceil(lengths.mean) * sides] * count
+    each = sorted(lengths.each, reverse=True)
+    return [sides * each[(2 * n + 1) * len(each) // (2 * count)] for n in range(count)]
+
+
+def _cut(rows: Sequence[int], most: int, joined: bool) -> list[int]:
+    """Tokens of each micro-batch, padding included, as ``microbatch.cut`` and ``fill`` make them."""
+    made = fill(rows, most) if joined else cut(rows, most)
+    if joined:
+        return [sum(rows[row] for row in each) for each in made]
+    return [len(each) * max(rows[row] for row in each) for each in made]
+
+
+def cut(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Places of the rows of each micro-batch, padded to its longest row; the longest come first.
+
+    A micro-batch has at most ``most`` tokens, padding included, unless it is one row. No other cut has fewer
+    micro-batches, and none with as few has less padding.
+    """
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    # Of the first rows in that order, for each number of them: batches, tokens, where the last one begins.
+    best = [(0, 0, 0)]
+    for end in range(1, len(order) + 1):
+        found = []
+        for begin in reversed(range(end)):
+            tokens = lengths[order[begin]] * (end - begin)
+            if tokens > most and end - begin > 1:
+                break  # and so has every micro-batch that begins earlier
+            found.append((best[begin][0] + 1, best[begin][1] + tokens, begin))
+        best.append(min(found))
+    batches, end = [], len(order)
+    while end:
+        begin = best[end][2]
+        batches.append(order[begin:end])
+        end = begin
+    return batches[::-1]
+
+
+def fill(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """``cut`` where a micro-batch is one sequence of its rows: first fit, the longest first."""
+    batches: list[list[int]] = []
+    left: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        place = next((n for n, free in enumerate(left) if free >= lengths[row]), len(batches))
+        if place == len(batches):
+            batches.append([])
+            left.append(most)
+        batches[place].append(row)
+        left[place] -= lengths[row]
+    return batches
+
+
+def rank_placements(
+    setting: Setting,
+    limits: Limits,
+    costs: Costs,
+    sizes: Sizes | None = None,
+    memory: int | None = None,
+) -> list[Scored]:
+    """Rank the placements of a run, the fastest first; every one is as ``kt_experts`` and others ask.
+
+    ``sizes`` are the loaded model's, where there is one; ``memory`` are bytes of RAM. Raises ``UsageError``
+    where nothing fits, with what is short.
+    """
+    config, sizes = setting.config, sizes or setting.expert_sizes
+    limits = replace(limits, cpu_tokens=cpu_tokens(setting, limits, memory))
+    wanted = config.kt_config.kt_experts
+    found = rank(
+        sizes,
+        cuts_for(setting),
+        limits,
+        costs,
+        mode=wanted,
+        gpu_experts=config.kt_config.kt_num_gpu_experts,
+    )
+    if not found:
+        raise too_little(sizes, limits, wanted)
+    return found
+
+
+def too_little(sizes: Sizes, limits: Limits, wanted: str) -> UsageError:
+    """Say what of GPU memory is short for the least placement."""
+    least, taken = least_bytes(sizes, limits, wanted)
+    what, instead = f"groups of experts of {size_text(least.slot_bytes)}", "lower cutoff_len"
+    if wanted == "resident":
+        what, instead = "all experts resident", "set kt_experts: stream"
+    return UsageError(
+        f"{what} and a micro-batch of {least.tokens:,} tokens take {size_text(taken)} of GPU memory beside "
+        f"the rest of the model, and {size_text(max(limits.free, 0))} are left for them.",
+        f"Give more with kt_gpu_memory, {instead}, or set kt_experts: cpu.",
+    )
+
+
+def cpu_tokens(setting: Setting, limits: Limits, memory: int | None) -> int:
+    """Tokens of a micro-batch whose experts the CPU computes: they may take a third of ``memory``."""
+    layers = setting.shape.sparse_layers
+    most = limits.free // (limits.token_bytes + limits.passing)
+    tokens = min(limits.step_tokens, max(limits.longest, most))
+    while memory and tokens > limits.longest:
+        one = setting.expert_pass(tokens)
+        kept = layers * (saved_bytes(one, setting.retain) + 8 * tokens * one.hidden)
+        if kept + host_bytes(one, setting.retain, setting.threads) <= memory / 3:
+            break
+        tokens = max(limits.longest, tokens // 2)
+    return tokens
+
+
+def describe(scored: Scored, sizes: Sizes, step_tokens: float) -> str:
+    """A placement and the reason for it, in words."""
+    placement, seconds = scored.placement, scored.seconds
+    tokens = f"{placement.tokens:,} tokens a micro-batch"
+    if not placement.on_gpu:
+        what = f"experts on the CPU; {tokens}"
+    else:
+        kept = len(placement.resident)
+        what = f"experts streamed to the GPU in groups of {size_text(placement.slot_bytes)}"
+        if kept == sizes.layers:
+            what = f"experts resident on the GPU, all {kept} layers"
+        elif kept:
+            what += f", {kept} of {sizes.layers} layers resident"
+        masters = f"LoRA masters on {'the GPU' if placement.masters else 'the host'}"
+        what += f"; {size_text(scored.bytes)} of GPU memory with {tokens}, "
+        what += masters if sizes.rank else "no LoRA"
+    pace = step_tokens / seconds.step if seconds.step else 0.0
+    return (
+        f"{what}; {seconds.step:.2f} s a step predicted ({pace:,.0f} tokens/s), bound by {seconds.bound}: "
+        f"link {seconds.link:.2f}, GPU {seconds.gpu:.2f}, host {seconds.host:.2f}, "
+        f"loss and optimizer {seconds.alone:.2f}"
+    )
+
+
+def obstacle(config: TrainConfig, cuda: bool) -> str:
+    """Why a configuration keeps experts off the GPU, to follow "kt_experts: stream"; "" if nothing does.
+
+    ``cuda``: whether there is a GPU to use.
+    """
+    if not cuda:
+        return "needs a GPU, and there is none to use"
+    if config.device_rules:
+        return "doesn't go with kt_optimize_rule's devices"
+    if config.kt_config.kt_backend == "kt-kernel":
+        return "doesn't go with kt_backend: kt-kernel"
+    return ""
+
+
+def refuse_on_gpu(config: TrainConfig, why: str) -> None:
+    """Raise ``UsageError`` if ``kt_experts`` requests the GPU, which is unavailable because of ``why``."""
+    wanted = config.kt_config.kt_experts
+    if why and wanted in ON_GPU:
+        raise UsageError(f"kt_experts: {wanted} {why}.", "Set kt_experts: cpu, or auto.")
