@@ -42,7 +42,7 @@ from ktbridge.sft.placement import (
     rank_placements,
     refuse_on_gpu,
 )
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, Setting
 from ktbridge.sft.plan.outside import MOST_TOKENS, outside_times, probe_sizes
 
 _GAIN = 1.1
@@ -220,7 +220,9 @@ def place_experts(
     memory = memory and memory // distributed.world().size
     setting = _as_before(setting, resumed)
     wanted = setting.config.kt_config.kt_experts
-    costs = _costs(setting, model, sizes, limits, device)
+    costs, token_bytes = _measure(setting, model, sizes, limits, device)
+    if token_bytes:  # kernels such as flash-linear-attention's take less than what is counted
+        limits = replace(limits, token_bytes=min(limits.token_bytes, token_bytes))
     try:
         ranked = rank_placements(setting, limits, costs, sizes, memory)
     except UsageError as error:
@@ -257,13 +259,14 @@ def _as_before(setting: Setting, resumed: Mapping[str, Any] | None) -> Setting:
     return replace(setting, config=replace(config, tokens_per_pass=tokens, kt_config=kt))
 
 
-def _costs(
+def _measure(
     setting: Setting, model: Any, sizes: Sizes, limits: Limits, device: torch.device
-) -> Costs:
-    """What rank 0 measures on the run's own model, for all ranks."""
+) -> tuple[Costs, int]:
+    """What rank 0 measures on the run's own model, for all ranks; and bytes a token outside the experts."""
     if not distributed.is_main():
         count = len(Costs(1.0, (Line(), Line())).numbers())
-        return Costs.of([distributed.from_main(0.0) for _ in range(count)])
+        costs = Costs.of([distributed.from_main(0.0) for _ in range(count)])
+        return costs, round(distributed.from_main(0.0))
     layer = next(iter(expert_layers(model).values()))
     assert isinstance(layer, MoELoRAExperts)
     fitting = limits.free // (limits.token_bytes + limits.passing)
@@ -278,7 +281,9 @@ def _costs(
         costs = replace(costs, cpu=costs.cpu.scaled(distributed.world().size))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Costs.of([distributed.from_main(number) for number in costs.numbers()])
+    costs = Costs.of([distributed.from_main(number) for number in costs.numbers()])
+    taken = round((1 + GPU_SEGMENTS_SLACK) * (outside.token_bytes or 0))
+    return costs, round(distributed.from_main(taken))
 
 
 def _obstacle(config: TrainConfig, device: torch.device) -> str:

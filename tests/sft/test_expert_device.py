@@ -103,11 +103,11 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
 def test_measuring_leaves_no_trace_in_the_run(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = expert_device._costs
+    measured = expert_device._measure
     allow_on_cpu(monkeypatch.setattr)
     more = ("kt_experts=stream", "lora_dropout=0.1", "max_steps=3", "save_steps=0")
     train(*more, "output_dir=assumed")
-    monkeypatch.setattr(expert_device, "_costs", measured)
+    monkeypatch.setattr(expert_device, "_measure", measured)
     found = train(*more, "output_dir=measured")
     assert "s a step predicted" in found.notes[0].found
     assert losses(run_dir / "assumed") == losses(run_dir / "measured")
@@ -118,7 +118,7 @@ def test_auto_takes_what_its_own_times_say_is_faster(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for cpu, taken in ((1.0, "stream"), (1e-9, "cpu")):
-        monkeypatch.setattr(expert_device, "_costs", lambda *_, cpu=cpu: some_costs(cpu))
+        monkeypatch.setattr(expert_device, "_measure", lambda *_, cpu=cpu: (some_costs(cpu), 0))
         result = train("kt_experts=auto", "kt_num_gpu_experts=0", f"output_dir={taken}")
         assert result.experts == taken
         (note,) = (note for note in result.notes if note.code == "KTC024")

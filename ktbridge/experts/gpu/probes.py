@@ -64,6 +64,8 @@ class OutsideTimes:
     backward: Line
     loss: Line
     launch: tuple[float, float]
+    token_bytes: int | None
+    """GPU memory that a token takes at the peak of forward and backward; None: not known."""
 
 
 def costs_of(
@@ -169,7 +171,7 @@ def time_outside(
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients, training = [p.grad for p in trained], model.training
     numbers = [device] if device.type == "cuda" else []
-    found: list[tuple[float, float, float]] = []
+    found: list[tuple[float, float, float, int]] = []
     try:
         with torch.random.fork_rng(devices=numbers), _without_experts(model):
             model.train()
@@ -182,8 +184,11 @@ def time_outside(
             parameter.grad = gradient
     few, small, large = found
     tokens = [rows * length for rows, length in sizes[1:]]
-    lines = [_line(tokens, (a, b)) for a, b in zip(small, large, strict=True)]
-    return OutsideTimes(lines[0], lines[1], lines[2], few[:2])
+    lines = [_line(tokens, (a, b)) for a, b in zip(small[:3], large[:3], strict=True)]
+    taken = None
+    if large[3] > small[3]:
+        taken = round((large[3] - small[3]) / (tokens[1] - tokens[0]))
+    return OutsideTimes(lines[0], lines[1], lines[2], few[:2], taken)
 
 
 def time_update(device: torch.device) -> float:
@@ -228,8 +233,8 @@ def _outside(
     ids: torch.Tensor,
     device: torch.device,
     warm_up: int,
-) -> tuple[float, float, float]:
-    """Seconds of a forward, a backward, and of head and loss."""
+) -> tuple[float, float, float, int]:
+    """Seconds of a forward, a backward, and of head and loss; peak bytes of the first two."""
 
     def both() -> None:
         out = hidden(ids)
@@ -238,10 +243,16 @@ def _outside(
     def all_of_it() -> None:
         whole(ids).backward()
 
-    alone, two, three = (
-        median_seconds(each, device, 2, warm_up) for each in (lambda: hidden(ids), both, all_of_it)
-    )
-    return alone, max(0.0, two - alone), max(0.0, three - two)
+    alone = median_seconds(lambda: hidden(ids), device, 2, warm_up)
+    taken = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        taken = torch.cuda.memory_allocated(device)
+    two = median_seconds(both, device, 2, warm_up)
+    if device.type == "cuda":
+        taken = torch.cuda.max_memory_allocated(device) - taken
+    three = median_seconds(all_of_it, device, 2, warm_up)
+    return alone, max(0.0, two - alone), max(0.0, three - two), taken
 
 
 @contextmanager

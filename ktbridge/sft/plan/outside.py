@@ -59,7 +59,8 @@ def measure_outside(setting: Setting, tokens: int) -> OutsideTimes | None:
         line(first.forward, both.forward),
         line(first.backward, both.backward),
         min(first.loss, both.loss, key=lambda loss: loss.each),
-        tuple(map(of_all, first.launch, both.launch)),  # type: ignore[arg-type]
+        (of_all(first.launch[0], both.launch[0]), of_all(first.launch[1], both.launch[1])),
+        None,
     )
 
 
