@@ -139,10 +139,8 @@ def time_experts(
         large = max(2 * _FEW, round(min(tokens, MOST_TOKENS) * share))
         found = [_run(part, top_k, size, device) for size in (_FEW, large // 2, large)]
         rows = [size * top_k for size in (large // 2, large)]
-        ways = [
-            _line(rows, (found[1][way] / share, found[2][way] / share), 1 / share)
-            for way in range(2)
-        ]
+        # Of as many rows an expert as in the layer; what doesn't grow with them is started once.
+        ways = [_line(rows, (found[1][way], found[2][way])) for way in range(2)]
         part.gpu = None
         experts.drop()
         link, unpacking = _transfers(part, group, copier, device)
@@ -218,13 +216,12 @@ def median_seconds(
     return median(taken[warm_up:])
 
 
-def _line(sizes: Sequence[int], seconds: tuple[float, float], scale: float = 1.0) -> Line:
-    """The line through two measurements, for sizes ``scale`` times as large; it falls nowhere."""
+def _line(sizes: Sequence[int], seconds: tuple[float, float]) -> Line:
+    """The line through two measurements."""
     (small, large), (less, more) = sizes, seconds
-    each = max(0.0, more - less) / max(1, large - small)
-    # A part that doesn't grow is the host's; what is larger than timed grows in proportion.
-    each = max(each, 0.5 * more / large)
-    return Line(max(0.0, more - each * large), each / scale)
+    # Where the host was the bound, both took alike: a larger size takes more all the same.
+    each = max(0.0, (more - less) / max(1, large - small), 0.5 * more / large)
+    return Line(max(0.0, more - each * large), each)
 
 
 def _outside(
