@@ -16,20 +16,15 @@ anonymous and file-backed memory (/proc/PID/status), and the GPU's memory in use
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
 import yaml
+from peers.training import Measured, plan, train
 from random_checkpoint import ALIASES, SHAPES, make_checkpoint, parse_changes
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -63,18 +58,6 @@ class Case:
     shape: str
     changes: dict[str, Any]
     options: dict[str, Any]
-
-
-@dataclass
-class Measured:
-    """Peaks in bytes, ``gpu`` None without one; ``pace`` in tokens/s, of steps that aren't the first."""
-
-    anonymous: int = 0
-    file: int = 0
-    peak: int = 0
-    gpu: int | None = None
-    result: dict[str, Any] = field(default_factory=dict)
-    pace: float | None = None
 
 
 def parse_case(text: str) -> Case:
@@ -145,15 +128,14 @@ def table(records: list[dict[str, Any]]) -> Table:
 def check(case: Case, directory: Path, steps: int) -> dict[str, Any]:
     """Make the model and the rows, plan, train, compare. Raises KtbridgeError when one of them fails."""
     config = prepare(case, directory, steps)
-    planned = subprocess.run(
-        [sys.executable, "-m", "ktbridge", "plan", str(config), "--json"],
-        capture_output=True,
-        text=True,
-    )
-    plan = json.loads(planned.stdout or "{}")
-    if "bytes" not in plan:  # 1 is also the exit code of a plan that doesn't fit
-        raise KtbridgeError(f"ktbridge plan failed: {planned.stderr.strip()}")
-    return compare(case, plan, train(config, directory / "train.log"))
+    planned = plan(config)
+    if "error" in planned:  # 1 is also the exit code of a plan that doesn't fit
+        raise KtbridgeError(f"ktbridge plan failed: {planned['error']}")
+    log = directory / "train.log"
+    measured = train(config, log)
+    if measured.status:
+        raise KtbridgeError(f"ktbridge train failed: {log.read_text().strip()}")
+    return compare(case, planned, measured)
 
 
 def prepare(case: Case, directory: Path, steps: int) -> Path:
@@ -171,69 +153,6 @@ def prepare(case: Case, directory: Path, steps: int) -> Path:
     }  # fmt: skip
     (directory / "run.yaml").write_text(yaml.safe_dump(config))
     return directory / "run.yaml"
-
-
-def train(config: Path, log: Path) -> Measured:
-    """Run `ktbridge train` and watch it until it ends."""
-    measured, before = Measured(), _gpu_in_use()
-    with open(log, "wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ktbridge", "train", str(config), "--json"],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
-        asked = 0.0
-        try:
-            while process.poll() is None:
-                _watch(process.pid, measured)
-                if before is not None and time.monotonic() - asked > 0.2:
-                    now = _gpu_in_use() or 0
-                    measured.gpu = max(measured.gpu or 0, now - before)
-                    asked = time.monotonic()
-                time.sleep(0.01)
-        except BaseException:
-            process.kill()
-            raise
-    out = process.stdout.read() if process.stdout else b""
-    if process.returncode != 0:
-        raise KtbridgeError(f"ktbridge train failed: {log.read_text().strip()}")
-    measured.result = json.loads(out)
-    measured.pace = _pace(Path(measured.result["output_dir"]) / "trainer_log.jsonl")
-    return measured
-
-
-def _pace(log: Path) -> float | None:
-    """The median of the logged steps but the first two, in which memory is touched and caches fill."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    paces = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
-    return median(paces[2:]) if len(paces) > 2 else None
-
-
-def _watch(pid: int, measured: Measured) -> None:
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return
-    sizes = {
-        key: 1024 * int(size)
-        for key, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
-    }
-    if "RssAnon" in sizes:  # a process that is ending has none
-        own = sizes["RssAnon"] + sizes["RssShmem"]  # pinned memory is shared
-        measured.anonymous = max(measured.anonymous, own)
-        measured.file = max(measured.file, sizes["RssFile"])
-        measured.peak = max(measured.peak, sizes["VmHWM"])
-
-
-def _gpu_in_use() -> int | None:
-    """Bytes in use on the first GPU that this process may use; None without one."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    which = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    query = [tool, "-i", which, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    told = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    return int(told) * 2**20 if told.isdigit() else None
 
 
 @click.command(cls=Command, context_settings={"max_content_width": 110})

@@ -63,7 +63,14 @@ def test_a_bad_case_is_refused(text):
 def test_predictions_stand_beside_what_was_measured(plan):
     from check_plan import Measured, compare, parse_case, table, within
 
-    measured = Measured(2_000, 3_000, 5_100, 4_000, {"peak_gpu_bytes": 2_500}, pace=100.0)
+    measured = Measured(
+        2_000,
+        3_000,
+        5_100,
+        4_000,
+        {"peak_gpu_bytes": 2_500},
+        paces=[10.0, 20.0, 90.0, 100.0, 110.0],
+    )
     record = compare(parse_case("qwen3_moe"), plan, measured)
     assert record["error"] == pytest.approx(
         {"RAM": 0.1, "page cache": 0.0, "GPU": 0.25, "GPU, tensors": -0.2}

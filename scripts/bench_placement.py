@@ -1,0 +1,417 @@
+#!/usr/bin/env python3
+"""The default beside every setting: `ktbridge train` with ``kt_experts: auto``, then with each fixed mode.
+
+    scripts/bench_placement.py --checkpoints /data --json table.json
+    scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-6,v2-11 --seconds-left 500
+    scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-free --gpus 2
+    scripts/bench_placement.py --checkpoints /data --bad-input
+    scripts/bench_placement.py --from-json table.json --from-json more.json
+
+A row of the table is a model, a GPU memory budget, how experts are stored, and the rows of a step; --rows-of
+names some (--list shows all). Each run is a process of its own, with LoRA of rank 8 on all layers. It counts
+by the median of the steps but the first two. Beside it: what the run predicted of itself (or, where it says
+nothing, what `ktbridge plan` did), the most GPU memory in use above what was before (nvidia-smi), and what
+`ktbridge plan` had said of it. auto passes where it reaches the row's target, is at least 0.97 of the best
+fixed mode, is predicted within 15 %, stays within 10 % of the planned GPU memory and never ran out of it
+(KTC023). Targets are tokens/s of one H100 or H200 with 16 cores and a link of 55 GB/s.
+
+Checkpoints of random weights are made under --checkpoints, and others there removed where the disk is short.
+--json is written after each run, and runs that it has are not made again. --bad-input makes runs that can't
+go well, and shows how they end. Ends with 1 where a row doesn't pass. Needs `ktbridge[train]`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from peers.bad_input import show_bad_input
+from peers.driver import Record, console, new_run, stderr, write_run
+from peers.report import plain_table
+from peers.training import Measured, gpu_name, plan, settings, train
+from random_checkpoint import make_checkpoint, parse_changes
+from rich.table import Table
+
+from ktbridge.cli._app import Command, terminable
+from ktbridge.errors import KtbridgeError
+from ktbridge.sft.config import load_config
+from ktbridge.sft.plan.quantised import quantised_experts
+
+LENGTH = 512
+OF_BEST, PREDICTION, MEMORY = 0.97, 0.15, 0.10
+SPARE = 3e9  # bytes of disk for adapters and logs
+LONGEST = 240.0  # seconds that no run takes
+
+
+@dataclass(frozen=True)
+class Model:
+    """``name`` is its checkpoint's directory; without ``layers`` it has as many as were published."""
+
+    name: str
+    shape: str
+    layers: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """``modes`` are the fixed ones that auto stands beside; ``target`` is in tokens/s."""
+
+    name: str
+    model: Model
+    budget: str | None
+    storage: str
+    rows: int
+    target: float
+    modes: tuple[str, ...] = ("stream",)
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.model.name} {self.budget or 'no limit'} {self.storage} {self.rows} x {LENGTH}"
+        )
+
+
+V2 = Model("v2-lite", "deepseek-v2-lite", 27)
+HALF = Model("qwen3-24-layers", "qwen3-30b-a3b", 24)
+QWEN3 = Model("qwen3", "qwen3-30b-a3b", 48)
+QWEN35 = Model("qwen3.5", "qwen3.5-35b-a3b", 40)
+ROWS = (
+    Row("v2-6", V2, "6GB", "bf16", 16, 3700),
+    Row("v2-11", V2, "11GB", "bf16", 16, 7700),
+    Row("v2-free", V2, None, "bf16", 16, 18000, ("stream", "resident")),
+    Row("v2-1x512", V2, "11GB", "bf16", 1, 550, ("stream", "cpu")),
+    Row("v2-6-int4", V2, "6GB", "int4", 16, 5000),
+    Row("v2-1x512-int8", V2, "11GB", "int8", 1, 950, ("stream", "cpu")),
+    Row("half-12", HALF, "12GB", "bf16", 16, 7500),
+    Row("half-12-int8", HALF, "12GB", "int8", 16, 11000),
+    Row("half-12-int4", HALF, "12GB", "int4", 16, 12000),
+    Row("qwen3-13", QWEN3, "13GB", "bf16", 16, 3600),
+    Row("qwen3-24", QWEN3, "24GB", "bf16", 16, 4400),
+    Row("qwen3-24-64", QWEN3, "24GB", "bf16", 64, 9000),
+    Row("qwen35-12", QWEN35, "12GB", "bf16", 16, 2200),
+    Row("qwen35-24", QWEN35, "24GB", "bf16", 16, 3800),
+    Row("qwen35-24-64", QWEN35, "24GB", "bf16", 64, 7500),
+    Row("qwen35-24-int8", QWEN35, "24GB", "int8", 16, 6500, ("stream", "resident")),
+)
+"""Issue by issue, the settings that users were seen to have; those of one checkpoint beside each other."""
+
+
+class Checkpoints:
+    """Random checkpoints under ``place``, made as they are needed, and what is quantised of them."""
+
+    def __init__(self, place: Path, changes: Mapping[str, Any], rows: int) -> None:
+        self._place, self._changes, self._rows = place, changes, rows
+
+    def of(self, model: Model) -> Path:
+        """The checkpoint of ``model``, made unless it is there; others go where the disk is short."""
+        base = self._place / model.name
+        if (base / "rows.json").is_file():
+            return base
+        changes = {"num_hidden_layers": model.layers, **self._changes}
+        began = time.monotonic()
+        try:
+            size = make_checkpoint(base, model.shape, changes, [LENGTH] * self._rows)
+        except KtbridgeError:
+            if not self._remove_others(model):
+                raise
+            size = make_checkpoint(base, model.shape, changes, [LENGTH] * self._rows)
+        took = time.monotonic() - began
+        _say(f"{base}: {size / 1e9:.1f} GB written in {took:.0f} s ({size / 1e9 / took:.2f} GB/s)")
+        if shutil.disk_usage(self._place).free < SPARE:
+            self._remove_others(model)
+        return base
+
+    def _remove_others(self, model: Model) -> bool:
+        """Remove what this script made of other models; whether there was any."""
+        found = False
+        for other in {row.model.name for row in ROWS} - {model.name}:
+            for path in (self._place / other, *self._place.glob(f"{other}.*-experts-*")):
+                found = found or path.is_dir()
+                shutil.rmtree(path, ignore_errors=True)
+        return found
+
+
+def block(row: Row, mode: str) -> Record:
+    """The ``kt_config`` of a run."""
+    made = {"kt_experts": mode}
+    if row.budget and mode != "cpu":
+        made["kt_gpu_memory"] = row.budget
+    if row.storage != "bf16":
+        made["kt_expert_weight_format"] = row.storage
+    return made
+
+
+def quantise(config: Path, row: Row) -> float | None:
+    """Make the quantised experts of a run; the seconds that took, None where they were there."""
+    parsed = load_config(config, ())
+    found = quantised_experts(parsed, Path(parsed.model_name_or_path))
+    if found is None or found.ready:
+        return None
+    began = time.monotonic()
+    found.make()
+    took = time.monotonic() - began
+    pace = found.before / 1e9 / took
+    _say(f"  {row.storage} of {found.before / 1e9:.1f} GB made in {took:.0f} s ({pace:.2f} GB/s)")
+    return took
+
+
+def run_once(
+    row: Row, mode: str, gpus: int, base: Path, scratch: Path, steps: int, seed: int, until: float
+) -> Record:
+    """One run, and for auto what `ktbridge plan` says of it."""
+    kept = {"cutoff_len": LENGTH, "seed": seed}
+    made = settings(base, scratch / "out", row.rows, steps, block(row, mode), **kept)
+    config = scratch / "run.yaml"
+    config.write_text(yaml.safe_dump(made))
+    record: Record = {"row": row.name, "mode": mode, "gpus": gpus}
+    if row.storage != "bf16":
+        record["quantised_seconds"] = quantise(config, row)
+    planned = plan(config) if mode == "auto" and gpus == 1 else {}
+    shown: list[str] = []
+
+    def on_step(step: int, pace: float) -> None:
+        shown.append(f"{pace:,.0f}")
+
+    measured = train(config, scratch / "log", gpus=gpus, on_step=on_step, until=until)
+    record |= told(row, gpus, planned, measured, (scratch / "log").read_text())
+    _say(f"  {mode:<8} {', '.join(shown) or 'no step'}: {_outcome(record)}")
+    shutil.rmtree(scratch / "out", ignore_errors=True)
+    return record
+
+
+def told(row: Row, gpus: int, planned: Record, measured: Measured, log: str) -> Record:
+    """What --json keeps of a run."""
+    result = measured.result
+    notes = [[note["code"], note["found"]] for note in result.get("notes", [])]
+    tokens = row.rows * LENGTH * gpus
+    seconds = result.get("predicted_step_seconds")
+    pace = (planned.get("pace") or {}).get("tokens_per_second")
+    return {
+        "tokens_per_second": measured.pace,
+        "steps": measured.paces,
+        "predicted": tokens / seconds if seconds else pace,
+        "predicted_by": "train" if seconds else "plan" if pace else None,
+        "gpu": measured.gpu,
+        "planned_gpu": planned["bytes"]["gpu"] if "bytes" in planned else None,
+        "planned_error": planned.get("error"),
+        "ram": measured.peak,
+        "status": measured.status,
+        "seconds": measured.seconds,
+        "notes": notes,
+        "result": {key: value for key, value in result.items() if key != "notes"},
+        "last_words": [] if measured.status == 0 else log.strip().splitlines()[-6:],
+    }
+
+
+def _outcome(record: Record) -> str:
+    if record["tokens_per_second"] is None or record["status"]:
+        return f"exit code {record['status']}; " + " ".join(record["last_words"])
+    peak = f", GPU {record['gpu'] / 1e9:.2f} GB" if record["gpu"] else ""
+    return f"{record['tokens_per_second']:,.0f} tokens/s{peak}, {record['seconds']:.0f} s in all"
+
+
+def verdict(row: Row, runs: Sequence[Record]) -> dict[str, bool]:
+    """What auto is held to, and whether it holds; ``runs`` are those of ``row`` on one GPU."""
+    auto = next((run for run in runs if run["mode"] == "auto"), None)
+    if auto is None or auto["status"] or auto["tokens_per_second"] is None:
+        return {"ran": False}
+    speed, predicted, peak = auto["tokens_per_second"], auto["predicted"], auto["gpu"]
+    held = {"ran": True, "target": speed >= row.target}
+    if (best := best_fixed(runs)) is not None:
+        held["best fixed"] = speed >= OF_BEST * best
+    held["prediction"] = predicted is not None and abs(predicted / speed - 1) <= PREDICTION
+    if peak:
+        planned = auto["planned_gpu"]
+        held["memory"] = planned is not None and abs(planned / peak - 1) <= MEMORY
+    held["no KTC023"] = not any(code == "KTC023" for code, _ in auto["notes"])
+    return held
+
+
+def best_fixed(runs: Sequence[Record]) -> float | None:
+    """Tokens/s of the fastest fixed mode that ran."""
+    paces = (
+        run["tokens_per_second"] for run in runs if run["mode"] != "auto" and not run["status"]
+    )
+    return max((pace for pace in paces if pace), default=None)
+
+
+def table(runs: Sequence[Record], rows: Sequence[Row]) -> Table:
+    """A line for each run, in the order of ``rows``."""
+    headings = ("tokens/s", "target", "/best", "predicted", "GPU GB", "planned", "KTC023")
+    made = plain_table("", *headings)
+    for row in rows:
+        of_row = [run for run in runs if run["row"] == row.name]
+        alone = [run for run in of_row if run["gpus"] == 1]
+        for run in of_row:
+            made.add_row(*_cells(row, run, alone))
+    return made
+
+
+def _cells(row: Row, run: Record, alone: Sequence[Record]) -> Iterator[str]:
+    pace, auto = run["tokens_per_second"], run["mode"] == "auto" and run["gpus"] == 1
+    yield f"{row.name} {run['mode']}" + (f" on {run['gpus']} GPUs" if run["gpus"] > 1 else "")
+    yield f"{pace:,.0f}" if pace and not run["status"] else f"exit {run['status']}"
+    yield f"{row.target:,.0f}" if auto else ""
+    best = best_fixed(alone) if auto else None
+    if run["gpus"] > 1:  # beside one GPU
+        best = next((one["tokens_per_second"] for one in alone if one["mode"] == run["mode"]), None)
+    yield f"{pace / best:.2f}" if pace and best else ""
+    predicted = run["predicted"]
+    yield f"{predicted:,.0f} {predicted / pace - 1:+.0%}" if predicted and pace else ""
+    yield f"{run['gpu'] / 1e9:.2f}" if run["gpu"] else ""
+    planned = run["planned_gpu"]
+    off = f" {planned / run['gpu'] - 1:+.0%}" if planned and run["gpu"] else ""
+    yield f"{planned / 1e9:.2f}{off}" if planned else ""
+    yield f"{sum(code == 'KTC023' for code, _ in run['notes']) or ''}"
+
+
+def show(run: Record, rows: Sequence[Row]) -> bool:
+    """Print what was measured of ``rows``; whether all of them pass."""
+    machine, runs = run["machine"], run["runs"]
+    console.print(f"{machine['cpu']}, {machine['cores']} cores; {machine.get('gpu') or 'no GPU'}")
+    there = [row for row in rows if any(each["row"] == row.name for each in runs)]
+    console.print(table(runs, there))
+    passed = []
+    for row in there:
+        held = verdict(
+            row, [each for each in runs if each["row"] == row.name and each["gpus"] == 1]
+        )
+        missed = [name for name, holds in held.items() if not holds]
+        passed.append(not missed)
+        console.print(f"{row.name}: " + (f"misses {', '.join(missed)}" if missed else "passes"))
+    for each in runs:
+        for code, found in each["notes"]:
+            if code in ("KTC023", "KTC024"):
+                where = f"{each['row']} {each['mode']}"
+                console.print(f"{where}: {code} {found}", style="dim", markup=False, soft_wrap=True)
+        if each["status"]:
+            words = " ".join(each["last_words"])
+            stderr.print(f"{each['row']} {each['mode']}: {words}", markup=False, soft_wrap=True)
+        if each.get("quantised_seconds"):
+            took = each["quantised_seconds"]
+            console.print(
+                f"{each['row']} {each['mode']}: experts were quantised first, {took:.0f} s"
+            )
+    return all(passed)
+
+
+def measure(
+    run: Record, rows: Sequence[Row], checkpoints: Checkpoints, options: Record, until: float
+) -> bool:
+    """Make the runs of ``rows`` that ``run`` hasn't got; False where the time ended before."""
+    gpus, done = options["gpus"], {(r["row"], r["mode"], r["gpus"]) for r in run["runs"]}
+    for row in rows:
+        wanted = [("auto", 1), *((mode, 1) for mode in row.modes)]
+        if gpus > 1:
+            wanted = [("auto", 1), ("auto", gpus)]
+        missing = [(mode, n) for mode, n in wanted if (row.name, mode, n) not in done]
+        if not missing:
+            continue
+        _say(f"{row.name}: {row.text}, target {row.target:,.0f} tokens/s")
+        base = checkpoints.of(row.model)
+        for mode, n in missing:
+            longest = max((r["seconds"] for r in run["runs"] if r["row"] == row.name), default=30.0)
+            if time.monotonic() + longest > until:
+                _say("  no time is left for the next run")
+                return False
+            with tempfile.TemporaryDirectory(prefix="bench_placement-") as scratch:
+                record = run_once(
+                    row, mode, n, base, Path(scratch), options["steps"], options["seed"],
+                    min(until, time.monotonic() + LONGEST),
+                )  # fmt: skip
+            run["runs"].append(record)
+            write_run(run, options["json_file"])
+    return True
+
+
+def _say(line: str) -> None:
+    stderr.print(line, markup=False, soft_wrap=True)
+
+
+def _merged(paths: Sequence[Path]) -> Record:
+    """Recorded runs as one; a run in several is the last one's."""
+    documents = [json.loads(path.read_text()) for path in paths]
+    runs = {
+        (each["row"], each["mode"], each["gpus"]): each
+        for document in documents
+        for each in document["runs"]
+    }
+    return {**documents[-1], "runs": list(runs.values())}
+
+
+FOLDER = click.Path(file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command(cls=Command, context_settings={"max_content_width": 110})
+@click.option("--checkpoints", type=FOLDER, help="Where checkpoints are, and are made.")
+@click.option("--rows-of", default="", metavar="NAME,…", help="Rows of the table; default: all.")
+@click.option("--list", "listed", is_flag=True, help="Show the rows' names.")
+@click.option(
+    "--modes", default="", metavar="MODE,…", help="Fixed modes instead of each row's own."
+)
+@click.option("--gpus", default=1, type=click.IntRange(1), help="auto on so many, beside one.")
+@click.option("--steps", default=8, show_default=True, type=click.IntRange(3))
+@click.option("--seed", default=42, show_default=True)
+@click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Of each config.json.")
+@click.option("--seconds-left", type=float, help="Start no run that may end after so many.")
+@click.option("--json", "json_file", type=FILE, help="Written after each run, and gone on from.")
+@click.option("--from-json", "recorded", multiple=True, type=FILE, help="Show runs; several.")
+@click.option("--bad-input", is_flag=True, help="Runs that can't go well, and how they end.")
+def main(
+    checkpoints: Path | None,
+    rows_of: str,
+    listed: bool,
+    modes: str,
+    changes: tuple[str, ...],
+    seconds_left: float | None,
+    recorded: tuple[Path, ...],
+    bad_input: bool,
+    **options: Any,
+) -> None:
+    """Hold `kt_experts: auto` against each fixed mode, its own prediction, and targets."""
+    until = time.monotonic() + (seconds_left or 1e9)
+    names = [name for name in rows_of.split(",") if name]
+    if unknown := set(names) - {row.name for row in ROWS}:
+        raise click.UsageError(f"no rows {', '.join(sorted(unknown))}; --list shows all.")
+    rows = [row for row in ROWS if not names or row.name in names]
+    if modes:
+        rows = [replace(row, modes=tuple(modes.split(","))) for row in rows]
+    if listed:
+        for row in rows:
+            console.print(f"{row.name:<15} {row.text:<40} {', '.join(('auto', *row.modes))}")
+        return
+    if recorded:
+        sys.exit(0 if show(_merged(recorded), rows) else 1)
+    if checkpoints is None:
+        raise click.UsageError("Give --checkpoints, or a recorded run with --from-json.")
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    most = max(row.rows for row in rows) * options["steps"]
+    made = Checkpoints(checkpoints.resolve(), parse_changes(changes), most)
+    with terminable():
+        if bad_input:
+            sys.exit(0 if show_bad_input(made.of(V2), until) else 1)
+        json_file = options["json_file"]
+        asked = {"steps": options["steps"], "seed": options["seed"], "set": [*changes]}
+        run = json.loads(json_file.read_text()) if json_file and json_file.exists() else None
+        if run is None:
+            machine = {**new_run()["machine"], "gpu": gpu_name()}
+            run = {"machine": machine, "settings": asked, "runs": []}
+        if run["settings"] != asked:
+            raise click.UsageError(f"{json_file} was made with {run['settings']}, not {asked}.")
+        whole = measure(run, rows, made, options, until)
+    good = show(run, rows)
+    sys.exit(0 if good and whole else 1)
+
+
+if __name__ == "__main__":
+    main()
