@@ -1,7 +1,7 @@
 // The pybind11 module ktbridge._kernels. Tensors come as addresses: the module must not link torch (one
 // build serves every torch), and bfloat16 has no buffer protocol. ktbridge/experts calls this: weights.py
 // and expert_call.py check dtypes, shapes and contiguity, and keep the tensors alive. So does
-// ktbridge/adapter/merge_values.py for add_delta.
+// ktbridge/adapter/merge_values.py for add_delta, and quantise.py for quantize.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -181,6 +181,15 @@ PYBIND11_MODULE(_kernels, m) {
       },
       no_gil,
       "values += left times right (Delta in kernels/isa/kernels.h); halves: of bfloat16, else float32.");
+  m.def(
+      "quantize",
+      [](const std::string& isa, Address values, bool halves, int rows, int columns, bool to_int8,
+         Address codes, Address scales) {
+        const Unquantized from{at<const void>(values), halves, rows, columns};
+        return kernels_for(isa).quantize(from, to_int8 ? Storage::int8 : Storage::int4, at<void>(codes),
+                                         at<void>(scales));
+      },
+      no_gil, "Rows as INT8 or INT4 (Kernels in kernels/isa/kernels.h); false where a value isn't finite.");
   py::enum_<Storage>(m, "Storage", "How a checkpoint stores weights (kernels/weights/matrix.h).")
       .value("bf16", Storage::bf16)
       .value("fp8", Storage::fp8)

@@ -18,6 +18,16 @@ def add_delta(
     rank: int,
     right: int,
 ) -> int: ...
+def quantize(
+    isa: str,
+    values: int,
+    halves: bool,
+    rows: int,
+    columns: int,
+    to_int8: bool,
+    codes: int,
+    scales: int,
+) -> bool: ...
 
 class Storage(enum.Enum):
     bf16 = ...

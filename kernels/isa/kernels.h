@@ -58,6 +58,13 @@ struct Delta {
   std::ptrdiff_t stride;
 };
 
+// rows [rows][columns] of bf16 if `halves`, else of float32.
+struct Unquantized {
+  const void* values;
+  bool halves;
+  int rows, columns;
+};
+
 struct Kernels {
   // Around each thread's share of a pass (AMX needs its tiles configured).
   void (*begin)();
@@ -119,6 +126,10 @@ struct Kernels {
   // values (bf16 if `halves`, else float32) += delta: summed in float32, in order, and rounded once to
   // nearest even. How many are others than before, or -1 if one isn't finite now.
   std::int64_t (*add_delta)(const Delta& delta, void* values, bool halves);
+
+  // Rows as INT8 with a float32 scale each, or INT4 with a bf16 scale for 32 columns: codes and scales as
+  // ktbridge/adapter/quantise.py stores them. False where a value isn't finite; what is written is void then.
+  bool (*quantize)(const Unquantized& from, Storage storage, void* codes, void* scales);
 
   // FLOPs of `rounds` of independent products out of registers: the ceiling of docs/kernels.md.
   double (*peak)(long rounds);

@@ -7,6 +7,7 @@
 #include "moe/drop.h"
 #include "moe/epilogues.h"
 #include "weights/pack.h"
+#include "weights/quantize.h"
 
 namespace ktbridge {
 namespace {
@@ -61,6 +62,7 @@ inline Kernels vector_kernels() {
           kept_bits,
           add_kept,
           add_delta,
+          quantize,
           peak_vector};
 }
 

@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ktbridge import _kernels
 from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.keys import PROJECTIONS
-from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, to_bf16, widened
+from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, widened
 from ktbridge.errors import KtbridgeError
+from ktbridge.kernel_choice import choose_isa
 from ktbridge.model import (
     Checkpoint,
     Entry,
@@ -41,7 +43,9 @@ STORAGES = ("int8", "int4")
 GROUP = 32
 """Values that share an INT4 scale."""
 _PACKED = 8  # INT4 values in an int32
-_TINY = np.finfo(np.float32).tiny  # zeros have no scale of their own, and none may be denormal
+_AT_ONCE = (
+    1 << 22
+)  # values a worker takes at a time: what Python does for them is little beside the kernel
 
 
 def plan_quantise(
@@ -162,8 +166,8 @@ def _parts(
         return (one.T if turned else one)[rows]
 
     def make(first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        values = widened(matrix()[first:last])
-        return (as_int8 if storage == "int8" else as_int4)(values, entry.name)
+        rows = matrix()[first:last]
+        return quantized(widened(rows) if rows.dtype == np.float16 else rows, storage, entry.name)
 
     shard = checkpoint.shard(entry.name)
     out, width = matrix().shape
@@ -172,7 +176,7 @@ def _parts(
             (f"{stem}.weight", "I8", (out, width)),
             (f"{stem}.weight_scale", "F32", (out, 1)),
         )
-        yield Part(shard, outputs, out, width, make)
+        yield Part(shard, outputs, out, width, make, at_once=_AT_ONCE)
         return
     if width % GROUP:
         raise KtbridgeError(
@@ -183,36 +187,30 @@ def _parts(
         (f"{stem}.weight_packed", "I32", (out, width // _PACKED)),
         (f"{stem}.weight_scale", "BF16", (out, width // GROUP)),
     )
-    yield Part(shard, outputs, out, width, make)
+    yield Part(shard, outputs, out, width, make, at_once=_AT_ONCE)
     shape = ((f"{stem}.weight_shape", "I64", (2,)),)
     yield Part(shard, shape, 1, 1, lambda *_: (np.array([out, width], np.int64),), beside=True)
 
 
-def as_int8(rows: NDArray[np.float32], name: str) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """float32 [out, in] as INT8 [out, in] and its scales [out, 1]; ``name`` is for the error."""
-    largest = np.abs(rows).max(axis=1, keepdims=True)
-    _refuse_infinite(largest, name)
-    scale = np.maximum(largest / np.float32(127), _TINY)
-    return np.rint(rows / scale).astype(np.int8, order="C"), scale
+def quantized(rows: NDArray[Any], storage: str, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """float32 or bfloat16's bits [out, in] as they are stored: values or words, and scales.
 
-
-def as_int4(rows: NDArray[np.float32], name: str) -> tuple[NDArray[np.int32], NDArray[np.uint16]]:
-    """float32 [out, in] as words [out, in / 8] and scales [out, in / 32], the bits of bfloat16."""
-    groups = np.ascontiguousarray(rows).reshape(-1, GROUP)
-    extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
-    _refuse_infinite(extreme, name)
-    scale = extreme / np.float32(-8)
-    scale[np.abs(scale) < _TINY] = _TINY
-    stored = to_bf16(scale)
-    values = np.rint(groups / widened(stored))
-    codes = (np.clip(values, -8, 7, out=values) + 8).astype(np.uint8)
-    pairs = codes[:, 0::2] | codes[:, 1::2] << 4
-    return pairs.view("<i4").reshape(len(rows), -1), stored.reshape(len(rows), -1)
-
-
-def _refuse_infinite(largest: NDArray[np.float32], name: str) -> None:
-    if not np.isfinite(largest).all():
+    The C++ kernel does it, in one pass over the rows. ``name`` is for the error.
+    """
+    count, width = rows.shape
+    if storage == "int8":
+        codes, scales = np.empty((count, width), np.int8), np.empty((count, 1), np.float32)
+    else:
+        codes = np.empty((count, width // _PACKED), np.int32)
+        scales = np.empty((count, width // GROUP), np.uint16)
+    values = np.require(rows, requirements=("C", "A"))  # files may have values at odd addresses
+    finite = _kernels.quantize(
+        choose_isa(), values.ctypes.data, values.dtype == np.uint16, count, width, storage == "int8",
+        codes.ctypes.data, scales.ctypes.data,
+    )  # fmt: skip
+    if not finite:
         raise KtbridgeError(f"{name} has NaN or infinite values", "download the checkpoint again")
+    return codes, scales
 
 
 def _counts(checkpoint: Checkpoint) -> dict[str, int]:

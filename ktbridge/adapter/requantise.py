@@ -5,7 +5,8 @@ writes them under their own names, with the index, the configuration and the fil
 at all. ``ktbridge_checkpoint.json`` marks the directory as one that a later run may replace.
 
 Memory is bounded whatever the size of a shard: each worker holds one block of ``BLOCK`` values (about
-30 bytes each), and the source is read through a memory map whose pages are let go every ``_HELD`` bytes.
+30 bytes each), or as many as its part says, and the source is read through a memory map whose pages are let
+go every ``_HELD`` bytes.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Part:
 
     ``outputs`` are (name, dtype, shape); ``width`` is how many values a row costs in memory. A part
     without ``make`` is one tensor whose bytes stay. ``beside``: it only goes along with a converted weight.
+    ``at_once``: values that a worker takes at a time.
     """
 
     shard: str
@@ -56,6 +58,7 @@ class Part:
     width: int
     make: Callable[[int, int], Sequence[NDArray[np.generic]]] | None = None
     beside: bool = False
+    at_once: int = BLOCK
 
 
 @dataclass
@@ -207,7 +210,7 @@ def _shard(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Shard:
                 yield Copy(span, entry.dtype, (Target(0, place[entry.name]),))
                 continue
             row = sum(_nbytes(dtype, shape) for _, dtype, shape in part.outputs) // part.rows
-            step = max(1, BLOCK // part.width)
+            step = max(1, part.at_once // part.width)
             for first in range(0, part.rows, step):
                 last = min(part.rows, first + step)
                 yield Task(0, (last - first) * row, partial(_rows, part, place, first, last))
