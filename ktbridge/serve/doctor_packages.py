@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 from ktbridge.adapter.engines import install_engine
-from ktbridge.experts.gpu.probe import MARK, GpuFacts
+from ktbridge.experts.gpu.probe import MARK, NO_KERNEL, ONE_BY_ONE, GpuFacts, loops
 from ktbridge.install import install_hint, linear_attention_gaps, release_of, version_of
 from ktbridge.machine import read_gpus
 from ktbridge.units import size_text
@@ -282,7 +282,10 @@ def expert_check(gpu: GpuFacts, memlock: int | None) -> Check:
         return Check(topic, "missing", message, "stream and resident want sm80 or later")
     found = [f"kt_experts: stream and resident work: {model}, bfloat16 tensor cores"]
     steps: list[str] = []
-    if gpu.grouped_gemm:
+    if gpu.grouped_gemm and (gpu.one_by_one or loops(gpu.capability)):
+        found.append(ONE_BY_ONE)
+        steps.append(NO_KERNEL)
+    elif gpu.grouped_gemm:
         found.append("grouped GEMM")
     else:
         found.append("no grouped GEMM in this torch, so products are made one by one, slower")

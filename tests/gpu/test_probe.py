@@ -12,6 +12,7 @@ def test_each_gpu_is_tried_and_left_as_it_was():
     for gpu in found:
         assert not gpu.error
         assert 0.1e9 < gpu.link < 1e12
+        assert gpu.one_by_one == (gpu.capability.startswith("8.") and gpu.grouped_gemm)
         assert gpu.tensor_cores == (float(gpu.capability) >= 8.0)
     assert (torch.ones(3, device="cuda") + 1).tolist() == [2.0] * 3
     seen = {"cuda": torch.version.cuda, "gpus": [[gpu.name, 0] for gpu in found]}

@@ -147,6 +147,18 @@ GOOD = GpuFacts(0, "A GPU", "9.0", True, True, 55.2e9)
         ({"not_in_place": "not supported"}, None, "through pinned memory", "has no limit here"),
         ({"no_triton": "no compiler"}, None, "Triton doesn't work", "(gcc)"),
         ({"grouped_gemm": False}, None, "one by one, slower", "newer torch"),
+        (
+            {"capability": "8.6"},
+            None,
+            "sm86, bfloat16 tensor cores; torch's grouped GEMM is a loop",
+            "cpu",
+        ),
+        (
+            {"one_by_one": True, "capability": "12.0"},
+            None,
+            "waits for the GPU in each call",
+            "no kernel",
+        ),
         ({"tensor_cores": False, "capability": "7.5"}, None, "only kt_experts: cpu: sm75", "sm80"),
         ({"error": "CUDA out of memory"}, None, "tried: CUDA out of memory", "nothing else uses"),
     ],

@@ -436,6 +436,22 @@ def test_a_machine_with_several_gpus_is_told_of_other_processes(run_yaml):
     assert any("there are 4 GPUs" in note and "one process" in note for note in notes)
 
 
+def test_gpus_on_which_products_are_made_one_by_one_are_named(run_yaml):
+    """Where the experts are computed on one, and nobody else's machine is described."""
+
+    def told(*overrides, **target):
+        config = load_config(run_yaml, [f"kt_config.{each}" for each in overrides])
+        there = replace(ROOMY, gpu_memory=24 * GB, **target)
+        return [note for note in make_plan(config, there, measure=False).notes if "loop" in note]
+
+    (note,) = told("kt_experts=stream", capabilities=("8.6", "9.0", "8.0"))
+    assert note.startswith("the GPU is sm80, sm86: torch's grouped GEMM is a loop over experts")
+    assert "kt_experts: cpu" in note
+    assert not told("kt_experts=stream", capabilities=("9.0",))
+    assert not told("kt_experts=stream")
+    assert not told("kt_experts=cpu", capabilities=("8.6",))
+
+
 def test_what_cannot_be_planned_is_said(run_yaml, tmp_path):
     dense = tmp_path / "dense"
     AutoModelForCausalLM.from_config(

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 MARK = "ktbridge:"
 _CROSSING = 256 << 20  # bytes: some 5 ms on a fast link, a quarter of a second on a slow one
+ONE_BY_ONE = (
+    "torch's grouped GEMM is a loop over experts there, which waits for the GPU in each call, so stream and "
+    "resident are slower than the link and the GPU allow, the more so the fewer tokens a step has"
+)
+"""What a GPU of ``loops`` means for training."""
+NO_KERNEL = (
+    "ktbridge has no kernel of its own for these GPUs yet, because it was never measured on one: try "
+    "kt_experts: cpu beside it, and more tokens a step"
+)
 _FILE = 16 << 20  # bytes: more than the 8 MiB that many systems let a process lock
 
 
@@ -39,6 +48,16 @@ class GpuFacts:
     no_triton: str = ""
     error: str = ""
     """Why nothing else is known."""
+    one_by_one: bool = False
+    """Whether grouped GEMM is a loop over experts on it, which waits for the GPU in each call."""
+
+
+def loops(capability: str) -> bool:
+    """Whether torch's grouped GEMM is known to be a loop over experts on GPUs of this compute capability.
+
+    ``capability`` is as NVIDIA writes it ("8.6"; "" where unknown). So it is from sm80 to sm89.
+    """
+    return capability.startswith("8.")
 
 
 def look() -> Iterator[GpuFacts]:
@@ -71,10 +90,35 @@ def facts_of(index: int) -> GpuFacts:
             capability=f"{found.major}.{found.minor}",
             tensor_cores=cores,
             grouped_gemm=cores and operations.IN_TORCH,
+            one_by_one=cores and operations.IN_TORCH and _waits(device),
             link=_link(device),
             not_in_place=not_in_place(),
             no_triton=kernels if isinstance(kernels, str) else "",
         )
+
+
+def _waits(device: torch.device) -> bool:
+    """Whether a grouped product on ``device`` waits for the GPU, as the loop does to know its bounds."""
+    import torch
+    from torch.nn import functional
+
+    rows = torch.zeros(32, 64, dtype=torch.bfloat16, device=device)
+    matrices = torch.zeros(2, 64, 64, dtype=torch.bfloat16, device=device)
+    ends = torch.tensor([16, 32], dtype=torch.int32, device=device)
+    functional.grouped_mm(
+        rows, matrices.transpose(1, 2), offs=ends
+    )  # what the first call sets up may wait
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        functional.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 def _link(device: torch.device) -> float:

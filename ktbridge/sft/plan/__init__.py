@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ktbridge.adapter.quantise import STORAGES
+from ktbridge.experts.gpu.probe import NO_KERNEL, ONE_BY_ONE, loops
 from ktbridge.install import linear_attention_gaps
 from ktbridge.machine import read_gpus
 from ktbridge.model import find_model, resolve_model
@@ -220,6 +221,9 @@ def _notes(
             f"what is listed here, each other process {each} of memory and its GPU's parts "
             "(docs/several-gpus.md)"
         )
+    if setting.placed and (old := [each for each in target.capabilities if loops(each)]):
+        models = ", ".join(sorted({f"sm{each.replace('.', '')}" for each in old}))
+        yield f"the GPU is {models}: {ONE_BY_ONE}; {NO_KERNEL}"
     if any(name.startswith("linear_attn.") for layer in shape.layers for name in layer.linears):
         yield "linear attention is counted as transformers computes it without extra kernels"
     if shape.config.has_delta_rule:

@@ -31,6 +31,8 @@ class Target:
     gpus: int = 1
     text: str = ""
     elsewhere: bool = False
+    capabilities: tuple[str, ...] = ()
+    """Compute capability of each GPU ("8.6"), where they are this machine's."""
 
 
 def this_machine(output_dir: Path, described: Described | None = None) -> Target:
@@ -50,6 +52,9 @@ def this_machine(output_dir: Path, described: Described | None = None) -> Target
         gpus=max(1, len(gpus)),
         text=_text(described, machine, gpus, how),
         elsewhere=described.elsewhere,
+        capabilities=tuple(gpu.capability for gpu in read_gpus())
+        if gpus and described.gpu_memory is None
+        else (),
     )
 
 
