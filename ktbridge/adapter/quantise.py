@@ -160,12 +160,12 @@ def _parts(
 ) -> Iterator[Part]:
     """One matrix [out, in] to the tensors that it is stored as."""
 
-    def matrix() -> NDArray[Any]:
+    def matrix() -> NDArray[np.generic]:
         whole = array(checkpoint, entry)
         one = whole if expert is None else whole[expert]
         return (one.T if turned else one)[rows]
 
-    def make(first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def make(first: int, last: int) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
         rows = matrix()[first:last]
         return quantized(widened(rows) if rows.dtype == np.float16 else rows, storage, entry.name)
 
@@ -192,17 +192,18 @@ def _parts(
     yield Part(shard, shape, 1, 1, lambda *_: (np.array([out, width], np.int64),), beside=True)
 
 
-def quantized(rows: NDArray[Any], storage: str, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+def quantized(
+    rows: NDArray[np.generic], storage: str, name: str
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """float32 or bfloat16's bits [out, in] as they are stored: values or words, and scales.
 
     The C++ kernel does it, in one pass over the rows. ``name`` is for the error.
     """
     count, width = rows.shape
+    codes: NDArray[np.generic] = np.empty((count, width // _PACKED), np.int32)
+    scales: NDArray[np.generic] = np.empty((count, width // GROUP), np.uint16)
     if storage == "int8":
         codes, scales = np.empty((count, width), np.int8), np.empty((count, 1), np.float32)
-    else:
-        codes = np.empty((count, width // _PACKED), np.int32)
-        scales = np.empty((count, width // GROUP), np.uint16)
     values = np.require(rows, requirements=("C", "A"))  # files may have values at odd addresses
     finite = _kernels.quantize(
         choose_isa(), values.ctypes.data, values.dtype == np.uint16, count, width, storage == "int8",
