@@ -119,6 +119,8 @@ def judged(measured: Measured, said: str) -> tuple[bool, str]:
     """Whether a run ended as it should, and how it ended."""
     if measured.status == 0:
         return True, "it went on to its end"
+    if measured.late:
+        return False, "there was no time for its end"
     if measured.status < 0:
         return False, f"it was killed by signal {-measured.status}"
     if "Traceback" in said:

@@ -34,6 +34,7 @@ class Measured:
     """Peaks in bytes, ``gpu`` None without one; ``paces`` in tokens/s, a step each.
 
     ``result`` is the run's own, and ``status`` its exit code: negative for a signal, as subprocess has it.
+    ``late``: it was ended because there was no time left.
     """
 
     anonymous: int = 0
@@ -44,6 +45,7 @@ class Measured:
     paces: list[float] = field(default_factory=list)
     status: int = 0
     seconds: float = 0.0
+    late: bool = False
 
     @property
     def pace(self) -> float | None:
@@ -190,6 +192,7 @@ def train(
             while process.poll() is None:
                 _watch(process.pid, measured)
                 if until is not None and time.monotonic() > until:
+                    measured.late = True
                     _kill(process)
                 time.sleep(0.01)
         except BaseException:

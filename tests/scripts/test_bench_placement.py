@@ -32,15 +32,20 @@ def run(mode, pace, gpus=1, status=0, **others):
         ({"notes": [["KTC024", "stream"], ["KTC023", "lowered"]]}, ["no KTC023"]),
         ({"gpu": None, "planned_gpu": None}, []),  # a machine without a GPU
         ({"status": 1}, ["ran"]),
+        ({"both": 7500.0}, ["2 GPUs"]),
+        ({"both": 7700.0}, []),
     ],
 )
 def test_auto_is_held_to_five_things(changes, missed):
     from bench_placement import ROWS, verdict
 
+    changes = dict(changes)
+    both = changes.pop("both", None)
     best = 3700.0 if missed == ["target"] else 3900.0
     runs = [run("auto", 4000.0, **changes), run("stream", best), run("cpu", None, status=2)]
     if "tokens_per_second" in changes:
         runs[0]["predicted"] = changes["tokens_per_second"]
+    runs += [run("auto", both, gpus=2)] if both else []
     held = verdict(ROWS[0], runs)
     assert [name for name, holds in held.items() if not holds] == missed
 
