@@ -24,20 +24,30 @@ from peers.driver import console
 from peers.training import Measured, gpu_free, settings, train
 from random_checkpoint import SPECIAL, vocabulary, write_rows
 
-STEPS = 6
+from ktbridge.errors import KtbridgeError
+
+STEPS = 8
 AT_STEP = 3
 LEFT = 256 << 20  # bytes that the other process leaves free
 COPIERS = 9  # so that a tenth of the link is left
 LENGTHS = (16, 65536, 16, 512, 64, 8192, 128, 2048, 32768, 24, 1024, 256)
 _TAKE = """
-import sys, time, torch
-held = torch.ones(int(sys.argv[1]), dtype=torch.uint8, device="cuda")
+import sys, torch
+torch.zeros(1, device="cuda")
+print("ready", flush=True)
+size = int(sys.stdin.readline())
+while size > 0:
+    try:
+        held = torch.ones(size, dtype=torch.uint8, device="cuda")
+        break
+    except torch.OutOfMemoryError:
+        size -= 1 << 28
 torch.cuda.synchronize()
-print("taken", flush=True)
-time.sleep(900)
+print(size, flush=True)
+sys.stdin.read()
 """
 _COPY = """
-import time, torch
+import select, sys, time, torch
 source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
 target = torch.empty_like(source, device="cuda")
 while True:
@@ -45,7 +55,10 @@ while True:
     for _ in range(4):
         target.copy_(source, non_blocking=True)
     torch.cuda.synchronize()
-    print(4 * source.numel() / 1e9 / (time.monotonic() - began), flush=True)
+    if select.select([sys.stdin], [], [], 0)[0]:
+        if not sys.stdin.readline():
+            break
+        print(4 * source.numel() / 1e9 / (time.monotonic() - began), flush=True)
 """
 
 
@@ -155,23 +168,40 @@ def _run(bad: Bad, base: Path, scratch: Path, until: float) -> tuple[Measured, s
         def on_step(step: int, pace: float) -> None:
             nonlocal seen
             if bad.takes and step == AT_STEP and (free := gpu_free()):
-                stack.enter_context(_process(_TAKE, str(max(free - LEFT, 1))))
-                seen = f" ({free / 1e9:.1f} GB were free in step {step})"
+                taken = int(_asked(taker, f"{free - LEFT}"))
+                seen = f" ({free / 1e9:.1f} GB were free in step {step}, {taken / 1e9:.1f} taken)"
 
+        if bad.takes:  # ready before the run is, to be in time
+            taker = stack.enter_context(_process(_TAKE))
+            _asked(taker)
         if bad.copies:
             copiers = [stack.enter_context(_process(_COPY)) for _ in range(COPIERS)]
-            rates = [float((copier.stdout or sys.stdin).readline()) for copier in copiers]
+            for _ in range(2):  # in the first round some haven't begun
+                rates = [float(_asked(copier, "now")) for copier in copiers]
             seen = f" (each of {COPIERS} others gets {min(rates):.1f} to {max(rates):.1f} GB/s)"
         measured = train(config, scratch / "log", on_step=on_step, until=until)
     return measured, (scratch / "log").read_text(), seen
 
 
 @contextmanager
-def _process(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def _process(program: str) -> Iterator[subprocess.Popen[str]]:
     """A process that disturbs a run, until it is left."""
-    command = [sys.executable, "-c", program, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         try:
             yield process
         finally:
             process.kill()
+
+
+def _asked(process: subprocess.Popen[str], line: str = "") -> str:
+    """The next line of a process, which is told ``line`` first. Raises KtbridgeError where it has ended."""
+    if line and process.stdin:
+        process.stdin.write(f"{line}\n")
+        process.stdin.flush()
+    said = process.stdout.readline() if process.stdout else ""
+    if not said:
+        raise KtbridgeError(
+            "a process that was to disturb the run has ended", "see what it said above"
+        )
+    return said
