@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,14 @@ from peft import LoraConfig, PeftModelForCausalLM, inject_adapter_in_model
 from peft.tuners.lora import Linear, LoraLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import compat
+from ktbridge.experts.changes import state_of
 from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.model import Family, family_of
 from ktbridge.model.families import UNREACHED
@@ -265,6 +268,7 @@ def inject_lora(
 
 
 _DEVICES = ("cuda",)  # many CPUs multiply bfloat16 more slowly than float32
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class MasterLinear(Linear):
@@ -272,41 +276,179 @@ class MasterLinear(Linear):
 
     PEFT converts the module's input to the masters' dtype, and output and gradients back: with a bfloat16
     model that is several passes over float32 copies of all hidden states, kept for backward, and products
-    without tensor cores. Here A and B are converted, which are thin, and the output is added up in the
-    product. So they are rounded to bfloat16 before use, as the expert LoRA's are and as they are saved.
+    without tensor cores. Here copies of A and B are used, which are thin, and are made anew once in an
+    optimizer step; the output is added up in the product. So they are rounded to bfloat16 before use, as
+    the expert LoRA's are and as they are saved. Three launches forward, five backward.
     """
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    keeps_copies = True
+
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """As PEFT's, but for rounding; PEFT's own for whatever isn't plain LoRA."""
-        names = [name for name in self.active_adapters if name in self.lora_A]
-        if args or kwargs or not self._converts(x, names):
-            return super().forward(x, *args, **kwargs)
-        result: torch.Tensor = self.base_layer(x)
-        for name in names:
-            a, b = (
-                each[name].get_parameter("weight").to(x.dtype)
-                for each in (self.lora_A, self.lora_B)
-            )
-            thin = functional.linear(self.lora_dropout[name](x), a)
-            whole = torch.addmm(
-                result.flatten(0, -2), thin.flatten(0, -2), b.T, alpha=self.scaling[name]
-            )
-            result = whole.view(result.shape)
-        return result
-
-    def _converts(self, x: torch.Tensor, names: list[str]) -> bool:
-        if self.disable_adapters or self.merged or x.device.type not in _DEVICES:
-            return False
-        return all(
-            name not in self.lora_variant
-            and self.lora_A[name].weight.dtype != x.dtype
-            and self.lora_B[name].bias is None
-            for name in names
+        name = None if args or kwargs else self._plain(x)
+        if name is None:
+            result: torch.Tensor = super().forward(x, *args, **kwargs)
+            return result
+        base, scale = self.get_base_layer(), self.scaling[name]
+        masters = [each[name].get_parameter("weight") for each in (self.lora_A, self.lora_B)]
+        if self.keeps_copies:
+            copies = copies_of(masters, x.dtype)
+        else:
+            copies = [master.detach().to(x.dtype) for master in masters]
+        dropped = self.lora_dropout[name](x)
+        out: torch.Tensor = _LoraProduct.apply(
+            x, dropped, base.weight, base.bias, scale, copies, *masters
         )
+        return out
+
+    def _plain(self, x: torch.Tensor) -> str | None:
+        """The adapter to use, if it is the only one, of plain LoRA on a plain linear module beside ``x``."""
+        if self.disable_adapters or self.merged or x.device.type not in _DEVICES:
+            return None
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if len(names) != 1 or names[0] in self.lora_variant or x.dtype not in _HALF:
+            return None
+        (name,), base, a, b = (
+            names,
+            self.get_base_layer(),
+            self.lora_A[names[0]],
+            self.lora_B[names[0]],
+        )
+        plain = (
+            _is_plain(base)
+            and b.bias is None
+            and (base.weight.dtype, base.weight.device) == (x.dtype, x.device)
+            and not base.weight.requires_grad
+            and a.weight.dtype in (x.dtype, torch.float32)
+        )
+        return name if plain else None
 
 
-def convert_masters(model: nn.Module) -> None:
-    """Make each plain LoRA linear in ``model`` a ``MasterLinear``, in place; parameters and names stay."""
+def _is_plain(base: nn.Module) -> bool:
+    """Whether a module multiplies by its weight and does no more, but for moving its input there."""
+    return (
+        type(base) is nn.Linear
+        and ("forward" not in vars(base) or hasattr(base, "_hf_hook"))
+        and not base._forward_hooks
+        and not base._forward_pre_hooks
+    )
+
+
+class _LoraProduct(torch.autograd.Function):
+    """x W^T + bias + (s x A^T) B^T, with s in the thin products, where it costs no launch and no bits of B.
+
+    Gradients are returned, not added to ``.grad``: so hooks, DDP and FSDP2 see them.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        dropped: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: float,
+        copies: Sequence[torch.Tensor],
+        *masters: torch.Tensor,
+    ) -> torch.Tensor:
+        a, b = copies
+        rows = dropped.reshape(-1, dropped.shape[-1])
+        thin = _scaled_product(rows, a.t(), scale)
+        out = functional.linear(x, weight, bias)
+        out.view(-1, out.shape[-1]).addmm_(thin, b.t())
+        ctx.save_for_backward(rows, weight, a, b, thin)
+        ctx.scale, ctx.shape, ctx.same = scale, x.shape, dropped is x
+        ctx.dtypes = [master.dtype for master in masters]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, a, b, thin = ctx.saved_tensors
+        d = d.reshape(-1, d.shape[-1])
+        of_x, of_dropped = ctx.needs_input_grad[:2]
+        of_a, of_b = ctx.needs_input_grad[-2:]
+        d_x = d_dropped = d_a = d_b = None
+        d_thin = _scaled_product(d, b, ctx.scale)
+        if of_x:
+            d_x = d @ weight
+        if d_x is not None and ctx.same:
+            d_x.addmm_(d_thin, a)
+        elif of_dropped:
+            d_dropped = (d_thin @ a).view(ctx.shape)
+        if of_a:
+            d_a = _product_in(ctx.dtypes[0], d_thin.t(), rows)
+        if of_b:
+            d_b = _product_in(ctx.dtypes[1], d.t(), thin)
+        whole = None if d_x is None else d_x.view(ctx.shape)
+        return whole, d_dropped, None, None, None, None, d_a, d_b
+
+
+def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """scale · left @ right, rounded once."""
+    out = left.new_empty(left.shape[0], right.shape[1])
+    return out.addmm_(left, right, beta=0, alpha=scale)
+
+
+def _product_in(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right in a master's dtype; float32 is summed and returned without rounding."""
+    if dtype == left.dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)  # torch has no such product on a CPU
+
+
+_copies: MutableMapping[torch.Tensor, tuple[tuple[int, ...], torch.Tensor]] = (
+    WeakTensorKeyDictionary()
+)
+"""Parameter -> its state when it was copied, and the copy."""
+
+
+def copies_of(masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """``masters`` in ``dtype``, converted only if they have changed since.
+
+    Then all that have changed are, in one go: a model's LoRA changes together, once in an optimizer step.
+    """
+    found = [
+        master.detach() if master.dtype == dtype else _kept(master, dtype) for master in masters
+    ]
+    if any(each is None for each in found):
+        with torch.inference_mode(False), torch.no_grad():  # may be kept for a later backward
+            _renew()
+            for master in masters:
+                if master.dtype != dtype and _kept(master, dtype) is None:
+                    _copies[master] = state_of([master]), master.detach().to(dtype, copy=True)
+        return copies_of(masters, dtype)
+    return [each for each in found if each is not None]
+
+
+def _kept(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    state, kept = _copies.get(master, ((), master))
+    return kept if kept.dtype == dtype and state == state_of([master]) else None
+
+
+def _renew() -> None:
+    """Write changed masters into the copies that there are, one launch for many."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for master, (state, kept) in list(_copies.items()):
+        if (master.shape, master.device) != (kept.shape, kept.device):
+            del _copies[master]
+        elif state != state_of([master]):
+            groups[master.device, kept.dtype].append(master)
+    for changed in groups.values():
+        torch._foreach_copy_([_copies[each][1] for each in changed], changed)
+        for master in changed:
+            _copies[master] = state_of([master]), _copies[master][1]
+
+
+def convert_masters(model: nn.Module, keep_copies: bool = True) -> None:
+    """Make each plain LoRA linear in ``model`` a ``MasterLinear``, in place; parameters and names stay.
+
+    ``keep_copies``: False where parameters change unseen (``changes``), as FSDP2's do when shards are filled.
+    """
     for module in model.modules():
         if type(module) is Linear:
             module.__class__ = MasterLinear
+            if not keep_copies:
+                module.keeps_copies = False  # type: ignore[assignment]

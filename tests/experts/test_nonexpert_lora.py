@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from ktbridge.experts import nonexpert_lora
 from ktbridge.experts.nonexpert_lora import MasterLinear, convert_masters
@@ -96,3 +99,111 @@ def test_switched_off_merged_and_float32_are_left_to_peft() -> None:
     ours.float()
     peft.float()
     assert torch.equal(ours.proj(x.float()), peft.proj(x.float()))
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations that a GPU would be asked for: no views, no memory taken."""
+
+    FREE = frozenset(
+        "view _unsafe_view t transpose permute detach alias expand empty new_empty".split()
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        if name not in self.FREE:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_three_launches_forward_and_five_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left @ right  # torch has the product in float32 as one operation on a GPU alone
+
+    monkeypatch.setattr(nonexpert_lora, "_product_in", one)
+    model = adapted(lora_alpha=16)
+    convert_masters(model)
+    parts = [p for p in model.parameters() if p.requires_grad]
+    results(model)  # copies are made
+    x = torch.randn(2, 7, 64).bfloat16().requires_grad_()
+    with Launches() as forward:
+        out = model.proj(x)
+    d = torch.randn_like(out)
+    with Launches() as backward:
+        torch.autograd.grad(out, [x, *parts], d)
+    assert len(forward.names) == 3, forward.names
+    assert len(backward.names) == 5 + 2, backward.names  # autograd widens what ``one`` doesn't
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}])
+def test_copies_follow_the_optimizer_and_are_made_together(options: dict[str, Any]) -> None:
+    x = torch.ones(1, 64).bfloat16()
+    models = [adapted() for _ in range(3)]
+    for model in models:
+        convert_masters(model)
+        model.proj(x)
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
+    with torch.inference_mode(), Launches() as idle:
+        models[0].proj(x)
+    assert "_to_copy" not in idle.names
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(trained, lr=0.1, **options).step()
+    with Launches() as renewed:
+        outs = [model.proj(x) for model in models]
+    assert renewed.names.count("_foreach_copy_") == 1
+    assert "_to_copy" not in renewed.names
+    for model, out in zip(models, outs, strict=True):
+        anew = copy.deepcopy(model)  # has no copies yet
+        assert torch.equal(anew.proj(x), out)
+    with torch.no_grad():
+        trained[1].mul_(2)
+    assert not torch.equal(models[0].proj(x), outs[0])
+
+
+def test_checkpointing_dropout_and_a_frozen_adapter() -> None:
+    plain = adapted()
+    convert_masters(plain)
+    expected = results(plain)
+    model = adapted()
+    convert_masters(model, keep_copies=False)
+    own = model.proj.forward
+    model.proj.forward = lambda x: checkpoint(own, x, use_reentrant=False)
+    found = results(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    peft, ours = adapted(lora_dropout=0.5), adapted(lora_dropout=0.5)
+    convert_masters(ours)
+    for each in (peft, ours):
+        torch.manual_seed(3)
+        each.found = results(each)
+    for name, value in peft.found.items():
+        error = (ours.found[name].float() - value.float()).norm()
+        assert error < 0.01 * value.float().norm(), name
+
+    frozen = adapted()
+    convert_masters(frozen)
+    frozen.requires_grad_(False)
+    assert results(frozen).keys() == {"out", "x"}
+    assert torch.equal(results(frozen)["x"], expected["x"])
+
+
+def test_two_adapters_at_once_are_left_to_peft() -> None:
+    peft, ours = adapted(), adapted()
+    for model in (peft, ours):
+        torch.manual_seed(5)
+        del model.peft_config
+        inject_adapter_in_model(LoraConfig(**OPTIONS), model, "other")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        model.proj.set_adapter(["default", "other"])
+    convert_masters(ours)
+    x = torch.randn(7, 64).bfloat16()
+    assert torch.equal(ours.proj(x), peft.proj(x))
+    ours.proj.set_adapter("other")
+    peft.proj.set_adapter("other")
+    assert torch.allclose(ours.proj(x).float(), peft.proj(x).float(), atol=0.05)
