@@ -43,6 +43,8 @@ RUN = Subject("Starting and continuing a run", "sft", (
          " tokens in a pass", "Set tokens_per_pass to the number that it gives."),
     Code("KTC024", "info", "kt_experts chose where the routed experts are computed",
          "Nothing; kt_experts and kt_gpu_memory choose otherwise."),
+    Code("KTC026", "info", "liger-kernel computes the model's norms on the GPU",
+         "Nothing; enable_liger_kernel: false takes transformers' own."),
     Code("KTC030", "warning", "held-out rows were predicted better by an earlier step, or by the base, than"
          " by the adapter that is published", "Set load_best_model_at_end: true, or train for fewer steps."),
     Code("KTC031", "warning", "the checkpoint of the best step isn't there or is damaged: another"

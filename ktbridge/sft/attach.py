@@ -19,6 +19,7 @@ from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.kernel_choice import choose_threads
 from ktbridge.sft.base_model import Start, find_start
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.launch import shards_parameters
 
 
 def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
@@ -85,7 +86,7 @@ def attach_linear_lora(
         for parameter in tuned.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-    convert_masters(tuned)
+    convert_masters(tuned, keep_copies=not shards_parameters())
     return tuned
 
 

@@ -119,7 +119,7 @@ def _refused() -> Iterator[tuple[str, str, str, str]]:
                 "FSDP with fsdp_version: 2, or MULTI_GPU",
                 "Start from examples/accelerate/fsdp2.yaml or ddp.yaml.",
             )
-    if _given("ACCELERATE_USE_FSDP"):
+    if shards_parameters():
         yield from _refused_of_fsdp()
 
 
@@ -142,6 +142,11 @@ def _refused_of_fsdp() -> Iterator[tuple[str, str, str, str]]:
             "false",
             "Set it to false; ktbridge's own gradient checkpointing spares them.",
         )
+
+
+def shards_parameters() -> bool:
+    """Whether each process keeps a part of every parameter (FSDP)."""
+    return bool(_given("ACCELERATE_USE_FSDP"))
 
 
 def _given(variable: str) -> str:

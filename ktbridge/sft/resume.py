@@ -43,7 +43,7 @@ _FREE = {
     "tokens_per_pass", "eval_dataset", "val_size", "per_device_eval_batch_size", "do_eval", "eval_strategy",
     "eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better", "load_best_model_at_end",
     "early_stopping_steps", "do_predict", "predict_with_generate", "max_new_tokens", "do_sample",
-    "temperature", "top_p", "top_k",
+    "temperature", "top_p", "top_k", "enable_liger_kernel",
 }  # fmt: skip
 _FREE_KT = {
     "kt_num_threads", "kt_threadpool_count", "expert_activation", "kt_experts", "kt_gpu_memory",

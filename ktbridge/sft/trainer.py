@@ -38,6 +38,7 @@ from ktbridge.sft.distributed.same_run import compare_prepared, failing_together
 from ktbridge.sft.expert_device import ExpertDevice, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
+from ktbridge.sft.liger import use_liger
 from ktbridge.sft.output import Log, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
 from ktbridge.sft.plan.memory import Setting
@@ -163,12 +164,16 @@ def _train(
     if ready.to_keep and main:
         keep_rows(*ready.to_keep, on_note)
     model = load_trainable(config, ready.base, ready.vision is not None)
+    uses_liger = config.enable_liger_kernel and choose(config).type == "cuda"
+    norms = use_liger(model) if uses_liger else None
     placed = ExpertDevice("cpu", None)
     if config.kt_config.kt_experts != "cpu":
         placed = place_experts(run_setting(config, ready), model)
     distributed.prepare(model)
-    if placed.note and on_note:
-        on_note(placed.note)
+    notes = tuple(note for note in (norms, placed.note) if note)
+    for note in notes:
+        if on_note:
+            on_note(note)
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
     with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
         watch = WatchHeldOut(config, ready.resumption.other_held_out)
@@ -203,7 +208,7 @@ def _train(
         for note in chosen.notes:
             on_note(note)
     distributed.barrier()
-    result = _result(config, ready, trainer, log, seconds, placed, chosen)
+    result = _result(config, ready, trainer, log, seconds, placed, chosen, notes)
     distributed.finish()
     return result
 
@@ -329,6 +334,7 @@ def _result(
     seconds: float,
     placed: ExpertDevice,
     chosen: Chosen,
+    notes: tuple[Problem, ...],
 ) -> TrainResult:
     sizes = {name: value.numel() for name, value in trained(trainer.model)}
     losses = [record["loss"] for record in log if "loss" in record]
@@ -360,7 +366,7 @@ def _result(
         checkpoints=tuple(map(str, saved(checkpoints_dir(config)))) if main else (),
         warning=str(trainer.checkpoints.last_not_saved or ""),
         notes=(
-            *((placed.note,) if placed.note else ()),
+            *notes,
             *trainer.weights.notes,
             *trainer.passes.notes,
             *trainer.held_out.notes,

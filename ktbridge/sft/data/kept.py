@@ -56,7 +56,7 @@ _MEANINGLESS = {
     "loraplus_lr_ratio", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs",
     "warmup_ratio", "warmup_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
     "max_grad_norm", "neftune_noise_alpha", "bf16", "pure_bf16", "disable_gradient_checkpointing", "use_cpu",
-    "ddp_timeout",
+    "enable_liger_kernel", "ddp_timeout",
     "use_kt", "kt_cpu_activation", "kt_optimize_rule",
 }  # fmt: skip
 
