@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -24,6 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.raw_adapter import save_beside
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
 from ktbridge.sft.resume import (
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ktbridge.sft.run_trainer import RunTrainer
 
 TENSORS_FILE = "trainable.safetensors"
+PLACEMENT_FILE = "experts.json"
 
 
 class Checkpoints:
@@ -60,6 +62,8 @@ class Checkpoints:
         self._root, self._identity, self._keep, self._base = root, own, keep, base
         self.directory = root / f".partial-{int(distributed.from_main(os.getpid()))}"
         """Where the next one is written."""
+        self.placement: Callable[[], dict[str, Any]] | None = None
+        """Where experts are computed, for a run that goes on to repeat the bits."""
         self.best_step: Callable[[], int | None] | None = None
         """The step whose checkpoint is kept beside the last ones, and is loaded at the end."""
         self.last_not_saved: KtbridgeError | None = None
@@ -180,6 +184,8 @@ class Checkpoints:
                 save_file(tensors, directory / TENSORS_FILE)
             if whole and self._trainer.stream is not None:
                 self._trainer.stream.save(directory, self._trainer.sequences_used())
+            if whole and self.placement is not None:
+                (directory / PLACEMENT_FILE).write_bytes(dump_json(self.placement()))
             training = self._trainer.held_out.training(self._trainer.state.global_step)
             save_beside(model, directory, self._base, tensors, training)
 
@@ -195,6 +201,12 @@ class Checkpoints:
                 raise KtbridgeError(f"{path} and the model differ in what is trained: {odd}.")
             for name, parameter in own.items():
                 distributed.fill(parameter, file.get_tensor(name))
+
+
+def read_placement(checkpoint: Path | str | None) -> Mapping[str, Any] | None:
+    """What a checkpoint says of the placement of its run's experts; None: it doesn't."""
+    path = Path(checkpoint) / PLACEMENT_FILE if checkpoint else None
+    return read_json_file(path) if path and path.exists() else None
 
 
 def _failure(work: Callable[[], None]) -> Exception | None:

@@ -79,3 +79,24 @@ def without_gathering(accelerator: Any) -> Iterator[None]:
 def set_attention(config: PreTrainedConfig, implementation: str) -> None:
     """Choose the attention of a model made from ``config``: its class's constructor takes no option."""
     config._attn_implementation = implementation
+
+
+def make_adam_states(optimizer: torch.optim.Optimizer) -> None:
+    """Have Adam's states of every parameter now, as its first step would make them.
+
+    So that memory is short before the first step or never: the states are as large as the weights twice.
+    torch has no call for it; its own first step makes the same three tensors.
+    """
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return
+    for group in optimizer.param_groups:
+        on_device = group["fused"] or group["capturable"]
+        for parameter in group["params"]:
+            if optimizer.state[parameter] or not parameter.requires_grad or group["amsgrad"]:
+                continue
+            place = parameter.device if on_device else torch.device("cpu")
+            optimizer.state[parameter].update(
+                step=torch.zeros((), dtype=torch.float32, device=place),
+                exp_avg=torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                exp_avg_sq=torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            )

@@ -6,12 +6,14 @@ on the run's own weights; other values are obeyed or refused. `plan` ranks by th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
@@ -32,6 +34,7 @@ from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose
+from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.placement import (
     OF_ALL,
@@ -78,15 +81,12 @@ class ExpertDevice:
     """The choice and its reason, for the user; "" where there was none to make."""
     placed: Placed | None = None
     ranking: Ranking | None = None
+    predicted: float | None = None
+    """Seconds of an optimizer step."""
 
     @property
     def note(self) -> Problem | None:
         return problem("KTC024", "kt_experts", self.why, next_step="") if self.why else None
-
-    @property
-    def predicted_seconds(self) -> float | None:
-        """Predicted seconds of an optimizer step."""
-        return self.ranking.taken.seconds.step if self.ranking else None
 
     def __enter__(self) -> ExpertDevice:
         return self
@@ -150,9 +150,8 @@ class ExpertDevice:
         return ""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to repeat the bits of this one."""
-        on_gpu = self.placed is not None
-        return {"on_gpu": on_gpu, "tokens": self.tokens, "mode": self.mode}
+        """What a resumed run needs to repeat the bits of this one, but for its tokens a micro-batch."""
+        return {"on_gpu": self.placed is not None, "mode": self.mode}
 
     def _move(self, placement: Placement) -> None:
         assert self.placed is not None
@@ -162,6 +161,38 @@ class ExpertDevice:
         self.placed.experts.set_room(placement.slots, resident, placement.outputs_on_host)
         self.ranking.taken = replace(self.ranking.taken, placement=placement)
         self.mode = placement.mode(self.ranking.sizes)
+
+
+class WatchPlacement(TrainerCallback):
+    """Times a run's first steps for ``ExpertDevice.after_step``; ``on_note`` gets what changed.
+
+    Adam's states are made before the first: what a step takes of memory is the same in each.
+    """
+
+    def __init__(self, device: ExpertDevice, on_note: Callable[[Problem], None] | None) -> None:
+        self._device, self._on_note = device, on_note
+        self.notes: tuple[Problem, ...] = ()
+        self._steps, self._began = 0, 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        optimizer = given["optimizer"]
+        make_adam_states(getattr(optimizer, "optimizer", optimizer))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._steps += 1
+        if self._steps > _MEASURED[-1]:
+            return
+        if args.device.type == "cuda":
+            torch.cuda.synchronize(args.device)
+        now = time.perf_counter()
+        left = state.max_steps - state.global_step
+        changed = self._device.after_step(self._steps, now - self._began, left)
+        self._began = time.perf_counter()
+        if changed:
+            note = problem("KTC024", f"step {state.global_step}: kt_experts", changed, next_step="")
+            self.notes = (*self.notes, note)
+            if self._on_note:
+                self._on_note(note)
 
 
 def _reachable(now: Placement, other: Placement) -> bool:
@@ -204,9 +235,10 @@ def place_experts(
     """Give the experts of a wrapped, loaded model to the CPU kernels or to the GPU; before the optimizer.
 
     ``setting`` is the run as the plan knows it, with the lengths of its rows; ``check_expert_device`` had
-    nothing against it. ``resumed`` is ``ExpertDevice.state`` of the run that goes on. All ranks call it, and
-    decide the same: by the smallest GPU memory of theirs, and by rank 0's times. ``distributed.prepare``
-    comes afterwards. Raises ``UsageError`` where what ``kt_experts`` asks for doesn't fit.
+    nothing against it. ``resumed`` is what the checkpoint to go on from says of its placement. All ranks
+    call it, and decide the same: by the smallest GPU memory of theirs, and by rank 0's times.
+    ``distributed.prepare`` comes afterwards. Raises ``UsageError`` where what ``kt_experts`` asks for doesn't
+    fit.
     """
     device = choose(setting.config)
     if distributed.agree(bool(_obstacle(setting.config, device))):
@@ -239,12 +271,13 @@ def place_experts(
         why += f"; on {where} {others[0].seconds.step:.2f} s"
     placement = taken.placement
     if not placement.on_gpu:
-        return ExpertDevice("cpu", placement.tokens, why)
+        return ExpertDevice("cpu", placement.tokens, why, predicted=taken.seconds.step)
     placed = give_to_gpu(model, device, placement)
     if len(placement.resident) < sizes.layers:
         why += f"; weights {placed.how}"
     ranking = Ranking(setting, limits, costs, sizes, taken)
-    return ExpertDevice(placement.mode(sizes), placement.tokens, why, placed, ranking)
+    predicted = taken.seconds.step
+    return ExpertDevice(placement.mode(sizes), placement.tokens, why, placed, ranking, predicted)
 
 
 def _as_before(setting: Setting, resumed: Mapping[str, Any] | None) -> Setting:

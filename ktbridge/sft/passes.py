@@ -11,10 +11,11 @@ counted tokens and the place where a checkpoint goes on are the same: only the l
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -24,7 +25,9 @@ from ktbridge.errors import Problem
 from ktbridge.sft.compat import trl_metrics
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed.group import agree, exchange
+from ktbridge.sft.distributed.optimizer import reduces_itself
 from ktbridge.sft.launch import world
+from ktbridge.sft.placement import cut, fill
 
 if TYPE_CHECKING:
     from ktbridge.sft.run_trainer import RunTrainer
@@ -65,51 +68,20 @@ def tokens_per_pass(
     return measured if device.type == "cuda" else None
 
 
-def cut(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Places of the rows of each pass, where a pass is padded to its longest row; the longest come first.
+class Placed(Protocol):
+    """What computes the experts, as far as a step that runs out of memory knows it."""
 
-    A pass has at most ``most`` tokens, padding included, unless it is one row. No other cut has fewer passes,
-    and none with as few has less padding.
-    """
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    # Of the first rows in that order, for each number of them: passes, tokens, where the last pass begins.
-    best = [(0, 0, 0)]
-    for end in range(1, len(order) + 1):
-        found = []
-        for begin in reversed(range(end)):
-            tokens = lengths[order[begin]] * (end - begin)
-            if tokens > most and end - begin > 1:
-                break  # and so has every pass that begins earlier
-            found.append((best[begin][0] + 1, best[begin][1] + tokens, begin))
-        best.append(min(found))
-    passes, end = [], len(order)
-    while end:
-        begin = best[end][2]
-        passes.append(order[begin:end])
-        end = begin
-    return passes[::-1]
-
-
-def fill(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """``cut`` where a pass is one sequence of all its rows, without padding: first fit, the longest first."""
-    passes: list[list[int]] = []
-    room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        place = next((n for n, left in enumerate(room) if left >= lengths[row]), len(passes))
-        if place == len(passes):
-            passes.append([])
-            room.append(most)
-        passes[place].append(row)
-        room[place] -= lengths[row]
-    return passes
+    def shrink(self, short: int | None = None) -> str:
+        """Give back GPU memory, some ``short`` bytes; what was given back, in words, or "" for nothing."""
 
 
 class Passes:
-    """Runs the steps of ``trainer``, a ``RunTrainer``, in passes of ``tokens`` tokens; None: as configured.
+    """Runs the steps of ``trainer`` in micro-batches of at most ``tokens`` tokens; None: as configured.
 
-    ``torch.OutOfMemoryError`` in a pass of several rows halves the tokens per pass for the rest of the run,
-    with a note, and the step is made again from its first pass. With several processes, which wait for each
-    other in the middle of a pass, and for a single row it is raised.
+    After ``torch.OutOfMemoryError`` the step is made again from its first micro-batch: ``placed`` gives back
+    memory first, and once it has none to give, micro-batches are made smaller by whole rows, for the rest of
+    the run. Each has a note. For a single row the error is raised, and where several processes wait for each
+    other within a micro-batch (experts on the CPU, FSDP2).
     """
 
     def __init__(
@@ -119,14 +91,14 @@ class Passes:
         self._trainer, self._on_note = trainer, on_note
         # Ranks may have measured different numbers, or none: the smallest is for all.
         self.tokens = -agree(-(tokens or 0)) or None
-        """The current maximum of tokens per pass; None: batches as configured."""
+        """The current maximum of tokens per micro-batch; None: batches as configured."""
+        self.placed: Placed | None = None
         self.notes: tuple[Problem, ...] = ()
-        """A warning (KTC023) for each step in which memory was too small."""
+        """A warning (KTC023) for each time that memory was too small."""
         self.batches: Sequence[Batch] = ()
         """The batches of the step that is running."""
-        self._running: Sequence[Row] = ()
-        self._too_many = 0
-        """Tokens of the last pass that memory was too small for."""
+        self._too_much: Sequence[Row] = ()
+        """The last micro-batch that this rank's memory was too small for."""
 
     def run(self, one_pass: Step, model: nn.Module, inputs: Batch, items: Count) -> torch.Tensor:
         """The loss of ``inputs``, one of ``batches``, by Trainer's own training step ``one_pass``."""
@@ -138,15 +110,17 @@ class Passes:
         step, lengths = _on_all_ranks(
             [row for batch in self.batches or [inputs] for row in self._trainer.rows(batch)]
         )
-        given = self.tokens
+        given, back, too_many = self.tokens, [], 0
         while True:
-            loss = self._attempt(one_pass, model, step, lengths, items)
+            loss, short = self._attempt(one_pass, model, step, lengths, items)
             if loss is not None:
                 break
             # Only here the exception, and the tensors its frames kept alive, are freed.
             self._start_again(model)
-        if self.tokens < given:
-            self._report()
+            too_many = agree(self.tokens_of(self._too_much) if self._too_much else 0)
+            back.append(self._make_smaller(short))
+        if back:
+            self._report(too_many, [what for what in back if what], self.tokens < given)
         return loss
 
     def _attempt(
@@ -156,32 +130,34 @@ class Passes:
         step: Sequence[Row],
         lengths: Sequence[int],
         items: Count,
-    ) -> torch.Tensor | None:
-        """The step's loss, its gradients computed; None where memory was too small, the tokens halved."""
+    ) -> tuple[torch.Tensor | None, int]:
+        """The step's loss, its gradients computed; or None and the bytes that a rank hadn't."""
         assert self.tokens is not None
-        trainer = self._trainer
+        trainer, short, losses = self._trainer, 0, []
+        alone = world().size == 1
+        apart = not alone and reduces_itself(trainer)
         places = (fill if trainer.joins() else cut)(lengths, self.tokens)
         passes = [[step[place] for place in each] for each in places]
+        self._too_much = ()
         try:
             with self._metrics_as_one([trainer.share(rows, step) for rows in passes]):
-                losses = []
                 for rows in passes:
-                    self._running = rows
                     batch = trainer.data_collator([row.features for row in rows])
                     last = rows is passes[-1]
-                    alone = nullcontext() if last else trainer.accelerator.no_sync(model)
-                    with alone, trainer.as_part(rows, step):
+                    waits = last and not apart
+                    context = nullcontext() if waits else trainer.accelerator.no_sync(model)
+                    with context, trainer.as_part(rows, step):
                         losses.append(one_pass(model, batch, items))
-        except torch.OutOfMemoryError:
-            if len(self._running) == 1 or world().size > 1:
+        except torch.OutOfMemoryError as error:
+            if not (alone or apart):
                 raise
-            self._too_many = self.tokens_of(self._running)
-            self.tokens = self._too_many // 2
-            return None
-        return torch.stack(losses).sum()
+            short, self._too_much = bytes_asked_for(error), rows
+        if not alone and apart:  # nobody waited for another yet
+            short = agree(short)
+        return (None, short) if short else (torch.stack(losses).sum(), 0)
 
     def tokens_of(self, rows: Sequence[Row]) -> int:
-        """Tokens of a pass of ``rows``, padding included."""
+        """Tokens of a micro-batch of ``rows``, padding included."""
         lengths = [row.tokens for row in rows]
         return sum(lengths) if self._trainer.joins() else max(lengths) * len(lengths)
 
@@ -192,13 +168,32 @@ class Passes:
         model.zero_grad(set_to_none=True)
         free_memory(self._trainer.args.device)
 
-    def _report(self) -> None:
-        now = self.tokens
+    def _make_smaller(self, short: int) -> str:
+        """Have some ``short`` more bytes free in the next attempt; what was given back, in words.
+
+        All ranks do alike. Raises ``torch.OutOfMemoryError`` where a single row is too large.
+        """
+        assert self.tokens is not None
+        if self.placed and (what := self.placed.shrink(short)):
+            return what
+        fewer, least = self._too_much[: len(self._too_much) * 7 // 8], self.tokens
+        if self._too_much:  # this rank's
+            least = self.tokens_of(fewer) if fewer else 0
+        self.tokens = -agree(-least)
+        if not self.tokens:
+            size = f"{short:,} bytes" if short > 1 else "memory"
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {size} short for a row alone")
+        return ""
+
+    def _report(self, too_many: int, back: Sequence[str], smaller: bool) -> None:
+        what = [f"given back: {', '.join(back)}"] if back else []
+        what += [f"from here on it is {self.tokens:,}"] if smaller else []
+        begins = f"; tokens_per_pass: {self.tokens} begins with that" if smaller else ""
         note = problem(
             "KTC023",
             f"step {self._trainer.state.global_step + 1}: tokens_per_pass",
-            f"the GPU ran out of memory in a pass of {self._too_many:,} tokens; from here on it is {now:,}",
-            next_step=f"Nothing is lost, the step was made again; tokens_per_pass: {now} begins with that.",
+            f"the GPU ran out of memory in a micro-batch of {too_many:,} tokens; {'; '.join(what)}",
+            next_step=f"Nothing is lost, the step was made again{begins}.",
         )
         self.notes = (*self.notes, note)
         if self._on_note:
@@ -228,6 +223,16 @@ class Passes:
                         *before.get(name, ()),
                         sum(share * value for share, value in weighed),
                     ]
+
+
+def bytes_asked_for(error: torch.OutOfMemoryError) -> int:
+    """Bytes that torch's message says could not be had; 1 where it doesn't say."""
+    found = re.search(r"Tried to allocate ([\d.]+) (MiB|GiB|KiB)", str(error))
+    if found is None:
+        return 1
+    return max(
+        1, round(float(found[1]) * {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[found[2]])
+    )
 
 
 def free_memory(device: torch.device) -> None:

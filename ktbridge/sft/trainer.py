@@ -30,12 +30,12 @@ from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
-from ktbridge.sft.checkpoints import Checkpoints, trained
+from ktbridge.sft.checkpoints import Checkpoints, read_placement, trained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
 from ktbridge.sft.data.kept import keep_rows
 from ktbridge.sft.distributed.same_run import compare_prepared, failing_together, join
-from ktbridge.sft.expert_device import ExpertDevice, place_experts
+from ktbridge.sft.expert_device import ExpertDevice, WatchPlacement, place_experts
 from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
 from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.liger import use_liger
@@ -97,6 +97,8 @@ class TrainResult:
     """The final maximum of tokens per pass; None: batches as configured."""
     held_out: HeldOutResult | None = None
     """What was measured of held-out rows, where there are any."""
+    predicted_step_seconds: float | None = None
+    """Of an optimizer step, predicted before the first; None: the placement of experts was no choice."""
 
 
 def train(
@@ -168,7 +170,8 @@ def _train(
     norms = use_liger(model) if uses_liger else None
     placed = ExpertDevice("cpu", None)
     if config.kt_config.kt_experts != "cpu":
-        placed = place_experts(run_setting(config, ready), model)
+        before = read_placement(ready.resumption.checkpoint)
+        placed = place_experts(run_setting(config, ready), model, before)
     distributed.prepare(model)
     notes = tuple(note for note in (norms, placed.note) if note)
     for note in notes:
@@ -177,12 +180,18 @@ def _train(
     # The Trainer insists on a directory of its own; ours must not exist before it is finished.
     with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
         watch = WatchHeldOut(config, ready.resumption.other_held_out)
+        steps = WatchPlacement(placed, on_note)
         callbacks = [
             *(reporters(config) if main else ()),
             Reporter(on_progress, on_log, interrupts),
             *([watch] if config.evaluates else ()),
+            steps,
         ]
         trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
+        trainer.passes.placed = placed
+        if trainer.passes.tokens:
+            passes = trainer.passes
+            trainer.checkpoints.placement = lambda: {**placed.state(), "tokens": passes.tokens}
         trainer.held_out.on_progress = on_evaluation
         started = time.perf_counter()
         early = _run(trainer, config, ready, watch)
@@ -208,6 +217,7 @@ def _train(
         for note in chosen.notes:
             on_note(note)
     distributed.barrier()
+    notes = (*notes, *steps.notes)
     result = _result(config, ready, trainer, log, seconds, placed, chosen, notes)
     distributed.finish()
     return result
@@ -374,6 +384,7 @@ def _result(
         ),
         experts=placed.mode,
         tokens_per_pass=trainer.passes.tokens,
+        predicted_step_seconds=placed.predicted,
         held_out=chosen.result,
     )
 

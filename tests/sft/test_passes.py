@@ -19,8 +19,10 @@ from trainrun import DPO, conversation, log_of, pair, quiet, text, write_run
 
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
+from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
-from ktbridge.sft.passes import cut, fill, tokens_per_pass
+from ktbridge.sft.passes import tokens_per_pass
+from ktbridge.sft.placement import cut, fill
 
 ROWS = 10
 """Of which a step takes 4, so that the last of an epoch is smaller."""
@@ -191,7 +193,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(train: Any, run_dir: Path) -> N
 
 
 @quiet
-def test_memory_that_is_too_small_halves_the_tokens_and_repeats_the_step(
+def test_memory_that_is_too_small_gives_back_then_takes_fewer_rows_and_repeats_the_step(
     train: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ktbridge.sft.stages import SftTrainer
@@ -214,15 +216,33 @@ def test_memory_that_is_too_small_halves_the_tokens_and_repeats_the_step(
     command = ["train", str(run_dir / "run.yaml"), "--json", "max_steps=4", "tokens_per_pass=5000"]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.stderr
-    # Rows of 40, 22, 20 and 18 tokens: one pass; two, of which the first makes its gradients; four.
-    assert [size for step, size in calls if step == 0] == [160, 40, 66, 40, 22, 20, 18]
+    # Rows of 40, 22, 20 and 18 tokens: one micro-batch; two, of which the first makes its gradients; three.
+    assert [size for step, size in calls if step == 0] == [160, 40, 66, 40, 22, 40]
     assert max(size for step, size in calls if step) <= 50  # remembered
     (note,) = (note for note in json.loads(done.stdout)["notes"] if note["code"] == "KTC023")
     assert note["where"] == "step 1: tokens_per_pass"
-    assert "in a pass of 66 tokens; from here on it is 33" in note["found"]
+    assert "in a micro-batch of 66 tokens; from here on it is 44" in note["found"]
     assert done.stderr.count("warning KTC023") == 1
     found = Outcome(log_of(run_dir / "raw"), *ends(run_dir, "raw"), [])
     assert_same(found, expected, BY_TOKEN)
+
+    # What computes the experts gives back its memory before rows are left out of a micro-batch.
+    asked: list[int] = []
+
+    def shrink(_: Any, short: int) -> str:
+        asked.append(short)
+        monkeypatch.setattr(SftTrainer, "compute_loss", room_for(50 * len(asked)))
+        return f"slot {len(asked)}"
+
+    monkeypatch.setattr(expert_device.ExpertDevice, "shrink", shrink)
+    monkeypatch.setattr(SftTrainer, "compute_loss", room_for(50))
+    result = trainrun.train(run_dir, "tokens_per_pass=5000", "max_steps=2", "output_dir=gave")
+    assert asked == [1 << 30] * 4
+    (note,) = (note for note in result.notes if note.code == "KTC023")
+    assert "given back: slot 1, slot 2, slot 3, slot 4" in note.found
+    assert result.tokens_per_pass == 5000
+    monkeypatch.undo()
+    monkeypatch.chdir(run_dir)
 
     # A row that is too long by itself ends the run, as ever.
     monkeypatch.setattr(SftTrainer, "compute_loss", room_for(30))

@@ -85,9 +85,22 @@ def separate_experts(trainer: RunTrainer, optimizer: torch.optim.Optimizer) -> N
 
 def average_and_clip(trainer: RunTrainer, model: nn.Module, largest: float) -> torch.Tensor:
     """Once in each step, before the optimizer's: the norm of all ranks' gradients, as ``clip_gradients``."""
-    lora = replicated_lora(trainer.accelerator.unwrap_model(trainer.model))
+    own = trainer.accelerator.unwrap_model(trainer.model)
+    lora = replicated_lora(own)
+    if reduces_itself(trainer):
+        lora = [parameter for parameter in own.parameters() if parameter.requires_grad]
     average_gradients(lora, trainer.args.device)
     return clip_gradients(model, _expert_parameters(trainer), largest)
+
+
+def reduces_itself(trainer: RunTrainer) -> bool:
+    """Whether a step averages all gradients at its end, and no process waits for another before.
+
+    So it is with experts on the GPU, whose LoRA is averaged here anyway, but for FSDP2, which gathers weights
+    in each layer. DDP never sees a micro-batch that it should reduce.
+    """
+    own = trainer.accelerator.unwrap_model(trainer.model)
+    return bool(replicated_lora(own)) and not trainer.is_fsdp_enabled
 
 
 def save_optimizer(trainer: RunTrainer, directory: str) -> None:
