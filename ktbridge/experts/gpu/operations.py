@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
 
@@ -20,8 +21,11 @@ import torch
 from torch.nn import functional
 
 from ktbridge.experts.dropout import Mask
+from ktbridge.experts.gpu.share import padded
 from ktbridge.experts.weights import SILU, Gating
 
+PAD = 16
+"""What each expert's rows are padded to a multiple of."""
 _BYTES = 16  # grouped GEMM wants addresses and strides that are multiples of it
 _WIDTH = _BYTES // 2  # in elements
 IN_TORCH = hasattr(functional, "grouped_mm")
@@ -29,15 +33,21 @@ IN_TORCH = hasattr(functional, "grouped_mm")
 
 
 def by_row(
-    rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, bounds: Sequence[int]
+    rows: torch.Tensor,
+    matrices: torch.Tensor,
+    ends: torch.Tensor,
+    bounds: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """[R, in] rows and [E, out, in] matrices -> [R, out]: row r times its expert's matrix, transposed.
 
-    ``ends`` [E] int32 on the device and ``bounds`` (E + 1 numbers from 0) delimit each expert's rows.
+    ``ends`` [E] int32 on the device delimit each expert's rows; rows behind the last are not filled.
+    ``bounds`` are the same on the host, after a 0: without them a device that has no grouped GEMM is
+    waited for.
     """
     if _grouped(rows, matrices):
         return functional.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
     out = rows.new_empty(len(rows), matrices.shape[1])
+    bounds = _bounds(ends) if bounds is None else bounds
     for matrix, (start, end) in zip(matrices, pairwise(bounds), strict=True):
         if end > start:
             torch.mm(rows[start:end], matrix.T, out=out[start:end])
@@ -45,7 +55,10 @@ def by_row(
 
 
 def over_rows(
-    left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, bounds: Sequence[int]
+    left: torch.Tensor,
+    right: torch.Tensor,
+    ends: torch.Tensor,
+    bounds: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """[R, m] and [R, n] -> [E, m, n]: the sum over each expert's rows of left ⊗ right; 0 for no rows.
 
@@ -53,16 +66,21 @@ def over_rows(
     """
     if _grouped(left, right):
         sums = functional.grouped_mm(left.T, right, offs=ends)
-        if any(start == end for start, end in pairwise(bounds)):
+        if bounds is None or any(start == end for start, end in pairwise(bounds)):
             # Not every device's kernels write 0 there (pytorch issue 172439).
             without = ends.diff(prepend=ends.new_zeros(1)) == 0
             sums.masked_fill_(without[:, None, None], 0)
         return sums
-    out = left.new_zeros(len(bounds) - 1, left.shape[1], right.shape[1])
+    out = left.new_zeros(len(ends), left.shape[1], right.shape[1])
+    bounds = _bounds(ends) if bounds is None else bounds
     for sums, (start, end) in zip(out, pairwise(bounds), strict=True):
         if end > start:
             torch.mm(left[start:end].T, right[start:end], out=sums)
     return out
+
+
+def _bounds(ends: torch.Tensor) -> list[int]:
+    return [0, *ends.tolist()]
 
 
 def has_cores(device: torch.device) -> bool:
@@ -211,3 +229,278 @@ def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | No
         part = by_row[rows[:, slot]].float()
         total += part if weights is None else part * weights[:, slot, None]
     return total.to(by_row.dtype)
+
+
+def rows_for(slots: int, experts: int) -> int:
+    """The most rows that so many slots of so many experts need, each expert's padded to ``PAD``."""
+    return -(-(slots + (PAD - 1) * min(slots, experts)) // PAD) * PAD
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Slots sorted by expert, in a number of rows that doesn't depend on the router: ``rows_for``."""
+
+    tokens: torch.Tensor
+    """[R] int64: the token of each row; 0 for padding, and behind the last expert's rows."""
+    slots: torch.Tensor
+    """[R] int64: its place in the flat [T * K]; T * K for padding, and behind the last expert's rows."""
+    rows: torch.Tensor
+    """[T, K] int64: the row of each of a token's slots; 0 for an id that is no expert's."""
+    ends: torch.Tensor
+    """[E] int32: where each expert's rows end, in the order of computing."""
+    outside: torch.Tensor
+    """[1] int32: how many ids are no expert's."""
+
+
+def route(ids: torch.Tensor, place: torch.Tensor | None, experts: int) -> Routed:
+    """The rows of ``ids`` [T, K], by slot within an expert; nothing waits for the device.
+
+    ``place`` [E] int64 is each expert's place in the order of computing, None: its own number.
+    """
+    if fused := _lora_kernels(ids):
+        return Routed(*fused.route(ids, place, experts, rows_for(ids.numel(), experts)))
+    slots = ids.numel()
+    flat = ids.reshape(-1)
+    inside = (flat >= 0) & (flat < experts)
+    at = flat.long().clamp(0, experts - 1)
+    at = torch.where(inside, at if place is None else place[at], experts)
+    order = at.sort(stable=True).indices
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(0, at, torch.ones_like(at))
+    padded_counts = (counts[:-1] + PAD - 1) // PAD * PAD
+    ends = padded_counts.cumsum(0)
+    starts = torch.cat((ends - padded_counts, ends.new_zeros(1)))
+    before = counts.cumsum(0) - counts
+    row = (starts - before)[at[order]] + torch.arange(slots, device=ids.device)
+    by_row = torch.full((rows_for(slots, experts),), slots, device=ids.device)
+    rows = torch.zeros(slots, dtype=torch.int64, device=ids.device)
+    kept = inside[order]
+    by_row[row[kept]] = order[kept]
+    rows[order[kept]] = row[kept]
+    tokens = torch.where(by_row < slots, by_row // max(ids.shape[1], 1), 0)
+    return Routed(tokens, by_row, rows.view(ids.shape), ends.int(), counts[-1:].int())
+
+
+def gather_thin(
+    source: torch.Tensor, tokens: torch.Tensor, below: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """``source`` [T, H] by row, and each row times its expert's ``below`` [E, R, H] behind: [R, H + R].
+
+    ``below`` is any view, so ``right.transpose(1, 2)`` for d s B. Rows behind the last expert's are 0.
+    """
+    if fused := _lora_kernels(source):
+        return fused.gather_thin(source, tokens, below, ends)
+    columns = source.shape[1]
+    out = source.new_zeros(len(tokens), columns + below.shape[1])
+    filled = int(ends[-1])
+    out[:filled, :columns] = source[tokens[:filled]]
+    _fill_thin(out, columns, below, ends)
+    return out
+
+
+def _fill_thin(out: torch.Tensor, columns: int, below: torch.Tensor, ends: torch.Tensor) -> None:
+    """Put each row's thin product of its first ``columns`` into those behind them."""
+    filled = int(ends[-1])
+    out[:filled, columns:] = by_row(out[:filled, :columns], below, ends)
+
+
+def activation_thin(
+    gate_up: torch.Tensor, below: torch.Tensor, ends: torch.Tensor, gating: Gating = SILU
+) -> torch.Tensor:
+    """h of gate and up [R, 2I], and each row times its expert's ``below`` [E, Q, I] behind: [R, I + Q].
+
+    Rows behind the last expert's are 0.
+    """
+    if fused := _lora_kernels(gate_up):
+        return fused.activation_thin(gate_up, below, ends, gating)
+    inner, filled = gate_up.shape[1] // 2, int(ends[-1])
+    out = gate_up.new_zeros(len(gate_up), inner + below.shape[1])
+    out[:filled] = activation(gate_up[:filled], inner, below.shape[1], gating)
+    _fill_thin(out, inner, below, ends)
+    return out
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """What each row counts in its token's output, and where the gradient of that goes."""
+
+    weights: torch.Tensor
+    """[T * K] float32, contiguous."""
+    slots: torch.Tensor
+    """[R] int64: each row's place in it; T * K for padding, whose weight is 0."""
+    gradients: torch.Tensor
+    """[T * K] float32, contiguous: written at the slots of the rows."""
+
+    def by_row(self) -> torch.Tensor:
+        """[R] float32."""
+        return torch.cat((self.weights, self.weights.new_zeros(1)))[self.slots]
+
+
+def activation_backward_thin(
+    gate_up: torch.Tensor,
+    d_h: torch.Tensor,
+    weighing: Weighing,
+    above: torch.Tensor,
+    ends: torch.Tensor,
+    below: torch.Tensor | None = None,
+    more: torch.Tensor | None = None,
+    gating: Gating = SILU,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of gate and up with each row's thin product behind: [R, 2I + P]; and h, where wanted.
+
+    ``d_h`` [R, I] is the gradient of h for a weight of 1: <h, d_h>, and ``more`` [R] float32 (a bias's
+    part), are the weights' gradients. ``above`` [E, P, 2I] is any view. With ``below`` [E, Q, I] the second
+    result is ``activation_thin``'s. Rows behind the last expert's are 0.
+    """
+    if fused := _lora_kernels(gate_up):
+        return fused.activation_backward_thin(
+            gate_up, d_h, weighing, above, ends, below, more, gating
+        )
+    inner, filled = gate_up.shape[1] // 2, int(ends[-1])
+    h = activation(gate_up, inner, 0, gating)
+    d, d_weights = activation_backward(
+        gate_up[:filled],
+        d_h[:filled],
+        h[:filled],
+        weighing.by_row()[:filled],
+        inner,
+        above.shape[1],
+        gating,
+    )
+    out = d.new_zeros(len(gate_up), d.shape[1])
+    out[:filled] = d
+    _fill_thin(out, 2 * inner, above, ends)
+    if more is not None:
+        d_weights = d_weights + more[:filled]
+    slots = weighing.slots[:filled]
+    real = slots < len(weighing.gradients)
+    weighing.gradients[slots[real]] = d_weights[real]
+    return out, None if below is None else activation_thin(gate_up, below, ends, gating)
+
+
+def write_borders(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    lora: Mapping[str, torch.Tensor],
+    rank: int,
+    scale: float,
+    order: torch.Tensor | None = None,
+    first: int = 0,
+) -> None:
+    """Fill the borders of a group's matrices (``layer_math``) with LoRA tensors [E, ...] by name.
+
+    Those at the experts' places: the group's expert e is ``order[first + e]`` of them, or ``first + e``.
+    A and B are rounded to bfloat16 before B is scaled, as the adapter is saved; absent ones are 0.
+    """
+    if fused := _lora_kernels(gate_up):
+        fused.write_borders(gate_up, down, lora, rank, scale, order, first)
+        return
+    half, count = padded(rank), len(down)
+    hidden, inner = gate_up.shape[2] - 2 * half, down.shape[2] - half
+    some = slice(first, first + count)
+
+    def put(target: torch.Tensor, name: str, scaled: bool) -> None:
+        if name not in lora:
+            target.zero_()
+            return
+        given = (lora[name][some] if order is None else lora[name][order[some]]).bfloat16()
+        target.copy_(given * scale if scaled else given)
+
+    for index, name in enumerate(("gate", "up")):
+        first_column, row = index * half, index * inner
+        thin = slice(first_column, first_column + rank)
+        put(gate_up[:, 2 * inner :][:, thin, :hidden], f"{name}_lora_a", False)
+        put(gate_up[:, row : row + inner, hidden:][:, :, thin], f"{name}_lora_b", True)
+    put(down[:, hidden : hidden + rank, :inner], "down_lora_a", False)
+    put(down[:, :hidden, inner : inner + rank], "down_lora_b", True)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the LoRA's A had of their inputs, bfloat16; with dropout each something else."""
+
+    gate: torch.Tensor
+    """[R, H or more] by row, or [T, H] with ``tokens``."""
+    up: torch.Tensor
+    """The same tensor as ``gate``, but for dropout."""
+    down: torch.Tensor
+    """[R, I or more] by row."""
+    tokens: torch.Tensor | None = None
+    """[R] int64: where gate and up find each row; None: they are by row."""
+
+
+@dataclass(frozen=True)
+class Into:
+    """Where a group's LoRA gradients go."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """By name, contiguous float32 [E, ...] of all the layer's experts; absent ones are not wanted."""
+    rank: int
+    scale: float
+    """α / r."""
+    add: bool
+    """Add to what is there; else write, 0 for experts without rows."""
+    order: torch.Tensor | None = None
+    """The places of experts in the tensors, in the order of computing; None: their own order."""
+    first: int = 0
+    """The place in that order of the group's first expert."""
+
+
+def lora_gradients(
+    seen: Seen,
+    thin_x: torch.Tensor,
+    h: torch.Tensor,
+    d: torch.Tensor,
+    d_gate_up: torch.Tensor,
+    weighing: Weighing,
+    ends: torch.Tensor,
+    into: Into,
+) -> None:
+    """The gradients of a group's LoRA, summed over each expert's rows in float32, in the rows' order.
+
+    ``thin_x`` [R, 2Q] is z of x, ``h`` [R, I + Q] has its own behind it, as ``d`` [R, H + Q] and
+    ``d_gate_up`` [R, 2I + 2Q] have their d s B.
+    """
+    if fused := _lora_kernels(d):
+        fused.lora_gradients(seen, thin_x, h, d, d_gate_up, weighing, ends, into)
+        return
+    half, rank = padded(into.rank), into.rank
+    hidden, inner = d.shape[1] - half, h.shape[1] - half
+    column = weighing.by_row()[:, None]
+    x, x_up = (
+        (each if seen.tokens is None else each[seen.tokens])[:, :hidden]
+        for each in (seen.gate, seen.up)
+    )
+    thin_d = (d[:, hidden:] * column).bfloat16()
+    thin_h = (h[:, inner:] * column).bfloat16()
+    pairs = {
+        "down_lora_a": (thin_d, seen.down[:, :inner], 1.0),
+        "down_lora_b": (d[:, :hidden], thin_h, into.scale),
+    }
+    for index, (name, had) in enumerate((("gate", x), ("up", x_up))):
+        thin = slice(index * half, (index + 1) * half)
+        pairs[f"{name}_lora_a"] = (d_gate_up[:, 2 * inner :][:, thin], had, 1.0)
+        of_rows = d_gate_up[:, index * inner : (index + 1) * inner]
+        pairs[f"{name}_lora_b"] = (of_rows, thin_x[:, thin], into.scale)
+    places = (
+        range(into.first, into.first + len(ends)) if into.order is None else into.order.tolist()
+    )
+    places = places if into.order is None else places[into.first : into.first + len(ends)]
+    bounds = _bounds(ends)
+    for name, (left, right, scale) in pairs.items():
+        if name not in into.tensors:
+            continue
+        width = (slice(rank), slice(None)) if name.endswith("_a") else (slice(None), slice(rank))
+        for place, (start, end) in zip(places, pairwise(bounds), strict=True):
+            found = (left[start:end].float().T @ right[start:end].float())[width] * scale
+            target = into.tensors[name][place]
+            target.copy_(target + found if into.add else found)
+
+
+def _lora_kernels(tensor: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels of LoRA for tensors that are where ``tensor`` is, or None."""
+    if kernels(tensor) is None:
+        return None
+    from ktbridge.experts.gpu import triton_lora
+
+    return triton_lora
