@@ -257,8 +257,11 @@ def route(ids: torch.Tensor, place: torch.Tensor | None, experts: int) -> Routed
 
     ``place`` [E] int64 is each expert's place in the order of computing, None: its own number.
     """
-    if fused := _lora_kernels(ids):
-        return Routed(*fused.route(ids, place, experts, rows_for(ids.numel(), experts)))
+    if kernels(ids) is not None:
+        from ktbridge.experts.gpu import triton_routing
+
+        rows = rows_for(ids.numel(), experts)
+        return Routed(*triton_routing.route(ids, place, experts, rows, PAD))
     slots = ids.numel()
     flat = ids.reshape(-1)
     inside = (flat >= 0) & (flat < experts)
@@ -273,12 +276,12 @@ def route(ids: torch.Tensor, place: torch.Tensor | None, experts: int) -> Routed
     before = counts.cumsum(0) - counts
     row = (starts - before)[at[order]] + torch.arange(slots, device=ids.device)
     by_row = torch.full((rows_for(slots, experts),), slots, device=ids.device)
-    rows = torch.zeros(slots, dtype=torch.int64, device=ids.device)
+    rows_of = torch.zeros(slots, dtype=torch.int64, device=ids.device)
     kept = inside[order]
     by_row[row[kept]] = order[kept]
-    rows[order[kept]] = row[kept]
+    rows_of[order[kept]] = row[kept]
     tokens = torch.where(by_row < slots, by_row // max(ids.shape[1], 1), 0)
-    return Routed(tokens, by_row, rows.view(ids.shape), ends.int(), counts[-1:].int())
+    return Routed(tokens, by_row, rows_of.view(ids.shape), ends.int(), counts[-1:].int())
 
 
 def gather_thin(
@@ -403,7 +406,7 @@ def write_borders(
         if name not in lora:
             target.zero_()
             return
-        given = (lora[name][some] if order is None else lora[name][order[some]]).bfloat16()
+        given = (lora[name][some] if order is None else lora[name][order[some]]).to(target.dtype)
         target.copy_(given * scale if scaled else given)
 
     for index, name in enumerate(("gate", "up")):
@@ -471,8 +474,8 @@ def lora_gradients(
         (each if seen.tokens is None else each[seen.tokens])[:, :hidden]
         for each in (seen.gate, seen.up)
     )
-    thin_d = (d[:, hidden:] * column).bfloat16()
-    thin_h = (h[:, inner:] * column).bfloat16()
+    thin_d = (d[:, hidden:] * column).to(d.dtype)
+    thin_h = (h[:, inner:] * column).to(h.dtype)
     pairs = {
         "down_lora_a": (thin_d, seen.down[:, :inner], 1.0),
         "down_lora_b": (d[:, :hidden], thin_h, into.scale),

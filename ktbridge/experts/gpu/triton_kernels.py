@@ -76,7 +76,7 @@ def bias_products(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) 
 
 
 @triton.jit
-def _within(gate, up, limit, offset):  # type: ignore[no-untyped-def]
+def within(gate, up, limit, offset):  # type: ignore[no-untyped-def]
     """gate and up within their limits (None: SiLU), and up with its offset; a NaN stays one."""
     if limit is not None:
         gate = tl.where(gate > limit, limit, gate)
@@ -93,7 +93,7 @@ def _activation(  # type: ignore[no-untyped-def]
     mask = at < inner
     gate = tl.load(gate_up + row * 2 * inner + at, mask=mask).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + at, mask=mask).to(tl.float32)
-    gate, up = _within(gate, up, limit, offset)
+    gate, up = within(gate, up, limit, offset)
     value = gate * tl.sigmoid(gate if limit is None else alpha * gate) * up
     tl.store(out + row * out_step + at, value.to(tl.bfloat16), mask=mask)
 
@@ -103,12 +103,12 @@ def activation(gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SI
     if len(gate_up):
         block = min(triton.next_power_of_2(inner), 2048)
         _activation[(len(gate_up), triton.cdiv(inner, block))](
-            gate_up, out, inner, inner + wide, *_numbers(gating), block
+            gate_up, out, inner, inner + wide, *numbers_of(gating), block
         )
     return out
 
 
-def _numbers(gating: Gating) -> tuple[float | None, float, float]:
+def numbers_of(gating: Gating) -> tuple[float | None, float, float]:
     return None if gating == SILU else gating.limit, gating.alpha, gating.offset
 
 
@@ -129,7 +129,7 @@ def _activation_backward(  # type: ignore[no-untyped-def]
         kept = tl.load(h + row * h_step + at, mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(kept * d)
         d = d * weight
-        g, u = _within(gate, up, limit, offset)
+        g, u = within(gate, up, limit, offset)
         steep = g if limit is None else alpha * g
         sigmoid = tl.sigmoid(steep)
         d_gate = d * u * sigmoid * (1 + steep * (1 - sigmoid))
@@ -157,7 +157,7 @@ def activation_backward(
         block = min(triton.next_power_of_2(inner), 2048)
         _activation_backward[(len(gate_up),)](
             gate_up, d_h, h, weights, out, d_weights, inner, h.stride(0), 2 * inner + wide,
-            *_numbers(gating), block,
+            *numbers_of(gating), block,
         )  # fmt: skip
     return out, d_weights
 
