@@ -487,8 +487,8 @@ def lora_gradients(
         _gradient[(len(ends), triton.cdiv(columns, block) * (2 if aside else 1))](
             thin, wide, tokens, *weights, ends, into.order, out, other, into.first,
             len(weighing.weights), into.scale if of_b else 1.0, into.rank, half // 8, width, *steps,
-            *((1, into.rank) if of_b else (columns, 1)), unit, aside, into.add, _thin(width), _ROWS,
-            block, num_warps=4 if width <= 64 else 8, num_stages=3,
+            *((1, into.rank) if of_b else (columns, 1)), unit, aside, into.add, _thin(width),
+            _ROWS if width <= 64 else _ROWS // 2, block, num_warps=4 if width <= 64 else 8, num_stages=3,
         )  # fmt: skip
 
     launch(("down_lora_b", None), h[:, inner:], d, hidden, weighed)
