@@ -330,6 +330,8 @@ class Unsloth:
         from transformers import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+        if not Qwen3MoeExperts.forward.__module__.startswith("unsloth"):
+            raise click.ClickException(f"{path} didn't patch Qwen3's experts: another version?")
         config = Qwen3MoeConfig(
             num_experts=layer.experts, num_experts_per_tok=layer.top_k, hidden_size=layer.hidden,
             moe_intermediate_size=layer.inner,

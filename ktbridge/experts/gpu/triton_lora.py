@@ -292,7 +292,8 @@ def activation_backward_thin(
         above, turned, unit, steps = _laid_out(
             above, inner, gate_up.stride(0), d_h.stride(0), twice + wide, inner + h_wide
         )
-        h_turned, h_unit, h_steps = False, 1, (0, 0)
+        h_turned, h_unit = False, 1
+        h_steps: tuple[int, ...] = (0, 0)
         if below is not None:
             below, h_turned, h_unit, h_steps = _laid_out(below)
         _activation_backward_thin[(triton.cdiv(rows, _WINDOW),)](
