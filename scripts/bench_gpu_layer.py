@@ -16,8 +16,10 @@ routing weights are bfloat16, as its router gives them. Needs a CUDA device.
 from __future__ import annotations
 
 import importlib
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -324,6 +326,7 @@ class Unsloth:
     """Qwen3's experts with PEFT's LoRA and Unsloth's patches: split LoRA around grouped_mm."""
 
     def __init__(self, layer: Layer, weights: tuple[torch.Tensor, ...], path: Path) -> None:
+        os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", tempfile.mkdtemp())
         _enter(path, "unsloth_zoo", "unsloth_zoo.temporary_patches")
         importlib.import_module("unsloth_zoo.temporary_patches.qwen3_moe").patch_qwen3_moe()
         from peft import LoraConfig, get_peft_model

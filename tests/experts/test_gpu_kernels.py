@@ -11,7 +11,7 @@ import torch
 
 from ktbridge.experts.gpu import operations, routing
 from ktbridge.experts.gpu.operations import Into, Seen, Weighing
-from ktbridge.experts.gpu.share import padded
+from ktbridge.experts.gpu.placement import padded
 from ktbridge.experts.weights import SILU, Gating
 
 CLAMPED = Gating(limit=1.0, alpha=1.702, offset=1.0)

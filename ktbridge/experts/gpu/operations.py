@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from ktbridge.experts.dropout import Mask
-from ktbridge.experts.gpu.share import padded
+from ktbridge.experts.gpu.placement import padded
 from ktbridge.experts.weights import SILU, Gating
 
 PAD = 16

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ktbridge.experts.gpu.share import padded
+from ktbridge.experts.gpu.placement import padded
 from ktbridge.experts.gpu.triton_kernels import numbers_of, within
 from ktbridge.experts.weights import SILU, Gating
 
