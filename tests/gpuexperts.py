@@ -70,7 +70,7 @@ def chain(layers, inputs, d_out):
     return found
 
 
-def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None):
+def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None, **options):
     """Have ``layers`` (a list) computed on ``device``, numbered in order."""
     experts = GpuExperts(
         {index: layer.weights for index, layer in enumerate(layers)},
@@ -80,6 +80,7 @@ def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None):
         slots=slots,
         copier=copier or InPlace(),
         resident=resident,
+        **options,
     )
     for index, layer in enumerate(layers):
         layer.gpu = OnGpu(experts, index)

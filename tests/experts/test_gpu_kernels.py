@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ktbridge.experts.gpu import operations, routing
+from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.operations import Into, Seen, Weighing
 from ktbridge.experts.gpu.placement import padded
 from ktbridge.experts.weights import SILU, Gating
@@ -58,22 +58,6 @@ def routed(tokens=41, experts=EXPERTS):
     ids[torch.rand(tokens, TOP_K) < 0.6] = 0
     place = torch.randperm(experts)
     return ids, place, operations.route(ids, place, experts)
-
-
-@pytest.mark.parametrize(("tokens", "experts", "slots"), [(7, 6, 2), (300, 9, 3), (1, 513, 1)])
-def test_routing_is_sorted_by_slot_in_a_static_number_of_rows(tokens, experts, slots):
-    torch.manual_seed(0)
-    ids, place = torch.randint(experts, (tokens, slots)), torch.randperm(experts)
-    found, sorted_once = operations.route(ids, place, experts), routing.route(ids, place)
-    filled = sorted_once.bounds[-1]
-    assert len(found.tokens) == operations.rows_for(ids.numel(), experts) >= filled
-    assert torch.equal(found.rows, sorted_once.rows)
-    assert torch.equal(found.ends, sorted_once.ends)
-    assert torch.equal(found.slots[:filled], sorted_once.slots)
-    assert torch.equal(found.tokens[:filled], sorted_once.tokens)
-    assert (found.slots[filled:] == ids.numel()).all()
-    assert not found.tokens[filled:].any()
-    assert not found.outside.any()
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from gpuexperts import Breaking
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktbridge.experts.gpu import copying, probe
-from ktbridge.experts.gpu.copying import InPlace, Registration, pages_are_ours, regions
+from ktbridge.experts.gpu import copying, operations, probe
+from ktbridge.experts.gpu.copying import InPlace, Registration, pages_are_ours, regions, without
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, Span, layer_groups
+from ktbridge.experts.gpu.operations import rows_for
+from ktbridge.experts.gpu.placement import PAD
 from ktbridge.experts.gpu.ring import Ring
-from ktbridge.experts.gpu.routing import PAD, route
+from ktbridge.experts.gpu.routing import Routing
 from ktbridge.experts.gpu.unpack import dequantise, unpack
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
@@ -133,7 +135,6 @@ def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
             HIDDEN,
             INNER,
             8,
-            1.0,
         )
         unpack(group, raw, weights, into)
         for n, expert in enumerate(group.experts):
@@ -220,25 +221,53 @@ def test_a_slot_holds_what_was_asked_for_in_every_order(data):
     assert whole_pass(ring, False) <= (count if missing else 0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_sorted_rows_hold_every_slot_once(data):
+def test_sorted_rows_hold_every_slot_once_and_parts_every_row(data):
     experts, tokens = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 40))
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     top_k = data.draw(st.integers(1, 4))
     ids = torch.randint(experts, (tokens, top_k), generator=random)
-    place = torch.randperm(experts, generator=random)
-    made = route(ids, place)
+    place = data.draw(st.sampled_from([None, torch.randperm(experts, generator=random)]))
+    routed = operations.route(ids, place, experts)
+    assert not routed.outside.any()
+    made = Routing(routed)
+    assert len(made.tokens) == len(made.slots) == rows_for(ids.numel(), experts)
     assert made.ends.tolist() == list(made.bounds[1:])
+    assert made.bounds[-1] <= len(made.tokens)
     assert all(bound % PAD == 0 for bound in made.bounds)
-    assert sorted(made.rows.flatten().tolist()) == torch.where(made.slots < ids.numel())[0].tolist()
-    weights = torch.rand(tokens, top_k, generator=random)
-    assert torch.equal(made.row_weights(weights)[made.rows], weights)
-    assert made.row_weights(weights).count_nonzero() == weights.count_nonzero()
+    used = torch.where(made.slots < ids.numel())[0].tolist()
+    assert sorted(made.rows.flatten().tolist()) == used
+    assert not made.tokens[made.slots == ids.numel()].any()
+    counts = [0] * experts
     for token, slot in itertools.product(range(tokens), range(top_k)):
-        row, at = made.rows[token, slot], place[ids[token, slot]]
+        row, at = made.rows[token, slot], ids[token, slot]
+        at = at if place is None else place[at]
         assert made.tokens[row] == token
-        assert made.bounds[at] <= row < made.bounds[at + 1]
+        assert made.slots[row] == token * top_k + slot
+        assert row == made.bounds[at] + counts[at]  # in the order of slots
+        counts[at] += 1
+    cuts = sorted(data.draw(st.sets(st.integers(1, experts - 1))) if experts > 1 else ())
+    starts = 0, *cuts, experts
+    most = data.draw(st.none() | st.integers(16, 200))
+    groups = made.parts(starts, most)
+    parts = [part for group in groups for part in group]
+    assert [(group[0].first, group[-1].end) for group in groups] == [*itertools.pairwise(starts)]
+    assert all(one.end == other.first for one, other in itertools.pairwise(parts))
+    for part in parts:
+        rows = made.bounds[part.end] - made.bounds[part.first]
+        if made.at_once(starts, most):
+            assert part.where is None
+            assert part.tokens is made.tokens
+            continue
+        assert part.where == slice(made.bounds[part.first], made.bounds[part.end])
+        assert torch.equal(part.slots, made.slots[part.where])
+        assert (0, *part.ends.tolist()) == part.bounds
+        assert most is None or rows <= most or part.end == part.first + 1
+        assert (
+            part.owners()
+            == torch.arange(len(part.ends)).repeat_interleave(torch.tensor(part.bounds).diff())
+        ).all()
 
 
 @pytest.mark.parametrize(
@@ -255,6 +284,30 @@ def test_sorted_rows_hold_every_slot_once(data):
 )
 def test_regions_are_whole_pages_that_cover_all_spans_once(spans, expected):
     assert regions([Span(address, 0, size) for address, size in spans]) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    wanted=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=3),
+    there=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=3),
+)
+def test_what_is_registered_already_is_left_out(wanted, there):
+    def numbers(regions):
+        return {at + n for at, size in regions for n in range(size)}
+
+    apart = [(40 * n + at, size) for n, (at, size) in enumerate(wanted)]
+    known = [(40 * n + at, size) for n, (at, size) in enumerate(there)]
+    left = without(apart, known)
+    assert numbers(left) == numbers(apart) - numbers(known)
+    assert sum(size for _, size in left) == len(numbers(left))
+
+
+def test_copies_end_where_registrations_meet():
+    memory = torch.arange(100, dtype=torch.uint8)
+    group = Group((0,), (Span(memory.data_ptr() + 10, 7, 80),), {}, 256, (memory,))
+    found = copying._Sources([memory.data_ptr() + at for at in (0, 30, 31, 90, 95)]).of(group)
+    assert [(at, len(source)) for source, at in found] == [(7, 20), (27, 1), (28, 59)]
+    assert torch.equal(torch.cat([source for source, _ in found]), memory[10:90])
 
 
 def test_only_pages_that_hold_nothing_else_are_registered(tmp_path):

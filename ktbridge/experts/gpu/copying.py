@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from ktbridge.experts.gpu.layout import Group, Span
+from ktbridge.experts.gpu.ring import Arrival
 from ktbridge.machine import read_machine
 from ktbridge.units import size_text
 
@@ -30,6 +35,49 @@ def host_bytes(address: int, size: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
 
 
+class Link:
+    """Bytes that crossed, and seconds that the link was busy with them, from ``watch`` on."""
+
+    def __init__(self) -> None:
+        self._watched = False
+        self._done: tuple[int, float] = (0, 0.0)
+        self._coming: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def watch(self) -> None:
+        """Begin to count."""
+        self._watched = True
+
+    def crossed(self) -> tuple[int, float]:
+        """What has crossed since the last call, as far as it has come; nobody waits."""
+        total, seconds = self._done
+        while self._coming and self._coming[0][2].query():
+            size, begun, ended = self._coming.popleft()
+            total, seconds = total + size, seconds + begun.elapsed_time(ended) / 1000
+        self._done = 0, 0.0
+        return total, seconds
+
+    def begin(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:
+        """The event before a copy in ``stream``; None where nobody watches."""
+        if not self._watched:
+            return None
+        return stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def end(
+        self, size: int, begun: torch.cuda.Event | None, stream: torch.cuda.Stream
+    ) -> torch.cuda.Event:
+        """The event behind that copy, of ``size`` bytes."""
+        if begun is None:
+            return stream.record_event()
+        ended = stream.record_event(torch.cuda.Event(enable_timing=True))
+        self._coming.append((size, begun, ended))
+        return ended
+
+    def add(self, size: int, seconds: float) -> None:
+        """Count a copy that was made at once."""
+        if self._watched:
+            self._done = self._done[0] + size, self._done[1] + seconds
+
+
 class _Done:
     def wait(self) -> None:
         """It has been copied already."""
@@ -38,35 +86,67 @@ class _Done:
 class InPlace:
     """Copies at once, for a device that is the CPU."""
 
+    def __init__(self) -> None:
+        self.link = Link()
+
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> _Done:
+        began = time.perf_counter()
         for span in group.spans:
             slot[span.offset : span.offset + span.bytes] = host_bytes(span.address, span.bytes)
+        self.link.add(group.bytes, time.perf_counter() - began)
         return _Done()
+
+    def extend(self, groups: Iterable[Group]) -> None:
+        """Any group can be copied."""
 
     def close(self) -> None:
         """Nothing is held."""
 
 
 class Registered:
-    """Copies by the GPU itself from registered pages: ``registration``'s, or whoever's they are."""
+    """Copies by the GPU itself from registered pages: ``registration``'s, or whoever's they are.
+
+    Groups that ``extend`` could not register are copied through pinned memory.
+    """
 
     def __init__(self, device: torch.device, registration: Registration | None = None) -> None:
+        self.link = Link()
         self._stream = torch.cuda.Stream(device)
         self._registration = registration
+        self._sources = _Sources()
+        self._refused: WeakSet[Group] = WeakSet()
+        self._staged: Staged | None = None
 
-    def start(
-        self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None
-    ) -> torch.cuda.Event:
+    def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
+        if group in self._refused and self._staged is not None:
+            return self._staged.start(group, slot, after)
         slot.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            for source, offset in _sources(group.spans):
+            begun = self.link.begin(self._stream)
+            for source, offset in self._sources.of(group):
                 slot[offset : offset + len(source)].copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            return self.link.end(group.bytes, begun, self._stream)
+
+    def extend(self, groups: Iterable[Group]) -> None:
+        """Be able to copy ``groups``, too."""
+        done = self._registration
+        if done is None:
+            return
+        new = [group for group in groups if group not in self._refused and not done.holds(group)]
+        if not new:
+            return
+        reason = register_more(done, new)
+        self._sources = _Sources([edge for at, size in done.regions for edge in (at, at + size)])
+        if reason:
+            self._refused.update(new)
+            self._staged = self._staged or copied_once(self._stream.device, self.link)
 
     def close(self) -> None:
         """Let go of the registered pages: before the checkpoint's maps go."""
+        if self._staged is not None:
+            self._staged.close()
         if self._registration is not None:
             self._registration.close()
 
@@ -74,7 +154,10 @@ class Registered:
 class Staged:
     """Copies through ``buffers`` pinned buffers that ``threads`` threads fill, until ``close``."""
 
-    def __init__(self, device: torch.device, threads: int, buffers: int = 4) -> None:
+    def __init__(
+        self, device: torch.device, threads: int, buffers: int = 4, link: Link | None = None
+    ) -> None:
+        self.link = link or Link()
         self._stream = torch.cuda.Stream(device)
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, "ktbridge-copy")
@@ -84,10 +167,14 @@ class Staged:
             torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)
         ]
         self._sent: list[torch.cuda.Event | None] = [None] * buffers
+        self._sources = _Sources()
         self._next = 0
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> _Staging:
         return _Staging(self._stage.submit(self._copy, group, slot, after))
+
+    def extend(self, groups: Iterable[Group]) -> None:
+        """Any group can be copied."""
 
     def close(self) -> None:
         """End the threads, once what was started has been copied. Nothing may be started after it."""
@@ -102,7 +189,8 @@ class Staged:
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            for source, offset in _sources(group.spans):
+            begun = self.link.begin(self._stream)
+            for source, offset in self._sources.of(group):
                 which = self._next = (self._next + 1) % len(self._pinned)
                 if (before := self._sent[which]) is not None:
                     before.synchronize()
@@ -112,7 +200,7 @@ class Staged:
                 # Waited for asleep: the threads that copy want the core.
                 self._sent[which] = sent = torch.cuda.Event(blocking=True)
                 sent.record(self._stream)
-            return self._stream.record_event()
+            return self.link.end(group.bytes, begun, self._stream)
 
     def _fill(self, pinned: torch.Tensor, source: torch.Tensor) -> None:
         """``source`` into ``pinned``, a share in each thread; memmove, as torch would start its own."""
@@ -136,14 +224,30 @@ class _Staging:
         self._recorded.result().wait()
 
 
-@functools.lru_cache(maxsize=4096)
-def _sources(spans: tuple[Span, ...]) -> tuple[tuple[torch.Tensor, int], ...]:
-    """Host bytes and their place in the slot, in pieces."""
-    return tuple(
-        (host_bytes(span.address + at, min(_PIECE, span.bytes - at)), span.offset + at)
-        for span in spans
-        for at in range(0, span.bytes, _PIECE)
-    )
+class _Sources:
+    """Groups' host bytes and their place in the slot, in pieces that end at the addresses ``cuts``.
+
+    No copy may lie in two registrations: the driver refuses it.
+    """
+
+    def __init__(self, cuts: Iterable[int] = ()) -> None:
+        self._cuts = sorted(set(cuts))
+        self._known: WeakKeyDictionary[Group, list[tuple[torch.Tensor, int]]] = WeakKeyDictionary()
+
+    def of(self, group: Group) -> list[tuple[torch.Tensor, int]]:
+        found = self._known.get(group)
+        if found is None:
+            found = self._known[group] = [
+                (host_bytes(span.address + start, end - start), span.offset + start)
+                for span in group.spans
+                for start, end in pairwise(self._edges(span))
+            ]
+        return found
+
+    def _edges(self, span: Span) -> list[int]:
+        cuts = (cut - span.address for cut in self._cuts)
+        within = {cut for cut in cuts if 0 < cut < span.bytes}
+        return sorted({*range(0, span.bytes, _PIECE), span.bytes, *within})
 
 
 class Registration:
@@ -151,7 +255,15 @@ class Registration:
 
     def __init__(self) -> None:
         self.regions: list[tuple[int, int]] = []
-        self.bytes = 0
+        """(address, bytes) of each, in no order."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, size in self.regions)
+
+    def holds(self, group: Group) -> bool:
+        """Whether all pages of ``group`` are registered."""
+        return not without(regions(group.spans), self.regions)
 
     def close(self) -> None:
         """Wait for the device and let go of the pages. Again: nothing."""
@@ -169,28 +281,57 @@ def register(groups: Iterable[Group]) -> Registration | str:
     All or nothing. A map must not go away before ``Registration.close``. Pages that hold anything else are
     left alone: a copy whose memory is registered in part is an error of CUDA's, whoever makes it.
     """
+    done = Registration()
+    return register_more(done, groups) or done
+
+
+def register_more(done: Registration, groups: Iterable[Group]) -> str:
+    """Register the pages of ``groups`` that are not in ``done``, too; "", or why that can't be done."""
     spans = [span for group in groups for span in group.spans]
-    if too_much := more_than_memory(spans, read_machine().usable_memory):
+    if too_much := more_than_memory(spans, read_machine().usable_memory, done.bytes):
         return too_much
     if not pages_are_ours(spans):
         return "the experts are in memory of this process whose pages hold other data too"
-    done = Registration()
     torch.zeros(1, device="cuda")  # this thread has a context from here on
-    for address, size in regions(spans):
+    more: list[tuple[int, int]] = []
+    for address, size in without(regions(spans), done.regions):
         code = _driver().cuMemHostRegister_v2(
             ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_READ_ONLY)
         )
         if code != 0:
-            done.close()
+            for each, _ in more:
+                _driver().cuMemHostUnregister(ctypes.c_void_p(each))
             return _reason(code)
-        done.regions.append((address, size))
-        done.bytes += size
-    return done
+        more.append((address, size))
+    done.regions += more
+    return ""
 
 
-def more_than_memory(spans: Sequence[Span], memory: int | None) -> str:
-    """Why so many pages can't all stay in ``memory`` bytes, as registered ones do; "" if they can."""
-    whole = sum(size for _, size in regions(spans))
+def without(
+    wanted: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """What of the regions ``wanted`` isn't in those that are ``there``."""
+    left = []
+    taken = sorted(there)
+    for address, size in wanted:
+        start, end = address, address + size
+        for other, length in taken:
+            if other + length <= start or other >= end:
+                continue
+            if other > start:
+                left.append((start, other - start))
+            start = other + length
+        if start < end:
+            left.append((start, end - start))
+    return left
+
+
+def more_than_memory(spans: Sequence[Span], memory: int | None, before: int = 0) -> str:
+    """Why so many pages, and ``before`` bytes, can't all stay in ``memory`` bytes; "" if they can.
+
+    Registered ones do.
+    """
+    whole = before + sum(size for _, size in regions(spans))
     if memory is None or whole <= _OF_MEMORY * memory:
         return ""
     return f"{size_text(whole)} of experts can't stay in {size_text(memory)} of memory"
@@ -265,6 +406,6 @@ def copier_for(
     return made, f"copied through pinned memory by {made.threads} threads: {done}"
 
 
-def copied_once(device: torch.device) -> Staged:
+def copied_once(device: torch.device, link: Link | None = None) -> Staged:
     """What copies without registering pages, which would stay in RAM until the run ends."""
-    return Staged(device, min(_STAGING_THREADS, torch.get_num_threads()))
+    return Staged(device, min(_STAGING_THREADS, torch.get_num_threads()), link=link)

@@ -2,26 +2,32 @@
 
 One ``GpuExperts`` serves all layers of a model. A layer's weights are on the GPU only while they are used,
 unless it is resident; its LoRA is read from the parameters, wherever these are, and its gradients go there.
+
+A layer that is computed in one part starts its operations without ever waiting for the device. One in several
+parts (streamed in groups, or with more rows than are multiplied at once) waits once, in forward, for how many
+rows each part has.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
+from torch.optim import optimizer
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.expert_call import Lora
 from ktbridge.experts.gpu import layer_math, operations
-from ktbridge.experts.gpu.layer_math import Bordered, Borders, make_borders
+from ktbridge.experts.gpu.layer_math import Bordered, Kept
 from ktbridge.experts.gpu.layout import ALIGNED, Group, Layer, lay_out
+from ktbridge.experts.gpu.masters import Gradients, Masters, Staging
+from ktbridge.experts.gpu.operations import Weighing
 from ktbridge.experts.gpu.ring import Copier, Ring
-from ktbridge.experts.gpu.routing import Routing, route
+from ktbridge.experts.gpu.routing import OutsideIds, Routing
 from ktbridge.experts.gpu.streams import Outputs
 from ktbridge.experts.gpu.unpack import unpack
 from ktbridge.experts.modules import Triple
@@ -37,25 +43,37 @@ def _alone(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: GpuExperts, *args: Any) -> Any:
-        with self._lock, contextlib.ExitStack() as stack:
-            if self.device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self.device))
-                stream = torch.cuda.current_stream(self.device)
-                if self._ended is not None:
-                    stream.wait_event(self._ended)
-                stack.callback(lambda: setattr(self, "_ended", stream.record_event()))
-            return method(self, *args)
+        with self._lock:
+            if self.device.type != "cuda":
+                return method(self, *args)
+            stream = torch.cuda.current_stream(self.device)
+            if stream != self._stream:
+                if self._stream is not None:
+                    stream.wait_stream(self._stream)
+                self._stream = stream
+            if torch.cuda.current_device() == self.device.index:
+                return method(self, *args)
+            with torch.cuda.device(self.device):
+                return method(self, *args)
 
     return call  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Inputs:
-    """What a layer is given: ``hidden`` [T, H] bfloat16, ``weights`` [T, K] float32, and the rows' order."""
+    """A layer's ``hidden`` [T, H] bfloat16 and ``weights`` [T, K] float32."""
 
     hidden: torch.Tensor
     weights: torch.Tensor
+
+
+@dataclass(slots=True)
+class Left:
+    """What a forward leaves for its backward."""
+
     routing: Routing
+    kept: list[Kept] | None
+    """Of each part that has rows, where it is kept."""
 
 
 class GpuExperts:
@@ -74,182 +92,282 @@ class GpuExperts:
         slot_bytes: int,
         slots: int,
         copier: Copier,
-        resident: Sequence[int] = (),
+        resident: Collection[int] = (),
         loader: Copier | None = None,
         loaded: Callable[[int], None] | None = None,
         outputs_on_host: bool = False,
+        keep_gate_up: bool = False,
+        rows_at_once: int | None = None,
     ) -> None:
         """``loader`` copies what is resident (default: ``copier``); ``loaded`` gets each such layer's number.
 
         ``outputs_on_host``: outputs of checkpointed layers wait there for the second forward.
+        ``keep_gate_up``: while all layers are resident, gate and up are kept for backward instead of computed
+        again. At most ``rows_at_once`` rows (None: any number) are multiplied at once, so that memory doesn't
+        depend on the router; an expert that alone has more is the exception.
         """
         self.device = torch.empty(0, device=device).device  # with its index
         self.rank = rank
+        self.rows_at_once = rows_at_once
         self.outputs = Outputs(self.device, outputs_on_host)
         self._lock = threading.RLock()
-        self._ended: torch.cuda.Event | None = None
-        """The event of the last call's end."""
+        self._stream: torch.cuda.Stream | None = None
+        """That of the last call."""
+        self._keep_gate_up = keep_gate_up
         self._slot_bytes = -(-slot_bytes // ALIGNED) * ALIGNED
-        self._weights = dict(sorted(layers.items()))
-        sizes = {(down.rows, gate.rows) for gate, _, down in layers.values()}
+        weights = dict(sorted(layers.items()))
+        sizes = {(down.rows, gate.rows, gate.count) for gate, _, down in layers.values()}
         if len(sizes) != 1:
             raise UsageError(f"the layers' experts have different sizes: {sorted(sizes)}.")
-        ((self._hidden, self._inner),) = sizes
+        ((self._hidden, self._inner, self._experts),) = sizes
         self._layers = {
-            index: lay_out(weights, self._slot_bytes, self.device, f"layer {index}")
-            for index, weights in self._weights.items()
+            index: lay_out(each, self._slot_bytes, self.device, f"layer {index}")
+            for index, each in weights.items()
         }
-        streamed = self._number([index for index in self._layers if index not in resident])
-        self.ring = Ring(streamed, self._slot_bytes, slots, self.device, copier)
-        self._work: Bordered | None = None
-        self._make_work()
+        self._outside = OutsideIds(self._experts)
+        self._staging = {index: Staging(self.device) for index in self._layers}
         self._copier = copier
-        for index in resident:
+        self._borders: dict[int, tuple[object, ...]] = {}
+        """What the borders of resident layers are made of."""
+        self._groups: dict[tuple[int, int], Bordered] = {}
+        """The matrices of each streamed group, which share the same memory."""
+        self.ring = Ring([], self._slot_bytes, 0, self.device, copier)
+        wanted = [index for index in self._layers if index in resident]
+        self._arrange(slots, [index for index in self._layers if index not in resident])
+        for index in wanted:
             self._load(self._layers[index], loader or copier)
             if loaded is not None:
                 loaded(index)
+        _all.add(self)
 
     @property
     def streamed(self) -> tuple[int, ...]:
         """The layers that aren't resident."""
-        return tuple(index for index, layer in self._layers.items() if not layer.resident)
+        return tuple(index for index, layer in self._layers.items() if layer.resident is None)
 
-    def _number(self, streamed: Sequence[int]) -> list[Group]:
-        """Number the groups of the layers in ``streamed``; all of these, in order."""
-        groups: list[Group] = []
-        for index in streamed:
-            self._layers[index].first = len(groups)
-            groups += self._layers[index].groups
-        return groups
+    @_alone
+    def set_room(self, slots: int, resident: Collection[int], outputs_on_host: bool) -> None:
+        """Have another number of ``slots`` and other layers ``resident`` from now on.
 
-    def _make_work(self) -> None:
-        """The matrices that a streamed group is unpacked into, for the largest."""
-        largest = max((len(group.experts) for group in self.ring.groups), default=0)
-        if largest > (len(self._work.down) if self._work else 0):
-            self._work = None  # its memory first
-            self._work = self._bordered(largest)
+        Between optimizer steps: nothing may be between a forward and its backward. Memory is given back
+        first, then taken. No bit of what is computed changes. Where a layer can't be loaded, what is there
+        stays in order, the layer is streamed, and the error is raised.
+        """
+        self.ring.empty()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        crossed, self.ring = self.ring.crossings, Ring([], 0, 0, self.device, self._copier)
+        self._groups.clear()
+        self._borders.clear()
+        self.outputs = Outputs(self.device, outputs_on_host)
+        for index, layer in self._layers.items():
+            if index not in resident:
+                layer.resident = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            for index, layer in self._layers.items():
+                if index in resident and layer.resident is None:
+                    self._copier.extend(layer.groups)
+                    self._load(layer, self._copier)
+        finally:
+            streamed = self.streamed
+            for index in streamed:
+                self._copier.extend(self._layers[index].groups)
+            self._arrange(slots, streamed)
+            self.ring.crossings += crossed
+
+    def watch_link(self) -> None:
+        """Begin to time the link for ``link``."""
+        self._copier.link.watch()
+
+    def link(self) -> tuple[int, float]:
+        """Bytes that crossed since the last call, and seconds that the link was busy with them.
+
+        Nobody waits: what is still crossing counts next time. Nothing before ``watch_link``.
+        """
+        return self._copier.link.crossed()
+
+    def check(self) -> None:
+        """Raise ``IndexError`` if a router has given an id that is no expert's; waits for the device."""
+        self._outside.look()
+        self._outside.check()
+
+    def check_seen(self) -> None:
+        """``check``, of what the host is being told already; waits for a forward pass at most."""
+        self._outside.check()
 
     def drop(self) -> None:
         """Give the device's memory back; nothing is computed here any more."""
         self._layers.clear()
+        self._groups.clear()
         self.ring = Ring([], 0, 0, self.device, self._copier)
-        self._work = None
+
+    def __deepcopy__(self, memo: object) -> GpuExperts:
+        return self  # as the frozen weights, it is shared by the copies of a layer
+
+    def _arrange(self, slots: int, streamed: Sequence[int]) -> None:
+        """Make the ring for the layers ``streamed``, and the matrices that their groups are unpacked into."""
+        groups: list[Group] = []
+        for index in streamed:
+            self._layers[index].first = len(groups)
+            groups += self._layers[index].groups
+        self.ring = Ring(groups, self._slot_bytes, slots, self.device, self._copier)
+        self._groups.clear()
+        if not groups:
+            return
+        work = self._bordered(max(len(group.experts) for group in groups))
+        for index in streamed:
+            layer = self._layers[index]
+            for number, group in enumerate(layer.groups):
+                some = slice(*layer.starts[number : number + 2])
+                biases = None if layer.biases is None else layer.biases.of(some)
+                count = len(group.experts)
+                self._groups[index, number] = work.like(layer.weights[0].gating, biases, count)
 
     def _bordered(self, experts: int) -> Bordered:
         return Bordered.empty(experts, self._hidden, self._inner, self.rank, self.device)
 
     @_alone
     def _load(self, layer: Layer, copier: Copier) -> None:
-        """Bring a resident layer's weights to the device."""
-        made = []
-        for group in layer.groups:
+        """Bring a layer's weights to the device, to stay."""
+        whole = self._bordered(self._experts).like(layer.weights[0].gating, layer.biases)
+        for number, group in enumerate(layer.groups):
             raw = torch.empty(group.bytes, dtype=torch.uint8, device=self.device)
             before = None  # what is queued may still be using this memory
             if self.device.type == "cuda":
                 before = torch.cuda.current_stream(self.device).record_event()
             ready = copier.start(group, raw, before)
             ready.wait()
-            matrices = self._bordered(len(group.experts))
-            unpack(group, raw, layer.weights, matrices)
+            unpack(group, raw, layer.weights, whole.of(*layer.starts[number : number + 2]))
             if self.device.type == "cuda":  # raw goes back to the allocator
                 torch.cuda.current_stream(self.device).synchronize()
-            made.append(matrices)
-        layer.resident = tuple(made)
+        layer.resident, layer.first = whole, -1
+
+    def _spread(self, index: int) -> tuple[Layer, tuple[int, ...]]:
+        """A layer, and the places where the groups that it is computed in begin."""
+        layer = self._layers[index]
+        return layer, layer.starts if layer.resident is None else (0, self._experts)
 
     def _matrices(
-        self,
-        layer: Layer,
-        number: int,
-        given: Borders | None,
-        scale: float,
-        forward: bool,
-        turns: bool,
+        self, index: int, number: int, lora: Masters, forward: bool, turns: bool
     ) -> Bordered:
-        """The matrices of a layer's group with the LoRA ``given`` in their borders, until the next call."""
-        group = layer.groups[number]
-        if layer.resident:
-            kept = layer.resident[number]
-        else:
-            raw = self.ring.take(layer.first + number, forward, turns)
-            assert self._work is not None  # there is one where anything is streamed
-            count = len(group.experts)
-            kept = replace(
-                self._work, gate_up=self._work.gate_up[:count], down=self._work.down[:count]
-            )
-            try:
-                unpack(group, raw, layer.weights, kept)
-            finally:
-                self.ring.give_back(layer.first + number, forward, turns)
-        kept = layer.with_biases(kept, number)
-        if given is None:
-            return kept
-        kept.set_borders(given, layer.starts[number])
-        return replace(kept, scale=scale)
+        """The matrices of a layer's group with the LoRA in their borders, until the next call."""
+        layer = self._layers[index]
+        w = layer.resident
+        if w is not None:
+            made_of = lora.use.names, lora.scale, lora.state
+            if self.rank and self._borders.get(index) != made_of:
+                self._borders.pop(index, None)  # they may be left half-made
+                self._write_borders(index, w, lora, 0)
+                self._borders[index] = made_of
+            return w
+        w, group, at = self._groups[index, number], layer.groups[number], layer.first + number
+        raw = self.ring.take(at, forward, turns)
+        try:
+            unpack(group, raw, layer.weights, w)
+        finally:
+            self.ring.give_back(at, forward, turns)
+        if self.rank:
+            self._write_borders(index, w, lora, layer.starts[number])
+        return w
 
-    def _borders(self, layer: Layer, lora: Lora) -> Borders | None:
-        """The LoRA of the experts that the GPU computes, in their order; None without a rank."""
-        if not self.rank or not layer.groups:
-            return None
-        like = self._work or layer.resident[0]
-        return make_borders(lora.tensors, lora.scale, layer.order, len(layer.experts), like)
-
-    def __deepcopy__(self, memo: object) -> GpuExperts:
-        return self  # as the frozen weights, it is shared by the copies of a layer
+    def _write_borders(self, index: int, w: Bordered, lora: Masters, first: int) -> None:
+        there = lora.on(self.device, self._staging[index])
+        order = self._layers[index].order
+        operations.write_borders(w.gate_up, w.down, there, self.rank, lora.scale, order, first)
 
     @_alone
-    def forward(self, index: int, inputs: Inputs, lora: Lora, turns: bool) -> torch.Tensor:
-        """The output [T, H] bfloat16 of layer ``index``; ``turns``: a backward follows."""
-        hidden, weights, routing = inputs.hidden, inputs.weights, inputs.routing
-        layer = self._layers[index]
-        out = hidden.new_empty(routing.bounds[-1], self._hidden)
-        given = self._borders(layer, lora)
-        for number in range(len(layer.groups)):
-            rows, where = routing.of_experts(*layer.starts[number : number + 2])
-            w = self._matrices(layer, number, given, lora.scale, True, turns)
-            if where.stop > where.start:
-                out[where] = layer_math.forward(w, hidden, rows, lora.dropout)
-        return operations.combine(out, routing.rows, weights)
+    def forward(
+        self, index: int, inputs: Inputs, ids: torch.Tensor, lora: Masters, turns: bool
+    ) -> tuple[torch.Tensor, Left]:
+        """The output [T, H] bfloat16 of layer ``index``, and what its backward takes.
+
+        ``turns``: a backward follows.
+        """
+        hidden = inputs.hidden
+        layer, starts = self._spread(index)
+        place = None if layer.order is None else layer.place
+        routed = operations.route(ids, place, self._experts)
+        self._outside.note(routed.outside, last=index == next(reversed(self._layers)))
+        routing = Routing(routed)
+        left = Left(routing, None)
+        if not len(ids):
+            return torch.zeros_like(hidden), left
+        if not routing.at_once(starts, self.rows_at_once):
+            routing.fetch()
+        if turns and self._keep_gate_up and not self.ring.groups:
+            left.kept = []
+        out: torch.Tensor | None = None
+        for number in range(len(starts) - 1):
+            w = self._matrices(index, number, lora, True, turns)
+            for part in routing.parts(starts, self.rows_at_once)[number]:
+                if not len(part.tokens):
+                    continue
+                some = w.of(part.first - starts[number], part.end - starts[number])
+                y = layer_math.forward(some, hidden, part, lora.dropout, left.kept)
+                if part.where is None:
+                    out = y
+                    continue
+                if out is None:
+                    out = hidden.new_empty(routing.bounds[-1], self._hidden)
+                out[part.where] = y
+        assert out is not None  # some expert has rows
+        return operations.combine(out, routing.rows, inputs.weights), left
 
     @_alone
     def backward(
         self,
         index: int,
         inputs: Inputs,
+        left: Left,
         d_out: torch.Tensor,
-        lora: Lora,
-        wanted: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients of hidden [T, H], of the weights [T, K], and the LoRA's [E, ...] float32 by name."""
-        hidden, routing = inputs.hidden, inputs.routing
-        layer = self._layers[index]
-        by_row = routing.row_weights(inputs.weights)
-        d_x = hidden.new_empty(routing.bounds[-1], self._hidden)
-        d_weights = torch.empty_like(by_row)
-        names = tuple(lora.tensors) if wanted else ()
-        parts: list[dict[str, torch.Tensor]] = []  # of the groups, the last first
-        given = self._borders(layer, lora)
-        for number in reversed(range(len(layer.groups))):
-            rows, where = routing.of_experts(*layer.starts[number : number + 2])
-            w = self._matrices(layer, number, given, lora.scale, False, True)
-            if where.stop == where.start:
-                count = len(layer.groups[number].experts)
-                parts.append(
-                    {name: by_row.new_zeros(count, *lora.tensors[name].shape[1:]) for name in names}
+        lora: Masters,
+        gradients: Gradients,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of hidden [T, H] and of the weights [T, K]; the LoRA's go where ``gradients`` says."""
+        hidden, routing = inputs.hidden, left.routing
+        layer, starts = self._spread(index)
+        if not len(hidden):
+            gradients.clear()
+            return torch.zeros_like(hidden), torch.zeros_like(inputs.weights)
+        kept = list(left.kept or ())
+        weights = inputs.weights.reshape(-1)
+        d_weights = torch.empty_like(weights)
+        d_x: torch.Tensor | None = None
+        for number in reversed(range(len(starts) - 1)):
+            w = self._matrices(index, number, lora, False, True)
+            for part in reversed(routing.parts(starts, self.rows_at_once)[number]):
+                if not len(part.tokens):
+                    gradients.clear_rows(layer.order, part.first, part.end)
+                    continue
+                some = layer_math.backward(
+                    w.of(part.first - starts[number], part.end - starts[number]),
+                    hidden,
+                    d_out,
+                    Weighing(weights, part.slots, d_weights),
+                    part,
+                    kept.pop() if kept else None,
+                    lora.dropout,
+                    gradients.into(lora.scale, self.rank, layer.order, part.first),
                 )
-                continue
-            d_x[where], d_weights[where], found = layer_math.backward(
-                w, hidden, d_out, by_row[where], rows, bool(names), lora.dropout
-            )
-            parts.append(found)
-        parts.reverse()
-        gradients = {}
-        for name in names:
-            whole = torch.cat([part.pop(name) for part in parts]).float()
-            gradients[name] = whole if layer.order is None else whole[layer.place]
+                if part.where is None:
+                    d_x = some
+                    continue
+                if d_x is None:
+                    d_x = hidden.new_empty(routing.bounds[-1], self._hidden)
+                d_x[part.where] = some
+        assert d_x is not None  # some expert has rows
         d_hidden = operations.combine(d_x, routing.rows, None)
-        return d_hidden, d_weights[routing.rows], gradients
+        return d_hidden, d_weights.view(inputs.weights.shape)
 
-    @_alone
-    def route(self, index: int, ids: torch.Tensor) -> Routing:
-        """The rows of ``ids`` [T, K]."""
-        return route(ids, self._layers[index].place)
+
+_all: WeakSet[GpuExperts] = WeakSet()
+
+
+def _check_all(*_: object) -> None:
+    for each in list(_all):
+        each.check_seen()
+
+
+optimizer.register_optimizer_step_pre_hook(_check_all)

@@ -1,8 +1,7 @@
-"""One call of a layer whose experts a ``GpuExperts`` computes, bound to autograd; where its gradients go."""
+"""One call of a layer whose experts a ``GpuExperts`` computes, bound to autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ktbridge.experts import checkpointing, compat
-from ktbridge.experts.expert_call import Lora, LoraUse, accumulates
-from ktbridge.experts.gpu.executor import GpuExperts, Inputs
-from ktbridge.experts.gpu.routing import Routing
+from ktbridge.experts.expert_call import LoraUse
+from ktbridge.experts.gpu.executor import GpuExperts, Inputs, Left
+from ktbridge.experts.gpu.masters import Gradients, Masters
 from ktbridge.experts.gpu.streams import Kept
 
 
@@ -24,7 +23,7 @@ class OnGpu:
     index: int
 
 
-@dataclass
+@dataclass(slots=True)
 class GpuCall:
     """What a forward and its backward share besides tensors."""
 
@@ -38,8 +37,8 @@ class GpuCall:
 
     In a process group, too: its reducers leave experts on the GPU alone (``ktbridge.sft.distributed``).
     """
-    replayed: tuple[Kept, Routing] | None
-    """Output and routing of this call, where a checkpointed layer runs a second time."""
+    replayed: tuple[Kept, Left] | None
+    """What the first forward recorded, where a checkpointed layer runs a second time."""
 
 
 class GpuFunction(torch.autograd.Function):
@@ -56,17 +55,16 @@ class GpuFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         hidden = hidden.contiguous()
         if call.replayed is not None:
-            kept, routing = call.replayed
+            kept, left = call.replayed
             out = kept.get()
         else:
-            routing = call.experts.route(call.index, ids)
-            out = call.experts.forward(
-                call.index, Inputs(hidden, weights, routing), _on_device(call, lora), call.needed
+            out, left = call.experts.forward(
+                call.index, Inputs(hidden, weights), ids, Masters(call.used, lora), call.needed
             )
             if checkpointing.recording():
-                checkpointing.record((call.experts.outputs.keep(call.index, out), routing))
+                checkpointing.record((call.experts.outputs.keep(call.index, out), left))
         if call.needed:
-            ctx.call, ctx.routing, ctx.parameters = call, routing, lora
+            ctx.call, ctx.left, ctx.parameters = call, left, lora
             ctx.save_for_backward(hidden, weights, *lora)
         return out
 
@@ -75,69 +73,27 @@ class GpuFunction(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         call: GpuCall = ctx.call
         # The LoRA is saved so that autograd refuses one that was changed since.
-        hidden, weights, *lora = ctx.saved_tensors
-        routing = ctx.routing
+        hidden, weights, *_ = ctx.saved_tensors
+        left: Left = ctx.left
         call.experts.outputs.fetch_before(call.index)
-        if not compat.graph_is_kept():
-            ctx.routing = None  # a loss that lives on doesn't hold them
-        needed = ctx.needs_input_grad[4:]
-        d_hidden, d_weights, gradients = call.experts.backward(
-            call.index,
-            Inputs(hidden, weights, routing),
-            d_out.to(torch.bfloat16).contiguous(),
-            _on_device(call, lora),
-            any(needed),
+        last = not compat.graph_is_kept()
+        if last:
+            ctx.left = None  # a loss that lives on doesn't hold it
+        gradients = Gradients(
+            call.used.names,
+            ctx.parameters,
+            ctx.needs_input_grad[4:],
+            call.accumulate,
+            call.experts.device,
         )
-        returned: list[torch.Tensor | None] = []
-        later = []
-        for name, parameter, wanted in zip(call.used.names, ctx.parameters, needed, strict=True):
-            if not wanted:
-                returned.append(None)
-            elif not (call.accumulate and accumulates(parameter, reduced=False)):
-                returned.append(gradients[name].to(parameter.device))
-            else:
-                returned.append(None)
-                later.append((parameter, gradients[name]))
-        _add_gradients(later)
-        return None, d_hidden, None, d_weights, *returned
-
-
-def _on_device(call: GpuCall, parameters: Sequence[torch.Tensor]) -> Lora:
-    device = call.experts.device
-    return call.used.of(each.detach().to(device, non_blocking=True) for each in parameters)
-
-
-_coming: list[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]] = []
-"""Masters on the host, their gradients of the running backward pass, the event of arrival."""
-
-
-def _add_gradients(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add float32 gradients to the ``.grad`` of their parameters, called within a backward pass.
-
-    The first takes the place of a gradient that isn't there yet. Where a parameter is on the host and its
-    gradient is not, it crosses through pinned memory and is added before that backward pass returns.
-    """
-    for parameter, gradient in found:
-        if parameter.device == gradient.device:
-            _add(parameter, gradient)
-            continue
-        pinned = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu", pin_memory=True)
-        pinned.copy_(gradient, non_blocking=True)
-        arrived = torch.cuda.current_stream(gradient.device).record_event()
-        if compat.after_backward("LoRA gradients", _add_coming):
-            _coming.clear()  # of a pass that raised half-way
-        _coming.append((parameter, pinned, arrived))
-
-
-def _add_coming() -> None:
-    for parameter, gradient, arrived in _coming:
-        arrived.synchronize()
-        _add(parameter, gradient)
-    _coming.clear()
-
-
-def _add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad += gradient
+        d_hidden, d_weights = call.experts.backward(
+            call.index,
+            Inputs(hidden, weights),
+            left,
+            d_out.to(torch.bfloat16).contiguous(),
+            Masters(call.used, ctx.parameters),
+            gradients,
+        )
+        if last:
+            left.kept = None  # what recorded it may live on
+        return None, d_hidden, None, d_weights, *gradients.deliver()

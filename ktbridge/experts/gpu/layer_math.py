@@ -15,22 +15,34 @@ adds theirs where the input was kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from ktbridge.experts.dropout import Dropout, Mask
 from ktbridge.experts.gpu import operations
-from ktbridge.experts.gpu.operations import by_row, over_rows
-from ktbridge.experts.gpu.placement import borders, padded
-from ktbridge.experts.gpu.routing import Rows
+from ktbridge.experts.gpu.operations import Into, Seen, Weighing, by_row
+from ktbridge.experts.gpu.placement import borders
+from ktbridge.experts.gpu.routing import Part
 from ktbridge.experts.weights import SILU, Gating
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Biases:
+    """Of gate and up [E, 2I], and of down [E, H]."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    def of(self, some: slice) -> Biases:
+        """Those of some experts."""
+        return Biases(self.gate_up[some], self.down[some])
+
+
+@dataclass(eq=False)
 class Bordered:
-    """A group's matrices with their borders, bfloat16."""
+    """Experts' matrices with their borders, bfloat16; its views are made once."""
 
     gate_up: torch.Tensor
     """[E, 2I + R, H + R]"""
@@ -40,13 +52,8 @@ class Bordered:
     inner: int
     rank: int
     """Of the LoRA, 0 for none: R and Q are what it takes rounded up."""
-    scale: float
-    """α / r."""
     gating: Gating = SILU
-    gate_up_bias: torch.Tensor | None = None
-    """[E, 2I]"""
-    down_bias: torch.Tensor | None = None
-    """[E, H]"""
+    biases: Biases | None = None
 
     @staticmethod
     def empty(experts: int, hidden: int, inner: int, rank: int, device: torch.device) -> Bordered:
@@ -58,78 +65,102 @@ class Bordered:
         gate_up[:, :, hidden:].zero_()
         down[:, hidden:].zero_()
         down[:, :, inner:].zero_()
-        return Bordered(gate_up, down, hidden, inner, rank, 0.0)
+        return Bordered(gate_up, down, hidden, inner, rank)
 
-    def set_borders(self, given: Borders, first: int) -> None:
-        """Fill the borders with those of ``given`` from the expert at place ``first`` on."""
-        hidden, inner, twice = self.hidden, self.inner, 2 * self.inner
-        some = slice(first, first + len(self.down))
-        self.gate_up[:, twice:, :hidden].copy_(given.gate_up_below[some])
-        self.gate_up[:, :twice, hidden:].copy_(given.gate_up_right[some])
-        self.down[:, hidden:, :inner].copy_(given.down_below[some])
-        self.down[:, :hidden, inner:].copy_(given.down_right[some])
+    def like(self, gating: Gating, biases: Biases | None, count: int | None = None) -> Bordered:
+        """The first ``count`` (None: all) of these matrices as those of a layer with its own gating."""
+        sizes = self.hidden, self.inner, self.rank
+        return Bordered(self.gate_up[:count], self.down[:count], *sizes, gating, biases)
+
+    def of(self, first: int, end: int) -> Bordered:
+        """Those of some experts."""
+        if (first, end) == (0, len(self.down)):
+            return self
+        some = slice(first, end)
+        biases = None if self.biases is None else self.biases.of(some)
+        sizes = self.hidden, self.inner, self.rank
+        return Bordered(self.gate_up[some], self.down[some], *sizes, self.gating, biases)
+
+    @cached_property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gate, up and down without borders."""
+        gate_up, down = self.gate_up[:, :, : self.hidden], self.down[:, : self.hidden]
+        gate, up = gate_up[:, : self.inner], gate_up[:, self.inner : 2 * self.inner]
+        return gate, up, down[:, :, : self.inner]
+
+    @cached_property
+    def gate_up_above(self) -> torch.Tensor:
+        """W and s B: [E, 2I, H + R]."""
+        return self.gate_up[:, : 2 * self.inner]
+
+    @cached_property
+    def gate_up_below(self) -> torch.Tensor:
+        """A: [E, R, H]."""
+        return self.gate_up[:, 2 * self.inner :, : self.hidden]
+
+    @cached_property
+    def gate_up_left(self) -> torch.Tensor:
+        """W and A, transposed: [E, H, 2I + R]."""
+        return self.gate_up[:, :, : self.hidden].transpose(1, 2)
+
+    @cached_property
+    def gate_up_right(self) -> torch.Tensor:
+        """s B, transposed: [E, R, 2I]."""
+        return self.gate_up[:, : 2 * self.inner, self.hidden :].transpose(1, 2)
+
+    @cached_property
+    def down_above(self) -> torch.Tensor:
+        """W and s B: [E, H, I + Q]."""
+        return self.down[:, : self.hidden]
+
+    @cached_property
+    def down_below(self) -> torch.Tensor:
+        """A: [E, Q, I]."""
+        return self.down[:, self.hidden :, : self.inner]
+
+    @cached_property
+    def down_left(self) -> torch.Tensor:
+        """W and A, transposed: [E, I, H + Q]."""
+        return self.down[:, :, : self.inner].transpose(1, 2)
+
+    @cached_property
+    def down_right(self) -> torch.Tensor:
+        """s B, transposed: [E, Q, H]."""
+        return self.down[:, : self.hidden, self.inner :].transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class Borders:
-    """A layer's LoRA as the borders of its matrices, bfloat16, for all experts in the order of computing."""
+@dataclass(slots=True)
+class Kept:
+    """What of a part's forward is kept for its backward."""
 
-    gate_up_below: torch.Tensor
-    """[E, R, H]"""
-    gate_up_right: torch.Tensor
-    """[E, 2I, R]"""
-    down_below: torch.Tensor
-    """[E, Q, I]"""
-    down_right: torch.Tensor
-    """[E, H, Q]"""
-
-
-def make_borders(
-    lora: Mapping[str, torch.Tensor],
-    scale: float,
-    order: torch.Tensor | None,
-    experts: int,
-    like: Bordered,
-) -> Borders:
-    """The borders of LoRA tensors [E, ...] by name; absent ones are 0. ``order`` [E]: None as they are.
-
-    A and B are rounded to bfloat16 before B is scaled, as the adapter is saved. ``like`` has the sizes.
-    """
-    hidden, inner, rank, half = like.hidden, like.inner, like.rank, padded(like.rank)
-    more, less = borders(rank)
-    made = Borders(
-        *(
-            like.down.new_zeros(experts, *shape)
-            for shape in ((more, hidden), (2 * inner, more), (less, inner), (hidden, less))
-        )
-    )
-
-    def given(name: str, scale: float | None = None) -> torch.Tensor:
-        tensor = lora[name] if order is None else lora[name][order]
-        return tensor if scale is None else tensor.bfloat16() * scale
-
-    for index, name in enumerate(("gate", "up")):
-        if f"{name}_lora_a" in lora:
-            first, row = index * half, index * inner
-            made.gate_up_below[:, first : first + rank].copy_(given(f"{name}_lora_a"))
-            right = made.gate_up_right[:, row : row + inner, first : first + rank]
-            right.copy_(given(f"{name}_lora_b", scale))
-    if "down_lora_a" in lora:
-        made.down_below[:, :rank].copy_(given("down_lora_a"))
-        made.down_right[:, :, :rank].copy_(given("down_lora_b", scale))
-    return made
+    gate_up: torch.Tensor
+    """[R, 2I]"""
+    thin_x: torch.Tensor | None
+    """z of x, [R, R']; None where x is gathered again anyway."""
 
 
 def forward(
-    w: Bordered, hidden: torch.Tensor, rows: Rows, dropout: Dropout | None = None
+    w: Bordered,
+    hidden: torch.Tensor,
+    part: Part,
+    dropout: Dropout | None = None,
+    kept: list[Kept] | None = None,
 ) -> torch.Tensor:
-    """Outputs of the group's experts, [R, H] by row, of ``hidden`` [T, H]."""
-    masks = _masks(w, rows, dropout)
-    gate_up = _gate_up(w, hidden, rows, masks)[1]
-    h, _ = _activated(w, gate_up, rows, masks)
-    y = by_row(h, w.down[:, : w.hidden], rows.ends, rows.bounds)
-    if w.down_bias is not None:
-        operations.add_bias(y, w.down_bias, rows.owners())
+    """Outputs of the part's experts, [R, H] by row, of ``hidden`` [T, H].
+
+    What backward can take from here is added to ``kept``, where there is a list for it.
+    """
+    masks = _masks(w, part, dropout)
+    x, _ = _inputs(w, hidden, part, masks)
+    gate_up = _gate_up(w, x, part)
+    if kept is not None:
+        thin = None if masks or not w.rank else x[:, w.hidden :].contiguous()
+        kept.append(Kept(gate_up, thin))
+    del x
+    h, _ = _activated(w, gate_up, part, masks)
+    y = by_row(h, w.down_above, part.ends, part.bounds)
+    if w.biases is not None:
+        operations.add_bias(y, w.biases.down, part.owners())
     return y
 
 
@@ -137,147 +168,142 @@ def backward(
     w: Bordered,
     hidden: torch.Tensor,
     d_out: torch.Tensor,
-    weights: torch.Tensor,
-    rows: Rows,
-    wanted: bool,
-    dropout: Dropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Gradients by row: of hidden [R, H] bfloat16 and of the rows' weights [R] float32; and the LoRA's.
+    weighing: Weighing,
+    part: Part,
+    kept: Kept | None,
+    dropout: Dropout | None,
+    into: Into | None,
+) -> torch.Tensor:
+    """The gradient of hidden by row, [R, H]; the weights' goes to ``weighing``, and the LoRA's ``into``.
 
-    ``d_out`` [T, H] is the gradient of the layer's output, ``weights`` [R] float32 what each row counts in
-    it, 0 for padding. The LoRA's gradients [E, ...] come by name where ``wanted``, and with a rank;
-    ``dropout`` is the forward's.
+    ``d_out`` [T, H] is the gradient of the layer's output, and ``kept`` what forward left.
     """
-    inner, rank = w.inner, w.rank
-    ends, bounds = rows.ends, rows.bounds
-    masks = _masks(w, rows, dropout)
-    thin_x, gate_up, seen = _gate_up(w, hidden, rows, masks)
-    h, seen_h = _activated(w, gate_up, rows, masks)
-    d = operations.gather(d_out, rows.tokens, borders(rank)[1])
-    if rank:
-        right = w.down[:, : w.hidden, inner:]
-        d[:, w.hidden :] = by_row(d[:, : w.hidden], right.transpose(1, 2), ends, bounds)
-    d_h = _left(w.down[:, :, :inner], d, w.hidden, rows, masks[2:])
-    lora = wanted and rank > 0
-    found = _down_gradients(w, d, h, seen_h, weights, rows) if lora else {}
-    by_bias = None
-    if w.down_bias is not None:
-        by_bias = operations.bias_products(d, w.down_bias, rows.owners())
-    del d, seen_h
-    d_gate_up, d_weights = operations.activation_backward(
-        gate_up, d_h, h, weights, inner, borders(rank)[0], w.gating
+    inner, ends = w.inner, part.ends
+    masks = _masks(w, part, dropout)
+    tokens: torch.Tensor | None = None
+    if kept is None or kept.thin_x is None:
+        x, apart = _inputs(w, hidden, part, masks)
+        gate_up = _gate_up(w, x, part) if kept is None else kept.gate_up
+        thin_x = x[:, w.hidden :]
+        x_gate, x_up = apart or (x, x)
+    else:
+        gate_up, thin_x, tokens = kept.gate_up, kept.thin_x, part.tokens
+        x_gate = x_up = hidden
+    if w.rank:
+        d = operations.gather_thin(d_out, part.tokens, w.down_right, ends)
+    else:
+        d = operations.gather(d_out, part.tokens, 0)
+    more = None
+    if w.biases is not None:
+        more = operations.bias_products(d, w.biases.down, part.owners())
+    d_h = _left(w.down_left, d, w.hidden, part, masks[2:])
+    if not w.rank:
+        d_gate_up = _activation_backward(gate_up, d_h, weighing, more, w)
+        return by_row(d_gate_up, w.gate_up_left, ends, part.bounds)
+    own = _activated(w, gate_up, part, masks) if masks else None  # its z isn't that of all of h
+    d_gate_up, h = operations.activation_backward_thin(
+        gate_up,
+        d_h,
+        weighing,
+        w.gate_up_right,
+        ends,
+        w.down_below if own is None else None,
+        more,
+        w.gating,
     )
-    if by_bias is not None:
-        d_weights += by_bias
-    del d_h, h, gate_up
-    if rank:
-        right = w.gate_up[:, : 2 * inner, w.hidden :]
-        d_gate_up[:, 2 * inner :] = by_row(
-            d_gate_up[:, : 2 * inner], right.transpose(1, 2), ends, bounds
-        )
-    if lora:
-        found |= _gate_up_gradients(w, d_gate_up, thin_x, seen, rows)
-    del seen  # with dropout there are more rows to come
-    d_x = _left(w.gate_up[:, :, : w.hidden], d_gate_up, 2 * inner, rows, masks[:2])
-    return d_x, d_weights, found
+    del d_h, gate_up, kept
+    if into is not None:
+        h, h_down = own or (h, None)
+        assert h is not None
+        seen = Seen(x_gate, x_up, h if h_down is None else h_down, tokens)
+        operations.lora_gradients(seen, thin_x, h, d, d_gate_up, weighing, ends, into)
+    return _left(w.gate_up_left, d_gate_up, 2 * inner, part, masks[:2])
 
 
-def _masks(w: Bordered, rows: Rows, dropout: Dropout | None) -> tuple[Mask, ...]:
-    """What gate, up and down keep of their inputs; nothing where they keep all."""
-    if dropout is None or not w.rank:
-        return ()
-    return tuple(Mask(dropout, projection, rows.slots) for projection in range(3))
+def _activation_backward(
+    gate_up: torch.Tensor,
+    d_h: torch.Tensor,
+    weighing: Weighing,
+    more: torch.Tensor | None,
+    w: Bordered,
+) -> torch.Tensor:
+    """``operations.activation_backward_thin`` without a LoRA."""
+    h = operations.activation(gate_up, w.inner, 0, w.gating)
+    by_row = weighing.by_row()
+    d_gate_up, d_weights = operations.activation_backward(
+        gate_up, d_h, h, by_row, w.inner, 0, w.gating
+    )
+    if more is not None:
+        d_weights += more
+    count = len(weighing.gradients)
+    all_slots = torch.cat((weighing.gradients, d_weights.new_zeros(1)))  # the last one is padding's
+    all_slots[weighing.slots] = d_weights
+    weighing.gradients.copy_(all_slots[:count])
+    return d_gate_up
 
 
 def _left(
-    matrices: torch.Tensor, d: torch.Tensor, width: int, rows: Rows, masks: tuple[Mask, ...]
+    left: torch.Tensor, d: torch.Tensor, width: int, part: Part, masks: tuple[Mask, ...]
 ) -> torch.Tensor:
-    """``d`` times the left columns of bordered matrices, of which the first ``width`` rows are W's."""
+    """``d`` times the left columns of bordered matrices, of which the first ``width`` rows are W's.
+
+    ``left`` has them transposed.
+    """
     if not masks:
-        return by_row(d, matrices.transpose(1, 2), rows.ends, rows.bounds)
-    above = matrices[:, :width].transpose(1, 2)
-    total = by_row(d[:, :width], above, rows.ends, rows.bounds)
+        return by_row(d, left, part.ends, part.bounds)
+    total = by_row(d[:, :width], left[:, :, :width], part.ends, part.bounds)
     thin = (d.shape[1] - width) // len(masks)
     parts = []
     for index in range(len(masks)):
         here = slice(width + index * thin, width + (index + 1) * thin)
-        below = matrices[:, here].transpose(1, 2)
-        parts.append(by_row(d[:, here], below, rows.ends, rows.bounds))
+        parts.append(by_row(d[:, here], left[:, :, here], part.ends, part.bounds))
     operations.add_kept(total, parts, masks)
     return total
 
 
-def _down_gradients(
-    w: Bordered,
-    d: torch.Tensor,
-    h: torch.Tensor,
-    seen: torch.Tensor,
-    weights: torch.Tensor,
-    rows: Rows,
-) -> dict[str, torch.Tensor]:
-    """The gradients of down's LoRA [E, ...], whose A has ``seen``."""
-    column, ends, bounds = weights[:, None], rows.ends, rows.bounds
-    z = (h[:, w.inner :] * (column * w.scale)).bfloat16()
-    thin = (d[:, w.hidden :] * column).bfloat16()
-    return {
-        "down_lora_b": over_rows(d[:, : w.hidden], z, ends, bounds)[:, :, : w.rank],
-        "down_lora_a": over_rows(thin, seen, ends, bounds)[:, : w.rank],
-    }
+def _masks(w: Bordered, part: Part, dropout: Dropout | None) -> tuple[Mask, ...]:
+    """What gate, up and down keep of their inputs; nothing where they keep all."""
+    if dropout is None or not w.rank:
+        return ()
+    return tuple(Mask(dropout, projection, part.slots) for projection in range(3))
 
 
-def _gate_up_gradients(
-    w: Bordered,
-    d_gate_up: torch.Tensor,
-    thin_x: torch.Tensor,
-    seen: tuple[torch.Tensor, ...],
-    rows: Rows,
-) -> dict[str, torch.Tensor]:
-    """The gradients of gate's and up's LoRA [E, ...]; ``d_gate_up`` has its d s B behind it.
-
-    ``thin_x`` is z, and ``seen`` what both A had, or what each had.
-    """
-    inner, ends, bounds = w.inner, rows.ends, rows.bounds
-    thin = d_gate_up[:, 2 * inner :].chunk(len(seen), dim=1)
-    z = (thin_x * w.scale).bfloat16()
-    b = over_rows(d_gate_up[:, : 2 * inner], z, ends, bounds)
-    a = [over_rows(d, x, ends, bounds) for d, x in zip(thin, seen, strict=True)]
-    found = {}
-    for index, name in enumerate(("gate", "up")):
-        here = slice(index * padded(w.rank), index * padded(w.rank) + w.rank)
-        found[f"{name}_lora_a"] = a[0][:, here] if len(a) == 1 else a[index][:, : w.rank]
-        found[f"{name}_lora_b"] = b[:, index * inner : (index + 1) * inner, here]
-    return found
-
-
-def _gate_up(
-    w: Bordered, hidden: torch.Tensor, rows: Rows, masks: tuple[Mask, ...]
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """z of x [R, R'], gate and up of it [R, 2I], and what A had of x [R, H]: of both, or of each."""
-    twice, size = 2 * w.inner, w.hidden
-    wide, half = borders(w.rank)
-    x = operations.gather(hidden, rows.tokens, wide)
-    seen = tuple(operations.keep(hidden, rows.tokens, mask) for mask in masks[:2])
-    if wide and not masks:
-        x[:, size:] = by_row(x[:, :size], w.gate_up[:, twice:, :size], rows.ends, rows.bounds)
+def _inputs(
+    w: Bordered, hidden: torch.Tensor, part: Part, masks: tuple[Mask, ...]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """x with its z behind it, [R, H + R']; and with dropout, what gate's and up's A had of x, [R, H] each."""
+    size, (wide, half) = w.hidden, borders(w.rank)
+    if not wide:
+        return operations.gather(hidden, part.tokens, 0), ()
+    if not masks:
+        return operations.gather_thin(hidden, part.tokens, w.gate_up_below, part.ends), ()
+    x = operations.gather(hidden, part.tokens, wide)
+    seen = tuple(operations.keep(hidden, part.tokens, mask) for mask in masks[:2])
     for index, kept in enumerate(seen):
         first = index * half
-        below = w.gate_up[:, twice + first : twice + first + half, :size]
-        x[:, size + first : size + first + half] = by_row(kept, below, rows.ends, rows.bounds)
-    gate_up = by_row(x, w.gate_up[:, :twice], rows.ends, rows.bounds)
-    if w.gate_up_bias is not None:
-        operations.add_bias(gate_up, w.gate_up_bias, rows.owners())
-    if masks:
-        return x[:, size:].clone(), gate_up, seen  # and not x
-    return x[:, size:], gate_up, (x[:, :size],)
+        below = w.gate_up_below[:, first : first + half]
+        x[:, size + first : size + first + half] = by_row(kept, below, part.ends, part.bounds)
+    return x, seen
+
+
+def _gate_up(w: Bordered, x: torch.Tensor, part: Part) -> torch.Tensor:
+    """Gate and up of x, [R, 2I]."""
+    gate_up = by_row(x, w.gate_up_above, part.ends, part.bounds)
+    if w.biases is not None:
+        operations.add_bias(gate_up, w.biases.gate_up, part.owners())
+    return gate_up
 
 
 def _activated(
-    w: Bordered, gate_up: torch.Tensor, rows: Rows, masks: tuple[Mask, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """h, and its z behind it: [R, I + Q]; and what A had of it, [R, I]."""
-    wide = borders(w.rank)[1]
-    h = operations.activation(gate_up, w.inner, wide, w.gating)
-    seen = operations.keep(h[:, : w.inner], None, masks[2]) if masks else h[:, : w.inner]
-    if wide:
-        h[:, w.inner :] = by_row(seen, w.down[:, w.hidden :, : w.inner], rows.ends, rows.bounds)
+    w: Bordered, gate_up: torch.Tensor, part: Part, masks: tuple[Mask, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """h with its z behind it, [R, I + Q]; and with dropout, what down's A had of h, [R, I]."""
+    inner, wide = w.inner, borders(w.rank)[1]
+    if not masks and wide:
+        return operations.activation_thin(gate_up, w.down_below, part.ends, w.gating), None
+    h = operations.activation(gate_up, inner, wide, w.gating)
+    if not masks:
+        return h, None
+    seen = operations.keep(h[:, :inner], None, masks[2])
+    h[:, inner:] = by_row(seen, w.down_below, part.ends, part.bounds)
     return h, seen

@@ -8,13 +8,13 @@ its place in the slot. A ``Layer`` is what the executor knows of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.gpu.layer_math import Bordered
+from ktbridge.experts.gpu.layer_math import Biases, Bordered
 from ktbridge.experts.modules import Triple
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
@@ -181,19 +181,12 @@ class Layer:
     """[E] int64 on the device: each expert's place in that order."""
     order: torch.Tensor | None
     """``experts``, int64 on the device; None where they are in their own order."""
+    biases: Biases | None = None
+    """On the device, in that order."""
     first: int = -1
     """Number of its first group in the ring; -1 where it is resident."""
-    resident: tuple[Bordered, ...] = ()
-
-    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    """Of gate and up [E, 2I], and of down [E, H], on the device, in that order."""
-
-    def with_biases(self, w: Bordered, number: int) -> Bordered:
-        """``w``, the matrices of group ``number``, with its biases and the layer's gating."""
-        some = slice(*self.starts[number : number + 2])
-        gate_up, down = (None if each is None else each[some] for each in self.biases)
-        gating = self.weights[0].gating
-        return replace(w, gating=gating, gate_up_bias=gate_up, down_bias=down)
+    resident: Bordered | None = None
+    """All its matrices, where they stay on the device."""
 
 
 def lay_out(weights: Triple, slot_bytes: int, device: torch.device, where: str) -> Layer:
@@ -213,21 +206,19 @@ def lay_out(weights: Triple, slot_bytes: int, device: torch.device, where: str) 
         tuple(accumulate((len(group.experts) for group in groups), initial=0)),
         place.to(device),
         None if in_order else torch.tensor(experts, dtype=torch.int64, device=device),
-        biases=_biases(weights, experts, device),
+        _biases(weights, experts, device),
     )
 
 
-def _biases(
-    weights: Triple, experts: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """``Layer.biases`` of some experts."""
+def _biases(weights: Triple, experts: Sequence[int], device: torch.device) -> Biases | None:
+    """The biases of ``experts``, in their order; None where there are none."""
+    if all(each.bias is None for each in weights):
+        return None
 
-    def of(*parts: ExpertWeights) -> torch.Tensor | None:
-        if all(part.bias is None for part in parts):
-            return None
+    def of(*parts: ExpertWeights) -> torch.Tensor:
         zeros = torch.zeros(parts[0].count, parts[0].rows, dtype=torch.bfloat16)
         rows = [zeros if part.bias is None else part.bias for part in parts]
         return torch.cat(rows, 1)[list(experts)].to(device)
 
     gate, up, down = weights
-    return of(gate, up), of(down)
+    return Biases(of(gate, up), of(down))

@@ -233,7 +233,7 @@ def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | No
 
 def rows_for(slots: int, experts: int) -> int:
     """The most rows that so many slots of so many experts need, each expert's padded to ``PAD``."""
-    return -(-(slots + (PAD - 1) * min(slots, experts)) // PAD) * PAD
+    return (slots + (PAD - 1) * min(slots, experts)) // PAD * PAD
 
 
 @dataclass(frozen=True)

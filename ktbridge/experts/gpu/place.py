@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,11 @@ class Placed:
     """To be closed before the checkpoint's maps go."""
     numbers: tuple[int, ...]
     """The layers' numbers, by place."""
+
+    def set_room(self, slots: int, resident: Collection[int], outputs_on_host: bool) -> None:
+        """``GpuExperts.set_room``, with ``resident`` as in ``Placement``."""
+        there = [self.numbers[place] for place in resident]
+        self.experts.set_room(slots, there, outputs_on_host)
 
 
 def sizes_of(model: nn.Module, top_k: int) -> Sizes:
@@ -76,6 +82,8 @@ def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) ->
         loader=loader,
         loaded=lambda index: release_layers(model, [index]),
         outputs_on_host=placement.outputs_on_host,
+        keep_gate_up=placement.keep_gate_up,
+        rows_at_once=placement.rows_at_once or None,
     )
     if loader is not copier:
         loader.close()
@@ -85,5 +93,5 @@ def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) ->
         if placement.masters:
             layer.move_lora(device)
         elif device.type == "cuda":
-            layer.move_lora(torch.device("cpu"), pinned=True)
+            layer.move_lora(torch.device("cpu"))
     return Placed(experts, how, copier, tuple(numbers))

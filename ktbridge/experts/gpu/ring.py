@@ -8,6 +8,8 @@ at a turn is used again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,8 +27,25 @@ class Arrival(Protocol):
         """Have the current stream wait for it."""
 
 
+class Meter(Protocol):
+    """Counts what crosses."""
+
+    def watch(self) -> None:
+        """Begin to count."""
+
+    def crossed(self) -> tuple[int, float]:
+        """Bytes, and seconds that the link was busy with them, since the last call."""
+
+
 class Copier(Protocol):
     """Moves a group's bytes to the device."""
+
+    @property
+    def link(self) -> Meter:
+        """What has crossed."""
+
+    def extend(self, groups: Iterable[Group]) -> None:
+        """Be able to copy ``groups``, too, which need not be those that it was made for."""
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
         """Begin to copy into ``slot``, once the event ``after`` (or None) has come; returns its end.
@@ -62,6 +81,9 @@ class Ring:
     crossings: int = 0
     """How many groups have crossed so far."""
     _slots: list[_Slot] = field(default_factory=list)
+    _there: dict[int, _Slot] = field(default_factory=dict)
+    """The slot of each group that is in one."""
+    _orders: dict[tuple[int, bool, bool], dict[int, int]] = field(default_factory=dict)
 
     bytes: int = field(init=False)
     """What all slots take."""
@@ -88,7 +110,7 @@ class Ring:
 
         Raises what the copy raised; the group crosses again when it is asked for again.
         """
-        slot = self._find(index)
+        slot = self._there.get(index)
         if slot is None:
             slot = self._load(index, _NOW, self._order(index, forward, turns))
         assert slot is not None, "a slot that was taken has not been given back"
@@ -98,17 +120,25 @@ class Ring:
             if slot.ready is not None:
                 slot.ready.wait()
         except BaseException:
-            slot.busy, slot.holds = False, None
+            slot.busy = False
+            self._forget(slot)
             raise
         return slot.buffer
 
     def give_back(self, index: int, forward: bool, turns: bool) -> None:
         """What the current stream was asked to do with group ``index`` so far is all that needs its slot."""
-        slot = self._find(index)
-        assert slot is not None
+        slot = self._there[index]
         slot.busy = False
         slot.free = self._event()
         self._ahead(index, forward, turns)
+
+    def empty(self) -> None:
+        """Let go of all slots, once what is being copied into them has come; no group is there any more."""
+        for slot in self._slots:
+            if slot.ready is not None:
+                with suppress(Exception):  # nobody waits for its bytes now
+                    slot.ready.wait()
+        self._slots, self._there = [], {}
 
     def _event(self) -> torch.cuda.Event | None:
         """The event that the current stream has come so far; None on the CPU."""
@@ -116,14 +146,11 @@ class Ring:
             return None
         return torch.cuda.current_stream(self.device).record_event()
 
-    def _find(self, index: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.holds == index), None)
-
     def _ahead(self, index: int, forward: bool, turns: bool) -> None:
         """Start the copies that there are slots for, soonest needed first."""
         order = self._order(index, forward, turns)
         for coming, step in order.items():
-            if self._find(coming) is None and not self._load(coming, step, order):
+            if coming not in self._there and not self._load(coming, step, order):
                 return
 
     def _load(self, coming: int, step: int, order: dict[int, int]) -> _Slot | None:
@@ -137,14 +164,23 @@ class Ring:
         latest = max(free, key=lambda slot: _NEVER if slot.holds is None else order[slot.holds])
         if latest.holds is not None and step >= order[latest.holds]:
             return None
-        latest.holds = None  # until the copy has begun
+        self._forget(latest)  # until the copy has begun
         latest.ready = self.copier.start(self.groups[coming], latest.buffer, latest.free)
         latest.holds = coming
+        self._there[coming] = latest
         self.crossings += 1
         return latest
 
+    def _forget(self, slot: _Slot) -> None:
+        if slot.holds is not None:
+            del self._there[slot.holds]
+        slot.holds = None
+
     def _order(self, now: int, forward: bool, turns: bool) -> dict[int, int]:
         """When each group is needed after ``now``, in steps from it, soonest first."""
+        known = self._orders.get((now, forward, turns))
+        if known is not None:
+            return known
         last = len(self.groups)
         if forward:
             order = [*range(now + 1, last)]
@@ -154,4 +190,5 @@ class Ring:
         first: dict[int, int] = {}
         for step, index in enumerate(order):
             first.setdefault(index, step)
+        self._orders[now, forward, turns] = first
         return first

@@ -17,18 +17,12 @@ from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, from_mxfp4
 def unpack(
     group: Group, raw: torch.Tensor, weights: Sequence[ExpertWeights], into: Bordered
 ) -> None:
-    """Fill the matrices of ``into`` from ``raw`` [bytes] uint8, in the current stream.
+    """Fill ``into``, matrices of the group's experts, from ``raw`` [bytes] uint8, in the current stream.
 
     ``weights`` are the layer's gate, up and down, for dtypes and shapes. Borders are left as they are.
     """
-    count = len(group.experts)
-    targets = (
-        into.gate_up[:count, : into.inner, : into.hidden],
-        into.gate_up[:count, into.inner : 2 * into.inner, : into.hidden],
-        into.down[:count, : into.hidden, : into.inner],
-    )
     kernels = operations.kernels(into.down)
-    for name, stored, target in zip(PROJECTIONS, weights, targets, strict=True):
+    for name, stored, target in zip(PROJECTIONS, weights, into.weights, strict=True):
         if kernels:
             _unpack_at_once(kernels, name, group, raw, stored, target)
             continue

@@ -1,0 +1,183 @@
+"""A layer's LoRA between its masters, wherever these are, and the executor: values there, gradients back.
+
+Masters on the executor's device are read and their gradients written where they are. Those on the host cross
+as bfloat16, which is what the products take anyway: rounded in pinned memory once a change. Their gradients
+come back in float32 and are added before the backward pass returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ktbridge.experts import compat
+from ktbridge.experts.changes import state_of
+from ktbridge.experts.dropout import Dropout
+from ktbridge.experts.expert_call import LoraUse, accumulates
+from ktbridge.experts.gpu.operations import Into
+
+
+def is_there(parameter: torch.Tensor, device: torch.device) -> bool:
+    """Whether a master is where the executor computes."""
+    return parameter.device == device
+
+
+class Staging:
+    """Tensors of a layer on the host, as bfloat16 in pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flat = torch.empty(0, dtype=torch.bfloat16, device="cpu")
+        self._state: tuple[int, ...] = ()
+        self._sent: torch.cuda.Event | None = None
+
+    def send(self, tensors: Sequence[torch.Tensor], state: tuple[int, ...]) -> list[torch.Tensor]:
+        """``tensors`` on the device, when the current stream comes to it; ``state`` tells a change."""
+        sizes = [tensor.numel() for tensor in tensors]
+        cuda = self._device.type == "cuda"
+        if state != self._state:
+            if self._sent is not None:
+                self._sent.synchronize()  # the last ones are still being read
+            if len(self._flat) != sum(sizes):
+                self._flat = torch.empty(
+                    sum(sizes), dtype=torch.bfloat16, device="cpu", pin_memory=cuda
+                )
+            for part, tensor in zip(self._flat.split(sizes), tensors, strict=True):
+                part.copy_(tensor.reshape(-1))
+            self._state = state
+        there = self._flat.to(self._device, non_blocking=True)
+        if cuda:
+            self._sent = torch.cuda.current_stream(self._device).record_event()
+        parts = zip(there.split(sizes), tensors, strict=True)
+        return [part.view(tensor.shape) for part, tensor in parts]
+
+
+class Masters:
+    """A layer's LoRA in one call: its parameters, how they are used, and what they are now."""
+
+    __slots__ = ("dropout", "parameters", "scale", "state", "use")
+
+    def __init__(self, use: LoraUse, parameters: Sequence[torch.Tensor]) -> None:
+        self.use, self.parameters = use, parameters
+        self.scale: float = use.scale
+        self.dropout: Dropout | None = use.dropout
+        self.state = state_of(parameters)
+
+    def on(self, device: torch.device, staging: Staging) -> dict[str, torch.Tensor]:
+        """The tensors [E, ...] by name: float32 where they are, or bfloat16 by way of ``staging``."""
+        if all(is_there(each, device) for each in self.parameters):
+            there = [each.detach() for each in self.parameters]
+        else:
+            there = staging.send([each.detach() for each in self.parameters], self.state)
+        return dict(zip(self.use.names, there, strict=True))
+
+
+class Gradients:
+    """Where one backward's LoRA gradients go: float32 on the device, for the executor to fill.
+
+    They are written, or where ``add``, added to what is there.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        accumulate: bool,
+        device: torch.device,
+    ) -> None:
+        """``accumulate``: into the ``.grad`` of those parameters that have no hooks; else to be returned."""
+        self.targets: dict[str, torch.Tensor] = {}
+        self.add = False
+        self._device = device
+        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # the first of a step
+        self._returned: list[str | None] = []
+        straight: dict[str, torch.Tensor] = {}
+        self._home: dict[str, torch.Tensor] = {}  # of masters that are elsewhere
+        for name, parameter, needed in zip(names, parameters, wanted, strict=True):
+            into = needed and accumulate and accumulates(parameter, reduced=False)
+            self._returned.append(name if needed and not into else None)
+            if into:
+                (straight if is_there(parameter, device) else self._home)[name] = parameter
+        self.add = any(each.grad is not None for each in straight.values())
+        for name, parameter in straight.items():
+            if parameter.grad is not None:
+                self.targets[name] = parameter.grad
+                continue
+            self.targets[name] = self._fresh(parameter.shape)
+            self._given.append((parameter, self.targets[name]))
+        sizes = [each.numel() for each in self._home.values()]
+        self._flat = self._fresh((sum(sizes),)) if sizes else None
+        if self._flat is not None:
+            parts = zip(self._home.items(), self._flat.split(sizes), strict=True)
+            self.targets |= {name: part.view(each.shape) for (name, each), part in parts}
+        for name, parameter in zip(names, parameters, strict=True):
+            if name in self._returned:
+                self.targets[name] = self._fresh(parameter.shape)
+        self._parameters: Mapping[str, torch.Tensor] = dict(zip(names, parameters, strict=True))
+
+    def _fresh(self, shape: Sequence[int]) -> torch.Tensor:
+        make = torch.zeros if self.add else torch.empty
+        return make(shape, dtype=torch.float32, device=self._device)
+
+    def clear(self) -> None:
+        """Fill what is to be written with zeros."""
+        if not self.add:
+            for target in self.targets.values():
+                target.zero_()
+
+    def clear_rows(self, order: torch.Tensor | None, first: int, end: int) -> None:
+        """The same, for the experts at the places ``first`` to ``end`` of the ``order`` of computing."""
+        if not self.add:
+            some = slice(first, end) if order is None else order[first:end]
+            for target in self.targets.values():
+                target[some] = 0
+
+    def into(self, scale: float, rank: int, order: torch.Tensor | None, first: int) -> Into | None:
+        """Where those of the experts from the place ``first`` on go; None where none are wanted."""
+        if not self.targets:
+            return None
+        return Into(self.targets, rank, scale, self.add, order, first)
+
+    def deliver(self) -> list[torch.Tensor | None]:
+        """Give parameters their gradients, once the targets are filled; returns autograd's, in order."""
+        for parameter, gradient in self._given:
+            parameter.grad = gradient
+        if self._flat is not None:
+            self._send_home(self._flat)
+        return [
+            None if name is None else self.targets[name].to(self._parameters[name].device)
+            for name in self._returned
+        ]
+
+    def _send_home(self, flat: torch.Tensor) -> None:
+        parameters = list(self._home.values())
+        pinned = torch.empty(
+            flat.shape, dtype=torch.float32, device="cpu", pin_memory=flat.device.type == "cuda"
+        )
+        pinned.copy_(flat, non_blocking=True)
+        arrived = None
+        if flat.device.type == "cuda":
+            arrived = torch.cuda.current_stream(flat.device).record_event()
+        if compat.after_backward("LoRA gradients", _add_coming):
+            _coming.clear()  # of a pass that raised half-way
+        parts = pinned.split([each.numel() for each in parameters])
+        shaped = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
+        _coming.append((parameters, shaped, arrived))
+
+
+_coming: list[tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]] = []
+"""Masters on the host, their gradients of the running backward pass, the event of arrival."""
+
+
+def _add_coming() -> None:
+    for parameters, gradients, arrived in _coming:
+        if arrived is not None:
+            arrived.synchronize()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+    _coming.clear()
