@@ -22,7 +22,7 @@ from torch.optim import optimizer
 
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu import layer_math, operations
-from ktbridge.experts.gpu.layer_math import Bordered, Kept
+from ktbridge.experts.gpu.layer_math import Activations, Bordered
 from ktbridge.experts.gpu.layout import ALIGNED, Group, Layer, lay_out
 from ktbridge.experts.gpu.masters import Gradients, Masters, Staging
 from ktbridge.experts.gpu.operations import Weighing
@@ -72,7 +72,7 @@ class Left:
     """What a forward leaves for its backward."""
 
     routing: Routing
-    kept: list[Kept] | None
+    kept: list[Activations] | None
     """Of each part that has rows, where it is kept."""
 
 
@@ -273,9 +273,12 @@ class GpuExperts:
         return w
 
     def _write_borders(self, index: int, w: Bordered, lora: Masters, first: int) -> None:
-        there = lora.on(self.device, self._staging[index])
-        order = self._layers[index].order
-        operations.write_borders(w.gate_up, w.down, there, self.rank, lora.scale, order, first)
+        staging = self._staging[index]
+        there = lora.on(self.device, staging)
+        operations.write_borders(
+            w.gate_up, w.down, there, self.rank, lora.scale, self._layers[index].order, first
+        )
+        staging.used()
 
     @_alone
     def forward(

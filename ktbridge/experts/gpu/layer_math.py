@@ -130,7 +130,7 @@ class Bordered:
 
 
 @dataclass(slots=True)
-class Kept:
+class Activations:
     """What of a part's forward is kept for its backward."""
 
     gate_up: torch.Tensor
@@ -144,7 +144,7 @@ def forward(
     hidden: torch.Tensor,
     part: Part,
     dropout: Dropout | None = None,
-    kept: list[Kept] | None = None,
+    kept: list[Activations] | None = None,
 ) -> torch.Tensor:
     """Outputs of the part's experts, [R, H] by row, of ``hidden`` [T, H].
 
@@ -155,7 +155,7 @@ def forward(
     gate_up = _gate_up(w, x, part)
     if kept is not None:
         thin = None if masks or not w.rank else x[:, w.hidden :].contiguous()
-        kept.append(Kept(gate_up, thin))
+        kept.append(Activations(gate_up, thin))
     del x
     h, _ = _activated(w, gate_up, part, masks)
     y = by_row(h, w.down_above, part.ends, part.bounds)
@@ -170,7 +170,7 @@ def backward(
     d_out: torch.Tensor,
     weighing: Weighing,
     part: Part,
-    kept: Kept | None,
+    kept: Activations | None,
     dropout: Dropout | None,
     into: Into | None,
 ) -> torch.Tensor:

@@ -7,6 +7,7 @@ come back in float32 and are added before the backward pass returns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from ktbridge.experts import compat
 from ktbridge.experts.changes import state_of
 from ktbridge.experts.dropout import Dropout
 from ktbridge.experts.expert_call import LoraUse, accumulates
+from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.operations import Into
 
 
@@ -24,33 +26,41 @@ def is_there(parameter: torch.Tensor, device: torch.device) -> bool:
 
 
 class Staging:
-    """Tensors of a layer on the host, as bfloat16 in pinned memory."""
+    """Tensors of a layer on the host, as bfloat16 in pinned memory for ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._flat = torch.empty(0, dtype=torch.bfloat16, device="cpu")
         self._state: tuple[int, ...] = ()
-        self._sent: torch.cuda.Event | None = None
+        self._used: torch.cuda.Event | None = None
 
-    def send(self, tensors: Sequence[torch.Tensor], state: tuple[int, ...]) -> list[torch.Tensor]:
-        """``tensors`` on the device, when the current stream comes to it; ``state`` tells a change."""
+    def values(self, tensors: Sequence[torch.Tensor], state: tuple[int, ...]) -> list[torch.Tensor]:
+        """``tensors`` as the current stream may read them until ``used``; ``state`` tells a change.
+
+        Kernels read pinned memory by themselves: a copy would wait for those of the weights before it.
+        """
         sizes = [tensor.numel() for tensor in tensors]
-        cuda = self._device.type == "cuda"
         if state != self._state:
-            if self._sent is not None:
-                self._sent.synchronize()  # the last ones are still being read
+            if self._used is not None:
+                self._used.synchronize()  # the last ones may still be read
             if len(self._flat) != sum(sizes):
+                pinned = self._device.type == "cuda"
                 self._flat = torch.empty(
-                    sum(sizes), dtype=torch.bfloat16, device="cpu", pin_memory=cuda
+                    sum(sizes), dtype=torch.bfloat16, device="cpu", pin_memory=pinned
                 )
             for part, tensor in zip(self._flat.split(sizes), tensors, strict=True):
                 part.copy_(tensor.reshape(-1))
             self._state = state
-        there = self._flat.to(self._device, non_blocking=True)
-        if cuda:
-            self._sent = torch.cuda.current_stream(self._device).record_event()
-        parts = zip(there.split(sizes), tensors, strict=True)
+        flat = self._flat
+        if operations.kernels_on(self._device) is None:
+            flat = flat.to(self._device, non_blocking=True)
+        parts = zip(flat.split(sizes), tensors, strict=True)
         return [part.view(tensor.shape) for part, tensor in parts]
+
+    def used(self) -> None:
+        """The current stream has been asked to read them for the last time."""
+        if self._device.type == "cuda" and len(self._flat):
+            self._used = torch.cuda.current_stream(self._device).record_event()
 
 
 class Masters:
@@ -65,11 +75,11 @@ class Masters:
         self.state = state_of(parameters)
 
     def on(self, device: torch.device, staging: Staging) -> dict[str, torch.Tensor]:
-        """The tensors [E, ...] by name: float32 where they are, or bfloat16 by way of ``staging``."""
+        """The tensors [E, ...] by name: float32 where they are there already, else out of ``staging``."""
         if all(is_there(each, device) for each in self.parameters):
             there = [each.detach() for each in self.parameters]
         else:
-            there = staging.send([each.detach() for each in self.parameters], self.state)
+            there = staging.values([each.detach() for each in self.parameters], self.state)
         return dict(zip(self.use.names, there, strict=True))
 
 
@@ -153,18 +163,29 @@ class Gradients:
 
     def _send_home(self, flat: torch.Tensor) -> None:
         parameters = list(self._home.values())
-        pinned = torch.empty(
-            flat.shape, dtype=torch.float32, device="cpu", pin_memory=flat.device.type == "cuda"
-        )
-        pinned.copy_(flat, non_blocking=True)
+        cuda = flat.device.type == "cuda"
+        pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=cuda)
         arrived = None
-        if flat.device.type == "cuda":
-            arrived = torch.cuda.current_stream(flat.device).record_event()
+        if cuda:
+            way = _way_home(flat.device)
+            way.wait_stream(torch.cuda.current_stream(flat.device))
+            with torch.cuda.stream(way):
+                pinned.copy_(flat, non_blocking=True)
+                flat.record_stream(way)
+            arrived = way.record_event()
+        else:
+            pinned.copy_(flat)
         if compat.after_backward("LoRA gradients", _add_coming):
             _coming.clear()  # of a pass that raised half-way
         parts = pinned.split([each.numel() for each in parameters])
         shaped = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
         _coming.append((parameters, shaped, arrived))
+
+
+@functools.cache
+def _way_home(device: torch.device) -> torch.cuda.Stream:
+    """The stream that gradients leave ``device`` in, beside what is computed."""
+    return torch.cuda.Stream(device)
 
 
 _coming: list[tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +29,6 @@ class Placed:
     """To be closed before the checkpoint's maps go."""
     numbers: tuple[int, ...]
     """The layers' numbers, by place."""
-
-    def set_room(self, slots: int, resident: Collection[int], outputs_on_host: bool) -> None:
-        """``GpuExperts.set_room``, with ``resident`` as in ``Placement``."""
-        there = [self.numbers[place] for place in resident]
-        self.experts.set_room(slots, there, outputs_on_host)
 
 
 def sizes_of(model: nn.Module, top_k: int) -> Sizes:
