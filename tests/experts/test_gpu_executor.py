@@ -338,7 +338,7 @@ def test_borders_are_written_once_a_change_whoever_makes_it(monkeypatch):
     assert not torch.equal(base, layer(*inputs))
 
 
-@pytest.mark.parametrize(("keep", "most"), [(False, 27), (True, 26)])
+@pytest.mark.parametrize(("keep", "most"), [(False, 24), (True, 23)])
 def test_a_resident_layer_takes_at_most_30_launches_and_waits_for_none(keep, most, monkeypatch):
     """Forward, second forward and backward under checkpointing, in the first micro-batch and another."""
     layer, _ = make_layer(SMALL, accumulate_grad=True)
@@ -354,7 +354,7 @@ def test_a_resident_layer_takes_at_most_30_launches_and_waits_for_none(keep, mos
             region.backward(d_out)
         assert not launches.waits
         found.append(sum(launches.found.values()))
-        assert found[-1] <= min(30, most), launches.found
+        assert found[-1] <= most <= 30, launches.found
     assert found[1] == found[2] == found[0] - 1  # the borders
 
 

@@ -21,11 +21,9 @@ import torch
 from torch.nn import functional
 
 from ktbridge.experts.dropout import Mask
-from ktbridge.experts.gpu.placement import padded
+from ktbridge.experts.gpu.placement import PAD, padded
 from ktbridge.experts.weights import SILU, Gating
 
-PAD = 16
-"""What each expert's rows are padded to a multiple of."""
 _BYTES = 16  # grouped GEMM wants addresses and strides that are multiples of it
 _WIDTH = _BYTES // 2  # in elements
 IN_TORCH = hasattr(functional, "grouped_mm")
