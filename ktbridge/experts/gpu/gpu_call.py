@@ -53,35 +53,40 @@ class GpuFunction(torch.autograd.Function):
         weights: torch.Tensor,
         *lora: torch.Tensor,
     ) -> torch.Tensor:
-        hidden = hidden.contiguous()
+        hidden, masters = hidden.contiguous(), Masters(call.used, lora)
         if call.replayed is not None:
             kept, left = call.replayed
             out = kept.get()
         else:
             out, left = call.experts.forward(
-                call.index, Inputs(hidden, weights), ids, Masters(call.used, lora), call.needed
+                call.index, Inputs(hidden, weights), ids, masters, call.needed
             )
             if checkpointing.recording():
                 checkpointing.record((call.experts.outputs.keep(call.index, out), left))
         if call.needed:
-            ctx.call, ctx.left, ctx.parameters = call, left, lora
-            ctx.save_for_backward(hidden, weights, *lora)
+            ctx.call, ctx.left, ctx.masters = call, left, masters
+            ctx.save_for_backward(hidden, weights)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         call: GpuCall = ctx.call
-        # The LoRA is saved so that autograd refuses one that was changed since.
-        hidden, weights, *_ = ctx.saved_tensors
+        hidden, weights = ctx.saved_tensors
         left: Left = ctx.left
+        before: Masters = ctx.masters
+        masters = Masters(call.used, before.parameters)
+        if masters.differ(before):  # as autograd refuses what it saves: that costs more
+            raise RuntimeError(
+                "the expert LoRA has been modified by an inplace operation since this forward."
+            )
         call.experts.outputs.fetch_before(call.index)
         last = not compat.graph_is_kept()
         if last:
             ctx.left = None  # a loss that lives on doesn't hold it
         gradients = Gradients(
             call.used.names,
-            ctx.parameters,
+            masters.parameters,
             ctx.needs_input_grad[4:],
             call.accumulate,
             call.experts.device,
@@ -91,7 +96,7 @@ class GpuFunction(torch.autograd.Function):
             Inputs(hidden, weights),
             left,
             d_out.to(torch.bfloat16).contiguous(),
-            Masters(call.used, ctx.parameters),
+            masters,
             gradients,
         )
         if last:

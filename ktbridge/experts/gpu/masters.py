@@ -74,6 +74,10 @@ class Masters:
         self.dropout: Dropout | None = use.dropout
         self.state = state_of(parameters)
 
+    def differ(self, before: Masters) -> bool:
+        """Whether the same parameters have been changed since ``before``; steps of others don't count."""
+        return self.state[1:] != before.state[1:]
+
     def on(self, device: torch.device, staging: Staging) -> dict[str, torch.Tensor]:
         """The tensors [E, ...] by name: float32 where they are there already, else out of ``staging``."""
         if all(is_there(each, device) for each in self.parameters):
