@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from ktbridge.experts.gpu.place import Placed, give_to_gpu
-from ktbridge.experts.gpu.share import Share
+from ktbridge.experts.gpu.placement import Placement
 from ktbridge.experts.loading import load_mapped
 from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.experts.nonexpert_lora import adaptable
@@ -117,7 +117,7 @@ def given(model: Any, device: torch.device, resident: bool) -> Placed:
     layers = list(expert_layers(model).values())
     kept = tuple(range(len(layers))) if resident else ()
     slot = max(slot_for(layer, 2) for layer in layers)
-    return give_to_gpu(model, device, Share(slot, 2, kept, resident, IDS.numel()))
+    return give_to_gpu(model, device, Placement(IDS.numel(), True, slot, 2, 1, kept, resident))
 
 
 class Choices:
