@@ -158,6 +158,7 @@ def forward(
         kept.append(Activations(gate_up, thin))
     del x
     h, _ = _activated(w, gate_up, part, masks)
+    del gate_up
     y = by_row(h, w.down_above, part.ends, part.bounds)
     if w.biases is not None:
         operations.add_bias(y, w.biases.down, part.owners())
@@ -180,12 +181,13 @@ def backward(
     """
     inner, ends = w.inner, part.ends
     masks = _masks(w, part, dropout)
-    tokens: torch.Tensor | None = None
+    x = tokens = None
     if kept is None or kept.thin_x is None:
         x, apart = _inputs(w, hidden, part, masks)
         gate_up = _gate_up(w, x, part) if kept is None else kept.gate_up
         thin_x = x[:, w.hidden :]
         x_gate, x_up = apart or (x, x)
+        del apart
     else:
         gate_up, thin_x, tokens = kept.gate_up, kept.thin_x, part.tokens
         x_gate = x_up = hidden
@@ -217,6 +219,8 @@ def backward(
         assert h is not None
         seen = Seen(x_gate, x_up, h if h_down is None else h_down, tokens)
         operations.lora_gradients(seen, thin_x, h, d, d_gate_up, weighing, ends, into)
+        del seen, h_down
+    del x, x_gate, x_up, thin_x, d, h, own  # the largest rows are still to come
     return _left(w.gate_up_left, d_gate_up, 2 * inner, part, masks[:2])
 
 

@@ -37,11 +37,15 @@ class Part:
     """Where its rows are among all; None: they are all there are."""
     bounds: tuple[int, ...] | None = None
     """``ends`` on the host, after a 0, where they are known there."""
+    _owners: torch.Tensor | None = None
 
     def owners(self) -> torch.Tensor:
         """[R] int64: each row's expert, counted from the part's first; the last one's for rows behind."""
-        rows = torch.arange(len(self.tokens), dtype=torch.int32, device=self.ends.device)
-        return torch.searchsorted(self.ends, rows, right=True).clamp_(max=len(self.ends) - 1)
+        if self._owners is None:
+            rows = torch.arange(len(self.tokens), dtype=torch.int32, device=self.ends.device)
+            found = torch.searchsorted(self.ends, rows, right=True)
+            self._owners = found.clamp_(max=len(self.ends) - 1)
+        return self._owners
 
 
 class Routing:
