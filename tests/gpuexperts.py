@@ -1,12 +1,17 @@
 """Expert layers given to a GPU executor, on the GPU or, computing the same, on the CPU."""
 
+import mmap
+import warnings
+
 import torch
+from expertmoe import describe, make_weights, randomise
 
 from ktbridge.experts.gpu import placement
 from ktbridge.experts.gpu.copying import InPlace
 from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
+from ktbridge.sft import MoELoRAExperts
 
 CPU = torch.device("cpu")
 
@@ -86,3 +91,26 @@ def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None, **o
         layer.gpu = OnGpu(experts, index)
         layer.move_lora(device)
     return experts
+
+
+def mapped_layer(path, shape, storage="bf16", seed=0, **options):
+    """A layer whose weights are in a file that is mapped read-only, and its weights in float32."""
+    stored, plain = make_weights(shape, storage, seed)
+    with open(path, "w+b") as file:
+        file.write(b"x" * 1000)  # a header
+        for tensor in (tensor for tensors in stored for tensor in tensors):
+            file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        file.flush()
+        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    at = 1000
+    weights = []
+    for tensors in stored:
+        views = []
+        for tensor in tensors:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+            views.append(flat.view(tensor.shape))
+            at += tensor.numel() * tensor.element_size()
+        weights.append(describe(storage, views))
+    return randomise(MoELoRAExperts.from_tensors(*weights, threads=2, **options)), plain

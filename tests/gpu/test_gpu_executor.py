@@ -1,7 +1,5 @@
 """Experts computed on the GPU: its kernels, its copies and its results against the CPU's."""
 
-import mmap
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,13 +14,11 @@ from expertmoe import (
     exact_outcome,
     make_inputs,
     make_layer,
-    make_weights,
     outcome,
     quantise,
-    randomise,
     same_bits,
 )
-from gpuexperts import chain, give, least_slot
+from gpuexperts import chain, give, least_slot, mapped_layer
 
 from ktbridge.experts.dropout import Dropout, Mask
 from ktbridge.experts.gpu import operations
@@ -30,7 +26,6 @@ from ktbridge.experts.gpu.copying import Registered, Registration, Staged, regis
 from ktbridge.experts.gpu.layout import Group, Span, layer_groups
 from ktbridge.experts.gpu.unpack import dequantise
 from ktbridge.experts.weights import Gating
-from ktbridge.sft import MoELoRAExperts
 
 TOLERANCE = 0.008  # as the CPU kernels'
 CUDA = torch.device("cuda", 0)
@@ -65,29 +60,6 @@ def copier(request):
     torch.cuda.synchronize()
     for each, _ in made.values():
         each.close()
-
-
-def mapped_layer(path, shape, storage="bf16", seed=0, **options):
-    """A layer whose weights are in a file that is mapped read-only, and its weights in float32."""
-    stored, plain = make_weights(shape, storage, seed)
-    with open(path, "w+b") as file:
-        file.write(b"x" * 1000)  # a header
-        for tensor in (tensor for tensors in stored for tensor in tensors):
-            file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        file.flush()
-        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    at = 1000
-    weights = []
-    for tensors in stored:
-        views = []
-        for tensor in tensors:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
-            views.append(flat.view(tensor.shape))
-            at += tensor.numel() * tensor.element_size()
-        weights.append(describe(storage, views))
-    return randomise(MoELoRAExperts.from_tensors(*weights, threads=2, **options)), plain
 
 
 def there(inputs):

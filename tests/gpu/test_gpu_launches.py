@@ -20,11 +20,12 @@ from expertmoe import (
     same_bits,
     some_d_out,
 )
-from gpuexperts import chain, give
+from gpuexperts import chain, give, least_slot, mapped_layer
 from torch.utils.checkpoint import checkpoint
 
 from ktbridge.experts import checkpointing
-from ktbridge.experts.gpu.copying import Staged
+from ktbridge.experts.gpu.copying import Registered, Staged, copier_for
+from ktbridge.experts.gpu.layout import layer_groups
 
 TOLERANCE = 0.008  # as the CPU kernels'
 CUDA = torch.device("cuda", 0)
@@ -121,6 +122,27 @@ def test_other_room_between_steps_and_gradients_that_add_up(copier):
         for name, p in layer.named_parameters():
             assert p.grad.isfinite().all()
             assert once[name].any()
+
+
+def test_layers_that_are_given_back_have_their_pages_registered_then(tmp_path):
+    layers = [mapped_layer(tmp_path / str(n), SHAPE, seed=n)[0] for n in range(4)]
+    inputs, d_out = there(make_inputs(SHAPE)), some_d_out(SHAPE).to(CUDA)
+    streamed = [g for layer in layers[2:] for g in layer_groups(layer.weights, least_slot(layer))]
+    copier, how = copier_for(streamed, CUDA)
+    if not isinstance(copier, Registered):
+        pytest.skip(how)
+    loader = Staged(CUDA, 2)
+    experts = give(layers, CUDA, groups=3, slots=2, resident=(0, 1), copier=copier, loader=loader)
+    loader.close()
+    expected = {name: value.clone() for name, value in chain(layers, inputs, d_out).items()}
+    for resident in ((1,), (), (0, 1, 2, 3), (3,)):
+        experts.set_room(2, resident, False)
+        assert same_bits([expected, chain(layers, inputs, d_out)])
+    copier._refused.update(g for each in experts._layers.values() for g in each.groups)
+    copier._staged = Staged(CUDA, 2)  # as where the driver refuses
+    experts.set_room(3, (), False)
+    assert same_bits([expected, chain(layers, inputs, d_out)])
+    copier.close()
 
 
 def test_an_id_outside_is_an_error_by_the_next_step():
