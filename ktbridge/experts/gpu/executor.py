@@ -14,7 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -32,31 +32,34 @@ from ktbridge.experts.gpu.streams import Outputs
 from ktbridge.experts.gpu.unpack import unpack
 from ktbridge.experts.modules import Triple
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def _alone(method: _Method) -> _Method:
+def _alone(
+    method: Callable[Concatenate[GpuExperts, _P], _R],
+) -> Callable[Concatenate[GpuExperts, _P], _R]:
     """One call at a time, on the executor's device: calls share its matrices and its ring.
 
     A call in another stream than the last one's waits for it there.
     """
 
     @functools.wraps(method)
-    def call(self: GpuExperts, *args: Any) -> Any:
+    def call(self: GpuExperts, *args: _P.args, **named: _P.kwargs) -> _R:
         with self._lock:
             if self.device.type != "cuda":
-                return method(self, *args)
+                return method(self, *args, **named)
             stream = torch.cuda.current_stream(self.device)
             if stream != self._stream:
                 if self._stream is not None:
                     stream.wait_stream(self._stream)
                 self._stream = stream
             if torch.cuda.current_device() == self.device.index:
-                return method(self, *args)
+                return method(self, *args, **named)
             with torch.cuda.device(self.device):
-                return method(self, *args)
+                return method(self, *args, **named)
 
-    return call  # type: ignore[return-value]
+    return call
 
 
 @dataclass(slots=True)

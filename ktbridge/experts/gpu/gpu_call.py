@@ -70,7 +70,7 @@ class GpuFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         call: GpuCall = ctx.call
         hidden, weights = ctx.saved_tensors
         left: Left = ctx.left
