@@ -38,6 +38,7 @@ from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.placement import (
     OF_ALL,
+    SHORT_STEP,
     cpu_tokens,
     describe,
     limits_for,
@@ -50,8 +51,6 @@ from ktbridge.sft.plan.outside import MOST_TOKENS, outside_times, probe_sizes
 
 _GAIN = 1.1
 """How much faster a placement must be predicted than what was measured, to be moved to."""
-_SHORT = 2048
-"""Tokens of a step: with more, no CPU is as fast as a link."""
 _MEASURED = (2, 3)
 """Steps whose seconds correct the costs: nothing is compiled or allocated any more."""
 
@@ -305,7 +304,7 @@ def _measure(
     fitting = limits.free // (limits.token_bytes + limits.passing)
     most = max(1, min(limits.step_tokens, MOST_TOKENS, max(limits.longest, fitting // 2)))
     wanted = setting.config.kt_config.kt_experts
-    short = limits.step_tokens <= _SHORT or wanted == "cpu"
+    short = limits.step_tokens <= SHORT_STEP or wanted == "cpu"
     experts = time_experts(layer, device, sizes.top_k, most, free=max(1, limits.free), cpu=short)
     outside = outside_times(model, setting, probe_sizes(setting, most), device)
     update = time_update(device), time_update(torch.device("cpu"))

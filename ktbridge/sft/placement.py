@@ -43,6 +43,8 @@ KEPT_FREE = 0.03
 LEAST_FREE = 256_000_000
 WORKSPACES = 4 * (32 << 20)
 """cuBLAS's own memory: for each thread and stream that multiplies."""
+SHORT_STEP = 2048
+"""Tokens of a step: with more, no CPU is as fast as a link."""
 _LARGE = 8192  # tokens
 _TYPICAL = 64  # rows of a step by whose lengths it is cut; of more, as many stand for all
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -24,7 +24,7 @@ from ktbridge.machine import read_gpus
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import Values
-from ktbridge.sft.plan.choices import choose, compare
+from ktbridge.sft.plan.choices import compare
 from ktbridge.sft.plan.declared import Declared, declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
@@ -78,8 +78,8 @@ def make_plan(
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
     setting = Setting(shape, config, lengths, cuda, threads)
-    choices = compare(setting, target, measure)
-    chosen = choose(choices, config.kt_config.kt_experts)
+    compared = compare(setting, target, measure)
+    chosen = compared.chosen
     setting, pace = chosen.setting or setting, chosen.pace
     parts = predict(setting)
 
@@ -101,7 +101,7 @@ def make_plan(
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
-        notes=(*stored, *_notes(setting, target, missing, declared, pace)),
+        notes=(*stored, *compared.notes, *_notes(setting, target, missing, declared, pace)),
         rows=lengths.rows,
         refused=lengths.refused,
         sequences=lengths.sequences,
@@ -112,7 +112,9 @@ def make_plan(
         steps=setting.steps,
         pace=pace,
         tokens_per_pass=setting.batch.tokens,
-        experts=tuple(choice.described(setting) for choice in choices) if cuda else (),
+        experts=tuple(choice.described() for choice in compared.choices) if cuda else (),
+        placement=setting.placement,
+        reason=compared.reason,
         disk_reads=reads,
     )
 

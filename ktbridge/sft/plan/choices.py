@@ -1,16 +1,29 @@
-"""Compare the devices that may compute the experts: GPU memory and pace of each."""
+"""Take the placement that ``train`` would take, and compare it with the best of each other device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.gpu.share import Outside
+from ktbridge.experts.gpu.placement import Costs, Limits, Placement, Scored
+from ktbridge.sft.placement import (
+    ON_GPU,
+    SHORT_STEP,
+    cpu_tokens,
+    describe,
+    limit_of,
+    limits_for,
+    obstacle,
+    rank_placements,
+    refuse_on_gpu,
+)
+from ktbridge.sft.plan.assumed import ASSUMED, assumed_costs, assumed_cpu
 from ktbridge.sft.plan.memory import Setting, predict
-from ktbridge.sft.plan.modes import obstacle, possible, refuse_on_gpu, with_tokens
 from ktbridge.sft.plan.parts import Experts, Pace, total
 from ktbridge.sft.plan.target import Target
+
+_NO_GPU = "not timed: there is no GPU here"
 
 
 @dataclass(frozen=True)
@@ -19,15 +32,17 @@ class Choice:
 
     name: str
     setting: Setting | None
+    chosen: bool = False
     pace: Pace | None = None
     why: str = ""
+    scored: Scored | None = None
 
-    def described(self, taken: Setting) -> Experts:
-        """For the plan, which is made for ``taken``."""
+    def described(self) -> Experts:
+        """For the plan."""
         made = self.setting
         return Experts(
             name=self.name,
-            chosen=made is not None and made == taken,
+            chosen=self.chosen,
             gpu=total(predict(made), "GPU") if made else None,
             tokens_per_pass=made.batch.tokens if made else None,
             tokens_per_second=self.pace.tokens_per_second if self.pace else None,
@@ -35,67 +50,116 @@ class Choice:
         )
 
 
-def compare(setting: Setting, target: Target, measure: bool) -> tuple[Choice, ...]:
-    """The CPU's kernels and, if ``kt_experts`` allows it, the GPU; timed here if ``measure``.
+@dataclass(frozen=True)
+class Comparison:
+    """Each mode's best placement; ``reason`` for the chosen one, "" where there was none to choose."""
 
-    Raises ``UsageError`` if the GPU is requested and unavailable.
+    choices: tuple[Choice, ...]
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Choice:
+        return next(each for each in self.choices if each.chosen)
+
+
+def compare(setting: Setting, target: Target, measure: bool) -> Comparison:
+    """Rank placements as ``train`` does; by times measured here if ``measure`` and there is a GPU.
+
+    Raises ``UsageError`` if the GPU is requested and unavailable, or too small.
     """
     config = setting.config
     closed = obstacle(config, setting.cuda)
     refuse_on_gpu(config, closed)
-    if closed or config.kt_config.kt_experts == "cpu":
+    if closed:
         tokens = config.tokens_per_pass
-        made = setting if tokens == "auto" else with_tokens(setting, int(tokens))
-        found: list[tuple[str, Setting | str]] = [("cpu", made)]
-    else:
-        assert target.gpu_memory is not None
-        found = list(possible(setting, target.gpu_memory, target.memory))
-    choices = [
-        Choice(name, None, why=made) if isinstance(made, str) else Choice(name, made)
-        for name, made in found
-    ]
-    return tuple(_timed(choices, target.memory)) if measure else tuple(choices)
+        made = setting if tokens == "auto" else _in_rows(setting, int(tokens))
+        alone = Choice("cpu", made, chosen=True)
+        return Comparison((_timed(alone, target.memory) if measure else alone,))
+    assert target.gpu_memory is not None
+    limits = limits_for(setting, limit_of(setting, target.gpu_memory))
+    found = _measured(setting, limits) if measure else None
+    costs = found or assumed_costs(setting)
+    choices, reason = choose(setting, limits, costs, target.memory)
+    if measure:
+        choices = [_timed(each, target.memory, found) for each in choices]
+    notes = [] if found else [ASSUMED]
+    budget = config.kt_config.kt_gpu_memory
+    if budget and budget > target.gpu_memory:
+        notes.append("kt_gpu_memory is more than the GPU has: the plan counts on what is there")
+    return Comparison(tuple(choices), "" if found is None else reason, tuple(notes))
 
 
-def _timed(choices: Sequence[Choice], memory: int | None) -> Iterator[Choice]:
-    """The choices with their pace on this machine, whose ``memory`` may be used for it."""
-    from ktbridge.sft.plan.measure import measure_gpu_layer
-    from ktbridge.sft.plan.outside import measure_outside
+def choose(
+    setting: Setting, limits: Limits, costs: Costs, memory: int | None
+) -> tuple[list[Choice], str]:
+    """The best of cpu, stream and resident, the first of all chosen; and the reason in words.
+
+    ``memory`` are bytes of RAM. Raises ``UsageError`` where what is asked for doesn't fit.
+    """
+    sizes, wanted = setting.expert_sizes, setting.config.kt_config.kt_experts
+    timed = replace(costs, cpu=costs.cpu or assumed_cpu(setting))
+    asked = timed if wanted == "cpu" else costs
+    if wanted == "auto" and limits.step_tokens > SHORT_STEP:
+        asked = replace(costs, cpu=None)  # as train, which doesn't time the CPU then
+    reason = ""
+    try:
+        ranked = rank_placements(setting, limits, asked, memory=memory)
+        reason = describe(ranked[0], sizes, limits.step_tokens)
+    except UsageError as error:
+        if wanted in ON_GPU:
+            raise
+        ranked = []
+        reason = f"experts on the CPU, for the GPU's memory is too small: {error.sentence}"
+
+    def best(mode: str) -> Scored:
+        for each in ranked:
+            if each.placement.mode(sizes) == mode:
+                return each
+        kt = replace(setting.config.kt_config, kt_experts=mode)
+        other = replace(setting, config=replace(setting.config, kt_config=kt))
+        return rank_placements(other, limits, timed, memory=memory)[0]
+
+    def each_mode() -> Iterator[Choice]:
+        for mode in ("cpu", *ON_GPU):
+            try:
+                scored = best(mode)
+            except UsageError as error:
+                if mode != "cpu":
+                    yield Choice(mode, None, why=error.sentence)
+                    continue
+                tokens = cpu_tokens(setting, limits, memory)
+                made = _in_rows(setting, tokens, Placement(tokens, on_gpu=False))
+                yield Choice(mode, made, chosen=not ranked)
+                continue
+            taken = scored is ranked[0] if ranked else mode == "cpu"
+            made = _in_rows(setting, scored.placement.tokens, scored.placement)
+            yield Choice(mode, made, chosen=taken, scored=scored)
+
+    return list(each_mode()), reason
+
+
+def _in_rows(setting: Setting, tokens: int, placement: Placement | None = None) -> Setting:
+    """The run in micro-batches of as many rows as ``tokens`` take, one at least."""
+    rows = max(1, tokens // (setting.lengths.longest * setting.sides))
+    return replace(setting, rows=rows, placement=placement)
+
+
+def _timed(choice: Choice, memory: int | None, costs: Costs | None = None) -> Choice:
+    """The choice with its pace here, whose ``memory`` may be used; ``costs``: what the GPU was timed for."""
     from ktbridge.sft.plan.speed import measure, pace_of
 
-    machine = None
-    outside: dict[int, Outside | None] = {}  # by tokens of a pass
-    for choice in choices:
-        made = choice.setting
-        if made is None:
-            yield choice
-            continue
-        machine = machine or measure(made, memory)
-        tokens = made.batch.tokens
-        if made.cuda and tokens not in outside:
-            outside[tokens] = measure_outside(made, tokens)
-        others = outside.get(tokens)
-        if made.placed is None:
-            yield replace(choice, pace=pace_of(made, machine, outside=others))
-            continue
-        times = measure_gpu_layer(made, tokens)
-        if times is None:
-            yield replace(choice, why="not timed: there is no GPU here")
-        else:
-            yield replace(choice, pace=pace_of(made, machine, times, others))
+    made = choice.setting
+    if made is None:
+        return choice
+    if made.placed is not None and costs is None:
+        return replace(choice, why=_NO_GPU)
+    on_gpu = choice.scored if costs is not None and made.placed is not None else None
+    return replace(choice, pace=pace_of(made, measure(made, memory), on_gpu, costs))
 
 
-def choose(choices: tuple[Choice, ...], wanted: str) -> Choice:
-    """What is ``wanted``; for "auto" the fastest, or where none was timed what needs the CPU least.
+def _measured(setting: Setting, limits: Limits) -> Costs | None:
+    """What a step takes on this machine's GPU, as ``train`` measures it; None where it can't be timed."""
+    from ktbridge.sft.plan.measure import measure_costs
 
-    Raises ``UsageError`` if the requested mode is unavailable.
-    """
-    if wanted != "auto":
-        found = next(each for each in choices if each.name == wanted)
-        if found.setting is None:
-            raise UsageError(f"kt_experts: {wanted}: {found.why}", "Set kt_experts: auto.")
-        return found
-    there = [each for each in choices if each.setting is not None]
-    if all(each.pace is not None for each in there):
-        return max(there, key=lambda each: each.pace.tokens_per_second if each.pace else 0.0)
-    return there[-1]
+    return measure_costs(setting, limits)

@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ktbridge.experts.gpu.share import LayerTimes
+from ktbridge.experts.gpu.placement import Costs, Limits
+from ktbridge.sft.placement import SHORT_STEP
 from ktbridge.sft.plan.layer_bytes import Pass, host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import Setting
 
@@ -87,29 +88,37 @@ def measure_experts(setting: Setting, tokens: int, room: int | None) -> ExpertTi
     )
 
 
-def measure_gpu_layer(setting: Setting, tokens: int) -> LayerTimes | None:
-    """A layer's experts on this machine's GPU, and how fast they cross; None where there is no GPU to ask.
+def measure_costs(setting: Setting, limits: Limits) -> Costs | None:
+    """What a step takes on this machine's GPU, by the probes of ``train``; None where it can't be timed.
 
     Weights are random and in this process's memory, registered with the driver as a mapped file's are.
     """
     import torch
 
-    from ktbridge.experts.gpu.measure import time_layer
+    from ktbridge.experts.gpu.operations import has_cores
+    from ktbridge.experts.gpu.probes import costs_of, time_experts, time_update
     from ktbridge.experts.layer import MoELoRAExperts
+    from ktbridge.sft.plan.outside import MOST_TOKENS, measure_outside
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or not has_cores(torch.device("cuda")):
         return None
-    sizes, share, device = setting.expert_sizes, setting.placed, torch.device("cuda")
-    slot = share.slot_bytes if share else sizes.slot(sizes.groups)
+    device, config = torch.device("cuda"), setting.config
+    fitting = limits.free // (limits.token_bytes + limits.passing)
+    most = max(1, min(limits.step_tokens, MOST_TOKENS, max(limits.longest, fitting // 2)))
+    outside = measure_outside(setting, most)
+    if outside is None:
+        return None
     storage = setting.shape.expert_storage if setting.shape.mappable else "bf16"
-    size = setting.expert_pass(tokens)
+    size = setting.expert_pass(most)
     layer = MoELoRAExperts.from_tensors(
         *_random_layer(storage, size, setting.shape.mappable),
         lora_rank=size.rank,
-        lora_dropout=setting.config.expert_dropout,
+        lora_dropout=config.expert_dropout,
     )
-    slots = share.slots or None if share else None
-    return time_layer(layer, device, slot, size.top_k, tokens, slots=slots, cpu=False)
+    short = limits.step_tokens <= SHORT_STEP or config.kt_config.kt_experts == "cpu"
+    experts = time_experts(layer, device, size.top_k, most, free=max(1, limits.free), cpu=short)
+    update = time_update(device), time_update(torch.device("cpu"))
+    return costs_of(experts, outside, update, 1 + config.forwards_alone)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from ktbridge.experts.gpu.placement import Placement
 from ktbridge.units import figures, size_text
 
 Where = Literal["RAM", "page cache", "GPU", "disk"]
@@ -168,6 +169,10 @@ class Plan:
     """How often they are."""
     refused: int = 0
     """Rows that can't be used."""
+    placement: Placement | None = None
+    """Where the experts will be, as ``train`` executes it; None where there was no choice."""
+    reason: str = ""
+    """The reason for it in words; "" where no GPU was timed."""
 
     @property
     def fits(self) -> bool:
@@ -207,6 +212,8 @@ class Plan:
             "pace": None if self.pace is None else asdict(self.pace),
             "tokens_per_pass": self.tokens_per_pass,
             "experts": [asdict(each) for each in self.experts],
+            "placement": self.placement and asdict(self.placement),
+            "reason": self.reason,
             "disk_reads": self.disk_reads and self.disk_reads.as_dict(),
         }
 

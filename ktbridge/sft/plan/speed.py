@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktbridge.experts.gpu.share import LayerTimes, Outside, gpu_seconds
+from ktbridge.experts.gpu.placement import Costs, Scored
 from ktbridge.sft.disk import checkpoint_bytes
 from ktbridge.sft.plan.measure import (
     ExpertTimes,
@@ -42,43 +42,37 @@ def measure(setting: Setting, room: int | None) -> Measured:
 
 
 def pace_of(
-    setting: Setting,
-    found: Measured,
-    gpu: LayerTimes | None = None,
-    outside: Outside | None = None,
+    setting: Setting, found: Measured, scored: Scored | None = None, costs: Costs | None = None
 ) -> Pace:
-    """The run's pace, from times of a pass of ``setting``; ``gpu``: of experts that the GPU computes.
+    """The run's pace; ``scored``: of experts that the GPU computes.
 
-    ``outside`` is what was measured of the rest on a GPU; None: it is estimated from products.
+    ``costs`` are what was measured on a GPU; None: what is outside the experts is estimated from products.
     """
     rates, times = found.rates, found.experts
-    tokens = _tokens(setting)
-    estimated = outside is None
-    if outside is None:
-        loss = _seconds(_loss_flops(setting, tokens), rates)
-        layers = _seconds(_layer_flops(setting, tokens), rates)
-        layers += _GPU_LAYER * len(setting.shape.layers) if setting.cuda else 0.0
-        runs = 1 + _runs(setting)
-        outside = Outside(layers / runs, layers * (runs - 1) / runs, loss)
-    elif alone := setting.config.forwards_alone:  # the reference's
-        loss = outside.loss * (3 + alone) / 3
-        outside = Outside((1 + alone) * outside.forward, outside.backward, loss)
-    others = outside.forward + outside.backward + outside.loss
+    tokens, passes = _tokens(setting), setting.passes
+    if costs is None:
+        others = _seconds(_loss_flops(setting, tokens), rates)
+        others += _seconds(_layer_flops(setting, tokens), rates)
+        others += _GPU_LAYER * len(setting.shape.layers) if setting.cuda else 0.0
+    else:
+        forward, backward = (
+            max(line.at(tokens), host)
+            for line, host in zip(costs.outside, costs.launch_outside, strict=True)
+        )
+        others = costs.forwards * forward + backward + costs.loss.at(tokens)
     on_cpu = expert_lora_elements(setting)
     trained = on_cpu + nonexpert_lora_elements(setting)
-    passes = setting.passes
-    if setting.placed is None:
+    updates = times.update * (on_cpu if setting.cuda else trained)
+    if scored is None:
         experts = setting.shape.sparse_layers * (
             times.first + (passes - 1) * times.next + passes * times.reference
         )
         whole = experts + passes * others
-        updates = times.update * (on_cpu if setting.cuda else trained)
     else:
-        assert gpu is not None
-        part = gpu_seconds(gpu, setting.placed, setting.expert_sizes, outside)
-        whole = passes * (part + outside.loss)
+        if setting.placed is not None and setting.placed.masters:
+            updates = 0.0
+        whole = scored.seconds.step - updates
         experts = max(0.0, whole - passes * others)
-        updates = 0.0 if setting.placed.masters else times.update * on_cpu
     step = whole + updates
     held = setting.lengths.held_out * setting.evaluations
     evaluated = held * whole / setting.step_rows * _forward_share(setting)
@@ -86,10 +80,10 @@ def pace_of(
     if setting.config.load_best_model_at_end:
         saves += setting.evaluations  # at most: each that is the best so far
     written = saves * checkpoint_bytes(setting.config, trained)
-    if gpu:
-        how = _how_on_gpu(gpu, rates, estimated)
+    if scored is not None and costs is not None:
+        how = _how_on_gpu(scored, costs)
     else:
-        how = _how(setting, times, rates, updates, saves, estimated)
+        how = _how(setting, times, rates, updates, saves, costs is None)
     return Pace(
         tokens_per_second=setting.step_rows * setting.sides * setting.lengths.mean / step,
         step_seconds=step,
@@ -109,17 +103,12 @@ def _tokens(setting: Setting) -> int:
     )
 
 
-def _how_on_gpu(gpu: LayerTimes, rates: ProductRates, estimated: bool) -> str:
-    link = f", its weights cross at {gpu.link / 1e9:.0f} GB/s" if gpu.link else ""
-    measured = f"{1000 * gpu.gpu:.1f} ms a layer of experts and pass on the GPU{link}, products at "
-    measured += f"{_rate(rates.forward)} forward and {_rate(rates.backward)} backward"
-    if estimated:
-        assumed = "attention, norms and the like take as long as products"
-        assumed += f" and {1000 * _GPU_LAYER:g} ms a layer, "
-    else:
-        measured += ", some layers without their experts, and the loss"
-        assumed = ""
-    return f"measured: {measured}; assumed: {assumed}weights cross beside all the rest"
+def _how_on_gpu(scored: Scored, costs: Costs) -> str:
+    return (
+        f"measured: one layer's experts on the GPU, the link at {costs.link / 1e9:.0f} GB/s, some layers "
+        f"without their experts, the loss; a step is bound by {scored.seconds.bound}; assumed: weights are "
+        "transferred beside all the rest"
+    )
 
 
 def _notes(setting: Setting, rates: ProductRates) -> tuple[str, ...]:
