@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from gpuexperts import allow_on_cpu
+from ktbridge.experts.gpu.share import LayerTimes
 from manyranks import (
     GLOBAL_BATCH,
     assert_same_run,
@@ -23,7 +24,6 @@ from manyranks import (
 from torch import nn
 from trainrun import losses, quiet, train
 
-from ktbridge.experts.gpu.share import LayerTimes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import from_main, start, world

@@ -13,6 +13,7 @@ import trainrun
 import trl
 from click.testing import CliRunner
 from expertmoe import Shape, make_inputs, make_layer
+from planshapes import V2_LITE
 from tinymoe import tiny_model
 from trainrun import conversation, pair, write_lines
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -50,17 +51,6 @@ FAMILIES = {
                    "num_experts_per_tok": 4, "shared_expert_intermediate_size": 64,
                    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 32,
                    "linear_value_head_dim": 32},
-}  # fmt: skip
-
-
-V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400,
-    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "n_shared_experts": 2, "n_routed_experts": 64, "kv_lora_rank": 512, "q_lora_rank": None,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "topk_method": "greedy",
-    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "first_k_dense_replace": 1,
-    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -174,9 +164,11 @@ def test_some_layers_without_experts_run_as_they_do_in_training(family, tmp_path
 
     both = {name for name in trained(whole) if ".layers.0." in name or ".layers.1." in name}
     assert trained(few) == {name: trained(whole)[name] for name in both}
-    found = outside._seconds(setting, 2, 64, device)
-    assert found.forward > 0
-    assert found.forward + found.backward + found.loss > found.forward
+    found = outside.outside_times(few, setting, outside.probe_sizes(setting, 64), device)
+    assert 0 < found.forward.at(64) <= found.forward.at(6400)
+    assert found.backward.at(64) > 0
+    assert found.loss.at(64) >= 0
+    assert min(found.launch) >= 0
 
 
 def saved_by_autograd(tuned, tokens):

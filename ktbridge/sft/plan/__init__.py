@@ -24,7 +24,6 @@ from ktbridge.machine import read_gpus
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import Values
-from ktbridge.sft.plan.choices import compare
 from ktbridge.sft.plan.declared import Declared, declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
@@ -67,6 +66,8 @@ def make_plan(
     Raises KtbridgeError for a model that is missing, damaged or of an unknown kind, and what reading the
     rows raises.
     """
+    from ktbridge.sft.plan.choices import compare  # whose placement needs this package's memory model
+
     base = find_model(config.model_name_or_path)
     missing = weights_missing(base)
     declared = (declared or declare(base)) if missing else None

@@ -145,7 +145,7 @@ def measure_products(setting: Setting, tokens: int) -> ProductRates:
     weight = torch.randn(hidden, hidden, device=device).to(dtype)
     times = 16 if device.type == "cuda" else 1  # queued together, as in training
 
-    def rate(product: Callable[[], Any]) -> float:
+    def rate(product: Callable[[], object]) -> float:
         def once() -> None:
             for _ in range(times):
                 product()

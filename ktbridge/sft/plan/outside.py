@@ -15,6 +15,8 @@ from ktbridge.experts.gpu.placement import Line
 from ktbridge.sft.plan.memory import Setting
 
 if TYPE_CHECKING:
+    import torch
+
     from ktbridge.experts.gpu.probes import OutsideTimes
 
 _LAYERS = 4  # timed, after the first and the dense ones: with linear attention one in four is of another kind
@@ -65,7 +67,7 @@ def measure_outside(setting: Setting, tokens: int) -> OutsideTimes | None:
 
 
 def outside_times(
-    model: Any, setting: Setting, sizes: Sequence[tuple[int, int]], device: Any
+    model: Any, setting: Setting, sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> OutsideTimes:
     """Time a run's ``model`` without its routed experts, with trl's loss (``probes.time_outside``).
 
@@ -82,10 +84,10 @@ def outside_times(
     before = base.__dict__.get("forward")
     add_fused_lm_head(base, outputs=asked.get(setting.config.stage, usual))
 
-    def hidden(ids: Any) -> Any:
+    def hidden(ids: torch.Tensor) -> Any:
         return base.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
-    def whole(ids: Any) -> Any:
+    def whole(ids: torch.Tensor) -> Any:
         return base(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum()
 
     try:
@@ -105,7 +107,7 @@ def probe_sizes(setting: Setting, most: int) -> list[tuple[int, int]]:
     return [(1, min(length, 64)), small, (rows, length)]
 
 
-def _first_layers(setting: Setting, layers: int, device: Any) -> Any:
+def _first_layers(setting: Setting, layers: int, device: torch.device) -> Any:
     """A model of so many layers on ``device``, without routed experts, with the run's LoRA."""
     import torch
     from torch import nn
