@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,35 +101,23 @@ def test_memory_is_that_of_recorded_runs(made):
     assert max(errors.values()) < 0.11
 
 
-def test_steps_bound_by_the_link_take_what_was_recorded(made):
-    seen = 0
-    for name, told, run in recorded():
+def test_streamed_steps_take_what_was_recorded(made):
+    """By assumed costs, which know the link best: up to 16,384 tokens, none of them fitted run by run."""
+    errors = []
+    for _, told, run in recorded():
         setting = as_run(made, told, run)
-        placement, sizes = setting.placement, setting.expert_sizes
-        cut = next(
-            c
-            for c in cuts_for(
-                made(
-                    told["model"]["model_type"],
-                    told["settings"]["rows"],
-                    told["settings"]["length"],
-                    f"tokens_per_pass={placement.tokens}",
-                )
-            )
-        )
-        found = predict_seconds(placement, sizes, cut, assumed_costs(setting))
-        measured = sorted(run["seconds"][1:])[len(run["seconds"]) // 2 - 1]
-        print(
-            name,
-            placement.slots,
-            len(placement.resident),
-            found.bound,
-            found.step,
-            measured,
-            found.step / measured - 1,
-        )
-        seen += 1
-    assert not seen
+        placement, settings = setting.placement, told["settings"]
+        if run["who"] != "stream" or placement.tokens > 16384:
+            continue
+        if len(placement.resident) == setting.expert_sizes.layers:
+            continue
+        pinned = f"tokens_per_pass={placement.tokens}"
+        name = told["model"]["model_type"]
+        (cut,) = cuts_for(made(name, settings["rows"], settings["length"], pinned))
+        found = predict_seconds(placement, setting.expert_sizes, cut, assumed_costs(setting))
+        errors.append(found.step / statistics.median(run["seconds"][1:]) - 1)
+    assert len(errors) >= 11
+    assert max(map(abs, errors)) <= 0.15
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cpu", "stream", "resident"])
@@ -144,7 +133,9 @@ def test_a_plan_takes_what_training_takes(made, wanted, rows):
     assert chosen.scored == taken
     assert chosen.setting.placement == taken.placement
     assert f"{taken.seconds.step:.2f} s a step predicted" in reason
-    assert chosen.name == (wanted if wanted != "auto" else "cpu" if rows == 1 else "resident")
+    # stream keeps all layers where they fit.
+    usual = {"cpu": "cpu", "auto": "cpu" if rows == 1 else "resident"}
+    assert chosen.name == usual.get(wanted, "resident")
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])
@@ -160,12 +151,13 @@ def test_more_memory_is_never_slower(made, rows, storage):
     assert found == pytest.approx(sorted(found, reverse=True), rel=0.002)
 
 
-def test_int4_at_six_gigabytes_takes_two_micro_batches(made):
+def test_int4_at_six_gigabytes_takes_no_more_micro_batches_than_it_must(made):
+    """0.6 took four for the sake of few groups; and nothing is ever shared with the CPU within a layer."""
     setting = made("deepseek_v2", 16, 512, "int4")
     limits = limits_for(setting, limit_of(setting, 6 * GB))
-    first = rank_placements(setting, limits, assumed_costs(setting))[0].placement
-    print(first, limits)
-    assert first.tokens >= 4096
+    ranked = rank_placements(setting, limits, assumed_costs(setting))
+    assert 16 * 512 / ranked[0].placement.tokens < 3
+    assert {each.placement.mode(setting.expert_sizes) for each in ranked} == {"stream"}
 
 
 def test_too_little_and_too_much_memory_are_told(run_yaml, made, tmp_path):

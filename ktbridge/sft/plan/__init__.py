@@ -66,7 +66,9 @@ def make_plan(
     Raises KtbridgeError for a model that is missing, damaged or of an unknown kind, and what reading the
     rows raises.
     """
-    from ktbridge.sft.plan.choices import compare  # whose placement needs this package's memory model
+    from ktbridge.sft.plan.choices import (
+        compare,  # whose placement needs this package's memory model
+    )
 
     base = find_model(config.model_name_or_path)
     missing = weights_missing(base)

@@ -118,7 +118,10 @@ def choose(
                 return each
         kt = replace(setting.config.kt_config, kt_experts=mode)
         other = replace(setting, config=replace(setting.config, kt_config=kt))
-        return rank_placements(other, limits, timed, memory=memory)[0]
+        for each in rank_placements(other, limits, timed, memory=memory):
+            if each.placement.mode(sizes) == mode:
+                return each
+        raise UsageError(f"no placement is {mode} with these settings: see the others.")
 
     def each_mode() -> Iterator[Choice]:
         for mode in ("cpu", *ON_GPU):
