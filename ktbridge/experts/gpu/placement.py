@@ -23,6 +23,7 @@ _UNEVEN = 1.25  # a group's rows over the mean group's: what more there are is c
 _ON_WAY = 3  # outputs that leave or come back while others are used
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
 _PAGE = 4096
+_APART = 8  # the power in a mean that is nearly the largest
 
 
 def padded(rank: int) -> int:
@@ -373,13 +374,24 @@ def predict_seconds(placement: Placement, sizes: Sizes, cut: Cut, costs: Costs) 
             crossing = transfers / costs.link
             times = 1 if way else costs.forwards
             link, gpu, host = link + times * crossing, gpu + times * busy, host + times * starting
-            waiting += times * max(crossing, busy, starting)
+            waiting += times * _together(crossing, busy, starting)
         alone += costs.loss.at(tokens) + costs.micro_batch
         if not placement.on_gpu:
             assert costs.cpu is not None
             alone += layers * costs.cpu.at(tokens)
     alone += costs.update[0 if placement.masters else 1] * lora + costs.others
     return Seconds(waiting + alone, link, gpu, host, alone)
+
+
+def _together(*seconds: float) -> float:
+    """Seconds of what works beside each other: the slowest, and more where others are nearly as slow.
+
+    They wait for each other within a layer, so two that take alike take a tenth longer than one.
+    """
+    longest = max(seconds)
+    if not longest:
+        return 0.0
+    return longest * math.fsum((each / longest) ** _APART for each in seconds) ** (1 / _APART)
 
 
 def rank(

@@ -1,7 +1,8 @@
 """What a placement is chosen by, measured in some seconds on this machine: ``Costs`` of a run's own layers.
 
 Three things work beside each other, so they are timed apart: the link by copies of a group's own pages, the
-GPU between events, and the host by small inputs, for which starting the operations takes all of the time.
+GPU by its kernels' own seconds, as torch's profiler has them, and the host by small inputs, for which starting
+the operations takes all of the time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from statistics import median
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from ktbridge.experts.gpu.copying import copier_for
 from ktbridge.experts.gpu.executor import GpuExperts
@@ -31,13 +34,16 @@ MOST_TOKENS = 16384
 """Tokens timed; more take in proportion."""
 _FEW = 64  # tokens whose products take less time than starting them
 _CPU_TOKENS = 1024
-_REPEATS = 3
+_REPEATS = 2
 _AGAIN = 0.35  # of a backward's seconds: two of its five products are gate's and up's second
 _GROUP = 0.7
 _STEP = 0.015  # seconds: clipping, optimizer and log of all but the experts
 _MICRO_BATCH = 0.005  # seconds to make its tensors
 _UPDATED = 1 << 22  # LoRA weights that the optimizer is timed with
 _PART = 4 << 30  # bytes of bfloat16 matrices that are timed at most; of more, fewer experts are
+
+
+Timing = Callable[[Callable[[], object], torch.device], float]
 
 
 @dataclass(frozen=True)
@@ -132,12 +138,16 @@ def time_experts(
         on_cpu = None
         if cpu:
             few = min(tokens, _CPU_TOKENS)
-            forward, backward = _run(part, top_k, max(1, round(few * share)), torch.device("cpu"))
+            size = max(1, round(few * share))
+            forward, backward = _run(part, top_k, size, torch.device("cpu"), waited)
             on_cpu = Line(0.0, (forward + backward) / share / few)
         part.gpu = OnGpu(experts, 0)
         part.move_lora(device)
         large = max(2 * _FEW, round(min(tokens, MOST_TOKENS) * share))
-        found = [_run(part, top_k, size, device) for size in (_FEW, large // 2, large)]
+        found = [
+            _run(part, top_k, size, device, timing)
+            for size, timing in ((_FEW, waited), (large // 2, busy), (large, busy))
+        ]
         rows = [size * top_k for size in (large // 2, large)]
         # Of as many rows an expert as in the layer; what doesn't grow with them is started once.
         ways = [_line(rows, (found[1][way], found[2][way])) for way in range(2)]
@@ -175,7 +185,7 @@ def time_outside(
             model.train()
             for number, (rows, length) in enumerate(sizes):
                 ids = torch.ones(rows, length, dtype=torch.int64, device=device)
-                found.append(_outside(hidden, whole, ids, device, warm_up=int(number == 0)))
+                found.append(_outside(hidden, whole, ids, device, busy if number else waited))
     finally:
         model.train(training)
         for parameter, gradient in zip(trained, gradients, strict=True):
@@ -202,6 +212,28 @@ def time_update(device: torch.device) -> float:
     return median_seconds(update, device) / _UPDATED
 
 
+def waited(once: Callable[[], object], device: torch.device) -> float:
+    """The median of some runs' seconds, the device waited for, after one to warm up."""
+    return median_seconds(once, device)
+
+
+def busy(once: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``device`` computes in a run, however long the host takes to start that."""
+    if device.type == "cuda":
+        _wait(device)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            once()
+            _wait(device)
+        found = sum(
+            each.self_device_time_total
+            for each in seen.key_averages()
+            if each.device_type != DeviceType.CPU
+        )
+        if found:  # else the driver lets nobody look
+            return float(found) / 1e6
+    return median_seconds(once, device, 1, 0)
+
+
 def median_seconds(
     once: Callable[[], object], device: torch.device, repeats: int = _REPEATS, warm_up: int = 1
 ) -> float:
@@ -219,7 +251,7 @@ def median_seconds(
 def _line(sizes: Sequence[int], seconds: tuple[float, float]) -> Line:
     """The line through two measurements."""
     (small, large), (less, more) = sizes, seconds
-    # Where the host was the bound, both took alike: a larger size takes more all the same.
+    # Of the large one a half at least is by size, whatever disturbed the measurements.
     each = max(0.0, (more - less) / max(1, large - small), 0.5 * more / large)
     return Line(max(0.0, more - each * large), each)
 
@@ -229,7 +261,7 @@ def _outside(
     whole: Callable[[torch.Tensor], torch.Tensor],
     ids: torch.Tensor,
     device: torch.device,
-    warm_up: int,
+    timing: Timing,
 ) -> tuple[float, float, float, int]:
     """Seconds of a forward, a backward, and of head and loss; peak bytes of the first two."""
 
@@ -237,18 +269,15 @@ def _outside(
         out = hidden(ids)
         out.backward(torch.ones_like(out))
 
-    def all_of_it() -> None:
-        whole(ids).backward()
-
-    alone = median_seconds(lambda: hidden(ids), device, 2, warm_up)
+    alone = timing(lambda: hidden(ids), device)
     taken = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         taken = torch.cuda.memory_allocated(device)
-    two = median_seconds(both, device, 2, warm_up)
+    two = timing(both, device)
     if device.type == "cuda":
         taken = torch.cuda.max_memory_allocated(device) - taken
-    three = median_seconds(all_of_it, device, 2, warm_up)
+    three = timing(lambda: whole(ids).backward(), device)
     return alone, max(0.0, two - alone), max(0.0, three - two), taken
 
 
@@ -288,7 +317,7 @@ def _part(layer: MoELoRAExperts, experts: Sequence[int]) -> MoELoRAExperts:
 
 
 def _run(
-    layer: MoELoRAExperts, top_k: int, tokens: int, device: torch.device
+    layer: MoELoRAExperts, top_k: int, tokens: int, device: torch.device, timing: Timing
 ) -> tuple[float, float]:
     """Seconds of a forward and of a backward."""
     draw = torch.Generator().manual_seed(0)
@@ -305,8 +334,8 @@ def _run(
         out = forward()
         out.backward(torch.ones_like(out))
 
-    alone = median_seconds(forward, device)
-    return alone, max(0.0, median_seconds(both, device) - alone)
+    alone = timing(forward, device)
+    return alone, max(0.0, timing(both, device) - alone)
 
 
 def _transfers(
