@@ -9,12 +9,11 @@
 
 A row of the table is a model, a GPU memory budget, how experts are stored, and the rows of a step; --rows-of
 names some (--list shows all). Each run is a process of its own, with LoRA of rank 8 on all layers. It counts
-by the median of the steps but the first two. Beside it: what the run predicted of itself (or, where it says
-nothing, what `ktbridge plan` did), the most GPU memory in use above what was before (nvidia-smi), and what
-`ktbridge plan` had said of it. auto passes where it reaches the row's target, is at least 0.97 of the best
-fixed mode, is predicted within 15 %, stays within 10 % of the planned GPU memory and never ran out of it
-(KTC023); on N GPUs, with as many rows on each, where it is 0.95 N times as fast. Targets are tokens/s of one
-H100 or H200 with 16 cores and a link of 55 GB/s.
+by the median of the steps but the first two. Beside it: what the run predicted of itself, by the function
+that `ktbridge plan` prints, and the most GPU memory in use above what was before (nvidia-smi). auto passes
+where it reaches the row's target, is at least 0.97 of the best fixed mode, is predicted within 15 %, stays
+within 10 % of the predicted GPU memory and never ran out of it (KTC023). Targets are tokens/s of one H100 or
+H200 with 16 cores and a link of 55 GB/s.
 
 Checkpoints of random weights are made under --checkpoints, and others there removed where the disk is short.
 --json is written after each run, and runs that it has are not made again. --bad-input makes runs that can't
@@ -38,7 +37,7 @@ import yaml
 from peers.bad_input import show_bad_input
 from peers.driver import Record, console, new_run, stderr, write_run
 from peers.report import plain_table
-from peers.training import Measured, gpu_name, plan, settings, train
+from peers.training import Measured, gpu_name, settings, train
 from random_checkpoint import make_checkpoint, parse_changes
 from rich.table import Table
 
@@ -168,7 +167,7 @@ def quantise(config: Path, row: Row) -> float | None:
 def run_once(
     row: Row, mode: str, gpus: int, base: Path, scratch: Path, steps: int, seed: int, until: float
 ) -> Record:
-    """One run, and for auto what `ktbridge plan` says of it."""
+    """One run; its result has what it predicted of itself, as `ktbridge plan` does."""
     kept = {"cutoff_len": LENGTH, "seed": seed}
     made = settings(base, scratch / "out", row.rows, steps, block(row, mode), **kept)
     config = scratch / "run.yaml"
@@ -176,35 +175,31 @@ def run_once(
     record: Record = {"row": row.name, "mode": mode, "gpus": gpus}
     if row.storage != "bf16":
         record["quantised_seconds"] = quantise(config, row)
-    planned = plan(config) if mode == "auto" and gpus == 1 else {}
     shown: list[str] = []
 
     def on_step(step: int, pace: float) -> None:
         shown.append(f"{pace:,.0f}")
 
     measured = train(config, scratch / "log", gpus=gpus, on_step=on_step, until=until)
-    record |= told(row, gpus, planned, measured, (scratch / "log").read_text())
+    record |= told(row, gpus, measured, (scratch / "log").read_text())
     who = mode if gpus == 1 else f"{mode} on {gpus} GPUs"
     _say(f"  {who:<8} {', '.join(shown) or 'no step'}: {_outcome(record)}")
     shutil.rmtree(scratch / "out", ignore_errors=True)
     return record
 
 
-def told(row: Row, gpus: int, planned: Record, measured: Measured, log: str) -> Record:
+def told(row: Row, gpus: int, measured: Measured, log: str) -> Record:
     """What --json keeps of a run."""
     result = measured.result
     notes = [[note["code"], note["found"]] for note in result.get("notes", [])]
     tokens = row.rows * LENGTH * gpus
     seconds = result.get("predicted_step_seconds")
-    pace = (planned.get("pace") or {}).get("tokens_per_second")
     return {
         "tokens_per_second": measured.pace,
         "steps": measured.paces,
-        "predicted": tokens / seconds if seconds else pace,
-        "predicted_by": "train" if seconds else "plan" if pace else None,
+        "predicted": tokens / seconds if seconds else None,
         "gpu": measured.gpu,
-        "planned_gpu": planned["bytes"]["gpu"] if "bytes" in planned else None,
-        "planned_error": planned.get("error"),
+        "planned_gpu": result.get("predicted_gpu_bytes"),
         "ram": measured.peak,
         "status": measured.status,
         "seconds": measured.seconds,
@@ -315,7 +310,7 @@ def measure(
     """Make the runs of ``rows`` that ``run`` hasn't got; False where the time ended before."""
     gpus, done = options["gpus"], {(r["row"], r["mode"], r["gpus"]) for r in run["runs"]}
     for row in rows:
-        wanted = [("auto", 1), *((mode, 1) for mode in row.modes)]
+        wanted = [("auto", 1), *((mode, 1) for mode in row.modes if not options["auto_only"])]
         if gpus > 1:
             wanted = [("auto", 1), ("auto", gpus)]
         missing = [(mode, n) for mode, n in wanted if (row.name, mode, n) not in done]
@@ -364,6 +359,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--modes", default="", metavar="MODE,…", help="Fixed modes instead of each row's own."
 )
+@click.option("--auto-only", is_flag=True, help="Leave out the fixed modes.")
 @click.option("--gpus", default=1, type=click.IntRange(1), help="auto on so many, beside one.")
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(3))
 @click.option("--seed", default=42, show_default=True)

@@ -45,9 +45,11 @@ from ktbridge.sft.placement import (
     obstacle,
     rank_placements,
     refuse_on_gpu,
+    with_placement,
 )
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, Setting
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, Setting, predict
 from ktbridge.sft.plan.outside import MOST_TOKENS, outside_times, probe_sizes
+from ktbridge.sft.plan.parts import total
 
 _GAIN = 1.1
 """How much faster a placement must be predicted than what was measured, to be moved to."""
@@ -82,6 +84,8 @@ class ExpertDevice:
     ranking: Ranking | None = None
     predicted: float | None = None
     """Seconds of an optimizer step."""
+    predicted_gpu: int | None = None
+    """Bytes of GPU memory in all, at the peak."""
 
     @property
     def note(self) -> Problem | None:
@@ -271,12 +275,14 @@ def place_experts(
     placement = taken.placement
     if not placement.on_gpu:
         return ExpertDevice("cpu", placement.tokens, why, predicted=taken.seconds.step)
+    in_all = total(predict(with_placement(setting, placement.tokens, placement)), "GPU")
     placed = give_to_gpu(model, device, placement)
     if len(placement.resident) < sizes.layers:
         why += f"; weights {placed.how}"
     ranking = Ranking(setting, limits, costs, sizes, taken)
     predicted = taken.seconds.step
-    return ExpertDevice(placement.mode(sizes), placement.tokens, why, placed, ranking, predicted)
+    mode = placement.mode(sizes)
+    return ExpertDevice(mode, placement.tokens, why, placed, ranking, predicted, in_all)
 
 
 def _as_before(setting: Setting, resumed: Mapping[str, Any] | None) -> Setting:

@@ -17,6 +17,7 @@ from ktbridge.experts.gpu.placement import (
     Costs,
     Cut,
     Limits,
+    Placement,
     Scored,
     Sizes,
     least_bytes,
@@ -252,6 +253,12 @@ def describe(scored: Scored, sizes: Sizes, step_tokens: float) -> str:
         f"link {seconds.link:.2f}, GPU {seconds.gpu:.2f}, host {seconds.host:.2f}, "
         f"loss and optimizer {seconds.alone:.2f}"
     )
+
+
+def with_placement(setting: Setting, tokens: int, placement: Placement | None = None) -> Setting:
+    """The run in micro-batches of the rows that ``tokens`` hold, one at least, and so placed."""
+    rows = max(1, tokens // (setting.lengths.longest * setting.sides))
+    return replace(setting, rows=rows, placement=placement)
 
 
 def obstacle(config: TrainConfig, cuda: bool) -> str:

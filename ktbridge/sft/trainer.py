@@ -99,6 +99,8 @@ class TrainResult:
     """What was measured of held-out rows, where there are any."""
     predicted_step_seconds: float | None = None
     """Of an optimizer step, predicted before the first; None: the placement of experts was no choice."""
+    predicted_gpu_bytes: int | None = None
+    """GPU memory in all, predicted before the first step; None: the GPU computes no experts."""
 
 
 def train(
@@ -385,6 +387,7 @@ def _result(
         experts=placed.mode,
         tokens_per_pass=trainer.passes.tokens,
         predicted_step_seconds=placed.predicted,
+        predicted_gpu_bytes=placed.predicted_gpu,
         held_out=chosen.result,
     )
 

@@ -1,7 +1,7 @@
 """What a placement is chosen by, measured in some seconds on this machine: ``Costs`` of a run's own layers.
 
 Three things work beside each other, so they are timed apart: the link by copies of a group's own pages, the
-GPU by its kernels' own seconds, as torch's profiler has them, and the host by small inputs, for which starting
+GPU by the seconds that its kernels have in torch's profiler, and the host by small inputs, for which starting
 the operations takes all of the time.
 """
 

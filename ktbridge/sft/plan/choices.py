@@ -17,6 +17,7 @@ from ktbridge.sft.placement import (
     obstacle,
     rank_placements,
     refuse_on_gpu,
+    with_placement,
 )
 from ktbridge.sft.plan.assumed import ASSUMED, assumed_costs, assumed_cpu
 from ktbridge.sft.plan.memory import Setting, predict
@@ -73,7 +74,7 @@ def compare(setting: Setting, target: Target, measure: bool) -> Comparison:
     refuse_on_gpu(config, closed)
     if closed:
         tokens = config.tokens_per_pass
-        made = setting if tokens == "auto" else _in_rows(setting, int(tokens))
+        made = setting if tokens == "auto" else with_placement(setting, int(tokens))
         alone = Choice("cpu", made, chosen=True)
         return Comparison((_timed(alone, target.memory) if measure else alone,))
     assert target.gpu_memory is not None
@@ -132,20 +133,14 @@ def choose(
                     yield Choice(mode, None, why=error.sentence)
                     continue
                 tokens = cpu_tokens(setting, limits, memory)
-                made = _in_rows(setting, tokens, Placement(tokens, on_gpu=False))
+                made = with_placement(setting, tokens, Placement(tokens, on_gpu=False))
                 yield Choice(mode, made, chosen=not ranked)
                 continue
             taken = scored is ranked[0] if ranked else mode == "cpu"
-            made = _in_rows(setting, scored.placement.tokens, scored.placement)
+            made = with_placement(setting, scored.placement.tokens, scored.placement)
             yield Choice(mode, made, chosen=taken, scored=scored)
 
     return list(each_mode()), reason
-
-
-def _in_rows(setting: Setting, tokens: int, placement: Placement | None = None) -> Setting:
-    """The run in micro-batches of as many rows as ``tokens`` take, one at least."""
-    rows = max(1, tokens // (setting.lengths.longest * setting.sides))
-    return replace(setting, rows=rows, placement=placement)
 
 
 def _timed(choice: Choice, memory: int | None, costs: Costs | None = None) -> Choice:
