@@ -22,9 +22,9 @@ from torch import nn
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.sft.compat import trl_metrics
+from ktbridge.sft.compat import trl_metrics, without_gathering
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.distributed.group import agree, exchange
+from ktbridge.sft.distributed.group import add, agree, exchange
 from ktbridge.sft.distributed.optimizer import reduces_itself
 from ktbridge.sft.launch import world
 from ktbridge.sft.placement import cut, fill
@@ -139,8 +139,9 @@ class Passes:
         places = (fill if trainer.joins() else cut)(lengths, self.tokens)
         passes = [[step[place] for place in each] for each in places]
         self._too_much = ()
+        own = without_gathering(trainer.accelerator) if apart else nullcontext()
         try:
-            with self._metrics_as_one([trainer.share(rows, step) for rows in passes]):
+            with own, self._metrics_as_one([trainer.share(rows, step) for rows in passes]):
                 for rows in passes:
                     batch = trainer.data_collator([row.features for row in rows])
                     last = rows is passes[-1]
@@ -154,6 +155,8 @@ class Passes:
             short, self._too_much = bytes_asked_for(error), rows
         if not alone and apart:  # nobody waited for another yet
             short = agree(short)
+            if not short:
+                self._average_metrics(step)
         return (None, short) if short else (torch.stack(losses).sum(), 0)
 
     def tokens_of(self, rows: Sequence[Row]) -> int:
@@ -198,6 +201,15 @@ class Passes:
         self.notes = (*self.notes, note)
         if self._on_note:
             self._on_note(note)
+
+    def _average_metrics(self, step: Sequence[Row]) -> None:
+        """Make this rank's metrics of the step those of all, weighted by the tokens that count."""
+        metrics = trl_metrics(self._trainer, "train")
+        names = sorted(name for name, values in metrics.items() if values and name != "num_tokens")
+        weight = sum(row.trained for row in step)
+        whole, *sums = add([weight, *(weight * metrics[name][-1] for name in names)])
+        for name, value in zip(names, sums, strict=True):
+            metrics[name][-1] = value / max(whole, 1)
 
     @contextmanager
     def _metrics_as_one(self, shares: Sequence[float]) -> Iterator[None]:

@@ -5,12 +5,10 @@ This file is also what those processes run: ``python test_distributed_gpu.py FUN
 
 import json
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from gpuexperts import allow_on_cpu
-from ktbridge.experts.gpu.share import LayerTimes
 from manyranks import (
     GLOBAL_BATCH,
     assert_same_run,
@@ -24,6 +22,8 @@ from manyranks import (
 from torch import nn
 from trainrun import losses, quiet, train
 
+from ktbridge.experts.gpu.placement import Line
+from ktbridge.experts.gpu.probes import ExpertTimes, OutsideTimes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import from_main, start, world
@@ -100,6 +100,33 @@ def test_ddp_ranks_with_their_own_streams_train_as_one_process_does(launch, run_
     assert_same_run(run_dir, "alone-sgd", "ddp", within=5e-4)
 
 
+def short(*arguments):
+    """A rank whose memory is too small in its second micro-batch, once."""
+    from ktbridge.sft.stages import SftTrainer
+
+    compute_loss, tried = SftTrainer.compute_loss, []
+
+    def once(self, *given, **named):
+        loss = compute_loss(self, *given, **named)
+        tried.append(1)
+        if world().rank == 1 and len(tried) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return loss
+
+    SftTrainer.compute_loss = once
+    watched(*arguments)
+
+
+@quiet
+def test_memory_that_is_short_on_one_rank_ends_no_run(launch, run_dir):
+    own = (*STREAM, *SGD, "tokens_per_pass=26")
+    done = launch("short", "ddp", *own, how=(__file__, "short"))
+    assert done.returncode == 0, done.stderr
+    (note,) = (note for note in json.loads(done.stdout)["notes"] if note["code"] == "KTC023")
+    assert "given back" in note["found"]
+    assert_same_run(run_dir, "alone-sgd", "short", within=5e-4)
+
+
 @quiet
 def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, run_dir):
     stopped = launch("fsdp2", "fsdp2", *STREAM, how=(__file__, "stopped"))
@@ -149,28 +176,36 @@ def choices(path):
     here = start(60, use_cpu=True)
     given = []
 
-    def remembered(model, device, share, *rest):
-        given.append([share.slots, len(share.resident), int(share.masters), share.tokens])
-        return give(model, device, share, *rest)
+    def remembered(model, device, placement):
+        own = placement.slots, len(placement.resident), placement.masters, placement.tokens
+        given.append([*map(int, own)])
+        return give(model, device, placement)
 
     give, expert_device.give_to_gpu = expert_device.give_to_gpu, remembered
+    measure = expert_device._measure
 
-    def placed(wanted, times=None, free=60_000_000, why=""):
+    def placed(wanted, cpu=1.0, free=60_000_000, why=""):
+        def first(made):
+            return made if here.rank == 0 else pytest.fail("only rank 0 is asked")
+
+        line = Line(1e-4, 1e-7)
+        experts = ExpertTimes(line, line, Line(), (0.0, 0.0), 0.0, 1e7, Line(0.0, cpu))
+        outside = OutsideTimes(line, line, line, (0.0, 0.0), None)
         allow_on_cpu(free=free)
+        expert_device._measure = measure
         expert_device._obstacle = lambda config, device: why
-        expert_device.time_layer = lambda *_, **__: times or pytest.fail("only rank 0 is asked")
+        expert_device.time_experts = lambda *_, **__: first(experts)
+        expert_device.outside_times = lambda *_: first(outside)
         config = load_config(path, [f"kt_experts={wanted}", "output_dir=none"])
         ready = prepare(config, here.size)
         model = trainer.load_trainable(config, ready.base)
         return expert_device.place_experts(trainer.run_setting(config, ready), model)
 
-    times = None if here.rank else LayerTimes(0.5, 0.5, 0.75, 1e12)
-    # One process would take the CPU, but its kernels would compute the rows of both.
-    assert placed("auto", times, free=(60_000_000, 1_500_000)[here.rank]).mode != "cpu"
+    found = placed("auto", free=(60_000_000, 1_500_000)[here.rank])
+    assert found.mode != "cpu"
     assert exchange(given[-1])[0] == given[-1]
-    if times:
-        times = replace(times, cpu=0.25)
-    found = placed("auto", times)
+    assert found.ranking.costs.cpu.each == 2.0  # its kernels would compute the rows of both
+    found = placed("auto", cpu=1e-9)
     assert found.mode == "cpu"
     assert "2 layers" not in found.why
     assert from_main(found.tokens) == found.tokens
