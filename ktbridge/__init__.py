@@ -5,4 +5,4 @@ layer and its injection), ``ktbridge.serve`` and ``ktbridge.eval``. Importing ``
 imports none of them, so that the command line starts at once.
 """
 
-__version__ = "0.6.1"
+__version__ = "0.7.0"
