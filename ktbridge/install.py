@@ -62,6 +62,11 @@ class Gap(NamedTuple):
     wrong: bool = False
 
 
+def has_linear_attention_kernels() -> bool:
+    """Whether flash-linear-attention is here, whose kernels transformers takes on a GPU."""
+    return any(version_of(name) for name in ("flash-linear-attention", "fla-core"))
+
+
 def linear_attention_gaps(
     capabilities: Sequence[str], versions: Mapping[str, str | None] | None = None
 ) -> list[Gap]:

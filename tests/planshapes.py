@@ -15,3 +15,13 @@ QWEN3 = {
     "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
     "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN3_5 = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+    "text_config": {
+        "vocab_size": 248320, "hidden_size": 2048, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "num_hidden_layers": 40, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "num_experts": 256, "num_experts_per_tok": 8,
+        "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "tie_word_embeddings": False,
+    },
+}  # fmt: skip

@@ -39,6 +39,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.placement import (
     OF_ALL,
     SHORT_STEP,
+    beyond,
     cpu_tokens,
     describe,
     limits_for,
@@ -279,6 +280,8 @@ def place_experts(
     placed = give_to_gpu(model, device, placement)
     if len(placement.resident) < sizes.layers:
         why += f"; weights {placed.how}"
+    if device.type == "cuda" and (more := beyond(setting, torch.cuda.mem_get_info(device)[1])):
+        why += f"; {more}"
     ranking = Ranking(setting, limits, costs, sizes, taken)
     predicted = taken.seconds.step
     mode = placement.mode(sizes)

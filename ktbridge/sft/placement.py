@@ -27,11 +27,8 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.layer_bytes import host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import (
     CUDA_CONTEXT,
-    GPU_SEGMENTS_SLACK,
     Setting,
-    activation_bytes,
-    kept_token_bytes,
-    nonexpert_lora_elements,
+    outside_bytes,
 )
 from ktbridge.units import size_text
 
@@ -42,11 +39,8 @@ OF_ALL = 0.94
 KEPT_FREE = 0.03
 """The part of a limit that no placement takes; ``LEAST_FREE`` bytes at least."""
 LEAST_FREE = 256_000_000
-WORKSPACES = 4 * (32 << 20)
-"""cuBLAS's own memory: for each thread and stream that multiplies."""
 SHORT_STEP = 2048
 """Tokens of a step: with more, no CPU is as fast as a link."""
-_LARGE = 8192  # tokens
 _TYPICAL = 64  # rows of a step by whose lengths it is cut; of more, as many stand for all
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -57,30 +51,29 @@ def limit_of(setting: Setting, memory: int) -> int:
     return min(budget or round(OF_ALL * memory), memory) - CUDA_CONTEXT
 
 
+def beyond(setting: Setting, memory: int) -> str:
+    """Say that a run's budget is more than a GPU of ``memory`` bytes has; "" if it isn't."""
+    budget = setting.config.kt_config.kt_gpu_memory
+    if budget is None or budget <= memory:
+        return ""
+    return (
+        f"kt_gpu_memory is {size_text(budget)}, more than the GPU has ({size_text(memory)}): what is there "
+        "is counted on"
+    )
+
+
 def limits_for(setting: Setting, limit: int, taken: int | None = None) -> Limits:
     """Limits of a placement; ``taken`` of ``limit`` bytes hold the model already, or as much as it will."""
-    longest = setting.lengths.longest * setting.sides
-    # From large micro-batches: in small ones a tile of the loss decides, which is no larger for more tokens.
-    rows = max(1, _LARGE // longest)
-    small, few, many = (
-        [
-            round((1 + GPU_SEGMENTS_SLACK) * each)
-            for each in activation_bytes(replace(setting, rows=n))
-        ]
-        for n in (1, rows, 2 * rows)
-    )
-    token, passing = (
-        max(1, math.ceil((b - a) / (rows * longest))) for a, b in zip(few, many, strict=True)
-    )
-    width = 2 if setting.config.pure_bf16 else 4
-    lora = nonexpert_lora_elements(setting)
-    if taken is None:
-        taken = setting.shape.nonexpert_elements * setting.batch.width + width * lora
-    constant = max(0, sum(small) - (token + passing) * longest)
+    found = outside_bytes(setting)
     step = setting.step_rows * setting.sides * setting.lengths.mean
-    free = limit - max(LEAST_FREE, round(KEPT_FREE * limit)) - WORKSPACES
-    free -= taken + 3 * width * lora + constant
-    return Limits(free, token, passing, longest, math.ceil(step), kept_token_bytes(setting))
+    free = limit - kept_free(limit) - (found.taken if taken is None else taken) - found.more
+    longest = setting.lengths.longest * setting.sides
+    return Limits(free, found.token, found.passing, longest, math.ceil(step), found.kept)
+
+
+def kept_free(limit: int) -> int:
+    """Bytes of ``limit`` that no placement takes: for what the allocator can't use."""
+    return max(LEAST_FREE, round(KEPT_FREE * limit))
 
 
 def cuts_for(setting: Setting) -> list[Cut]:

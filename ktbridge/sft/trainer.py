@@ -24,6 +24,7 @@ from ktbridge.experts import checkpointing
 from ktbridge.experts.loading import load_for_kernels
 from ktbridge.experts.nonexpert_lora import TunedModel
 from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.install import has_linear_attention_kernels
 from ktbridge.model import resolve_model
 from ktbridge.publish import OnProgress, RunLock
 from ktbridge.sft import distributed
@@ -282,7 +283,9 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
         cut = config.cutoff_len
         lengths = replace(lengths, longest=cut, mean=cut, each=(cut,))
     threads = config.kt_config.kt_num_threads or 1
-    return Setting(shape, config, lengths, choose(config).type == "cuda", threads)
+    cuda = choose(config).type == "cuda"
+    kernels = cuda and has_linear_attention_kernels()
+    return Setting(shape, config, lengths, cuda, threads, kernels=kernels)
 
 
 def make_trainer(

@@ -7,20 +7,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import trainrun
-from planshapes import QWEN3, V2_LITE
+from planshapes import QWEN3, QWEN3_5, V2_LITE
 from trainrun import conversation, write_lines
 
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.placement import Line, Placement, evenly, predict_seconds
+from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
-from ktbridge.sft.placement import cuts_for, limit_of, limits_for, rank_placements
+from ktbridge.sft.placement import (
+    beyond,
+    cuts_for,
+    kept_free,
+    limit_of,
+    limits_for,
+    rank_placements,
+    with_placement,
+)
 from ktbridge.sft.plan import Target, make_plan
 from ktbridge.sft.plan.assumed import assumed_costs
-from ktbridge.sft.plan.choices import choose
+from ktbridge.sft.plan.choices import choose, compare
 from ktbridge.sft.plan.declared import declare
 from ktbridge.sft.plan.lengths import Lengths
-from ktbridge.sft.plan.memory import Setting, predict
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting, predict
 from ktbridge.sft.plan.parts import total
 from ktbridge.sft.plan.shape import in_storage, read_shape
 
@@ -37,7 +47,8 @@ def run_yaml(tmp_path, base_dir):
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
     found = {}
-    for name, fields in (("deepseek_v2", V2_LITE), ("qwen3_moe", QWEN3)):
+    models = {"deepseek_v2": V2_LITE, "qwen3_moe": QWEN3, "qwen3_5_moe": QWEN3_5}
+    for name, fields in models.items():
         base = tmp_path_factory.mktemp(name)
         (base / "config.json").write_text(json.dumps(fields))
         found[name] = read_shape(base, None, declare(base))
@@ -97,8 +108,53 @@ def test_memory_is_that_of_recorded_runs(made):
     assert len(errors) > 12
     assert min(errors.values()) > -0.02  # a run that takes more than planned fails
     # One of 32,768 tokens in a micro-batch is the last: it isn't recorded where its outputs were.
-    assert sorted(errors.values())[-2] < 0.07
+    assert sorted(errors.values())[-2] < 0.09
     assert max(errors.values()) < 0.11
+
+
+# V2-Lite by `ktbridge train` of 0.6.1 on an H100, LoRA on all modules: rows, budget, nvidia-smi's peak.
+H100 = [(1, 11, 10093), (4, 11, 9827), (16, None, 36931)]
+
+
+@pytest.mark.parametrize(("rows", "budget", "peak"), H100)
+def test_memory_is_that_of_training(made, rows, budget, peak):
+    setting = made("deepseek_v2", rows, 512, *([f"kt_gpu_memory={budget}GB"] if budget else []))
+    limits = limits_for(setting, limit_of(setting, 85 * GB))
+    ranked = rank_placements(setting, limits, assumed_costs(setting))
+    # That version kept no gate and up.
+    first = next(each.placement for each in ranked if not each.placement.keep_gate_up)
+    placed = with_placement(setting, first.tokens, first)
+    assert first.tokens == rows * 512
+    assert total(predict(placed), "GPU") == pytest.approx(peak << 20, rel=0.1)
+
+
+@pytest.mark.parametrize("more", [[], ["pure_bf16=true"], ["tokens_per_pass=1024"]])
+@pytest.mark.parametrize(
+    "case", [("deepseek_v2", 16, 6), ("qwen3_moe", 1, 11), ("qwen3_5_moe", 64, 24)]
+)
+def test_a_plans_parts_are_what_a_placement_and_its_limits_take(made, case, more):
+    name, rows, budget = case
+    setting = made(name, rows, 512, f"kt_gpu_memory={budget}GB", *more)
+    limit = limit_of(setting, 85 * GB)
+    limits, free = limits_for(setting, limit), kept_free(limit)
+    assert free >= max(256_000_000, 0.03 * limit - 1)
+    ranked = rank_placements(setting, limits, assumed_costs(setting))
+    for scored in ranked[::9]:
+        parts = predict(with_placement(setting, scored.placement.tokens, scored.placement))
+        taken = CUDA_CONTEXT + limit - free - limits.free + scored.bytes
+        assert total(parts, "GPU") == taken <= budget * GB - free
+        assert all(part.size >= 0 for part in parts)
+
+
+def test_kernels_of_linear_attention_take_larger_micro_batches(made):
+    """Qwen3.5 in 12 GB: as transformers computes it in two micro-batches, by its kernels in one."""
+    setting, tokens = made("qwen3_5_moe", 16, 512), {}
+    for kernels in (False, True):
+        setting = replace(setting, kernels=kernels)
+        limits = limits_for(setting, limit_of(setting, 12 * GB))
+        first = rank_placements(setting, limits, assumed_costs(setting))[0]
+        tokens[kernels] = first.placement.tokens
+    assert tokens == {False: 4096, True: 8192}
 
 
 def test_streamed_steps_take_what_was_recorded(made):
@@ -138,6 +194,34 @@ def test_a_plan_takes_what_training_takes(made, wanted, rows):
     assert chosen.name == usual.get(wanted, "resident")
 
 
+@pytest.mark.parametrize("wanted", ["auto", "stream", "resident"])
+def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
+    setting = made("deepseek_v2", 16, 512, f"kt_experts={wanted}")
+    target = Target(80 * GB, memory=64 * GB, disk=None, cores=16)
+    planned = compare(setting, target, measure=False)
+    limits, given = limits_for(setting, limit_of(setting, 80 * GB)), []
+
+    def give(model, device, placement):
+        given.append(placement)
+        return type("Placed", (), {"how": "read in place"})
+
+    for name, value in (
+        ("choose", lambda config: torch.device("cpu")),
+        ("_obstacle", lambda *_: ""),
+        ("sizes_of", lambda *_: setting.expert_sizes),
+        ("_limits", lambda *_: limits),
+        ("_measure", lambda *_: (assumed_costs(setting), 0)),
+        ("give_to_gpu", give),
+    ):
+        monkeypatch.setattr(expert_device, name, value)
+    trained = expert_device.place_experts(setting, None)
+    chosen = planned.chosen
+    assert given == [chosen.setting.placement]
+    assert (trained.mode, trained.predicted) == (chosen.name, chosen.scored.seconds.step)
+    assert trained.predicted_gpu == chosen.described().gpu
+    assert planned.reason.removesuffix("; by assumed costs") in trained.why
+
+
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("storage", ["bf16", "int4"])
 def test_more_memory_is_never_slower(made, rows, storage):
@@ -151,12 +235,14 @@ def test_more_memory_is_never_slower(made, rows, storage):
     assert found == pytest.approx(sorted(found, reverse=True), rel=0.002)
 
 
-def test_int4_at_six_gigabytes_takes_no_more_micro_batches_than_it_must(made):
-    """0.6 took four for the sake of few groups; and nothing is ever shared with the CPU within a layer."""
-    setting = made("deepseek_v2", 16, 512, "int4")
-    limits = limits_for(setting, limit_of(setting, 6 * GB))
+@pytest.mark.parametrize("storage", ["bf16", "int4"])
+def test_six_gigabytes_take_two_micro_batches(made, storage):
+    """0.6 took four of int4 for the sake of few groups; nothing is shared with the CPU within a layer."""
+    more = ["kt_gpu_memory=6GB", *(["int4"] if storage == "int4" else [])]
+    setting = made("deepseek_v2", 16, 512, *more)
+    limits = limits_for(setting, limit_of(setting, 85 * GB))
     ranked = rank_placements(setting, limits, assumed_costs(setting))
-    assert 16 * 512 / ranked[0].placement.tokens < 3
+    assert ranked[0].placement.tokens == 16 * 512 // 2
     assert {each.placement.mode(setting.expert_sizes) for each in ranked} == {"stream"}
 
 
@@ -168,6 +254,7 @@ def test_too_little_and_too_much_memory_are_told(run_yaml, made, tmp_path):
     assert "kt_gpu_memory" in caught.value.next_step
     config = load_config(run_yaml, ["kt_config.kt_gpu_memory=80GB"])
     plan = make_plan(config, Target(24 * GB, memory=64 * GB, disk=100 * GB, cores=2), measure=False)
-    assert any("more than the GPU has" in note for note in plan.notes)
+    assert beyond(made("deepseek_v2", 16, 512, "kt_gpu_memory=80GB"), 24 * GB) in plan.notes
+    assert not beyond(setting, 24 * GB)
     assert any("assumed costs" in note for note in plan.notes)
     assert plan.as_dict()["placement"]["on_gpu"] is True

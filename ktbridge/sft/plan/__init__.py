@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ktbridge.adapter.quantise import STORAGES
 from ktbridge.experts.gpu.probe import NO_KERNEL, ONE_BY_ONE, loops
-from ktbridge.install import linear_attention_gaps
+from ktbridge.install import has_linear_attention_kernels, linear_attention_gaps
 from ktbridge.machine import read_gpus
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
@@ -80,7 +80,8 @@ def make_plan(
     shape, quantised, stored = _as_asked(shape, config, base, bool(missing))
     cuda = target.gpu_memory is not None and not config.use_cpu
     threads = config.kt_config.kt_num_threads or target.cores
-    setting = Setting(shape, config, lengths, cuda, threads)
+    kernels = cuda and has_linear_attention_kernels()
+    setting = Setting(shape, config, lengths, cuda, threads, kernels=kernels)
     compared = compare(setting, target, measure)
     chosen = compared.chosen
     setting, pace = chosen.setting or setting, chosen.pace
@@ -114,7 +115,7 @@ def make_plan(
         evaluations=setting.evaluations,
         steps=setting.steps,
         pace=pace,
-        tokens_per_pass=setting.batch.tokens,
+        tokens_per_pass=setting.most_tokens,
         experts=tuple(choice.described() for choice in compared.choices) if cuda else (),
         placement=setting.placement,
         reason=compared.reason,
@@ -230,7 +231,10 @@ def _notes(
         models = ", ".join(sorted({f"sm{each.replace('.', '')}" for each in old}))
         yield f"the GPU is {models}: {ONE_BY_ONE}; {NO_KERNEL}"
     if any(name.startswith("linear_attn.") for layer in shape.layers for name in layer.linears):
-        yield "linear attention is counted as transformers computes it without extra kernels"
+        how = "transformers computes it without extra kernels"
+        if setting.kernels:
+            how = "flash-linear-attention's kernels compute it"
+        yield f"linear attention is counted as {how}"
     if shape.config.has_delta_rule:
         gpus = [gpu.capability for gpu in read_gpus()] or [
             ""

@@ -10,7 +10,7 @@ from ktbridge.sft.plan.memory import Setting, nonexpert_lora_elements
 
 ASSUMED = (
     "the placement is chosen by assumed costs (H100 or H200, 55 GB/s from host memory), for no GPU was timed "
-    "here; train measures its own and may choose another, and no tokens/s are given for the GPU"
+    "here; train measures its own and may choose another, and the pace has no tokens/s of the GPU"
 )
 _LINK = 55e9  # bytes a second
 _PRODUCTS = 400e12  # FLOP/s of grouped products with what surrounds them

@@ -10,6 +10,7 @@ from ktbridge.experts.gpu.placement import Costs, Limits, Placement, Scored
 from ktbridge.sft.placement import (
     ON_GPU,
     SHORT_STEP,
+    beyond,
     cpu_tokens,
     describe,
     limit_of,
@@ -45,7 +46,7 @@ class Choice:
             name=self.name,
             chosen=self.chosen,
             gpu=total(predict(made), "GPU") if made else None,
-            tokens_per_pass=made.batch.tokens if made else None,
+            tokens_per_pass=made.most_tokens if made else None,
             tokens_per_second=self.pace.tokens_per_second if self.pace else None,
             why=self.why,
         )
@@ -85,10 +86,11 @@ def compare(setting: Setting, target: Target, measure: bool) -> Comparison:
     if measure:
         choices = [_timed(each, target.memory, found) for each in choices]
     notes = [] if found else [ASSUMED]
-    budget = config.kt_config.kt_gpu_memory
-    if budget and budget > target.gpu_memory:
-        notes.append("kt_gpu_memory is more than the GPU has: the plan counts on what is there")
-    return Comparison(tuple(choices), "" if found is None else reason, tuple(notes))
+    if short := beyond(setting, target.gpu_memory):
+        notes.append(short)
+    if found is None:
+        reason += "; by assumed costs"
+    return Comparison(tuple(choices), reason, tuple(notes))
 
 
 def choose(

@@ -26,7 +26,8 @@ class Batch:
     """One micro-batch: ``rows`` sequences of ``length`` tokens; ``masked``: some of them padded.
 
     ``width`` is 2 for bfloat16 and 4 for float32 activations, ``lora_width`` the same for LoRA's weights;
-    ``cuda`` decides which attention runs, and in which dtype LoRA does (``MasterLinear``).
+    ``cuda`` decides which attention runs, and in which dtype LoRA does (``MasterLinear``); ``kernels``:
+    flash-linear-attention's compute linear attention.
     """
 
     rows: int
@@ -35,6 +36,7 @@ class Batch:
     width: int
     cuda: bool
     lora_width: int = 4
+    kernels: bool = False
 
     @property
     def tokens(self) -> int:
@@ -107,7 +109,7 @@ def _attention(shape: ModelShape, layer: LayerShape, batch: Batch) -> tuple[int,
     """Bytes per token: kept, and temporary in backward."""
     text, width = shape.config.text, batch.width
     if any(name.startswith("linear_attn.") for name in layer.linears):
-        return _linear_attention(text, width)
+        return _linear_attention(text, width, batch.kernels)
     heads = int(text.get("num_attention_heads") or 1)
     if text.get("kv_lora_rank"):
         return _latent(text, heads, batch)
@@ -137,11 +139,20 @@ def _latent(text: Mapping[str, Any], heads: int, batch: Batch) -> tuple[int, int
     return kept, 4 * heads * (3 * batch.length + 2 * key)
 
 
-def _linear_attention(text: Mapping[str, Any], width: int) -> tuple[int, int]:
-    """Gated delta rule in float32, by chunks of 64, as transformers writes it without kernels."""
+def _linear_attention(text: Mapping[str, Any], width: int, kernels: bool) -> tuple[int, int]:
+    """Gated delta rule by chunks of 64: as transformers writes it, in float32, or by ``kernels``.
+
+    flash-linear-attention keeps in the model's dtype each value head's query, key, value, output, gate and a
+    row of its chunk's matrix, and in float32 the decay. Backward makes a state and its gradient for each
+    chunk, and gradients of all that was kept.
+    """
     heads = int(text.get("linear_num_value_heads") or 0)
     key, value = (int(text.get(f"linear_{what}_head_dim") or 0) for what in ("key", "value"))
     conv = 2 * key * int(text.get("linear_num_key_heads") or 0) + heads * value
+    if kernels:
+        kept = width * (heads * (2 * key + 3 * value + _DELTA_CHUNK + 1) + 3 * conv) + 12 * heads
+        states = 2 * key * value // _DELTA_CHUNK
+        return kept, width * heads * (states + 4 * key + 4 * value + _DELTA_CHUNK)
     kept = 4 * heads * (6 * key + 6 * value + 6 * _DELTA_CHUNK) + 3 * width * conv
     return kept, 4 * heads * (2 * key + 2 * value + 2 * _DELTA_CHUNK)
 

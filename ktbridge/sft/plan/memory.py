@@ -42,6 +42,9 @@ CUDA_CONTEXT = 800_000_000
 HOST_SLACK, GPU_SLACK = 0.05, 0.25
 # The same on the GPU where its memory grows in segments, as `ktbridge train` asks for with experts there.
 GPU_SEGMENTS_SLACK = 0.1
+WORKSPACES = 4 * (32 << 20)
+"""cuBLAS's own memory on a GPU: for each thread and stream that multiplies."""
+_LARGE = 8192  # tokens
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Setting:
     """Rows of a pass; None: as configured."""
     placement: Placement | None = None
     """Where its experts are; None: on the CPU, in batches as configured."""
+    kernels: bool = False
+    """Whether flash-linear-attention computes linear attention."""
 
     @property
     def placed(self) -> Placement | None:
@@ -77,7 +82,13 @@ class Setting:
         width = 2 if self.config.bf16 or self.config.pure_bf16 else 4
         masked = padded or bool(self.config.forwards_alone)
         lora_width = 2 if self.config.pure_bf16 else 4
-        return Batch(rows * sides, self.lengths.longest, masked, width, self.cuda, lora_width)
+        longest, kernels = self.lengths.longest, self.kernels
+        return Batch(rows * sides, longest, masked, width, self.cuda, lora_width, kernels)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a micro-batch."""
+        return self.placed.tokens if self.placed else self.batch.tokens
 
     @property
     def step_rows(self) -> int:
@@ -196,7 +207,7 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
     spared = 0
     if setting.placed is not None:
         step = math.ceil(setting.step_rows * setting.sides * setting.lengths.mean)
-        limits = Limits(0, 0, 0, 0, step, kept_token_bytes(setting))
+        limits = Limits(0, 0, 0, 0, step, outside_bytes(setting).kept)
         spared = setting.placed.spared(setting.expert_sizes, limits)
         how += "; the gradients come as activations go" if spared else ""
     if lora:
@@ -250,18 +261,67 @@ def _gpu_expert_parts(setting: Setting, placement: Placement) -> Iterator[Part]:
     if not placement.masters and sizes.rank:
         lora = placement.lora_bytes(sizes)
         yield Part("expert LoRA of one layer", "GPU", lora, "its masters are in RAM")
-    tokens, passing = setting.batch.tokens, _passing(setting)
-    placement = replace(placement, tokens=tokens)  # of whole rows
+    tokens, passing = placement.tokens, outside_bytes(setting).passing
     how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {sizes.layers} outputs"
-    # What passes in a layer is a part of its own; experts take more than that, or nothing beside it.
-    beside = max(
-        placement.activation_bytes(sizes, 0) - passing,
-        tokens * sizes.outputs(placement.outputs_on_host),
-    )
-    yield Part("expert activations", "GPU", beside, how)
+    if placement.keep_gate_up:
+        how += ", with gate and up of all layers"
+    yield Part("expert activations", "GPU", placement.activation_bytes(sizes, passing), how)
     if placement.outputs_on_host:
         away = tokens * 2 * sizes.hidden * sizes.layers
         yield Part("outputs of the experts", "RAM", away, "pinned, until each layer's backward")
+
+
+@dataclass(frozen=True)
+class OutsideBytes:
+    """GPU memory outside the experts that the GPU computes, with what the allocator adds to activations."""
+
+    weights: int
+    lora: int
+    """LoRA weights that are trained."""
+    lora_more: int
+    """Their gradients, Adam states and bfloat16 copies."""
+    constant: int
+    """Of activations, what more tokens don't change: tiles of the loss."""
+    token: int
+    """Of activations, a token's while the experts are computed."""
+    kept: int
+    """Of ``token``, what backward lets go of as it goes through the layers."""
+    passing: int
+    """What comes and goes of a token in a layer when experts aren't computed."""
+
+    @property
+    def taken(self) -> int:
+        """What a loaded model takes."""
+        return self.weights + self.lora
+
+    @property
+    def more(self) -> int:
+        """What a run takes beside it, of any number of tokens."""
+        return self.lora_more + self.constant + WORKSPACES
+
+
+def outside_bytes(setting: Setting) -> OutsideBytes:
+    """Return what a run takes of the GPU outside its experts."""
+    longest = setting.lengths.longest * setting.sides
+    # From large micro-batches: in small ones a tile of the loss decides, which is no larger for more tokens.
+    rows = max(1, _LARGE // longest)
+    small, few, many = (
+        [
+            round((1 + GPU_SEGMENTS_SLACK) * each)
+            for each in _activation_bytes(replace(setting, rows=n))
+        ]
+        for n in (1, rows, 2 * rows)
+    )
+    token, passing = (
+        max(1, math.ceil((b - a) / (rows * longest))) for a, b in zip(few, many, strict=True)
+    )
+    constant = max(0, sum(small) - (token + passing) * longest)
+    lora = nonexpert_lora_elements(setting)
+    width = 2 if setting.config.pure_bf16 else 4
+    more = 3 * width + (0 if setting.config.pure_bf16 or setting.batch.width != 2 else 2)
+    weights = setting.shape.nonexpert_elements * setting.batch.width
+    kept = _activations(setting)[0] // setting.batch.tokens
+    return OutsideBytes(weights, width * lora, more * lora, constant, token, kept, passing)
 
 
 def _other_parts(setting: Setting) -> Iterator[Part]:
@@ -275,23 +335,15 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     if shape.vision_elements:
         how = f"{count_text(shape.vision_elements)} weights in {kind}, which stay as they are"
         yield Part("the vision tower", where, shape.vision_elements * batch.width, how)
-    if setting.lengths.images:
+    if setting.lengths.images and setting.placed is None:  # else among activations
         how = f"up to {setting.lengths.most_image_tokens:,} tokens in each of {batch.rows} rows, one layer"
         yield Part("images in the vision tower", where, _image_bytes(setting), how)
     lora = nonexpert_lora_elements(setting)
     width, kind = (2, "bf16") if config.pure_bf16 else (4, "float32")
     how = f"rank {config.lora_rank}: {count_text(lora)} {kind} weights, gradients, 2 Adam states"
-    yield Part("non-expert LoRA", where, 4 * width * lora, how)
-
-    kept, passing, how = _activations(setting)
-    yield Part("activations", where, kept, how)
-    loss = loss_bytes(shape, batch)
-    most = max(passing, loss)
-    what = "logits and loss" if loss >= passing else "one layer at a time"
-    slack = GPU_SLACK if setting.cuda else HOST_SLACK
-    if setting.placed is not None:
-        slack = GPU_SEGMENTS_SLACK
-    yield Part(f"temporary: {what}", where, most, "the largest at its peak")
+    yield from _computed_parts(setting, how)
+    kept, passing, _ = _activations(setting)
+    most = max(passing, loss_bytes(shape, batch))
     trained = expert_lora_elements(setting) + lora
     saving = 4 * trained if setting.saves else 2 * trained
     # Saved between steps, when these gradients are gone, and on a CPU the activations.
@@ -301,9 +353,40 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
         how = "the trained tensors once more, where gradients were"
         yield Part("saving", "RAM", saving - free, how)
     yield from _process_parts(setting.cuda)
-    yield Part(
-        "allocator", where, round(slack * (kept + most)), f"{slack:.0%} of what comes and goes"
-    )
+
+
+def _computed_parts(setting: Setting, lora_how: str) -> Iterator[Part]:
+    """LoRA and activations outside the experts, and what the allocator adds to these."""
+    where: Where = "GPU" if setting.cuda else "RAM"
+    if setting.placed is not None:
+        found, tokens = outside_bytes(setting), setting.placed.tokens
+        if found.lora_more % 3:
+            lora_how += ", a copy in bf16"
+        yield Part("non-expert LoRA", "GPU", found.lora + found.lora_more, lora_how)
+        slack = GPU_SEGMENTS_SLACK
+        activations, constant = tokens * found.token, found.constant
+        kept = min(activations, tokens * found.kept)
+        plain = [round(each / (1 + slack)) for each in (activations, constant)]
+        yield Part("activations", "GPU", kept, f"inputs of all layers, {tokens:,} tokens")
+        most = max(0, plain[0] - kept) + plain[1]
+        how = f"one layer at a time, {tokens:,} tokens, and a tile of the loss"
+        yield Part("temporary: a layer and the loss", "GPU", most, how)
+        more = activations + constant - kept - most
+        yield Part("allocator", "GPU", more, f"{slack:.0%} of what comes and goes")
+        yield Part("workspaces", "GPU", WORKSPACES, "cuBLAS's, for each thread and stream")
+        return
+    width = 2 if setting.config.pure_bf16 else 4
+    lora = nonexpert_lora_elements(setting)
+    yield Part("non-expert LoRA", where, 4 * width * lora, lora_how)
+    kept, passing, how = _activations(setting)
+    yield Part("activations", where, kept, how)
+    loss = loss_bytes(setting.shape, setting.batch)
+    most = max(passing, loss)
+    what = "logits and loss" if loss >= passing else "one layer at a time"
+    yield Part(f"temporary: {what}", where, most, "the largest at its peak")
+    slack = GPU_SLACK if setting.cuda else HOST_SLACK
+    more = round(slack * (kept + most))
+    yield Part("allocator", where, more, f"{slack:.0%} of what comes and goes")
 
 
 def _image_bytes(setting: Setting) -> int:
@@ -312,17 +395,12 @@ def _image_bytes(setting: Setting) -> int:
     return batch.rows * most * setting.shape.image_token_numbers * batch.width
 
 
-def activation_bytes(setting: Setting) -> tuple[int, int]:
-    """What a pass takes outside the experts: while these are computed, and what passes when they are not."""
+def _activation_bytes(setting: Setting) -> tuple[int, int]:
+    """What a micro-batch takes outside the experts: while these are computed, and what passes when not."""
     kept, most, _ = _activations(setting)
     passing = _passing(setting)
     kept += _image_bytes(setting)
     return kept + max(most, loss_bytes(setting.shape, setting.batch)) - passing, passing
-
-
-def kept_token_bytes(setting: Setting) -> int:
-    """Bytes per token kept between forward and backward outside the experts."""
-    return _activations(setting)[0] // setting.batch.tokens
 
 
 def _passing(setting: Setting) -> int:

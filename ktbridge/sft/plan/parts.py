@@ -172,7 +172,7 @@ class Plan:
     placement: Placement | None = None
     """Where the experts will be, as ``train`` executes it; None where there was no choice."""
     reason: str = ""
-    """The reason for it in words; "" where no GPU was timed."""
+    """The placement and why it is taken, in words; "" where there was no choice."""
 
     @property
     def fits(self) -> bool:
