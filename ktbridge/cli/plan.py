@@ -75,6 +75,8 @@ def _show(plan: Plan) -> None:
         console.print(f"[yellow]{shown(str(plan.disk_reads))}[/]", soft_wrap=True)
     if len(plan.experts) > 1:
         _show_experts(plan)
+    if plan.reason:
+        console.print(f"taken: {shown(plan.reason)}", soft_wrap=True)
     for note in plan.notes:
         console.print(f"[yellow]note[/] {shown(note)}", soft_wrap=True)
     for verdict in plan.verdicts:
@@ -162,7 +164,7 @@ def _show_experts(plan: Plan) -> None:
 
     table = Table(box=None, padding=(0, 1), title_justify="left")
     table.title = "who computes the experts (kt_experts)"
-    for heading in ("", "GPU memory", "tokens a pass", "tokens/s", ""):
+    for heading in ("", "GPU memory", "tokens a micro-batch", "tokens/s", ""):
         table.add_column(heading, justify="right" if heading else "left", overflow="fold")
     for each in plan.experts:
         table.add_row(

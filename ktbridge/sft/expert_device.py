@@ -38,18 +38,19 @@ from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.placement import (
     OF_ALL,
-    SHORT_STEP,
     beyond,
     cpu_tokens,
     describe,
     limits_for,
     obstacle,
+    probe_tokens,
     rank_placements,
     refuse_on_gpu,
+    times_cpu,
     with_placement,
 )
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, Setting, predict
-from ktbridge.sft.plan.outside import MOST_TOKENS, outside_times, probe_sizes
+from ktbridge.sft.plan.outside import outside_times, probe_sizes
 from ktbridge.sft.plan.parts import total
 
 _GAIN = 1.1
@@ -310,10 +311,7 @@ def _measure(
         return costs, round(distributed.from_main(0.0))
     layer = next(iter(expert_layers(model).values()))
     assert isinstance(layer, MoELoRAExperts)
-    fitting = limits.free // (limits.token_bytes + limits.passing)
-    most = max(1, min(limits.step_tokens, MOST_TOKENS, max(limits.longest, fitting // 2)))
-    wanted = setting.config.kt_config.kt_experts
-    short = limits.step_tokens <= SHORT_STEP or wanted == "cpu"
+    most, short = probe_tokens(limits), times_cpu(setting, limits)
     experts = time_experts(layer, device, sizes.top_k, most, free=max(1, limits.free), cpu=short)
     outside = outside_times(model, setting, probe_sizes(setting, most), device)
     update = time_update(device), time_update(torch.device("cpu"))

@@ -39,6 +39,8 @@ OF_ALL = 0.94
 KEPT_FREE = 0.03
 """The part of a limit that no placement takes; ``LEAST_FREE`` bytes at least."""
 LEAST_FREE = 256_000_000
+MOST_TOKENS = 16384
+"""Tokens of a micro-batch that is timed; more take in proportion."""
 SHORT_STEP = 2048
 """Tokens of a step: with more, no CPU is as fast as a link."""
 _TYPICAL = 64  # rows of a step by whose lengths it is cut; of more, as many stand for all
@@ -222,6 +224,18 @@ def cpu_tokens(setting: Setting, limits: Limits, memory: int | None) -> int:
             break
         tokens = max(limits.longest, tokens // 2)
     return tokens
+
+
+def probe_tokens(limits: Limits) -> int:
+    """Tokens of the largest micro-batch that costs are measured with: half of what fits suffices."""
+    fitting = limits.free // (limits.token_bytes + limits.passing)
+    return max(1, min(limits.step_tokens, MOST_TOKENS, max(limits.longest, fitting // 2)))
+
+
+def times_cpu(setting: Setting, limits: Limits) -> bool:
+    """Whether the CPU is timed, too."""
+    wanted = setting.config.kt_config.kt_experts
+    return limits.step_tokens <= SHORT_STEP or wanted == "cpu"
 
 
 def describe(scored: Scored, sizes: Sizes, step_tokens: float) -> str:

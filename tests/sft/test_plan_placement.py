@@ -25,11 +25,12 @@ from ktbridge.sft.placement import (
     rank_placements,
     with_placement,
 )
-from ktbridge.sft.plan import Target, make_plan
+from ktbridge.sft.plan import Target, choices, make_plan, speed
 from ktbridge.sft.plan.assumed import assumed_costs
 from ktbridge.sft.plan.choices import choose, compare
 from ktbridge.sft.plan.declared import declare
 from ktbridge.sft.plan.lengths import Lengths
+from ktbridge.sft.plan.measure import ExpertTimes, ProductRates
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting, predict
 from ktbridge.sft.plan.parts import total
 from ktbridge.sft.plan.shape import in_storage, read_shape
@@ -182,10 +183,10 @@ def test_a_plan_takes_what_training_takes(made, wanted, rows):
     setting = made("deepseek_v2", rows, 512, f"kt_experts={wanted}")
     limits = limits_for(setting, limit_of(setting, 48 * GB))
     costs = replace(assumed_costs(setting), cpu=Line(0.0, 1e-9))  # so that each device may be it
-    choices, reason = choose(setting, limits, costs, None)
+    listed, reason = choose(setting, limits, costs, None)
     trained = replace(costs, cpu=None) if wanted == "auto" and rows == 16 else costs
     taken = rank_placements(setting, limits, trained)[0]
-    (chosen,) = [each for each in choices if each.chosen]
+    (chosen,) = [each for each in listed if each.chosen]
     assert chosen.scored == taken
     assert chosen.setting.placement == taken.placement
     assert f"{taken.seconds.step:.2f} s a step predicted" in reason
@@ -258,3 +259,28 @@ def test_too_little_and_too_much_memory_are_told(run_yaml, made, tmp_path):
     assert not beyond(setting, 24 * GB)
     assert any("assumed costs" in note for note in plan.notes)
     assert plan.as_dict()["placement"]["on_gpu"] is True
+
+
+def test_a_pace_on_the_gpu_is_its_placements_seconds(made, monkeypatch):
+    """With the CPU timed for its own row alone, and the same seconds as in the reason."""
+    setting = made("deepseek_v2", 16, 512, "kt_gpu_memory=11GB")
+    costs, cpu = assumed_costs(setting), []
+    monkeypatch.setattr(choices, "_measured", lambda *_: costs)
+
+    def measure(timed, memory):
+        cpu.append(timed)
+        times = ExpertTimes(1.0, 1.0, 0.0, 0.0, "timed")
+        return speed.Measured(times, ProductRates(1e15, 1e15, "GPU"))
+
+    monkeypatch.setattr(speed, "measure", measure)
+    found = compare(setting, Target(80 * GB, memory=64 * GB, disk=None, cores=16), measure=True)
+    by = {each.name: each for each in found.choices}
+    assert [each.placement.on_gpu for each in cpu] == [False]
+    assert by["cpu"].pace.step_seconds > 26  # a second a layer, and all else
+    assert (by["stream"].chosen, by["resident"].pace) == (True, None)
+    pace, seconds = by["stream"].pace, by["stream"].scored.seconds
+    assert pace.step_seconds == seconds.step
+    assert pace.tokens_per_second == pytest.approx(16 * 512 / seconds.step)
+    assert 0.5 < pace.expert_share < 1  # the link's
+    assert f"{seconds.step:.2f} s a step predicted" in found.reason
+    assert not found.notes

@@ -147,15 +147,16 @@ def choose(
 
 def _timed(choice: Choice, memory: int | None, costs: Costs | None = None) -> Choice:
     """The choice with its pace here, whose ``memory`` may be used; ``costs``: what the GPU was timed for."""
-    from ktbridge.sft.plan.speed import measure, pace_of
+    from ktbridge.sft.plan.speed import measure, pace_of, placed_pace
 
     made = choice.setting
     if made is None:
         return choice
     if made.placed is not None and costs is None:
         return replace(choice, why=_NO_GPU)
-    on_gpu = choice.scored if costs is not None and made.placed is not None else None
-    return replace(choice, pace=pace_of(made, measure(made, memory), on_gpu, costs))
+    if made.placed is not None and choice.scored is not None and costs is not None:
+        return replace(choice, pace=placed_pace(made, choice.scored, costs))
+    return replace(choice, pace=pace_of(made, measure(made, memory), costs))
 
 
 def _measured(setting: Setting, limits: Limits) -> Costs | None:

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from ktbridge.experts.gpu.placement import Costs, Limits
-from ktbridge.sft.placement import SHORT_STEP
+from ktbridge.sft.placement import probe_tokens, times_cpu
 from ktbridge.sft.plan.layer_bytes import Pass, host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import Setting
 
@@ -98,13 +98,12 @@ def measure_costs(setting: Setting, limits: Limits) -> Costs | None:
     from ktbridge.experts.gpu.operations import has_cores
     from ktbridge.experts.gpu.probes import costs_of, time_experts, time_update
     from ktbridge.experts.layer import MoELoRAExperts
-    from ktbridge.sft.plan.outside import MOST_TOKENS, measure_outside
+    from ktbridge.sft.plan.outside import measure_outside
 
     if not torch.cuda.is_available() or not has_cores(torch.device("cuda")):
         return None
     device, config = torch.device("cuda"), setting.config
-    fitting = limits.free // (limits.token_bytes + limits.passing)
-    most = max(1, min(limits.step_tokens, MOST_TOKENS, max(limits.longest, fitting // 2)))
+    most = probe_tokens(limits)
     outside = measure_outside(setting, most)
     if outside is None:
         return None
@@ -115,7 +114,7 @@ def measure_costs(setting: Setting, limits: Limits) -> Costs | None:
         lora_rank=size.rank,
         lora_dropout=config.expert_dropout,
     )
-    short = limits.step_tokens <= SHORT_STEP or config.kt_config.kt_experts == "cpu"
+    short = times_cpu(setting, limits)
     experts = time_experts(layer, device, size.top_k, most, free=max(1, limits.free), cpu=short)
     update = time_update(device), time_update(torch.device("cpu"))
     return costs_of(experts, outside, update, 1 + config.forwards_alone)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.placement import Line
+from ktbridge.sft.placement import MOST_TOKENS
 from ktbridge.sft.plan.memory import Setting
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from ktbridge.experts.gpu.probes import OutsideTimes
 
 _LAYERS = 4  # timed, after the first and the dense ones: with linear attention one in four is of another kind
-MOST_TOKENS = 16384
-"""Tokens timed; more take in proportion."""
 
 
 def measure_outside(setting: Setting, tokens: int) -> OutsideTimes | None:

@@ -41,49 +41,62 @@ def measure(setting: Setting, room: int | None) -> Measured:
     return Measured(measure_experts(setting, tokens, room), measure_products(setting, tokens))
 
 
-def pace_of(
-    setting: Setting, found: Measured, scored: Scored | None = None, costs: Costs | None = None
-) -> Pace:
-    """The run's pace; ``scored``: of experts that the GPU computes.
+def pace_of(setting: Setting, found: Measured, costs: Costs | None = None) -> Pace:
+    """Return the pace of a run whose experts the CPU computes.
 
     ``costs`` are what was measured on a GPU; None: what is outside the experts is estimated from products.
     """
     rates, times = found.rates, found.experts
-    tokens, passes = _tokens(setting), setting.passes
     if costs is None:
+        tokens = _tokens(setting)
         others = _seconds(_loss_flops(setting, tokens), rates)
         others += _seconds(_layer_flops(setting, tokens), rates)
         others += _GPU_LAYER * len(setting.shape.layers) if setting.cuda else 0.0
     else:
-        forward, backward = (
-            max(line.at(tokens), host)
-            for line, host in zip(costs.outside, costs.launch_outside, strict=True)
-        )
-        others = costs.forwards * forward + backward + costs.loss.at(tokens)
-    on_cpu = expert_lora_elements(setting)
+        others = _outside(setting, costs)
+    on_cpu, passes = expert_lora_elements(setting), setting.passes
     trained = on_cpu + nonexpert_lora_elements(setting)
     updates = times.update * (on_cpu if setting.cuda else trained)
-    if scored is None:
-        experts = setting.shape.sparse_layers * (
-            times.first + (passes - 1) * times.next + passes * times.reference
-        )
-        whole = experts + passes * others
-    else:
-        if setting.placed is not None and setting.placed.masters:
-            updates = 0.0
-        whole = scored.seconds.step - updates
-        experts = max(0.0, whole - passes * others)
-    step = whole + updates
+    experts = setting.shape.sparse_layers * (
+        times.first + (passes - 1) * times.next + passes * times.reference
+    )
+    how = _how(setting, times, rates, updates, _saves(setting), costs is None)
+    whole = experts + passes * others
+    return _pace(setting, whole + updates, whole, experts, how, _notes(setting, rates))
+
+
+def placed_pace(setting: Setting, scored: Scored, costs: Costs) -> Pace:
+    """Return the pace of a run whose experts the GPU computes: its placement's predicted seconds."""
+    step, sizes = scored.seconds.step, setting.expert_sizes
+    update = costs.update[0 if scored.placement.masters else 1] * sizes.layers * sizes.lora
+    whole = step - update - costs.others
+    experts = max(0.0, whole - setting.passes * _outside(setting, costs))
+    return _pace(setting, step, whole, experts, _how_on_gpu(scored, costs), ())
+
+
+def _outside(setting: Setting, costs: Costs) -> float:
+    """Seconds of a micro-batch outside its experts."""
+    tokens = _tokens(setting)
+    forward, backward = (
+        max(line.at(tokens), host)
+        for line, host in zip(costs.outside, costs.launch_outside, strict=True)
+    )
+    return costs.forwards * forward + backward + costs.loss.at(tokens)
+
+
+def _pace(
+    setting: Setting,
+    step: float,
+    whole: float,
+    experts: float,
+    how: str,
+    notes: tuple[str, ...],
+) -> Pace:
+    """The pace by seconds of a step, of all its micro-batches, and of the experts in these."""
     held = setting.lengths.held_out * setting.evaluations
     evaluated = held * whole / setting.step_rows * _forward_share(setting)
-    saves = -(-setting.steps // setting.config.save_steps) if setting.saves else 0
-    if setting.config.load_best_model_at_end:
-        saves += setting.evaluations  # at most: each that is the best so far
-    written = saves * checkpoint_bytes(setting.config, trained)
-    if scored is not None and costs is not None:
-        how = _how_on_gpu(scored, costs)
-    else:
-        how = _how(setting, times, rates, updates, saves, costs is None)
+    trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
+    written = _saves(setting) * checkpoint_bytes(setting.config, trained)
     return Pace(
         tokens_per_second=setting.step_rows * setting.sides * setting.lengths.mean / step,
         step_seconds=step,
@@ -91,9 +104,17 @@ def pace_of(
         eval_seconds=evaluated,
         expert_share=experts / step,
         cold_bytes=setting.shape.expert_bytes if setting.shape.mappable else 0,
-        notes=_notes(setting, rates),
+        notes=notes,
         how=how,
     )
+
+
+def _saves(setting: Setting) -> int:
+    """How many checkpoints are written."""
+    saves = -(-setting.steps // setting.config.save_steps) if setting.saves else 0
+    if setting.config.load_best_model_at_end:
+        saves += setting.evaluations  # at most: each that is the best so far
+    return saves
 
 
 def _tokens(setting: Setting) -> int:
