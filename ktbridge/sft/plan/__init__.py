@@ -105,7 +105,7 @@ def make_plan(
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
-        notes=(*stored, *compared.notes, *_notes(setting, target, missing, declared, pace)),
+        notes=(*stored, *_notes(setting, target, missing, declared, pace), *compared.notes),
         rows=lengths.rows,
         refused=lengths.refused,
         sequences=lengths.sequences,
