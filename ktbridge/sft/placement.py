@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.placement import (
     Costs,
@@ -139,19 +141,22 @@ def cut(lengths: Sequence[int], most: int) -> list[list[int]]:
     micro-batches, and none with as few has less padding.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    long = np.array([lengths[row] for row in order], dtype=np.int64)
     # Of the first rows in that order, for each number of them: batches, tokens, where the last one begins.
-    best = [(0, 0, 0)]
+    batches_of, tokens_of, begins = (np.zeros(len(order) + 1, dtype=np.int64) for _ in range(3))
+    first = 0  # where the last micro-batch may begin, and anywhere behind
     for end in range(1, len(order) + 1):
-        found = []
-        for begin in reversed(range(end)):
-            tokens = lengths[order[begin]] * (end - begin)
-            if tokens > most and end - begin > 1:
-                break  # and so has every micro-batch that begins earlier
-            found.append((best[begin][0] + 1, best[begin][1] + tokens, begin))
-        best.append(min(found))
+        while first < end - 1 and long[first] * (end - first) > most:
+            first += 1
+        # Fewer rows never need more micro-batches: those that need as few are together, from ``first`` on.
+        until = first + np.searchsorted(batches_of[first:end], batches_of[first], side="right")
+        tokens = tokens_of[first:until] + long[first:until] * (end - np.arange(first, until))
+        begin = first + int(tokens.argmin())
+        batches_of[end], begins[end] = batches_of[first] + 1, begin
+        tokens_of[end] = tokens[begin - first]
     batches, end = [], len(order)
     while end:
-        begin = best[end][2]
+        begin = int(begins[end])
         batches.append(order[begin:end])
         end = begin
     return batches[::-1]
