@@ -368,10 +368,15 @@ def _computed_parts(setting: Setting, lora_how: str) -> Iterator[Part]:
         kept = min(activations, tokens * found.kept)
         plain = [round(each / (1 + slack)) for each in (activations, constant)]
         yield Part("activations", "GPU", kept, f"inputs of all layers, {tokens:,} tokens")
-        most = max(0, plain[0] - kept) + plain[1]
+        images = min(plain[0] - kept, _image_bytes(setting) * tokens // setting.batch.tokens)
+        if setting.lengths.images:
+            most = setting.lengths.most_image_tokens
+            how = f"up to {most:,} tokens in each row, one layer"
+            yield Part("images in the vision tower", "GPU", images, how)
+        most = max(0, plain[0] - kept - images) + plain[1]
         how = f"one layer at a time, {tokens:,} tokens, and a tile of the loss"
         yield Part("temporary: a layer and the loss", "GPU", most, how)
-        more = activations + constant - kept - most
+        more = activations + constant - kept - images - most
         yield Part("allocator", "GPU", more, f"{slack:.0%} of what comes and goes")
         yield Part("workspaces", "GPU", WORKSPACES, "cuBLAS's, for each thread and stream")
         return
