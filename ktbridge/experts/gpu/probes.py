@@ -34,7 +34,7 @@ MOST_TOKENS = 16384
 """Tokens timed; more take in proportion."""
 _FEW = 64  # tokens whose products take less time than starting them
 _CPU_TOKENS = 1024
-_REPEATS = 2
+_REPEATS = 3
 _AGAIN = 0.35  # of a backward's seconds: two of its five products are gate's and up's second
 _GROUP = 0.7
 _STEP = 0.015  # seconds: clipping, optimizer and log of all but the experts
@@ -213,8 +213,11 @@ def time_update(device: torch.device) -> float:
 
 
 def waited(once: Callable[[], object], device: torch.device) -> float:
-    """The median of some runs' seconds, the device waited for, after one to warm up."""
-    return median_seconds(once, device)
+    """Seconds of the fastest of some runs, the device waited for.
+
+    Not of the median: a second backward adds where the first wrote, by kernels that are compiled then.
+    """
+    return min(seconds_of(once, device, 3))
 
 
 def busy(once: Callable[[], object], device: torch.device) -> float:
@@ -231,21 +234,24 @@ def busy(once: Callable[[], object], device: torch.device) -> float:
         )
         if found:  # else the driver lets nobody look
             return float(found) / 1e6
-    return median_seconds(once, device, 1, 0)
+    return min(seconds_of(once, device, 1))
 
 
-def median_seconds(
-    once: Callable[[], object], device: torch.device, repeats: int = _REPEATS, warm_up: int = 1
-) -> float:
-    """The median of ``repeats`` runs after ``warm_up`` more."""
+def median_seconds(once: Callable[[], object], device: torch.device) -> float:
+    """The median of some runs after one to warm up."""
+    return median(seconds_of(once, device, 1 + _REPEATS)[1:])
+
+
+def seconds_of(once: Callable[[], object], device: torch.device, runs: int) -> list[float]:
+    """Seconds of each of some runs, the device waited for."""
     taken = []
-    for _ in range(warm_up + repeats):
+    for _ in range(runs):
         _wait(device)
         began = time.perf_counter()
         once()
         _wait(device)
         taken.append(time.perf_counter() - began)
-    return median(taken[warm_up:])
+    return taken
 
 
 def _line(sizes: Sequence[int], seconds: tuple[float, float]) -> Line:
