@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from statistics import median
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ class Pace(TrainerCallback):
         self.tokens_before = 0
         """Tokens seen by the run that this one continues."""
         self._last_record = (0, 0.0, 0.0)  # tokens, seconds and kernel seconds at the last record
+        self._paces: list[float] = []  # tokens a second of each step
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -45,12 +47,20 @@ class Pace(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         self._began = time.perf_counter(), kernel_seconds()
+        self._seen = state.num_input_tokens_seen
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        self.seconds += time.perf_counter() - self._began[0]
+        seconds = time.perf_counter() - self._began[0]
+        self.seconds += seconds
         self.kernels += kernel_seconds() - self._began[1]
+        self._paces.append((state.num_input_tokens_seen - self._seen) / seconds)
+
+    @property
+    def steady(self) -> float | None:
+        """Tokens a second of the median step after the second, by when kernels are compiled."""
+        return median(self._paces[2:]) if len(self._paces) > 2 else None
 
     def record(self, tokens: int) -> dict[str, float]:
         """``tokens_per_second`` and ``expert_share`` (0 to 1) since the last record.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ktbridge.errors import KtbridgeError
@@ -61,6 +62,7 @@ class RunTrainer(Trainer):
         self.pace = Pace()
         self.current_gradient_accumulation_steps = 1  # Trainer has none before its first step
         self._finite = Finite(checkpoints.last_good)
+        self._losses: list[torch.Tensor] = []  # of the batches of the step that is running
         self.add_callback(self.pace)
 
     def see(self, vision: Vision) -> None:
@@ -109,6 +111,17 @@ class RunTrainer(Trainer):
         """
         return 0
 
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Its batches stay on the CPU: ``rows`` reads them there, and micro-batches go to the GPU."""
+        if self.stream is not None:  # accelerate spreads a stream's batches from the device
+            return super().get_train_dataloader()
+        accelerator = self.accelerator
+        before, accelerator.device_placement = accelerator.device_placement, False
+        try:
+            return super().get_train_dataloader()
+        finally:
+            accelerator.device_placement = before
+
     def get_batch_samples(
         self, *args: Any, **kwargs: Any
     ) -> tuple[list[Batch], torch.Tensor | int | None]:
@@ -120,8 +133,19 @@ class RunTrainer(Trainer):
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         loss = self.passes.run(super().training_step, model, inputs, num_items_in_batch)
-        self._finite.check("the loss", float(loss), self.state.global_step + 1)
+        self._losses.append(loss.detach())
         return loss
+
+    def _track_num_input_tokens(self, inputs: Batch) -> None:
+        """Count a step's tokens at its last batch: each count waits for the GPU and for other processes."""
+        batches = self.passes.batches
+        if not batches or inputs is batches[-1]:
+            names = [name for name in ("input_ids", "attention_mask") if name in inputs]
+            of_step = {
+                name: torch.cat([batch[name].flatten() for batch in batches or [inputs]])
+                for name in names
+            }
+            super()._track_num_input_tokens(of_step)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
         if distributed.world().size == 1:
@@ -135,9 +159,15 @@ class RunTrainer(Trainer):
             grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         elif grad_norm is None:  # a step in which nothing is clipped
             grad_norm = distributed.average_and_clip(self, model, float("inf"))
-        # Before the optimizer's step, so that the weights are still those of the step before.
-        self._finite.check("the gradients' norm", float(grad_norm), self.state.global_step + 1)
-        return grad_norm
+        # Before the optimizer's step, so that the weights are still those of the step before. The norm waits
+        # for the GPU anyway; a look at each batch's loss would, too.
+        step, norm = self.state.global_step + 1, float(grad_norm)
+        losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
+        self._losses.clear()
+        for loss in losses:
+            self._finite.check("the loss", loss, step)
+        self._finite.check("the gradients' norm", norm, step)
+        return norm
 
     # Held-out rows.
 

@@ -102,6 +102,8 @@ class TrainResult:
     """Of an optimizer step, predicted before the first; None: the placement of experts was no choice."""
     predicted_gpu_bytes: int | None = None
     """GPU memory in all, predicted before the first step; None: the GPU computes no experts."""
+    steady_tokens_per_second: float | None = None
+    """Of the median step after this call's second; None: it made no more than two."""
 
 
 def train(
@@ -391,6 +393,7 @@ def _result(
         tokens_per_pass=trainer.passes.tokens,
         predicted_step_seconds=placed.predicted,
         predicted_gpu_bytes=placed.predicted_gpu,
+        steady_tokens_per_second=pace.steady,
         held_out=chosen.result,
     )
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from trainrun import DPO, conversation, log_of, pair, quiet, text, write_run
+from transformers import Trainer
 
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
@@ -23,6 +24,7 @@ from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.passes import tokens_per_pass
 from ktbridge.sft.placement import cut, fill
+from ktbridge.sft.progress import Diverged
 
 ROWS = 10
 """Of which a step takes 4, so that the last of an epoch is smaller."""
@@ -249,6 +251,54 @@ def test_memory_that_is_too_small_gives_back_then_takes_fewer_rows_and_repeats_t
     with pytest.raises(KtbridgeError, match="the GPU ran out of memory in step 1") as caught:
         trainrun.train(run_dir, "tokens_per_pass=100", "output_dir=other")
     assert "cutoff_len (a row alone was too much)" in caught.value.next_step
+
+
+@quiet
+@pytest.mark.parametrize("tokens", ["", "tokens_per_pass=70"], ids=["batches", "tokens"])
+def test_a_loss_that_is_not_finite_ends_its_step_before_the_weights_change(
+    train: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch, tokens: str
+) -> None:
+    from ktbridge.sft.stages import SftTrainer
+
+    compute_loss, seen = SftTrainer.compute_loss, []
+
+    def poisoned(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = compute_loss(self, *args, **kwargs)
+        seen.append((self.state.global_step, self.model))
+        first = [step for step, _ in seen].count(1) == 1  # of the second step's micro-batches
+        return loss * float("nan") if first and self.state.global_step == 1 else loss
+
+    monkeypatch.setattr(SftTrainer, "compute_loss", poisoned)
+    with pytest.raises(Diverged, match=r"the loss became nan at step 2; .*checkpoint-1\."):
+        train("raw", *([tokens] if tokens else []))
+    assert [step for step, _ in seen].count(1) > 1  # the poisoned one was not the last
+    saved = load_file(run_dir / "raw.checkpoints/checkpoint-1/trainable.safetensors")
+    now = {name: p for name, p in seen[-1][1].named_parameters() if p.requires_grad}
+    assert now.keys() == saved.keys()
+    assert all(torch.equal(now[name], saved[name]) for name in saved)
+
+
+@quiet
+def test_a_step_waits_for_its_numbers_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count of tokens for each batch, and batches on the GPU, would be as many waits and transfers."""
+    trainer = make(max_steps=4, tokens_per_pass=500)
+    assert trainer.get_train_dataloader().device is None
+    gathered: list[int] = []
+    gather = trainer.accelerator.gather
+    track = Trainer._track_num_input_tokens
+
+    def counted(self: Any, inputs: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                self.accelerator, "gather", lambda n: gathered.append(int(n)) or gather(n)
+            )
+            track(self, inputs)
+
+    monkeypatch.setattr(Trainer, "_track_num_input_tokens", counted)
+    trainer.train()
+    assert len(gathered) == 4
+    assert sum(gathered) == trainer.state.num_input_tokens_seen
+    assert trainer.pace.steady > 0
 
 
 def test_who_decides_the_tokens_of_a_pass(run_dir: Path) -> None:
