@@ -23,6 +23,7 @@ _UNEVEN = 1.25  # a group's rows over the mean group's: what more there are is c
 _ON_WAY = 3  # outputs that leave or come back while others are used
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
 _PAGE = 4096
+_CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and backward
 _APART = 8  # the power in a mean that is nearly the largest
 
 
@@ -371,14 +372,15 @@ def predict_seconds(placement: Placement, sizes: Sizes, cut: Cut, costs: Costs) 
                 starting += streamed * (placement.groups - 1) * costs.launch_group
             if way and placement.on_gpu and not placement.masters and number:
                 starting += costs.add * lora
+            if not placement.on_gpu:
+                assert costs.cpu is not None
+                # GPU and CPU wait for each other, while Python starts what comes next for both.
+                busy += layers * costs.cpu.at(tokens) * _CPU_SHARE[way]
             crossing = transfers / costs.link
             times = 1 if way else costs.forwards
             link, gpu, host = link + times * crossing, gpu + times * busy, host + times * starting
             waiting += times * _together(crossing, busy, starting)
         alone += costs.loss.at(tokens) + costs.micro_batch
-        if not placement.on_gpu:
-            assert costs.cpu is not None
-            alone += layers * costs.cpu.at(tokens)
     alone += costs.update[0 if placement.masters else 1] * lora + costs.others
     return Seconds(waiting + alone, link, gpu, host, alone)
 
