@@ -33,9 +33,6 @@ from ktbridge.sft.passes import OnNote, Row, cut, fill, free_memory
 if TYPE_CHECKING:
     from ktbridge.sft.run_trainer import RunTrainer
 
-_AT_ONCE = 256
-"""Rows that are measured at once."""
-
 
 class HeldOut:
     """Evaluates the held-out rows of ``trainer``; several processes take a share of them each.
@@ -104,12 +101,11 @@ class HeldOut:
         return {"step": step, "last_step": self._trainer.state.global_step, **measured}
 
     def _measured(self) -> list[Row]:
-        """All held-out rows, as long as the collator makes them."""
-        rows = []
-        for start in range(0, len(self._dataset), _AT_ONCE):
-            batch = self._collated(range(start, min(start + _AT_ONCE, len(self._dataset))))
-            rows += [replace(row, features={}) for row in self._trainer.rows(batch)]
-        return rows
+        """The lengths of all held-out rows."""
+        examples = (self._dataset[place] for place in range(len(self._dataset)))
+        return [
+            replace(row, features={}) for each in examples for row in self._trainer.rows([each])
+        ]
 
     @property
     def _dataset(self) -> Any:

@@ -14,7 +14,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 OnNote = Callable[[Problem], None]
 Batch = dict[str, Any]
-"""What a collator makes: tensors by name, and numbers."""
+"""What a collator makes: tensors by name, and numbers; or what ``as_rows`` does."""
+Example = dict[str, list[int]]
+"""A row as the dataset has it."""
+ROWS = "rows"
+"""The one key of a batch that waits for its step's micro-batches: a list of ``Row``."""
 Count = torch.Tensor | int | None
 """Trainer's number of trained tokens of a step, where it counts them."""
 Step = Callable[..., torch.Tensor]
@@ -44,14 +48,26 @@ Step = Callable[..., torch.Tensor]
 class Row:
     """The unit that is never split: a conversation, or a pair of answers."""
 
-    features: dict[str, list[int]]
+    features: Example
     """What the trainer's collator takes."""
     tokens: int
     """Tokens of its sequences, each padded to the longest of them."""
     trained: int
     """Tokens that the loss counts; of a pair, the chosen answer's."""
+    unpadded: int
+    """Tokens of its sequences without padding."""
     good: bool = True
     """kto: how the answer was judged."""
+
+
+def as_rows(
+    rows: Callable[[Sequence[Example]], list[Row]], examples: Sequence[Example]
+) -> dict[str, list[Row]]:
+    """A batch of a dataloader, not collated: that is done once, of the rows of a micro-batch.
+
+    Rows are objects, because accelerate and torch go through lists number by number.
+    """
+    return {ROWS: rows(examples)}
 
 
 def tokens_per_pass(
@@ -108,7 +124,7 @@ class Passes:
             # Its rows wait for the step's last batch.
             return torch.zeros((), device=self._trainer.args.device)
         step, lengths = _on_all_ranks(
-            [row for batch in self.batches or [inputs] for row in self._trainer.rows(batch)]
+            [row for batch in self.batches or [inputs] for row in batch[ROWS]]
         )
         given, back, too_many = self.tokens, [], 0
         while True:
@@ -274,4 +290,4 @@ def _on_all_ranks(rows: list[Row]) -> tuple[list[Row], list[int]]:
 def _untrained(row: Row) -> Row:
     """The same conversation with all labels ignored: its loss and gradients are 0."""
     labels = [-100] * len(row.features["labels"])
-    return Row({**row.features, "labels": labels}, row.tokens, 0)
+    return replace(row, features={**row.features, "labels": labels}, trained=0)

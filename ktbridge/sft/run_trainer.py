@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ktbridge.sft import distributed
 from ktbridge.sft.checkpoints import Checkpoints
 from ktbridge.sft.data.stream import Stream
 from ktbridge.sft.held_out import HeldOut
-from ktbridge.sft.passes import Batch, Passes, Row
+from ktbridge.sft.passes import ROWS, Batch, Example, Passes, Row, as_rows
 from ktbridge.sft.progress import Finite, Pace
 from ktbridge.sft.rates import separate_b, set_learning_rate
 from ktbridge.sft.vision import Vision
@@ -49,6 +50,8 @@ class RunTrainer(Trainer):
     held_out: HeldOut
     weights: WatchWeights
     pace: Pace
+    loss_by_token = False
+    """Whether the loss is a sum over a step's trained tokens, divided by their number."""
     ratio_of_b = 1.0
     """The learning rate of LoRA's B as a multiple of A's."""
     stream: Stream | None = None
@@ -62,6 +65,7 @@ class RunTrainer(Trainer):
         self.pace = Pace()
         self.current_gradient_accumulation_steps = 1  # Trainer has none before its first step
         self._finite = Finite(checkpoints.last_good)
+        self._unpadded = 0  # tokens of the step that is running, of all processes
         self._losses: list[torch.Tensor] = []  # of the batches of the step that is running
         self.add_callback(self.pace)
 
@@ -69,8 +73,9 @@ class RunTrainer(Trainer):
         """Read the images of rows by ``vision``."""
         raise NotImplementedError
 
-    def rows(self, batch: Batch) -> list[Row]:
-        """The rows that a collated batch was made of."""
+    @staticmethod
+    def rows(examples: Sequence[Example]) -> list[Row]:
+        """The rows of some of the dataset's examples."""
         raise NotImplementedError
 
     def joins(self) -> bool:
@@ -111,23 +116,34 @@ class RunTrainer(Trainer):
         """
         return 0
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Its batches stay on the CPU: ``rows`` reads them there, and micro-batches go to the GPU."""
-        if self.stream is not None:  # accelerate spreads a stream's batches from the device
-            return super().get_train_dataloader()
-        accelerator = self.accelerator
+    def get_train_dataloader(self) -> DataLoader[Batch]:
+        """Its batches stay on the CPU; where steps are cut into micro-batches they are rows, not collated.
+
+        Each process reads its own rows, of a stream too: accelerate would have the first one send tensors.
+        """
+        accelerator, collate = self.accelerator, self.data_collator
         before, accelerator.device_placement = accelerator.device_placement, False
+        if self.passes.tokens is not None:
+            self.data_collator = partial(as_rows, self.rows)
         try:
             return super().get_train_dataloader()
         finally:
-            accelerator.device_placement = before
+            accelerator.device_placement, self.data_collator = before, collate
 
     def get_batch_samples(
-        self, *args: Any, **kwargs: Any
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | int | None]:
-        found = super().get_batch_samples(*args, **kwargs)
-        self.passes.batches = found[0]
-        return found
+        if self.passes.tokens is None:
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        else:
+            batches, items = [*islice(epoch_iterator, num_batches)], None
+            rows = [row for batch in batches for row in batch[ROWS]]
+            counts = [sum(row.trained for row in rows), sum(row.unpadded for row in rows)]
+            trained, self._unpadded = map(int, distributed.add(counts))
+            if self.loss_by_token:
+                items = torch.tensor(trained, dtype=torch.float32, device=device)
+        self.passes.batches = batches
+        return batches, items
 
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
@@ -139,7 +155,11 @@ class RunTrainer(Trainer):
     def _track_num_input_tokens(self, inputs: Batch) -> None:
         """Count a step's tokens at its last batch: each count waits for the GPU and for other processes."""
         batches = self.passes.batches
-        if not batches or inputs is batches[-1]:
+        if batches and inputs is not batches[-1]:
+            return
+        if self.passes.tokens is not None:
+            self.state.num_input_tokens_seen += self._unpadded
+        else:
             names = [name for name in ("input_ids", "attention_mask") if name in inputs]
             of_step = {
                 name: torch.cat([batch[name].flatten() for batch in batches or [inputs]])

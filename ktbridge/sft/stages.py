@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from trl import DPOTrainer, KTOTrainer, SFTTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from ktbridge.sft.data.sequences import PICTURES
-from ktbridge.sft.passes import Batch, Row
+from ktbridge.sft.passes import Batch, Example, Row
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.vision import Vision
 
@@ -29,6 +29,8 @@ class SftTrainer(RunTrainer, SFTTrainer):
     The loss is summed over an optimizer step's trained tokens and divided by their number, so rows of unequal
     lengths weigh the same however they are spread over batches and accumulation.
     """
+
+    loss_by_token = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,20 +52,10 @@ class SftTrainer(RunTrainer, SFTTrainer):
         shown = [self._vision.pictures[number] for number in numbers]
         return super()._prepare_inputs(given | self._vision.inputs(inputs["input_ids"], shown))
 
-    def rows(self, batch: Batch) -> list[Row]:
-        """The batch's rows without padding; of packed rows, the conversations in them."""
-        ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
-        pictures = batch.get(PICTURES, [None] * len(ids))
-        if "attention_mask" in batch:
-            counts = batch["attention_mask"].sum(1).tolist()
-            spans = [(row, 0, count) for row, count in enumerate(counts)]
-        else:
-            bounds = batch["cu_seq_lens_q"].tolist()
-            spans = [(0, *span) for span in pairwise(bounds)]
-        return [
-            _conversation(ids[row][first:end], labels[row][first:end], pictures[row])
-            for row, first, end in spans
-        ]
+    @staticmethod
+    def rows(examples: Sequence[Example]) -> list[Row]:
+        """The examples; of packed ones, the conversations in them."""
+        return [row for each in examples for row in _conversations(each)]
 
     def joins(self) -> bool:
         return bool(self.padding_free)
@@ -91,10 +83,16 @@ def _with_numbers(collate: Callable[..., Batch], examples: list[dict[str, Any]])
     return {**collate(examples), PICTURES: [each.get(PICTURES, []) for each in examples]}
 
 
-def _conversation(ids: list[int], labels: list[int], pictures: list[int] | None) -> Row:
-    trained = len(labels) - 1 - labels[1:].count(-100)  # the first token is never predicted
-    beside = {} if pictures is None else {PICTURES: pictures}
-    return Row({"input_ids": ids, "labels": labels, **beside}, len(ids), trained)
+def _conversations(example: Example) -> Iterator[Row]:
+    ids = example["input_ids"]
+    labels = example.get("labels", ids)
+    beside = {PICTURES: example[PICTURES]} if PICTURES in example else {}
+    bounds = accumulate(example.get("seq_lengths", [len(ids)]), initial=0)
+    for first, end in pairwise(bounds):
+        own = labels[first:end]
+        trained = len(own) - 1 - own[1:].count(-100)  # the first token is never predicted
+        features = {"input_ids": ids[first:end], "labels": own, **beside}
+        yield Row(features, end - first, trained, end - first)
 
 
 @contextmanager
@@ -137,16 +135,9 @@ class DpoTrainer(RunTrainer, DPOTrainer):
             chosen, rejected = answers_logps(model, inputs).chunk(2)
         return chosen, rejected
 
-    def rows(self, batch: Batch) -> list[Row]:
-        """The batch's pairs without padding: of 2B sequences the first B are the chosen answers."""
-        ids, counts = batch["input_ids"].tolist(), batch["attention_mask"].sum(1).tolist()
-        answers = batch["completion_mask"].sum(1).tolist()
-        whole = [
-            (row[: count - answer], row[count - answer : count])
-            for row, count, answer in zip(ids, counts, answers, strict=True)
-        ]
-        pairs = zip(whole[: len(whole) // 2], whole[len(whole) // 2 :], strict=True)
-        return [_pair(chosen, rejected) for chosen, rejected in pairs]
+    @staticmethod
+    def rows(examples: Sequence[Example]) -> list[Row]:
+        return [_pair(each) for each in examples]
 
     def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
         return len(rows) / len(step)
@@ -226,15 +217,15 @@ class KtoTrainer(RunTrainer, KTOTrainer):
             loss = loss - self.ftx * last[-1][good].sum() / counts
         return loss
 
-    def rows(self, batch: Batch) -> list[Row]:
-        """The batch's rows by their lengths alone: they are never put together anew."""
-        counts = zip(
-            batch["attention_mask"].sum(1).tolist(),
-            batch["completion_mask"].sum(1).tolist(),
-            batch["label"].tolist(),
-            strict=True,
-        )
-        return [Row({}, tokens, trained, good) for tokens, trained, good in counts]
+    @staticmethod
+    def rows(examples: Sequence[Example]) -> list[Row]:
+        """The examples by their lengths alone: they are never put together anew."""
+        found = []
+        for each in examples:
+            answer = len(each["completion_ids"])
+            tokens = len(each["prompt_ids"]) + answer
+            found.append(Row({}, tokens, answer, tokens, bool(each["label"])))
+        return found
 
     def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
         return len(rows) / len(step)
@@ -270,13 +261,12 @@ def answers_logps(model: nn.Module, inputs: Batch, prefix: str = "") -> torch.Te
     return logps
 
 
-def _pair(chosen: tuple[list[int], list[int]], rejected: tuple[list[int], list[int]]) -> Row:
-    """A pair of (prompt, answer), whose prompts are the same."""
-    prompt, answer = chosen
-    features = {"prompt_ids": prompt, "chosen_ids": answer, "rejected_ids": rejected[1]}
-    longest = max(len(answer), len(rejected[1]))
+def _pair(example: Example) -> Row:
+    features = {name: example[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
+    prompt, chosen, rejected = (len(each) for each in features.values())
+    tokens = 2 * (prompt + max(chosen, rejected))
     # The first token of all is never predicted, though an answer without a prompt may begin with it.
-    return Row(features, 2 * (len(prompt) + longest), len(answer) - (not prompt))
+    return Row(features, tokens, chosen - (not prompt), 2 * prompt + chosen + rejected)
 
 
 STAGES: dict[str, type[RunTrainer]] = {

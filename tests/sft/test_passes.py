@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from trainrun import DPO, conversation, log_of, pair, quiet, text, write_run
 from transformers import Trainer
+from trl.trainer import dpo_trainer, sft_trainer
 
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
@@ -169,6 +170,29 @@ def test_packed_conversations_go_in_passes_by_themselves(train: Any) -> None:
 
 
 @quiet
+@pytest.mark.parametrize("more", [(), ("packing=true",), DPO, ("streaming=true", "max_steps=4")])
+def test_rows_are_collated_once_in_the_micro_batches_that_compute(
+    train: Any, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    made: list[int] = []
+    for collator in (
+        sft_trainer.DataCollatorForLanguageModeling,
+        dpo_trainer.DataCollatorForPreference,
+    ):
+        monkeypatch.setattr(collator, "torch_call", _counted(collator.torch_call, made))
+    found = train("once", "tokens_per_pass=60", *more)
+    assert len(made) == len(found.widths) > len(found.log)
+
+
+def _counted(torch_call: Any, made: list[int]) -> Any:
+    def counted(self: Any, examples: Any) -> Any:
+        made.append(len(examples))
+        return torch_call(self, examples)
+
+    return counted
+
+
+@quiet
 def test_a_run_goes_on_in_the_middle_of_an_epoch(train: Any, run_dir: Path) -> None:
     options = ("lora_dropout=0.1", "max_steps=5", "tokens_per_pass=60")
     whole = train("whole", *options)
@@ -281,7 +305,7 @@ def test_a_loss_that_is_not_finite_ends_its_step_before_the_weights_change(
 @quiet
 def test_a_step_waits_for_its_numbers_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A count of tokens for each batch, and batches on the GPU, would be as many waits and transfers."""
-    trainer = make(max_steps=4, tokens_per_pass=500)
+    trainer = make(max_steps=4)
     assert trainer.get_train_dataloader().device is None
     gathered: list[int] = []
     gather = trainer.accelerator.gather
