@@ -224,7 +224,10 @@ class Bar:
 
 @contextmanager
 def training_bar(done: int, total: int) -> Iterator[Bar]:
-    """Step, a bar, its description, elapsed time and ETA within 80 columns; hidden without a terminal."""
+    """Step, a bar, its description, elapsed time and ETA within 80 columns; hidden without a terminal.
+
+    The ETA is by the steps of the last hour without the first, which compiles and loads.
+    """
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(bar_width=10),
@@ -233,7 +236,12 @@ def training_bar(done: int, total: int) -> Iterator[Bar]:
         TextColumn("eta"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+    hidden = not stderr.is_terminal
+    # By its 30 seconds rich would have no pace for steps that take longer, and show no ETA.
+    hour = 3600.0
+    with Progress(
+        *columns, console=stderr, transient=True, disable=hidden, speed_estimate_period=hour
+    ) as bar:
         yield Bar(bar, "", done, total)
 
 

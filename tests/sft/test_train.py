@@ -179,9 +179,16 @@ def test_progress_fits_80_columns_with_step_loss_pace_and_eta(monkeypatch):
 
     from ktbridge.cli import _ui
 
-    screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, width=80, highlight=False)
+    screen, now = io.StringIO(), [0.0]
+    terminal = Console(
+        file=screen, force_terminal=True, width=80, highlight=False, get_time=lambda: now[0]
+    )
     monkeypatch.setattr(_ui, "stderr", terminal)
+    with _ui.training_bar(0, 65) as bar:
+        for step, seconds in enumerate((600, 60, 60, 60, 60), 1):  # the first compiles
+            now[0] += seconds
+            bar(step, 65)
+    assert "eta 1:00:00" in screen.getvalue().replace("\x1b[36m", "").replace("\x1b[0m", "")
     with _ui.training_bar(0, 100_000) as bar:
         bar(99_999, 100_000)
         bar.describe("loss 12.3456  123,456 tok/s")
