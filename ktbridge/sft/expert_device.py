@@ -137,9 +137,11 @@ class ExpertDevice:
         link = crossed / busy if busy else None
         ranking.costs = ranking.costs.scaled(measured / ranking.taken.seconds.step, link)
         now = ranking.taken.placement
-        for scored in rank_placements(
-            ranking.setting, ranking.limits, ranking.costs, ranking.sizes
-        ):
+        again = rank_placements(ranking.setting, ranking.limits, ranking.costs, ranking.sizes)
+        # A first step that was slow by chance makes no other placement faster than this one.
+        here = [each.seconds.step for each in again if each.placement == now]
+        measured = min([measured, *here])
+        for scored in again:
             if scored.seconds.step * _GAIN > measured:
                 return ""
             if not _reachable(now, scored.placement):

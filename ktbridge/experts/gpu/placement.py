@@ -24,7 +24,9 @@ _ON_WAY = 3  # outputs that leave or come back while others are used
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
 _PAGE = 4096
 _CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and backward
-_APART = 8  # the power in a mean that is nearly the largest
+# Powers of the means that are nearly the larger: the host runs far ahead of the GPU, but weights come just
+# before they are multiplied. Fitted on the runs in docs/gpu-experts.md.
+_QUEUED, _TAKEN = 8, 3
 
 
 def padded(rank: int) -> int:
@@ -379,21 +381,18 @@ def predict_seconds(placement: Placement, sizes: Sizes, cut: Cut, costs: Costs) 
             crossing = transfers / costs.link
             times = 1 if way else costs.forwards
             link, gpu, host = link + times * crossing, gpu + times * busy, host + times * starting
-            waiting += times * _together(crossing, busy, starting)
+            waiting += times * _together(_together(busy, starting, _QUEUED), crossing, _TAKEN)
         alone += costs.loss.at(tokens) + costs.micro_batch
     alone += costs.update[0 if placement.masters else 1] * lora + costs.others
     return Seconds(waiting + alone, link, gpu, host, alone)
 
 
-def _together(*seconds: float) -> float:
-    """Seconds of what works beside each other: the slowest, and more where others are nearly as slow.
-
-    They wait for each other within a layer, so two that take alike take a tenth longer than one.
-    """
-    longest = max(seconds)
+def _together(one: float, other: float, power: int) -> float:
+    """Seconds of two that work beside each other: the slower's, and more where both are nearly as slow."""
+    longest, shortest = max(one, other), min(one, other)
     if not longest:
         return 0.0
-    return longest * math.fsum((each / longest) ** _APART for each in seconds) ** (1 / _APART)
+    return float(longest * (1 + (shortest / longest) ** power) ** (1 / power))
 
 
 def rank(
