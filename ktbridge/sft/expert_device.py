@@ -47,6 +47,7 @@ from ktbridge.sft.placement import (
     rank_placements,
     refuse_on_gpu,
     times_cpu,
+    too_small,
     with_placement,
 )
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, Setting, predict
@@ -259,6 +260,10 @@ def place_experts(
     memory = memory and memory // distributed.world().size
     setting = _as_before(setting, resumed)
     wanted = setting.config.kt_config.kt_experts
+    if wanted != "cpu" and (short := too_small(sizes, limits, wanted)):
+        if wanted != "auto":  # before anything is measured, for which there is no memory either
+            raise short
+        return _on_cpu(setting, limits, memory, short)
     costs, token_bytes = _measure(setting, model, sizes, limits, device)
     if token_bytes:  # kernels such as flash-linear-attention's take less than what is counted
         limits = replace(limits, token_bytes=min(limits.token_bytes, token_bytes))
@@ -267,9 +272,7 @@ def place_experts(
     except UsageError as error:
         if wanted != "auto":
             raise
-        tokens = cpu_tokens(setting, limits, memory)
-        why = f"experts on the CPU, for the GPU's memory is too small: {error.sentence}"
-        return ExpertDevice("cpu", tokens, f"{why}; {tokens:,} tokens a micro-batch")
+        return _on_cpu(setting, limits, memory, error)
     taken = ranked[0]
     why = describe(taken, sizes, limits.step_tokens)
     others = [each for each in ranked if each.placement.on_gpu != taken.placement.on_gpu]
@@ -289,6 +292,15 @@ def place_experts(
     predicted = taken.seconds.step
     mode = placement.mode(sizes)
     return ExpertDevice(mode, placement.tokens, why, placed, ranking, predicted, in_all)
+
+
+def _on_cpu(
+    setting: Setting, limits: Limits, memory: int | None, short: UsageError
+) -> ExpertDevice:
+    """The experts on the CPU, because of what is ``short``."""
+    tokens = cpu_tokens(setting, limits, memory)
+    why = f"experts on the CPU, for the GPU's memory is too small: {short.sentence}"
+    return ExpertDevice("cpu", tokens, f"{why}; {tokens:,} tokens a micro-batch")
 
 
 def _as_before(setting: Setting, resumed: Mapping[str, Any] | None) -> Setting:

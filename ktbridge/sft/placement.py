@@ -217,6 +217,12 @@ def too_little(sizes: Sizes, limits: Limits, wanted: str) -> UsageError:
     )
 
 
+def too_small(sizes: Sizes, limits: Limits, wanted: str) -> UsageError | None:
+    """``too_little`` where not even the least placement fits; None where it does."""
+    _, taken = least_bytes(sizes, limits, wanted)
+    return too_little(sizes, limits, wanted) if taken > limits.free else None
+
+
 def cpu_tokens(setting: Setting, limits: Limits, memory: int | None) -> int:
     """Tokens of a micro-batch whose experts the CPU computes: they may take a third of ``memory``."""
     layers = setting.shape.sparse_layers

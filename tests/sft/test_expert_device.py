@@ -125,6 +125,17 @@ def test_auto_takes_what_its_own_times_say_is_faster(
         assert "predicted" in note.found
 
 
+@pytest.mark.usefixtures("executor_here", "run_dir")
+def test_memory_that_nothing_fits_is_not_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_on_cpu(monkeypatch.setattr, free=1000)
+    monkeypatch.setattr(expert_device, "_measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(UsageError, match="are left for them"):
+        train("kt_experts=stream")
+    result = train("kt_experts=auto", "max_steps=1")
+    assert result.experts == "cpu"
+    assert "too small" in result.notes[0].found
+
+
 @pytest.mark.usefixtures("run_dir")
 def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     from ktbridge.sft import trainer

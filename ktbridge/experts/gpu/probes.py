@@ -224,7 +224,7 @@ def busy(once: Callable[[], object], device: torch.device) -> float:
     """Seconds that ``device`` computes in a run, however long the host takes to start that."""
     if device.type == "cuda":
         _wait(device)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
             once()
             _wait(device)
         found = sum(
