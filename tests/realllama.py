@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,22 +23,27 @@ PROMPTS = [[DRAW.randrange(3, 170) for _ in range(32)] for _ in range(4)]
 
 @dataclass
 class Outcome:
-    """What llama.cpp did: logprobs of PROMPTS' tokens, or none and the reason.
+    """What llama.cpp did: logprobs of the prompts' tokens, or none and the reason; ids of each prompt.
 
     ``code`` is 0, 3 for what it refused with a sentence, negative for the signal that ended it.
     """
 
     code: int
     logprobs: list[float]
+    tokens: list[list[int]]
     log: str
 
 
-def run_llama(python: str, model: Path, lora: Path | None = None, scale: float = 1.0) -> Outcome:
-    asked = {"model": str(model), "lora": lora and str(lora), "scale": scale, "prompts": PROMPTS}
+def run_llama(
+    python: str, model: Path, lora: Path | None = None, scale: float = 1.0,
+    prompts: Sequence[list[int] | str] = PROMPTS,
+) -> Outcome:  # fmt: skip
+    asked = {"model": str(model), "lora": lora and str(lora), "scale": scale, "prompts": prompts}
     command = [python, str(DRIVER), json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = json.loads(done.stdout) if done.returncode == 0 else []
-    return Outcome(done.returncode, [x for row in found for x in row], done.stderr)
+    found = json.loads(done.stdout) if done.returncode == 0 else {"tokens": [], "logprobs": []}
+    logprobs = [each for row in found["logprobs"] for each in row]
+    return Outcome(done.returncode, logprobs, found["tokens"], done.stderr)
 
 
 @dataclass

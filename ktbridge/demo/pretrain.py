@@ -19,8 +19,8 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-    from .base import Recipe
     from .corpus import Conversation
+    from .tiny import Recipe
 
 # Batches are taken from pools of this many batches sorted by length: little padding, still mixed.
 _POOL = 16

@@ -1,4 +1,4 @@
-"""The demo's corpus, persona data, tokenizer and base model, at their public faces."""
+"""The tiny demo's corpus, persona data, tokenizer and base model, at their public faces."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ktbridge.demo.base import RECORD, Recipe, build_base, read_record
+from ktbridge.demo.base import RECORD, read_record
 from ktbridge.demo.corpus import base_conversations, distinct_samples, load_intents
 from ktbridge.demo.persona import PERSONA_MARKS, persona_conversations, persona_rows
+from ktbridge.demo.tiny import Recipe, build_tiny
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval import load_bench
 
@@ -35,7 +36,7 @@ def conversations():
 def base(tmp_path_factory):
     calls: list[tuple[int, int]] = []
     target = tmp_path_factory.mktemp("demo") / "base"
-    build_base(target, TINY, lambda done, total: calls.append((done, total)))
+    build_tiny(target, TINY, lambda done, total: calls.append((done, total)))
     return target, calls
 
 
@@ -148,7 +149,7 @@ def test_a_second_call_is_instant_and_other_directories_are_left_alone(base, tmp
     target, _ = base
     before = {path.name: path.stat().st_mtime_ns for path in target.iterdir()}
     calls: list[int] = []
-    build_base(target, TINY, lambda done, total: calls.append(done))
+    build_tiny(target, TINY, lambda done, total: calls.append(done))
     assert not calls
     assert {path.name: path.stat().st_mtime_ns for path in target.iterdir()} == before
     assert [path.name for path in target.parent.iterdir()] == [target.name]
@@ -158,7 +159,7 @@ def test_a_second_call_is_instant_and_other_directories_are_left_alone(base, tmp
     theirs.mkdir()
     (theirs / "notes.txt").write_text("mine")
     with pytest.raises(KtbridgeError, match="not a demo base"):
-        build_base(theirs, TINY)
+        build_tiny(theirs, TINY)
     assert (theirs / "notes.txt").read_text() == "mine"
 
 
@@ -168,7 +169,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_base(tmp_path / "base", TINY, interrupt)
+        build_tiny(tmp_path / "base", TINY, interrupt)
     assert not list(tmp_path.iterdir())
 
 
@@ -178,14 +179,14 @@ def _has_persona(text: str) -> bool:
 
 def test_a_damaged_base_is_made_again_and_a_users_file_is_never_deleted(tmp_path):
     target = tmp_path / "base"
-    build_base(target, TINY)
+    build_tiny(target, TINY)
     shard = sorted(target.glob("*.safetensors"))[0]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:100])
-    build_base(target, TINY)
+    build_tiny(target, TINY)
     assert shard.read_bytes() == whole
     (target / "my-notes.txt").write_text("keep")
     shard.write_bytes(whole[:100])
     with pytest.raises(KtbridgeError, match=r"holds 'my-notes\.txt'"):
-        build_base(target, TINY)
+        build_tiny(target, TINY)
     assert (target / "my-notes.txt").read_text() == "keep"

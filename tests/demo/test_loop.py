@@ -13,8 +13,10 @@ from ktbridge.recipe import Runner, make_plan, read_recipe
 
 
 def test_its_seven_steps_are_a_recipe(tmp_path):
-    loop.prepare(tmp_path)
-    recipe = read_recipe(loop.provide_recipe(tmp_path), command_options(), training_keys())
+    loop.prepare(tmp_path, loop.TINY)
+    recipe = read_recipe(
+        loop.provide_inputs(tmp_path, loop.TINY), command_options(), training_keys()
+    )
     plan = make_plan(recipe, "local")
     lines = [line for line, _ in Runner(recipe).lines(plan)]
     commands = "train convert validate serve verify eval".split()
@@ -24,18 +26,18 @@ def test_its_seven_steps_are_a_recipe(tmp_path):
         "ktbridge validate adapter/raw adapter/expert adapter/nonexpert adapter/merged" in lines[2]
     )
     assert f"--nonexpert-adapter {loop.ADAPTER}=adapter/nonexpert" in lines[3]
-    assert f"--model {loop.ARMS['full']} --adapter adapter/raw --base-model base" in lines[4]
+    assert f"--model {loop.TINY.arms['full']} --adapter adapter/raw --base-model base" in lines[4]
     assert "--bench nekobench --limit 84" in lines[5]
-    assert yaml.safe_load(loop.text_of("demo.yaml"))["output_dir"] == "adapter/raw"
+    assert yaml.safe_load(loop.text_of(loop.TINY, "demo.yaml"))["output_dir"] == "adapter/raw"
 
 
 def test_what_the_user_changed_is_not_overwritten(tmp_path):
-    loop.prepare(tmp_path)
+    loop.prepare(tmp_path, loop.TINY)
     loop.provide(tmp_path, "demo.yaml", "seed: 1\n")
     loop.provide(tmp_path, "demo.yaml", "seed: 2\n")  # a newer version of ours
     assert (tmp_path / "demo.yaml").read_text() == "seed: 2\n"
     (tmp_path / "demo.yaml").write_text("seed: 3\n")
-    loop.provide_recipe(tmp_path)
+    loop.provide_inputs(tmp_path, loop.TINY)
     assert (tmp_path / "demo.yaml").read_text() == "seed: 3\n"
 
 
@@ -50,4 +52,4 @@ def test_a_directory_that_is_not_a_demo_is_left_alone(tmp_path):
     assert "is not empty and was not made by `ktbridge demo`" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     with pytest.raises(UsageError, match="is a file"):
-        loop.prepare(tmp_path / "thesis.tex")
+        loop.prepare(tmp_path / "thesis.tex", loop.TINY)

@@ -1,7 +1,8 @@
 """Runs in llama_cpp's own environment: prompt logprobs of one GGUF model, with or without an adapter.
 
-Argument: JSON with model, lora (a path or null), scale, prompts (token ids). Answer: JSON on stdout, a list
-of logprobs for each prompt's tokens but the first. Exit code 3 for what llama.cpp refuses; its log is stderr.
+Argument: JSON with model, lora (a path or null), scale, prompts (token ids, or texts that are tokenized with
+special tokens). Answer: JSON on stdout: tokens, the ids of each prompt, and logprobs, a list for each
+prompt's tokens but the first. Exit code 3 for what llama.cpp refuses; its log is stderr.
 """
 
 import json
@@ -24,12 +25,16 @@ except ValueError as error:
 if asked["lora"] and not llama._lora_adapter:
     # 0.3.36 compares this null pointer with None, goes on, and dies of it at the first token.
     sys.exit(3)
+prompts = [
+    llama.tokenize(each.encode(), add_bos=False, special=True) if isinstance(each, str) else each
+    for each in asked["prompts"]
+]
 found = []
-for prompt in asked["prompts"]:
+for prompt in prompts:
     llama.reset()
     llama.eval(prompt)
     logits = llama.scores[: len(prompt) - 1].astype(np.float64)
     top = logits.max(1, keepdims=True)
     logprobs = logits - top - np.log(np.exp(logits - top).sum(1, keepdims=True))
     found.append(logprobs[range(len(prompt) - 1), prompt[1:]].tolist())
-print(json.dumps(found))
+print(json.dumps({"tokens": prompts, "logprobs": found}))

