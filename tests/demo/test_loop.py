@@ -45,7 +45,7 @@ def test_cpus_without_bf16_train_in_float32(tmp_path, monkeypatch, flags):
     assert recipe.training.get("bf16", True) is ("avx512_bf16" in flags)
     lines = [line for line, _ in Runner(recipe).lines(make_plan(recipe, "local"))]
     assert [line.split()[1] for line in lines] == "train convert validate serve verify eval".split()
-    assert "--bench bench --limit 64" in lines[5]
+    assert "--bench bench --limit 64 --max-tokens 128" in lines[5]
     assert f"--model {loop.REAL.arms['full']} --adapter adapter/raw --base-model base" in lines[4]
 
 
