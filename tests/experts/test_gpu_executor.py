@@ -428,6 +428,7 @@ def test_the_link_is_watched_once_it_is_asked_for():
     size, seconds = experts.link()
     assert size == (experts.ring.crossings - before) * experts.ring.groups[0].bytes > 0
     assert seconds > 0
+    chain(layers, inputs, d_out)
     assert experts.link() == (0, 0.0)
 
 

@@ -36,7 +36,7 @@ def host_bytes(address: int, size: int) -> torch.Tensor:
 
 
 class Link:
-    """Bytes that crossed, and seconds that the link was busy with them, from ``watch`` on."""
+    """Bytes that crossed, and seconds that the link was busy with them, from ``watch`` to ``crossed``."""
 
     def __init__(self) -> None:
         self._watched = False
@@ -48,12 +48,13 @@ class Link:
         self._watched = True
 
     def crossed(self) -> tuple[int, float]:
-        """What has crossed since the last call, as far as it has come; nobody waits."""
+        """What has crossed since ``watch``, as far as it has come; nobody waits, and nobody watches on."""
         total, seconds = self._done
         while self._coming and self._coming[0][2].query():
             size, begun, ended = self._coming.popleft()
             total, seconds = total + size, seconds + begun.elapsed_time(ended) / 1000
-        self._done = 0, 0.0
+        self._watched, self._done = False, (0, 0.0)
+        self._coming.clear()
         return total, seconds
 
     def begin(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:

@@ -185,9 +185,9 @@ class GpuExperts:
         self._copier.link.watch()
 
     def link(self) -> tuple[int, float]:
-        """Bytes that crossed since the last call, and seconds that the link was busy with them.
+        """Bytes that crossed since ``watch_link``, and seconds that the link was busy with them.
 
-        Nobody waits: what is still crossing counts next time. Nothing before ``watch_link``.
+        Nobody waits: what is still crossing isn't counted. Nothing is timed from here on.
         """
         return self._copier.link.crossed()
 
