@@ -39,6 +39,7 @@ Refusal = Callable[[Path], "tuple[str, str] | None"]
 Objection = Callable[[list[str]], "tuple[str, str] | None"]
 # Called with (bytes done, bytes in all).
 OnProgress = Callable[[int, int], None]
+CACHE = "KTBRIDGE_CACHE"
 ELSEWHERE = "choose another output directory"
 
 
@@ -78,6 +79,17 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def named_cache() -> Path | None:
+    """The directory that the environment variable ``CACHE`` names for what is made or fetched once."""
+    own = os.environ.get(CACHE)
+    return Path(own).expanduser().absolute() if own else None
+
+
+def user_cache() -> Path:
+    """The user's own cache directory of ktbridge: in $XDG_CACHE_HOME, or below ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ktbridge"
 
 
 def hash_file(path: str | os.PathLike[str]) -> str:

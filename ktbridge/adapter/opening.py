@@ -32,7 +32,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, h
 from ktbridge.model import Entry, TensorFile, resolve_model
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.stamps import Stamp
-from ktbridge.publish import hash_file
+from ktbridge.publish import hash_file, user_cache
 
 # Part of every key of the cache: bump it when the conversion's output changes, to invalidate old results.
 RECIPE = "2"
@@ -239,8 +239,7 @@ def _as_raw(source: Source, given: Path) -> Adapter:
 
 def cache_root() -> Path:
     """$XDG_CACHE_HOME/ktbridge/serving, or below ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "ktbridge" / "serving"
+    return user_cache() / "serving"
 
 
 def store_adapter(path: PathLike, base_model: str, from_format: str = "auto") -> Adapter:

