@@ -19,15 +19,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.gpu.operations import has_cores
 from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
-from ktbridge.experts.gpu.placement import (
-    Costs,
-    Limits,
-    Line,
-    Placement,
-    Scored,
-    Sizes,
-    evenly,
-)
+from ktbridge.experts.gpu.placement import Costs, Limits, Placement, Scored, Sizes, evenly
 from ktbridge.experts.gpu.probes import costs_of, time_experts, time_update
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.wrapped_layers import expert_layers
@@ -49,6 +41,7 @@ from ktbridge.sft.placement import (
     times_cpu,
     too_small,
     with_placement,
+    without_gpu,
 )
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, Setting, predict
 from ktbridge.sft.plan.outside import outside_times, probe_sizes
@@ -107,15 +100,17 @@ class ExpertDevice:
         First slots of the ring, then resident layers, then the layers' outputs; "" where nothing is left.
         The results' bits stay. All ranks call it alike.
         """
-        if self.placed is None or self.ranking is None:
+        ranking = self.ranking
+        if self.placed is None or ranking is None:
             return ""
-        now, sizes = self.ranking.taken.placement, self.ranking.sizes
-        short = max(short or 0, sizes.stored // 2)
-        smaller = _smaller(now, sizes, short)
+        short = max(short or 0, ranking.sizes.stored // 2)
+        smaller = _smaller(ranking.taken.placement, ranking.sizes, short)
         if smaller is None:
             return ""
         after, what = smaller
         self._move(after)
+        # What didn't fit isn't chosen again by its prediction.
+        ranking.limits = replace(ranking.limits, free=after.bytes(ranking.sizes, ranking.limits))
         return what
 
     def after_step(self, step: int, seconds: float, left: int) -> str:
@@ -125,13 +120,13 @@ class ExpertDevice:
         processes nothing does, for they would have to measure the same.
         """
         ranking = self.ranking
-        if ranking is None or self.placed is None or step > _MEASURED[-1]:
+        if ranking is None or self.placed is None or distributed.world().size > 1:
             return ""
         if step < _MEASURED[0] and ranking.setting.cuda:
             self.placed.experts.watch_link()
         if step in _MEASURED:
             ranking.seconds.append(seconds)
-        if step != _MEASURED[-1] or distributed.world().size > 1:
+        if step != _MEASURED[-1]:
             return ""
         measured = mean(ranking.seconds)
         crossed, busy = self.placed.experts.link()
@@ -260,11 +255,16 @@ def place_experts(
     memory = memory and memory // distributed.world().size
     setting = _as_before(setting, resumed)
     wanted = setting.config.kt_config.kt_experts
+    if wanted == "cpu" and resumed:
+        tokens = int(resumed["tokens"])
+        return ExpertDevice("cpu", tokens, f"experts on the CPU, as before; {_size(tokens)}")
     if wanted != "cpu" and (short := too_small(sizes, limits, wanted)):
         if wanted != "auto":  # before anything is measured, for which there is no memory either
             raise short
         return _on_cpu(setting, limits, memory, short)
-    costs, token_bytes = _measure(setting, model, sizes, limits, device)
+    costs, token_bytes = distributed.made_by_main(
+        lambda: _measure(setting, model, sizes, limits, device)
+    )
     if token_bytes:  # kernels such as flash-linear-attention's take less than what is counted
         limits = replace(limits, token_bytes=min(limits.token_bytes, token_bytes))
     try:
@@ -299,8 +299,11 @@ def _on_cpu(
 ) -> ExpertDevice:
     """The experts on the CPU, because of what is ``short``."""
     tokens = cpu_tokens(setting, limits, memory)
-    why = f"experts on the CPU, for the GPU's memory is too small: {short.sentence}"
-    return ExpertDevice("cpu", tokens, f"{why}; {tokens:,} tokens a micro-batch")
+    return ExpertDevice("cpu", tokens, f"{without_gpu(short)}; {_size(tokens)}")
+
+
+def _size(tokens: int) -> str:
+    return f"{tokens:,} tokens a micro-batch"
 
 
 def _as_before(setting: Setting, resumed: Mapping[str, Any] | None) -> Setting:
@@ -318,11 +321,7 @@ def _as_before(setting: Setting, resumed: Mapping[str, Any] | None) -> Setting:
 def _measure(
     setting: Setting, model: Any, sizes: Sizes, limits: Limits, device: torch.device
 ) -> tuple[Costs, int]:
-    """What rank 0 measures on the run's own model, for all ranks; and bytes a token outside the experts."""
-    if not distributed.is_main():
-        count = len(Costs(1.0, (Line(), Line())).numbers())
-        costs = Costs.of([distributed.from_main(0.0) for _ in range(count)])
-        return costs, round(distributed.from_main(0.0))
+    """A step's costs on the run's own model, and bytes a token outside the experts."""
     layer = next(iter(expert_layers(model).values()))
     assert isinstance(layer, MoELoRAExperts)
     most, short = probe_tokens(limits), times_cpu(setting, limits)
@@ -334,9 +333,7 @@ def _measure(
         costs = replace(costs, cpu=costs.cpu.scaled(distributed.world().size))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    costs = Costs.of([distributed.from_main(number) for number in costs.numbers()])
-    taken = round((1 + GPU_SEGMENTS_SLACK) * (outside.token_bytes or 0))
-    return costs, round(distributed.from_main(taken))
+    return costs, round((1 + GPU_SEGMENTS_SLACK) * (outside.token_bytes or 0))
 
 
 def _obstacle(config: TrainConfig, device: torch.device) -> str:

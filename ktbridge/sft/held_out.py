@@ -28,7 +28,8 @@ from ktbridge.sft.best_step import best_first, evaluations
 from ktbridge.sft.compat import trl_metrics, without_balancing_loss, without_gathering
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import METRICS
-from ktbridge.sft.passes import OnNote, Row, cut, fill, free_memory
+from ktbridge.sft.passes import OnNote, Row, free_memory
+from ktbridge.sft.placement import cut, fill
 
 if TYPE_CHECKING:
     from ktbridge.sft.run_trainer import RunTrainer

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from ktbridge.sft.launch import world
 from ktbridge.sft.placement import cut, fill
 
 if TYPE_CHECKING:
+    from ktbridge.sft.expert_device import ExpertDevice
     from ktbridge.sft.run_trainer import RunTrainer
 
 OnNote = Callable[[Problem], None]
@@ -84,13 +85,6 @@ def tokens_per_pass(
     return measured if device.type == "cuda" else None
 
 
-class Placed(Protocol):
-    """What computes the experts, as far as a step that runs out of memory knows it."""
-
-    def shrink(self, short: int | None = None) -> str:
-        """Give back GPU memory, some ``short`` bytes; what was given back, in words, or "" for nothing."""
-
-
 class Passes:
     """Runs the steps of ``trainer`` in micro-batches of at most ``tokens`` tokens; None: as configured.
 
@@ -108,7 +102,7 @@ class Passes:
         # Ranks may have measured different numbers, or none: the smallest is for all.
         self.tokens = -agree(-(tokens or 0)) or None
         """The current maximum of tokens per micro-batch; None: batches as configured."""
-        self.placed: Placed | None = None
+        self.placed: ExpertDevice | None = None
         self.notes: tuple[Problem, ...] = ()
         """A warning (KTC023) for each time that memory was too small."""
         self.batches: Sequence[Batch] = ()
@@ -169,7 +163,7 @@ class Passes:
             if not (alone or apart):
                 raise
             short, self._too_much = bytes_asked_for(error), rows
-        if not alone and apart:  # nobody waited for another yet
+        if apart:  # nobody waited for another yet
             short = agree(short)
             if not short:
                 self._average_metrics(step)

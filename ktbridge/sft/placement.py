@@ -87,7 +87,7 @@ def cuts_for(setting: Setting) -> list[Cut]:
     times = setting.step_rows / len(rows)  # more rows are as those
     joined = setting.lengths.packed
 
-    def cut(most: int) -> Cut:
+    def at_most(most: int) -> Cut:
         found = _cut(rows, most, joined)
         if len(found) == 1 and times > 1:  # as many of them in one as fit
             whole = found[0] * times
@@ -96,7 +96,7 @@ def cuts_for(setting: Setting) -> list[Cut]:
         return Cut(most, tuple(found) * max(1, round(times)))
 
     if config.tokens_per_pass != "auto":
-        return [cut(max(int(config.tokens_per_pass), longest))]
+        return [at_most(max(int(config.tokens_per_pass), longest))]
     if config.stage == "kto":  # its batches mean something
         a_batch = config.per_device_train_batch_size
         return [Cut(longest * a_batch, (longest * a_batch,) * setting.passes)]
@@ -106,13 +106,13 @@ def cuts_for(setting: Setting) -> list[Cut]:
         if count > setting.step_rows:
             break
         if times > 1:
-            found.append(cut(max(longest, math.ceil(whole * times / count))))
+            found.append(at_most(max(longest, math.ceil(whole * times / count))))
             continue
         # The fewest tokens with which that many micro-batches do.
         least, most = longest, max(longest, len(rows) * max(rows))
         tokens = range(least, most + 1)
         at = bisect.bisect_left(tokens, True, key=lambda t: len(_cut(rows, t, joined)) <= count)
-        found.append(cut(tokens[min(at, len(tokens) - 1)]))
+        found.append(at_most(tokens[min(at, len(tokens) - 1)]))
     return list(dict.fromkeys(found))
 
 
@@ -127,7 +127,7 @@ def typical_rows(setting: Setting) -> list[int]:
 
 
 def _cut(rows: Sequence[int], most: int, joined: bool) -> list[int]:
-    """Tokens of each micro-batch, padding included, as ``microbatch.cut`` and ``fill`` make them."""
+    """Tokens of each micro-batch, padding included, as ``cut`` and ``fill`` make them."""
     made = fill(rows, most) if joined else cut(rows, most)
     if joined:
         return [sum(rows[row] for row in each) for each in made]
@@ -221,6 +221,11 @@ def too_small(sizes: Sizes, limits: Limits, wanted: str) -> UsageError | None:
     """``too_little`` where not even the least placement fits; None where it does."""
     _, taken = least_bytes(sizes, limits, wanted)
     return too_little(sizes, limits, wanted) if taken > limits.free else None
+
+
+def without_gpu(short: UsageError) -> str:
+    """Say that the CPU computes the experts because of what is ``short`` on the GPU."""
+    return f"experts on the CPU, for the GPU's memory is too small: {short.sentence}"
 
 
 def cpu_tokens(setting: Setting, limits: Limits, memory: int | None) -> int:

@@ -23,7 +23,7 @@ from torch import nn
 from trainrun import losses, quiet, train
 
 from ktbridge.experts.gpu.placement import Line
-from ktbridge.experts.gpu.probes import ExpertTimes, OutsideTimes
+from ktbridge.experts.gpu.probes import LayerTimes, OutsideTimes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import from_main, start, world
@@ -189,7 +189,7 @@ def choices(path):
             return made if here.rank == 0 else pytest.fail("only rank 0 is asked")
 
         line = Line(1e-4, 1e-7)
-        experts = ExpertTimes(line, line, Line(), (0.0, 0.0), 0.0, 1e7, Line(0.0, cpu))
+        experts = LayerTimes(line, line, Line(), (0.0, 0.0), 0.0, 1e7, Line(0.0, cpu))
         outside = OutsideTimes(line, line, line, (0.0, 0.0), None)
         allow_on_cpu(free=free)
         expert_device._measure = measure

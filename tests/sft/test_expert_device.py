@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,9 +133,40 @@ def test_memory_that_nothing_fits_is_not_measured_in(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(expert_device, "_measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(UsageError, match="are left for them"):
         train("kt_experts=stream")
-    result = train("kt_experts=auto", "max_steps=1")
+    auto = ("kt_experts=auto", "tokens_per_pass=200", "save_steps=1", "output_dir=short")
+    result = train(*auto, "max_steps=1")
     assert result.experts == "cpu"
     assert "too small" in result.notes[0].found
+    saved = Path("short.checkpoints/checkpoint-1")
+    before = json.loads((saved / "experts.json").read_text())
+    assert before["tokens"] == result.tokens_per_pass
+    go_on = ("resume_from_checkpoint=true", "overwrite_output_dir=true")
+    longer = train(*auto, *go_on, "max_steps=2")
+    assert (longer.first_step, longer.experts) == (2, "cpu")
+    assert "as before" in longer.notes[0].found
+    assert longer.tokens_per_pass == result.tokens_per_pass
+
+
+def test_what_was_given_back_is_not_taken_again() -> None:
+    sizes = Sizes(6, 8, 2, 64, 32, 4, 8 * 6 * 64 * 32)
+    limits = Limits(10**7, 100, 100, 64, 256)
+    cuts, costs = [Cut(256, (256,))], some_costs()
+    taken = rank(sizes, cuts, limits, costs, mode="stream", gpu_experts=0)[0]
+    moved = []
+
+    class Placed:
+        numbers = range(6)
+        experts = SimpleNamespace(set_room=lambda *given: moved.append(given))
+
+    ranking = expert_device.Ranking(None, limits, costs, sizes, taken)
+    device = expert_device.ExpertDevice("stream", 256, placed=Placed(), ranking=ranking)
+    assert "slots" in device.shrink(1)
+    ((slots, resident, _),) = moved
+    assert slots < taken.placement.slots
+    assert not resident
+    again = rank(sizes, cuts, ranking.limits, costs, mode="stream", gpu_experts=0)
+    same = [each.placement for each in again if each.placement.groups == taken.placement.groups]
+    assert all(each.slots <= slots for each in same if each.masters == taken.placement.masters)
 
 
 @pytest.mark.usefixtures("run_dir")

@@ -8,7 +8,6 @@ differs. The formulas are derived in docs/gpu-experts.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -22,6 +21,10 @@ _AHEAD = 2  # groups beyond a layer that are transferred while the layer before 
 _UNEVEN = 1.25  # a group's rows over the mean group's: what more there are is computed in parts
 _ON_WAY = 3  # outputs that leave or come back while others are used
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
+STEP_SECONDS = 0.015
+"""Seconds a step of clipping, optimizer and log, for all but the experts."""
+MICRO_BATCH_SECONDS = 0.005
+"""Seconds to make a micro-batch's tensors."""
 _PAGE = 4096
 _CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and backward
 # Powers of the means that are nearly the larger: the host runs far ahead of the GPU, but weights come just
@@ -257,42 +260,6 @@ class Costs:
     """One layer's experts on the CPU, forward and backward, by tokens; None: not measured."""
     forwards: int = 1
     """Forwards of a micro-batch: more than one where a reference runs, too."""
-
-    def numbers(self) -> list[float]:
-        """Return all numbers in order, for another process."""
-        cpu = self.cpu or Line(math.nan, math.nan)
-        lines = (*self.experts, self.again, *self.outside, self.loss, cpu)
-        pairs = (self.launch, self.launch_outside, self.update)
-        return [
-            *(number for line in lines for number in (line.fixed, line.each)),
-            *(number for pair in pairs for number in pair),
-            *(self.link, self.unpack, self.launch_group, self.add, self.others, self.micro_batch),
-            self.forwards,
-        ]
-
-    @staticmethod
-    def of(numbers: Sequence[float]) -> Costs:
-        """Return the costs that ``numbers`` are of."""
-        lines = [Line(*numbers[at : at + 2]) for at in range(0, 14, 2)]
-        launch, launch_outside, update = ((numbers[at], numbers[at + 1]) for at in (14, 16, 18))
-        link, unpack, launch_group, add, others, micro_batch, forwards = numbers[20:]
-        return Costs(
-            link=link,
-            experts=(lines[0], lines[1]),
-            again=lines[2],
-            unpack=unpack,
-            launch=launch,
-            launch_group=launch_group,
-            outside=(lines[3], lines[4]),
-            launch_outside=launch_outside,
-            loss=lines[5],
-            update=update,
-            add=add,
-            others=others,
-            micro_batch=micro_batch,
-            cpu=None if math.isnan(lines[6].each) else lines[6],
-            forwards=round(forwards),
-        )
 
     def scaled(self, factor: float, link: float | None = None) -> Costs:
         """Return costs ``factor`` times as high, but for the ``link`` where that was measured."""

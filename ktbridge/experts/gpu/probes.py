@@ -24,7 +24,12 @@ from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, layer_groups
-from ktbridge.experts.gpu.placement import Costs, Line
+from ktbridge.experts.gpu.placement import (
+    MICRO_BATCH_SECONDS,
+    STEP_SECONDS,
+    Costs,
+    Line,
+)
 from ktbridge.experts.gpu.ring import Copier
 from ktbridge.experts.gpu.unpack import unpack
 from ktbridge.experts.layer import MoELoRAExperts
@@ -37,8 +42,6 @@ _CPU_TOKENS = 1024
 _REPEATS = 3
 _AGAIN = 0.35  # of a backward's seconds: two of its five products are gate's and up's second
 _GROUP = 0.7
-_STEP = 0.015  # seconds: clipping, optimizer and log of all but the experts
-_MICRO_BATCH = 0.005  # seconds to make its tensors
 _UPDATED = 1 << 22  # LoRA weights that the optimizer is timed with
 _PART = 4 << 30  # bytes of bfloat16 matrices that are timed at most; of more, fewer experts are
 
@@ -47,7 +50,7 @@ Timing = Callable[[Callable[[], object], torch.device], float]
 
 
 @dataclass(frozen=True)
-class ExpertTimes:
+class LayerTimes:
     """One layer's experts: GPU seconds by rows, the host's seconds, and how fast weights come."""
 
     forward: Line
@@ -75,7 +78,7 @@ class OutsideTimes:
 
 
 def costs_of(
-    experts: ExpertTimes,
+    experts: LayerTimes,
     outside: OutsideTimes,
     update: tuple[float, float],
     forwards: int = 1,
@@ -96,8 +99,8 @@ def costs_of(
         loss=outside.loss.scaled((2 + forwards) / 3),
         update=update,
         add=update[1],
-        others=_STEP,
-        micro_batch=_MICRO_BATCH,
+        others=STEP_SECONDS,
+        micro_batch=MICRO_BATCH_SECONDS,
         cpu=experts.cpu,
         forwards=forwards,
     )
@@ -111,7 +114,7 @@ def time_experts(
     *,
     free: int = _PART,
     cpu: bool = False,
-) -> ExpertTimes:
+) -> LayerTimes:
     """Time the experts of ``layer`` with up to ``tokens`` [T] on ``device``; ``cpu``: on the CPU, too.
 
     Where the layer's matrices are more than a third of ``free`` bytes, some experts are timed, with as many
@@ -155,7 +158,7 @@ def time_experts(
         experts.drop()
         link, unpacking = _transfers(part, group, copier, device)
         again = ways[1].scaled(_AGAIN)
-        return ExpertTimes(ways[0], ways[1], again, found[0], unpacking, link, on_cpu)
+        return LayerTimes(ways[0], ways[1], again, found[0], unpacking, link, on_cpu)
     finally:
         part.gpu = None
         _wait(device)

@@ -11,7 +11,15 @@ in one of two ways (``prepare``):
 """
 
 from ktbridge.sft.distributed.dispatch import run_experts
-from ktbridge.sft.distributed.group import add, agree, barrier, finish, from_main, start
+from ktbridge.sft.distributed.group import (
+    add,
+    agree,
+    barrier,
+    finish,
+    from_main,
+    made_by_main,
+    start,
+)
 from ktbridge.sft.distributed.model import (
     fill,
     full,
@@ -48,6 +56,7 @@ __all__ = [
     "leave_experts_whole",
     "load_optimizer",
     "local",
+    "made_by_main",
     "prepare",
     "replicated_lora",
     "run_experts",

@@ -9,9 +9,10 @@ import ipaddress
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 from torch import distributed
@@ -19,6 +20,7 @@ from torch import distributed
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.launch import World, launch_problems, several_hosts, unjoined_problems, world
 
+_Made = TypeVar("_Made")
 TIMEOUT = 1800
 """Default seconds to wait for another process (``ddp_timeout``)."""
 ANSWER_SECONDS = 60
@@ -167,6 +169,17 @@ def from_main(value: float) -> float:
     with explain_lost_rank():
         distributed.broadcast(mine, 0, group())
     return float(mine)
+
+
+def made_by_main(make: Callable[[], _Made]) -> _Made:
+    """Return what rank 0's ``make`` returns, on every rank; the others don't call theirs."""
+    if world().size == 1:
+        return make()
+    found = [make() if world().rank == 0 else None]
+    with explain_lost_rank():
+        distributed.broadcast_object_list(found, 0, group())
+    (made,) = found
+    return cast(_Made, made)
 
 
 def barrier() -> None:

@@ -5,7 +5,12 @@ They order placements as they do on a fast server GPU. No pace is promised from 
 
 from __future__ import annotations
 
-from ktbridge.experts.gpu.placement import Costs, Line
+from ktbridge.experts.gpu.placement import (
+    MICRO_BATCH_SECONDS,
+    STEP_SECONDS,
+    Costs,
+    Line,
+)
 from ktbridge.sft.plan.memory import Setting, nonexpert_lora_elements
 
 ASSUMED = (
@@ -21,7 +26,6 @@ _GROUP = 0.0014
 _OUTSIDE = (0.0020, 0.0040)  # the same, a layer outside its experts
 _UPDATE = (2e-11, 2e-10)  # seconds for a LoRA weight, on the GPU and on the host
 _CPU = 5e11  # FLOP/s of the kernels
-_STEP, _MICRO_BATCH = 0.015, 0.005
 
 
 def assumed_costs(setting: Setting) -> Costs:
@@ -49,8 +53,8 @@ def assumed_costs(setting: Setting) -> Costs:
         loss=Line(0.0, head),
         update=_UPDATE,
         add=_UPDATE[1],
-        others=_STEP,
-        micro_batch=_MICRO_BATCH,
+        others=STEP_SECONDS,
+        micro_batch=MICRO_BATCH_SECONDS,
         forwards=1 + alone,
     )
 

@@ -9,7 +9,6 @@ from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.placement import Costs, Limits, Placement, Scored
 from ktbridge.sft.placement import (
     ON_GPU,
-    SHORT_STEP,
     beyond,
     cpu_tokens,
     describe,
@@ -18,7 +17,9 @@ from ktbridge.sft.placement import (
     obstacle,
     rank_placements,
     refuse_on_gpu,
+    times_cpu,
     with_placement,
+    without_gpu,
 )
 from ktbridge.sft.plan.assumed import ASSUMED, assumed_costs, assumed_cpu
 from ktbridge.sft.plan.memory import Setting, predict
@@ -103,7 +104,7 @@ def choose(
     sizes, wanted = setting.expert_sizes, setting.config.kt_config.kt_experts
     timed = replace(costs, cpu=costs.cpu or assumed_cpu(setting))
     asked = timed if wanted == "cpu" else costs
-    if wanted == "auto" and limits.step_tokens > SHORT_STEP:
+    if not times_cpu(setting, limits):
         asked = replace(costs, cpu=None)  # as train, which doesn't time the CPU then
     reason = ""
     try:
@@ -113,7 +114,7 @@ def choose(
         if wanted in ON_GPU:
             raise
         ranked = []
-        reason = f"experts on the CPU, for the GPU's memory is too small: {error.sentence}"
+        reason = without_gpu(error)
 
     def best(mode: str) -> Scored:
         for each in ranked:
