@@ -131,7 +131,7 @@ def test_two_ranks_compute_what_one_does_and_tell_when_they_lost_step(warm):
     ended = finished(spawn(warm, 2, __file__, "two_ranks"))
     for status, out, error in ended:
         assert "same as one process" in out, error
-        assert status == 1
+        assert status == 1, error
         assert "lost step" in error
     assert "rank 0 is in the backward of call" in ended[0][2]
     assert "rank 1 in the forward of call" in ended[0][2]

@@ -5,6 +5,7 @@ Every wait ends: with its result, when another process has ended, or after the t
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
 import math
 import os
@@ -71,6 +72,7 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
         quick = timedelta(seconds=min(timeout, ANSWER_SECONDS))
         _State.quick = distributed.new_group(backend="gloo", timeout=quick)
         _State.group = distributed.new_group(backend="gloo", timeout=limit)
+    atexit.register(_leave)
     return here
 
 
@@ -123,6 +125,18 @@ def finish() -> None:
     if _State.group is not None:
         _State.group = _State.quick = None
         distributed.destroy_process_group()
+
+
+def _leave() -> None:
+    """End gloo's threads after a run that failed, while the interpreter is whole.
+
+    One that lets go of the last tensor of a transfer needs the interpreter, and aborts the process (status
+    -6 for the run's own) where that is being taken apart.
+    """
+    for each in (_State.group, _State.quick):
+        if each is not None:
+            distributed.destroy_process_group(each)
+    _State.group = _State.quick = None
 
 
 def group() -> distributed.ProcessGroup:
