@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import socket
+import struct
 import time
 import urllib.error
 import urllib.request
@@ -97,28 +98,30 @@ def test_a_full_queue_says_when_to_come_back(small):
         assert health(small) == {"status": "ok", "waiting": 0, "running": 0}
 
 
-def test_a_place_is_free_once_its_client_has_gone(small):
-    """In the middle of its prompt and of its answer; whoever is beside it goes on."""
-
-    def wait_for_running(*counts: int) -> None:
-        wait_for(lambda: health(small)["running"] in counts)
-
+@pytest.mark.parametrize("way", ["answering", "reading a prompt", "reset"])
+def test_a_place_is_free_once_its_client_has_gone(small, way):
+    """In the middle of its prompt and of its answer; the one beside it goes on."""
     with small.client(KEY) as client, long_stream(client) as beside:
         chunks = iter(beside)
         next(chunks)
-        for streamed in (True, False):  # 290 tokens, read one a step
+        if way == "answering":
+            with long_stream(client) as gone:
+                next(iter(gone))
+        else:  # 290 tokens, read one a step
+            streamed = (
+                way == "reading a prompt"
+            )  # else it's a reset that tells at once, or a probe later
             body = {"model": "tiny", "prompt": [5] * 290, "max_tokens": 210, "stream": streamed}
             reader = http.client.HTTPConnection("127.0.0.1", small.port, timeout=20)
             headers = AUTHORIZATION | {"Content-Type": "application/json"}
             reader.request("POST", "/v1/completions", json.dumps(body), headers)
-            wait_for_running(2)
+            wait_for(lambda: health(small)["running"] == 2)
+            if way == "reset":
+                at_once = struct.pack("ii", 1, 0)
+                reader.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
             reader.close()
-            wait_for_running(0, 1)
-        with long_stream(client) as answering:
-            next(iter(answering))
-        wait_for_running(0, 1)
         assert list(chunks)[-1].choices[0].finish_reason in ("stop", "length")
-    # Each of the others began later and would take as many steps: none of them was continued.
+    # The other one began later and would take as many steps: it wasn't continued.
     assert health(small)["running"] == 0
 
 
