@@ -67,7 +67,7 @@ def test_training_learns_and_gate_and_up_stay_apart(trained: tuple[Path, Any]) -
 @quiet
 def test_what_engines_and_peft_read_says_the_same(trained: tuple[Path, Any]) -> None:
     path, exact = trained
-    ours = load_raw_adapter(load_for_kernels(path / "base"), path / "raw")
+    ours = load_raw_adapter(load_for_kernels(path / "base", torch.float32), path / "raw")
     with torch.no_grad():
         found, plain = ours(IDS).logits.float(), exact(IDS).logits
     done = ktbridge("convert", path / "raw", "--to", "peft-fused", "--output",
@@ -79,7 +79,7 @@ def test_what_engines_and_peft_read_says_the_same(trained: tuple[Path, Any]) -> 
     with torch.no_grad():
         expected = loaded(IDS).logits
     assert far(plain, expected) > 0.2  # the adapter does something
-    assert far(found, expected) < 0.03
+    assert far(found, expected) < 0.01
     refused = ktbridge("validate", path / "raw", "--base-model", path / "base", "--engine",
                        "sglang-kt==0.7.2")  # fmt: skip
     assert refused.exit_code == 1
@@ -129,7 +129,7 @@ def test_refused_into_mxfp4_and_merged_as_the_refusal_says(
     assert not any(info.values()), info
     with torch.no_grad():
         assert far(exact(IDS).logits, merged(IDS).logits) > 0.2
-        assert far(ours(IDS).logits, merged(IDS).logits) < 0.03
+        assert far(ours(IDS).logits, merged(IDS).logits) < 0.01
 
 
 @quiet
@@ -158,8 +158,8 @@ def test_mxfp4_that_holds_no_number_is_refused(
 
 
 def load_mapped_or_not(base: Path) -> Any:
-    """MXFP4 is mapped, and stays it."""
-    model = load_mapped(base, torch.bfloat16)
+    """MXFP4 is mapped, and stays it. In float32: bfloat16 may turn a near choice of the router."""
+    model = load_mapped(base, torch.float32)
     assert {part.storage for part in model.model.layers[0].mlp.experts.mapped_experts} == {"mxfp4"}
     return model
 
