@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shlex
 import urllib.parse
@@ -11,9 +12,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from ktbridge.errors import KtbridgeError
+
 _NAME = "ktbridge"
 LINEAR_ATTENTION = ("flash-linear-attention", "fla-core", "causal-conv1d", "triton", "tilelang")
 """Packages that decide how linear attention is computed; fla-core is the first one's other name."""
+_NEEDS_KERNELS = "train, plan, predict and serving without SGLang-KT"
 _WRONG_TRITON = ((3, 4), (3, 7, 1))  # from, and below; on GPUs of this capability:
 _HOPPER = "9.0"
 
@@ -38,6 +42,18 @@ def reinstall_hint() -> str:
         return "pip install --force-reinstall --no-deps . in the ktbridge checkout"
     path, editable = found
     return f"pip install --force-reinstall --no-deps {'-e ' if editable else ''}{shlex.quote(path)}"
+
+
+def without_kernels(error: ImportError) -> KtbridgeError:
+    """What to raise where the C++ kernels are needed, and importing them failed with ``error``."""
+    if not isinstance(error, ModuleNotFoundError):
+        return KtbridgeError(f"the kernels don't load: {error}", reinstall_hint())
+    machine, system = platform.machine(), platform.system()
+    if (system, machine) == ("Linux", "x86_64"):
+        step = f"with a C++ compiler and without KTBRIDGE_PURE, {reinstall_hint()}"
+    else:
+        step = f"use an x86-64 machine with Linux: there are no kernels for {system} on {machine}"
+    return KtbridgeError(f"this installation has no kernels, which {_NEEDS_KERNELS} need", step)
 
 
 def release_of(version: str) -> tuple[int, ...]:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import functools
 import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.machine import Cpu, cpu_quota, place, usable_cpus
 
+if TYPE_CHECKING:
+    from ktbridge import _kernels
+
 MOST_THREADS = 4096
+
+
+@functools.cache
+def has_kernels() -> bool:
+    """Whether this installation has the C++ kernels; a pure one computes with numpy what it can."""
+    return find_spec("ktbridge._kernels") is not None
 
 
 def choose_isa(wish: str = "auto") -> str:
@@ -52,6 +62,8 @@ def places(threads: int) -> tuple[_kernels.Place, ...]:
 
     Threads that wait for each other's CPU would be slower than fewer threads.
     """
+    from ktbridge import _kernels
+
     return tuple(_kernels.Place(cpu.id, cpu.node) for cpu in place(_own_cpus(), threads))
 
 
@@ -62,6 +74,8 @@ def _own_cpus() -> tuple[Cpu, ...]:
 @functools.cache
 def _runnable() -> tuple[str, ...]:
     """Once, for asking a virtual machine's CPU takes 150 microseconds."""
+    from ktbridge import _kernels
+
     return tuple(_kernels.isa_available())
 
 

@@ -23,7 +23,9 @@ from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
 from ktbridge.adapter.opening import scan_any
 from ktbridge.adapter.outputs import PathLike
 from ktbridge.adapter.rewrite import MERGE_FILE, Rewrite, Shard
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.kernel_choice import has_kernels
 from ktbridge.model import open_checkpoint, read_model_config
 from ktbridge.model.stamps import Stamps, take_stamps
 from ktbridge.publish import OnProgress
@@ -189,6 +191,9 @@ def plan_merge(
     findings += check_identity(adapter, known, merging=True, allowed=allow_other_base)
     deltas = plan_deltas(adapter, checkpoint, config)
     findings += deltas.problems
+    if not has_kernels():
+        found = "numpy adds the adapter's deltas, some 30 times slower than kernels"
+        findings.append(problem("KTB912", str(base), found))
     read = [base / name for name in (*checkpoint.shards, *rewrite.copied)]
     taken = {path: stamps.get(path) for path in read}
     plan = MergePlan(adapter, rewrite, deltas, findings, {**adapter.stamps, **taken})

@@ -1,9 +1,10 @@
 """The values of merged weights: a checkpoint's shards with deltas added, as steps of the writer.
 
 A changed matrix is processed in blocks of rows that fit a core's cache: read, the delta added in float32
-and rounded once to nearest even (``kernels/gemm/delta.h``), written. Workers share nothing but the files, so
-memory is bounded by ``workers * (a block of BLOCK values + a matrix's factors in float32)``, whatever the
-size of a shard. Everything else keeps the base's bytes, the header included.
+and rounded once to nearest even (``kernels/gemm/delta.h``; ``thin_product`` where there are no kernels),
+written. Workers share nothing but the files, so memory is bounded by
+``workers * (a block of BLOCK values + a matrix's factors in float32)``, whatever the size of a shard.
+Everything else keeps the base's bytes, the header included.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge import _kernels
 from ktbridge.adapter.adapter import Slice
 from ktbridge.adapter.blocks import Span, as_float32
 from ktbridge.adapter.merge_plan import Delta, Deltas, Matrix
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
 from ktbridge.errors import KtbridgeError
-from ktbridge.kernel_choice import choose_isa
+from ktbridge.kernel_choice import choose_isa, has_kernels
 from ktbridge.model import Checkpoint, Entry, TensorFile
 
 if TYPE_CHECKING:
     from ktbridge.adapter.merge_quantised import Change
 
 BLOCK = 1 << 17  # values of one block, which fits a core's L2
+_TILE = 32  # columns of a right factor that the kernels read together: ``_kernels.DOUBLE``
 _STORED: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
@@ -39,7 +40,8 @@ class Merger:
     """
 
     def __init__(self, checkpoint: Checkpoint, deltas: Deltas) -> None:
-        choose_isa()
+        if has_kernels():
+            choose_isa()
         self._checkpoint, self._deltas = checkpoint, deltas
         self._counts: list[tuple[int, int]] = []
         self._local = threading.local()
@@ -198,8 +200,8 @@ def _turned(left: NDArray[np.float32], right: NDArray[np.float32], column: int) 
 
 def _tiles(right: NDArray[np.float32]) -> NDArray[np.float32]:
     rank, columns = right.shape
-    tiles = -(-columns // _kernels.DOUBLE)
-    padded = np.zeros((rank, tiles * _kernels.DOUBLE), np.float32)
+    tiles = -(-columns // _TILE)
+    padded = np.zeros((rank, tiles * _TILE), np.float32)
     padded[:, :columns] = right
     return np.ascontiguousarray(padded.reshape(rank, tiles, -1).transpose(1, 0, 2))
 
@@ -214,21 +216,42 @@ def add_products(values: NDArray[Any], products: Sequence[Product], first: int) 
     ``values`` [rows, columns] are float32, or bfloat16's bits in uint16. Sums are float32, rounded once.
     Returns how many values moved, or None if one isn't finite now.
     """
-    moved, columns = 0, values.shape[1]
+    moved = 0
+    add = _add_by_kernel if has_kernels() else _add_by_numpy
     for left, right, row, column, width in products:
         start, end = max(first, row), min(first + len(values), row + len(left))
         if start >= end:
             continue
-        target = values.ctypes.data + ((start - first) * columns + column) * values.itemsize
-        factor = left[start - row : end - row]
-        counted = _kernels.add_delta(
-            choose_isa(), target, values.dtype == np.uint16, end - start, width, columns,
-            factor.ctypes.data, left.shape[1], right.ctypes.data,
-        )  # fmt: skip
-        if counted < 0:
+        block = values[start - first : end - first, column : column + width]
+        counted = add(block, left[start - row : end - row], right)
+        if counted is None:
             return None
         moved += counted
     return moved
+
+
+def _add_by_kernel(
+    block: NDArray[Any], left: NDArray[np.float32], right: NDArray[np.float32]
+) -> int | None:
+    """``left`` times ``right``, which is as ``Product`` has it, added to a block."""
+    from ktbridge import _kernels
+
+    rows, columns = block.shape
+    moved = _kernels.add_delta(
+        choose_isa(), block.ctypes.data, block.dtype == np.uint16, rows, columns,
+        block.strides[0] // block.itemsize, left.ctypes.data, left.shape[1], right.ctypes.data,
+    )  # fmt: skip
+    return None if moved < 0 else moved
+
+
+def _add_by_numpy(
+    block: NDArray[Any], left: NDArray[np.float32], right: NDArray[np.float32]
+) -> int | None:
+    """``_add_by_kernel`` without kernels, and with the same bits."""
+    from ktbridge.adapter.thin_product import add_delta
+
+    flat = right.transpose(1, 0, 2).reshape(right.shape[1], -1)[:, : block.shape[1]]
+    return add_delta(block, left, flat)
 
 
 def _add_to_halves(values: NDArray[Any], products: Sequence[Product], first: int) -> int | None:

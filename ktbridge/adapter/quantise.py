@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge import _kernels
 from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, widened
@@ -199,6 +198,8 @@ def quantized(
 
     The C++ kernel does it, in one pass over the rows. ``name`` is for the error.
     """
+    from ktbridge import _kernels
+
     count, width = rows.shape
     codes: NDArray[np.generic] = np.empty((count, width // _PACKED), np.int32)
     scales: NDArray[np.generic] = np.empty((count, width // GROUP), np.uint16)

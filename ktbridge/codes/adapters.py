@@ -236,6 +236,8 @@ CONVERSION = Subject("Conversion and merging", "adapter", (
          "quantise that"),
     Code("KTB911", "error", "a quantised weight to be merged into and its scales don't fit each other",
          "download the checkpoint again"),
+    Code("KTB912", "info", "this installation has no kernels: numpy merges, to the same bytes and slower",
+         "nothing to do, or install ktbridge with its kernels on an x86-64 machine with Linux"),
 ))  # fmt: skip
 
 ENGINE = Subject("Against an engine version", "adapter", (

@@ -20,7 +20,7 @@ from rawadapter import write_base
 from tensorfiles import write_tensor_file
 
 from ktbridge import _kernels
-from ktbridge.adapter import Tensor, convert_adapter
+from ktbridge.adapter import Tensor, convert_adapter, merge_values
 from ktbridge.adapter.merge import MERGE_FILE, merge_adapter, plan_merge
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
@@ -257,6 +257,22 @@ def test_every_instruction_set_gives_the_same_bytes(
     best, forced = (open_checkpoint(tmp_path / name) for name in ("best", "forced"))
     for name in best:
         assert bytes(best.tensor(name).data) == bytes(forced.tensor(name).data)
+
+
+@pytest.mark.skipif(_kernels.isa_available() == ["scalar"], reason="no fused multiply-add")
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_without_kernels_the_bytes_are_the_same(
+    make_raw: Make, make_base: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    raw, base = make_raw(), make_base(dtype=dtype)
+    merge_adapter(raw, base_model=base, output=tmp_path / "kernels")
+    monkeypatch.setattr(merge_values, "has_kernels", lambda: False)
+    monkeypatch.setitem(sys.modules, "ktbridge._kernels", None)
+    report = merge_adapter(raw, base_model=base, output=tmp_path / "numpy")
+    assert 0 < report.changed <= report.values
+    for shard in ("model-0.safetensors", "model-1.safetensors"):
+        one, other = ((tmp_path / name / shard).read_bytes() for name in ("kernels", "numpy"))
+        assert one == other
 
 
 def test_what_lies_beside_the_shards(make_raw: Make, make_base: Make, tmp_path: Path) -> None:

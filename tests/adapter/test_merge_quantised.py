@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from ktbridge.adapter import Tensor, write_raw_adapter
+from ktbridge import _kernels
+from ktbridge.adapter import Tensor, merge_values, write_raw_adapter
 from ktbridge.adapter.merge import merge_adapter, plan_merge
 from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
@@ -20,7 +21,7 @@ from ktbridge.errors import ProblemsError
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from quantisedmoe import ODD, STORAGES, meant, save_quantised, stored  # noqa: E402
+from quantisedmoe import ODD, SHARDS, STORAGES, meant, save_quantised, stored  # noqa: E402
 from tinymoe import tiny_tokenizer  # noqa: E402
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config  # noqa: E402
 
@@ -140,6 +141,23 @@ def test_a_merged_weight_is_stored_as_before_and_nearer_than_by_either_scale(
     exact, got = logits(tmp_path / "exact"), logits(dequantised(out, tmp_path / "loaded"))
     effect = (exact - logits(plain)).norm()
     assert (got - exact).norm() < (0.6 if "4" in storage else 0.3) * effect
+
+
+@pytest.mark.skipif(_kernels.isa_available() == ["scalar"], reason="no fused multiply-add")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_without_kernels_the_bytes_are_the_same(
+    tmp_path: Path, make_lora: Callable[..., LoRA], monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    base = tmp_path / "base"
+    save_quantised(base, storage, **ODD)
+    raw, _ = make_lora(base, 0.001)
+    theirs = merge_adapter(raw, base_model=base, output=tmp_path / "kernels")
+    monkeypatch.setattr(merge_values, "has_kernels", lambda: False)
+    ours = merge_adapter(raw, base_model=base, output=tmp_path / "numpy")
+    assert (ours.changed, ours.losses) == (theirs.changed, theirs.losses)
+    for shard in SHARDS:
+        one, other = ((tmp_path / name / shard).read_bytes() for name in ("kernels", "numpy"))
+        assert one == other
 
 
 # transformers 5.23 itself loads no experts in "int-quantized" form or with zero points, merged or not.
