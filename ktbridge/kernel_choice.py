@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ktbridge.errors import UsageError
-from ktbridge.machine import Cpu, cpu_quota, place, usable_cpus
+from ktbridge.machine import Cpu, cpu_quota, own_cpus, place, usable_cpus
 
 if TYPE_CHECKING:
     from ktbridge import _kernels
@@ -68,7 +68,7 @@ def places(threads: int) -> tuple[_kernels.Place, ...]:
 
 
 def _own_cpus() -> tuple[Cpu, ...]:
-    return _read_cpus(frozenset(os.sched_getaffinity(os.getpid())))
+    return _read_cpus(own_cpus())
 
 
 @functools.cache

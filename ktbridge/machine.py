@@ -1,4 +1,4 @@
-"""Hardware of this machine, read from /proc and /sys. Linux; standard library only.
+"""Hardware of this machine, read from /proc and /sys, and what its system can do; standard library only.
 
 Every function takes the root of the file tree, so that tests can read other machines' files.
 A fact that cannot be read is None, never a guess.
@@ -6,6 +6,7 @@ A fact that cannot be read is None, never a guess.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -134,6 +135,30 @@ class Described:
         return Machine(None, (), cores, cores, cores, None, self.memory, None, None, ())
 
 
+def own_cpus() -> frozenset[int]:
+    """The CPUs that this process may run on; all that there are where the system has no affinity (macOS)."""
+    # The process's own: the calling thread may be pinned by somebody.
+    if affinity := getattr(os, "sched_getaffinity", None):
+        return frozenset(affinity(os.getpid()))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def usable_cpu_count() -> int:
+    """The number of ``own_cpus``."""
+    return len(own_cpus())
+
+
+def libc_function(name: str) -> Callable[..., int] | None:
+    """A function of the C library by its name; None where this system's has no such function.
+
+    ``ctypes.get_errno()`` has its error.
+    """
+    if os.name != "posix":
+        return None
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    return found
+
+
 def read_machine(root: Path = ROOT) -> Machine:
     """Read the facts below ``root`` (/proc, /sys)."""
     cpuinfo = _text(root / "proc/cpuinfo") or ""
@@ -143,7 +168,7 @@ def read_machine(root: Path = ROOT) -> Machine:
         isa=_isa(cpuinfo),
         physical_cores=_physical_cores(root),
         logical_cpus=os.cpu_count() or 1,
-        affinity=len(os.sched_getaffinity(0)),
+        affinity=usable_cpu_count(),
         cpu_quota=cpu_quota(root),
         memory=_kilobytes(meminfo, "MemTotal"),
         memory_available=_kilobytes(meminfo, "MemAvailable"),
@@ -162,8 +187,7 @@ def usable_cpus(root: Path = ROOT, affinity: Iterable[int] | None = None) -> tup
     Where the machine doesn't say, each CPU is its own core, on node 0.
     """
     if affinity is None:
-        # The process's own: the calling thread may be pinned by somebody.
-        affinity = os.sched_getaffinity(os.getpid())
+        affinity = own_cpus()
     node_of = {cpu: node.node for node in _numa(root) for cpu in _cpu_numbers(node.cpus)}
     cores: dict[object, int] = {}
     return tuple(
@@ -287,7 +311,7 @@ def _numa(root: Path) -> tuple[NumaNode, ...]:
         memory = _kilobytes(_text(directory / "meminfo") or "", r"Node \d+ MemTotal")
         number = int(directory.name.removeprefix("node"))
         cpus = _text(directory / "cpulist") or ""
-        usable = len(_cpu_numbers(cpus) & os.sched_getaffinity(0))
+        usable = len(_cpu_numbers(cpus) & own_cpus())
         nodes.append(NumaNode(number, cpus, memory, usable))
     return tuple(sorted(nodes, key=lambda node: node.node))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.machine import libc_function
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -101,6 +101,29 @@ def hash_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
+def lock_now(descriptor: int) -> bool:
+    """Take the kernel's lock on an open file or directory, until it is closed; False if another has it.
+
+    Raises KtbridgeError where the system has no such locks (Windows).
+    """
+    try:
+        wait_for_lock(descriptor, wait=False)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def wait_for_lock(descriptor: int, wait: bool = True) -> None:
+    """``lock_now``, once whoever has the lock gives it up; BlockingIOError at once without ``wait``."""
+    try:
+        import fcntl  # not on Windows, where `--help` works
+    except ModuleNotFoundError:
+        raise KtbridgeError(
+            "this system has no file locks that ktbridge knows.", "Use Linux, macOS or WSL."
+        ) from None
+    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
 class Lock:
     """Within the block no other process of this machine has the lock on ``target``.
 
@@ -138,12 +161,10 @@ class Lock:
             self._descriptor = None
 
     def _take(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_now(descriptor):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             self._busy(holder or "another process")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            wait_for_lock(descriptor)
 
     def _is_current(self, descriptor: int) -> bool:
         try:
@@ -173,7 +194,10 @@ class Staging:
         self.path = self.target.parent / f".{self.target.name}.partial-{secrets.token_hex(4)}"
         os.mkdir(self.path)
         self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not lock_now(self._lock):  # another one takes it for a leftover
+            raise KtbridgeError(
+                f"another process removes what {self.target} is made in", "Try again."
+            )
 
     def __enter__(self) -> Staging:
         return self
@@ -273,7 +297,7 @@ def start_writeback(descriptor: int) -> None:
 
     Only a hint: fsync gives durability, and without the system call nothing happens.
     """
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    call = libc_function("sync_file_range")
     if call is not None:
         whole = ctypes.c_int64(0)  # a range of no bytes reaches to the end
         call(descriptor, whole, whole, _SYNC_FILE_RANGE_WRITE)
@@ -291,7 +315,7 @@ def _exchange(new: Path, target: Path) -> Path:
 
 
 def _renameat2_exchange(first: Path, second: Path) -> bool:
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    call = libc_function("renameat2")
     if call is None:
         return False
     if call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
@@ -310,10 +334,8 @@ def _remove_leftovers(target: Path) -> None:
         except OSError:
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass
+            if lock_now(descriptor):
+                shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(descriptor)
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from ktbridge.adapter.blocks import Block, Span, bytes_of, converted
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.machine import usable_cpu_count
 from ktbridge.model.stamps import Stamps, difference, stamp
 from ktbridge.publish import ELSEWHERE, Staging, start_writeback
 from ktbridge.units import size_text
@@ -113,13 +114,11 @@ class OutputFile:
             start, place = span.start, self._start + offset
             while start < span.end:
                 count = min(span.end - start, _MOVE)
-                try:
-                    count = os.copy_file_range(source, self._file, count, start, place)
-                except OSError as error:
-                    if error.errno not in _NO_COPY_RANGE:
-                        raise
+                if (copied := _copy_range(source, self._file, count, start, place)) is None:
                     count = min(count, _BLOCK)
                     self.write(place - self._start, os.pread(source, count, start))
+                else:
+                    count = copied
                 if count == 0:
                     raise span.file.changed()
                 start, place = start + count, place + count
@@ -128,7 +127,7 @@ class OutputFile:
 
     def flush(self) -> None:
         """Flush what was written to disk."""
-        os.fdatasync(self._file)
+        getattr(os, "fdatasync", os.fsync)(self._file)  # macOS has the second
 
     def record(self) -> dict[str, int | str]:
         """A manifest's entry, once everything is hashed."""
@@ -143,6 +142,19 @@ class OutputFile:
             start_writeback(self._file)
 
 
+def _copy_range(source: int, target: int, count: int, start: int, place: int) -> int | None:
+    """How many bytes the kernel copied; None where it can't: across file systems, or on macOS."""
+    copy = getattr(os, "copy_file_range", None)
+    if copy is None:
+        return None
+    try:
+        return int(copy(source, target, count, start, place))
+    except OSError as error:
+        if error.errno not in _NO_COPY_RANGE:
+            raise
+        return None
+
+
 def write_steps(
     steps: Iterable[Copy | Task],
     files: Sequence[OutputFile],
@@ -153,7 +165,7 @@ def write_steps(
     ``on_bytes(count)`` is called for each block. KtbridgeError if a value can't be converted or an
     input file changed.
     """
-    workers = min(_WORKERS, len(os.sched_getaffinity(0)))
+    workers = min(_WORKERS, usable_cpu_count())
     pool = ThreadPoolExecutor(workers)
     jobs: deque[tuple[int, Future[None]]] = deque()
     ring: Ring = deque()

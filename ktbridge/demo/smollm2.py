@@ -7,7 +7,6 @@ dense model does, until training tells the experts apart.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import json
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktbridge.machine import libc_function
 from ktbridge.publish import OnProgress
 
 from .base import is_made, publish_base
@@ -173,7 +173,7 @@ def _build(
 
 def _release_memory() -> None:
     """Give 2 GB of freed weights back to the system: glibc would keep them while the demo's commands run."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    if trim := libc_function("malloc_trim"):
         trim(0)
 
 

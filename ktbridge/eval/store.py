@@ -11,7 +11,6 @@ run asks again. Errors of the disk name the path and the next step.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -206,16 +205,14 @@ class Ledger(Generic[_Record]):
         make_directory(self.directory)
         try:
             self._lock = self._open(self._kind.lock, os.O_RDWR)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not publish.lock_now(self._lock):
+                raise KtbridgeError(
+                    f"another `ktbridge eval` is {self._kind.work} {str(self.directory)!r}.",
+                    "wait for it, or use another --output",
+                )
             self._file = self._open(self._kind.name, os.O_RDWR | os.O_APPEND)
             os.ftruncate(self._file, self._path.read_bytes().rfind(b"\n") + 1)
             self.records = read_ledger(self.directory, self._kind)
-        except BlockingIOError:
-            self._close()
-            raise KtbridgeError(
-                f"another `ktbridge eval` is {self._kind.work} {str(self.directory)!r}.",
-                "wait for it, or use another --output",
-            ) from None
         except BaseException:
             self._close()
             raise

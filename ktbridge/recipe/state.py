@@ -6,7 +6,6 @@ still there as it left it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 from ktbridge import __version__
 from ktbridge.errors import KtbridgeError
-from ktbridge.publish import write_text
+from ktbridge.publish import lock_now, write_text
 
 STATE = ".ktbridge-run.json"
 ANSWERS = "answers.jsonl"
@@ -69,13 +68,11 @@ def only_one(directory: Path) -> Iterator[None]:
     """Hold ``directory`` within the block. Raises KtbridgeError where another process does."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_now(descriptor):
             raise KtbridgeError(
                 f"another `ktbridge run` is at work in {directory}.",
                 "Wait for it, end it, or copy the recipe into another directory.",
-            ) from None
+            )
         yield
     finally:
         os.close(descriptor)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -260,6 +259,8 @@ def try_gpus(imported: Imports) -> tuple[tuple[GpuFacts, ...], list[Check]]:
         return (), [_failed(f"took more than {_SECONDS} seconds")]
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     facts = tuple(GpuFacts(**json.loads(line.removeprefix(MARK))) for line in lines)
+    import resource  # POSIX
+
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     memlock = None if limit == resource.RLIM_INFINITY else limit
     checks = [expert_check(gpu, memlock) for gpu in facts]

@@ -7,7 +7,6 @@ a variable they inherited, a parent in the tree, and that they were orphaned and
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -16,6 +15,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from ktbridge.machine import libc_function
 
 MARK = "KTBRIDGE_ENGINE"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -37,7 +38,8 @@ def adopt_orphans() -> None:
 
     In a container whose first process reaps nothing, they would stay as zombies.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if prctl := libc_function("prctl"):
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap(leader: int | None, ended: set[int]) -> None:

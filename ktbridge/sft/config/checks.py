@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 
 from ktbridge.experts import MAX_EXPERT_RANK
+from ktbridge.machine import usable_cpu_count
 from ktbridge.sft.config.findings import CONTRADICTION, Findings
 from ktbridge.sft.config.kt_schema import QUANTISING, KtConfig
 from ktbridge.sft.config.schema import METRICS, SCHEDULERS, TrainConfig
@@ -303,7 +303,7 @@ def _notes_on_training(config: TrainConfig, given: Collection[str], findings: Fi
 def _notes_on_experts(config: TrainConfig, findings: Findings) -> None:
     block = config.kt_config
     ours = block.kt_backend != "kt-kernel"
-    usable = len(os.sched_getaffinity(0))
+    usable = usable_cpu_count()
     if block.kt_num_threads > usable:
         findings.note(
             "kt_config.kt_num_threads",

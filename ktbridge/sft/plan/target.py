@@ -159,7 +159,7 @@ def read_rate(file: Path) -> float:
     Reads go past the page cache, which stays as it is. Raises OSError where the file system has no such
     reads, as tmpfs, or the file is empty.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0) | os.O_CLOEXEC)
     try:
         with mmap.mmap(-1, _CHUNK) as buffer:  # whole pages, as direct reads want
             read, began = 0, time.perf_counter()
