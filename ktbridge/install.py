@@ -1,4 +1,4 @@
-"""How to install ktbridge itself, which isn't on PyPI, so hints name its checkout; what some models need."""
+"""How to install ktbridge and what its parts need, from where it was installed; what some models need."""
 
 from __future__ import annotations
 
@@ -18,28 +18,55 @@ _NAME = "ktbridge"
 LINEAR_ATTENTION = ("flash-linear-attention", "fla-core", "causal-conv1d", "triton", "tilelang")
 """Packages that decide how linear attention is computed; fla-core is the first one's other name."""
 _NEEDS_KERNELS = "train, plan, predict and serving without SGLang-KT"
+_IN_EXTRAS = {
+    "hub": "huggingface_hub tqdm",
+    "gguf": "gguf",
+    "liger": "liger_kernel",
+    "eval": "aiohttp jieba jinja2 jsonschema markupsafe regex rouge_score sacrebleu",
+    "serve": "accelerate fastapi h11 huggingface_hub jinja2 peft pydantic safetensors starlette tokenizers "
+    "torch transformers uvicorn",
+    "train": "accelerate datasets huggingface_hub jinja2 matplotlib peft psutil PIL pyarrow safetensors "
+    "tokenizers torch transformers trl",
+    "demo": "openai",
+}
+"""Modules that each extra of pyproject.toml installs, the smallest extra first."""
 _WRONG_TRITON = ((3, 4), (3, 7, 1))  # from, and below; on GPUs of this capability:
 _HOPPER = "9.0"
 
 
 def install_hint(extra: str = "all") -> str:
-    """The command that installs ``extra`` ("train", "serve", "eval", "gguf", "all").
+    """The command that installs ``extra`` ("train", "serve", "eval", "gguf", "all", or "train,serve").
 
     "pip install -e '/home/u/ktbridge[train]'" where the checkout is known from the installed package's
-    metadata; else "pip install '.[train]' in the ktbridge checkout".
+    metadata; else "pip install 'ktbridge[train]'", for which pip takes the ktbridge that is installed.
     """
     found = _checkout()
     if found is None:
-        return f"pip install '.[{extra}]' in the ktbridge checkout"
+        return f"pip install '{_NAME}[{extra}]'"
     path, editable = found
     return f"pip install {'-e ' if editable else ''}{shlex.quote(f'{path}[{extra}]')}"
 
 
+def extra_with(module: str, wanted: str = "") -> str | None:
+    """The smallest extra that installs a module ("torch.nn" counts as torch); None where no extra does.
+
+    ``wanted``, the extras of a command ("train,serve"), goes before it if it has the module.
+    """
+    top = module.partition(".")[0]
+    having = [extra for extra, modules in _IN_EXTRAS.items() if top in modules.split()]
+    if not having:
+        return None
+    return wanted if set(having) & set(wanted.split(",")) else having[0]
+
+
 def reinstall_hint() -> str:
-    """The command that rebuilds and reinstalls ktbridge without its dependencies."""
+    """The command that rebuilds and reinstalls ktbridge without its dependencies.
+
+    Never one that asks an index: ktbridge isn't on PyPI, and whoever takes the name could run code.
+    """
     found = _checkout()
     if found is None:
-        return "pip install --force-reinstall --no-deps . in the ktbridge checkout"
+        return "pip install --force-reinstall --no-deps its wheel, or . in its checkout"
     path, editable = found
     return f"pip install --force-reinstall --no-deps {'-e ' if editable else ''}{shlex.quote(path)}"
 
@@ -50,7 +77,9 @@ def without_kernels(error: ImportError) -> KtbridgeError:
         return KtbridgeError(f"the kernels don't load: {error}", reinstall_hint())
     machine, system = platform.machine(), platform.system()
     if (system, machine) == ("Linux", "x86_64"):
-        step = f"with a C++ compiler and without KTBRIDGE_PURE, {reinstall_hint()}"
+        step = "install the ktbridge wheel for x86-64 Linux, or build it with a C++ compiler"
+        if _checkout():
+            step = f"with a C++ compiler and without KTBRIDGE_PURE, {reinstall_hint()}"
     else:
         step = f"use an x86-64 machine with Linux: there are no kernels for {system} on {machine}"
     return KtbridgeError(f"this installation has no kernels, which {_NEEDS_KERNELS} need", step)

@@ -1,5 +1,6 @@
 """What messages say of installing ktbridge and its engine: commands that work as they are printed."""
 
+import ast
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from click.testing import CliRunner
 import ktbridge
 from ktbridge.adapter.engines import CONTRACTS
 from ktbridge.cli._app import Command
-from ktbridge.install import install_hint, linear_attention_gaps, reinstall_hint
+from ktbridge.install import _IN_EXTRAS, install_hint, linear_attention_gaps, reinstall_hint
 from ktbridge.serve.doctor_packages import ENGINE_STEP, PACKAGES
 
 SOURCES = Path(ktbridge.__file__).parent
@@ -41,19 +43,22 @@ def test_the_checkout_is_named_where_it_is_known(tmp_path, monkeypatch):
     assert shlex.split(install_hint("train")) == ["pip", "install", "-e", f"{checkout}[train]"]
     assert shlex.split(reinstall_hint())[-1] == str(checkout)
     (checkout / "pyproject.toml").unlink()  # the checkout has gone
-    assert install_hint("train") == "pip install '.[train]' in the ktbridge checkout"
+    assert install_hint("train") == "pip install 'ktbridge[train]'"
 
 
 @pytest.mark.parametrize(
     "record", [None, {"url": "https://host/x.whl"}, {}, [], {"url": "file:///x", "dir_info": 3}]
 )
-def test_without_a_checkout_the_hint_says_where_to_type_it(record, tmp_path, monkeypatch):
+def test_without_a_checkout_the_hint_is_of_what_is_installed(record, tmp_path, monkeypatch):
     installed(tmp_path, record)
     monkeypatch.syspath_prepend(tmp_path)
-    assert install_hint("eval") == "pip install '.[eval]' in the ktbridge checkout"
+    assert (
+        install_hint("eval") == "pip install 'ktbridge[eval]'"
+    )  # pip keeps the ktbridge that is here
+    assert "ktbridge" not in reinstall_hint()  # pip would ask the index
 
 
-def test_no_message_sends_anybody_to_an_index_for_ktbridge():
+def test_one_place_says_how_ktbridge_is_installed():
     """There is no such distribution on PyPI, and whoever takes the name could run code."""
     asks = re.compile(r"install[^\n]*\bktbridge(?:\[|['\"]?$|['\"])")
     found = [
@@ -64,17 +69,99 @@ def test_no_message_sends_anybody_to_an_index_for_ktbridge():
         if asks.search(line) and "import" not in line
     ]
     assert found == []
-    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
-    assert {extra for _, _, extra in PACKAGES.values()} <= extras
+    assert {extra for _, _, extra in PACKAGES.values()} <= set(EXTRAS)
 
 
-def test_a_missing_package_names_the_checkout():
+@pytest.mark.parametrize(
+    ("module", "of_command", "step"),
+    [
+        ("torch", "", install_hint("serve")),  # smaller than train
+        ("torch", "train", install_hint("train")),
+        ("torch._C", "train,serve", install_hint("train,serve")),
+        ("jieba", "train", install_hint("eval")),
+        ("openai", "demo", install_hint("demo")),
+        ("huggingface_hub.utils", "", install_hint("hub")),
+        ("tensorboard", "train", "pip install tensorboard"),
+        ("fcntl", "", "Use Linux"),
+    ],
+)
+def test_a_missing_package_names_the_smallest_extra(module, of_command, step):
     def needs() -> None:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
-    done = CliRunner().invoke(Command("needs", callback=needs))
+    done = CliRunner().invoke(Command("needs", callback=needs, extra=of_command))
     assert done.exit_code == 1
-    assert f"next: {install_hint()}" in done.stderr
+    assert f"next: {step}\n" in done.stderr
+
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+BASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # whose name isn't the module's
+NOT_DECLARED = {
+    "triton": "comes with torch on a machine with a GPU",
+    "typing_extensions": "for type checkers",
+}
+
+
+def distributions(requirements) -> set[str]:
+    return {re.match(r"[\w.-]+", one)[0].lower().replace("_", "-") for one in requirements}
+
+
+def distribution_of(module: str) -> str:
+    return DISTRIBUTIONS.get(module, module).lower().replace("_", "-")
+
+
+def test_hints_know_what_the_extras_have():
+    """Each module of install.py's table is of its extra, and each extra's packages are in the table."""
+    for extra, modules in _IN_EXTRAS.items():
+        assert {distribution_of(one) for one in modules.split()} <= distributions(EXTRAS[extra]), (
+            extra
+        )
+    known = {one for modules in _IN_EXTRAS.values() for one in modules.split()}
+    for extra in EXTRAS.keys() - {"all", "dev"}:
+        left = distributions(EXTRAS[extra]) - {distribution_of(one) for one in known} - {"ktbridge"}
+        assert left == set(), extra
+
+
+def imports() -> Iterator[tuple[Path, str]]:
+    """Modules that ktbridge/ imports from elsewhere: also inside functions, and by importlib."""
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            for name in names:
+                top = name.partition(".")[0]
+                if top not in sys.stdlib_module_names and top != "ktbridge":
+                    yield path.relative_to(SOURCES), top
+
+
+# What a room may import at the top of a module or in a function: its own extras'.
+ROOMS = {
+    "model": "hub serve",  # Tensor.torch is for who has torch
+    "adapter": "gguf",
+    "experts": "serve train",
+    "sft": "train liger",
+    "serve": "serve",
+    "verify": "serve",
+    "eval": "eval",
+    "predict": "train serve eval",
+    "demo": "demo train serve",
+    "cli": "demo",
+}
+
+
+def test_what_is_imported_is_declared():
+    """By an extra of the room that imports it: nothing comes by chance with something else."""
+    base, wrong = distributions(BASE), set()
+    for path, module in imports():
+        extras = ROOMS.get(path.parts[0], "").split()
+        has = base.union(*(distributions(EXTRAS[extra]) for extra in extras))
+        if distribution_of(module) not in has and module not in NOT_DECLARED:
+            wrong.add(f"{path} imports {module}")
+    assert sorted(wrong) == []
 
 
 def test_the_engine_is_named_in_one_way():

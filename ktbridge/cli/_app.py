@@ -51,8 +51,10 @@ class Command(click.Command):
     KTBRIDGE_DEBUG=1) lets the traceback through.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, extra: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.extra = extra
+        """What it needs of pyproject.toml's extras ("train,serve")."""
         self.params.append(
             click.Option(
                 ["--debug"], is_flag=True, expose_value=False, help="Show tracebacks of failures."
@@ -108,16 +110,25 @@ class Command(click.Command):
             render(KtbridgeError(f"{error.strerror or error}{where}"), as_json)
             sys.exit(1)
         except ModuleNotFoundError as error:
-            from ktbridge.install import install_hint
-
-            message = f"the Python package {error.name!r} is not installed"
-            render(KtbridgeError(message, install_hint()), as_json)
+            render(_not_installed(error.name or str(error), self.extra), as_json)
             sys.exit(1)
         except KeyboardInterrupt as stop:
             message = f"interrupted: {stop}" if str(stop) else "interrupted"
             render(KtbridgeError(message), as_json)
             number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
             sys.exit(128 + number)
+
+
+def _not_installed(module: str, extra: str) -> KtbridgeError:
+    """The error for a module that a command whose extra is ``extra`` doesn't find."""
+    from ktbridge.install import extra_with, install_hint
+
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        message = f"Python has no module {module!r} on this system, which the command needs"
+        return KtbridgeError(message, "Use Linux")
+    found = extra_with(module, extra)
+    step = install_hint(found) if found else f"pip install {module.partition('.')[0]}"
+    return KtbridgeError(f"the Python package {module!r} is not installed", step)
 
 
 def _quiet_libraries() -> None:

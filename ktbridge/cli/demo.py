@@ -37,7 +37,7 @@ SAMPLES = {
 }
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, extra="demo")
 @click.option(
     "--output",
     "--dir",

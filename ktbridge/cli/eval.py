@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ktbridge.eval.preflight import Preflight
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, extra="eval")
 @click.option(
     "--bench",
     "benches",

@@ -20,7 +20,7 @@ _LATER = (
 )
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, extra="serve")
 @click.argument("raw_dir", type=click.Path())
 @from_option
 @click.option(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ktbridge.sft.plan import Plan
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, extra="train")
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @from_option

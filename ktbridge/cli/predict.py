@@ -19,7 +19,7 @@ PREVIEW = 2000
 """Number of characters shown of the first prompt."""
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, extra="train,serve")
 @click.argument("config", type=click.Path(dir_okay=False))
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @from_option

@@ -9,7 +9,7 @@ import click
 from ktbridge.cli._app import Command, from_option
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, extra="hub")
 @click.argument("adapter_dir", metavar="DIR", type=click.Path())
 @click.argument("name", metavar="ORG/NAME")
 @click.option(

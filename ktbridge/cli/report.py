@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _STYLES = {"improved": "green", "dropped": "red", "calm": "dim"}
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, extra="eval")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "--fail-on",

@@ -59,7 +59,7 @@ class _Serve(Command):
         return left
 
 
-@click.command(cls=_Serve)
+@click.command(cls=_Serve, extra="serve")
 @inference_argument(for_serve)
 @click.option(
     "--base-model",

@@ -22,7 +22,7 @@ REFERENCES = {"base": "base", "expert": "expert", "nonexpert": "non-expert", "fu
 NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, extra="serve")
 @click.option(
     "--server",
     "--base-url",

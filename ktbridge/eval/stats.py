@@ -1,4 +1,4 @@
-"""The statistics of a report, each with its source. Pure numpy and scipy; seeded, so repeatable.
+"""The statistics of a report, each with its source. Pure numpy; seeded, so repeatable.
 
 Scores lie in 0..1, differences in -1..1. Items of one cluster (a pair, rewordings of a question,
 repeats of one question) are not independent, so clusters are resampled and flipped. Functions work on
@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special
+
+from ktbridge.eval.distributions import (
+    binomial_mid_p,
+    normal_cdf,
+    normal_quantile,
+    t_cdf,
+    t_quantile,
+)
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -85,7 +92,7 @@ def t_rows(
     mean = sums.sum(axis=1) / total
     if groups == 1:
         return np.full(len(sums), bounds[0]), np.full(len(sums), bounds[1])
-    half = special.stdtrit(groups - 1, (1 + CONFIDENCE) / 2) * standard_error(sums, sizes)
+    half = t_quantile(groups - 1, (1 + CONFIDENCE) / 2) * standard_error(sums, sizes)
     return _unseen(sums, sizes, mean - half, mean + half, bounds)
 
 
@@ -121,10 +128,10 @@ def bootstrap_rows(
         return np.full(len(sums), bounds[0]), np.full(len(sums), bounds[1])
     times = draw_clusters(groups, resamples, seed)
     means = (sums @ times.T) / (times @ sizes)
-    t_quantile = special.stdtrit(groups - 1, (1 - CONFIDENCE) / 2)
-    tail = special.ndtr(np.sqrt(groups / (groups - 1)) * t_quantile)
+    reach = t_quantile(groups - 1, (1 + CONFIDENCE) / 2)
+    tail = normal_cdf(-math.sqrt(groups / (groups - 1)) * reach)
     low, high = np.quantile(means, [tail, 1 - tail], axis=1)
-    mean, half = sums.sum(axis=1) / sizes.sum(), -t_quantile * standard_error(sums, sizes)
+    mean, half = sums.sum(axis=1) / sizes.sum(), reach * standard_error(sums, sizes)
     low, high = np.minimum(low, mean - half), np.maximum(high, mean + half)
     return _unseen(sums, sizes, low, high, bounds)
 
@@ -148,9 +155,9 @@ def wilson_interval(values: Sequence[float], clusters: Sequence[str]) -> Interva
     share = float(sums.sum() / total)
     if groups == 1 and total > 1:
         return _interval(sums, sizes, 0.0, 1.0, (0.0, 1.0), "wilson")
-    z, effective = float(special.ndtri((1 + CONFIDENCE) / 2)), total
+    z, effective = normal_quantile((1 + CONFIDENCE) / 2), total
     if total > groups:
-        z = float(special.stdtrit(groups - 1, (1 + CONFIDENCE) / 2))
+        z = t_quantile(groups - 1, (1 + CONFIDENCE) / 2)
         simple = share * (1 - share) / total
         ratio = float(standard_error(sums[None], sizes)[0]) ** 2 / simple if simple > 0 else 0.0
         # All equal: the sample size is the number of clusters, and never more than the items.
@@ -268,13 +275,7 @@ def mcnemar_p(gained: int, lost: int) -> float:
     """
     if gained == lost:
         return 1.0
-    discordant, fewer = gained + lost, min(gained, lost)
-    point = np.exp(_log_choose(discordant, fewer) - discordant * np.log(2))
-    return float(2 * special.bdtr(fewer, discordant, 0.5) - point)
-
-
-def _log_choose(n: int, k: int) -> float:
-    return float(special.gammaln(n + 1) - special.gammaln(k + 1) - special.gammaln(n - k + 1))
+    return 2 * binomial_mid_p(min(gained, lost), gained + lost)
 
 
 # --- multiple tests
@@ -320,7 +321,7 @@ def noise_floor(
     groups = len(sums)
     if groups == 1:
         return None
-    quantile = float(special.stdtrit(groups - 1, (1 + CONFIDENCE) / 2))
+    quantile = t_quantile(groups - 1, (1 + CONFIDENCE) / 2)
     return quantile * float(np.std(sums / sizes, ddof=1)) / math.sqrt(groups)
 
 
@@ -336,13 +337,11 @@ def power(effect: float, sd: float, clusters: int, alpha: float = 1 - CONFIDENCE
         return 1.0 if effect else alpha
     freedom = clusters - 1
     shift = abs(effect) * math.sqrt(clusters) / sd
-    critical = float(special.stdtrit(freedom, 1 - alpha / 2))
+    critical = t_quantile(freedom, 1 - alpha / 2)
     if shift > critical + 8 * math.sqrt(1 + critical * critical / (2 * freedom)):
-        return 1.0  # beyond eight standard deviations, where nctdtr loses precision
-    above = 1 - float(special.nctdtr(freedom, shift, critical))
-    # Detected with the wrong sign; from shift 4 on less than 1e-8, again beyond nctdtr's precision.
-    below = float(special.nctdtr(freedom, shift, -critical)) if shift < 4 else 0.0
-    return above + below
+        return 1.0  # beyond eight standard deviations
+    # The second is detected with the wrong sign.
+    return 1 - t_cdf(freedom, critical, shift) + t_cdf(freedom, -critical, shift)
 
 
 def detectable_effect(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.install import install_hint
 
 if TYPE_CHECKING:
     from ktbridge.model.hub import Repository
@@ -25,7 +26,7 @@ def library() -> Any:
     except ModuleNotFoundError as error:
         raise KtbridgeError(
             f"models and datasets of the Hub need the package {error.name}, which isn't installed.",
-            "pip install huggingface_hub, or name a directory.",
+            f"{install_hint('hub')}, or name a directory.",
         ) from error
     return huggingface_hub
 

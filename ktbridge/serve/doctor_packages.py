@@ -26,15 +26,15 @@ IMPORT_SECONDS = 300
 
 # distribution -> module, what doesn't work without it, and the extra of ours that installs it
 PACKAGES = {
-    "torch": ("torch", "train, serve and verify", "all"),
-    "transformers": ("transformers", "train, serve and verify", "all"),
-    "accelerate": ("accelerate", "train and serve --engine local", "all"),
-    "peft": ("peft", "train and serve", "all"),
+    "torch": ("torch", "train, serve and verify", "serve"),
+    "transformers": ("transformers", "train, serve and verify", "serve"),
+    "accelerate": ("accelerate", "train and serve --engine local", "serve"),
+    "peft": ("peft", "train and serve", "serve"),
     "trl": ("trl", "train", "train"),
     "datasets": ("datasets", "train", "train"),
     "fastapi": ("fastapi", "serve --engine local", "serve"),
     "uvicorn": ("uvicorn", "serve --engine local", "serve"),
-    "openai": ("openai", "eval", "eval"),
+    "openai": ("openai", "demo", "demo"),
 }
 ENGINE_PACKAGES = {"sglang-kt": "sglang", "kt-kernel": "kt_kernel"}
 ENGINE_STEP = (
@@ -205,7 +205,7 @@ def check_gpu(imported: Imports) -> Check:
     """``imported``: results of the import checks; torch isn't imported in this process."""
     listed = [(gpu.name, gpu.memory) for gpu in read_gpus()]
     if version_of("torch") is None:
-        return Check("GPU", "missing", "torch is not installed", install_hint("all"))
+        return Check("GPU", "missing", "torch is not installed", install_hint("serve"))
     if "torch" in imported.errors:
         message = f"torch does not load: {imported.errors['torch']}"
         return Check("GPU", "problem", message, "reinstall torch")

@@ -297,5 +297,5 @@ def test_without_huggingface_hub_names_are_a_sentence_and_paths_work(
     base = write_base(tmp_path / "base")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     done = call("merge", raw, "--base-model", NAME, "--output", "merged")
-    one_sentence(done, "need the package huggingface_hub", "pip install huggingface_hub")
+    one_sentence(done, "need the package huggingface_hub", "[hub]")
     assert call("merge", raw, "--base-model", base, "--output", "merged").returncode == 0

@@ -44,6 +44,7 @@ from ktbridge.adapter.outputs import Output, Rows, piece
 from ktbridge.adapter.scan import refuse_sparse
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.stamps import take_stamps
@@ -96,7 +97,7 @@ def _package() -> Any:
     except ModuleNotFoundError as error:
         raise KtbridgeError(
             "reading and writing GGUF needs the Python package gguf, which is not installed",
-            "pip install gguf",
+            install_hint("gguf"),
         ) from error
     return gguf
 

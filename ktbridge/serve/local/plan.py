@@ -155,7 +155,7 @@ def check_installed() -> None:
     missing = [
         name
         for name, (module, _, extra) in PACKAGES.items()
-        if extra in ("all", "serve") and find_spec(module) is None
+        if extra == "serve" and find_spec(module) is None
     ]
     if missing:
         raise KtbridgeError(

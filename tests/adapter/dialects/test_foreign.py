@@ -18,6 +18,7 @@ from tensorfiles import write_tensor_file
 from ktbridge.adapter import Tensor, convert_adapter, read_adapter
 from ktbridge.adapter.dialects import DIALECTS
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+from ktbridge.install import install_hint
 
 
 @pytest.mark.parametrize("dialect", ["peft-fused", "peft-0.18", "unsloth-legacy"])
@@ -318,7 +319,7 @@ def test_gguf_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(KtbridgeError, match="not installed") as error:
         convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
-    assert error.value.next_step == "pip install gguf"
+    assert error.value.next_step == install_hint("gguf")
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["stacked", "flat"])
