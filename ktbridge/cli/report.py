@@ -1,4 +1,4 @@
-"""``ktbridge report``: tables and one HTML file from the stored answers of eval or another tool."""
+"""``ktbridge report``: tables and one HTML file from the stored answers of eval."""
 
 from __future__ import annotations
 
@@ -28,28 +28,9 @@ _STYLES = {"improved": "green", "dropped": "red", "calm": "dim"}
     metavar="CONDITION",
     help='Exit with 1 where it holds, e.g. "KRI-K<-0.2" or "low(task:overall)<-0.1"; repeat it.',
 )
-@click.option(
-    "--lf",
-    multiple=True,
-    metavar="NAME=FILE",
-    help="LLaMA-Factory's generated_predictions.jsonl as an arm; repeat it.",
-)
-@click.option(
-    "--lm-eval",
-    multiple=True,
-    metavar="NAME=FILE",
-    help="lm-evaluation-harness's samples_TASK_….jsonl as (a part of) an arm; repeat it.",
-)
 @click.option("--markdown", is_flag=True, help="Print the report as Markdown on stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on stdout.")
-def command(
-    directory: Path,
-    fail_on: tuple[str, ...],
-    lf: tuple[str, ...],
-    lm_eval: tuple[str, ...],
-    markdown: bool,
-    as_json: bool,
-) -> None:
+def command(directory: Path, fail_on: tuple[str, ...], markdown: bool, as_json: bool) -> None:
     """Score what `ktbridge eval` stored in DIR and compare its arms.
 
     Prints tables and writes results.json, report.html (a single file that needs no network) and
@@ -61,25 +42,15 @@ def command(
     KRI-K and KRI-R. It compares the mean, or that end of the 95 % interval of this one slice, whatever
     the verdict is: "KRI-K<-0.2" fails on a drop that chance may have made, "high(KRI-K)<0" on one that
     chance makes in 1 of 40 runs, for each slice with such a condition.
-
-    \b
-    Answers that other tools collected, each file an arm, paired by prompt or document:
-      ktbridge report runs/imported \\
-        --lf base=base/generated_predictions.jsonl --lf full=full/generated_predictions.jsonl
     """
     from ktbridge.cli._ui import emit_json
     from ktbridge.errors import UsageError
     from ktbridge.eval import write_report
     from ktbridge.eval.gates import parse_gate
-    from ktbridge.eval.imports import import_answers, parse_source
 
     if markdown and as_json:
         raise UsageError("--markdown and --json both want stdout.", "give one of them")
     gates = [parse_gate(text) for text in fail_on]
-    sources = [parse_source("lf", text) for text in lf]
-    sources += [parse_source("lm-eval", text) for text in lm_eval]
-    if sources:
-        import_answers(sources, directory)
     results = write_report(directory)
     if as_json:
         emit_json(results)

@@ -77,10 +77,6 @@ ANSWERS = Subject("The answers", "eval", (
          "report this with the answer; `ktbridge report` scores again once it is corrected"),
     Code("KTB840", "error", "the results fail a --fail-on condition",
          "see the report for the items that moved"),
-    Code("KTB841", "error", "a file of answers to import has no rows, or one that can't be read",
-         "correct these rows, or leave them out of the files"),
-    Code("KTB842", "error", "files of answers to import don't have the same questions",
-         "give each arm its answers to one task"),
 ))  # fmt: skip
 
 JUDGE = Subject("The judge", "eval", (

@@ -155,7 +155,7 @@ STORED: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["run.json", "benches.json", "answers.jsonl", "imported.json"])
+@pytest.mark.parametrize("name", ["run.json", "benches.json", "answers.jsonl"])
 @pytest.mark.parametrize("what", STORED)
 def test_a_runs_files_are_read_if_they_are_files(tmp_path: Path, name: str, what: str) -> None:
     """A report waited for a pipe for ever, read a device until memory was full, or ended in a traceback."""

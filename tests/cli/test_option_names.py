@@ -39,7 +39,7 @@ NAMES = {
     "how much is checked or measured": "--structure-only --strict --strict-data --measure --no-measure "
                                        "--quick --logprobs-from",
     "an evaluation": "--bench --compat --items --train-data --arm --slices --limit --partner --judge "
-                     "--no-judge --judge-pairs --judge-may-be-remote --fail-on --resume --lf --lm-eval",
+                     "--no-judge --judge-pairs --judge-may-be-remote --fail-on --resume",
     "a repository on the Hub": "--private --revision --eval",
     "several runs": "--sweep",
     "which demo": "--tiny",

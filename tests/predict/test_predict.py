@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from trainrun import conversation, pair
 from transformers import AutoTokenizer
 
-from ktbridge.eval.imports import Source, import_answers, score_imports
 from ktbridge.eval.scorers import measure_texts
 from ktbridge.predict.results import measure
 
@@ -66,9 +65,6 @@ def test_files_and_metrics_are_llama_factorys(write, dataset, predict, predictio
     assert metrics["predict_runtime"] > 0
     assert metrics["predict_samples_per_second"] > 0
 
-    source = Source("full", "lf", tmp_path / "out" / "generated_predictions.jsonl")
-    import_answers([source], tmp_path / "read")
-    assert len(score_imports(tmp_path / "read")["items"]) == 9
     again = predict(file)
     assert again.returncode == 2
     assert "has predictions already" in again.stderr

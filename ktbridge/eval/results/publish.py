@@ -9,7 +9,6 @@ from typing import Final
 
 import ktbridge
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.imports import IMPORTED, score_imports
 from ktbridge.eval.results.build import SCHEMA, score_run
 from ktbridge.eval.results.types import Index, IndexEntry, IndexFile, IndexLink, Results
 from ktbridge.eval.rundir import BENCHES, RUN, read_benches
@@ -22,8 +21,8 @@ def write_report(directory: Path) -> Results | Index:
     """Score a run, publish results.json, report.html and report.md in it, and return the results.
 
     A directory of several benches gets the files of each in its own folder, and an index of them
-    (schema ``ktbridge.index/1``). Imported answers are scored like a run. Raises KtbridgeError
-    if there is nothing to report.
+    (schema ``ktbridge.index/1``). Raises KtbridgeError if there is nothing
+    to report.
     """
     if (directory / BENCHES).is_file():
         return _write_index(directory)
@@ -34,8 +33,7 @@ def _write_results(directory: Path) -> Results:
     from ktbridge.eval.html import render_html
     from ktbridge.eval.markdown import render_markdown
 
-    imported = (directory / IMPORTED).is_file()
-    results = score_imports(directory) if imported else score_run(directory)
+    results = score_run(directory)
     _write(directory, results, render_html(results), render_markdown(results))
     return results
 
@@ -88,7 +86,7 @@ def _write_index(directory: Path) -> Index:
             results = _write_results(folder)
             benches.append({"name": folder.name, "error": "", "results": results})
         except KtbridgeError as error:
-            asked = (folder / RUN).is_file() or (folder / IMPORTED).is_file()
+            asked = (folder / RUN).is_file()
             why = error.sentence if asked else "the run stopped before it; nothing of it was asked"
             benches.append({"name": folder.name, "error": why, "results": None})
     if not any(one["results"] for one in benches):

@@ -308,10 +308,10 @@ class Measured(TypedDict):
     refused: Annotated[dict[str, str], "Of those left out, why preflight would not ask them."]
     date: Annotated[
         str | None,
-        "When the run began, UTC; null where that is not known (imports, runs of 0.5 and earlier).",
+        "When the run began, UTC; null where that is not known (runs of 0.5 and earlier).",
     ]
     plan: Annotated[
-        PlanCounts | None, "Null where run.json does not say (imports, runs of 0.5 and earlier)."
+        PlanCounts | None, "Null where run.json does not say (runs of 0.5 and earlier)."
     ]
     asked: Annotated[Positive, "Items that any arm was asked."]
     valid: Annotated[Count, "Items with an ok answer from every arm; the tables are over these."]
