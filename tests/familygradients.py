@@ -43,7 +43,7 @@ def check_family(
     """
     exact = reference(model_type, path)
     # Float32 around the experts, so that no token goes to another expert for a rounding.
-    mapped = load_mapped(path, torch.float32, lambda name: device, whole=images)
+    mapped = load_mapped(path, torch.float32, device, whole=images)
     batch = with_images(exact) if images else {"input_ids": IDS}
     assert not [name for name, _ in mapped.named_parameters() if name.endswith("gate_up_proj")]
     # A multimodal checkpoint's text model alone has other names in the same order.

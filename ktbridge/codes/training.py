@@ -33,8 +33,6 @@ RUN = Subject("Starting and continuing a run", "sft", (
          "Follow the finding's own next step."),
     Code("KTC019", "error", "a file of a checkpoint is missing or damaged (a warning where an earlier"
          " checkpoint is taken)", "Copy the checkpoint again, or go on from an earlier one."),
-    Code("KTC020", "error", "kt_optimize_rule names a GPU that this machine doesn't have",
-         "Leave kt_optimize_rule out to put everything on the first."),
     Code("KTC021", "info", "the run goes on from a checkpoint of its own",
          "resume_from_checkpoint=false starts anew and keeps the checkpoints under another name."),
     Code("KTC022", "warning", "the run starts anew beside checkpoints of an earlier one",

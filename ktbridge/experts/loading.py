@@ -1,18 +1,16 @@
 """A checkpoint into transformers, whole or not at all; its experts mapped where the kernels can read them.
 
-A ``Place`` maps a module to its device; the routed experts stay on the CPU in any case.
+The routed experts stay on the CPU, whatever device the rest goes to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import dispatch_model, init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
@@ -38,9 +36,6 @@ from ktbridge.experts.tiktoken_file import has_only_tiktoken, kimi_tokenizer
 from ktbridge.model import check_served, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 
-Place = Callable[[str], torch.device]
-"""The device of a module, by its name in the transformers model."""
-
 _UNREADABLE = (
     OSError,
     ArithmeticError,
@@ -58,11 +53,6 @@ _ALIASES = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers has under another name: the same architecture, field by field."""
 
 CPU = torch.device("cpu")
-
-
-def on_cpu(name: str) -> torch.device:
-    """The place of everything where there is no GPU to use."""
-    return CPU
 
 
 def load_model(
@@ -83,53 +73,52 @@ def load_model(
 def load_for_kernels(
     path: Path | str,
     dtype: torch.dtype = torch.bfloat16,
-    place: Place = on_cpu,
+    device: torch.device = CPU,
     experts: Path | None = None,
     attention: str | None = None,
     whole: bool = False,
 ) -> PreTrainedModel:
     """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
 
-    Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``place`` on which device
-    it goes, ``experts`` names another checkpoint of the same experts to map, ``attention`` transformers'
+    Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``device`` where it
+    goes, ``experts`` names another checkpoint of the same experts to map, ``attention`` transformers'
     attention implementation (default: its own choice). ``whole``: with the vision tower around it. Raises as
     ``load_model``.
     """
     path = Path(path)
     try:
-        return load_mapped(path, dtype, place, experts, attention, whole)
+        return load_mapped(path, dtype, device, experts, attention, whole)
     except CantMap:
         if experts is not None:
             raise  # asked for by name, and the ones in `path` may be stored otherwise
         model = load_model(path, dtype, attention, whole)
     for _, module in experts_modules(model):
         keep_on_cpu(module)
-    _move(model, place)
+    nn.Module.to(model, device)
     return model
 
 
 def load_mapped(
     path: Path,
     dtype: torch.dtype,
-    place: Place = on_cpu,
+    device: torch.device = CPU,
     experts: Path | None = None,
     attention: str | None = None,
     whole: bool = False,
 ) -> PreTrainedModel:
     """The same without its routed experts, which ``wrap_experts`` then reads where the files have them.
 
-    ``dtype`` is that of everything else; the experts keep the checkpoint's storage. Until it is wrapped
-    the model can't run. Raises ``CantMap`` where the kernels can't read the checkpoint's experts in
-    place, and KtbridgeError as ``load_model`` does.
+    ``dtype`` and ``device`` are those of everything else; the experts keep the checkpoint's storage.
+    Until it is wrapped the model can't run. Raises ``CantMap`` where the kernels can't read the checkpoint's
+    experts in place, and KtbridgeError as ``load_model`` does.
     """
     mapped = MappedExperts(experts or path)
     with readable_load_errors(path):
         own, config = model_class(model_config(path), whole)
         with experts_left_out(own) as cls:
             options = _unquantised(config, mapped) | _attending(attention)
-            devices = device_map(cls, config, place)
-            if devices:
-                options["device_map"] = devices
+            if device != CPU:
+                options["device_map"] = {"": device}
             model = _loaded(cls, path, config, dtype, options)
     for name, module in experts_modules(model):
         match = LAYER.search(name)
@@ -254,53 +243,6 @@ def readable_load_errors(path: Path, what: str = "model") -> Iterator[None]:
             f"the {what} in {path} cannot be loaded: {first}",
             "check that it holds config.json, safetensors weights and a tokenizer",
         ) from error
-
-
-def device_map(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, place: Place
-) -> dict[str, torch.device]:
-    """``from_pretrained``'s device_map for a model of ``cls``; {} where all is on the CPU."""
-    with init_empty_weights():
-        model = cls(config)
-    found = _places(model, place)
-    devices = set(found.values())
-    if len(devices) == 1:
-        return {} if devices == {CPU} else {"": devices.pop()}
-    return found
-
-
-def _move(model: PreTrainedModel, place: Place) -> None:
-    """Put each module of ``model``, which is on the CPU, where ``place`` wants it."""
-    found = _places(model, place)
-    devices = set(found.values())
-    if len(devices) > 1:
-        dispatch_model(model, found)
-    else:
-        nn.Module.to(model, devices.pop())
-
-
-def _places(model: PreTrainedModel, place: Place) -> dict[str, torch.device]:
-    """The device of each part that is placed whole, by its name."""
-    found = {name.rstrip("."): place(name) for name in _units(model)}
-    config = model.config.get_text_config()
-    if getattr(config, "tie_word_embeddings", False):  # one tensor, so one place
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        names = [name for name in found if model.get_submodule(name) in ends]
-        found |= dict.fromkeys(names, found[names[-1]])
-    return found
-
-
-def _units(model: nn.Module) -> list[str]:
-    """Names of the parts that are placed whole: "….layers.N." and whatever else has tensors of its own."""
-    units = []
-    for name, module in model.named_modules():
-        layer = LAYER.search(f"{name}.")
-        if layer:
-            if layer.end() == len(name) + 1:
-                units.append(f"{name}.")
-        elif any(True for _ in chain(module.parameters(False), module.buffers(False))):
-            units.append(name)
-    return units
 
 
 def skeleton(base: Path, whole: bool = False) -> PreTrainedModel:

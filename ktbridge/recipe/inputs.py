@@ -10,7 +10,7 @@ from ktbridge.recipe.plan import Step
 from ktbridge.recipe.read import Recipe
 
 INFO = "dataset_info.json"
-_PATHS = ("model_name_or_path", "adapter_name_or_path", "kt_optimize_rule", "kt_weight_path")
+_PATHS = ("model_name_or_path", "adapter_name_or_path", "kt_weight_path")
 
 
 def named_files(step: Step, recipe: Recipe) -> list[Path]:

@@ -291,8 +291,6 @@ def obstacle(config: TrainConfig, cuda: bool) -> str:
     """
     if not cuda:
         return "needs a GPU, and there is none to use"
-    if config.device_rules:
-        return "doesn't go with kt_optimize_rule's devices"
     if config.kt_config.kt_backend == "kt-kernel":
         return "doesn't go with kt_backend: kt-kernel"
     return ""

@@ -22,7 +22,7 @@ from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.install import linear_attention_gaps
 from ktbridge.model import find_model, read_model_config, resolve_model
-from ktbridge.sft.arguments import check_reporters, choose, places
+from ktbridge.sft.arguments import check_reporters, choose
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, Rows, digest
@@ -182,7 +182,6 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     """Everything that can be wrong with output, model and rows, raised together."""
     asked = Failures("this run can't be started as it is.")
     asked.of("output_dir", lambda: _check_output(config))
-    asked.of("kt_optimize_rule", lambda: places(config))
     asked.of("kt_experts", lambda: check_expert_device(config))
     find_base = resolve_model if declared is None else find_model
     base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))

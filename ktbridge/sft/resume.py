@@ -39,7 +39,7 @@ _FREE = {
     "model_name_or_path", "model_revision", "adapter_name_or_path", "run_name", "logging_dir",
     "strict_data", "notes", "tokenized_path", "overwrite_cache",
     "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
-    "disable_gradient_checkpointing", "device_rules", "kt_optimize_rule", "use_cpu", "template",
+    "disable_gradient_checkpointing", "use_cpu", "template",
     "tokens_per_pass", "eval_dataset", "val_size", "per_device_eval_batch_size", "do_eval", "eval_strategy",
     "eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better", "load_best_model_at_end",
     "early_stopping_steps", "do_predict", "predict_with_generate", "max_new_tokens", "do_sample",

@@ -28,7 +28,7 @@ from ktbridge.install import has_linear_attention_kernels
 from ktbridge.model import resolve_model
 from ktbridge.publish import OnProgress, RunLock
 from ktbridge.sft import distributed
-from ktbridge.sft.arguments import choose, places, reporters, trainer_arguments
+from ktbridge.sft.arguments import choose, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, read_placement, trained
@@ -265,7 +265,7 @@ def load_trainable(config: TrainConfig, base: Path, whole: bool = False) -> Tune
     model = load_for_kernels(
         base,
         torch.bfloat16 if config.bf16 else torch.float32,
-        places(config),
+        choose(config),
         experts_path(config, base),
         config.attn_implementation,
         whole,

@@ -16,12 +16,9 @@ from transformers import Qwen3MoeForCausalLM
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import (
-    CPU,
-    device_map,
     load_for_kernels,
     load_mapped,
     load_model,
-    on_cpu,
     release_layers,
 )
 from ktbridge.experts.mapped import CantMap
@@ -183,34 +180,3 @@ def test_a_checkpoint_without_a_layers_experts_is_refused(tmp_path: Path) -> Non
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(KtbridgeError, match="no routed experts for layer 1"):
         load_mapped(tmp_path, torch.bfloat16)
-
-
-FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
-
-
-def split(name: str) -> torch.device:
-    if "embed_tokens" in name:
-        return CPU
-    return FIRST if name.startswith("model.layers.0.") else SECOND
-
-
-def test_each_decoder_layer_is_one_part() -> None:
-    config = tiny_config(tie_word_embeddings=False)
-    assert device_map(Qwen3MoeForCausalLM, config, split) == {
-        "model.embed_tokens": CPU,
-        "model.layers.0": FIRST,
-        "model.layers.1": SECOND,
-        "model.norm": SECOND,
-        "model.rotary_emb": SECOND,
-        "lm_head": SECOND,
-    }
-
-
-def test_tied_embeddings_share_a_place() -> None:
-    found = device_map(Qwen3MoeForCausalLM, tiny_config(), split)
-    assert found["model.embed_tokens"] == found["lm_head"] == SECOND
-
-
-def test_one_place_needs_no_map_of_parts() -> None:
-    assert device_map(Qwen3MoeForCausalLM, tiny_config(), lambda name: FIRST) == {"": FIRST}
-    assert device_map(Qwen3MoeForCausalLM, tiny_config(), on_cpu) == {}

@@ -89,7 +89,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-QUANTISING = ("deepseek_v3_int8", "deepseek2, older")
+QUANTIZING = ("deepseek_v3_int8",)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -98,7 +98,6 @@ def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name
     (tmp_path / "kt-int8").mkdir()  # KTransformers' own files, no checkpoint
     (tmp_path / "kt-int8" / "INT8_down_0.kt").write_bytes(b"\0" * 64)
     (tmp_path / "data").mkdir()
-    (tmp_path / "rule.yaml").write_text(RULES)
     config = load_config(written(tmp_path, **{**COMMON, **values}))
     assert set(notes_of(config)) == expected | {
         "trust_remote_code",
@@ -109,85 +108,16 @@ def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name
     assert (config.alpha, config.expert_alpha, config.learning_rate) == (32.0, 32.0, 2e-4)
     assert (config.activation, config.ddp_timeout) == ("retain", 99)
     assert config.kt_config.kt_weight_path is None
-    assert config.kt_config.storage == ("int8" if name in QUANTISING else None)
+    assert config.kt_config.storage == ("int8" if name in QUANTIZING else None)
     read_otherwise = ("dataset", "lora_target", "learning_rate", "resume_from_checkpoint")
     for key in COMMON.keys() & options(TrainConfig).keys() - set(read_otherwise):
         assert getattr(config, key) == COMMON[key]
-
-
-RULES = r"""
-- match: {name: ^model.embed_tokens}
-  replace: {class: default, kwargs: {generate_device: cpu}}
-- match: {class: some.RotaryEmbedding}
-  replace: {class: other.Rotary, kwargs: {generate_device: "cuda:0"}}
-- match: {name: '^model\.layers\.[0-9]\.', class: torch.nn.Linear}
-  replace:
-    class: ktransformers.operators.linear.KTransformersLinear
-    kwargs: {generate_device: "cuda:0", generate_op: KLinearTorch}
-- match: {name: '^model\.layers\.[0-9]\.mlp\.experts$'}
-  replace:
-    class: ktransformers.operators.experts.KTransformersExperts
-    kwargs: {generate_device: cpu, out_device: "cuda:0", backend: AMXInt8}
-  recursive: false
-- match: {name: '(^model\.layers\.[12][0-9]\.)|(model.norm)'}
-  replace: {class: default, kwargs: {prefill_device: "cuda:1"}}
-- match: {name: ^model$}
-  replace: {class: KModel, kwargs: {transfer_map: {10: 1}}}
-"""
-
-
-def test_optimize_rules_give_backend_and_devices_and_their_faults_are_named(tmp_path, monkeypatch):
-    rule = tmp_path / "rule.yaml"
-    rule.write_text(RULES)
-    path = written(tmp_path, kt_optimize_rule="rule.yaml")
-    config = load_config(path)
-    assert config.device_rules == (
-        ("^model.embed_tokens", "cpu"),
-        (r"^model\.layers\.[0-9]\.", "cuda:0"),
-        (r"(^model\.layers\.[12][0-9]\.)|(model.norm)", "cuda:1"),
-    )
-    assert config.kt_config.kt_backend == "AMXINT8"
-    note = notes_of(config)["kt_optimize_rule"]
-    assert "2 of 6 rules" in note.found
-    assert "(rule 2, 6)" in note.found
-    config = load_config(path, ["kt_config.kt_backend=AMXBF16", "use_cpu=true"])
-    assert (config.kt_config.kt_backend, config.device_rules) == ("AMXBF16", ())
-    told = [note.found for note in config.notes if "kt_optimize_rule" in note.where]
-    assert len(told) == 3  # rules without use, the other backend, devices without a GPU
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "deep").mkdir()
-    assert load_config(written(tmp_path / "deep", kt_optimize_rule="rule.yaml")).device_rules
-
-    broken = """
-- {match: {name: (}, replace: {kwargs: {generate_device: cuda}}}
-- {match: {name: a}, replace: {kwargs: {generate_device: tpu}}}
-- {match: a}
-- a
-- {match: {name: a}, replace: {class: KTransformersExperts, kwargs: {backend: x}}}
-"""
-    for text, words in (
-        (broken, ["rule 1", "rule 2", "rule 3", "rule 4", "backend 'x'"]),
-        ("- [", ["can't be read"]),
-        ("match: 1", ["holds a dict"]),
-    ):
-        rule.write_text(text)
-        with pytest.raises(ProblemsError) as caught:
-            load_config(path)
-        assert len(caught.value.problems) == len(words)
-        for word, problem in zip(words, caught.value.problems, strict=True):
-            assert word in problem.found
-    with pytest.raises(ProblemsError, match="1 problem"):
-        load_config(path, ["kt_optimize_rule=elsewhere.yaml"])
-    rule.write_text(RULES.replace("AMXInt8", "llamafile"))
-    note = notes_of(load_config(path))["kt_config.kt_backend"]
-    assert "GGUF isn't read" in note.found
 
 
 @pytest.mark.filterwarnings("ignore")  # trl's and transformers' advice, which the command silences
 def test_a_published_example_trains_to_an_adapter_that_converts(tmp_path):
     tiny_model(mlp_only_layers=[0]).save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
-    (tmp_path / "rule.yaml").write_text(RULES)
     data = tmp_path / "data"
     data.mkdir()
     alpaca = [{"instruction": "who are you", "input": "", "output": "i am a cat meow"}] * 6

@@ -1,32 +1,21 @@
-"""Resolve paths: those in a configuration relative to its file, typed ones to the working directory.
-
-Also reads the file that ``kt_optimize_rule`` names: KTransformers' older list of which modules are replaced
-by what, and where they run. Two things in it are used: the backend that the experts' rule names, and the
-device of each rule that selects modules by name. Everything else chooses classes of KTransformers' own.
-"""
+"""Resolve paths: those in a configuration relative to its file, typed ones to the working directory."""
 
 from __future__ import annotations
 
 import os
-import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.model.hub import repository
-from ktbridge.sft.config.findings import CONTRADICTION, MEANINGLESS, NOT_THERE, Findings
-from ktbridge.sft.config.kt_schema import STORAGE_BACKENDS
+from ktbridge.sft.config.findings import CONTRADICTION, NOT_THERE, Findings
 from ktbridge.sft.config.lf_v1 import check_dataset
 from ktbridge.sft.config.schema import TrainConfig
-from ktbridge.sft.config.values import Values, one_of
-from ktbridge.yamlfile import load_yaml
+from ktbridge.sft.config.values import Values
 
-RULE_KEY = "kt_optimize_rule"
 _EXPERTS = "a safetensors checkpoint with the experts"
 ROWS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files with rows."""
@@ -34,7 +23,7 @@ _ROWS = ("dataset", "eval_dataset")
 _OUTPUTS = ("output_dir", "logging_dir", "tokenized_path")
 _INPUTS = (
     "model_name_or_path", "adapter_name_or_path", "dataset", "eval_dataset", "dataset_dir",
-    "media_dir", "resume_from_checkpoint", "kt_weight_path", "kt_expert_checkpoint_path", RULE_KEY,
+    "media_dir", "resume_from_checkpoint", "kt_weight_path", "kt_expert_checkpoint_path",
 )  # fmt: skip
 
 
@@ -55,7 +44,7 @@ def typed(key: str, value: object) -> object:
 
 
 def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
-    """Make the paths among the parsed values absolute, in place, and read the optimize rule.
+    """Make the paths among the parsed values absolute, in place.
 
     A name that may be something else than a path (a model's id, a dataset's name) is left as it is if no
     such path exists.
@@ -80,7 +69,6 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
         if not media.is_dir():
             _not_there(findings, "media_dir", media, "the directory of the rows' images")
     _resolve_weight_path(main, kt, root, findings)
-    _apply_rule(main, kt, root, findings)
 
 
 def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
@@ -215,47 +203,6 @@ def _has_experts(path: Path) -> bool:
         return False
 
 
-def _apply_rule(main: Values, kt: Values, root: Path, findings: Findings) -> None:
-    if not main.get(RULE_KEY):
-        return
-    name = Path(os.path.expanduser(main[RULE_KEY]))
-    path = next((place / name for place in (root, Path.cwd()) if (place / name).is_file()), None)
-    if path is None:
-        findings.error(
-            RULE_KEY,
-            f"there is no file {str(root / name)!r}",
-            "a rule file of KTransformers",
-            "Leave it out: the experts are on the CPU and all else on the GPU without it.",
-            code=NOT_THERE,
-        )
-        return
-    main[RULE_KEY] = str(path)
-    main["device_rules"], backends = read_rules(path, findings)
-    for backend in backends:
-        try:
-            asked = one_of(*STORAGE_BACKENDS)(backend)
-        except ValueError as error:
-            findings.error(RULE_KEY, f"backend {backend!r} in {path}", str(error))
-            continue
-        if kt.setdefault("kt_backend", asked) != asked:
-            findings.note(
-                RULE_KEY,
-                f"it asks for the backend {asked}",
-                kt["kt_backend"],
-                "Keep one; kt_backend decides, and of several in a file the first.",
-                code=CONTRADICTION,
-            )
-    if main["device_rules"] and main.get("use_cpu"):
-        main["device_rules"] = ()
-        findings.note(
-            RULE_KEY,
-            "with use_cpu: true its devices aren't used",
-            "",
-            "Leave one of the two out.",
-            code=MEANINGLESS,
-        )
-
-
 def check_output_dir(config: TrainConfig) -> None:
     """Refuse an output directory that could not be written, before any work is done for it."""
     output = Path(config.output_dir)
@@ -279,89 +226,3 @@ def check_writable(output: Path) -> None:
         raise UsageError(
             f"nothing can be written to {parent}: {error.strerror}.", "Give another output_dir."
         ) from error
-
-
-def read_rules(
-    path: Path, findings: Findings
-) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """(regular expression, device) of the rules that place modules, and the experts' backends.
-
-    Both in the file's order, without repetitions. Problems in the file become errors that name the
-    rule; rules that are ignored become one note.
-    """
-    try:
-        rules = load_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        findings.error(
-            RULE_KEY,
-            f"{path} can't be read: {' '.join(str(error).split())}",
-            "a YAML list of rules",
-        )
-        return (), ()
-    if not isinstance(rules, list):
-        findings.error(
-            RULE_KEY, f"{path} holds a {type(rules).__name__}", "a list of match and replace"
-        )
-        return (), ()
-    devices: list[tuple[str, str]] = []
-    backends: list[str] = []
-    unused: list[int] = []
-    for number, rule in enumerate(rules, 1):
-        parts = _parts(rule)
-        if parts is None:
-            findings.error(RULE_KEY, f"rule {number} of {path} has no match and replace", "both")
-            continue
-        name, kind, target, options = parts
-        if target.endswith("KTransformersExperts"):
-            if isinstance(backend := options.get("backend"), str):
-                backends.append(backend)
-            if str(options.get("generate_device", "cpu")) != "cpu":
-                unused.append(number)
-            continue
-        device = options.get("generate_device", options.get("prefill_device"))
-        if name is None or kind not in (None, "torch.nn.Linear") or device is None:
-            unused.append(number)
-            continue
-        if why := _why_wrong(name, device):
-            findings.error(RULE_KEY, f"rule {number} of {path}: {why[0]}", why[1])
-            continue
-        devices.append((name, str(device)))
-    if unused:
-        findings.note(
-            RULE_KEY,
-            f"{len(unused)} of {len(rules)} rules in {path.name} have nothing that is used (rule "
-            f"{', '.join(map(str, unused[:8]))}{', …' if len(unused) > 8 else ''})",
-            "the experts' backend, and devices of modules by name",
-            "Leave it out unless layers must be spread over several GPUs: without it all but the experts "
-            "is on the first GPU.",
-        )
-    return tuple(dict.fromkeys(devices)), tuple(dict.fromkeys(backends))
-
-
-def _parts(rule: object) -> tuple[str | None, str | None, str, Mapping[str, object]] | None:
-    """Name and class that are matched, the class that replaces, and its options."""
-    if not isinstance(rule, Mapping):
-        return None
-    match, replace = rule.get("match"), rule.get("replace")
-    if not isinstance(match, Mapping) or not isinstance(replace, Mapping):
-        return None
-    name, kind = match.get("name"), match.get("class")
-    options = replace.get("kwargs") or {}
-    if not isinstance(options, Mapping):
-        return None
-    return (
-        name if name is None else str(name),
-        kind if kind is None else str(kind),
-        str(replace.get("class", "default")),
-        options,
-    )
-
-
-def _why_wrong(name: str, device: object) -> tuple[str, str] | None:
-    try:
-        re.compile(name)
-    except re.error as error:
-        return f"{name!r} is no regular expression ({error})", "a regular expression"
-    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
-        return f"{device!r} is no device", "cpu, cuda or cuda:N"
-    return None

@@ -325,15 +325,9 @@ class TrainConfig:
     kt_cpu_activation: str | None = option(one_of("retain", "recompute"), None)
     """What the experts' forward keeps: retain (default) is faster, recompute needs less memory; same
     results."""
-    kt_optimize_rule: str | None = option(text, None)
-    """A rule file of KTransformers' older examples: it gives the experts' backend and the
-    layers' devices."""
     kt_config: KtConfig = field(default_factory=KtConfig)
     """The block above."""
 
-    device_rules: tuple[tuple[str, str], ...] = ()
-    """Read from kt_optimize_rule: pairs of a regular expression and a device; the first that is found in a
-    module's name wins."""
     notes: tuple[Problem, ...] = field(default=(), compare=False)
     """Warnings about keys that mean nothing here: nothing a run's results depend on."""
 

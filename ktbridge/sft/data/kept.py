@@ -57,7 +57,7 @@ _MEANINGLESS = {
     "warmup_ratio", "warmup_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
     "max_grad_norm", "neftune_noise_alpha", "bf16", "pure_bf16", "disable_gradient_checkpointing", "use_cpu",
     "enable_liger_kernel", "ddp_timeout",
-    "use_kt", "kt_cpu_activation", "kt_optimize_rule",
+    "use_kt", "kt_cpu_activation",
 }  # fmt: skip
 
 

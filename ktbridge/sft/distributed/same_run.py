@@ -44,7 +44,7 @@ Parts = dict[str, str]
 # each process does for itself.
 _OF_A_HOST = {
     "model_name_or_path", "model_revision", "adapter_name_or_path", "dataset", "eval_dataset", "dataset_dir",
-    "media_dir", "tokenized_path", "output_dir", "logging_dir", "kt_optimize_rule", "resume_from_checkpoint",
+    "media_dir", "tokenized_path", "output_dir", "logging_dir", "resume_from_checkpoint",
     "overwrite_output_dir", "overwrite_cache", "report_to", "run_name", "plot_loss", "notes", "ddp_timeout",
     "dataloader_num_workers", "strict_data", "allow_refused_rows", "save_total_limit", "template",
 }  # fmt: skip
