@@ -56,7 +56,8 @@ def extra_with(module: str, wanted: str = "") -> str | None:
     having = [extra for extra, modules in _IN_EXTRAS.items() if top in modules.split()]
     if not having:
         return None
-    return wanted if set(having) & set(wanted.split(",")) else having[0]
+    brings = wanted.replace("demo", "demo,train,serve,eval").split(",")
+    return wanted if set(having) & set(brings) else having[0]
 
 
 def reinstall_hint() -> str:

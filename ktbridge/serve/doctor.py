@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from ktbridge.adapter.engines import ENGINE, REPLAY_HOLE, SERVER_HOLES, contract_for, install_engine
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.gpu.probe import GpuFacts
-from ktbridge.install import reinstall_hint
+from ktbridge.install import reinstall_hint, without_kernels
 from ktbridge.machine import Machine, read_machine
 from ktbridge.serve.doctor_packages import (
     ENGINE_STEP,
@@ -81,6 +81,9 @@ def _kernels(machine: Machine) -> Check:
     """Our extension: the instruction sets (ISAs) this CPU can run, and the one that 'auto' selects."""
     try:
         kernels = importlib.import_module("ktbridge._kernels")
+    except ModuleNotFoundError as error:
+        lacking = without_kernels(error)
+        return Check("kernels", "missing", lacking.sentence, lacking.next_step)
     except ImportError as error:
         found = f"ktbridge._kernels does not import: {error}"
         return Check("kernels", "problem", found, f"install ktbridge again: {reinstall_hint()}")
