@@ -20,12 +20,13 @@ SHIM = Path(__file__).parent / "light" / "shim"
 KERNELS = "ktbridge._kernels"
 NOT_ON_MACOS = (
     "os.sched_getaffinity os.sched_setaffinity os.copy_file_range os.fdatasync os.memfd_create "
-    "os.posix_fadvise os.posix_fallocate os.eventfd os.O_DIRECT os.pidfd_open os.getrandom libc.renameat2 libc.prctl "
-    "libc.sync_file_range libc.malloc_trim"
+    "os.posix_fadvise os.posix_fallocate os.eventfd os.O_DIRECT os.pidfd_open os.getrandom "
+    "libc.renameat2 libc.prctl libc.sync_file_range libc.malloc_trim"
 ).split()
 NOT_ON_WINDOWS = (
     "os.O_DIRECTORY os.O_NOFOLLOW os.O_CLOEXEC os.O_NONBLOCK os.pread os.pwrite os.preadv os.getuid "
-    "os.getpgid os.setsid os.killpg os.uname os.mkfifo signal.SIGKILL signal.SIGHUP signal.SIGVTALRM signal.setitimer"
+    "os.getpgid os.setsid os.killpg os.uname os.mkfifo signal.SIGKILL signal.SIGHUP "
+    "signal.SIGVTALRM signal.setitimer"
 ).split()
 MODULES_NOT_ON_WINDOWS = ("fcntl", "resource", "pwd", "grp", "termios", "pty", "tty")
 
