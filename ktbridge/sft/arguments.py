@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from trl import DPOConfig, KTOConfig, SFTConfig
 
@@ -27,6 +27,12 @@ def choose(config: TrainConfig) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    else "gradient_checkpointing"
+)
+"""Name of the trainers' switch: transformers 5.20 renamed it, and warns of the old one."""
 _PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
 """What a reporter needs one of; the others are packages of their own names."""
 _MADE_HERE = ("tensorboard", "swanlab")
@@ -195,6 +201,6 @@ def _common(
         # device and precision
         "use_cpu": device.type == "cpu",
         "bf16": False,  # the weights are loaded in the dtype asked for; autocast would add a third
-        "gradient_checkpointing": False,  # Trainer's would run the experts twice: see checkpointing
+        CHECKPOINTING: False,  # Trainer's would run the experts twice: see checkpointing
         "ddp_timeout": config.ddp_timeout,
     }

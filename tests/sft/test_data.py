@@ -13,6 +13,7 @@ from trainrun import write_lines
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.sft.arguments import CHECKPOINTING
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import describe, fit_rows, load_rows, refused_file
 
@@ -524,11 +525,6 @@ def test_rows_are_cut_refused_and_counted(tmp_path):
 
 # What trl makes of it
 
-_SWITCH = "activation_checkpointing"  # since transformers 5.20
-NO_CHECKPOINTING = {
-    _SWITCH if _SWITCH in SFTConfig.__dataclass_fields__ else "gradient_checkpointing": False
-}
-
 
 def sft_trainer(tmp_path, fitted, model, **arguments):
     arguments = SFTConfig(
@@ -537,7 +533,7 @@ def sft_trainer(tmp_path, fitted, model, **arguments):
         max_length=None,
         padding_free=fitted.packed,
         router_aux_loss_coef=0.0,  # the cross-entropy alone is compared
-        **NO_CHECKPOINTING,
+        **{CHECKPOINTING: False},
         report_to="none",
         use_cpu=True,
         bf16=False,
@@ -660,7 +656,7 @@ def test_pairs_are_the_tokens_that_trl_makes_and_cuts(tmp_path):
     arguments = DPOConfig(
         output_dir=str(tmp_path / "out"),
         max_length=20,
-        **NO_CHECKPOINTING,
+        **{CHECKPOINTING: False},
         report_to="none",
         use_cpu=True,
         bf16=False,
