@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
 
 from ktbridge.sft import compat
+from ktbridge.sft.arguments import CHECKPOINTING, trainer_arguments
+from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.stages import DpoTrainer, KtoTrainer, SftTrainer
 
@@ -33,6 +36,16 @@ def test_trainer_calls_what_is_overridden_with_these_arguments(name: str) -> Non
     assert len(private) == 10
     if name.startswith("_"):  # else it could be gone, and ours never be called
         assert f"self.{name}(" in inspect.getsource(Trainer)
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
+def test_trainers_get_their_arguments_by_names_that_stay(stage: str, tmp_path: Path) -> None:
+    """A deprecated one's FutureWarning is an error here."""
+    config = TrainConfig(
+        model_name_or_path="base", dataset=("rows.jsonl",), output_dir="out", stage=stage
+    )
+    made = trainer_arguments(config, torch.device("cpu"), str(tmp_path))
+    assert getattr(made, CHECKPOINTING) is False
 
 
 @pytest.mark.parametrize("theirs", [DPOTrainer, KTOTrainer])
