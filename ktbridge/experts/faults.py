@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 
-from ktbridge import _kernels
 from ktbridge.codes import CODES
 
 ENOUGH = 64
@@ -24,6 +23,8 @@ def explain_faults(last_good: str | None = None) -> None:
         behind += f"  the last good checkpoint is {last_good}; resume_from_checkpoint=true goes on from it\n"
     elif last_good is not None:
         behind += "  there is no checkpoint to go on from\n"
+    from ktbridge import _kernels
+
     _kernels.explain_faults("\nerror: KTL021  ", behind)
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ktbridge import _kernels
 from ktbridge.errors import UsageError
+
+if TYPE_CHECKING:
+    from ktbridge import _kernels
 
 PROJECTIONS = ("gate", "up", "down")
 Stack = torch.Tensor | Sequence[torch.Tensor]
@@ -196,6 +198,8 @@ class ExpertWeights:
         ``bias`` is its bias as contiguous float32, padded to whole tiles, which the kernels copy.
         """
         weight = _matrix(self.weight)
+        from ktbridge import _kernels
+
         return _kernels.Weights(
             _addresses(self.weight),
             [] if self.scale is None else _addresses(self.scale),

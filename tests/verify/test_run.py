@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 
+import bare
 import pytest
 from tinyserver import Server
 
@@ -92,6 +93,15 @@ def test_right_adapter_is_applied(ktbridge, server, base, adapter):
         assert arm["distances"][arm["nearest"]] < 2 * max(result["noise"].values())
     for half in result["halves"]:
         assert half["share"] == pytest.approx(1, abs=0.05)
+
+
+def test_references_need_no_kernels(server, base, adapter):
+    args = ("--model", "tiny:neko", "--adapter", adapter, "--base-model", base)
+    done = bare.run(
+        "verify", "--server", server.url, *args, without={bare.KERNELS}, calls=bare.NOT_ON_MACOS
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny:neko: applied")
 
 
 @pytest.mark.parametrize("to", ["peft-fused", "sglang-3d"])
