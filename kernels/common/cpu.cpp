@@ -10,9 +10,12 @@
 namespace ktbridge {
 namespace {
 
+// Bits of EDX of CPUID's leaf 7: compilers name them otherwise, or not at all.
+constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+
 bool has_tiles() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & bit_AMX_TILE) && (edx & bit_AMX_BF16);
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAmxTile) && (edx & kAmxBf16);
 }
 
 // Whether the operating system saves tiles on a context switch (XCR0). A CPU flag without it would still end

@@ -7,10 +7,12 @@
 #include <utility>
 
 #include "gemm/strip.h"
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) || defined(__AMXBF16__)  // the second: clang before 16
 #include "gemm/tiles.h"
-#else  // in the tests alone
+#elif defined(KTBRIDGE_TESTS)
 #include "tests/emulated_tiles.h"
+#else
+#error "compile this file for AMX (-mamx-tile -mamx-bf16)"
 #endif
 
 namespace ktbridge {

@@ -109,7 +109,7 @@ inline Lanes operator*(Lanes a, Lanes b) {
   return each<Lanes>([&](int i) { return a.v[i] * b.v[i]; });
 }
 inline Lanes keep_within(Lanes a, Lanes b, float low, float high) {
-  return each<Lanes>([&](int i) { return (b.v[i] >= low) & (b.v[i] <= high) ? a.v[i] : Floats{}; });
+  return each<Lanes>([&](int i) { return ((b.v[i] >= low) & (b.v[i] <= high)) ? a.v[i] : Floats{}; });
 }
 inline Lanes power_of_two(Lanes a) {
   return each<Lanes>(

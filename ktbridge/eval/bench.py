@@ -116,7 +116,7 @@ class Bench:
 def benches_root() -> Path:
     """The directory of the bundled benches: inside the wheel, or ``eval/`` of a checkout."""
     package = Path(ktbridge.__file__).parent
-    shipped = package / "benches"
+    shipped = package / "shipped" / "eval"
     return shipped if shipped.is_dir() else package.parent / "eval"
 
 

@@ -34,7 +34,7 @@ class Shelved:
 def shelved() -> list[Shelved]:
     """All recipes, by name."""
     package = Path(ktbridge.__file__).parent
-    wheel = package / "recipes"
+    wheel = package / "shipped" / "examples"
     root = wheel if wheel.is_dir() else package.parent / "examples"
     return [_read(path.parent) for path in sorted(root.glob(f"*/{RECIPE}"))]
 
