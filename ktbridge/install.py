@@ -72,9 +72,9 @@ def reinstall_hint() -> str:
     return f"pip install --force-reinstall --no-deps {'-e ' if editable else ''}{shlex.quote(path)}"
 
 
-def without_kernels(error: ImportError) -> KtbridgeError:
-    """What to raise where the C++ kernels are needed, and importing them failed with ``error``."""
-    if not isinstance(error, ModuleNotFoundError):
+def without_kernels(error: ImportError | None = None) -> KtbridgeError:
+    """The error where the C++ kernels are needed, and aren't there or fail to load with ``error``."""
+    if error is not None and not isinstance(error, ModuleNotFoundError):
         return KtbridgeError(f"the kernels don't load: {error}", reinstall_hint())
     machine, system = platform.machine(), platform.system()
     if (system, machine) == ("Linux", "x86_64"):

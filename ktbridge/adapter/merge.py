@@ -192,7 +192,7 @@ def plan_merge(
     deltas = plan_deltas(adapter, checkpoint, config)
     findings += deltas.problems
     if not has_kernels():
-        found = "numpy adds the adapter's deltas, some 30 times slower than kernels"
+        found = "numpy adds the adapter's deltas, some 20 times slower than kernels"
         findings.append(problem("KTB912", str(base), found))
     read = [base / name for name in (*checkpoint.shards, *rewrite.copied)]
     taken = {path: stamps.get(path) for path in read}

@@ -81,8 +81,8 @@ def _kernels(machine: Machine) -> Check:
     """Our extension: the instruction sets (ISAs) this CPU can run, and the one that 'auto' selects."""
     try:
         kernels = importlib.import_module("ktbridge._kernels")
-    except ModuleNotFoundError as error:
-        lacking = without_kernels(error)
+    except ModuleNotFoundError:
+        lacking = without_kernels()
         return Check("kernels", "missing", lacking.sentence, lacking.next_step)
     except ImportError as error:
         found = f"ktbridge._kernels does not import: {error}"

@@ -13,7 +13,8 @@ from ktbridge.adapter import Adapter, validate_adapter
 from ktbridge.adapter.opening import store_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.hosts import is_loopback
-from ktbridge.install import install_hint
+from ktbridge.install import install_hint, without_kernels
+from ktbridge.kernel_choice import has_kernels
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.hub import short_name
 from ktbridge.serve.doctor_packages import PACKAGES
@@ -151,7 +152,7 @@ def _halves(opened: Sequence[tuple[str | None, Adapter]]) -> tuple[Named, Named,
 
 
 def check_installed() -> None:
-    """Raises KtbridgeError where a package that the engine needs isn't installed; imports none."""
+    """Raises KtbridgeError where our kernels or a package that the engine needs aren't here; imports none."""
     missing = [
         name
         for name, (module, _, extra) in PACKAGES.items()
@@ -162,6 +163,8 @@ def check_installed() -> None:
             f"the embedded engine needs {', '.join(missing)}, not installed here.",
             install_hint("serve"),
         )
+    if not has_kernels():
+        raise without_kernels()
 
 
 def _within(limits: Limits, config: ModelConfig) -> Limits:
