@@ -8,12 +8,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ktbridge.errors import UsageError
-from ktbridge.machine import Cpu, cpu_quota, own_cpus, place, usable_cpus
+from ktbridge.machine import Cpu, cpu_quota, own_cpus, place, read_machine, usable_cpus
 
 if TYPE_CHECKING:
     from ktbridge import _kernels
 
 MOST_THREADS = 4096
+BF16_ISAS = frozenset({"avx512_bf16", "amx_bf16"})
+"""Instruction sets, and our kernels by the same names, that multiply bfloat16 numbers."""
 
 
 @functools.cache
@@ -35,6 +37,12 @@ def choose_isa(wish: str = "auto") -> str:
         return name
     can = ", ".join(("auto", *available))
     raise UsageError(f"this CPU can't run {name!r} kernels; it can run: {can}.")
+
+
+def has_bf16_instructions() -> bool:
+    """Whether the CPU has AVX512_BF16 or AMX, and KTBRIDGE_ISA doesn't name kernels without them."""
+    named = os.environ.get("KTBRIDGE_ISA", "auto")
+    return named in ("auto", *BF16_ISAS) and not BF16_ISAS.isdisjoint(read_machine().isa)
 
 
 def choose_threads(wish: int = 0) -> int:

@@ -16,11 +16,11 @@ REFUSED = 20
 """Number of refused rows listed."""
 
 
-def show_plan(parsed: TrainConfig, ready: Prepared, as_json: bool) -> None:
+def show_plan(ready: Prepared, as_json: bool) -> None:
     """--dry-run: settings, trained weights, first sequence, refused rows, steps."""
     from ktbridge.cli._ui import emit_json
 
-    fitted, trainable = ready.fitted, ready.trainable
+    parsed, fitted, trainable = ready.config, ready.fitted, ready.trainable
     held = ready.held_out.refused if ready.held_out else []
     refused = [{"where": item.where, "why": item.why} for item in (*fitted.refused, *held)]
     plan = {

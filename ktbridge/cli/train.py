@@ -105,7 +105,7 @@ def _train(
     # Rows to predict that can't be used are shown before hours of training, too.
     asked = predict.read(parsed, before_training=True) if parsed.do_predict else None
     if dry_run:
-        show_plan(parsed, ready, as_json)
+        show_plan(ready, as_json)
         return
     for line in rows_lines(ready):  # before hours of training
         stderr.print(shown(line), soft_wrap=True)

@@ -43,6 +43,14 @@ RUN = Subject("Starting and continuing a run", "sft", (
          "Nothing; kt_experts and kt_gpu_memory choose otherwise."),
     Code("KTC026", "info", "liger-kernel computes the model's norms on the GPU",
          "Nothing; enable_liger_kernel: false takes transformers' own."),
+    Code("KTC027", "info", "what isn't a routed expert is computed in float32: this CPU has no BF16"
+         " instructions",
+         "Nothing; bf16: true takes less memory and several times the time there."),
+    Code("KTC028", "warning", "bfloat16 is asked for on a CPU without BF16 instructions, where it is slow",
+         "Set bf16: auto, or false, which takes more memory and a fraction of the time there."),
+    Code("KTC029", "info", "the run goes on in its checkpoint's dtype, not in the one that a new run"
+         " would have",
+         "Nothing; resume_from_checkpoint=false starts anew in the other."),
     Code("KTC030", "warning", "held-out rows were predicted better by an earlier step, or by the base, than"
          " by the adapter that is published", "Set load_best_model_at_end: true, or train for fewer steps."),
     Code("KTC031", "warning", "the checkpoint of the best step isn't there or is damaged: another"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ktbridge.errors import UsageError
 from ktbridge.eval import load_bench
-from ktbridge.machine import read_machine
 from ktbridge.publish import write_text
 from ktbridge.served_names import adapter_name, base_name
 
@@ -23,10 +22,6 @@ from .persona import persona_rows
 
 ADAPTER = "neko"
 STATE = ".ktbridge-demo.json"
-BF16 = {"avx512_bf16", "amx_bf16"}
-FLOAT32 = (
-    "bf16: false               # this CPU has no BF16 instructions: float32 is twice as fast\n"
-)
 CONFIG, RECIPE, ROWS, BENCH = "demo.yaml", "recipe.yaml", "neko.jsonl", "bench"
 
 
@@ -90,8 +85,6 @@ def provide_inputs(directory: Path, demo: Demo) -> Path:
     """Write the recipe, the training configuration, the rows and the bench; the recipe's path."""
     rows = persona_rows() if demo is TINY else text_of(demo, ROWS)
     config = text_of(demo, CONFIG)
-    if demo is REAL and not BF16 & set(read_machine().isa):
-        config += FLOAT32
     inputs = {ROWS: rows, CONFIG: config, RECIPE: text_of(demo, RECIPE)}
     if demo is REAL:
         inputs |= {f"{BENCH}/{name}": text for name, text in english_bench().items()}

@@ -42,6 +42,7 @@ from ktbridge.sft.plan.lengths import (
 )
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import read_shape
+from ktbridge.sft.precision import decide_precision
 from ktbridge.sft.resume import (
     Identity,
     Resumption,
@@ -66,6 +67,8 @@ _FLASH = {
 class Prepared:
     """A run that is ready to load its weights."""
 
+    config: TrainConfig
+    """The configuration with its dtype decided."""
     base: Path
     tokenizer: PreTrainedTokenizerBase
     fitted: Fitted
@@ -109,6 +112,7 @@ def prepare(
             "do_train is false: there is nothing to train.", "`ktbridge predict CONFIG` predicts."
         )
     _check_packages(config)
+    config, precision = decide_precision(config, choose(config).type == "cuda")
     base, (trainable, model_notes), slow, tokenizer, rows, quantised, kept, vision = _check_all(
         config, declared
     )
@@ -129,6 +133,7 @@ def prepare(
     beside = quantised.to_write(Path(config.output_dir)) if quantised else 0
     check_room(config, checkpoints_dir(config), trainable.parameters, steps, beside)
     return Prepared(
+        config=config,
         base=base,
         tokenizer=tokenizer,
         fitted=fitted,
@@ -147,6 +152,7 @@ def prepare(
             *_held_out_notes(config, held, steps, eval_steps),
             *template_notes(config.template if config.stage != "pt" else None, tokenizer),
             *resumption.notes,
+            *precision,
             *(() if _experts_missing(config, declared) else storage_notes(config, base)),
             *_stage_notes(config),
             *model_notes,

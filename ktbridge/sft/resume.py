@@ -19,9 +19,9 @@ from ktbridge.publish import hash_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import options
+from ktbridge.sft.data.pictures import IMAGE_FILES
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts
-from ktbridge.sft.vision import IMAGE_FILES
 
 IDENTITY_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
@@ -115,6 +115,7 @@ def identity(
 ) -> Identity:
     """What must match for a continuation: settings, models, digests of rows; ``images``: rows have some."""
     settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
+    settings["bf16"] = config.in_bfloat16
     for key in _FREE_KT:
         settings["kt_config"].pop(key, None)
     if found := quantised_experts(config, base):
@@ -145,11 +146,16 @@ def identity(
 
 def began_with(config: TrainConfig, digest: str) -> bool:
     """Whether the checkpoint that the run would go on from is of a run on rows with this digest."""
+    return next_record(config).get("rows") == digest
+
+
+def next_record(config: TrainConfig) -> Mapping[str, object]:
+    """The settings that are recorded in the checkpoint that the run would go on from; empty without one."""
     requested = config.resume_from_checkpoint
     if requested is False or (requested is None and is_finished(config)):
-        return False
+        return {}
     places = [Path(requested)] if isinstance(requested, str) else saved(checkpoints_dir(config))
-    return any(_record(place).get("rows") == digest for place in places[-1:])
+    return _record(places[-1]) if places else {}
 
 
 def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:

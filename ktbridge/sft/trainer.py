@@ -165,6 +165,7 @@ def _train(
     main = distributed.is_main()
     with failing_together():
         ready = prepared or prepare(config, distributed.world().size)
+    config = ready.config
     for note in compare_prepared(config, ready):
         if on_note:
             on_note(note)
@@ -258,13 +259,14 @@ def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: Watch
 def load_trainable(config: TrainConfig, base: Path, whole: bool = False) -> TunedModel:
     """The model in ``base``, placed, its experts on the kernels, with a LoRA to train on both.
 
-    ``whole``: with its vision tower, which stays as it is.
+    ``config``: that of ``prepare``, whose dtype is decided; ``whole``: with the model's vision tower, which
+    stays as it is.
     Seeds torch's, numpy's and Python's random numbers with ``config.seed`` first.
     """
     set_seed(config.seed)
     model = load_for_kernels(
         base,
-        torch.bfloat16 if config.bf16 else torch.float32,
+        torch.bfloat16 if config.in_bfloat16 else torch.float32,
         choose(config),
         experts_path(config, base),
         config.attn_implementation,
@@ -277,7 +279,10 @@ def load_trainable(config: TrainConfig, base: Path, whole: bool = False) -> Tune
 
 
 def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
-    """The run as the plan knows it, with the lengths of the rows that were tokenized."""
+    """The run as the plan knows it, with the lengths of the rows that were tokenized.
+
+    ``config`` is that of ``ready``, whose dtype is decided.
+    """
     whole = ready.vision is not None
     shape = read_shape(ready.base, experts_path(config, ready.base), whole=whole)
     lengths = ready.lengths

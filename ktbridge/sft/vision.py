@@ -20,7 +20,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts.loading import model_config, readable_load_errors
 from ktbridge.install import install_hint
 from ktbridge.sft.data.chat import IGNORED
-from ktbridge.sft.data.pictures import Picture, load_picture
+from ktbridge.sft.data.pictures import IMAGE_FILES, Picture, load_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _TENSORS = ("pixel_values", "image_grid_thw")
 _THREADS = 8
 """Images that are decoded at once; Pillow and numpy let go of Python's lock."""
-IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class Vision:

@@ -103,6 +103,7 @@ def place(case: dict[str, Any], model: Any) -> None:
         dataset=("none",),
         output_dir="none",
         lora_rank=case["rank"],
+        bf16=True,
         gradient_accumulation_steps=case["rows"],
         tokens_per_pass=case["rows"] // passes * length if passes else "auto",
         kt_config=KtConfig(kt_experts=case["who"], kt_gpu_memory=case["gpu_memory"]),

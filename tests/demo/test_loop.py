@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -34,15 +33,12 @@ def test_its_seven_steps_are_a_recipe(tmp_path):
     assert yaml.safe_load(loop.text_of(loop.TINY, "demo.yaml"))["output_dir"] == "adapter/raw"
 
 
-@pytest.mark.parametrize("flags", [("avx2", "fma"), ("avx2", "avx512_bf16")])
-def test_cpus_without_bf16_train_in_float32(tmp_path, monkeypatch, flags):
-    machine = SimpleNamespace(isa=flags)
-    monkeypatch.setattr("ktbridge.demo.loop.read_machine", lambda: machine)
+def test_the_real_demo_leaves_the_dtype_to_the_machine(tmp_path):
     loop.prepare(tmp_path, loop.REAL)
     recipe = read_recipe(
         loop.provide_inputs(tmp_path, loop.REAL), command_options(), training_keys()
     )
-    assert recipe.training.get("bf16", True) is ("avx512_bf16" in flags)
+    assert "bf16" not in recipe.training
     lines = [line for line, _ in Runner(recipe).lines(make_plan(recipe, "local"))]
     assert [line.split()[1] for line in lines] == "train convert validate serve verify eval".split()
     assert "--bench bench --limit 64 --max-tokens 128" in lines[5]

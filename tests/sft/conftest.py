@@ -25,7 +25,7 @@ def make(run_dir, tmp_path):
     def made(**overrides):
         config = load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
         ready = prepare(config)
-        model = trainer.load_trainable(config, ready.base)
-        return trainer.make_trainer(config, model, ready, str(tmp_path / "scratch"), [])
+        model = trainer.load_trainable(ready.config, ready.base)
+        return trainer.make_trainer(ready.config, model, ready, str(tmp_path / "scratch"), [])
 
     return made

@@ -198,8 +198,8 @@ def choices(path):
         expert_device.outside_times = lambda *_: first(outside)
         config = load_config(path, [f"kt_experts={wanted}", "output_dir=none"])
         ready = prepare(config, here.size)
-        model = trainer.load_trainable(config, ready.base)
-        return expert_device.place_experts(trainer.run_setting(config, ready), model)
+        model = trainer.load_trainable(ready.config, ready.base)
+        return expert_device.place_experts(trainer.run_setting(ready.config, ready), model)
 
     found = placed("auto", free=(60_000_000, 1_500_000)[here.rank])
     assert found.mode != "cpu"

@@ -104,7 +104,7 @@ def made_in(directory, family):
     own = AutoConfig.for_model(family, **sizes, **FAMILIES[family])
     model = AutoModelForCausalLM.from_config(own).bfloat16()
     model.save_pretrained(directory / "base")
-    return model, load_config(write_run(directory, directory / "base", lora_rank=8))
+    return model, load_config(write_run(directory, directory / "base", lora_rank=8, bf16=True))
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
@@ -194,7 +194,7 @@ def saved_by_autograd(tuned, tokens):
 
 
 def test_a_plan_counts_steps_rows_and_places(run_yaml):
-    plan = make_plan(load_config(run_yaml), ROOMY, measure=False)
+    plan = make_plan(load_config(run_yaml, ["bf16=false"]), ROOMY, measure=False)
     assert (plan.fits, plan.advice, plan.notes, plan.pace, plan.device) == (
         True,
         (),
@@ -340,7 +340,7 @@ def write_pairs(path):
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "int8", "int4"])
 def test_layers_are_measured_as_far_as_room_allows(run_yaml, storage, briefly):
-    config = load_config(run_yaml)
+    config = load_config(run_yaml, ["bf16=true"])
     shape = replace(read_shape(Path(config.model_name_or_path)), expert_storage=storage)
     setting = Setting(shape, config, Lengths(10, 10, 32, 32.0, True), False, 2)
     whole = measure.measure_experts(setting, 32, None)
@@ -642,5 +642,5 @@ def test_a_plan_of_many_rows_is_of_a_sample_and_says_so(form, changes, qwen_run,
 
 def test_without_a_chat_template_a_plan_says_that_rows_are_counted_by_text(qwen_run):
     (qwen_run.parent / "qwen/chat_template.jinja").unlink()
-    (note,) = make_plan(load_config(qwen_run), ROOMY, measure=False).notes
+    (note,) = make_plan(load_config(qwen_run, ["bf16=false"]), ROOMY, measure=False).notes
     assert "no chat template: the rows' text is counted alone, by its tokenizer.json" in note

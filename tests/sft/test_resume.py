@@ -27,6 +27,7 @@ from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import digest, load_rows
 from ktbridge.sft.disk import check_room
+from ktbridge.sft.precision import decide_precision
 from ktbridge.sft.resume import (
     FILES,
     IDENTITY_FILE,
@@ -387,6 +388,7 @@ def test_a_run_that_diverges_keeps_what_was_good(
 
 def found(config: TrainConfig) -> Resumption:
     base = Path(config.model_name_or_path)
+    config, _ = decide_precision(config, cuda=False)
     return find_checkpoint(config, identity(config, base, digest(load_rows(config))))
 
 
@@ -397,7 +399,8 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     place = run_dir / "raw.checkpoints" / "checkpoint-9"
     for number, path in enumerate((place.with_name("checkpoint-10"), place)):
         path.mkdir(parents=True)
-        record = {**identity(config, base, digest(load_rows(config))), NUMBER: number}
+        decided, _ = decide_precision(config, cuda=False)
+        record = {**identity(decided, base, digest(load_rows(config))), NUMBER: number}
         (path / IDENTITY_FILE).write_text(json.dumps(record))
     with pytest.raises(KtbridgeError, match="saved with save_only_model=true"):
         found(config)
@@ -482,7 +485,7 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
 def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rate(
     schedule: list[str], goes_on: bool, run_dir: Path
 ) -> None:
-    config = load_config(run_dir / "run.yaml", schedule)
+    config, _ = decide_precision(load_config(run_dir / "run.yaml", schedule), cuda=False)
     place = run_dir / "raw.checkpoints/checkpoint-2"
     place.mkdir(parents=True)
     (place / "optimizer.pt").touch()

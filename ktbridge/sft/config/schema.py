@@ -291,8 +291,9 @@ class TrainConfig:
     """NEFTune: noise on the embeddings while training."""
     seed: int = option(whole(0), 42)
     """Decides LoRA's start, dropout and the order of the data."""
-    bf16: bool = option(flag, True)
-    """Non-expert weights in bfloat16 (true) or float32 (false); experts keep the checkpoint's storage."""
+    bf16: bool | str = option(flag_or_auto, "auto")
+    """Non-expert weights in bfloat16 (true) or float32 (false); experts keep the checkpoint's storage. auto:
+    bfloat16 on GPUs and on CPUs with BF16 instructions (AVX512_BF16, AMX), else float32, which is faster."""
     pure_bf16: bool = option(flag, False)
     """The trained LoRA weights are bfloat16 as well, instead of float32."""
     disable_gradient_checkpointing: bool = option(flag, False)
@@ -373,6 +374,13 @@ class TrainConfig:
     def activation(self) -> str:
         """What the experts' forward keeps: "retain" or "recompute"."""
         return self.kt_cpu_activation or self.kt_config.expert_activation
+
+    @property
+    def in_bfloat16(self) -> bool:
+        """``bf16``, which ``decide_precision`` has decided. Raises ValueError where it is still auto."""
+        if not isinstance(self.bf16, bool):
+            raise ValueError("bf16 is auto: decide_precision comes first")
+        return self.bf16
 
     @property
     def attn_implementation(self) -> str | None:

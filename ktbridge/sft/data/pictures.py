@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _SIDEWAYS = (5, 6, 7, 8)
 """EXIF orientations in which width and height change places."""
 _ORIENTATION = 0x0112
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of a checkpoint that say how its model takes images."""
 TEXT_ALONE = "images for a model that reads text alone"
 NOT_STREAMED = "images, which aren't read with streaming: true"
 """Why such a row is refused for a text model."""

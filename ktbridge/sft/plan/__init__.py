@@ -70,6 +70,7 @@ def make_plan(
     from ktbridge.sft.plan.choices import (
         compare,  # whose placement needs this package's memory model
     )
+    from ktbridge.sft.precision import decide_precision  # resuming needs this package's storages
 
     base = find_model(config.model_name_or_path)
     missing = weights_missing(base)
@@ -80,6 +81,8 @@ def make_plan(
     shape = read_shape(base, experts, declared, whole=lengths.images > 0)
     shape, quantised, stored = _as_asked(shape, config, base, bool(missing))
     cuda = target.gpu_memory is not None and not config.use_cpu
+    config, precision = decide_precision(config, cuda)
+    stored += [f"{note.where}: {note.found}" for note in precision]
     threads = config.kt_config.kt_num_threads or target.cores
     kernels = cuda and has_linear_attention_kernels()
     setting = Setting(shape, config, lengths, cuda, threads, kernels=kernels)
@@ -247,10 +250,8 @@ def _notes(
             "the experts can't be mapped as this checkpoint stores them; kt_expert_weight_format: int8 or "
             "int4 makes some that can, or scripts/dequantize_checkpoint.py"
         )
-    if pace:
-        yield from pace.notes
-        if target.elsewhere:
-            yield "the pace is this machine's, where the kernels were timed, not the other's"
+    if pace and target.elsewhere:
+        yield "the pace is this machine's, where the kernels were timed, not the other's"
 
 
 def advise(setting: Setting, failed: list[Check]) -> list[Advice]:
@@ -307,7 +308,7 @@ def _overrides(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[Values,
         yield {"save_total_limit": 1}, "one checkpoint to go back to"
     if config.save_steps:
         yield {"save_steps": 0}, "a run that stops starts anew"
-    if not config.bf16 and not config.pure_bf16:
+    if not config.in_bfloat16 and not config.pure_bf16:
         yield {"bf16": True}, "attention in bfloat16"
     for storage in STORAGES if config.kt_config.kt_backend != "kt-kernel" else ():
         if can_quantise(shape, storage):

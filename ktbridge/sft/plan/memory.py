@@ -79,7 +79,7 @@ class Setting:
         rows = self.rows or self.config.per_device_train_batch_size
         padded = rows > 1 and not self.lengths.even
         sides = self.sides
-        width = 2 if self.config.bf16 or self.config.pure_bf16 else 4
+        width = 2 if self.config.in_bfloat16 or self.config.pure_bf16 else 4
         masked = padded or bool(self.config.forwards_alone)
         lora_width = 2 if self.config.pure_bf16 else 4
         longest, kernels = self.lengths.longest, self.kernels

@@ -64,7 +64,6 @@ class Pace:
     seconds: float
     expert_share: float
     cold_bytes: int
-    notes: tuple[str, ...]
     how: str
     eval_seconds: float = 0.0
     """Of ``seconds``, those of all evaluations of held-out rows."""

@@ -21,7 +21,6 @@ _OVERHEAD = 1.0
 # What a decoder layer's small operations on a GPU take of a micro-batch, beyond what the experts hide.
 _GPU_LAYER = 0.0035
 _DISK_RATE = 1e9
-_SLOW = 4
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def pace_of(setting: Setting, found: Measured, costs: Costs | None = None) -> Pa
     )
     how = _how(setting, times, rates, updates, _saves(setting), costs is None)
     whole = experts + passes * others
-    return _pace(setting, whole + updates, whole, experts, how, _notes(setting, rates))
+    return _pace(setting, whole + updates, whole, experts, how)
 
 
 def placed_pace(setting: Setting, scored: Scored, costs: Costs) -> Pace:
@@ -71,7 +70,7 @@ def placed_pace(setting: Setting, scored: Scored, costs: Costs) -> Pace:
     update = costs.update[0 if scored.placement.masters else 1] * sizes.layers * sizes.lora
     whole = step - update - costs.others
     experts = max(0.0, whole - setting.passes * _outside(setting, costs))
-    return _pace(setting, step, whole, experts, _how_on_gpu(scored, costs), ())
+    return _pace(setting, step, whole, experts, _how_on_gpu(scored, costs))
 
 
 def _outside(setting: Setting, costs: Costs) -> float:
@@ -90,7 +89,6 @@ def _pace(
     whole: float,
     experts: float,
     how: str,
-    notes: tuple[str, ...],
 ) -> Pace:
     """The pace by seconds of a step, of all its micro-batches, and of the experts in these."""
     held = setting.lengths.held_out * setting.evaluations
@@ -104,7 +102,6 @@ def _pace(
         eval_seconds=evaluated,
         expert_share=experts / step,
         cold_bytes=setting.shape.expert_bytes if setting.shape.mappable else 0,
-        notes=notes,
         how=how,
     )
 
@@ -129,16 +126,6 @@ def _how_on_gpu(scored: Scored, costs: Costs) -> str:
         f"measured: one layer's experts on the GPU, the link at {costs.link / 1e9:.0f} GB/s, some layers "
         f"without their experts, the loss; a step is bound by {scored.seconds.bound}; assumed: weights are "
         "transferred beside all the rest"
-    )
-
-
-def _notes(setting: Setting, rates: ProductRates) -> tuple[str, ...]:
-    slow = setting.batch.width == 2 and rates.where == "CPU" and not setting.cuda
-    if not slow or rates.backward > rates.forward / _SLOW:
-        return ()
-    return (
-        "bfloat16 products are slow on this CPU, those of backward most of all, and the pace is a rough "
-        "guess; bf16=false takes more memory and probably a fraction of the time",
     )
 
 
