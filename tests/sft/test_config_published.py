@@ -4,13 +4,13 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from configurations import GOOD, notes_of, written
+from configurations import GOOD, PUBLISHED_BLOCK, PUBLISHED_COMMON, notes_of, written
 from tinymoe import tiny_model, tiny_tokenizer
 
 from ktbridge.adapter import read_adapter
 from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
-from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config
+from ktbridge.sft.config import KtConfig, TrainConfig, parse_config
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE
 from ktbridge.sft.config.values import options
 
@@ -37,83 +37,6 @@ def test_each_foreign_key_is_named_and_what_happens_anyway_is_not(table):
             assert key not in options(KtConfig)
 
 
-# The keys of LLaMA-Factory's published examples for KTransformers, by age, with values of ours.
-COMMON = {
-    "trust_remote_code": True, "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 16,
-    "lora_target": "all", "dataset": "first, second", "template": "qwen3", "cutoff_len": 640,
-    "max_samples": 90, "overwrite_cache": True, "preprocessing_num_workers": 2,
-    "dataloader_num_workers": 1, "logging_steps": 5, "save_steps": 50, "plot_loss": True,
-    "overwrite_output_dir": True, "save_only_model": False, "report_to": "none",
-    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": "2e-4",
-    "num_train_epochs": 2.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.05, "bf16": True,
-    "ddp_timeout": 99, "resume_from_checkpoint": None, "use_kt": True,
-}  # fmt: skip
-BLOCK = {
-    "kt_expert_weight_format": "bf16", "kt_backend": "AMXBF16", "kt_num_threads": 4096,
-    "kt_tp_enabled": True, "kt_threadpool_count": 2, "kt_max_cache_depth": 2, "kt_share_backward_bb": True,
-}  # fmt: skip
-BLOCK_NOTES = {
-    f"kt_config.{key}" for key in BLOCK if key not in ("kt_expert_weight_format", "kt_backend")
-}
-PUBLISHED = {
-    "deepseek_v2": ({}, set()),
-    "qwen3moe": ({"lora_alpha": 32}, set()),
-    "qwen3_5moe": (
-        {"kt_cpu_activation": "retain", "kt_config": {**BLOCK, "kt_model_max_length": 700}},
-        BLOCK_NOTES | {"kt_config.kt_model_max_length"},
-    ),
-    "qwen3vlmoe": (
-        {
-            "image_max_pixels": 9, "video_max_pixels": 9, "kt_cpu_activation": "retain", "kt_config": BLOCK,
-        },
-        BLOCK_NOTES | {"video_max_pixels"},
-    ),
-    "deepseek_v3_int8": (
-        {
-            "lora_alpha": 32, "kt_cpu_activation": "retain", "kt_weight_path": "kt-int8",
-            "kt_non_expert_weight_path": "cache",
-            "kt_config": {
-                **BLOCK, "kt_expert_weight_format": "int8", "kt_backend": "auto",
-                "kt_weight_lifecycle": "persistent",
-            },
-        },
-        BLOCK_NOTES
-        | {
-            "kt_config.kt_weight_path", "kt_config.kt_non_expert_weight_path",
-        },
-    ),
-    "deepseek2, older": (
-        {"kt_optimize_rule": "rule.yaml", "cpu_infer": 4096, "chunk_size": 8192},
-        {"kt_optimize_rule", "chunk_size", "kt_config.kt_num_threads"},
-    ),
-}  # fmt: skip
-
-
-QUANTIZING = ("deepseek_v3_int8",)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_examples_run_and_say_what_they_ask_for_in_vain(tmp_path, name):
-    values, expected = PUBLISHED[name]
-    (tmp_path / "kt-int8").mkdir()  # KTransformers' own files, no checkpoint
-    (tmp_path / "kt-int8" / "INT8_down_0.kt").write_bytes(b"\0" * 64)
-    (tmp_path / "data").mkdir()
-    config = load_config(written(tmp_path, **{**COMMON, **values}))
-    assert set(notes_of(config)) == expected | {
-        "trust_remote_code",
-        "preprocessing_num_workers",
-    }
-    assert config.dataset == ("first", "second")
-    assert config.dataset_dir == str(tmp_path / "data")
-    assert (config.alpha, config.expert_alpha, config.learning_rate) == (32.0, 32.0, 2e-4)
-    assert (config.activation, config.ddp_timeout) == ("retain", 99)
-    assert config.kt_config.kt_weight_path is None
-    assert config.kt_config.storage == ("int8" if name in QUANTIZING else None)
-    read_otherwise = ("dataset", "lora_target", "learning_rate", "resume_from_checkpoint")
-    for key in COMMON.keys() & options(TrainConfig).keys() - set(read_otherwise):
-        assert getattr(config, key) == COMMON[key]
-
-
 @pytest.mark.filterwarnings("ignore")  # trl's and transformers' advice, which the command silences
 def test_a_published_example_trains_to_an_adapter_that_converts(tmp_path):
     tiny_model(mlp_only_layers=[0]).save_pretrained(tmp_path / "base")
@@ -136,8 +59,8 @@ def test_a_published_example_trains_to_an_adapter_that_converts(tmp_path):
     }  # fmt: skip
     (data / "dataset_info.json").write_text(json.dumps(info))
     older = {"kt_optimize_rule": "rule.yaml", "cpu_infer": 4096, "chunk_size": 8192}
-    newer = {**BLOCK, "kt_num_threads": 4096, "kt_model_max_length": 700}
-    config = {**COMMON, **older, "kt_cpu_activation": "retain", "kt_config": newer}
+    newer = {**PUBLISHED_BLOCK, "kt_num_threads": 4096, "kt_model_max_length": 700}
+    config = {**PUBLISHED_COMMON, **older, "kt_cpu_activation": "retain", "kt_config": newer}
     path = written(tmp_path, **{**config, "dataloader_num_workers": 0})
 
     def command(*arguments):
