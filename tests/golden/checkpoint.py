@@ -1,9 +1,9 @@
 """Contract of checkpoints: one that 0.6.0 left after step 2 goes on to the bits that 0.6.0 went on to.
 
-``checkpoint-0.6.0/`` holds the run as 0.6.0 had it: base model, rows, run.yaml and checkpoint-2. It was made by
-``python tests/golden/checkpoint.py DIRECTORY`` with 0.6.0 first on PYTHONPATH; the stored digests are of that
-run's end. Bits depend on instructions, so both runs are in float32, on one thread, with the instructions that
-every x86-64 has.
+``checkpoint-0.6.0/`` holds the run as 0.6.0 had it when it was killed: base model, rows, run.yaml and
+checkpoint-2. ``python tests/golden/checkpoint.py DIRECTORY`` with 0.6.0 first on PYTHONPATH made it, and
+printed the end of 0.6.0's own run that nothing kills, which is what is stored. Bits depend on instructions,
+so both runs are in float32, on one thread, with the instructions that every x86-64 has.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,32 @@ def make_run(directory: Path) -> None:
     )  # fmt: skip
 
 
-def train(directory: Path, *overrides: str) -> str:
-    """``ktbridge train`` in ``directory`` on plain instructions; what it says on stderr."""
-    done = subprocess.run(
+def start(directory: Path, *overrides: str) -> subprocess.Popen[str]:
+    """``ktbridge train`` in ``directory`` on plain instructions."""
+    return subprocess.Popen(
         [sys.executable, "-m", "ktbridge", "train", "run.yaml", *overrides],
-        cwd=directory, env={**os.environ, **PLAIN}, capture_output=True, text=True, timeout=200,
+        cwd=directory, env={**os.environ, **PLAIN}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+
+
+def train(directory: Path, *overrides: str) -> str:
+    """A whole run; what it says on stderr."""
+    with start(directory, *overrides) as process:
+        said = process.communicate(timeout=200)[1]
+    assert process.returncode == 0, said
+    return said
+
+
+def kill_after_saving(directory: Path) -> None:
+    """A run that is killed when it has saved checkpoint-2, which is all that it leaves."""
+    left = directory / "raw.checkpoints"
+    with start(directory, "save_total_limit=9") as process:
+        while process.poll() is None and not (left / "checkpoint-2").exists():
+            time.sleep(0.001)
+        process.kill()
+    for path in left.iterdir():
+        if path.name != "checkpoint-2":
+            shutil.rmtree(path)
 
 
 def end_of(directory: Path) -> dict[str, Any]:
@@ -80,3 +99,6 @@ if __name__ == "__main__":
     make_run(place)
     train(place)
     print(json.dumps(end_of(place), indent=1))
+    for name in ("raw", "raw.checkpoints"):
+        shutil.rmtree(place / name)
+    kill_after_saving(place)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from click.testing import CliRunner
 from configurations import PUBLISHED, PUBLISHED_COMMON, written
+from golden.checkpoint import resume
 from golden.rows import PACKED, ROWS, SPECIAL, TEMPLATE
 from golden.store import contract
 from planshapes import QWEN3, QWEN3_5, V2_LITE
@@ -136,3 +137,9 @@ def plans(directory: Path) -> dict[str, str]:
         assert done.exit_code in (0, 1), done.stderr
         files[f"{place.name}.json"] = done.stdout.replace(str(place), "$DIR")
     return files
+
+
+@contract
+def checkpoint(directory: Path) -> dict[str, Any]:
+    """What a run that 0.6.0 began ends in: ``golden.checkpoint`` says how it was made."""
+    return resume(directory)
