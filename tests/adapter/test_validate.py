@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 from adapterfaults import (
-    add,
     drop,
     edit,
     edit_config,
     edit_manifest,
     fill,
-    rename,
-    retype,
     swap_gate_and_up,
 )
 
@@ -39,56 +36,6 @@ BASE = {
 def codes(*dirs: Path, severity: str | None = "error", **kwargs: Any) -> set[str]:
     problems = validate_adapter(dirs, **kwargs).problems
     return {p.code for p in problems if severity in (None, p.severity)}
-
-
-P = "base_model.model.model."
-# What tests/adapter/test_rules.py doesn't have.
-TENSOR_FAULTS = [
-    # directory, change, errors and warnings
-    ("e", drop("layers.1.mlp.experts.2."), {"KTB204"}),
-    ("e", rename(".mlp.experts", ".block_sparse_moe.experts"), {"KTB214"}),
-    ("e", fill(".lora_A", b"\x00"), {"KTB402"}),
-    ("e", fill("gate_proj.lora_B", b"\x00"), {"KTB403"}),
-    ("n", fill("o_proj.lora_B", b"\x00"), {"KTB403"}),
-    ("n", add("base_model.model.lm_head.weight"), {"KTB112"}),
-    ("n", add(P + "embed_tokens.lora_embedding_A"), {"KTB213"}),
-    ("n", add(P + "layers.0.self_attn.q_proj.lora_C.weight"), {"KTB201"}),
-    ("n", add(P + "layers.0.self_attn.q_proj.lora_A.default.weight"), {"KTB014", "KTB217"}),
-    ("n", retype("lora_A", "I16"), {"KTB303"}),
-    ("m", drop(".up_proj."), {"KTB203", "KTB117"}),
-]
-
-
-@pytest.mark.parametrize(("where", "change", "expected"), TENSOR_FAULTS)
-def test_tensor_faults(
-    converted: Callable[..., dict[str, Path]],
-    where: str,
-    change: Callable[[Tensors], None],
-    expected: set[str],
-) -> None:
-    path = edit(converted()[where], change)
-    assert codes(path) | codes(path, severity="warning") == expected
-
-
-@pytest.mark.parametrize(
-    ("where", "change", "expected"),
-    [
-        ("n", {"target_modules": "all-linear"}, {"KTB106"}),
-        ("n", {"target_modules": "absent"}, {"KTB106"}),
-        ("n", {"target_modules": ["q_proj", "k_proj", "v_proj"]}, {"KTB118"}),
-        ("n", {"peft_type": "LOHA"}, {"KTB101"}),
-        ("m", {"alpha_pattern": {"q_proj": 1}}, {"KTB109"}),
-        ("n", {"alpha_pattern": {"nothing": 3}, "rank_pattern": {"zzz": 2}}, set()),
-        ("e", {"alpha_pattern": {"q_proj": 32}}, set()),
-    ],
-)
-def test_configuration_faults(
-    converted: Callable[..., dict[str, Path]],
-    where: str,
-    change: dict[str, Any],
-    expected: set[str],
-) -> None:
-    assert codes(edit_config(converted()[where], **change)) == expected
 
 
 def test_experts_nothing_was_routed_to_are_no_fault(

@@ -10,8 +10,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
-from findings import placed
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench, parse_arms
@@ -303,22 +301,6 @@ def test_what_the_readme_shows_is_a_bench(tmp_path):
     easy = load_bench("generic", tmp_path / "mine.jsonl")
     assert [item.gold for item in easy.items] == [["Lima"], ["Bonjour!", "Salut !"], 42]
     assert [item.checks[0]["scorer"] for item in easy.items] == ["references"] * 2 + ["numeric"]
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *[("name", ""), ("max_tokens", "x"), ("margin", 1), ("sampling", []), ("notes", [3])],
-        *[("private", 1), ("checklists", {"ERM": 3}), ("override", 5), ("slices", 3)],
-        *[("override", {"max_tokens": 0}), ("partner", {"system": "x"})],
-    ],
-)
-def test_each_key_of_a_bench_keeps_to_its_rule(copy, key, value):
-    head = yaml.safe_load((copy / "bench.yaml").read_text("utf-8"))
-    (copy / "bench.yaml").write_text(yaml.safe_dump({**head, key: value}), "utf-8")
-    with pytest.raises(ProblemsError) as caught:
-        load_bench(copy)
-    assert placed(caught) == [("KTB811", f"bench.yaml: {key}")]
 
 
 def test_the_same_fault_on_many_lines_is_one_problem(tmp_path):

@@ -1,4 +1,4 @@
-"""Contract of bad input: code, severity and place of what is found in sixty wrong inputs."""
+"""Contract of bad input: code, severity and place of what is found in some eighty wrong inputs."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "several": {"lora_rnk": 8, "stage": "ppo", "kt_config": {"seed": 3}, "bf16": "yes"},
 }  # fmt: skip
+P = "base_model.model.model."
+Q = P + "layers.0.self_attn.q_proj."
 DAMAGED: dict[str, tuple[str, Callable[[Path], object]]] = {
     "missing expert": ("expert", lambda at: edit(at, drop("layers.1.mlp.experts.1."))),
     "missing projection": ("expert", lambda at: edit(at, drop("layers.0.mlp.experts.2.up_proj"))),
@@ -80,6 +82,32 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object]]] = {
     "whole weight": ("nonexpert", lambda at: edit(at, add("base_model.model.lm_head.weight"))),
     "DoRA": ("nonexpert", lambda at: edit_config(at, use_dora=True)),
     "another kind of PEFT": ("nonexpert", lambda at: edit_config(at, peft_type="LOHA")),
+    "missing last expert": ("expert", lambda at: edit(at, drop("layers.1.mlp.experts.2."))),
+    "experts under another name": (
+        "expert",
+        lambda at: edit(at, rename(".mlp.experts", ".block_sparse_moe.experts")),
+    ),
+    "A of zeros": ("expert", lambda at: edit(at, fill(".lora_A", b"\x00"))),
+    "B of zeros in one projection": (
+        "expert", lambda at: edit(at, fill("gate_proj.lora_B", b"\x00")),
+    ),
+    "B of zeros in one module": ("nonexpert", lambda at: edit(at, fill("o_proj.lora_B", b"\x00"))),
+    "LoRA of embeddings": ("nonexpert", lambda at: edit(at, add(P + "embed_tokens.lora_embedding_A"))),
+    "a third matrix": ("nonexpert", lambda at: edit(at, add(Q + "lora_C.weight"))),
+    "an adapter's name in keys": ("nonexpert", lambda at: edit(at, add(Q + "lora_A.default.weight"))),
+    "no up": ("merged", lambda at: edit(at, drop(".up_proj."))),
+    "all linear modules": ("nonexpert", lambda at: edit_config(at, target_modules="all-linear")),
+    "no target modules": ("nonexpert", lambda at: edit_config(at, target_modules="absent")),
+    "a module that isn't named": (
+        "nonexpert", lambda at: edit_config(at, target_modules=["q_proj", "k_proj", "v_proj"]),
+    ),
+    "patterns for nothing": (
+        "nonexpert",
+        lambda at: edit_config(at, alpha_pattern={"nothing": 3}, rank_pattern={"zzz": 2}),
+    ),
+    "a pattern for the other half": (
+        "expert", lambda at: edit_config(at, alpha_pattern={"q_proj": 32}),
+    ),
     "alpha by module": ("merged", lambda at: edit_config(at, alpha_pattern={"q_proj": 1})),
     "another base in the manifest": (
         "merged", lambda at: edit_manifest(at, base={"model_name_or_path": "models/other"}),
@@ -109,6 +137,11 @@ BENCHES: dict[str, dict[str, Any]] = {
     "sampling as a list": {"sampling": []},
     "slices as a number": {"slices": 3},
     "unknown key": {"colour": "red"},
+    "notes that are no texts": {"notes": [3]},
+    "private as a number": {"private": 1},
+    "a checklist as a number": {"checklists": {"ERM": 3}},
+    "override as a number": {"override": 5},
+    "override of no length": {"override": {"max_tokens": 0}},
     "partner without a model": {"partner": {"system": "x"}},
 }
 
