@@ -68,7 +68,7 @@ def try_installed() -> int:
 
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
-        write_base(here / "base")
+        write_base(here / "base", dtype="F32")  # whose every bit shows
         write_raw(here / "raw", layers=(0, 1), base_model="org/base")
         os.chdir(here)
         print(run(ktbridge, "--version").strip())

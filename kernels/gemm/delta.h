@@ -14,6 +14,20 @@ inline bf16 stored(float sum, bf16) { return to_bf16(sum); }
 inline float widened(float value) { return value; }
 inline float widened(bf16 value) { return to_float(value); }
 
+// Rounded once also where the CPU has no such instruction: what is merged must not depend on the CPU.
+inline Lanes fused_once(Lanes a, Lanes b, Lanes c) {
+#if defined(__AVX2__)  // its files are compiled with FMA
+  return fma(a, b, c);
+#else
+  float x[kStrip], y[kStrip], z[kStrip];
+  store(x, a);
+  store(y, b);
+  store(z, c);
+  for (int i = 0; i < kStrip; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+  return load(z);
+#endif
+}
+
 template <class T>
 inline std::int64_t add_delta_to(const Delta& delta, T* values) {
   constexpr int kRows = 4;  // sums of so many stay in registers, 16 columns at a time
@@ -37,8 +51,8 @@ inline std::int64_t add_delta_to(const Delta& delta, T* values) {
         for (Lanes& each : sum) each = every(0.f);
         for (int k = 0; k < delta.rank; ++k)
           for (int i = 0; i < kRows; ++i)
-            sum[i] = fma(every(left[(i < rows ? i : 0) * delta.rank + k]), load(right + k * kSteps + half),
-                         sum[i]);
+            sum[i] = fused_once(every(left[(i < rows ? i : 0) * delta.rank + k]),
+                                load(right + k * kSteps + half), sum[i]);
         for (int i = 0; i < kRows; ++i) store(sums[i] + half, sum[i]);
       }
       for (int i = 0; i < rows; ++i) {
