@@ -9,12 +9,13 @@ from itertools import pairwise
 import moefamilies
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from ktbridge.experts.inject import wrap_experts
 from ktbridge.experts.nonexpert_lora import adaptable, inject_lora
 from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.serve.local.arms import Mixer
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.loading import pack_linears, worth_packing
@@ -358,3 +359,33 @@ def test_queue_limit_cancellation_and_end(engine):
         assert worker.running == worker.waiting == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_on_linear_layers_is_what_peft_adds(dtype):
+    """Each adapter alone and rows of several: as PEFT's own forward, within rounding."""
+    torch.manual_seed(0)
+    holder = torch.nn.ModuleDict({"proj": torch.nn.Linear(48, 32)}).to(dtype)
+    for slot in ("slot0", "slot1"):
+        lora = LoraConfig(r=4, lora_alpha=6, target_modules=["proj"], init_lora_weights=False)
+        inject_adapter_in_model(lora, holder, slot)
+        del holder.peft_config  # PEFT warns of a second one
+    layer = holder["proj"].to(dtype)
+    mixer = Mixer.__new__(Mixer)
+    ours, x = mixer._forward_of(layer), torch.randn(6, 3, 48).to(dtype)
+    near = (
+        {"rtol": 2**-7, "atol": 2**-5} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    )
+    said = {None: layer.base_layer(x)}
+    with torch.inference_mode():
+        for slot in ("slot0", "slot1"):
+            layer.set_adapter(slot)
+            said[slot] = type(layer).forward(layer, x)
+            mixer.groups = ((slot, None),)
+            assert torch.allclose(ours(x), said[slot], **near)
+        rows = {None: [0, 4], "slot1": [1, 5], "slot0": [2, 3]}
+        mixer.groups = tuple((slot, torch.tensor(some)) for slot, some in rows.items())
+        mixed = ours(x)
+        for slot, some in rows.items():
+            assert torch.allclose(mixed[some], said[slot][some], **near)
+        assert not torch.allclose(said["slot0"], said["slot1"], **near)

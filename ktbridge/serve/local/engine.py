@@ -6,21 +6,18 @@ The weights are in memory once. ``Mixer`` switches expert LoRA and non-expert Lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
-from peft.tuners.lora import Linear, LoraLayer
-from torch import nn
+from peft.tuners.lora import LoraLayer
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.inject import IMPLEMENTATION
-from ktbridge.experts.modules import experts_modules
 from ktbridge.machine import read_machine
+from ktbridge.serve.local.arms import Mixer
 from ktbridge.serve.local.caches import ATTENTION, batchable, bytes_held, take_rows
 from ktbridge.serve.local.detokenize import Tokens
 from ktbridge.served_names import ServedArm
@@ -202,132 +199,3 @@ def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fro
         elif ids is not None:
             found.update(ids)
     return frozenset(found)
-
-
-BY_ROW = "ktbridge-by-row"
-NONE = "__base__"  # PEFT's word for a row without an adapter
-Output = torch.Tensor | tuple[torch.Tensor, ...]
-Forward = Callable[..., Output]
-
-
-class Mixer:
-    """Switches a model's LoRA, by ``select``, before each forward.
-
-    A forward whose rows all belong to one arm uses the layers' own switches. In a mixed one, which is
-    always a step of one token per row,
-
-    * the experts run twice, on the rows with LoRA and on those without: the kernels add it to all tokens
-      of a call;
-    * linear layers run once, and PEFT adds each row's own LoRA (its ``adapter_names``);
-    * what PEFT can't mix (routers, whose LoRA is on a parameter, and DoRA) runs once for each LoRA there is.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, tuned: Sequence[LoraLayer], slots: Mapping[str, str]
-    ) -> None:
-        """``tuned``: PEFT's layers in ``model``; ``slots``: adapter name -> PEFT's name for it."""
-        self._slots = dict(slots)
-        self._tuned = tuple(tuned)
-        self._selected: tuple[ServedArm, ...] = ()
-        self._experts = []
-        # State of a mixed forward; both None in a plain one.
-        self.names: list[str] | None = None
-        self.expert_rows: tuple[torch.Tensor, torch.Tensor] | None = None
-        for _, module in experts_modules(model):
-            module.ktbridge_mixer = self
-            self._experts.append(module.kt)
-        model.set_experts_implementation(BY_ROW)
-        for layer in self._tuned:
-            assert isinstance(layer, nn.Module)
-            if _mixes(layer):
-                layer.register_forward_pre_hook(self._name_rows, with_kwargs=True)  # type: ignore[type-var]
-            else:
-                layer.forward = self._by_slot(layer, layer.forward)  # type: ignore[method-assign]
-
-    def select(self, arms: Sequence[ServedArm]) -> None:
-        """Switch to one arm for all rows, or to ``arms`` by row."""
-        wanted = (arms[0],) if len(set(arms)) == 1 else tuple(arms)
-        if wanted == self._selected:
-            return
-        self._selected = ()  # if the switch fails half-way, the next forward redoes it
-        self.names = self.expert_rows = None
-        if len({arm.expert for arm in wanted}) == 1:
-            for experts in self._experts:
-                experts.lora_enabled = wanted[0].expert
-        else:
-            having = torch.tensor([arm.expert for arm in wanted])
-            self.expert_rows = having.nonzero()[:, 0], (~having).nonzero()[:, 0]
-        names = [NONE if arm.nonexpert is None else self._slots[arm.nonexpert] for arm in wanted]
-        if len(set(names)) == 1:
-            for layer in self._tuned:
-                _switch(layer, names[0])
-        else:
-            self.names = names
-            for layer in self._tuned:
-                layer.enable_adapters(True)  # a layer that is off doesn't look at the names
-        self._selected = wanted
-
-    def _name_rows(
-        self, layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-        return None if self.names is None else (args, kwargs | {"adapter_names": self.names})
-
-    def _by_slot(self, layer: LoraLayer, forward: Forward) -> Forward:
-        """``forward`` of a layer, run for each slot on its rows; outputs have a row each as well."""
-
-        def run(*args: object, **kwargs: object) -> Output:
-            if self.names is None:
-                return forward(*args, **kwargs)
-            count = len(self.names)
-
-            def part(value: object, rows: torch.Tensor) -> object:
-                if isinstance(value, torch.Tensor) and len(value) == count:
-                    return value[rows]
-                return value
-
-            parts: list[Output] = []
-            order = []
-            for slot in dict.fromkeys(self.names):
-                rows = torch.tensor([i for i, name in enumerate(self.names) if name == slot])
-                _switch(layer, slot)
-                taken = {key: part(value, rows) for key, value in kwargs.items()}
-                parts.append(forward(*(part(value, rows) for value in args), **taken))
-                order.append(rows)
-            back = torch.cat(order).argsort()
-            if isinstance(parts[0], torch.Tensor):
-                return torch.cat(parts)[back]  # type: ignore[arg-type]
-            return tuple(torch.cat(column)[back] for column in zip(*parts, strict=True))
-
-        return run
-
-
-def _mixes(layer: LoraLayer) -> bool:
-    """Whether PEFT takes ``adapter_names`` for this layer."""
-    return isinstance(layer, Linear) and not layer.lora_variant
-
-
-def _switch(layer: LoraLayer, slot: str) -> None:
-    """Activate one adapter on one layer; a layer without this adapter runs without any."""
-    if slot in layer.lora_A:
-        layer.enable_adapters(True)
-        layer.set_adapter(slot, inference_mode=True)
-    else:
-        layer.enable_adapters(False)
-
-
-def _experts_by_row(
-    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """The registered implementation: [T, H], [T, K], [T, K] -> [T, H]."""
-    run = ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
-    rows = module.ktbridge_mixer.expert_rows
-    if rows is None:
-        return run(module, hidden, top_k_index, top_k_weights)
-    out = torch.empty_like(hidden)
-    for enabled, some in zip((True, False), rows, strict=True):
-        module.kt.lora_enabled = enabled
-        out[some] = run(module, hidden[some], top_k_index[some], top_k_weights[some])
-    return out
-
-
-ALL_EXPERTS_FUNCTIONS.register(BY_ROW, _experts_by_row)

@@ -24,6 +24,8 @@ from ktbridge.serve.local.plan import ServePlan
 log = logging.getLogger(__name__)
 
 SMALLEST = 1 << 16  # weights: below, converting the input costs what the product saves
+PACKABLE = (torch.bfloat16, torch.float32)
+HALF = 2  # bytes of a packed weight
 LARGEST = 65504.0  # of float16
 MOST_LOST = 2.0**-12  # of a matrix's norm; bfloat16's own rounding is 2**-9 of each weight
 SHARE = 4  # packed copies take at most this fraction of free memory
@@ -36,7 +38,8 @@ def load_engine(plan: ServePlan, whole: bool = False) -> Engine:
     """
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
-    model = load_for_kernels(plan.model, torch.bfloat16, whole=whole)
+    dtype = torch.bfloat16 if plan.bf16 else torch.float32
+    model = load_for_kernels(plan.model, dtype, whole=whole)
     tokenizer = load_tokenizer(plan.model)
     expert = read_adapter(plan.expert) if plan.expert is not None else None
     wrap_experts(
@@ -83,12 +86,12 @@ def _load_nonexpert(model: PreTrainedModel, adapters: Mapping[str, Adapter]) -> 
 
 # --- packed linear layers ---------------------------------------------------------------------------
 #
-# For CPUs on which torch has no fast bfloat16 GEMM. Without AVX-512 torch multiplies bfloat16 row by row, so
-# that eight rows take as long as eight calls (seven times one, measured), and a batch gains nothing outside
-# the experts. FBGEMM's product of float32 rows with float16 weights reads each weight once for up to six
-# rows. Float16 has three more bits of mantissa than bfloat16, so a weight from 2**-14 up to 65504 is the same
-# number in both; smaller ones are off by 2**-25 at most. Sums are float32 in either, and the output is
-# rounded to bfloat16 once.
+# For CPUs on which torch has no fast bfloat16 GEMM: without AVX-512 it multiplies bfloat16 row by row, so
+# that eight rows take as long as eight calls (seven times one, measured). FBGEMM's product of float32 rows
+# with float16 weights reads each weight once for up to six rows, and half the bytes of float32 weights.
+# Float16 has three more bits of mantissa than bfloat16, which checkpoints have, so a weight from 2**-14 up to
+# 65504 is the same number in both; smaller ones are off by 2**-25 at most. Sums are float32, and the output
+# is rounded to the model's dtype once.
 
 
 def worth_packing() -> bool:
@@ -99,7 +102,7 @@ def worth_packing() -> bool:
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Give the bfloat16 linear layers of ``model`` a packed copy to compute with, in place; its bytes.
+    """Give the bfloat16 and float32 linear layers of ``model`` a packed copy, in place; its bytes.
 
     For inference only. A layer keeps its weight, which a tied embedding may share. Nothing is packed
     where it doesn't fit into a quarter of the memory that is free.
@@ -108,9 +111,9 @@ def pack_linears(model: nn.Module) -> int:
         return 0
     # A subclass, or a layer that was given its own forward, computes something else.
     found = [m for m in model.modules() if type(m) is nn.Linear]
-    layers = [m for m in found if "forward" not in vars(m) and m.weight.dtype == torch.bfloat16]
+    layers = [m for m in found if "forward" not in vars(m) and m.weight.dtype in PACKABLE]
     layers = [m for m in layers if m.weight.numel() >= SMALLEST and m.weight.device.type == "cpu"]
-    size = sum(layer.weight.nbytes for layer in layers)
+    size = sum(layer.weight.numel() * HALF for layer in layers)
     free = read_machine().memory_available
     if free is not None and size > free // SHARE:
         log.warning(
@@ -122,7 +125,7 @@ def pack_linears(model: nn.Module) -> int:
     for layer in layers:
         if _exact_enough(layer.weight):
             layer.forward = _packed_forward(layer)  # type: ignore[method-assign]
-            done += layer.weight.nbytes
+            done += layer.weight.numel() * HALF
     return done
 
 
@@ -144,7 +147,7 @@ def _packed_forward(layer: nn.Linear) -> Callable[..., torch.Tensor]:
     multiply = torch.ops.quantized.linear_dynamic_fp16
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out], both bfloat16."""
+        """[..., in] -> [..., out], both in the model's dtype."""
         return multiply(hidden.float(), weights).to(hidden.dtype)
 
     return forward

@@ -14,7 +14,7 @@ from ktbridge.adapter.opening import store_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint, without_kernels
-from ktbridge.kernel_choice import has_kernels
+from ktbridge.kernel_choice import has_bf16_instructions, has_kernels
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.hub import short_name
 from ktbridge.serve.doctor_packages import PACKAGES
@@ -38,6 +38,8 @@ class ServePlan:
     nonexpert: tuple[tuple[str, Path], ...]
     arms: tuple[ServedArm, ...]
     api_key: str | None = field(default=None, repr=False)
+    bf16: bool = True
+    """Whether all but the experts is computed in bfloat16; float32 on CPUs without BF16 instructions."""
     limits: Limits = field(default_factory=Limits)
     problems: tuple[Problem, ...] = ()
     readings: tuple[str, ...] = ()
@@ -56,6 +58,7 @@ class ServePlan:
             "port": self.port,
             "api_key": self.api_key is not None,
             "threads": self.threads,
+            "bf16": self.bf16,
             "limits": asdict(self.limits),
             "expert_adapter": None if self.expert is None else str(self.expert),
             "nonexpert_adapters": {name: str(path) for name, path in self.nonexpert},
@@ -98,6 +101,7 @@ def plan_local(request: ServeRequest, limits: Limits | None = None) -> ServePlan
             nonexpert=[name for name, _ in nonexpert],
         ),
         api_key=request.api_key or None,
+        bf16=has_bf16_instructions(),
         limits=_within(limits or Limits(), read_model_config(base)),
         problems=_check_adapters(base, request),
         readings=tuple(adapter.reading for _, adapter in opened if adapter.reading),
@@ -246,6 +250,8 @@ def fingerprints(plan: ServePlan) -> dict[str, str]:
             "expert": adapter(plan.expert) if arm.expert else "",
             "nonexpert": adapter(nonexpert[arm.nonexpert]) if arm.nonexpert else "",
         }
+        if not plan.bf16:  # beside it as before, so that runs kept then are still found
+            parts["outside experts"] = "float32"
         return _digest([json.dumps(parts, sort_keys=True).encode()])
 
     return {arm.name: one(arm) for arm in plan.arms}

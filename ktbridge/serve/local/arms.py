@@ -1,0 +1,205 @@
+"""Which LoRA each row of a forward has: the expert LoRA by the kernels' switch, all else added here.
+
+PEFT loads the non-expert LoRA. Its forward asks in each module which adapters are active and converts, drops
+out and scales step by step, which takes longer than a decoded token's products; so plain LoRA on a linear
+layer is added by one product more, and a router has its changed weight made once for each adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ktbridge.experts.inject import IMPLEMENTATION
+from ktbridge.experts.modules import experts_modules
+from ktbridge.served_names import ServedArm
+
+BY_ROW = "ktbridge-by-row"
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+Forward = Callable[..., Output]
+Group = tuple[str | None, torch.Tensor | None]
+"""PEFT's name of an adapter (None: no adapter), and the rows that have it (None: all)."""
+
+
+class Mixer:
+    """Chooses a model's LoRA, by ``select``, before each forward.
+
+    In a forward of several arms, which is always a step of one token per row,
+
+    * the experts run twice, on the rows with LoRA and on those without: the kernels add it to all tokens
+      of a call;
+    * linear layers run once, and each adapter's LoRA is added to its rows;
+    * routers, and what PEFT alone computes (DoRA), run once for each LoRA there is.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tuned: Sequence[LoraLayer], slots: Mapping[str, str]
+    ) -> None:
+        """``tuned``: PEFT's layers in ``model``, LoRA loaded; ``slots``: adapter name -> PEFT's name."""
+        self._slots = dict(slots)
+        self._selected: tuple[ServedArm, ...] = ()
+        self._experts = []
+        self.groups: tuple[Group, ...] = ((None, None),)
+        self.expert_rows: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Rows with expert LoRA and rows without, where there are both."""
+        for _, module in experts_modules(model):
+            module.ktbridge_mixer = self
+            self._experts.append(module.kt)
+        model.set_experts_implementation(BY_ROW)
+        for layer in tuned:
+            assert isinstance(layer, nn.Module)
+            layer.forward = self._forward_of(layer)  # type: ignore[assignment]
+
+    def select(self, arms: Sequence[ServedArm]) -> None:
+        """Switch to one arm for all rows, or to ``arms`` by row."""
+        wanted = (arms[0],) if len(set(arms)) == 1 else tuple(arms)
+        if wanted == self._selected:
+            return
+        self._selected = ()  # if the switch fails half-way, the next forward redoes it
+        self.expert_rows = None
+        if len({arm.expert for arm in wanted}) == 1:
+            for experts in self._experts:
+                experts.lora_enabled = wanted[0].expert
+        else:
+            having = torch.tensor([arm.expert for arm in wanted])
+            self.expert_rows = having.nonzero()[:, 0], (~having).nonzero()[:, 0]
+        names = [None if arm.nonexpert is None else self._slots[arm.nonexpert] for arm in wanted]
+        every = list(dict.fromkeys(names))
+        if len(every) == 1:
+            self.groups = ((every[0], None),)
+        else:
+            rows = ([i for i, name in enumerate(names) if name == slot] for slot in every)
+            self.groups = tuple(
+                (slot, torch.tensor(some)) for slot, some in zip(every, rows, strict=True)
+            )
+        self._selected = wanted
+
+    def _forward_of(self, layer: LoraLayer) -> Forward:
+        """Return what computes ``layer`` from now on."""
+        if isinstance(layer, Linear) and _is_plain(layer):
+            return self._added(layer)
+        if isinstance(layer, ParamWrapper) and not isinstance(layer.base_layer, LoraLayer):
+            return self._by_group(_with_changed_weight(layer))
+        own: Forward = layer.forward  # type: ignore[attr-defined]
+
+        def switched(slot: str | None, *args: object, **kwargs: object) -> Output:
+            _switch(layer, slot)
+            return own(*args, **kwargs)
+
+        return self._by_group(switched)
+
+    def _added(self, layer: Linear) -> Forward:
+        """A linear layer with B A x scaled and added: [..., in] -> [..., out], in the base's dtype."""
+        base = layer.base_layer
+        factors: dict[str | None, tuple[torch.Tensor, torch.Tensor, float]] = {}
+        for slot in layer.lora_A:
+            down: Any = layer.lora_A[slot]
+            up: Any = layer.lora_B[slot]
+            factors[slot] = down.weight.T, up.weight.T, layer.scaling[slot]
+
+        def forward(x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+            out: torch.Tensor = base(x, *args, **kwargs)
+            for slot, rows in self.groups:
+                if slot not in factors:
+                    continue
+                down, up, scale = factors[slot]
+                if rows is not None:  # of latent attention x may have a row's whole past
+                    out = out.index_add(0, rows, x[rows] @ down @ up * scale)
+                elif x.dtype == torch.float32:
+                    flat = torch.addmm(out.flatten(0, -2), x.flatten(0, -2) @ down, up, alpha=scale)
+                    out = flat.view(out.shape)
+                else:  # rounded where a mixed forward rounds, as PEFT does
+                    out = out + x @ down @ up * scale
+            return out
+
+        return forward
+
+    def _by_group(self, forward: Forward) -> Forward:
+        """``forward(slot, …)`` of a layer, run for each group on its rows; outputs have a row each too."""
+
+        def run(*args: object, **kwargs: object) -> Output:
+            if len(self.groups) == 1:
+                return forward(self.groups[0][0], *args, **kwargs)
+            order = [rows for _, rows in self.groups if rows is not None]
+            count = sum(map(len, order))
+
+            def part(value: object, rows: torch.Tensor) -> object:
+                if isinstance(value, torch.Tensor) and len(value) == count:
+                    return value[rows]
+                return value
+
+            parts: list[Any] = []
+            for (slot, _), rows in zip(self.groups, order, strict=True):
+                taken = {key: part(value, rows) for key, value in kwargs.items()}
+                parts.append(forward(slot, *(part(value, rows) for value in args), **taken))
+            back = torch.cat(order).argsort()
+            if isinstance(parts[0], torch.Tensor):
+                return torch.cat(parts)[back]
+            return tuple(torch.cat(column)[back] for column in zip(*parts, strict=True))
+
+        return run
+
+
+def _is_plain(layer: Linear) -> bool:
+    """Whether the layer's LoRA is nothing but B A x, scaled."""
+    return not layer.lora_variant and all(up.bias is None for up in layer.lora_B.values())
+
+
+def _with_changed_weight(layer: ParamWrapper) -> Forward:
+    """Return ``forward(slot, …)`` of a module whose parameter has LoRA: W + B A is made once."""
+    module, name = layer.base_layer, layer.parameter_name
+    own = module._parameters[name]
+    assert own is not None
+    changed: dict[str | None, nn.Parameter] = {
+        slot: nn.Parameter(own.detach() + layer.get_delta_weight(slot), requires_grad=False)
+        for slot in layer.lora_A
+    }
+
+    @contextmanager
+    def weight_of(slot: str | None) -> Iterator[None]:
+        module._parameters[name] = changed.get(slot, own)
+        try:
+            yield
+        finally:
+            module._parameters[name] = own
+
+    def forward(slot: str | None, *args: object, **kwargs: object) -> Output:
+        with weight_of(slot):
+            found: Output = module(*args, **kwargs)
+            return found
+
+    return forward
+
+
+def _switch(layer: LoraLayer, slot: str | None) -> None:
+    """Activate one adapter on one layer; a layer without this adapter runs without any."""
+    if slot is not None and slot in layer.lora_A:
+        layer.enable_adapters(True)
+        layer.set_adapter(slot, inference_mode=True)
+    else:
+        layer.enable_adapters(False)
+
+
+def _experts_by_row(
+    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The registered implementation: [T, H], [T, K], [T, K] -> [T, H]."""
+    run = ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
+    rows = module.ktbridge_mixer.expert_rows
+    if rows is None:
+        return run(module, hidden, top_k_index, top_k_weights)
+    out = torch.empty_like(hidden)
+    for enabled, some in zip((True, False), rows, strict=True):
+        module.kt.lora_enabled = enabled
+        out[some] = run(module, hidden[some], top_k_index[some], top_k_weights[some])
+    return out
+
+
+ALL_EXPERTS_FUNCTIONS.register(BY_ROW, _experts_by_row)
