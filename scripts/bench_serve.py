@@ -4,12 +4,12 @@
     scripts/random_checkpoint.py qwen3-30b-a3b /data/small --layers 4 --set num_experts=32
     scripts/bench_serve.py /data/small [--adapter OUTPUT/adapter] [--json run.json]
 
-Ours answers over HTTP, as `ktbridge serve` does for anybody. The peer is transformers' own `generate` on the
-same expert kernels, in one process without a server: one prompt, and one left-padded batch of all of them.
-With --adapter there are rows for each arm, and one whose streams are of all arms at once. Prompts are random
-token ids of different lengths, answers are greedy; a tokens/s is all tokens that were generated over the
-time from the first request to the last answer, prompts included. Both take turns for --rounds rounds after
-one that warms up, each with the model in its memory. Needs `ktbridge[serve]`.
+Ours answers over HTTP, as `ktbridge serve` does for anybody. The peers are transformers' own `generate`, on
+the same expert kernels and on its own, in one process without a server: one prompt, and one left-padded batch
+of all of them. With --adapter there are rows for each arm, and one whose streams are of all arms at once.
+Prompts are random token ids of different lengths, answers are greedy; a tokens/s is all tokens that were
+generated over the time from the first request to the last answer, prompts included. All take turns for
+--rounds rounds after one that warms up, each with the model in its memory. Needs `ktbridge[serve]`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ def main(
     case["prompts"] = make_prompts(vocabulary, streams, prompt_tokens)
     contestants = [
         Contestant(name, "peers.serve_worker", {**case, "way": way}, threads=threads)
-        for name, way in ((PEER, "generate"), ("ktbridge", "engine"))
+        for name, way in (
+            (PEER, "generate"),
+            ("transformers", "transformers"),
+            ("ktbridge", "engine"),
+        )
     ]
     with terminable():
         compete(run, contestants, warmups=1, repeat=rounds)

@@ -1,7 +1,8 @@
 """The contestants of bench_serve.py: the embedded engine over HTTP, and transformers' own generate.
 
-``way`` of the spec is "engine" or "generate"; both have ``model``, ``threads``, ``prompts`` (lists of token
-ids) and ``tokens``, the engine may have an ``adapter``. A turn is tokens a second of each row of the table.
+``way`` of the spec is "engine", "generate" (on our expert kernels) or "transformers" (on its own); all have
+``model``, ``threads``, ``prompts`` (lists of token ids) and ``tokens``, the engine may have an ``adapter``. A
+turn is tokens a second of each row of the table.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from peers.worker import serve
@@ -62,18 +64,24 @@ class Engine:
 
 
 class Generate:
-    """On our expert kernels, without a server: one prompt, and one left-padded batch of all of them."""
+    """Without a server: one prompt, and one left-padded batch of all of them; in the faster dtype here."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         from ktbridge.sft import wrap_experts  # isort: skip - before torch
         import torch
         import transformers
 
-        from ktbridge.experts.loading import load_for_kernels
+        from ktbridge.experts.loading import load_for_kernels, load_model
+        from ktbridge.kernel_choice import has_bf16_instructions
 
         torch.set_num_threads(spec["threads"])
-        self.model: Any = load_for_kernels(spec["model"], torch.bfloat16)
-        wrap_experts(self.model, lora_rank=0, lora_alpha=0, threads=spec["threads"])
+        dtype = torch.bfloat16 if has_bf16_instructions() else torch.float32
+        self.model: Any
+        if spec["way"] == "transformers":
+            self.model = load_model(Path(spec["model"]), dtype)
+        else:
+            self.model = load_for_kernels(spec["model"], dtype)
+            wrap_experts(self.model, lora_rank=0, lora_alpha=0, threads=spec["threads"])
         self.model.eval().requires_grad_(False)
         self.tokens, prompts = spec["tokens"], spec["prompts"]
         rows = {"1 stream": [prompts[len(prompts) // 2]], f"{len(prompts)} streams": prompts}
