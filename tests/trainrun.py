@@ -41,13 +41,16 @@ def write_lines(path, rows):
 
 
 def write_run(directory, base, rows=(), pairs=(), **settings):
-    """``directory``/run.yaml with its ``rows`` and ``pairs``; returns the directory."""
+    """``directory``/run.yaml with its ``rows`` and ``pairs``; returns the directory.
+
+    In float32, so that results and notes don't depend on the CPU's instructions.
+    """
     for name, given in (("rows", rows), ("pairs", pairs)):
         if given:
             write_lines(directory / f"{name}.jsonl", given)
     config = {
         "model_name_or_path": str(base), "dataset": "rows.jsonl", "output_dir": "raw",
-        "lora_rank": 4, "cutoff_len": 64, "logging_steps": 1, **settings,
+        "lora_rank": 4, "cutoff_len": 64, "logging_steps": 1, "bf16": False, **settings,
     }  # fmt: skip
     (directory / "run.yaml").write_text(yaml.safe_dump(config))
     return directory
