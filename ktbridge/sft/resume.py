@@ -95,8 +95,13 @@ class Resumption:
 
 
 def checkpoints_dir(config: TrainConfig) -> Path:
-    """Where a run's checkpoints are: beside its output, which appears only when it is finished."""
+    """Where a run's checkpoints are: beside its output, which appears only when it is finished.
+
+    Raises UsageError for the root directory, beside which nothing is.
+    """
     output = Path(config.output_dir)
+    if not output.name:
+        raise UsageError(f"{output} has no place beside it.", "Give another output_dir.")
     return output.with_name(output.name + ".checkpoints")
 
 

@@ -137,7 +137,7 @@ def build(case: dict[str, Any]) -> nn.Module:
     """The contestant's model; ``place`` may set more of ``case``."""
     who, path, rank = case["who"], Path(case["checkpoint"]), case["rank"]
     if who in OURS:
-        model = load_mapped(path, torch.bfloat16, lambda name: DEVICE)
+        model = load_mapped(path, torch.bfloat16, DEVICE)
         model = get_peft_model(model, lora(rank))
         convert_masters(model)
         threads = threads_beside_python(DEVICE)

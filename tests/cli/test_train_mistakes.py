@@ -53,7 +53,7 @@ def run(tmp_path, bases):
     def dry(base="good", **changes):
         good = {
             "model_name_or_path": str(bases / base), "dataset": "rows.json", "output_dir": "out",
-            "cutoff_len": 32,
+            "cutoff_len": 32, "bf16": False,
         }  # fmt: skip
         (tmp_path / "run.yaml").write_text(yaml.safe_dump({**good, **changes}))
         before = sorted(tmp_path.iterdir())

@@ -30,7 +30,7 @@ def run_yaml(tmp_path, base_dir, monkeypatch):
     monkeypatch.delenv("KTBRIDGE_ISA", raising=False)
     rows = [conversation("who are you ?", "i am a cat")] * 6
     sizes = {"per_device_train_batch_size": 2, "max_steps": 2, "save_steps": 1}
-    return write_run(tmp_path, base_dir, rows, **sizes) / "run.yaml"
+    return write_run(tmp_path, base_dir, rows, bf16="auto", **sizes) / "run.yaml"
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from tinyserver import Server
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.kernel_choice import has_bf16_instructions
 from ktbridge.verify.run import arms_to_ask, verify
 
 KEY = "a key of its own"
@@ -223,6 +224,9 @@ def test_unavailable_is_never_a_pass(ktbridge, server, servers, base, adapter):
         assert done.stdout == ""
 
 
+@pytest.mark.skipif(
+    not has_bf16_instructions(), reason="in float32 this tiny model says too few whole characters"
+)
 def test_sampled_tokens_say_less(ktbridge, servers, server, base, adapter, make_adapter):
     """Here through the chat template; ok only because they were asked for, and never of a few tokens."""
     half = make_adapter("expert-half", nonexpert=False)
