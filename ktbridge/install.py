@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import platform
 import re
@@ -17,6 +19,7 @@ from ktbridge.errors import KtbridgeError
 _NAME = "ktbridge"
 LINEAR_ATTENTION = ("flash-linear-attention", "fla-core", "causal-conv1d", "triton", "tilelang")
 """Packages that decide how linear attention is computed; fla-core is the first one's other name."""
+_KERNELS = ("flash-linear-attention", "fla-core")
 _NEEDS_KERNELS = "train, plan, predict and serving without SGLang-KT"
 _IN_EXTRAS = {
     "hub": "huggingface_hub tqdm",
@@ -108,22 +111,44 @@ class Gap(NamedTuple):
     wrong: bool = False
 
 
+@functools.cache
+def import_error(package: str) -> str | None:
+    """The error of importing an installed package of ``LINEAR_ATTENTION``; None if it imports or isn't there.
+
+    transformers imports it too, and computes with torch where that fails, in silence.
+    """
+    if not version_of(package):
+        return None
+    try:
+        importlib.import_module("causal_conv1d" if package == "causal-conv1d" else "fla")
+    except Exception as error:  # whatever a package's own start raises
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return None
+
+
 def has_linear_attention_kernels() -> bool:
-    """Whether flash-linear-attention is here, whose kernels transformers takes on a GPU."""
-    return any(version_of(name) for name in ("flash-linear-attention", "fla-core"))
+    """Whether transformers can take flash-linear-attention's kernels on a GPU: it is here, and imports."""
+    there = [name for name in _KERNELS if version_of(name)]
+    return bool(there) and import_error(there[0]) is None
 
 
 def linear_attention_gaps(
-    capabilities: Sequence[str], versions: Mapping[str, str | None] | None = None
+    capabilities: Sequence[str],
+    versions: Mapping[str, str | None] | None = None,
+    errors: Mapping[str, str] | None = None,
 ) -> list[Gap]:
     """What keeps linear attention by a delta rule (Qwen3-Next, Qwen3.5, Kimi Linear) from its GPU kernels.
 
     ``capabilities`` of the GPUs that are used, as NVIDIA writes them ("9.0"; "" where unknown); ``versions``
-    of ``LINEAR_ATTENTION``, by default those that are installed. transformers takes these packages where
-    they are and else computes with torch, in silence.
+    of ``LINEAR_ATTENTION``, by default those that are installed, and then ``errors`` of importing them.
+    transformers takes these packages where they can be imported and else computes with torch, in silence.
     """
     if versions is None:
         versions = {name: version_of(name) for name in LINEAR_ATTENTION}
+        if errors is None and capabilities:
+            tried = {name: import_error(name) for name in (*_KERNELS, "causal-conv1d")}
+            errors = {name: error for name, error in tried.items() if error}
+    errors = errors or {}
     kernels = versions.get("flash-linear-attention") or versions.get("fla-core")
     missing = [] if kernels else ["flash-linear-attention"]
     if not versions.get("causal-conv1d"):
@@ -146,6 +171,11 @@ def linear_attention_gaps(
         wanted = [*missing, "tilelang"] if wrong and not kernels else missing
         found = f"without {' and '.join(missing)} torch computes it, many times slower than kernels"
         gaps.append(Gap(found, f"pip install {' '.join(wanted)}"))
+    for name, error in errors.items():
+        if name == "fla-core" and "flash-linear-attention" in errors:
+            continue
+        found = f"{name} is installed, but fails to import, so torch computes it, many times slower: {error}"
+        gaps.append(Gap(found, f"pip install --upgrade {name}, with what it needs"))
     if kernels and wrong:
         found = (
             f"Triton {triton} computes wrong gradients of it on Hopper GPUs: flash-linear-attention "

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import ktbridge
+from ktbridge import install
 from ktbridge.adapter.engines import CONTRACTS
 from ktbridge.cli._app import Command
 from ktbridge.install import _IN_EXTRAS, install_hint, linear_attention_gaps, reinstall_hint
@@ -282,3 +283,23 @@ def test_what_keeps_linear_attention_from_its_kernels(gpus, versions, told):
     for gap, (text, step, _) in zip(found, told, strict=True):
         assert text in gap.found
         assert step.replace("linear attention", "pip install") in gap.remedy
+
+
+def test_a_package_that_fails_to_import_counts_as_torch(monkeypatch, tmp_path):
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla/__init__.py").write_text("raise RuntimeError('no enum at string index')\n")
+    info = tmp_path / "flash_linear_attention-0.6.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flash-linear-attention\nVersion: 0.6.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    install.import_error.cache_clear()
+    try:
+        assert not install.has_linear_attention_kernels()
+        gap = linear_attention_gaps(["9.0"])[-1]
+    finally:
+        install.import_error.cache_clear()
+    assert "fails to import, so torch computes it" in gap.found
+    assert "RuntimeError: no enum at string index" in gap.found
+    assert "flash-linear-attention" in gap.remedy
