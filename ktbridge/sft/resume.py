@@ -30,6 +30,8 @@ NUMBER = "number"
 """The key in it of a checkpoint's sequence number, which doesn't depend on the clock."""
 HELD_OUT = "held-out rows"
 """The key in it of the rows that evaluations are of, and of what is the best of them."""
+LABELS = "loss of labeled positions"
+"""The key in it of runs whose loss projects no others on a CPU, which changes last bits; since 0.7.0."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 # What may change between a run and its continuation: names of places, what is logged or kept when, and
 # ways to the same results.
@@ -141,6 +143,8 @@ def identity(
         place, names = (adapter, gguf) if adapter.is_dir() else (adapter.parent, [adapter.name])
         settings["adapter"] = _hashes(place, (*_ADAPTER_FILES, *names))
     settings["rows"] = digest
+    if labels_only(config):
+        settings[LABELS] = True
     if images:
         settings["image processor"] = _hashes(base, IMAGE_FILES)
     if held_digest and config.evaluates:
@@ -152,6 +156,12 @@ def identity(
 def began_with(config: TrainConfig, digest: str) -> bool:
     """Whether the checkpoint that the run would go on from is of a run on rows with this digest."""
     return next_record(config).get("rows") == digest
+
+
+def labels_only(config: TrainConfig) -> bool:
+    """Whether the run's loss projects labeled positions only; not if it goes on from one that took all."""
+    before = next_record(config)
+    return not before or LABELS in before
 
 
 def next_record(config: TrainConfig) -> Mapping[str, object]:

@@ -32,6 +32,7 @@ from ktbridge.sft.arguments import choose, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
 from ktbridge.sft.checkpoints import Checkpoints, read_placement, trained
+from ktbridge.sft.compat import score_labels_only
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import data_file
 from ktbridge.sft.data.kept import keep_rows
@@ -47,7 +48,7 @@ from ktbridge.sft.plan.quantised import experts_path, quantised_experts
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.progress import OnLog, Reporter, is_record
-from ktbridge.sft.resume import checkpoints_dir, forget_replaced, saved, set_aside
+from ktbridge.sft.resume import checkpoints_dir, forget_replaced, labels_only, saved, set_aside
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.stages import LOSSES, STAGES
 from ktbridge.sft.weights_watch import WatchWeights
@@ -171,6 +172,7 @@ def _train(
             on_note(note)
     if ready.to_keep and main:
         keep_rows(*ready.to_keep, on_note)
+    score_labels_only(labels_only(config))
     model = load_trainable(config, ready.base, ready.vision is not None)
     uses_liger = config.enable_liger_kernel and choose(config).type == "cuda"
     norms = use_liger(model) if uses_liger else None

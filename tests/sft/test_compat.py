@@ -12,6 +12,7 @@ from moefamilies import FAMILIES, made
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
+from trl.trainer import add_fused_lm_head, utils
 
 from ktbridge.sft import compat
 from ktbridge.sft.arguments import CHECKPOINTING, trainer_arguments
@@ -113,3 +114,37 @@ def test_a_model_is_made_with_the_attention_that_was_chosen() -> None:
     )  # fmt: skip
     compat.set_attention(config, "eager")
     assert AutoModelForCausalLM.from_config(config).config._attn_implementation == "eager"
+
+
+def test_trl_projects_only_labeled_positions(monkeypatch) -> None:
+    """The same loss and gradients as of all positions."""
+    if not hasattr(utils, "_use_triton"):
+        pytest.skip("this trl has no choice")
+    model = made("mixtral", FAMILIES["mixtral"])
+    ids = torch.randint(3, 60, (2, 20))
+    labels = ids.masked_fill(torch.rand(2, 20) < 0.7, -100)
+    labels[:, 1] = ids[:, 1]
+    add_fused_lm_head(model)
+    seen: list[int] = []
+    head = utils._ChunkedLogProbFunction
+
+    class Watched:
+        @staticmethod
+        def apply(hidden: torch.Tensor, *rest: object) -> object:
+            seen.append(len(hidden))
+            return head.apply(hidden, *rest)
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Watched)
+
+    def once() -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=labels, fused_lm_head=True).loss
+        loss.backward()
+        return loss.detach(), model.get_input_embeddings().weight.grad.clone()
+
+    compat.score_labels_only()
+    ours = once()
+    compat.score_labels_only(False)
+    theirs = once()
+    assert seen == [int((labels[:, 1:] != -100).sum()), 38]
+    torch.testing.assert_close(ours, theirs)
