@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,8 +20,6 @@ from ktbridge.sft.data import Refused, refused_file
 
 Log = Sequence[Mapping[str, float]]
 """Records of training: step, loss and pace of each."""
-_LARGEST_RETRY = 100
-"""Number of names tried in each place."""
 
 
 def files_beside(
@@ -55,9 +51,8 @@ def write_output(
 ) -> None:
     """Write the raw adapter of a trained model with ``files`` beside it to ``config.output_dir``.
 
-    Trained weights are never lost to a full disk or an occupied directory: where writing fails, the adapter
-    is in ``checkpoint``, its step's, or is written to the first other place that takes it. ``training`` is
-    what the manifest says of the run. Raises ``KtbridgeError`` naming that place and what to do.
+    Where writing fails, the adapter is in ``checkpoint``, its step's, unless ``save_steps`` is 0. ``training``
+    is what the manifest says of the run. Raises ``KtbridgeError`` naming that place and what to do.
     """
     output = Path(config.output_dir)
     try:
@@ -76,48 +71,10 @@ def write_output(
                 f"the adapter could not be written to {output} ({reason}); it is in {checkpoint}, whole.",
                 "Make room there, then run the same command again: it writes the adapter and trains nothing.",
             ) from error
-        place = _rescued(model, base, files, output.name, training)
-        if place is None:
-            raise KtbridgeError(
-                f"the adapter could not be written to {output} ({reason}), nor to {_listed()}; it is lost.",
-                "Make room and train again, with save_steps above 0 so that the last step is kept.",
-            ) from error
         raise KtbridgeError(
-            f"the adapter could not be written to {output} ({reason}); it was saved in {place} instead.",
-            f"Make room, then move it: mv {place} {output}",
+            f"the adapter could not be written to {output} ({reason}), and no checkpoint holds it: it is lost.",
+            "Make room and train again, with save_steps above 0 so that the last step is kept.",
         ) from error
-
-
-def _rescued(
-    model: nn.Module,
-    base: Path,
-    files: Mapping[str, bytes],
-    name: str,
-    training: Mapping[str, float] | None,
-) -> Path | None:
-    """The directory outside ``output_dir`` that received the adapter, or None."""
-    for parent in _elsewhere():
-        for number in range(_LARGEST_RETRY):
-            place = parent / (f"{name}-saved" + (f"-{number}" if number else ""))
-            if place.exists():
-                continue
-            try:
-                save_raw_adapter(model, place, str(base), extra_files=files, training=training)
-            except (OSError, KtbridgeError):
-                break
-            return place
-    return None
-
-
-def _elsewhere() -> Iterator[Path]:
-    """Fallback directories for an adapter, the most obvious first."""
-    for place in (Path.cwd(), Path.home(), Path(tempfile.gettempdir()), Path("/dev/shm")):
-        if place.is_dir() and os.access(place, os.W_OK):
-            yield place
-
-
-def _listed() -> str:
-    return ", ".join(dict.fromkeys(map(str, _elsewhere())))
 
 
 def _reason(error: Exception) -> str:
