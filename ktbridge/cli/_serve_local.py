@@ -119,7 +119,7 @@ def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
         console.file.flush()
 
     def on_loading() -> None:
-        stderr.print(f"loading {plan.model} ...", markup=False, soft_wrap=True)
+        stderr.print(f"loading {plan.model}{_precision(plan)} ...", markup=False, soft_wrap=True)
 
     serve(plan, on_ready, on_loading)
 
@@ -129,11 +129,16 @@ def _limits(options: Mapping[str, Any]) -> Limits:
     return Limits(**{option.field: options[option.parameter] * option.unit for option in given})
 
 
+def _precision(plan: ServePlan) -> str:
+    return "" if plan.bf16 else " (float32 outside the experts: no BF16 instructions here)"
+
+
 def _print_plan(plan: ServePlan) -> None:
     from ktbridge.cli._ui import console
 
     key = "with an API key" if plan.api_key else "without an API key"
-    console.print(f"would serve {plan.model} on {plan.host}:{plan.port}, {key}", markup=False)
+    where = f"{plan.host}:{plan.port}, {key}{_precision(plan)}"
+    console.print(f"would serve {plan.model} on {where}", markup=False, soft_wrap=True)
     print_models(plan.models)
     limits = plan.limits
     console.print(

@@ -51,8 +51,9 @@ def write_output(
 ) -> None:
     """Write the raw adapter of a trained model with ``files`` beside it to ``config.output_dir``.
 
-    Where writing fails, the adapter is in ``checkpoint``, its step's, unless ``save_steps`` is 0. ``training``
-    is what the manifest says of the run. Raises ``KtbridgeError`` naming that place and what to do.
+    Where writing fails, the adapter is in ``checkpoint``, its step's, unless ``save_steps`` is 0.
+    ``training`` is what the manifest says of the run. Raises ``KtbridgeError`` naming that place and what to
+    do.
     """
     output = Path(config.output_dir)
     try:
@@ -72,7 +73,7 @@ def write_output(
                 "Make room there, then run the same command again: it writes the adapter and trains nothing.",
             ) from error
         raise KtbridgeError(
-            f"the adapter could not be written to {output} ({reason}), and no checkpoint holds it: it is lost.",
+            f"the adapter could not be written to {output} ({reason}), and it is in no checkpoint: it is lost.",
             "Make room and train again, with save_steps above 0 so that the last step is kept.",
         ) from error
 
