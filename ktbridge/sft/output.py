@@ -73,7 +73,7 @@ def write_output(
                 "Make room there, then run the same command again: it writes the adapter and trains nothing.",
             ) from error
         raise KtbridgeError(
-            f"the adapter could not be written to {output} ({reason}), and it is in no checkpoint: it is lost.",
+            f"the adapter could not be written to {output} ({reason}) and is in no checkpoint: it is lost.",
             "Make room and train again, with save_steps above 0 so that the last step is kept.",
         ) from error
 
