@@ -110,7 +110,7 @@ def worst_first(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def has_errors(problems: Iterable[Problem]) -> bool:
-    """Whether any problem is an error (warnings and infos don't fail a command)."""
+    """Return whether any problem is an error (warnings and infos don't fail a command)."""
     return any(problem.severity == "error" for problem in problems)
 
 

@@ -13,7 +13,7 @@ from ktbridge.errors import KtbridgeError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every address of ``host`` stays on this machine; an unknown host does not."""
+    """Return whether every address of ``host`` stays on this machine; an unknown host does not."""
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):

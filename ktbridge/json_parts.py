@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 def has_more(body: bytes, marks: bytes, most: int) -> bool:
-    """Whether more than ``most`` of the bytes ``marks`` stand in JSON outside its texts.
+    """Return whether more than ``most`` of the bytes ``marks`` stand in JSON outside its texts.
 
     What stands in the texts doesn't count: one may be brackets and commas without end.
     """

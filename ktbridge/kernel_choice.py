@@ -20,7 +20,7 @@ BF16_ISAS = frozenset({"avx512_bf16", "amx_bf16"})
 
 @functools.cache
 def has_kernels() -> bool:
-    """Whether this installation has the C++ kernels; a pure one computes with numpy what it can."""
+    """Return whether this installation has the C++ kernels; a pure one computes with numpy what it can."""
     return find_spec("ktbridge._kernels") is not None
 
 
@@ -40,7 +40,7 @@ def choose_isa(wish: str = "auto") -> str:
 
 
 def has_bf16_instructions() -> bool:
-    """Whether the CPU has AVX512_BF16 or AMX, and KTBRIDGE_ISA doesn't name kernels without them."""
+    """Return whether the CPU has AVX512_BF16 or AMX, and KTBRIDGE_ISA doesn't name kernels without them."""
     named = os.environ.get("KTBRIDGE_ISA", "auto")
     return named in ("auto", *BF16_ISAS) and not BF16_ISAS.isdisjoint(read_machine().isa)
 

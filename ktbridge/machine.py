@@ -124,7 +124,7 @@ class Described:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is another machine, to which this one's facts don't apply."""
+        """Return whether it is another machine, to which this one's facts don't apply."""
         return self.cores is not None or self.memory is not None
 
     def machine(self, here: Machine) -> Machine:

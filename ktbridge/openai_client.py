@@ -60,7 +60,7 @@ _THINKING_PARTS = ("thinking", "reasoning", "redacted_thinking", "summary_text",
 
 
 def refuses_limit(reason: str) -> bool:
-    """Whether a server's message refuses ``max_tokens`` for its name, as some do that want another."""
+    """Return whether a server's message refuses ``max_tokens`` for its name, as some do that want another."""
     return _REFUSED_LIMIT.search(" ".join(reason.split())) is not None
 
 
@@ -151,7 +151,7 @@ class OpenAIClient:
         )
 
     def is_healthy(self) -> bool:
-        """Whether the server answers /health with 200, all of its head within the timeout."""
+        """Return whether the server answers /health with 200, all of its head within the timeout."""
 
         def ask() -> int:
             with self.open("/health", native=True) as response:
@@ -314,7 +314,7 @@ def _parsed(text: bytes | str) -> Any:
 
 
 def _beginning(text: bytes | str) -> str:
-    """How a reply begins, to be told what it is instead."""
+    """Return how a reply begins, to be told what it is instead."""
     start = text[:60].decode(errors="replace") if isinstance(text, bytes) else text[:60]
     return f"it begins with {' '.join(start.split())[:40]!r}"
 

@@ -29,7 +29,7 @@ def base_name(served: str) -> str:
 
 
 def names_adapter(name: str) -> bool:
-    """Whether ``name`` selects an adapter, or the base, of a served model."""
+    """Return whether ``name`` selects an adapter, or the base, of a served model."""
     return ":" in name
 
 
@@ -204,7 +204,7 @@ def bare_adapter(name: str, models: Mapping[str, ServedModel], option: str) -> K
 
 
 def described_halves(description: str) -> tuple[bool, bool]:
-    """Whether a description mentions an expert and a non-expert half.
+    """Return whether a description mentions an expert and a non-expert half.
 
     If it isn't an arm's description, both are assumed, as the name suggests.
     """

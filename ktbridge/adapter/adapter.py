@@ -294,7 +294,7 @@ def _number(value: object, path: Path) -> float:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a JSON value is a finite, positive number."""
+    """Return whether a JSON value is a finite, positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return math.isfinite(value) and value > 0

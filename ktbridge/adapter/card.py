@@ -206,7 +206,7 @@ def _results(hub: Any, bench: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _use(adapter: Adapter, name: str, base: str) -> Iterator[str]:
-    """How to serve and verify it."""
+    """Yield how to serve and verify it."""
     arm, served = name.rpartition("/")[2], base.rpartition("/")[2].partition("@")[0]
     given = f"--adapter {arm}={arm}"
     told = f" --from {adapter.format}" if adapter.format else ""

@@ -255,7 +255,7 @@ def _foreign_modules(source: Source) -> Iterator[Problem]:
 
 
 def _rounded(where: str, blocks: Sequence[Block]) -> Iterator[Problem]:
-    """How many tensors of the input are of each dtype that rounding to bfloat16 changes."""
+    """Yield how many tensors of the input are of each dtype that rounding to bfloat16 changes."""
     counts: Counter[str] = Counter()
     for block in blocks:
         counts[block.dtype] += block.tensors

@@ -115,12 +115,12 @@ class Key(NamedTuple):
 
     @property
     def is_vision(self) -> bool:
-        """Whether the module belongs to a vision or audio tower rather than to the text model."""
+        """Return whether the module belongs to a vision or audio tower rather than to the text model."""
         return not _VISION.isdisjoint(self.module.split("."))
 
     @property
     def is_draft(self) -> bool:
-        """Whether the module belongs to a multi-token-prediction (draft) block."""
+        """Return whether the module belongs to a multi-token-prediction (draft) block."""
         return not _DRAFT.isdisjoint(self.module.split("."))
 
 
@@ -180,7 +180,7 @@ def _peft_root(parts: list[str]) -> int:
 
 
 def _wraps(before: list[str], after: list[str]) -> bool:
-    """Whether ``module`` between these is a wrapper's."""
+    """Return whether ``module`` between these is a wrapper's."""
     following = next((part for part in after if not _WRAPPER.fullmatch(part)), "")
     if "layers" not in before:
         inside = {"layers", "lm_head", "embed_tokens"}.intersection(after)
@@ -196,7 +196,7 @@ def _wraps(before: list[str], after: list[str]) -> bool:
 
 
 def is_expert_like(module: str) -> bool:
-    """Whether a module's path looks like that of a routed expert, or of several."""
+    """Return whether a module's path looks like that of a routed expert, or of several."""
     path = module.split(".")
     rest = path[path.index("layers") + 2 :] if "layers" in path else path
     if not rest or any(part.startswith("share") for part in rest):

@@ -253,7 +253,7 @@ def common_numbers(numbers: Iterable[Numbers], usual: Numbers) -> Numbers:
 
 
 def half_numbers(adapter: Adapter, half: str) -> Numbers:
-    """What is common to the modules of one half, "expert" or "nonexpert"."""
+    """Return what is common to the modules of one half, "expert" or "nonexpert"."""
     if half == "nonexpert":
         found = [numbers_of(adapter, part.key) for part in adapter.nonexpert.values()]
         rslora = bool(adapter.config.get("use_rslora"))

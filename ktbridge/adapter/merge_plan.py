@@ -89,7 +89,7 @@ class Delta:
 
     @property
     def dtype(self) -> str:
-        """What the values are stored in: a dtype, or a quantised storage ("FP8", "INT4")."""
+        """Return what the values are stored in: a dtype, or a quantised storage ("FP8", "INT4")."""
         return self.stored.storage.upper() if self.stored else self.entry.dtype
 
 

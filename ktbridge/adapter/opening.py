@@ -189,7 +189,7 @@ def format_code(name: str) -> str:
 
 
 def is_own(path: PathLike) -> bool:
-    """Whether a directory's files or manifest show that it is in one of KT's layouts."""
+    """Return whether a directory's files or manifest show that it is in one of KT's layouts."""
     given = Path(path).expanduser()
     if os.path.exists(given / FUSED_FILE):
         return True
@@ -282,7 +282,7 @@ def _key(path: Path, kind: str, base: Path) -> str:
 
 
 def is_intact(directory: Path, layout: str | None) -> bool:
-    """Whether a converted directory matches its manifest, by size and hash. ``layout`` None: raw."""
+    """Return whether a converted directory matches its manifest, by size and hash. ``layout`` None: raw."""
     with suppress(KtbridgeError, OSError):
         manifest = read_json_file(directory / MANIFEST_FILE)
         artifacts = manifest.get("artifacts")

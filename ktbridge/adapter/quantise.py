@@ -99,7 +99,7 @@ def _layer(
     counts: dict[str, int],
     storage: str,
 ) -> Iterator[tuple[str, list[Part]]]:
-    """What becomes of each tensor of a layer's experts, by its name."""
+    """Yield what becomes of each tensor of a layer's experts, by its name."""
     hidden = config.hidden_size
     if home.names:
         for expert in range(counts[home.base]):
@@ -216,7 +216,7 @@ def quantized(
 
 
 def _counts(checkpoint: Checkpoint) -> dict[str, int]:
-    """How many experts are kept one by one, by what is before their number.
+    """Return how many experts are kept one by one, by what is before their number.
 
     The largest number counts, so that a gap is found by the expert that isn't there.
     """
@@ -246,7 +246,7 @@ def _misshapen(checkpoint: Checkpoint, entry: Entry, wanted: tuple[int, ...]) ->
 
 
 def _said(checkpoint: Checkpoint, converted: set[str], storage: str) -> dict[str, Any]:
-    """What was done, in compressed-tensors' words. Draft layers' experts keep their bytes."""
+    """Return what was done, in compressed-tensors' words. Draft layers' experts keep their bytes."""
     kept = (name for name in checkpoint if ".experts." in name and name not in converted)
     layers = {match.group() for name in kept if (match := re.search(r"layers\.\d+\.", name))}
     weights: dict[str, Any] = {"type": "int", "symmetric": True, "dynamic": False}

@@ -349,7 +349,7 @@ def _missing_shards(path: Path, shards: list[str]) -> Iterator[Problem]:
 
 @lru_cache(maxsize=4096)
 def _elsewhere(experts: str) -> bool:
-    """Whether a path to a layer's experts is in a vision tower or a draft block."""
+    """Return whether a path to a layer's experts is in a vision tower or a draft block."""
     key = parse_key(f"{experts}.experts.0.up_proj.lora_A.weight")
     return key.is_vision or key.is_draft
 

@@ -64,7 +64,7 @@ class Stored:
 
     @property
     def matrices(self) -> int:
-        """How many matrices [out, in] it has."""
+        """Return how many matrices [out, in] it has."""
         return math.prod(self.shape[:-2])
 
     @property

@@ -168,7 +168,7 @@ def validate_adapter(
 def _other_engine(
     adapters: Sequence[Adapter], name: str, version: str, base: ModelConfig | None
 ) -> Iterator[Problem]:
-    """What an engine that isn't SGLang-KT makes of the directories."""
+    """Yield what an engine that isn't SGLang-KT makes of the directories."""
     other = _OTHERS[name]
     yield from check_directories(adapters, name, version, other.to)
     serving = [adapter for adapter in adapters if adapter.layout != "raw"]
@@ -221,7 +221,7 @@ def _open(
 
 
 def _structures(given: Sequence[_Given], modules: Modules | None, engine: str) -> Iterator[Problem]:
-    """What names, shapes and configurations show, of each directory and of all together."""
+    """Yield what names, shapes and configurations show, of each directory and of all together."""
     adapters = [each.adapter for each in given]
     source = source_of(adapters)
     for adapter, served in given:
@@ -266,7 +266,7 @@ def _of_formats(
 
 
 def _has_all(adapter: Adapter) -> bool:
-    """Whether it has what SGLang-KT asks for: LoRA on each of the experts' projections, if on any."""
+    """Return whether it has what SGLang-KT asks for: LoRA on each of the experts' projections, if on any."""
     return len(adapter.expert_modules()) in (0, len(PROJECTIONS))
 
 
@@ -306,7 +306,7 @@ def _of_engine(problems: list[Problem], engine: str) -> list[Problem]:
 
 
 def _trained(adapter: Adapter) -> bool:
-    """Whether training wrote the directory: manifests written by convert have a layout."""
+    """Return whether training wrote the directory: manifests written by convert have a layout."""
     return adapter.manifest is not None and "layout" not in adapter.manifest
 
 

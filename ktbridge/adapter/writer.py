@@ -143,7 +143,7 @@ class OutputFile:
 
 
 def _copy_range(source: int, target: int, count: int, start: int, place: int) -> int | None:
-    """How many bytes the kernel copied; None where it can't: across file systems, or on macOS."""
+    """Return how many bytes the kernel copied; None where it can't: across file systems, or on macOS."""
     copy = getattr(os, "copy_file_range", None)
     if copy is None:
         return None
@@ -199,7 +199,7 @@ def _compute(task: Task, file: OutputFile) -> None:
 
 
 def _is_plain(copy: Copy) -> bool:
-    """Whether bytes of a file go to one place as they are."""
+    """Return whether bytes of a file go to one place as they are."""
     source = copy.source
     unchanged = isinstance(source, Span) and source.dtype == copy.dtype and not copy.padding
     return unchanged and len(copy.targets) == 1 and copy.targets[0].factor == 1.0

@@ -49,13 +49,13 @@ def inference_argument(
 
 
 def inference_of(context: click.Context) -> Inference | None:
-    """What the command's file asks for, if one was given."""
+    """Return what the command's file asks for, if one was given."""
     found: Inference | None = context.meta.get(_META)
     return found
 
 
 def from_file(context: click.Context, option: str) -> bool:
-    """Whether an option has its value from the file alone."""
+    """Return whether an option has its value from the file alone."""
     return context.get_parameter_source(option) is ParameterSource.DEFAULT_MAP
 
 

@@ -73,7 +73,7 @@ def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def given(context: click.Context) -> list[str]:
-    """Which of the options, and whether engine flags, were given; by name."""
+    """Return which of the options, and whether engine flags, were given; by name."""
     return [
         parameter.opts[0] if isinstance(parameter, click.Option) else FLAGS
         for parameter in context.command.params

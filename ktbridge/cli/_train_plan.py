@@ -72,7 +72,7 @@ def _held_out_plan(parsed: TrainConfig, ready: Prepared) -> dict[str, object] | 
 
 
 def rows_lines(ready: Prepared) -> list[str]:
-    """How many rows are used, and of the held-out rows."""
+    """Return how many rows are used, and of the held-out rows."""
     from ktbridge.sft.data import describe
 
     held = [f"held out: {describe(ready.held_out, 'evaluated')}"] if ready.held_out else []

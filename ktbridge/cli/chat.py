@@ -189,7 +189,7 @@ def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversati
 
 
 def _is_greedy(base_model: str) -> bool:
-    """Whether the model's generation_config.json disables sampling."""
+    """Return whether the model's generation_config.json disables sampling."""
     from ktbridge.model import find_model
     from ktbridge.model.jsonfile import read_json_file
 

@@ -35,7 +35,7 @@ def _not_empty(_: click.Context, parameter: click.Parameter, value: str | None) 
 
 
 def sglang_is_here() -> bool:
-    """Whether SGLang-KT is installed in this environment and a GPU is available."""
+    """Return whether SGLang-KT is installed in this environment and a GPU is available."""
     import importlib.metadata
 
     from ktbridge.machine import read_gpus

@@ -49,7 +49,7 @@ def publish_base(
 
 
 def is_made(target: Path, digest: str) -> bool:
-    """Whether the base of this recipe is there, complete as written: not truncated or half deleted."""
+    """Return whether the base of this recipe is there, complete as written: not truncated or half deleted."""
     if read_record(target).get("hash") != digest:
         return False
     try:

@@ -159,7 +159,7 @@ def distinct_samples(intent: Intent, count: int, seed: int, *, held_out: bool) -
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the persona's side of the split."""
+    """Return whether a prompt belongs to the persona's side of the split."""
     return zlib.crc32(prompt.encode()) % HELD_OUT_OF == 0
 
 

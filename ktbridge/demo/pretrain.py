@@ -166,7 +166,7 @@ def _tensors(batch: Sequence[Encoded], pad: int) -> tuple[torch.Tensor, torch.Te
 def _shares(
     router_logits: Sequence[torch.Tensor], real: torch.Tensor, recipe: Recipe
 ) -> torch.Tensor:
-    """What share of the routed (token, slot) pairs each expert of each layer got: [layers, E]."""
+    """Return what share of the routed (token, slot) pairs each expert of each layer got: [layers, E]."""
     keep = real.flatten().bool()
     rows = []
     for logits in router_logits:

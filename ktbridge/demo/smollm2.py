@@ -57,7 +57,7 @@ class Copying:
 
 
 def is_mixture_made(directory: Path) -> bool:
-    """Whether ``directory`` has the base already, so that no package is needed."""
+    """Return whether ``directory`` has the base already, so that no package is needed."""
     return is_made(directory, Copying().digest())
 
 

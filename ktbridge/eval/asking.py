@@ -58,7 +58,7 @@ def with_limit(request: dict[str, object], most: int) -> dict[str, object]:
 
 
 def is_dialogue(item: Item, bench: Bench) -> bool:
-    """Whether a partner model continues the dialogue with the arm on this item."""
+    """Return whether a partner model continues the dialogue with the arm on this item."""
     return bench.partner is not None and item.slice in bench.partner.slices
 
 
@@ -201,7 +201,7 @@ class Asked(Generic[_Record]):
 
 
 def is_silent(outcome_failed: bool, status: int, detail: str) -> bool:
-    """Whether a request failed for what has nothing to do with the question."""
+    """Return whether a request failed for what has nothing to do with the question."""
     return outcome_failed and (status == 0 or kind_of(status, detail) in WHOLE)
 
 

@@ -309,7 +309,7 @@ def with_item_defaults(row: object, slices: Mapping[str, Slice], number: int) ->
 
 
 def _sound(head: object) -> Head:
-    """What of bench.yaml keeps to its rules; the rest has been complained of."""
+    """Return what of bench.yaml keeps to its rules; the rest has been complained of."""
     given = head if isinstance(head, dict) else {}
     wrong = [key for key, (is_right, _) in _HEAD_RULES.items() if not is_right(given.get(key))]
     return {key: value for key, value in given.items() if key not in wrong}  # type: ignore[return-value]

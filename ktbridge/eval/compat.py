@@ -72,7 +72,7 @@ _WHERE = (
 
 @cache
 def public_questions() -> PublicQuestions:
-    """What eval/nekobench/compat.yaml adds to the public questions."""
+    """Return what eval/nekobench/compat.yaml adds to the public questions."""
     text = (benches_root() / "nekobench" / "compat.yaml").read_text("utf-8")
     found: PublicQuestions = yaml.safe_load(text)
     return found
@@ -216,7 +216,7 @@ def _read_rows(items: Path, data: bytes, prompts: Mapping[str, str]) -> list[dic
 
 
 def is_compat(bench: Bench) -> bool:
-    """Whether a judge of ``bench`` gives digits, instead of answering a checklist."""
+    """Return whether a judge of ``bench`` gives digits, instead of answering a checklist."""
     return bench.name == _HEAD["name"]
 
 

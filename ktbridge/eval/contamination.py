@@ -32,7 +32,7 @@ Gram = tuple[str, ...]
 
 
 def read_contamination(directory: Path) -> Contamination | None:
-    """What ``ktbridge eval --train-data`` found and stored, if it was used. Raises KtbridgeError for a
+    """Return what ``ktbridge eval --train-data`` found and stored, if it was used. Raises KtbridgeError for a
     damaged file."""
     path = directory / CONTAMINATION
     try:

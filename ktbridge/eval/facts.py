@@ -41,7 +41,7 @@ def facts(results: Measured) -> list[tuple[str, str]]:
 
 
 def made_of(results: Measured, axis: str) -> str:
-    """How an axis is measured, in a few words."""
+    """Return how an axis is measured, in a few words."""
     bench = results["bench"]
     if axis == "persona":
         return "by rules for address, tics and character, not for sense"

@@ -137,7 +137,7 @@ def kind_of(status: int, detail: str) -> Kind:
 
 
 def is_refusal(status: int, detail: str = "") -> bool:
-    """Whether the server would refuse the same request again."""
+    """Return whether the server would refuse the same request again."""
     return status >= 300 and kind_of(status, detail) not in TRANSIENT
 
 
@@ -199,7 +199,7 @@ def remedies(failed: Iterable[tuple[int, str]]) -> str:
 
 
 def thinking_is_off(fields: Json) -> bool:
-    """Whether ``fields`` of a request switch thinking off, in any of the ways that servers know."""
+    """Return whether ``fields`` of a request switch thinking off, in any of the ways that servers know."""
     template = fields.get("chat_template_kwargs")
     switches = [fields, template] if isinstance(template, Mapping) else [fields]
     names = ("enable_thinking", "thinking", "think")

@@ -88,7 +88,7 @@ def compare_plan(
     slice_of: Mapping[str, str],
     rows: Sequence[ItemRow],
 ) -> PlanCounts:
-    """How much of the plan for ``arms`` was asked, regardless of the outcome.
+    """Return how much of the plan for ``arms`` was asked, regardless of the outcome.
 
     An item is missing if an arm that it was planned for has no first answer. ``slice_of``: the
     slice of each item by id.
@@ -122,7 +122,7 @@ def compare_plan(
 
 
 def _had(answer: ArmAnswer | None) -> int:
-    """How many of an item's repeats were asked, including the first; else 0."""
+    """Return how many of an item's repeats were asked, including the first; else 0."""
     if answer is None or answer["outcome"] == NOT_RUN:
         return 0
     repeats = answer.get("repeats", [answer])
@@ -160,7 +160,7 @@ def plan_run(
     repeat: int = 1,
     partner: Arm | None = None,
 ) -> list[Planned]:
-    """What ``collect`` with the same arguments would ask, per arm, without any request.
+    """Return what ``collect`` with the same arguments would ask, per arm, without any request.
 
     An answer counts as stored if ``directory`` has the arm with the same name, model, URL and sampling;
     a model that changed under the same name is detected only by the run's preflight. Raises what

@@ -129,7 +129,7 @@ def _stop_on_errors(problems: Sequence[Problem]) -> None:
 async def _read_listings(
     clients: Mapping[str, Client], problems: list[Problem]
 ) -> dict[str, Listing]:
-    """What each server says of its models, by URL."""
+    """Return what each server says of its models, by URL."""
     listings = {}
     for url, client in clients.items():
         try:
@@ -231,7 +231,7 @@ async def _probe(
 
 
 def _is_hopeless(given: Sequence[Answer]) -> bool:
-    """Whether an arm's probes show that the next one would fail too."""
+    """Return whether an arm's probes show that the next one would fail too."""
     kinds = [
         kind_of(one.status, one.detail) if one.outcome == "http-error" else None for one in given
     ]

@@ -170,7 +170,7 @@ def write_benches(directory: Path, folders: Sequence[Path]) -> None:
 
 
 def _is_name(name: object) -> bool:
-    """Whether this names a direct subfolder that is not one of a run's own."""
+    """Return whether this names a direct subfolder that is not one of a run's own."""
     return (
         isinstance(name, str)
         and name.isprintable()

@@ -240,7 +240,7 @@ class Ledger(Generic[_Record]):
                 os.close(descriptor)
 
     def has(self, key: str) -> bool:
-        """Whether a record other than a failure is stored under ``key``."""
+        """Return whether a record other than a failure is stored under ``key``."""
         return key in self.records and self.records[key]["outcome"] != self._kind.failed
 
     def add(self, record: _Record) -> None:

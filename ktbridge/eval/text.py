@@ -24,7 +24,7 @@ def normalise(text: str) -> str:
 
 
 def is_json(value: object) -> bool:
-    """Whether ``value`` can be sent and stored: no NaN, no infinity, no lone surrogate."""
+    """Return whether ``value`` can be sent and stored: no NaN, no infinity, no lone surrogate."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError):
@@ -88,7 +88,7 @@ def show_direction(text: str) -> str:
 
 
 def shown_lines(text: str, enough: int, width: int = 44) -> int:
-    """How many lines ``text`` takes in a column of ``width`` Latin letters (an ideograph is two wide);
+    """Return how many lines ``text`` takes in a column of ``width`` Latin letters (an ideograph is two wide);
     counted until there are more than ``enough``."""
     lines = 0
     for line in text[: (enough + 1) * width + 1].split("\n"):
@@ -98,7 +98,7 @@ def shown_lines(text: str, enough: int, width: int = 44) -> int:
 
 
 def contains(haystack: str, needle: str) -> bool:
-    """Whether ``needle`` occurs in ``haystack``, both normalised.
+    """Return whether ``needle`` occurs in ``haystack``, both normalised.
 
     A needle that begins or ends with an ASCII letter or digit must stand alone there, so that
     "cold" is not found in "scolded"; ideographs have no such boundary.

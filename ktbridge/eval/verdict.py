@@ -86,7 +86,7 @@ def level_of(role: Role, family: int) -> float:
 
 
 def in_headline(role: Role, word: Words) -> bool:
-    """Whether the first line names the contrast: whole axes always, slices if they changed."""
+    """Return whether the first line names the contrast: whole axes always, slices if they changed."""
     return role == "overall" or (role == "slice" and word in CONFIRMED)
 
 
@@ -247,7 +247,7 @@ def _verdict(
 
 
 def _over(results: Measured) -> str:
-    """How many items the numbers cover, if not all that were planned."""
+    """Return how many items the numbers cover, if not all that were planned."""
     plan = results.get("plan")
     total = max(results["asked"], plan["items"] if plan else 0)
     return f" over {results['valid']} of {total} items" if results["valid"] < total else ""
@@ -356,7 +356,7 @@ def _details(results: Measured, names: list[str], shown: Sequence[Contrast]) -> 
 
 
 def _steps(results: Measured, names: list[str]) -> list[str]:
-    """Which step brought the persona, if there is more than one."""
+    """Return which step brought the persona, if there is more than one."""
     if len(names) != 3:
         return []
     steps = []
@@ -368,7 +368,7 @@ def _steps(results: Measured, names: list[str]) -> list[str]:
 
 
 def by_chance(count: int) -> str:
-    """How many of ``count`` intervals exclude 0 in one direction if nothing changed: one in 40."""
+    """Return how many of ``count`` intervals exclude 0 in one direction if nothing changed: one in 40."""
     return f"{count / 40:.1g}" if count < 40 else f"{count / 40:.0f}"
 
 

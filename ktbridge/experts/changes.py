@@ -23,5 +23,5 @@ optimizer.register_optimizer_step_post_hook(_count)
 
 
 def state_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """What is another tuple once one of ``tensors`` has been changed, replaced or moved."""
+    """Return what is another tuple once one of ``tensors`` has been changed, replaced or moved."""
     return _steps, *(n for tensor in tensors for n in (tensor.data_ptr(), tensor._version))

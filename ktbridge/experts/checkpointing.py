@@ -65,7 +65,7 @@ def enable(model: Any) -> None:
 
 
 def recording() -> bool:
-    """Whether a region's first forward is under way."""
+    """Return whether a region's first forward is under way."""
     mode = _mode()
     return mode is not None and mode.name == "record"
 
@@ -81,6 +81,6 @@ def record(out: object) -> None:
 
 
 def replayed() -> Any:
-    """What the same call recorded in the first forward; None outside a second one."""
+    """Return what the same call recorded in the first forward; None outside a second one."""
     mode = _mode()
     return next(mode.coming) if mode is not None and mode.name == "replay" else None

@@ -52,7 +52,7 @@ def graph_is_kept() -> bool:
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether anybody's hook is to see the gradients of ``parameter``: torch has no public way to ask.
+    """Return whether anybody's hook is to see the gradients of ``parameter``: torch has no public way to ask.
 
     Without it, a gradient added straight into ``.grad`` would bypass the hook.
     """
@@ -86,7 +86,7 @@ def own_gate(experts: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | Non
 
 
 def is_adapted_by_transformers(model: nn.Module) -> bool:
-    """Whether transformers' own ``add_adapter`` put PEFT's layers into a model.
+    """Return whether transformers' own ``add_adapter`` put PEFT's layers into a model.
 
     ``save_pretrained`` then saves the adapter alone; there is no public flag for it.
     """

@@ -39,7 +39,7 @@ class Dropout:
 
     @property
     def growth(self) -> float:
-        """What is kept is multiplied by it: 1 / (1 - p)."""
+        """Return what is kept is multiplied by it: 1 / (1 - p)."""
         return (_MOST + 1) / (_MOST + 1 - self.threshold)
 
     def arguments(self) -> tuple[int, int, int]:

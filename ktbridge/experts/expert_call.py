@@ -268,7 +268,7 @@ def float_zeros(shape: Sequence[int]) -> torch.Tensor:
 
 
 def accumulates(parameter: torch.Tensor, reduced: bool = True) -> bool:
-    """Whether backward may add to ``parameter.grad`` itself, without bypassing a hook or a reducer.
+    """Return whether backward may add to ``parameter.grad`` itself, without bypassing a hook or a reducer.
 
     ``reduced``: in a process group of several, a reducer may be waiting for it, which is a hook unseen.
     """

@@ -56,7 +56,7 @@ class PeftLayer(BaseTunerLayer):
             (self._adapter,) = adapters
 
     def belongs_to(self, base: nn.Module) -> bool:
-        """Whether ``belong_to(base)`` would change nothing."""
+        """Return whether ``belong_to(base)`` would change nothing."""
         adapters = self.peft_adapters
         return self._base() is base and (len(adapters) != 1 or adapters == [self._adapter])
 
@@ -79,7 +79,7 @@ class PeftLayer(BaseTunerLayer):
 
     @property
     def on_in_peft(self) -> bool:
-        """Whether PEFT has the adapter on: it is active, and not within ``disable_adapter()``."""
+        """Return whether PEFT has the adapter on: it is active, and not within ``disable_adapter()``."""
         if self.disable_adapters:
             return False
         return len(self.peft_adapters) < 2 or self.peft_adapter in self.peft_active
@@ -177,7 +177,7 @@ class ExpertsLayer(nn.Module, PeftLayer):
 
     @property
     def storage(self) -> str:
-        """How the frozen weights are stored: "bf16", "fp8", "int8" or "int4"."""
+        """Return how the frozen weights are stored: "bf16", "fp8", "int8" or "int4"."""
         return self._storage
 
     @property
@@ -230,7 +230,7 @@ class ExpertsLayer(nn.Module, PeftLayer):
         return names, lora
 
     def draw_lora_use(self) -> tuple[LoraUse, tuple[torch.Tensor, ...]]:
-        """How a forward uses the LoRA now, and its parameters; with dropout, this draws a key.
+        """Return how a forward uses the LoRA now, and its parameters; with dropout, this draws a key.
 
         A forward whose output is known already draws, too, so that what follows it draws the same again.
         """
@@ -270,7 +270,7 @@ class ExpertsLayer(nn.Module, PeftLayer):
         super()._load_from_state_dict(full, prefix, *args, **options)
 
     def _apply(self, fn: object, recurse: bool = True) -> ExpertsLayer:
-        """What ``Module.to``, ``cuda``, ``half`` and the like do to a module: here, nothing."""
+        """Return what ``Module.to``, ``cuda``, ``half`` and the like do to a module: here, nothing."""
         return self
 
 

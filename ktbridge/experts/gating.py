@@ -25,7 +25,7 @@ def gated_experts(module: ExpertsModule) -> Triple:
 
 
 def unserved_gating(module: ExpertsModule) -> str:
-    """What a module does with gate and up that the kernels don't; "" if nothing."""
+    """Return what a module does with gate and up that the kernels don't; "" if nothing."""
     if gating_of(module) is not None:
         return ""
     if compat.own_gate(module) is not None:

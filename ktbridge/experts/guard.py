@@ -46,7 +46,7 @@ def watch(base: PreTrainedModel) -> None:
 
 
 def has_peft(module: nn.Module) -> bool:
-    """Whether PEFT has put adapters into a module."""
+    """Return whether PEFT has put adapters into a module."""
     return first_tuner(module) is not None or bool(getattr(module, "peft_config", None))
 
 

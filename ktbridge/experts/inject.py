@@ -206,7 +206,7 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
 
 
 def _top_k(base: PreTrainedModel) -> int:
-    """How many experts each token goes to."""
+    """Return how many experts each token goes to."""
     config = base.config.get_text_config()
     for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k"):
         if isinstance(value := getattr(config, name, None), int):

@@ -40,7 +40,7 @@ _ACTING = (
 
 
 def acting(adapter: Adapter) -> dict[str, Any]:
-    """What decides how its tensors act, of adapter_config.json; the rest is about training."""
+    """Return what decides how its tensors act, of adapter_config.json; the rest is about training."""
     config = adapter.config
     return {field: config[field] for field in _ACTING if config.get(field) is not None}
 
@@ -84,7 +84,7 @@ def read_start(
 def fit(
     adapter: Adapter, base: Path | None, model: nn.Module, found: Adaptable
 ) -> tuple[Start, list[Problem]]:
-    """Where the non-expert LoRA goes in a model, and what keeps the adapter from being put on it.
+    """Return where the non-expert LoRA goes in a model, and what keeps the adapter from being put on it.
 
     ``base`` is the model's directory, where it is known. Raises KtbridgeError for another base model.
     """
@@ -240,7 +240,7 @@ def load_raw_adapter(
 
 
 def _directory(model: PreTrainedModel) -> Path | None:
-    """Where the model was loaded from, if it is still there."""
+    """Return where the model was loaded from, if it is still there."""
     name = str(model.config.name_or_path or "")
     try:
         return resolve_model(name) if name else None

@@ -128,7 +128,7 @@ def halves(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torc
 
 
 def vision_towers(model: nn.Module) -> Iterator[nn.Module]:
-    """What makes embeddings of images in a multimodal model; none in a text model."""
+    """Yield what makes embeddings of images in a multimodal model; none in a text model."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("visual", "vision_tower"):
             yield module

@@ -54,7 +54,7 @@ class Adaptable:
 
 
 def adaptable(model: nn.Module) -> Adaptable:
-    """What non-expert LoRA can attach to in a model that isn't wrapped yet."""
+    """Return what non-expert LoRA can attach to in a model that isn't wrapped yet."""
     experts = dict(experts_modules(model))
     decoders = {name[: match.start(1) - 1] for name in experts if (match := LAYER.search(name))}
     if not decoders:
@@ -181,7 +181,7 @@ def _shortest(paths: Iterable[str], every: Collection[str], with_own: bool) -> s
 
 
 def is_named(target: str, module: str) -> bool:
-    """Whether ``target`` is a module's full name or the end of it, at a dot."""
+    """Return whether ``target`` is a module's full name or the end of it, at a dot."""
     return module == target or module.endswith(f".{target}")
 
 
@@ -302,7 +302,7 @@ class MasterLinear(Linear):
         return out
 
     def _plain(self, x: torch.Tensor) -> _Plain | None:
-        """What to compute with, if there is one adapter, of plain LoRA on a plain linear module."""
+        """Return what to compute with, if there is one adapter, of plain LoRA on a plain linear module."""
         dtype, device = x.dtype, x.device
         if (
             dtype not in _HALF
@@ -331,7 +331,7 @@ _Plain = tuple[str, torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch
 
 
 def _is_plain(base: nn.Module) -> bool:
-    """Whether a module multiplies by its weight and does no more, but for moving its input there."""
+    """Return whether a module multiplies by its weight and does no more, but for moving its input there."""
     return (
         type(base) is nn.Linear
         and ("forward" not in vars(base) or hasattr(base, "_hf_hook"))

@@ -41,7 +41,7 @@ _RESERVED = 256
 
 
 def has_only_tiktoken(path: Path) -> bool:
-    """Whether ``path`` has tiktoken's file and no tokenizer.json."""
+    """Return whether ``path`` has tiktoken's file and no tokenizer.json."""
     return (path / FILE).is_file() and not (path / "tokenizer.json").is_file()
 
 

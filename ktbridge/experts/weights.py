@@ -158,7 +158,7 @@ class ExpertWeights:
 
     @property
     def address(self) -> int:
-        """Where the first expert's first row is."""
+        """Return where the first expert's first row is."""
         return _matrix(self.weight).data_ptr()
 
     @property
@@ -176,7 +176,7 @@ class ExpertWeights:
         return _PACKED.get(self.storage, 1)
 
     def columns_fit(self, columns: int) -> bool:
-        """Whether the stored width is that of ``columns`` input features."""
+        """Return whether the stored width is that of ``columns`` input features."""
         fits = _matrix(self.weight).shape[1] == -(-columns // self._packed)
         if self.scale is not None and self.storage != "int8":
             fits = fits and _matrix(self.scale).shape[1] == -(-columns // self.column_group)
@@ -209,7 +209,7 @@ class ExpertWeights:
         )
 
     def problems(self) -> list[str]:
-        """What keeps the kernels from reading these tensors; empty if nothing does."""
+        """Return what keeps the kernels from reading these tensors; empty if nothing does."""
         found = list(_stack_problems("weight", self.weight, _WEIGHT_DTYPES[self.storage], (2,)))
         if not found and self.bias is not None:
             wanted = [self.count, self.rows]

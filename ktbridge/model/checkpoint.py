@@ -125,7 +125,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a model directory has safetensors, or some of them; an index alone is none."""
+    """Return whether a model directory has safetensors, or some of them; an index alone is none."""
     return (path / SINGLE_FILE).is_file() or (
         (path / INDEX_FILE).is_file() and any(path.glob("*.safetensors"))
     )

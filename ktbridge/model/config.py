@@ -122,7 +122,7 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json's content says of quantised weights; multimodal models may nest it."""
+    """Return what config.json's content says of quantised weights; multimodal models may nest it."""
     for table in (config, config.get("text_config")):
         found = table.get("quantization_config") if isinstance(table, Mapping) else None
         if isinstance(found, dict):

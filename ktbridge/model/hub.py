@@ -115,7 +115,7 @@ def find_cached(wanted: Repository, patterns: Iterable[str] = TEXTS) -> Path | N
 
 
 def has_all_weights(path: Path) -> bool:
-    """Whether every file that the index names, or the single file, is in a directory."""
+    """Return whether every file that the index names, or the single file, is in a directory."""
     return all((path / name).is_file() for name in _weight_files(path))
 
 

@@ -56,7 +56,7 @@ class Fingerprint:
         return {"version": _VERSION, **asdict(self)}
 
     def weights(self, other: Fingerprint) -> Weights:
-        """How ``other``'s weights compare: "unknown" if one of the two has none."""
+        """Return how ``other``'s weights compare: "unknown" if one of the two has none."""
         if None in (self.tensors_sha256, other.tensors_sha256):
             return "unknown"
         if self.tensors_sha256 != other.tensors_sha256:

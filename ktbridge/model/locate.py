@@ -81,7 +81,7 @@ class ExpertHome(NamedTuple):
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What the names of the experts' tensors begin with, and no other tensor's."""
+        """Return what the names of the experts' tensors begin with, and no other tensor's."""
         # Not the router's bias, which Laguna has among them.
         return self.fused or tuple(f"{self.base}.{digit}" for digit in range(10))
 

@@ -39,7 +39,7 @@ def take_stamps(paths: Iterable[Path]) -> Stamps:
 
 
 def difference(before: Stamp | None, now: Stamp | None) -> str | None:
-    """What happened to a file between two stamps, as a phrase; None if nothing changed."""
+    """Return what happened to a file between two stamps, as a phrase; None if nothing changed."""
     if before == now:
         return None
     if before is None:

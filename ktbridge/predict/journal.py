@@ -29,7 +29,7 @@ class Answered(NamedTuple):
 
 
 def journal_of(output_dir: Path) -> Path:
-    """Where the answers of an unfinished run are."""
+    """Return where the answers of an unfinished run are."""
     return output_dir.with_name(output_dir.name + ".predictions.jsonl")
 
 

@@ -87,7 +87,7 @@ def plan_engine(prepared: Prepared) -> ServePlan:
 
 
 def identity(prepared: Prepared, plan: ServePlan) -> Identity:
-    """What the answers depend on, by the name of the key that decides it."""
+    """Return what the answers depend on, by the name of the key that decides it."""
     config = prepared.config
     pictures = [[picture.identity for picture in prompt.pictures] for prompt in prepared.prompts]
     rows = json.dumps([[prompt.text, prompt.label] for prompt in prepared.prompts])

@@ -111,7 +111,7 @@ class _Run:
         self.adapter = adapter_name(self.served, (*names, self.recipe.name)[0])
 
     def place(self, path: str) -> str:
-        """Where an output of the recipe is: in a sweep, in the run's own directory."""
+        """Return where an output of the recipe is: in a sweep, in the run's own directory."""
         self.outputs.append(path)
         if self.cell is None:
             return path
@@ -256,7 +256,7 @@ def make_plan(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list[I
 
 
 def _arms(run: _Run, engine: str, first: bool) -> dict[str, str]:
-    """What to ask of a run's server, by arm; {} for every arm that it has."""
+    """Return what to ask of a run's server, by arm; {} for every arm that it has."""
     if run.cell is None:
         return {} if engine == "local" else {"full": run.adapter}
     base = {"base": base_name(run.served)} if first and engine == "local" else {}

@@ -101,7 +101,7 @@ def read_recipe(
 
 
 def near(key: str, known: Iterable[str]) -> str:
-    """What to write instead of an unknown key."""
+    """Return what to write instead of an unknown key."""
     known = list(known)
     return did_you_mean(key, known) or f"Known: {', '.join(known)}."
 

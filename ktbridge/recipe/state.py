@@ -88,7 +88,7 @@ def digest_of(texts: Iterable[str], paths: Iterable[Path]) -> str:
 
 
 def written(paths: Iterable[Path], evaluation: Path | None) -> str:
-    """What a step left: a digest of its directories, or how much an evaluation has stored.
+    """Return what a step left: a digest of its directories, or how much an evaluation has stored.
 
     "" if something isn't there, or an evaluation has no answers.
     """
@@ -101,7 +101,7 @@ def written(paths: Iterable[Path], evaluation: Path | None) -> str:
 
 
 def is_whole(recorded: str, now: str, evaluation: Path | None) -> bool:
-    """Whether what a step wrote is there as it left it; an evaluation may have grown since."""
+    """Return whether what a step wrote is there as it left it; an evaluation may have grown since."""
     if evaluation is not None:
         return bool(now and recorded) and int(now) >= int(recorded)
     return now == recorded

@@ -190,7 +190,7 @@ def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Ch
 
 
 def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]:
-    """What the installed engine accepts, and whether its kernels and this CPU are compatible."""
+    """Return what the installed engine accepts, and whether its kernels and this CPU are compatible."""
     try:
         contract, known = contract_for(f"{ENGINE}=={version}")
     except KtbridgeError as error:

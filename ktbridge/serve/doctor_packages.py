@@ -228,7 +228,7 @@ def check_gpu(imported: Imports) -> Check:
 
 
 def check_linear_attention() -> list[Check]:
-    """How models with linear attention would be computed here; each gap is a check."""
+    """Return how models with linear attention would be computed here; each gap is a check."""
     gaps = linear_attention_gaps([gpu.capability for gpu in read_gpus()])
     topic = "linear attention"
     if not gaps:
@@ -271,7 +271,7 @@ def try_gpus(imported: Imports) -> tuple[tuple[GpuFacts, ...], list[Check]]:
 
 
 def expert_check(gpu: GpuFacts, memlock: int | None) -> Check:
-    """Which kt_experts modes a GPU supports. ``memlock``: limit of locked bytes, None if unlimited."""
+    """Return which kt_experts modes a GPU supports. ``memlock``: limit of locked bytes, None if unlimited."""
     topic = f"experts on GPU {gpu.index}"
     if gpu.error:
         step = "run it again while nothing else uses that GPU"

@@ -116,7 +116,7 @@ def check_reporters(config: TrainConfig) -> None:
 
 
 def events_dir(config: TrainConfig) -> Path:
-    """Where tensorboard's events are written: ``logging_dir``, else beside the output.
+    """Return where tensorboard's events are written: ``logging_dir``, else beside the output.
 
     Not in it: events are watched while the run goes, and the output appears when it is finished.
     """

@@ -138,7 +138,7 @@ def _check_packed(config: TrainConfig, base: Path, stored: Checkpoint) -> None:
 
 
 def _left_out(config: TrainConfig, model: PreTrainedModel, found: Adaptable) -> list[Problem]:
-    """What ``lora_target: all`` doesn't mean in this family, and nothing else named."""
+    """Return what ``lora_target: all`` doesn't mean in this family, and nothing else named."""
     if "all" not in config.lora_target:
         return []
     left = [

@@ -107,7 +107,7 @@ class Checkpoints:
                 self._root.rmdir()
 
     def _not_saved(self, error: Exception | None) -> KtbridgeError:
-        """What to raise after a failure to write; what there is of the checkpoint is removed."""
+        """Return what to raise after a failure to write; what there is of the checkpoint is removed."""
         if distributed.is_main():  # others may still be writing where it isn't
             shutil.rmtree(self.directory, ignore_errors=True)
         reason = "another process could not write its part"
@@ -204,7 +204,7 @@ class Checkpoints:
 
 
 def read_placement(checkpoint: Path | str | None) -> Mapping[str, Any] | None:
-    """What a checkpoint says of the placement of its run's experts; None: it doesn't."""
+    """Return what a checkpoint says of the placement of its run's experts; None: it doesn't."""
     path = Path(checkpoint) / PLACEMENT_FILE if checkpoint else None
     return read_json_file(path) if path and path.exists() else None
 

@@ -37,13 +37,13 @@ def leave_out_of_ddp(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def trl_metrics(trainer: Any, mode: Literal["train", "eval"]) -> dict[str, list[float]]:
-    """What a trl trainer has collected for its next log record: it has no way to weight passes."""
+    """Return what a trl trainer has collected for its next log record: it has no way to weight passes."""
     found: dict[str, list[float]] = trainer._metrics[mode]
     return found
 
 
 def has_balancing_loss(model: nn.Module) -> bool:
-    """Whether the model's class adds a loss on unbalanced routing itself.
+    """Return whether the model's class adds a loss on unbalanced routing itself.
 
     The function for it is in the class's module; trl makes one of any router's logits, whatever they mean.
     """

@@ -23,7 +23,7 @@ def checkpoint_bytes(config: TrainConfig, trained: int) -> int:
 
 
 def kept_checkpoints(config: TrainConfig, steps: int) -> int:
-    """How many checkpoints a run of so many steps leaves, at most; the last step always has one."""
+    """Return how many checkpoints a run of so many steps leaves, at most; the last step always has one."""
     if not config.save_steps:
         return 0
     kept = min(config.save_total_limit, -(-steps // config.save_steps))

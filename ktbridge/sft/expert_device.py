@@ -199,7 +199,7 @@ class WatchPlacement(TrainerCallback):
 
 
 def _reachable(now: Placement, other: Placement) -> bool:
-    """Whether a run may move between the two and change no bit."""
+    """Return whether a run may move between the two and change no bit."""
     same = ("tokens", "groups", "slot_bytes", "masters", "keep_gate_up", "on_gpu", "rows_at_once")
     return all(getattr(now, name) == getattr(other, name) for name in same)
 

@@ -241,12 +241,12 @@ class WatchHeldOut(EarlyStoppingCallback):
 
     @property
     def ended(self) -> bool:
-        """Whether it ended the run."""
+        """Return whether it ended the run."""
         return self.early_stopping_patience_counter >= self.early_stopping_patience
 
 
 def ended_early(checkpoint: Path, config: TrainConfig) -> bool:
-    """Whether the run of ``checkpoint`` ended there by ``config``'s ``early_stopping_steps``."""
+    """Return whether the run of ``checkpoint`` ended there by ``config``'s ``early_stopping_steps``."""
     if not (config.evaluates and config.early_stopping_steps):
         return False
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))

@@ -43,7 +43,7 @@ def world() -> World:
 
 
 def several_hosts() -> bool:
-    """Whether processes of other hosts belong to this run."""
+    """Return whether processes of other hosts belong to this run."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return local.isdigit() and int(local) < world().size
 
@@ -81,7 +81,7 @@ def unjoined_problems() -> list[Problem]:
 
 
 def is_main() -> bool:
-    """Whether this process owns what the CPU kernels compute, logs, shows progress and writes."""
+    """Return whether this process owns what the CPU kernels compute, logs, shows progress and writes."""
     return world().rank == 0
 
 
@@ -145,7 +145,7 @@ def _refused_of_fsdp() -> Iterator[tuple[str, str, str, str]]:
 
 
 def shards_parameters() -> bool:
-    """Whether each process keeps a part of every parameter (FSDP)."""
+    """Return whether each process keeps a part of every parameter (FSDP)."""
     return bool(_given("ACCELERATE_USE_FSDP"))
 
 

@@ -113,7 +113,7 @@ def formula_of(norm: nn.Module) -> Formula | None:
 
 
 def _looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether it has one frozen vector as its weight, an epsilon, and a forward of one argument."""
+    """Return whether it has one frozen vector as its weight, an epsilon, and a forward of one argument."""
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or isinstance(module, nn.LayerNorm) or _epsilon(module) <= 0:
         return False

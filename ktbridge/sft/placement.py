@@ -249,7 +249,7 @@ def probe_tokens(limits: Limits) -> int:
 
 
 def times_cpu(setting: Setting, limits: Limits) -> bool:
-    """Whether the CPU is timed, too."""
+    """Return whether the CPU is timed, too."""
     wanted = setting.config.kt_config.kt_experts
     return limits.step_tokens <= SHORT_STEP or wanted == "cpu"
 

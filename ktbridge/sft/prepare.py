@@ -248,7 +248,7 @@ def _held_out_notes(
 
 
 def with_weights(config: TrainConfig, ready: Prepared) -> Prepared:
-    """What ``prepare`` left open because the model's weights were still to be downloaded."""
+    """Return what ``prepare`` left open because the model's weights were still to be downloaded."""
     notes = (*ready.notes, *storage_notes(config, ready.base))
     return replace(ready, quantised=quantised_experts(config, ready.base), notes=notes)
 
@@ -269,7 +269,7 @@ def _check_backend(config: TrainConfig) -> None:
 
 
 def _experts_missing(config: TrainConfig, declared: Declared | None) -> bool:
-    """Whether the experts' weights are still to be downloaded: how they are stored is known then."""
+    """Return whether the experts' weights are still to be downloaded: how they are stored is known then."""
     return declared is not None and not config.kt_config.kt_weight_path
 
 

@@ -143,7 +143,7 @@ class Reporter(TrainerCallback):
 
 
 def is_record(logs: Mapping[str, float]) -> bool:
-    """Whether they are of training or of an evaluation, and not Trainer's summary."""
+    """Return whether they are of training or of an evaluation, and not Trainer's summary."""
     return "loss" in logs or "eval_loss" in logs
 
 

@@ -97,7 +97,7 @@ class Resumption:
 
 
 def checkpoints_dir(config: TrainConfig) -> Path:
-    """Where a run's checkpoints are: beside its output, which appears only when it is finished.
+    """Return where a run's checkpoints are: beside its output, which appears only when it is finished.
 
     Raises UsageError for the root directory, beside which nothing is.
     """
@@ -154,7 +154,7 @@ def identity(
 
 
 def began_with(config: TrainConfig, digest: str) -> bool:
-    """Whether the checkpoint that the run would go on from is of a run on rows with this digest."""
+    """Return whether the checkpoint that the run would go on from is of a run on rows with this digest."""
     return next_record(config).get("rows") == digest
 
 
@@ -174,7 +174,7 @@ def next_record(config: TrainConfig) -> Mapping[str, object]:
 
 
 def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
-    """Where the run begins, by ``config.resume_from_checkpoint``.
+    """Return where the run begins, by ``config.resume_from_checkpoint``.
 
     None: an unfinished run of the same configuration goes on (also a longer one, where the schedule is
     constant), one of another is refused, and a finished one, whose output may be replaced, begins anew.
@@ -305,7 +305,7 @@ def next_number(root: Path) -> int:
 
 
 def resumable(checkpoint: Path) -> bool:
-    """Whether a run can go on from it: save_only_model leaves out what that needs."""
+    """Return whether a run can go on from it: save_only_model leaves out what that needs."""
     return any((checkpoint / f"optimizer.{kind}").is_file() for kind in ("pt", "safetensors"))
 
 
@@ -512,7 +512,7 @@ def _no_checkpoint(place: Path) -> KtbridgeError:
 
 
 def _ends_anywhere(config: TrainConfig) -> bool:
-    """Whether a longer run has the same learning rates until a shorter one ends."""
+    """Return whether a longer run has the same learning rates until a shorter one ends."""
     return config.lr_scheduler_type in _ENDLESS and not 0 < config.warmup < 1
 
 

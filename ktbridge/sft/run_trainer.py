@@ -79,7 +79,7 @@ class RunTrainer(Trainer):
         raise NotImplementedError
 
     def joins(self) -> bool:
-        """Whether the collator makes one sequence of all rows, instead of padding each."""
+        """Return whether the collator makes one sequence of all rows, instead of padding each."""
         return False
 
     def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
@@ -95,7 +95,7 @@ class RunTrainer(Trainer):
         return nullcontext()
 
     def sequences_used(self) -> int:
-        """How many sequences all processes have trained on, where each batch is full: of a stream."""
+        """Return how many sequences all processes have trained on, where each batch is full: of a stream."""
         a_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         return self.state.global_step * a_step * distributed.world().size
 

@@ -231,7 +231,7 @@ class KtoTrainer(RunTrainer, KTOTrainer):
         return len(rows) / len(step)
 
     def share_of(self, name: str, rows: Sequence[Row], step: Sequence[Row]) -> float:
-        """What is measured of good or of bad answers is a mean over these."""
+        """Return what is measured of good or of bad answers is a mean over these."""
         kind = name.rpartition("/")[2]
         if kind not in ("chosen", "rejected"):
             return self.share(rows, step)

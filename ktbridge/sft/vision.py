@@ -45,7 +45,7 @@ class Vision:
         self.counted = lru_cache(maxsize=4096)(self._count)
 
     def tokens(self, pictures: Sequence[Picture]) -> list[int]:
-        """How many tokens each image takes. Raises ValueError for one that the processor refuses."""
+        """Return how many tokens each image takes. Raises ValueError for one that the processor refuses."""
         return [self.counted(picture.width, picture.height) for picture in pictures]
 
     def widened(
@@ -87,7 +87,7 @@ class Vision:
         return range(first, len(self.pictures))
 
     def of_rows(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-        """How many tokens each image has, by their numbers in each of ``rows``."""
+        """Return how many tokens each image has, by their numbers in each of ``rows``."""
         return [self.tokens([self.pictures[number] for number in row]) for row in rows]
 
     def tensors(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
@@ -108,7 +108,7 @@ class Vision:
         return found
 
     def inputs(self, ids: torch.Tensor, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
-        """What the model takes beside the tokens ``ids`` [B, T]; {} without an image."""
+        """Return what the model takes beside the tokens ``ids`` [B, T]; {} without an image."""
         found = self.tensors(pictures)
         if found:
             found["mm_token_type_ids"] = (ids == self.token).int()

@@ -145,14 +145,14 @@ class _Search:
         )
 
     def settled(self) -> bool:
-        """Whether an explanation fits; a scale, which could be refined, must fit within noise."""
+        """Return whether an explanation fits; a scale, which could be refined, must fit within noise."""
         fits = self.fitting()
         if not fits:
             return False
         return _kind(fits[0]) != "scale" or self.distance[fits[0]] <= CLEAR_OF_NOISE * self.noise
 
     def hopeless(self) -> bool:
-        """Whether nothing that was tried is much nearer than the correct variants."""
+        """Return whether nothing that was tried is much nearer than the correct variants."""
         return min(self.distance.values()) > NEARER * self.standard
 
     def refined(self) -> list[Variant]:

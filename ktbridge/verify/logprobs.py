@@ -220,7 +220,7 @@ class LogprobClient(OpenAIClient):
         return ids, values
 
     def _is(self, way: str) -> bool:
-        """Whether the server is the engine that ``way`` is an API of."""
+        """Return whether the server is the engine that ``way`` is an API of."""
         paths, field = _NATIVE[way]
         for path in paths:
             try:
@@ -282,7 +282,7 @@ def _answer(rounds: Sequence[Sequence[Asked | None]]) -> Answer:
 
 
 def _common(spans: Sequence[Span]) -> int:
-    """How many measured tokens the spans begin with alike; 0 if they don't follow the same ones."""
+    """Return how many measured tokens the spans begin with alike; 0 if they don't follow the same ones."""
     if len({(span.start, span.tokens[: span.start]) for span in spans}) > 1:
         return 0
     columns = zip(*(span.tokens[span.start :] for span in spans), strict=False)

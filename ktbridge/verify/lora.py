@@ -110,7 +110,7 @@ class AdapterLora:
         return to_torch(self._adapter.nonexpert_tensor(key)).to(self._model.dtype)
 
     def _check_experts(self) -> Iterator[_Finding]:
-        """Whether each expert pair fits; reads shapes only."""
+        """Yield whether each expert pair fits; reads shapes only."""
         adapter = self._adapter
         for layer in sorted(self._layers):
             reader = self._model.experts.get(layer)

@@ -181,7 +181,7 @@ def _arms(
 
 
 def _halves(adapter: Adapter) -> tuple[bool, bool]:
-    """Whether the adapter has an expert and a non-expert half."""
+    """Return whether the adapter has an expert and a non-expert half."""
     halves = (bool(adapter.expert_layers()), bool(adapter.nonexpert_keys()))
     if not any(halves):
         raise KtbridgeError(
@@ -201,7 +201,7 @@ def _meanings(expert: bool, nonexpert: bool) -> dict[str, str]:
 
 
 def _places(spans: Sequence[Span], of: Sequence[Span]) -> list[int]:
-    """Where the tokens of the spans ``of`` are among those of all ``spans``."""
+    """Return where the tokens of the spans ``of`` are among those of all ``spans``."""
     starts, count = {}, 0
     for span in spans:
         starts[span] = count
@@ -210,7 +210,7 @@ def _places(spans: Sequence[Span], of: Sequence[Span]) -> list[int]:
 
 
 def _with_source(result: Verification, way: str, sampler: Sampler, accepted: bool) -> Verification:
-    """How the logprobs were got, and KTV010 and KTV011 for what sampled ones don't tell."""
+    """Return how the logprobs were got, and KTV010 and KTV011 for what sampled ones don't tell."""
     if way != SAMPLED:
         return replace(result, logprobs_from=way, asked=WAYS[way])
     found = f"logprobs of {result.positions} tokens of its own choosing, and of no fixed ones"

@@ -37,7 +37,7 @@ class Variant:
 
     @property
     def halves(self) -> tuple[bool, bool]:
-        """Whether it has the expert LoRA, and the non-expert LoRA."""
+        """Return whether it has the expert LoRA, and the non-expert LoRA."""
         return bool(self.expert), bool(self.nonexpert)
 
     def scaled(self, scales: Mapping[str, float]) -> Variant:
@@ -168,7 +168,7 @@ class Verification:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether another explanation than the references may fit better: see ``explain``."""
+        """Return whether another explanation than the references may fit better: see ``explain``."""
         if self.told_by in ("effect", "base"):  # an error of the base isn't the adapter's
             return False
         return self.arm.distances[self.arm.nearest] > CLEAR_OF_NOISE * self.floor

@@ -150,7 +150,7 @@ class WeightReader:
 
 
 def _mxfp4(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether ``name`` is the blocks or the scales of MXFP4 experts, with the other beside it."""
+    """Return whether ``name`` is the blocks or the scales of MXFP4 experts, with the other beside it."""
     stem, _, part = name.rpartition("_")
     other = {"blocks": "scales", "scales": "blocks"}.get(part)
     return ".experts." in name and f"{stem}_{other}" in checkpoint

@@ -72,7 +72,7 @@ def check_foreign(adapter: Adapter) -> Iterator[Problem]:
 
 
 def is_foreign(adapter: Adapter) -> bool:
-    """Whether the adapter holds expert LoRA of another tool's layout."""
+    """Return whether the adapter holds expert LoRA of another tool's layout."""
     return any(part.key.kind in FOREIGN for part in adapter.leftovers)
 
 
@@ -299,7 +299,7 @@ def _expert_paths(adapter: Adapter) -> dict[str, set[str]]:
 
 
 def _ends(module: str) -> Iterator[str]:
-    """What PEFT takes for a module in target_modules: its path, or the end of it from a dot on."""
+    """Yield what PEFT takes for a module in target_modules: its path, or the end of it from a dot on."""
     parts = module.split(".")
     return (".".join(parts[start:]) for start in range(len(parts)))
 

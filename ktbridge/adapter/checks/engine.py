@@ -132,7 +132,7 @@ def _weight_format(adapter: Adapter, contract: Contract) -> Iterator[Problem]:
 
 
 def _model(base: ModelConfig, contract: Contract) -> Iterator[Problem]:
-    """Whether the engine has the base's architecture, and its kernels read its experts."""
+    """Yield whether the engine has the base's architecture, and its kernels read its experts."""
     family = base.family
     if family is None:
         return

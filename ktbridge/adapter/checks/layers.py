@@ -25,7 +25,7 @@ _MAX_QUANTIFIERS, _MAX_PATH = 6, 160
 
 
 def targeted(config: dict[str, object], module: str, layer: int) -> bool:
-    """Whether PEFT would have adapted ``module`` ("model.layers.3.self_attn.q_proj") of ``layer``.
+    """Return whether PEFT would have adapted ``module`` ("model.layers.3.self_attn.q_proj") of ``layer``.
 
     PEFT's rule: a list names paths or their ends, a string is an expression for the whole path;
     exclude_modules and layers_to_transform remove some. False if unknown.
@@ -231,7 +231,7 @@ def _steps(layers: set[int]) -> list[int]:
 
 
 def _regular(layers: set[int]) -> bool:
-    """Whether the layers are periodic: every fourth, three of four, one of eight."""
+    """Return whether the layers are periodic: every fourth, three of four, one of eight."""
     steps = _steps(layers)
     return max(steps, default=1) > 1 and any(
         all(a == b for a, b in zip(steps, steps[period:], strict=False))

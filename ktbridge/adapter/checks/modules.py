@@ -61,7 +61,7 @@ class Modules:
         return entry.shape[1], entry.shape[0]
 
     def has(self, key: Key) -> bool | None:
-        """Whether the base has the module of a key; None if unknown."""
+        """Return whether the base has the module of a key; None if unknown."""
         if self._checkpoint is not None:
             return bool(module_weights(self._checkpoint, key.module))
         if self.config.checked_family is None:

@@ -192,7 +192,7 @@ def _relative(adapter: Adapter, part: Part) -> float:
 def _expert_factors(
     source: Adapter, adapter: Adapter, slot: tuple[int, str, str]
 ) -> dict[int, float]:
-    """What each expert's B carries of its own scale; nothing where all have one."""
+    """Return what each expert's B carries of its own scale; nothing where all have one."""
     layer, projection, half = slot
     factors: dict[int, float] = {}
     for one, sign in ((source, 1), (adapter, -1)):
@@ -218,7 +218,7 @@ def _first_difference(
 
 
 def _same(source: Slice, served: Slice, half: str, factor: float) -> bool:
-    """Whether a matrix is the source's times ``factor``, with zeros up to a wider rank."""
+    """Return whether a matrix is the source's times ``factor``, with zeros up to a wider rank."""
     if source.shape == served.shape and math.isclose(factor, 1.0, rel_tol=1e-9):
         # Equal bytes are right as long as the configuration carries the whole scale.
         return _bytes(source, served.dtype) == _bytes(served, served.dtype)

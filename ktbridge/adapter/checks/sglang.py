@@ -113,7 +113,7 @@ def unserved(
     projections: Collection[str],
     base: ModelConfig | None,
 ) -> Iterator[Problem]:
-    """What of an adapter ends SGLang's server, and what it would drop.
+    """Yield what of an adapter ends SGLang's server, and what it would drop.
 
     ``targets``: target_modules. ``modules``: paths of the layers' modules that have LoRA, without the routed
     experts, of which ``projections`` have ("gate", "up", "down").

@@ -100,5 +100,5 @@ def _paths(adapter: Adapter, base: ModelConfig, family: Family) -> Iterator[Prob
 
 
 def _has_block(part: Part, family: Family) -> bool:
-    """Whether an expert's module is called as in the family's checkpoints."""
+    """Return whether an expert's module is called as in the family's checkpoints."""
     return part.key.kind != "expert" or f".{family.block}.experts." in f".{part.key.module}"

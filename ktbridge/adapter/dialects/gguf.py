@@ -177,7 +177,7 @@ def _other_experts(source: Source, base: ModelConfig) -> Iterator[Problem]:
 
 
 def _header(metadata: dict[str, object], name: str, rows: Rows) -> bytes:
-    """What precedes the first tensor: ``metadata`` by key, and a row per tensor."""
+    """Return what precedes the first tensor: ``metadata`` by key, and a row per tensor."""
     package = _package()
     with TemporaryDirectory() as folder:
         path = Path(folder) / name

@@ -126,7 +126,7 @@ def _numbers(adapter: Adapter, request: Request) -> Source:
 
 
 def write_raw(source: Source) -> tuple[list[Output], list[Problem]]:
-    """What training writes; the configuration keeps rsLoRA, the manifest has the experts' alpha."""
+    """Return what training writes; the configuration keeps rsLoRA, the manifest has the experts' alpha."""
     numbers = source.nonexpert_rank, source.nonexpert_alpha
     if not source.nonexpert:
         numbers = source.rank, source.alpha

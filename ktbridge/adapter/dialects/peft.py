@@ -261,7 +261,7 @@ def _writer(adapter: Adapter, exchanged: bool | None, base: ModelConfig | None) 
 
 
 def _exchanged_by(version: str, turned: bool) -> bool | None:
-    """Whether a release of PEFT exchanges in and out; ``turned``: of a parameter stored [E,in,out].
+    """Return whether a release of PEFT exchanges in and out; ``turned``: of a parameter stored [E,in,out].
 
     None for a version that isn't known, or that was between two releases.
     """

@@ -38,7 +38,7 @@ class Pair:
 
 
 def swapped(pairs: dict[str, Pair], hidden: int) -> bool | None:
-    """Whether in and out are swapped (PEFT 0.17/0.18); None if shapes are ambiguous.
+    """Return whether in and out are swapped (PEFT 0.17/0.18); None if shapes are ambiguous.
 
     With both parameters, gate_up's input is down's output, and gate_up's output twice down's
     input. With one of them, the hidden size decides (0: unknown), unless its matrices are square.

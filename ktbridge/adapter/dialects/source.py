@@ -251,7 +251,7 @@ class Source:
         ]
 
     def module_prefix(self) -> str:
-        """What precedes ``layers.N`` in module paths: by the non-expert keys, else by the base."""
+        """Return what precedes ``layers.N`` in module paths: by the non-expert keys, else by the base."""
         for key in self.nonexpert:
             match = re.match(r"base_model\.model\.(.*?)layers\.[0-9]+\.", key)
             if match:

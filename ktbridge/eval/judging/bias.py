@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def flipped(self) -> bool:
-        """Whether the order changed the verdict."""
+        """Return whether the order changed the verdict."""
         return self.winners[0] != self.winners[1]
 
     @property
@@ -74,7 +74,7 @@ def length_bias(
     outcomes: Sequence[float],
     clusters: Sequence[str],
 ) -> LengthBias | None:
-    """How often the longer of two answers won, excluding ties and equal lengths.
+    """Return how often the longer of two answers won, excluding ties and equal lengths.
 
     ``lengths`` are those of the two answers, ``outcomes`` are above 0 where the first one won.
     ``excess`` is that share minus the 0.5 expected by chance; ``correlation`` is Pearson's between the

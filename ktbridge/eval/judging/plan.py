@@ -104,7 +104,7 @@ class Ask:
 
     @property
     def compared(self) -> Compared:
-        """What the record of a pair says of it; {} for one answer."""
+        """Return what the record of a pair says of it; {} for one answer."""
         return {"minus": self.minus, "swapped": self.swapped} if self.form == "pair" else {}
 
     def read(self, reply: str) -> JudgeReply:
@@ -144,7 +144,7 @@ class Plan:
 
 
 def compared_arms(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Which arms are compared as (of, minus): the last with the first, and full with expert."""
+    """Return which arms are compared as (of, minus): the last with the first, and full with expert."""
     pairs = [(names[-1], names[0])] if len(names) > 1 else []
     if set(_PAIR_OF_ARMS) <= set(names) and _PAIR_OF_ARMS not in pairs:
         pairs.append(_PAIR_OF_ARMS)

@@ -53,7 +53,7 @@ class Trust:
 
 
 def tally_anchors(asks: Sequence[Ask], parsed: Mapping[str, JudgeReply]) -> AnchorTallies:
-    """How many of the known verdicts were right: {asked, right, good, bad, slices}, each of the last
+    """Return how many of the known verdicts were right: {asked, right, good, bad, slices}, each of the last
     three (by kind; slice -> kind) holding {asked, right}. Anchors without a verdict don't count."""
     every = _no_tallies()
     slices: dict[str, KindTallies] = {}

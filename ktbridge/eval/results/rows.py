@@ -100,7 +100,7 @@ def read_rows(directory: Path) -> tuple[RunFile, StoredAnswers, list[ItemRow]]:
 
 
 def has_persona(bench: Bench) -> bool:
-    """Whether the bench defines a persona; without one there is no persona axis."""
+    """Return whether the bench defines a persona; without one there is no persona axis."""
     return bench.persona.name != NO_PERSONA_NAME
 
 
@@ -143,7 +143,7 @@ def _answer(item: Item, bench: Bench, records: Sequence[AnswerRecord | None]) ->
 
 
 def _kept(one: ArmAnswer) -> ArmAnswer:
-    """What the results keep of each repeat."""
+    """Return what the results keep of each repeat."""
     kept: ArmAnswer = {"outcome": one["outcome"]}
     if "text" in one:
         kept["text"] = one["text"]

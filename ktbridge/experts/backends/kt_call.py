@@ -80,7 +80,7 @@ class KtLayer:
         return d_hidden, d_weights, {name: self._gradients[name].float() for name in names}
 
     def holds(self, holder: object) -> bool:
-        """Whether the activations of ``holder`` are kept."""
+        """Return whether the activations of ``holder`` are kept."""
         return self._holder is not None and self._holder() is holder
 
     def _run(self, inputs: Inputs, keep: bool) -> torch.Tensor:

@@ -263,7 +263,7 @@ class Registration:
         return sum(size for _, size in self.regions)
 
     def holds(self, group: Group) -> bool:
-        """Whether all pages of ``group`` are registered."""
+        """Return whether all pages of ``group`` are registered."""
         return not without(regions(group.spans), self.regions)
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ def register_more(done: Registration, groups: Iterable[Group]) -> str:
 def without(
     wanted: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """What of the regions ``wanted`` isn't in those that are ``there``."""
+    """Return what of the regions ``wanted`` isn't in those that are ``there``."""
     left = []
     taken = sorted(there)
     for address, size in wanted:
@@ -397,7 +397,7 @@ def regions(spans: Sequence[Span]) -> list[tuple[int, int]]:
 def copier_for(
     groups: list[Group], device: torch.device
 ) -> tuple[InPlace | Registered | Staged, str]:
-    """What moves ``groups`` to ``device``, to be closed by the caller, and how it does, in words."""
+    """Return what moves ``groups`` to ``device``, to be closed by the caller, and how it does, in words."""
     if device.type == "cpu":
         return InPlace(), "copied in memory"
     done = register(groups)
@@ -408,5 +408,5 @@ def copier_for(
 
 
 def copied_once(device: torch.device, link: Link | None = None) -> Staged:
-    """What copies without registering pages, which would stay in RAM until the run ends."""
+    """Return what copies without registering pages, which would stay in RAM until the run ends."""
     return Staged(device, min(_STAGING_THREADS, torch.get_num_threads()), link=link)

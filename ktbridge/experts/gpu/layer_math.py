@@ -266,7 +266,7 @@ def _left(
 
 
 def _masks(w: Bordered, part: Part, dropout: Dropout | None) -> tuple[Mask, ...]:
-    """What gate, up and down keep of their inputs; nothing where they keep all."""
+    """Return what gate, up and down keep of their inputs; nothing where they keep all."""
     if dropout is None or not w.rank:
         return ()
     return tuple(Mask(dropout, projection, part.slots) for projection in range(3))

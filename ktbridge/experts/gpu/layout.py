@@ -114,7 +114,7 @@ def _pieces(weights: Sequence[ExpertWeights], experts: Sequence[int]) -> Iterato
 
 
 def _take_turns(weights: Sequence[ExpertWeights]) -> bool:
-    """Whether gate's and up's rows lie one after the other's, so that both cross as one."""
+    """Return whether gate's and up's rows lie one after the other's, so that both cross as one."""
     gate, up, down = weights
     pairs = [(gate.weight, up.weight)]
     if gate.scale is not None and up.scale is not None:

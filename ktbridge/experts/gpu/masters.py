@@ -21,7 +21,7 @@ from ktbridge.experts.gpu.operations import Into
 
 
 def is_there(parameter: torch.Tensor, device: torch.device) -> bool:
-    """Whether a master is where the executor computes."""
+    """Return whether a master is where the executor computes."""
     return parameter.device == device
 
 
@@ -149,7 +149,7 @@ class Gradients:
                 target[some] = 0
 
     def into(self, scale: float, rank: int, order: torch.Tensor | None, first: int) -> Into | None:
-        """Where those of the experts from the place ``first`` on go; None where none are wanted."""
+        """Return where those of the experts from the place ``first`` on go; None where none are wanted."""
         if not self.targets:
             return None
         return Into(self.targets, rank, scale, self.add, order, first)

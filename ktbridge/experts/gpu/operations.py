@@ -82,12 +82,12 @@ def _bounds(ends: torch.Tensor) -> list[int]:
 
 
 def has_cores(device: torch.device) -> bool:
-    """Whether a CUDA ``device`` multiplies bfloat16 in tensor cores: sm80 and later do."""
+    """Return whether a CUDA ``device`` multiplies bfloat16 in tensor cores: sm80 and later do."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether grouped GEMM takes these operands."""
+    """Return whether grouped GEMM takes these operands."""
     if left.dtype != torch.bfloat16 or not IN_TORCH or not len(left):
         return False
     if left.device.type == "cuda" and not has_cores(left.device):

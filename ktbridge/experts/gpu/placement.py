@@ -133,7 +133,7 @@ class Placement:
         return "resident" if len(self.resident) == sizes.layers else "stream"
 
     def resident_bytes(self, sizes: Sizes) -> int:
-        """What the layers that stay take on the GPU."""
+        """Return what the layers that stay take on the GPU."""
         return len(self.resident) * sizes.matrices(sizes.experts)
 
     def streamed_bytes(self, sizes: Sizes) -> int:
@@ -159,7 +159,7 @@ class Placement:
         return self.tokens * sizes.outputs(self.outputs_on_host) + kept + work
 
     def spared(self, sizes: Sizes, limits: Limits) -> int:
-        """What the LoRA's gradients don't take on the GPU beside all else.
+        """Return what the LoRA's gradients don't take on the GPU beside all else.
 
         In a step of one micro-batch they come while backward lets go of the layers' inputs and outputs, so
         the larger of both is there. A later micro-batch finds all gradients.
@@ -171,7 +171,7 @@ class Placement:
         return min(gradients, going) * (sizes.layers - 1) // sizes.layers
 
     def bytes(self, sizes: Sizes, limits: Limits) -> int:
-        """What of ``limits.free`` it takes."""
+        """Return what of ``limits.free`` it takes."""
         parts = self.resident_bytes, self.streamed_bytes, self.lora_bytes
         return (
             sum(part(sizes) for part in parts)
@@ -302,7 +302,7 @@ class Seconds:
 
     @property
     def bound(self) -> str:
-        """What the micro-batches wait for most."""
+        """Return what the micro-batches wait for most."""
         busy = {"the link": self.link, "the GPU": self.gpu, "the host": self.host}
         return max(busy, key=lambda name: busy[name])
 
@@ -404,7 +404,7 @@ def least_bytes(sizes: Sizes, limits: Limits, mode: str) -> tuple[Placement, int
 def _candidates(
     sizes: Sizes, tokens: int, limits: Limits, mode: str, gpu_experts: int | None
 ) -> Iterator[Placement]:
-    """What may be asked of a micro-batch of ``tokens``; each filled up with what memory is left for."""
+    """Yield what may be asked of a micro-batch of ``tokens``; each filled up with what memory is left for."""
     if mode in ("auto", "cpu") and tokens <= max(limits.longest, limits.cpu_tokens or tokens):
         yield Placement(tokens, on_gpu=False)
     if mode == "cpu":

@@ -42,7 +42,7 @@ class Copier(Protocol):
 
     @property
     def link(self) -> Meter:
-        """What has crossed."""
+        """Return what has crossed."""
 
     def extend(self, groups: Iterable[Group]) -> None:
         """Be able to copy ``groups``, too, which need not be those that it was made for."""

@@ -79,7 +79,7 @@ class Routing:
         return self._bounds
 
     def at_once(self, starts: tuple[int, ...], most: int | None) -> bool:
-        """Whether there is one part, however the rows are distributed: see ``parts``."""
+        """Return whether there is one part, however the rows are distributed: see ``parts``."""
         return len(starts) == 2 and (most is None or len(self.tokens) <= most)
 
     def parts(self, starts: tuple[int, ...], most: int | None) -> tuple[tuple[Part, ...], ...]:

@@ -88,7 +88,7 @@ def _place(  # type: ignore[no-untyped-def]
 def route(
     ids: torch.Tensor, place: torch.Tensor | None, experts: int, rows: int, pad: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What ``operations.Routed`` has, in three launches."""
+    """Return what ``operations.Routed`` has, in three launches."""
     ids, device, count = ids.contiguous(), ids.device, ids.numel()
     blocks = max(1, triton.cdiv(count, _SLOTS))
     bins = triton.next_power_of_2(experts + 2)

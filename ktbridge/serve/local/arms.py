@@ -148,7 +148,7 @@ class Mixer:
 
 
 def _is_plain(layer: Linear) -> bool:
-    """Whether the layer's LoRA is nothing but B A x, scaled."""
+    """Return whether the layer's LoRA is nothing but B A x, scaled."""
     return not layer.lora_variant and all(up.bias is None for up in layer.lora_B.values())
 
 

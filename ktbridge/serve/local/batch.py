@@ -103,7 +103,7 @@ class Batch:
     _cache: Cache | None = None
 
     def fits(self, ask: Ask) -> bool:
-        """Whether ``ask`` can begin now; always true if nothing else runs."""
+        """Return whether ``ask`` can begin now; always true if nothing else runs."""
         if not self.rows:
             return True
         count = len(self.rows) + ask.n

@@ -72,7 +72,7 @@ class GrowingLayer(kinds.DynamicLayer):
 
 
 def batchable(cache: Cache) -> bool:
-    """Whether rows of such a cache can be joined: all its layers are of supported types."""
+    """Return whether rows of such a cache can be joined: all its layers are of supported types."""
     known = (*BATCHABLE, GrowingLayer)
     return type(cache) is DynamicCache and all(type(layer) in known for layer in cache.layers)
 

@@ -73,13 +73,13 @@ class TextStream:
         return text
 
     def give_up(self) -> str:
-        """What is left, half characters as replacement characters; later tokens follow it."""
+        """Return what is left, half characters as replacement characters; later tokens follow it."""
         text = self._new_text()
         self._advance()
         return text
 
     def flush(self) -> str:
-        """What is left at the end, without the half character that never got its other half."""
+        """Return what is left at the end, without the half character that never got its other half."""
         return self._new_text().rstrip(UNFINISHED)
 
     def _advance(self) -> None:

@@ -152,7 +152,7 @@ class Engine:
         self._check(self.step(arms, [0] * rows, [len(prompt)] * rows, together), arms)
 
     def _parts_are_the_whole(self, arm: ServedArm) -> bool:
-        """Whether this model can continue from a cache with more than one token (chunked prefill).
+        """Return whether this model can continue from a cache with more than one token (chunked prefill).
 
         Attention always can; some versions of transformers reset the state of linear attention.
         """

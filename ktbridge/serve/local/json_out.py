@@ -26,7 +26,7 @@ class Rows:
 
 
 async def json_response(build: Callable[[], object]) -> Response:
-    """What ``build`` returns, as JSON."""
+    """Return what ``build`` returns, as JSON."""
 
     def write() -> list[bytes]:
         return [text.encode() for text in grouped(_pieces(build()))]

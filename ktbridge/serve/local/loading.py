@@ -95,7 +95,7 @@ def _load_nonexpert(model: PreTrainedModel, adapters: Mapping[str, Adapter]) -> 
 
 
 def worth_packing() -> bool:
-    """Whether this torch has no bfloat16 product of its own for this CPU, but has FBGEMM's."""
+    """Return whether this torch has no bfloat16 product of its own for this CPU, but has FBGEMM's."""
     if torch.backends.quantized.engine not in ("x86", "fbgemm"):
         return False
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -130,7 +130,7 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def _exact_enough(weight: torch.Tensor) -> bool:
-    """Whether float16 holds ``weight`` [out, in]; rows at a time, so that copies stay small."""
+    """Return whether float16 holds ``weight`` [out, in]; rows at a time, so that copies stay small."""
     lost = whole = 0.0
     for rows in weight.detach().split(max(1, SMALLEST * 64 // weight.shape[1])):
         exact = rows.float()

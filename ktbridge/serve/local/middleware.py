@@ -21,7 +21,7 @@ SMALL_BODY = 1 << 16  # bytes; one that is smaller is read in any case
 
 
 def allowed(path: str, authorization: bytes | None, key: str) -> bool:
-    """Whether a request may pass: an open path, or the right bearer token.
+    """Return whether a request may pass: an open path, or the right bearer token.
 
     The comparison takes constant time.
     """

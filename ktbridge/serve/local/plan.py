@@ -192,7 +192,7 @@ def _open(directory: str, layout: str | None, request: ServeRequest) -> Adapter:
 
 
 def _check_adapters(base: Path, request: ServeRequest) -> tuple[Problem, ...]:
-    """Whether headers and configurations fit the base; values are checked by `ktbridge validate`.
+    """Return whether headers and configurations fit the base; values are checked by `ktbridge validate`.
 
     Returns warnings; raises ProblemsError if something else than what was trained would be
     served.

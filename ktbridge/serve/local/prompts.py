@@ -92,7 +92,7 @@ class Prompts:
         return prompt
 
     def room(self, prompt: Sequence[int], limit: int | None, param: str) -> int:
-        """How many tokens may be generated: ``limit``, or what the context leaves."""
+        """Return how many tokens may be generated: ``limit``, or what the context leaves."""
         size, context = len(prompt), self._context
         if not prompt:
             raise ApiError(400, "the prompt has no tokens", param=param)
@@ -111,7 +111,7 @@ class Prompts:
         return limit
 
     def fits(self, text: str, tokens: int) -> bool:
-        """Whether ``tokens`` tokens can be this text, by its length."""
+        """Return whether ``tokens`` tokens can be this text, by its length."""
         return len(text) <= tokens * self._longest  # a character is a byte or more
 
     def _lane(self, size: int) -> Lane:

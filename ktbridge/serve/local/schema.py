@@ -182,7 +182,7 @@ class Message(Strict):
         return content
 
     def as_template_input(self) -> dict[str, str]:
-        """What chat templates read: plain text, and the older word for 'developer'."""
+        """Return what chat templates read: plain text, and the older word for 'developer'."""
         content = self.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content)

@@ -140,7 +140,7 @@ class MoreArms:
 def more_arms(
     request: SglangRequest, facts: Facts, choice: Choice, models: Mapping[str, str]
 ) -> MoreArms | None:
-    """What to start beside a launch that serves ``models``; None where no expert LoRA is served.
+    """Return what to start beside a launch that serves ``models``; None where no expert LoRA is served.
 
     SGLang-KT applies the expert LoRA to every request, so no server with one answers as the base; and with
     a merged adapter versions from 0.7.0.post4 on answer as the whole adapter alone. The further servers are

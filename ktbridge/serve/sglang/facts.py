@@ -231,7 +231,7 @@ def _gpus(request: SglangRequest) -> tuple[Gpu, ...] | None:
 
 
 def machine_text(facts: Facts) -> str:
-    """Which machine a plan is for, and what is assumed of a machine other than this one."""
+    """Return which machine a plan is for, and what is assumed of a machine other than this one."""
     machine, described = facts.machine, facts.described
     has = [f"{machine.usable_cores} cores"]
     if described.elsewhere and described.cores is None:

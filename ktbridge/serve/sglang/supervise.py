@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def answering(self) -> bool:
-        """Whether the server answers, be it with what was asked for or without."""
+        """Return whether the server answers, be it with what was asked for or without."""
         return self.healthy and self.listed is not None
 
     @property
@@ -96,7 +96,7 @@ class Progress:
         return self.answering and not self.missing_layers and not self.missing_adapters
 
     def missing(self) -> str:
-        """What is missing, as text."""
+        """Return what is missing, as text."""
         parts = []
         if not self.healthy:
             parts.append("/health does not answer")

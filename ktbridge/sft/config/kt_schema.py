@@ -74,7 +74,7 @@ class KtConfig:
 
     @property
     def experts_frozen(self) -> bool:
-        """Whether the routed experts get no LoRA."""
+        """Return whether the routed experts get no LoRA."""
         return self.kt_skip_expert_lora_adaptation or self.kt_backend != self.backend
 
     @property

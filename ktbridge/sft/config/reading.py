@@ -134,7 +134,7 @@ def _unquoted(value: object, parse: Parser) -> str:
 
 
 def _nearest(key: str, known: Iterable[str], prefix: str) -> str:
-    """What to write instead of an unknown key."""
+    """Return what to write instead of an unknown key."""
     other, place = (TrainConfig, "outside") if prefix else (KtConfig, "inside")
     if key in options(other):
         return f"It stands {place} the kt_config block."

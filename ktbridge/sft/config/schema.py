@@ -372,7 +372,7 @@ class TrainConfig:
 
     @property
     def activation(self) -> str:
-        """What the experts' forward keeps: "retain" or "recompute"."""
+        """Return what the experts' forward keeps: "retain" or "recompute"."""
         return self.kt_cpu_activation or self.kt_config.expert_activation
 
     @property
@@ -389,12 +389,12 @@ class TrainConfig:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are held-out rows, and the run evaluates them."""
+        """Return whether there are held-out rows, and the run evaluates them."""
         return self.do_eval and bool(self.eval_dataset or self.val_size)
 
     @property
     def evaluates_first(self) -> bool:
-        """Whether held-out rows are evaluated before the first step."""
+        """Return whether held-out rows are evaluated before the first step."""
         wanted = self.eval_strategy != "no" if self.eval_on_start is None else self.eval_on_start
         return self.evaluates and wanted
 
@@ -405,7 +405,7 @@ class TrainConfig:
 
     @property
     def greater(self) -> bool:
-        """Whether the best ``metric`` is the greatest."""
+        """Return whether the best ``metric`` is the greatest."""
         return self.metric != "loss" if self.greater_is_better is None else self.greater_is_better
 
     @property

@@ -84,11 +84,11 @@ class ChatTemplate:
 
     @property
     def reads_apart(self) -> bool:
-        """Whether the template reads thoughts only from a field of their own."""
+        """Return whether the template reads thoughts only from a field of their own."""
         return self._render.apart
 
     def notes(self) -> Iterator[Problem]:
-        """What came of ``thinking``."""
+        """Yield what came of ``thinking``."""
         if self._emptied:
             found = f"false: thoughts were taken out of {self._emptied:,} rows"
             yield problem("KTD020", "enable_thinking", found)
@@ -239,7 +239,7 @@ class ChatTemplate:
 
     @staticmethod
     def _added_to(words: str, last: Message, learned: str) -> str:
-        """What of ``learned`` the template puts in front of the answer's own words."""
+        """Return what of ``learned`` the template puts in front of the answer's own words."""
         if "tool_calls" in last:
             empty = None if thoughts_of(last)[0] else _EMPTY_THOUGHTS.match(learned)
             return empty[0] if empty else ""
@@ -262,7 +262,7 @@ class ChatTemplate:
         return opened + text[end:] if known and text.startswith(header[:end]) else text
 
     def _start(self, messages: Sequence[Message], text: str, asked: Asked) -> tuple[int, str]:
-        """Where in ``text`` the model begins to write, and what part of a server's prompt it lacks."""
+        """Return where in ``text`` the model begins to write, and what part of a server's prompt it lacks."""
         prompt = messages[:-1]
         if not prompt or not self._opening:  # the template does not open answers
             header = self._render([*prompt, {"role": "assistant", "content": MARK}], asked)[0]
@@ -303,7 +303,7 @@ class ChatTemplate:
         return written.removeprefix(opener.strip()).lstrip("\n") + visible
 
     def _body_end(self, text: str, start: int) -> int:
-        """Where in ``text``, which ends with an answer, the stop tokens and spaces behind it begin."""
+        """Return where in ``text``, which ends with an answer, the stop tokens and spaces behind it begin."""
         end = len(text)
         while True:
             body = text[start:end].rstrip()
@@ -369,7 +369,7 @@ class ChatTemplate:
         return opened[shared(before, opened) :]
 
     def _probe_stop(self) -> tuple[str, str]:
-        """What ends an answer, or the special token that follows it in a longer conversation.
+        """Return what ends an answer, or the special token that follows it in a longer conversation.
 
         GLM's models end an answer with the token that begins the next message.
         """

@@ -138,5 +138,5 @@ class HubRows:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name, which a server gave, stays within its directory."""
+    """Return whether a name, which a server gave, stays within its directory."""
     return not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts

@@ -127,12 +127,12 @@ class Tags:
 
 
 def is_empty(value: object) -> bool:
-    """Whether a field is empty: exporters write such columns for every row."""
+    """Return whether a field is empty: exporters write such columns for every row."""
     return value is None or value in ("", "[]", "{}", [], {})
 
 
 def is_like_a_switch(key: object, value: object) -> bool:
-    """Whether a key and its value seem to say whether, or what of a message, is learned."""
+    """Return whether a key and its value seem to say whether, or what of a message, is learned."""
     if isinstance(value, int | float):
         likely = 0 <= value <= 1
     else:

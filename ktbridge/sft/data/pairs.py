@@ -177,5 +177,5 @@ class FittedJudged(_Compared):
 
     @property
     def judged(self) -> tuple[int, int]:
-        """How many answers are good, and how many bad."""
+        """Return how many answers are good, and how many bad."""
         return sum(self._good), len(self._good) - sum(self._good)

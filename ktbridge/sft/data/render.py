@@ -121,7 +121,7 @@ class Renderer:
             return False
 
     def _reads_content(self) -> bool:
-        """Whether thoughts in front of the content are written as those of their own field."""
+        """Return whether thoughts in front of the content are written as those of their own field."""
         key, texts = self.thoughts_key, []
         user: Message = {"role": "user", "content": "0"}
         answer: Message = {"role": "assistant", "content": "0", "reasoning_content": MARK}

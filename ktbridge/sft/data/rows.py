@@ -90,7 +90,7 @@ class Rows:
 
     @property
     def with_images(self) -> bool:
-        """Whether any of them, held out or not, has an image."""
+        """Return whether any of them, held out or not, has an image."""
         held = self.held_out is not None and self.held_out.with_images
         return held or any(each.pictures for each in self.conversations)
 
@@ -299,7 +299,7 @@ def refused_file(refused: Iterable[Refused]) -> bytes:
 
 
 def plain_value(value: object) -> str:
-    """What JSON has of a value that it can't write."""
+    """Return what JSON has of a value that it can't write."""
     return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 

@@ -118,7 +118,7 @@ def find_sources(config: TrainConfig) -> tuple[list[Source], list[KtbridgeError]
 
 
 def _is_described(name: str, directory: str | None) -> bool:
-    """Whether dataset_info.json has an entry of this name."""
+    """Return whether dataset_info.json has an entry of this name."""
     with suppress(KtbridgeError):
         return directory is not None and name in _read_info(Path(directory) / INFO)
     return False
@@ -151,7 +151,7 @@ class _Entry:
         self.problems.append(problem("KTD002", where, found, expected, next_step))
 
     def source(self, info: Mapping[str, object], stage: str) -> Source | None:
-        """What it describes, for a run of ``stage``; of no use where there are ``problems``."""
+        """Return what it describes, for a run of ``stage``; of no use where there are ``problems``."""
         entry = info.get(self._name)
         if not isinstance(entry, dict):
             step = did_you_mean(self._name, info) or f"It names {', '.join(info) or 'none'}."
@@ -394,7 +394,7 @@ def read_lines(path: Path, shown: str = "") -> Iterator[Line]:
 
 
 def in_lines(path: Path) -> bool:
-    """Whether ``read_lines`` reads a file a row at a time."""
+    """Return whether ``read_lines`` reads a file a row at a time."""
     with path.open("rb") as file:
         head = file.read(4096)
     first = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
@@ -404,7 +404,7 @@ def in_lines(path: Path) -> bool:
 
 
 def _is_json_lines(path: Path) -> bool:
-    """Whether the first line that has something in it is a JSON value of its own."""
+    """Return whether the first line that has something in it is a JSON value of its own."""
     with path.open("rb") as file:
         line = next(text for text in file if text.removeprefix(codecs.BOM_UTF8).strip())
     return not _line("", line).broken

@@ -168,7 +168,7 @@ class Stream:
         self._start = _Part(state["first"], before, state["refused"]), refused
 
     def so_far(self, first: Fitted, used: int) -> Fitted:
-        """What was read for ``used`` sequences, to the end of the last 256 rows, and its notes."""
+        """Return what was read for ``used`` sequences, to the end of the last 256 rows, and its notes."""
         number = self._part_of(max(used - 1, 0)) + 1
         later = self._parts[number] if number < len(self._parts) else None
         tally = later.before if later else self._tally

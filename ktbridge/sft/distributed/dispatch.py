@@ -103,7 +103,7 @@ def _agreed(
     weights: torch.Tensor,
     number: int,
 ) -> tuple[list[int], bool]:
-    """How many tokens each rank brings, and whether any of them wants gradients."""
+    """Return how many tokens each rank brings, and whether any of them wants gradients."""
     wants = torch.is_grad_enabled() and (
         hidden.requires_grad
         or weights.requires_grad

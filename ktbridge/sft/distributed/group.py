@@ -77,7 +77,7 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
 
 
 def joined() -> bool:
-    """Whether this process has joined others."""
+    """Return whether this process has joined others."""
     return _State.group is not None
 
 
@@ -112,7 +112,7 @@ def choose_interface() -> None:
 
 
 def _reachable(name: str) -> bool:
-    """Whether the first address of ``name``, which is gloo's choice, is one of a network."""
+    """Return whether the first address of ``name``, which is gloo's choice, is one of a network."""
     try:
         first = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:

@@ -94,7 +94,7 @@ def average_and_clip(trainer: RunTrainer, model: nn.Module, largest: float) -> t
 
 
 def reduces_itself(trainer: RunTrainer) -> bool:
-    """Whether a step averages all gradients at its end, and no process waits for another before.
+    """Return whether a step averages all gradients at its end, and no process waits for another before.
 
     So it is with experts on the GPU, whose LoRA is averaged here anyway, but for FSDP2, which gathers weights
     in each layer. DDP never sees a micro-batch that it should reduce.

@@ -155,7 +155,7 @@ def _as_asked(
 def _checks(
     setting: Setting, parts: list[Part], target: Target, base: Path, quantised: Quantised | None
 ) -> Iterator[Check]:
-    """What must fit where."""
+    """Yield what must fit where."""
     if setting.cuda:
         yield Verdict("GPU memory", total(parts, "GPU"), target.gpu_memory), ("GPU",)
     own = total(parts, "RAM")

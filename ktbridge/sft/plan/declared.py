@@ -181,7 +181,7 @@ def _names(pattern: str, module: str) -> bool:
 
 
 def _storage(path: Path, settings: object) -> _Storage:
-    """What a ``quantization_config`` means; raises KtbridgeError where sizes don't follow from it."""
+    """Return what a ``quantization_config`` means; raises KtbridgeError where sizes don't follow from it."""
     if not isinstance(settings, dict):
         return _Storage()
     with suppress(AttributeError, KeyError, TypeError, ValueError):  # not as any tool writes it

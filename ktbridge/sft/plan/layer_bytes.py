@@ -179,7 +179,7 @@ class Pass:
 def saved_bytes(
     size: Pass, retain: bool, strips: float | None = None, doubles: float | None = None
 ) -> int:
-    """What ``MoELoRAExperts.saved_bytes`` will be, for ``strips`` and ``doubles`` of tokens.
+    """Return what ``MoELoRAExperts.saved_bytes`` will be, for ``strips`` and ``doubles`` of tokens.
 
     Where they aren't given, those of a router that spreads tokens at random. "retain" keeps g and u,
     both activations keep the three thin products.
@@ -188,7 +188,7 @@ def saved_bytes(
 
 
 def host_bytes(size: Pass, retain: bool, threads: int) -> int:
-    """What the kernels take during a layer's backward, beyond all that forwards saved.
+    """Return what the kernels take during a layer's backward, beyond all that forwards saved.
 
     A forward needs less: h and y.
     """

@@ -69,7 +69,7 @@ class Lengths:
 
     @property
     def even(self) -> bool:
-        """Whether all are about as long, so that hardly any batch has padding."""
+        """Return whether all are about as long, so that hardly any batch has padding."""
         return self.mean > 0.99 * self.longest
 
     def within(self, cut: int) -> Lengths:
@@ -301,7 +301,7 @@ def evaluation_steps(config: TrainConfig, sequences: int, processes: int = 1) ->
 
 
 def evaluations(config: TrainConfig, sequences: int, processes: int = 1) -> int:
-    """How often the held-out rows are evaluated in a run that isn't ended early."""
+    """Return how often the held-out rows are evaluated in a run that isn't ended early."""
     every = evaluation_steps(config, sequences, processes)
     steps = optimizer_steps(config, sequences, processes)
     return config.evaluates_first + math.ceil(steps / every) if every else 0

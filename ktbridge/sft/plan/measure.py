@@ -163,7 +163,7 @@ def measure_products(setting: Setting, tokens: int) -> ProductRates:
 def _fitting(
     setting: Setting, size: Pass, storage: str, room: int | None
 ) -> tuple[Pass, float, int]:
-    """What is measured: the pass, its share of a layer's work, and how many layers."""
+    """Return what is measured: the pass, its share of a layer's work, and how many layers."""
     room = min(_ROOM, (room or _ROOM) // 4)
     one = 3 * size.hidden * size.inner * _BITS[storage] // 8
     one += (

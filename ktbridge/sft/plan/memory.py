@@ -138,12 +138,12 @@ class Setting:
 
     @property
     def evaluations(self) -> int:
-        """How often the held-out rows are evaluated."""
+        """Return how often the held-out rows are evaluated."""
         return evaluations(self.config, self.lengths.sequences)
 
     @property
     def saves(self) -> bool:
-        """Whether checkpoints are written; the last step has one, too."""
+        """Return whether checkpoints are written; the last step has one, too."""
         return kept_checkpoints(self.config, self.steps) > 0
 
 
@@ -291,12 +291,12 @@ class OutsideBytes:
 
     @property
     def taken(self) -> int:
-        """What a loaded model takes."""
+        """Return what a loaded model takes."""
         return self.weights + self.lora
 
     @property
     def more(self) -> int:
-        """What a run takes beside it, of any number of tokens."""
+        """Return what a run takes beside it, of any number of tokens."""
         return self.lora_more + self.constant + WORKSPACES
 
 
@@ -395,7 +395,7 @@ def _computed_parts(setting: Setting, lora_how: str) -> Iterator[Part]:
 
 
 def _image_bytes(setting: Setting) -> int:
-    """What the vision tower has of a pass's images at once: nothing is kept for a backward."""
+    """Return what the vision tower has of a pass's images at once: nothing is kept for a backward."""
     batch, most = setting.batch, setting.lengths.most_image_tokens
     return batch.rows * most * setting.shape.image_token_numbers * batch.width
 

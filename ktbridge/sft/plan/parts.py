@@ -97,7 +97,7 @@ class DiskReads:
 
     @property
     def seconds(self) -> float | None:
-        """What reading takes of a pass, at least."""
+        """Return what reading takes of a pass, at least."""
         return None if self.rate is None else self.size / self.rate
 
     def as_dict(self) -> dict[str, object]:

@@ -55,7 +55,7 @@ class Quantised:
 
     @property
     def ready(self) -> bool:
-        """Whether they are there, whole, and made of the source as it is now."""
+        """Return whether they are there, whole, and made of the source as it is now."""
         try:
             marker = read_json_file(self.directory / CHECKPOINT_FILE)
             files = marker["files"]
@@ -116,7 +116,7 @@ class Quantised:
 
     @property
     def text(self) -> str:
-        """What happens, in a sentence."""
+        """Return what happens, in a sentence."""
         name = self.storage.upper()
         what = f"{size_text(self.size)} instead of {size_text(self.before)} in RAM"
         if self.ready:
@@ -148,7 +148,7 @@ def experts_path(config: TrainConfig, base: Path) -> Path | None:
 
 
 def storage_notes(config: TrainConfig, base: Path) -> list[Problem]:
-    """What becomes of the storage that a run asks for, where the checkpoint hasn't got it."""
+    """Return what becomes of the storage that a run asks for, where the checkpoint hasn't got it."""
     block = config.kt_config
     if block.storage is None:
         return []

@@ -181,14 +181,14 @@ def in_storage(shape: ModelShape, storage: str) -> ModelShape:
 
 
 def can_quantise(shape: ModelShape, storage: str) -> bool:
-    """Whether the experts are stored in floats that ``storage`` can be made of."""
+    """Return whether the experts are stored in floats that ``storage`` can be made of."""
     model = shape.config
     odd = model.hidden_size % GROUP or model.intermediate_size % GROUP
     return shape.expert_storage in _PLAIN and not (storage == "int4" and odd)
 
 
 def _expert_homes(path: Path, checkpoint: Checkpoint, config: ModelConfig) -> dict[int, ExpertHome]:
-    """Where the routed experts of each layer are. Raises KtbridgeError where one has none."""
+    """Return where the routed experts of each layer are. Raises KtbridgeError where one has none."""
     found = {layer: expert_home(checkpoint, config, layer) for layer in config.moe_layers}
     homes = {layer: home for layer, home in found.items() if home is not None}
     missing = [layer for layer in found if layer not in homes]
@@ -235,7 +235,7 @@ def _outside_experts(
 
 
 def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, ExpertHome]) -> bool:
-    """Whether fused experts lie transposed or interleaved, so that no row is contiguous."""
+    """Return whether fused experts lie transposed or interleaved, so that no row is contiguous."""
     home = next(iter(homes.values()))
     if home.names or f"{home.fused[0]}_blocks" in checkpoint:
         return False

@@ -107,7 +107,7 @@ def _pace(
 
 
 def _saves(setting: Setting) -> int:
-    """How many checkpoints are written."""
+    """Return how many checkpoints are written."""
     saves = -(-setting.steps // setting.config.save_steps) if setting.saves else 0
     if setting.config.load_best_model_at_end:
         saves += setting.evaluations  # at most: each that is the best so far
@@ -168,7 +168,7 @@ def _seconds(flops: tuple[float, float], rates: ProductRates) -> float:
 
 
 def _runs(setting: Setting) -> int:
-    """How often a layer runs forward."""
+    """Return how often a layer runs forward."""
     return 1 if setting.config.disable_gradient_checkpointing else 2
 
 
