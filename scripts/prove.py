@@ -205,7 +205,7 @@ def main(
     changes = [f"kt_config.kt_experts={experts}"]
     if storage != "bf16":
         changes.append(f"kt_config.kt_expert_weight_format={storage}")
-    with terminable(), only_one(place):
+    with terminable(), only_one(place, "`make proof`"):
         base = prepare(place, tiny)
         proof = Proof(Steps(place), base, tiny, changes)
         proof.make()

@@ -64,14 +64,14 @@ class State:
 
 
 @contextmanager
-def only_one(directory: Path) -> Iterator[None]:
-    """Hold ``directory`` within the block. Raises KtbridgeError where another process does."""
+def only_one(directory: Path, who: str = "`ktbridge run`") -> Iterator[None]:
+    """Hold ``directory`` for ``who`` within the block. Raises KtbridgeError where another process does."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not lock_now(descriptor):
             raise KtbridgeError(
-                f"another `ktbridge run` is at work in {directory}.",
-                "Wait for it, end it, or copy the recipe into another directory.",
+                f"another {who} is at work in {directory}.",
+                "Wait for it, end it, or take another directory.",
             )
         yield
     finally:
