@@ -34,7 +34,10 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def main(path: str, output: str, *changes: str) -> None:
-    own = [f"output_dir={output}.ktbridge", "resume_from_checkpoint=false"]  # nothing is written there
+    own = [
+        f"output_dir={output}.ktbridge",
+        "resume_from_checkpoint=false",
+    ]  # nothing is written there
     ready = prepare(load_config(Path(path), [*changes, *own]))
     config = ready.config
     torch.set_num_threads(read_machine().usable_cores)

@@ -254,7 +254,8 @@ def plot_losses(
     """Both trainings' losses over steps."""
     figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
     for name, points in (("HF + PEFT", peer), ("ktbridge", ours)):
-        axes.plot(*zip(*points, strict=True), color=COLORS[name], label=name, linewidth=1.4)
+        label = f"{name}, means of 5 steps" if points is ours else name
+        axes.plot(*zip(*points, strict=True), color=COLORS[name], label=label, linewidth=1.4)
     axes.set(xlabel="optimizer step", ylabel="training loss, nats a token", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
@@ -293,7 +294,7 @@ def plot_quality(path: Path, summary: dict[str, Any]) -> None:
             )  # fmt: skip
     right.axvline(0, color="#555", linewidth=0.8)
     right.set_yticks([0, -1], ["held-out answers", "plain prose"])
-    right.set(ylim=(-1.5, 0.5), xlabel="loss after − before, nats a token (left is better)")
+    right.set(ylim=(-1.5, 0.5), xlabel="change of loss, nats a token")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
