@@ -41,7 +41,7 @@ def test_the_real_demo_leaves_the_dtype_to_the_machine(tmp_path):
     assert "bf16" not in recipe.training
     lines = [line for line, _ in Runner(recipe).lines(make_plan(recipe, "local"))]
     assert [line.split()[1] for line in lines] == "train convert validate serve verify eval".split()
-    assert "--bench bench --limit 64 --max-tokens 128" in lines[5]
+    assert "--bench bench --limit 48 --max-tokens 128" in lines[5]
     assert f"--model {loop.REAL.arms['full']} --adapter adapter/raw --base-model base" in lines[4]
 
 
