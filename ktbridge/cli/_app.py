@@ -53,6 +53,8 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, extra: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # click keeps a command's help option from its first use, by which caller ever that was.
+        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
         self.extra = extra
         """What it needs of pyproject.toml's extras ("train,serve")."""
         self.params.append(

@@ -51,9 +51,9 @@ def write_output(
 ) -> None:
     """Write the raw adapter of a trained model with ``files`` beside it to ``config.output_dir``.
 
-    Where writing fails, the adapter is in ``checkpoint``, its step's, unless ``save_steps`` is 0.
-    ``training`` is what the manifest says of the run. Raises ``KtbridgeError`` naming that place and what to
-    do.
+    Where writing fails, the adapter is in ``checkpoint``, its step's, or without one is written beside
+    ``output_dir``. ``training`` is what the manifest says of the run. Raises ``KtbridgeError`` naming that
+    place and what to do.
     """
     output = Path(config.output_dir)
     try:
@@ -72,9 +72,17 @@ def write_output(
                 f"the adapter could not be written to {output} ({reason}); it is in {checkpoint}, whole.",
                 "Make room there, then run the same command again: it writes the adapter and trains nothing.",
             ) from error
+        place = output.with_name(output.name + "-saved")
+        try:
+            save_raw_adapter(model, place, str(base), extra_files=files, training=training)
+        except (OSError, KtbridgeError):
+            raise KtbridgeError(
+                f"the adapter could not be written to {output} ({reason}), nor to {place}: it is lost.",
+                "Make room and train again, with save_steps above 0 so that the last step is kept.",
+            ) from error
         raise KtbridgeError(
-            f"the adapter could not be written to {output} ({reason}) and is in no checkpoint: it is lost.",
-            "Make room and train again, with save_steps above 0 so that the last step is kept.",
+            f"the adapter could not be written to {output} ({reason}); it was saved in {place} instead.",
+            f"Make room, then move it: mv {place} {output}",
         ) from error
 
 
