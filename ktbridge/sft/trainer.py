@@ -48,7 +48,7 @@ from ktbridge.sft.plan.quantised import experts_path, quantised_experts
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.progress import OnLog, Reporter, is_record
-from ktbridge.sft.resume import checkpoints_dir, forget_replaced, labels_only, saved, set_aside
+from ktbridge.sft.resume import LABELS, checkpoints_dir, forget_replaced, saved, set_aside
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.stages import LOSSES, STAGES
 from ktbridge.sft.weights_watch import WatchWeights
@@ -172,7 +172,7 @@ def _train(
             on_note(note)
     if ready.to_keep and main:
         keep_rows(*ready.to_keep, on_note)
-    score_labels_only(labels_only(config))
+    score_labels_only(LABELS in ready.identity)
     model = load_trainable(config, ready.base, ready.vision is not None)
     uses_liger = config.enable_liger_kernel and choose(config).type == "cuda"
     norms = use_liger(model) if uses_liger else None

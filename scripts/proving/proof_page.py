@@ -45,17 +45,15 @@ TITLES = {
 
 def failures(place: Path, found: dict[str, Any]) -> list[str]:
     """A sentence for each proof that failed."""
-    return [*_failures(place, found)]
-
-
-def _failures(place: Path, found: dict[str, Any]) -> Iterator[str]:
+    wrong = [] if found["validate"]["ok"] else ["validate found problems: validate.json has them"]
     for name, told in found["verdicts"].items():
         if not told["ok"]:
-            yield f"verify, {name}: {told['verdict']}"
-    for name in AGAIN if (place / "again" / "raw").exists() else ():
+            wrong.append(f"verify, {name}: {told['verdict']}")
+    for name in AGAIN if found["again"] else ():
         first, second = (hash_file(place / run / "raw" / name) for run in ("adapter", "again"))
         if first != second:
-            yield f"{name} of a second run has other bits"
+            wrong.append(f"{name} of a second run has other bits")
+    return wrong
 
 
 def paired(
@@ -123,6 +121,7 @@ def write_page(page: Path, steps: Steps, found: dict[str, Any], wrong: Sequence[
         "machine": machine(),
         "seed": 7,
         "settings": found["settings"],
+        "again": found["again"],
         "failures": list(wrong),
         "commands": [
             {"name": name, "command": line, "seconds": round(steps.seconds.get(name, math.nan), 1)}
@@ -145,7 +144,7 @@ def write_page(page: Path, steps: Steps, found: dict[str, Any], wrong: Sequence[
     write_text(page / "lock.txt", frozen.stdout)
     plot_losses(page / "losses.png", ours, peer["losses"])
     plot_quality(page / "quality.png", summary)
-    write_text(page / "README.md", "\n".join(text(summary, place)) + "\n")
+    write_text(page / "README.md", "\n".join(text(summary)) + "\n")
 
 
 def machine() -> str:
@@ -159,7 +158,7 @@ def machine() -> str:
     return f"{model}, {this.usable_cores} cores ({', '.join(this.isa[-2:])}){'; ' + gpus if gpus else ''}"
 
 
-def text(summary: dict[str, Any], place: Path) -> Iterator[str]:
+def text(summary: dict[str, Any]) -> Iterator[str]:
     """The lines of README.md."""
     yield "# The proof: real weights, from training to served answers"
     yield ""
@@ -188,7 +187,11 @@ def text(summary: dict[str, Any], place: Path) -> Iterator[str]:
         )
     yield ""
     yield "## What got better, what got worse?\n"
-    yield "Differences to the base with 95 % intervals; losses in nats a token, paired by row (bootstrap).\n"
+    yield (
+        "Differences to the base with 95 % intervals; losses in nats a token, paired by row (bootstrap). In "
+        "parentheses the questions that count: where an answer was cut off at the limit, all arms' are left "
+        "out.\n"
+    )
     yield "| | base | ktbridge | | HF + PEFT | |"
     yield "| --- | --- | --- | --- | --- | --- |"
     of = summary["losses"]
@@ -228,7 +231,7 @@ def text(summary: dict[str, Any], place: Path) -> Iterator[str]:
     yield "| --- | --- |"
     for name, digest in summary["sha256"].items():
         yield f"| {name} | `{digest}` |"
-    if (place / "again" / "raw").exists():
+    if summary["again"]:
         same = not any("other bits" in line for line in summary["failures"])
         yield f"\nA second training gave {'the same bits' if same else '**other bits**'}."
 

@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,16 +91,16 @@ class Steps:
         self, steps: Sequence[Step], server: Sequence[str], wait: float, **environment: str
     ) -> None:
         """Run steps that ask one server, which is started only if something is to be asked."""
-        missing = [step for step in steps if not self.is_done(step)]
         log = self.place / "logs" / f"server-{steps[0].name.replace(' ', '-')}.log"
         log.parent.mkdir(exist_ok=True)
-        if missing:
-            with serving(server, log, wait, **environment) as url:
-                for step in steps:
-                    self.run(step, url)
-        else:
+
+        def command(port: int) -> list[str]:
+            return [*server, "--port", str(port)]
+
+        missing = not all(map(self.is_done, steps))
+        with serving(command, log, wait, **environment) if missing else nullcontext(URL) as url:
             for step in steps:
-                self.run(step)
+                self.run(step, url)
 
     def is_done(self, step: Step) -> bool:
         """Whether what the step wrote is there, of the same command and files."""
@@ -121,14 +121,20 @@ class Steps:
 
 
 @contextmanager
-def serving(words: Sequence[str], log: Path, wait: float, **environment: str) -> Iterator[str]:
-    """The address of the server that ``words`` with a --port start, from when it lists its models."""
+def serving(
+    command: Callable[[int], Sequence[str]], log: Path, wait: float = 180, **environment: str
+) -> Iterator[str]:
+    """The address of the server that ``command(port)`` starts, from when it lists its models.
+
+    Raises KtbridgeError with the end of its log where it doesn't in ``wait`` seconds.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    words = command(port)
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*words, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT,
+            words, stdout=out, stderr=subprocess.STDOUT,
             env=os.environ | environment, preexec_fn=partial(end_with_parent, os.getpid()),
         )  # fmt: skip
     url, ends = f"http://127.0.0.1:{port}", time.monotonic() + wait

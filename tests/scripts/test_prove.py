@@ -110,6 +110,8 @@ def found(tmp_path: Path) -> dict:
     applied = {"ok": True, "verdict": "applied", "halves": halves, "logprobs_from": "echo"}
     return {
         "settings": {"experts": "cpu"},
+        "again": True,
+        "validate": {"ok": True},
         "verdicts": {"ours": applied, "vLLM": {**applied, "ok": False, "verdict": "not applied"}},
         "eval": {"bench": result("FACTS", "GENERAL"), "nekobench-slice": result("overall")},
         "quality": {name: {"held_out": rows, "plain": rows} for name in ("ours", "peer")},
@@ -125,6 +127,8 @@ def test_what_failed_comes_first_on_the_page(tmp_path, found) -> None:
         "verify, vLLM: not applied",
         "fused_expert_lora.safetensors of a second run has other bits",
     ]
+    found_by_validate = failures(tmp_path, {**found, "validate": {"ok": False}})
+    assert found_by_validate == ["validate found problems: validate.json has them", *wrong]
     steps, page = Steps(tmp_path), tmp_path / "page"
     steps.commands["train"], steps.seconds["train"] = "ktbridge train train.yaml", 61.0
     write_page(page, steps, found, wrong)
