@@ -53,8 +53,6 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, extra: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # click keeps a command's help option from its first use, by which caller ever that was.
-        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
         self.extra = extra
         """What it needs of pyproject.toml's extras ("train,serve")."""
         self.params.append(
@@ -62,6 +60,11 @@ class Command(click.Command):
                 ["--debug"], is_flag=True, expose_value=False, help="Show tracebacks of failures."
             )
         )
+
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        # Not by context_settings: click keeps the option that the first context got, and one that was not
+        # made by make_context (`run` reads each command's options) has no settings.
+        return ["-h", "--help"]
 
     def make_context(
         self,

@@ -82,6 +82,11 @@ def option_of(command: str, name: str) -> click.Option:
     return next(o for c, o in options() if c == command and name in long_names(o))
 
 
+def test_every_command_has_h_for_help_whoever_reads_its_options_first() -> None:
+    helps = [option.opts for _, option in options() if "--help" in option.opts]
+    assert helps == [["-h", "--help"]] * len(COMMANDS)
+
+
 def test_every_option_has_a_name_from_the_table() -> None:
     known = {name for names in NAMES.values() for name in names.split()}
     strange = [
