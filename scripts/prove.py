@@ -6,8 +6,9 @@
     scripts/prove.py --again                # train once more, and compare the adapter's bits
 
 The base is SmolLM2-135M-Instruct made a mixture by copying (docs/demo.md), the rows are examples/proof.
-Trained, converted, validated and merged by `ktbridge`; served by the embedded engine and, merged, by
-vLLM's CPU server where `make .venv-vllm/.installed` made one; `ktbridge verify` asks each. Hugging Face's
+Trained, converted, validated and merged by `ktbridge`; served by the embedded engine, by llama.cpp with the
+adapter as GGUF where `make .venv-llama/.installed` made one and, merged, by vLLM's CPU server where
+`make .venv-vllm/.installed` did; `ktbridge verify` asks each. Hugging Face's
 Trainer and PEFT train on the same rows (proving/hf_peer.py), and both adapters are held against the base:
 loss of held-out answers and perplexity of plain text (proving/quality.py), facts and general questions, a
 slice of nekobench.
@@ -41,6 +42,7 @@ PROOF = SCRIPTS.parent / "examples" / "proof"
 KTBRIDGE = (sys.executable, "-m", "ktbridge")
 BENCHES = ("bench", "nekobench-slice")
 NEKOBENCH_ITEMS = 32
+LLAMA = SCRIPTS.parent / ".venv-llama" / "bin" / "python"
 VLLM = SCRIPTS.parent / ".venv-vllm" / "bin" / "python"
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
@@ -72,12 +74,8 @@ class Proof:
     def __init__(self, steps: Steps, base: Path, changes: Sequence[str]) -> None:
         self.steps, self.place, self.base, self._changes = steps, steps.place, base, changes
         self._config, self._against = self.place / "train.yaml", ("--base-model", str(base))
-        self._source = [
-            self._config,
-            self.place / "rows",
-            base / "config.json",
-            base / "model.safetensors",
-        ]
+        self._weights = [base / "config.json", base / "model.safetensors"]
+        self._source = [self._config, self.place / "rows", *self._weights]
         self.raw, self.merged = self.place / "adapter" / "raw", self.place / "merged"
 
     def make(self) -> None:
@@ -157,6 +155,24 @@ class Proof:
         self.steps.ask(steps, server, 300)
         return dict(json.loads(asked.writes.read_text()))
 
+    def llama(self) -> dict[str, Any]:
+        """The verdict of llama.cpp's server with the base and the adapter as GGUF, both ours."""
+        model, adapter = self.place / "llama" / "base.gguf", self.place / "llama" / "adapter"
+        model.parent.mkdir(exist_ok=True)
+        script = [sys.executable, str(SCRIPTS / "proving" / "gguf_base.py")]
+        words = [*script, str(self.base), str(model), "smollm"]
+        self.steps.run(Step("base as GGUF", words, self._weights, model))
+        words = ["convert", str(self.raw), "--to", "gguf", *self._against, "--overwrite"]
+        words += ["--output", str(adapter)]
+        self.run("convert to GGUF", words, [self.raw], adapter)
+        server = [str(LLAMA), "-m", "llama_cpp.server", "--model", str(model)]
+        server += ["--model_alias", "proof", "--lora_path", str(adapter / "adapter_model.gguf")]
+        server += ["--n_ctx", "512", "--logits_all", "true"]
+        # Its own logprobs of a prompt's tokens are those of the next ones (docs/verify.md).
+        asked = self.verify("verify llama", "proof", self.raw, "--logprobs-from", "sampled")
+        self.steps.ask([asked], server, 300)
+        return dict(json.loads(asked.writes.read_text()))
+
     def vllm(self) -> dict[str, Any]:
         """The verdict of vLLM's own server on the merged checkpoint, on a CPU."""
         server = [
@@ -172,10 +188,10 @@ class Proof:
         self.steps.ask([asked], server, 900, **VLLM_ENVIRONMENT)
         return dict(json.loads(asked.writes.read_text()))
 
-    def verify(self, name: str, model: str, adapter: Path) -> Step:
+    def verify(self, name: str, model: str, adapter: Path, *more: str) -> Step:
         words = [*KTBRIDGE, "verify", "--server", URL, "--model", model, "--adapter", str(adapter)]
         told = self.place / f"{name.replace(' ', '-')}.json"
-        return Step(name, [*words, *self._against, "--json"], [adapter], told, prints=True)
+        return Step(name, [*words, *self._against, *more, "--json"], [adapter], told, prints=True)
 
     def run(
         self, name: str, words: Sequence[str], reads: Sequence[Path], writes: Path, **more: Any
@@ -214,6 +230,8 @@ def main(output: Path | None, page: Path | None, experts: str, storage: str, aga
         verdicts = {
             "embedded engine, ktbridge's adapter": proof.serve("ours", proof.raw, proof.parts, arms)
         }
+        if LLAMA.exists():
+            verdicts["llama.cpp's server, adapter as GGUF"] = proof.llama()
         if VLLM.exists():
             verdicts["vLLM's CPU server, merged checkpoint"] = proof.vllm()
         peer = proof.peer()

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ggufmodel import save_base, save_lora, write_base
+from ggufmodel import save_base, save_lora
+from proving.gguf_base import write_gguf
 
 from ktbridge.adapter import convert_adapter, read_adapter
 from ktbridge.verify.reference_model import ReferenceModel
@@ -59,7 +60,7 @@ class Case:
 
     @cached_property
     def model(self) -> Path:
-        return write_base(self.base, self.root / "base.gguf")
+        return write_gguf(self.base, self.root / "base.gguf")
 
     def raw(self, name: str = "raw", **options: object) -> Path:
         path = self.root / name
