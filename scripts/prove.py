@@ -97,6 +97,7 @@ class Proof:
 
     def train(self, name: str, output: Path) -> None:
         words = ["train", str(self._config), *self._changes, f"output_dir={output}"]
+        words.append("overwrite_output_dir=true")  # of an older configuration
         self.run(name, words, self._source, output)
 
     def convert(self, name: str, adapter: Path, root: Path) -> dict[str, Path]:
