@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from proving.steps import serving
 from realllama import Case
-from realserver import serving
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.verify.run import verify

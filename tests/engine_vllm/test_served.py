@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from ggufmodel import save_base, save_lora
-from realserver import serving
+from proving.steps import serving
 
 from ktbridge.adapter import merge_adapter
 from ktbridge.verify.run import verify
