@@ -29,10 +29,10 @@ from ktbridge.adapter.outputs import Output, PathLike
 from ktbridge.adapter.scan import classify, layout_of, require, scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
+from ktbridge.files.publish import hash_file, user_cache
 from ktbridge.model import Entry, TensorFile, resolve_model
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.stamps import Stamp
-from ktbridge.publish import hash_file, user_cache
 
 # Part of every key of the cache: bump it when the conversion's output changes, to invalidate old results.
 RECIPE = "2"

@@ -22,9 +22,9 @@ from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, 
 from ktbridge.adapter.writer import Copy, OutputFile, Target
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
+from ktbridge.files.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.model import Fingerprint, TensorFile
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
-from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
 
 PathLike = str | os.PathLike[str]
 

@@ -21,10 +21,10 @@ from ktbridge.adapter.outputs import DATA_FILE, LOG_FILE, OURS, REFUSED_FILE
 from ktbridge.adapter.validate import validate_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
+from ktbridge.files.publish import OnProgress
 from ktbridge.model.hub import Repository, name_of, named_repository
 from ktbridge.model.hub_errors import explained, library
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import OnProgress
 
 README = "README.md"
 

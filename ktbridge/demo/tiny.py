@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktbridge.publish import OnProgress
+from ktbridge.files.publish import OnProgress
 
 from .base import publish_base
 from .corpus import Conversation, base_conversations, corpus_files

@@ -22,12 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypedDict, TypeVar
 
-from ktbridge import publish
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import OUTCOMES
 from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
 from ktbridge.eval.results.types import Outcome
+from ktbridge.files import publish
+from ktbridge.files.locks import lock_open
 
 FAILED = "http-error"
 JUDGE_FAILED: JudgeOutcome = "judge-error"
@@ -205,7 +206,7 @@ class Ledger(Generic[_Record]):
         make_directory(self.directory)
         try:
             self._lock = self._open(self._kind.lock, os.O_RDWR)
-            if not publish.lock_now(self._lock):
+            if not lock_open(self._lock):
                 raise KtbridgeError(
                     f"another `ktbridge eval` is {self._kind.work} {str(self.directory)!r}.",
                     "wait for it, or use another --output",

@@ -22,9 +22,10 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.locks import lock_target
+from ktbridge.files.publish import OnProgress, hash_file
 from ktbridge.model.hub_errors import explained, library
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import OnProgress, hash_file
 from ktbridge.units import size_text
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -363,8 +364,8 @@ def _silent(on_bytes: Callable[[float | None], None] | None = None) -> type:
 
 @contextmanager
 def _locked(wanted: Repository) -> Iterator[None]:
-    """One download of a repository at a time; the lock is the kernel's, so a killed process gives it up."""
-    path = cache_directory() / ".locks" / storage_of(wanted).name / "ktbridge.lock"
+    """Hold the download of a repository, which one process does at a time."""
+    path = cache_directory() / ".locks" / storage_of(wanted).name / "download"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -372,5 +373,5 @@ def _locked(wanted: Repository) -> Iterator[None]:
             f"the Hub cache {cache_directory()} can't be written: {error.strerror}.",
             "Set HF_HOME to a directory that you may write.",
         ) from error
-    with library().utils.WeakFileLock(path):
+    with lock_target(path, wait=lambda holder: None):
         yield

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ktbridge.codes import problem
 from ktbridge.errors import ProblemsError
 from ktbridge.eval.store import writing
-from ktbridge.publish import fsync_directory
+from ktbridge.files.publish import fsync_directory
 
 Identity = Mapping[str, object]
 """What decides the answers, as JSON: models, rows, how answers are sampled."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.experts.loading import load_tokenizer
+from ktbridge.files.publish import OnProgress
 from ktbridge.install import install_hint
 from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.predict.journal import journal_of
 from ktbridge.predict.results import PREDICTIONS, REFUSED
-from ktbridge.publish import OnProgress
 from ktbridge.serve.local.plan import check_installed
 from ktbridge.sft.config import TrainConfig, check_writable
 from ktbridge.sft.data import Refused, all_refused, load_rows, refused_note

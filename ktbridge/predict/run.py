@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.files.locks import lock_target
 from ktbridge.predict import results
 from ktbridge.predict.journal import Answered, Identity, Journal, journal_of
 from ktbridge.predict.prompts import Prepared, Prompt
-from ktbridge.publish import RunLock
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.plan import ServePlan, fingerprints, plan_local
 from ktbridge.serve.local.sampling import SEED_STEP, Delta, Event, Finish, Sampling
@@ -132,7 +132,7 @@ def predict(
     """
     config, prompts = prepared.config, prepared.prompts
     output = Path(config.output_dir)
-    with RunLock(output), Journal(journal_of(output), identity(prepared, plan)) as journal:
+    with lock_target(output), Journal(journal_of(output), identity(prepared, plan)) as journal:
         resumed = len(journal.answers)
         failed: dict[int, str] = {}
         if resumed < len(prompts):

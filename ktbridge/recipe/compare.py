@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge import __version__
-from ktbridge.publish import write_text
+from ktbridge.files.publish import write_text
 from ktbridge.recipe.plan import EVALUATION, Item, Step
 from ktbridge.recipe.sweep import ROOM, Cell
 from ktbridge.units import size_text

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.publish import fsync_directory
+from ktbridge.files.publish import fsync_directory
 from ktbridge.recipe.read import near
 from ktbridge.yamlfile import read_yaml
 

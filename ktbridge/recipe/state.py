@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ktbridge import __version__
-from ktbridge.errors import KtbridgeError
-from ktbridge.publish import lock_now, write_text
+from ktbridge.files.publish import write_text
 
 STATE = ".ktbridge-run.json"
 ANSWERS = "answers.jsonl"
@@ -61,21 +59,6 @@ class State:
         steps = {name: one._asdict() for name, one in self._steps.items()}
         state = {"made_by": "ktbridge run", "version": __version__, "steps": steps}
         write_text(self._path, json.dumps(state, indent=1) + "\n")
-
-
-@contextmanager
-def only_one(directory: Path, who: str = "`ktbridge run`") -> Iterator[None]:
-    """Hold ``directory`` for ``who`` within the block. Raises KtbridgeError where another process does."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if not lock_now(descriptor):
-            raise KtbridgeError(
-                f"another {who} is at work in {directory}.",
-                "Wait for it, end it, or take another directory.",
-            )
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def digest_of(texts: Iterable[str], paths: Iterable[Path]) -> str:

@@ -24,8 +24,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.raw_adapter import save_beside
+from ktbridge.files.publish import fsync_directory
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
 from ktbridge.sft.resume import (
     FILES,

@@ -14,8 +14,8 @@ from pathlib import Path
 from ktbridge.adapter.manifest import MANIFEST_FILE, TRAINING
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.files.publish import hash_file
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import hash_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import options

@@ -16,8 +16,8 @@ import numpy as np
 from proving.steps import Steps
 
 from ktbridge import __version__
+from ktbridge.files.publish import hash_file, write_text
 from ktbridge.machine import read_gpus, read_machine
-from ktbridge.publish import hash_file, write_text
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

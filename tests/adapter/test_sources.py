@@ -18,9 +18,9 @@ from rawadapter import random_bits, write_base, write_raw
 
 from ktbridge.adapter import Tensor, convert_adapter, merge_adapter, validate_adapter
 from ktbridge.errors import ProblemsError
+from ktbridge.files.publish import hash_file
 from ktbridge.model import open_tensor_file
 from ktbridge.model.tensorfile import build_header
-from ktbridge.publish import hash_file
 
 FUSED, MODEL = "fused_expert_lora.safetensors", "adapter_model.safetensors"
 Change = Callable[[Path], None]

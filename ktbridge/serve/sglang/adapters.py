@@ -24,7 +24,7 @@ from ktbridge.adapter.manifest import MANIFEST_FILE, trained_on
 from ktbridge.adapter.opening import RECIPE, is_intact, store_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
-from ktbridge.publish import hash_file
+from ktbridge.files.publish import hash_file
 from ktbridge.serve.request import OPTION_OF_LAYOUT, RequestedLayout, ServeRequest
 
 ServedLayout = Literal["base", "expert", "nonexpert", "split", "merged"]

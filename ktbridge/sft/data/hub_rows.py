@@ -17,10 +17,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.publish import OnProgress, write_text
 from ktbridge.install import install_hint
 from ktbridge.model import hub
 from ktbridge.model.hub_errors import explained
-from ktbridge.publish import OnProgress, write_text
 from ktbridge.sft.config.paths import ROWS
 
 README = "README.md"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity
-from ktbridge.publish import Staging, hash_file
+from ktbridge.files.publish import Staging, hash_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import options
 from ktbridge.sft.data.fit import Fitted

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import ktbridge
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.files.publish import hash_file
 from ktbridge.install import LINEAR_ATTENTION, version_of
 from ktbridge.model import find_model
 from ktbridge.model.identity import fingerprint
-from ktbridge.publish import hash_file
 from ktbridge.sft.arguments import choose
 from ktbridge.sft.distributed.group import ANSWER_SECONDS, gather, joined, start
 from ktbridge.sft.launch import World, several_launchers, world

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from ktbridge.adapter.quantise import STORAGES
 from ktbridge.experts.gpu.probe import NO_KERNEL, ONE_BY_ONE, loops
+from ktbridge.files.publish import CACHE
 from ktbridge.install import has_linear_attention_kernels, linear_attention_gaps
 from ktbridge.machine import read_gpus
 from ktbridge.model import find_model, resolve_model
-from ktbridge.publish import CACHE
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import Values
 from ktbridge.sft.plan.declared import Declared, declare, weights_missing

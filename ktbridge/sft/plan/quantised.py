@@ -24,11 +24,12 @@ from ktbridge.adapter.requantise import execute
 from ktbridge.adapter.rewrite import CHECKPOINT_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.files.locks import lock_target
+from ktbridge.files.publish import OnProgress, named_cache, user_cache
 from ktbridge.model import fingerprint, open_checkpoint
 from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.stamps import stamp
-from ktbridge.publish import Lock, OnProgress, named_cache, user_cache
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.shape import can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import existing
@@ -77,7 +78,7 @@ class Quantised:
         """
         if self.ready:
             return
-        with Lock(self.directory, on_wait):
+        with lock_target(self.directory, wait=on_wait):
             if self.ready:
                 return
             self.check_room()
