@@ -25,9 +25,9 @@ from typing import NamedTuple
 from ktbridge.adapter.blocks import Block, Span, bytes_of, converted
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.files.digests import Stamps, difference, stamp
 from ktbridge.files.publish import ELSEWHERE, Staging, start_writeback
 from ktbridge.machine import usable_cpu_count
-from ktbridge.model.stamps import Stamps, difference, stamp
 from ktbridge.units import size_text
 
 Buffer = memoryview | bytes

@@ -23,11 +23,10 @@ from types import TracebackType
 from typing import Generic, TypedDict, TypeVar
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import OUTCOMES
 from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
 from ktbridge.eval.results.types import Outcome
-from ktbridge.files import publish
+from ktbridge.files import digests, publish
 from ktbridge.files.locks import lock_open
 
 FAILED = "http-error"
@@ -101,7 +100,7 @@ class Kind(Generic[_Record]):
 def request_key(fingerprint: str, request: Json, repeat: int = 0) -> str:
     """The key of an answer: arm fingerprint, exact request, and repeat (from 0)."""
     key = {"arm": fingerprint, "request": dict(request)}
-    return sha256({**key, "repeat": repeat} if repeat else key)
+    return digests.of_json({**key, "repeat": repeat} if repeat else key)
 
 
 def _answer_texts(record: AnswerRecord) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
 import os
 import re
 import secrets
@@ -29,7 +28,6 @@ from ktbridge.machine import libc_function
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
-_CHUNK = 1 << 22
 
 
 # Why a target may not be (re)placed, as (found, next step); None when it may.
@@ -90,15 +88,6 @@ def named_cache() -> Path | None:
 def user_cache() -> Path:
     """The user's own cache directory of ktbridge: in $XDG_CACHE_HOME, or below ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ktbridge"
-
-
-def hash_file(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, in bounded memory."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 class Staging:

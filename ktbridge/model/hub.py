@@ -22,8 +22,9 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files import digests
 from ktbridge.files.locks import lock_target
-from ktbridge.files.publish import OnProgress, hash_file
+from ktbridge.files.publish import OnProgress
 from ktbridge.model.hub_errors import explained, library
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.units import size_text
@@ -326,7 +327,7 @@ def _download(wanted: Repository, commit: str, blob: _Blob, counter: _Counter) -
         )
         file.flush()
         os.fsync(file.fileno())
-    if hash_file(blob.partial) != blob.sha256:
+    if digests.of_file(blob.partial) != blob.sha256:
         blob.partial.unlink()
         raise KtbridgeError(
             f"{blob.name} of {wanted} came damaged: its SHA-256 is not the Hub's.",

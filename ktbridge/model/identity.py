@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files import digests
 from ktbridge.model.checkpoint import Checkpoint, has_weights, open_checkpoint
 from ktbridge.model.jsonfile import read_json_file
 
@@ -77,7 +78,7 @@ def fingerprint(base: str | os.PathLike[str] | Checkpoint) -> Fingerprint:
     file = path / "config.json"
     config = read_json_file(file)
     try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest = digests.of_file(file)
         tensors, values = (None, None) if checkpoint is None else _weights(checkpoint)
         return Fingerprint(digest, _essential(config), tensors, values)
     except OSError as error:

@@ -6,14 +6,13 @@ still there as it left it.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ktbridge import __version__
+from ktbridge.files import digests
 from ktbridge.files.publish import write_text
 
 STATE = ".ktbridge-run.json"
@@ -63,11 +62,7 @@ class State:
 
 def digest_of(texts: Iterable[str], paths: Iterable[Path]) -> str:
     """Digest of ktbridge's version, of texts, and of files and directories."""
-    state = hashlib.sha256(json.dumps([__version__, *texts]).encode())
-    for path in paths:
-        state.update(b"\n")
-        _add(state, path)
-    return state.hexdigest()
+    return digests.of_trees(paths, WHOLE, start=json.dumps([__version__, *texts]))
 
 
 def written(paths: Iterable[Path], evaluation: Path | None) -> str:
@@ -88,22 +83,3 @@ def is_whole(recorded: str, now: str, evaluation: Path | None) -> bool:
     if evaluation is not None:
         return bool(now and recorded) and int(now) >= int(recorded)
     return now == recorded
-
-
-def _add(state: hashlib._Hash, path: Path) -> None:
-    if path.is_dir():
-        for name in sorted(os.listdir(path)):
-            if not name.startswith("."):
-                state.update(f"\n{name}\n".encode())
-                _add(state, path / name)
-        return
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            state.update(f"{size}\n".encode())
-            state.update(file.read(WHOLE))
-            if size > WHOLE:
-                file.seek(max(WHOLE, size - WHOLE))
-                state.update(file.read(WHOLE))
-    except OSError:
-        state.update(b"unreadable\n")

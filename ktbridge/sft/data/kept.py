@@ -9,7 +9,6 @@ The files carry hashes, so that damaged ones are made anew, too; a directory app
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity
-from ktbridge.files.publish import Staging, hash_file
+from ktbridge.files import digests, records
+from ktbridge.files.publish import Staging
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import options
 from ktbridge.sft.data.fit import Fitted
@@ -157,7 +157,7 @@ class Kept:
                 name = f"{part}.arrow"
                 write_arrow(fitted.dataset, staging.path / name)
                 path = staging.path / name
-                record["files"][name] = [path.stat().st_size, hash_file(path)]
+                record["files"][name] = [path.stat().st_size, digests.of_file(path)]
                 record[part] = {
                     item.name: getattr(fitted, item.name)
                     for item in fields(Fitted)
@@ -236,7 +236,7 @@ def made_of(config: TrainConfig, base: Path) -> dict[str, str] | None:
             told = repr((source.name, source.layout, source.num_samples))
             found[f"{name} {number + 1}"] = _hash([told, *_hashes(files)])
     if config.dataset_dir and (info := Path(config.dataset_dir) / INFO).is_file():
-        found[INFO] = hash_file(info)
+        found[INFO] = digests.of_file(info)
     tokenizer = [
         (path.name, path)
         for path in sorted(base.rglob("*.jinja") if base.is_dir() else ()) + sorted(base.iterdir())
@@ -246,6 +246,7 @@ def made_of(config: TrainConfig, base: Path) -> dict[str, str] | None:
     if any(_DATE in path.read_bytes() for name, path in tokenizer if name.endswith(_TEMPLATES)):
         found["date"] = date.today().isoformat()
     code = [(path.name, path) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    code.append(("records.py", Path(records.__file__)))
     found["version of ktbridge"] = _hash([version("ktbridge"), *_hashes(code)])
     for library in _LIBRARIES:
         found[f"version of {library}"] = version(library)
@@ -276,7 +277,7 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
 
 def _damaged(path: Path, size: int, digest: str) -> bool:
     try:
-        return path.stat().st_size != size or hash_file(path) != digest
+        return path.stat().st_size != size or digests.of_file(path) != digest
     except OSError:
         return True
 
@@ -294,8 +295,8 @@ def _objection(path: Path) -> tuple[str, str] | None:
 
 
 def _hashes(files: Iterable[tuple[str, Path]]) -> list[str]:
-    return [f"{name} {hash_file(path)}" for name, path in files]
+    return [f"{name} {digests.of_file(path)}" for name, path in files]
 
 
 def _hash(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return digests.of_text("\n".join(parts))
