@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ktbridge.codes import problem
+from ktbridge.codes import Problems, problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, did_you_mean
 from ktbridge.files.records import FileRow, read_records
 from ktbridge.model.hub import named_repository, repository
@@ -140,11 +140,10 @@ class _Entry:
 
     def __init__(self, name: str, directory: Path) -> None:
         self._name, self._directory = name, directory
-        self.problems: list[Problem] = []
+        self.problems = Problems(str(directory / INFO), "KTD002")
 
     def _wrong(self, found: str, expected: str = "", next_step: str = "") -> None:
-        where = f"{self._directory / INFO}: {self._name}"
-        self.problems.append(problem("KTD002", where, found, expected, next_step))
+        self.problems.error(self._name, found, expected, next_step)
 
     def source(self, info: Mapping[str, object], stage: str) -> Source | None:
         """Return what it describes, for a run of ``stage``; of no use where there are ``problems``."""
