@@ -287,8 +287,7 @@ def is_intact(directory: Path, layout: str | None) -> bool:
             return False
         return all(
             isinstance(record, dict)
-            and (directory / name).stat().st_size == record.get("size")
-            and digests.of_file(directory / name) == record.get("sha256")
+            and digests.is_whole(directory / name, record.get("size"), record.get("sha256"))
             for name, record in artifacts.items()
         )
     return False

@@ -27,7 +27,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.files.digests import Stamps, difference, stamp
 from ktbridge.files.publish import ELSEWHERE, Staging, start_writeback
-from ktbridge.machine import usable_cpu_count
+from ktbridge.machine import own_cpus
 from ktbridge.units import size_text
 
 Buffer = memoryview | bytes
@@ -165,7 +165,7 @@ def write_steps(
     ``on_bytes(count)`` is called for each block. KtbridgeError if a value can't be converted or an
     input file changed.
     """
-    workers = min(_WORKERS, usable_cpu_count())
+    workers = min(_WORKERS, len(own_cpus()))
     pool = ThreadPoolExecutor(workers)
     jobs: deque[tuple[int, Future[None]]] = deque()
     ring: Ring = deque()

@@ -25,8 +25,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from ktbridge.children import NOTES_FILE
-from ktbridge.errors import Problem, worst_first
+from ktbridge.errors import NOTES_FILE, Problem, worst_first
 from ktbridge.files import digests
 
 

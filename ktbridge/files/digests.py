@@ -1,7 +1,6 @@
 """Digests of values, files and directories (SHA-256, hexadecimal), and stamps of files.
 
-Many are stored, in checkpoints, evaluations and names of cache directories: for the same input each function
-gives the same digest for good. tests/files/test_digests.py holds the stored ones.
+Many are stored, in checkpoints, evaluations and names of caches: tests/files/test_digests.py holds these.
 """
 
 from __future__ import annotations
@@ -26,15 +25,14 @@ def of_text(text: str) -> str:
     return of_bytes(text.encode())
 
 
-def of_json(value: object, *, as_python_writes: bool = False, sort: bool = True) -> str:
+def of_json(value: object, *, as_python_writes: bool = False) -> str:
     """Digest of a value as JSON: the same for equal values.
 
-    ``as_python_writes``, spaces behind commas and escaped non-ASCII, is for digests that were stored so;
-    ``sort`` False for those whose keys stand in the value's order.
+    ``as_python_writes``, spaces behind commas and escaped non-ASCII, is for digests that were stored so.
     """
     if as_python_writes:
-        return of_text(json.dumps(value, sort_keys=sort))
-    return of_text(json.dumps(value, sort_keys=sort, ensure_ascii=False, separators=(",", ":")))
+        return of_text(json.dumps(value, sort_keys=True))
+    return of_text(json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")))
 
 
 def of_file(path: str | os.PathLike[str]) -> str:
@@ -44,6 +42,14 @@ def of_file(path: str | os.PathLike[str]) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def is_whole(path: Path, size: object, digest: object) -> bool:
+    """Return whether a file is there with this size and digest."""
+    try:
+        return path.stat().st_size == size and of_file(path) == digest
+    except OSError:
+        return False
 
 
 def of_samples(path: Path, count: int, size: int) -> str:

@@ -16,8 +16,7 @@ from ktbridge.errors import KtbridgeError
 
 OnBusy = Callable[[str], None]
 """Called with a description of the process that has a lock."""
-_LONGEST = 200
-"""Bytes of a holder's description."""
+_LONGEST = 200  # bytes of a holder's description
 
 
 def lock_open(descriptor: int, *, wait: bool = False) -> bool:

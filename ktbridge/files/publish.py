@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -30,7 +30,7 @@ _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-# Why a target may not be (re)placed, as (found, next step); None when it may.
+# The reason why a target may not be (re)placed, as (found, next step); None when it may.
 Refusal = Callable[[Path], "tuple[str, str] | None"]
 
 # The objection to replacing a directory with these entries, as (found, next step).
@@ -229,7 +229,7 @@ def _renameat2_exchange(first: Path, second: Path) -> bool:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove incomplete directories of killed runs (their lock is free)."""
-    for path in target.parent.glob(f".{_glob_literal(target.name)}.partial-*"):
+    for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
@@ -239,7 +239,3 @@ def _remove_leftovers(target: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(descriptor)
-
-
-def _glob_literal(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

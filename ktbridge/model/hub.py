@@ -10,6 +10,7 @@ under its SHA-256: the next download goes on from there, and it gets its name wh
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -259,15 +260,10 @@ def _fetch(
                 wanted.id,
                 repo_type=wanted.kind,
                 revision=commit,
-                allow_patterns=[literally(file.rfilename) for file in files],
+                allow_patterns=[glob.escape(file.rfilename) for file in files],
                 tqdm_class=_silent(),
             )
         )
-
-
-def literally(name: str) -> str:
-    """A pattern that only this name matches."""
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 @dataclass(frozen=True)

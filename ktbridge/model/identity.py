@@ -125,15 +125,14 @@ def _essential(config: dict[str, object]) -> dict[str, object]:
 
 def _weights(checkpoint: Checkpoint) -> tuple[str, str]:
     names = sorted(checkpoint)
-    tensors, values = hashlib.sha256(), hashlib.sha256()
-    for name in names:
-        entry = checkpoint.entry(name)
-        tensors.update(json.dumps([name, entry.dtype, entry.shape]).encode() + b"\n")
+    entries = ((name, checkpoint.entry(name)) for name in names)
+    lines = (json.dumps([name, each.dtype, each.shape]) + "\n" for name, each in entries)
+    tensors, values = digests.of_text("".join(lines)), hashlib.sha256()
     for name in _sampled(names):
         entry = checkpoint.entry(name)
         file = checkpoint.file(checkpoint.shard(name))
         values.update(file.read(entry.start, min(entry.end, entry.start + _SAMPLE_BYTES)))
-    return tensors.hexdigest(), values.hexdigest()
+    return tensors, values.hexdigest()
 
 
 def _sampled(names: list[str]) -> list[str]:

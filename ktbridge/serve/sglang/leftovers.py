@@ -19,6 +19,7 @@ from pathlib import Path
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.locks import lock_open
+from ktbridge.files.publish import write_text
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.processes import end_members, members, started
 
@@ -42,9 +43,7 @@ class Place:
         found = {pid: since[pid] for pid in sorted(processes) if pid in since}
         known = {"leader": leader, "mark": mark, "processes": found}
         if known != self._last:
-            beside = self.path / f".{_RECORD}"
-            beside.write_text(json.dumps(known))
-            os.replace(beside, self.path / _RECORD)
+            write_text(self.path / _RECORD, json.dumps(known))
             self._last = known
 
     @contextmanager

@@ -110,8 +110,7 @@ class Kept:
             self._note("KTD041", found)
             return None
         for name, (size, digest) in record["files"].items():
-            path = self.directory / name
-            if _damaged(path, size, digest):
+            if not digests.is_whole(self.directory / name, size, digest):
                 self._note("KTD042", f"{name} is damaged")
                 return None
         try:
@@ -273,13 +272,6 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
         return record if digest == _hash([text]) else None
     except (OSError, ValueError):
         return None
-
-
-def _damaged(path: Path, size: int, digest: str) -> bool:
-    try:
-        return path.stat().st_size != size or digests.of_file(path) != digest
-    except OSError:
-        return True
 
 
 def _objection(path: Path) -> tuple[str, str] | None:

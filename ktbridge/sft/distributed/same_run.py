@@ -328,11 +328,9 @@ def _adapter(path: Path) -> Parts:
 
 def _own_code() -> str:
     """A digest of the package's Python files: a checkout may be another one of the same version."""
-    digest = hashlib.sha256()
     root = Path(ktbridge.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()[:_HASH]
+    files = sorted(root.rglob("*.py"))
+    return _short("".join(f"{path.relative_to(root)} {digests.of_file(path)}" for path in files))
 
 
 def _text(value: object) -> str:
