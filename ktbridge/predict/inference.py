@@ -13,6 +13,7 @@ from pathlib import Path
 from ktbridge.adapter.dialects import READABLE
 from ktbridge.codes import Problems
 from ktbridge.errors import Problem, UsageError, did_you_mean
+from ktbridge.files.yamlfile import read_yaml, shown
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign
 from ktbridge.sft.config.reading import parse_keys
@@ -32,7 +33,6 @@ from ktbridge.sft.config.values import (
     text,
     whole,
 )
-from ktbridge.yamlfile import read_yaml, shown
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
 _NOTED = {

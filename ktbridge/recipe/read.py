@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ktbridge.codes import Problems, problem
 from ktbridge.errors import Problem, UsageError, did_you_mean
-from ktbridge.yamlfile import read_yaml, shown
+from ktbridge.files.yamlfile import read_yaml, shown
 
 STEPS = ("convert", "validate", "serve", "verify", "eval", "report")
 """The commands behind `train`, in order; each is a key whose value is that command's options."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.files.publish import Staging
+from ktbridge.files.yamlfile import read_yaml
 from ktbridge.recipe.read import near
-from ktbridge.yamlfile import read_yaml
 
 RECIPE = "recipe.yaml"
 

@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 from ktbridge.codes import Problems
 from ktbridge.experts import MAX_EXPERT_RANK
+from ktbridge.files.yamlfile import shown
 from ktbridge.machine import own_cpus
 from ktbridge.sft.config.kt_schema import QUANTISING, KtConfig
 from ktbridge.sft.config.schema import METRICS, SCHEDULERS, TrainConfig
 from ktbridge.sft.config.values import CONTRADICTION, options
-from ktbridge.yamlfile import shown
 
 _OF_STAGES = {
     "pref_beta": ("dpo", "kto"), "pref_ftx": ("dpo", "kto"), "pref_loss": ("dpo",),

@@ -18,10 +18,10 @@ from importlib.resources import files
 import yaml
 
 from ktbridge.codes import Problems
+from ktbridge.files.yamlfile import shown
 from ktbridge.sft.config import lf_v1
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import CONTRADICTION, options
-from ktbridge.yamlfile import shown
 
 
 @dataclass(frozen=True)

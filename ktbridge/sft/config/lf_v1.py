@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ktbridge.codes import Problems
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.yamlfile import read_yaml, shown
 from ktbridge.sft.launch import world
-from ktbridge.yamlfile import read_yaml, shown
 
 RENAMED = {
     "model": "model_name_or_path", "train_dataset": "dataset", "dist_timeout": "ddp_timeout",

@@ -11,6 +11,7 @@ import yaml
 
 from ktbridge.codes import Problems
 from ktbridge.errors import UsageError, did_you_mean
+from ktbridge.files.yamlfile import load_yaml, read_yaml, shown
 from ktbridge.sft.config import lf_v1, paths
 from ktbridge.sft.config.checks import check
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign, moved
@@ -26,7 +27,6 @@ from ktbridge.sft.config.values import (
     options,
 )
 from ktbridge.sft.launch import launch_problems
-from ktbridge.yamlfile import load_yaml, read_yaml, shown
 
 _REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
 """Stand-ins for keys that have no default, so that what is given can be checked without them."""

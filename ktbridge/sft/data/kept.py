@@ -21,13 +21,13 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity
 from ktbridge.files import digests, records
 from ktbridge.files.publish import Staging
+from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import options
 from ktbridge.sft.data.fit import Fitted
 from ktbridge.sft.data.mixing import Share
 from ktbridge.sft.data.rows import Refused, plain_value
 from ktbridge.sft.data.sources import INFO, find_sources
-from ktbridge.units import size_text
 
 if TYPE_CHECKING:
     from datasets import Dataset

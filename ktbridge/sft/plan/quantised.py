@@ -27,13 +27,13 @@ from ktbridge.files import digests
 from ktbridge.files.digests import stamp
 from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import OnProgress, named_cache, user_cache
+from ktbridge.files.sizes import size_text
 from ktbridge.model import fingerprint, open_checkpoint
 from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.shape import can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import existing
-from ktbridge.units import size_text
 
 _POLL = 0.5  # seconds
 _Times = tuple[tuple[str, int, int], ...]
