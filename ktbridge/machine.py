@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-
 ROOT = Path("/")
 Number = TypeVar("Number", int, float)
 # Instruction sets that select the kernel path, ours or an engine's.
@@ -163,11 +161,11 @@ def end_with_parent(parent: int) -> None:
 def read_machine(root: Path = ROOT) -> Machine:
     """Read the facts, those of files below ``root`` (/proc, /sys)."""
     cpuinfo = _text(root / "proc/cpuinfo") or ""
-    memory, available = _memory()
+    cores, memory, available = _cores_and_memory()
     return Machine(
         cpu=_match(r"^model name\s*:\s*(.+)$", cpuinfo),
         isa=_isa(cpuinfo),
-        physical_cores=psutil.cpu_count(logical=False),
+        physical_cores=cores,
         logical_cpus=os.cpu_count() or 1,
         affinity=len(own_cpus()),
         cpu_quota=cpu_quota(root),
@@ -242,13 +240,16 @@ def _isa(cpuinfo: str) -> tuple[str, ...]:
     return tuple(flag for flag in ISA_FLAGS if flag in flags)
 
 
-def _memory() -> tuple[int | None, int | None]:
-    """Bytes of RAM, and those that are available."""
+def _cores_and_memory() -> tuple[int | None, int | None, int | None]:
+    """Physical cores, bytes of RAM, and those that are available."""
+    import psutil  # not above: `--help` works where it can't be loaded
+
+    cores = psutil.cpu_count(logical=False)
     try:
         found = psutil.virtual_memory()
     except (OSError, KeyError):
-        return None, None
-    return found.total, found.available
+        return cores, None, None
+    return cores, found.total, found.available
 
 
 def _core(root: Path, name: str) -> tuple[int, ...] | None:
