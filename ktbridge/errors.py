@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
+NOTES_FILE = "KTBRIDGE_NOTES_FILE"
+"""The environment variable of the file with digests of notes that commands of one `ktbridge run` printed."""
 
 
 @dataclass(frozen=True)

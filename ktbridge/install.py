@@ -28,7 +28,7 @@ _IN_EXTRAS = {
     "eval": "aiohttp jieba jinja2 jsonschema markupsafe regex rouge_score sacrebleu",
     "serve": "accelerate fastapi h11 huggingface_hub jinja2 peft pydantic safetensors starlette tokenizers "
     "torch transformers uvicorn",
-    "train": "accelerate datasets huggingface_hub jinja2 matplotlib peft psutil PIL pyarrow safetensors "
+    "train": "accelerate datasets huggingface_hub jinja2 matplotlib peft PIL pyarrow safetensors "
     "tokenizers torch transformers trl",
     "demo": "openai",
 }

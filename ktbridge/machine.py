@@ -1,6 +1,6 @@
-"""Hardware of this machine, read from /proc and /sys, and what its system can do; standard library only.
+"""Hardware of this machine, by psutil and from /proc and /sys, and what its system can do.
 
-Every function takes the root of the file tree, so that tests can read other machines' files.
+Functions that read files take the root of their tree, so that tests can read other machines'.
 A fact that cannot be read is None, never a guess.
 """
 
@@ -10,6 +10,7 @@ import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -20,17 +21,7 @@ from typing import Any, TypeVar
 ROOT = Path("/")
 Number = TypeVar("Number", int, float)
 # Instruction sets that select the kernel path, ours or an engine's.
-ISA_FLAGS = (
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512bw",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-)
+ISA_FLAGS = "avx2 fma avx512f avx512bw avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8".split()
 
 
 @dataclass(frozen=True)
@@ -143,11 +134,6 @@ def own_cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def usable_cpu_count() -> int:
-    """The number of ``own_cpus``."""
-    return len(own_cpus())
-
-
 def libc_function(name: str) -> Callable[..., int] | None:
     """A function of the C library by its name; None where this system's has no such function.
 
@@ -159,22 +145,35 @@ def libc_function(name: str) -> Callable[..., int] | None:
     return found
 
 
+_PR_SET_PDEATHSIG = 1
+# Loaded here: nothing may be loaded between fork and exec.
+_PRCTL = libc_function("prctl")
+
+
+def end_with_parent(parent: int) -> None:
+    """Run in a child before exec: it gets SIGTERM when ``parent`` dies, for whatever reason."""
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it died before prctl
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def read_machine(root: Path = ROOT) -> Machine:
-    """Read the facts below ``root`` (/proc, /sys)."""
+    """Read the facts, those of files below ``root`` (/proc, /sys)."""
     cpuinfo = _text(root / "proc/cpuinfo") or ""
-    meminfo = _text(root / "proc/meminfo") or ""
+    cores, memory, available = _cores_and_memory()
     return Machine(
         cpu=_match(r"^model name\s*:\s*(.+)$", cpuinfo),
         isa=_isa(cpuinfo),
-        physical_cores=_physical_cores(root),
+        physical_cores=cores,
         logical_cpus=os.cpu_count() or 1,
-        affinity=usable_cpu_count(),
+        affinity=len(own_cpus()),
         cpu_quota=cpu_quota(root),
-        memory=_kilobytes(meminfo, "MemTotal"),
-        memory_available=_kilobytes(meminfo, "MemAvailable"),
+        memory=memory,
+        memory_available=available,
         memory_limit=_granted(root, _limit),
         numa=_numa(root),
-        huge_pages=_huge_pages(meminfo),
+        huge_pages=_huge_pages(_text(root / "proc/meminfo") or ""),
         transparent_huge_pages=_match(
             r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
         ),
@@ -241,10 +240,16 @@ def _isa(cpuinfo: str) -> tuple[str, ...]:
     return tuple(flag for flag in ISA_FLAGS if flag in flags)
 
 
-def _physical_cores(root: Path) -> int | None:
-    """Number of cores, not hyperthreads."""
-    names = [path.name for path in (root / "sys/devices/system/cpu").glob("cpu[0-9]*")]
-    return len({_core(root, name) for name in names} - {None}) or None
+def _cores_and_memory() -> tuple[int | None, int | None, int | None]:
+    """Physical cores, bytes of RAM, and those that are available."""
+    import psutil  # not above: `--help` works where it can't be loaded
+
+    cores = psutil.cpu_count(logical=False)
+    try:
+        found = psutil.virtual_memory()
+    except (OSError, KeyError):
+        return cores, None, None
+    return cores, found.total, found.available
 
 
 def _core(root: Path, name: str) -> tuple[int, ...] | None:
@@ -286,10 +291,7 @@ def _quota(group: Path) -> float | None:
     """CPUs that a cgroup allows: cpu.max (v2) or cpu.cfs_quota_us (v1)."""
     fields = (_text(group / "cpu.max") or "").split()
     if len(fields) != 2:
-        fields = [
-            _text(group / "cpu.cfs_quota_us") or "",
-            _text(group / "cpu.cfs_period_us") or "",
-        ]
+        fields = [_text(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
     if fields[0].isdigit() and fields[1].isdigit() and int(fields[1]) > 0:
         return int(fields[0]) / int(fields[1]) or None
     return None
@@ -327,10 +329,8 @@ def _cpu_numbers(text: str) -> set[int]:
 
 
 def _huge_pages(meminfo: str) -> int | None:
-    count, size = (
-        _match(r"^HugePages_Total:\s*(\d+)$", meminfo),
-        _kilobytes(meminfo, "Hugepagesize"),
-    )
+    count = _match(r"^HugePages_Total:\s*(\d+)$", meminfo)
+    size = _kilobytes(meminfo, "Hugepagesize")
     return None if count is None or size is None else int(count) * size
 
 

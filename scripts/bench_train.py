@@ -48,8 +48,8 @@ from rich.table import Table
 
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.sizes import parse_size
 from ktbridge.model import read_model_config
-from ktbridge.units import parse_size
 
 OURS = ("cpu", "stream", "resident", "auto")
 WHO = (*OURS, "hf", "hf-autocast", "offload")

@@ -10,7 +10,7 @@ def run(plan: Plan, label: str, dry_run: bool, as_json: bool) -> None:
     """Check the place, do the work under a progress bar, and say what was done."""
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import emit_json, progress_bar, stderr
-    from ktbridge.units import size_text
+    from ktbridge.files.sizes import size_text
 
     if problems := list(plan.rewrite.problems(plan.need)):
         raise ProblemsError(f"{plan.rewrite.output} can't be written", problems)

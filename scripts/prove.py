@@ -35,8 +35,8 @@ from proving.steps import SCRIPTS, URL, Step, Steps
 from ktbridge.cli._app import Command, terminable
 from ktbridge.demo import package, smollm2
 from ktbridge.demo.loop import english_bench
-from ktbridge.publish import write_text
-from ktbridge.recipe.state import only_one
+from ktbridge.files.locks import lock_directory
+from ktbridge.files.publish import write_text
 
 PROOF = SCRIPTS.parent / "examples" / "proof"
 KTBRIDGE = (sys.executable, "-m", "ktbridge")
@@ -216,7 +216,7 @@ def main(output: Path | None, page: Path | None, experts: str, storage: str, aga
     changes = [f"kt_config.kt_experts={experts}"]
     if storage != "bf16":
         changes.append(f"kt_config.kt_expert_weight_format={storage}")
-    with terminable(), only_one(place, "`make proof`"):
+    with terminable(), lock_directory(place, "`make proof`"):
         base = prepare(place)
         proof = Proof(Steps(place), base, changes)
         proof.make()

@@ -33,9 +33,9 @@ import yaml
 from ktbridge.cli._app import Command, terminable
 from ktbridge.cli._ui import progress_bar
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.files.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.model.families import family_of
 from ktbridge.model.tensorfile import build_header
-from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.sft.plan.declared import stored_tensors
 
 # Shapes as the models' own config.json states them.

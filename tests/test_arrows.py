@@ -10,8 +10,8 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 # From the ground up. What shares a line doesn't import each other, but for the ground itself.
 FLOORS = (
-    "__init__ _kernels children errors codes publish units hosts install machine served_names openai_client "
-    "yamlfile json_parts kernel_choice",
+    "__init__ _kernels errors codes files hosts install machine served_names openai_client json_parts "
+    "kernel_choice",
     "model",
     "adapter",
     "experts",

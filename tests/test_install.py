@@ -141,6 +141,7 @@ def imports() -> Iterator[tuple[Path, str]]:
 
 # What a room may import at the top of a module or in a function: its own extras'.
 ROOMS = {
+    "files": "train",  # Parquet is for who has pyarrow
     "model": "hub serve",  # Tensor.torch is for who has torch
     "adapter": "gguf",
     "experts": "serve train",

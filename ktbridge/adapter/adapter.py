@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 from ktbridge.adapter.keys import FUSED_NAMES, HALVES, PROJECTIONS, Key, fused_key
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.digests import Stamps
 from ktbridge.model import Entry, Tensor, TensorFile
-from ktbridge.model.stamps import Stamps
 
 Layout = Literal["raw", "expert", "nonexpert", "merged"]
 CONFIG_FILE = "adapter_config.json"

@@ -15,10 +15,10 @@ from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.lora_config import half_numbers, numbers_of
 from ktbridge.adapter.outputs import DATA_FILE, LOG_FILE, PLOT_FILE
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.sizes import size_text
 from ktbridge.model.hub import named_repository
 from ktbridge.model.hub_errors import library
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.units import size_text
 
 _SCHEMAS = ("ktbridge.eval/1", "ktbridge.index/1")
 _AXES = {"task": "task quality", "persona": "persona", "judge": "judge"}

@@ -48,7 +48,7 @@ from ktbridge.adapter.outputs import (
 from ktbridge.adapter.writer import Copy, explained, guarded, write_steps
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
-from ktbridge.publish import OnProgress, Staging
+from ktbridge.files.publish import OnProgress, Staging
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -25,10 +25,10 @@ from ktbridge.adapter.outputs import PathLike
 from ktbridge.adapter.rewrite import MERGE_FILE, Rewrite, Shard
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.files.digests import Stamps, take_stamps
+from ktbridge.files.publish import OnProgress
 from ktbridge.kernel_choice import has_kernels
 from ktbridge.model import open_checkpoint, read_model_config
-from ktbridge.model.stamps import Stamps, take_stamps
-from ktbridge.publish import OnProgress
 
 if TYPE_CHECKING:
     from ktbridge.adapter.merge_quantised import Loss

@@ -9,7 +9,6 @@ rewritten in place, with the same size and time, is another directory.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from bisect import bisect_right
@@ -29,10 +28,11 @@ from ktbridge.adapter.outputs import Output, PathLike
 from ktbridge.adapter.scan import classify, layout_of, require, scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
+from ktbridge.files import digests
+from ktbridge.files.digests import Stamp
+from ktbridge.files.publish import user_cache
 from ktbridge.model import Entry, TensorFile, resolve_model
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.model.stamps import Stamp
-from ktbridge.publish import hash_file, user_cache
 
 # Part of every key of the cache: bump it when the conversion's output changes, to invalidate old results.
 RECIPE = "2"
@@ -273,12 +273,9 @@ def store_adapter(path: PathLike, base_model: str, from_format: str = "auto") ->
 
 def _key(path: Path, kind: str, base: Path) -> str:
     """Names tensors by the base's configuration, and holds its path: both are part of the key."""
-    digest = hashlib.sha256(f"{RECIPE}\0{kind}\0{base}\0".encode())
     files = [base / "config.json", *([path] if path.is_file() else sorted(path.iterdir()))]
-    for file in files:
-        if file.is_file() and file.suffix in (*_WEIGHTS, ".json"):
-            digest.update(f"{file.name}\0{hash_file(file)}\n".encode())
-    return digest.hexdigest()[:24]
+    read = (file for file in files if file.is_file() and file.suffix in (*_WEIGHTS, ".json"))
+    return digests.of_files(read, start=f"{RECIPE}\0{kind}\0{base}\0")[:24]
 
 
 def is_intact(directory: Path, layout: str | None) -> bool:
@@ -290,8 +287,7 @@ def is_intact(directory: Path, layout: str | None) -> bool:
             return False
         return all(
             isinstance(record, dict)
-            and (directory / name).stat().st_size == record.get("size")
-            and hash_file(directory / name) == record.get("sha256")
+            and digests.is_whole(directory / name, record.get("size"), record.get("sha256"))
             for name, record in artifacts.items()
         )
     return False

@@ -7,7 +7,6 @@ manifest with their hashes.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +21,10 @@ from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, 
 from ktbridge.adapter.writer import Copy, OutputFile, Target
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
+from ktbridge.files import digests
+from ktbridge.files.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.model import Fingerprint, TensorFile
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
-from ktbridge.publish import ELSEWHERE, Staging, why_not_replaced
 
 PathLike = str | os.PathLike[str]
 
@@ -198,7 +198,7 @@ class OutputDirectory:
         artifacts: dict[str, dict[str, object]] = {
             name: {**file.record()} for name, file in self.files.items()
         }
-        digest = hashlib.sha256(config).hexdigest()
+        digest = digests.of_bytes(config)
         artifacts[CONFIG_FILE] = {"size": len(config), "sha256": digest}
         if FUSED_FILE in artifacts:
             tensors = fused_tensors(output.rows(FUSED_FILE))

@@ -6,7 +6,6 @@ is of no use elsewhere, so it is uploaded under the base's name on the Hub or no
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from ktbridge.adapter.outputs import DATA_FILE, LOG_FILE, OURS, REFUSED_FILE
 from ktbridge.adapter.validate import validate_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
+from ktbridge.files import digests
+from ktbridge.files.publish import OnProgress
 from ktbridge.model.hub import Repository, name_of, named_repository
 from ktbridge.model.hub_errors import explained, library
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import OnProgress
 
 README = "README.md"
 
@@ -165,7 +165,7 @@ def _files(adapter: Adapter, base: str) -> Iterator[tuple[str, Path | bytes]]:
     yield CONFIG_FILE, config
     if manifest_file.is_file():
         manifest = read_json_file(manifest_file)
-        digest = hashlib.sha256(config).hexdigest()
+        digest = digests.of_bytes(config)
         listed = manifest.get("artifacts")
         artifacts = dict(listed) if isinstance(listed, dict) else {}
         artifacts[CONFIG_FILE] = {"size": len(config), "sha256": digest}

@@ -24,12 +24,12 @@ from ktbridge.adapter.manifest import dump_json
 from ktbridge.adapter.writer import Copy, OutputFile, Task, explained, guarded, write_steps
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.files.digests import Stamps
+from ktbridge.files.publish import ELSEWHERE, OnProgress, Staging, why_not_replaced
+from ktbridge.files.sizes import size_text
 from ktbridge.model import Checkpoint
 from ktbridge.model.checkpoint import INDEX_FILE
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.model.stamps import Stamps
-from ktbridge.publish import ELSEWHERE, OnProgress, Staging, why_not_replaced
-from ktbridge.units import size_text
 
 MERGE_FILE, CHECKPOINT_FILE = "ktbridge_merge.json", "ktbridge_checkpoint.json"
 # The weights in other forms, which would be the old ones; what says how a directory was made.

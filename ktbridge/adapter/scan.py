@@ -34,9 +34,9 @@ from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import MANIFEST_FILE, MAX_BYTES
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.files.digests import take_stamps
 from ktbridge.model import TensorFile, open_tensor_file
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.model.stamps import take_stamps
 
 _SHARD = re.compile(r"(adapter_model|fused_expert_lora)-(\d+)-of-(\d+)\.safetensors")
 

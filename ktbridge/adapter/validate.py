@@ -41,8 +41,8 @@ from ktbridge.adapter.opening import format_code, is_own, scan_any
 from ktbridge.adapter.scan import scan_adapter, with_stacks
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity, UsageError, has_errors, worst_first
+from ktbridge.files.publish import OnProgress
 from ktbridge.model import ModelConfig, find_model, hub, read_model_config
-from ktbridge.publish import OnProgress
 
 _USES = {ENGINE: Use.SERVED_BY_KT, SGLANG: Use.SERVED_BY_SGLANG, VLLM: Use.SERVED_BY_VLLM}
 

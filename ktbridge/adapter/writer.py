@@ -25,10 +25,10 @@ from typing import NamedTuple
 from ktbridge.adapter.blocks import Block, Span, bytes_of, converted
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
-from ktbridge.machine import usable_cpu_count
-from ktbridge.model.stamps import Stamps, difference, stamp
-from ktbridge.publish import ELSEWHERE, Staging, start_writeback
-from ktbridge.units import size_text
+from ktbridge.files.digests import Stamps, difference, stamp
+from ktbridge.files.publish import ELSEWHERE, Staging, start_writeback
+from ktbridge.files.sizes import size_text
+from ktbridge.machine import own_cpus
 
 Buffer = memoryview | bytes
 OnBytes = Callable[[int], None]
@@ -165,7 +165,7 @@ def write_steps(
     ``on_bytes(count)`` is called for each block. KtbridgeError if a value can't be converted or an
     input file changed.
     """
-    workers = min(_WORKERS, usable_cpu_count())
+    workers = min(_WORKERS, len(own_cpus()))
     pool = ThreadPoolExecutor(workers)
     jobs: deque[tuple[int, Future[None]]] = deque()
     ring: Ring = deque()

@@ -21,7 +21,7 @@ class Size(click.ParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from ktbridge.units import parse_size
+        from ktbridge.files.sizes import parse_size
 
         if isinstance(value, int):
             return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -26,8 +25,8 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from ktbridge.children import NOTES_FILE
-from ktbridge.errors import Problem, worst_first
+from ktbridge.errors import NOTES_FILE, Problem, worst_first
+from ktbridge.files import digests
 
 
 def _width(stream: TextIO | None) -> int | None:
@@ -98,16 +97,16 @@ def _new_ones(problems: Iterable[Problem]) -> list[Problem]:
         return given
     file = Path(path)
     known = set(file.read_text().split()) if file.is_file() else set()
-    digests = [hashlib.sha256(repr(each).encode()).hexdigest() for each in given]
+    hashes = [digests.of_text(repr(each)) for each in given]
     found = [
         each
-        for each, digest in zip(given, digests, strict=True)
+        for each, digest in zip(given, hashes, strict=True)
         if each.severity == "error" or digest not in known
     ]
     if again := len(given) - len(found):
         stderr.print(f"({again} note{'s' if again > 1 else ''} as above)", style="dim")
     with suppress(OSError), file.open("a") as printed:
-        printed.writelines(f"{digest}\n" for digest in digests)
+        printed.writelines(f"{digest}\n" for digest in hashes)
     return found
 
 

@@ -65,7 +65,8 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
     from ktbridge.cli._ui import console
     from ktbridge.cli.run import command_options, training_keys
     from ktbridge.demo import loop
-    from ktbridge.recipe import Runner, make_plan, only_one, read_recipe
+    from ktbridge.files.locks import lock_directory
+    from ktbridge.recipe import Runner, make_plan, read_recipe
 
     demo = loop.TINY if tiny else loop.REAL
     if dry_run:
@@ -84,7 +85,7 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
         plan = make_plan(recipe, "local")
         shown = Shown(console, plan, before=1, on_ready=lambda url: _show_answers(url, demo))
         shown.headline("A base model")
-        with only_one(directory):
+        with lock_directory(directory, "`ktbridge run`"):
             if demo is loop.TINY:
                 _make_tiny(directory, shown)
             else:

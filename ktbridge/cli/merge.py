@@ -106,7 +106,7 @@ def command(
 
 def _print_report(report: MergeReport, distance: dict[str, Any] | None) -> None:
     from ktbridge.cli._ui import print_problems, stderr
-    from ktbridge.units import size_text
+    from ktbridge.files.sizes import size_text
 
     print_problems(report.findings)
     _print_summary(report.modules)

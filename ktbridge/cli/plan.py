@@ -66,7 +66,7 @@ def command(
 
 def _show(plan: Plan) -> None:
     from ktbridge.cli._ui import console, shown
-    from ktbridge.units import size_text
+    from ktbridge.files.sizes import size_text
 
     _show_sizes(plan)
     console.print(f"\nfor {plan.machine}", markup=False, soft_wrap=True)
@@ -121,7 +121,7 @@ def _show_sizes(plan: Plan) -> None:
 def _show_steps(plan: Plan) -> None:
     """How many steps, and how long they take."""
     from ktbridge.cli._ui import console, shown
-    from ktbridge.units import figures, size_text
+    from ktbridge.files.sizes import figures, size_text
 
     packed = f" packed into {plan.sequences:,}" if plan.sequences < plan.rows else ""
     if plan.sequences > plan.rows:
@@ -160,7 +160,7 @@ def _show_experts(plan: Plan) -> None:
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown
-    from ktbridge.units import figures, size_text
+    from ktbridge.files.sizes import figures, size_text
 
     table = Table(box=None, padding=(0, 1), title_justify="left")
     table.title = "who computes the experts (kt_experts)"
@@ -179,7 +179,7 @@ def _show_experts(plan: Plan) -> None:
 
 def _duration(seconds: float) -> str:
     """ "0.34 s", "45 s", "12 min", "3 h 05 min", "2 days 4 h"."""
-    from ktbridge.units import figures
+    from ktbridge.files.sizes import figures
 
     if seconds < 90:
         return f"{figures(seconds)} s"

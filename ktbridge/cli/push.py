@@ -55,7 +55,7 @@ def command(
         progress_bar,
         stderr,
     )
-    from ktbridge.units import size_text
+    from ktbridge.files.sizes import size_text
 
     with progress_bar("validating", "bytes") as on_progress:
         plan = plan_push(

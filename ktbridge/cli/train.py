@@ -174,7 +174,7 @@ def _quantise(parsed: TrainConfig, ready: Prepared) -> None:
 
 def _show_result(result: TrainResult) -> None:
     from ktbridge.cli._ui import console, shown, stderr
-    from ktbridge.units import size_text
+    from ktbridge.files.sizes import size_text
 
     losses = (
         ""

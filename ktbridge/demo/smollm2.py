@@ -8,8 +8,6 @@ dense model does, until training tells the experts apart.
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import shutil
 import time
@@ -20,8 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktbridge.files import digests
+from ktbridge.files.publish import OnProgress
 from ktbridge.machine import libc_function
-from ktbridge.publish import OnProgress
 
 from .base import is_made, publish_base
 from .package import GGUF, PACKAGE, SHA256, full, read_license, require_room
@@ -52,8 +51,8 @@ class Copying:
 
     def digest(self) -> str:
         """Hash of the recipe and the package: same hash, same checkpoint."""
-        state = json.dumps({**asdict(self), "package": [PACKAGE, SHA256]}, sort_keys=True)
-        return hashlib.sha256(state.encode()).hexdigest()
+        state = {**asdict(self), "package": [PACKAGE, SHA256]}
+        return digests.of_json(state, as_python_writes=True)
 
 
 def is_mixture_made(directory: Path) -> bool:

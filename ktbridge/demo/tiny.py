@@ -6,7 +6,6 @@ tokenizer, generation config) that ``AutoModelForCausalLM.from_pretrained`` load
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -15,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktbridge.publish import OnProgress
+from ktbridge.files import digests
+from ktbridge.files.publish import OnProgress
 
 from .base import publish_base
 from .corpus import Conversation, base_conversations, corpus_files
@@ -51,11 +51,8 @@ class Recipe:
 
     def digest(self) -> str:
         """Hash of the recipe, the corpus and the chat template: same hash, same checkpoint."""
-        state = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        state.update(CHAT_TEMPLATE.encode())
-        for path in corpus_files():
-            state.update(path.read_bytes())
-        return state.hexdigest()
+        state = (json.dumps(asdict(self), sort_keys=True) + CHAT_TEMPLATE).encode()
+        return digests.of_bytes(state + b"".join(path.read_bytes() for path in corpus_files()))
 
 
 def make_tiny(directory: str | os.PathLike[str], on_progress: OnProgress | None = None) -> None:

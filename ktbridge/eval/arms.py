@@ -6,9 +6,7 @@ An arm is written ``NAME=MODEL@URL``. MODEL may contain ':' and '/'; the URL fol
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity, UsageError
 from ktbridge.eval.client import Client
 from ktbridge.eval.results.cards import ArmCard, Json
+from ktbridge.files import digests
 from ktbridge.hosts import api_url
 from ktbridge.served_names import (
     ModelEntry,
@@ -104,12 +103,6 @@ def arm_rank(name: str) -> int:
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
-def sha256(value: object) -> str:
-    """Hex SHA-256 of ``value`` as JSON that is the same for equal values: sorted keys, no spaces."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:
     """The record of an arm, with its fingerprint.
 
@@ -134,7 +127,7 @@ def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:
     }
     if "fingerprint" not in server:
         identity["url"] = arm.url
-    card["fingerprint"] = sha256(identity)
+    card["fingerprint"] = digests.of_json(identity)
     return card
 
 

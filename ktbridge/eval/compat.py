@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import hashlib
 import json
 import re
 from collections import Counter
@@ -27,8 +26,9 @@ from ktbridge.codes import problem
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval.bench import Bench, Item, benches_root, parse_bench
 from ktbridge.eval.results.cards import DigitMeans
-from ktbridge.eval.sources import file_card, read_records
+from ktbridge.eval.sources import file_card, parse_records
 from ktbridge.eval.text import language_of, normalise
+from ktbridge.files import digests
 
 COMPAT = ("nekobench",)
 HIGHEST = 5
@@ -94,7 +94,7 @@ def load_compat(name: str, items: Path, script: Path | None = None) -> Bench:
     prompts, note = {}, "no judge's prompts were given: the script is missing"
     if script is not None:
         prompts = read_prompts(script)
-        digest = hashlib.sha256(script.read_bytes()).hexdigest()
+        digest = digests.of_file(script)
         note = f"the judge's prompts are those of {script.name} (SHA-256 {digest})"
     rows = _read_rows(items, data, prompts)
     asked = {row["slice"] for row in rows}
@@ -176,7 +176,7 @@ def _read_rows(items: Path, data: bytes, prompts: Mapping[str, str]) -> list[dic
     modules = public_questions()["modules"]
     rows: list[dict[str, object]] = []
     problems, turn, seen = [], Counter[str](), dict[str, int]()
-    for number, record in enumerate(read_records(data, items.name), 1):
+    for number, record in enumerate(parse_records(data, items.name), 1):
         module, question = str(record.get("module")), record.get("question")
         question = question if isinstance(question, str) else ""
         fault = None

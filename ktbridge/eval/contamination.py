@@ -8,7 +8,6 @@ because "hello there" occurs in any data.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +17,10 @@ from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.cards import Contamination, Hit, SliceOverlap
 from ktbridge.eval.results.schema import fits
-from ktbridge.eval.sources import read_records
+from ktbridge.eval.sources import parse_records
 from ktbridge.eval.store import read_document
 from ktbridge.eval.text import unicode_tokens
+from ktbridge.files import digests
 
 CONTAMINATION = "contamination.json"
 GRAM = 13
@@ -95,7 +95,7 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
         whole.setdefault(part.tokens, []).append(part)
         for gram in part.grams:
             starts.setdefault(gram[:_KEY], []).append((gram, part))
-    for number, record in enumerate(read_records(data, train_data.name), 1):
+    for number, record in enumerate(parse_records(data, train_data.name), 1):
         records += 1
         for text in _texts(record):
             texts += 1
@@ -111,7 +111,7 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
     slices, hits = _count(bench, parts)
     return {
         "file": train_data.name,
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "sha256": digests.of_bytes(data),
         "records": records,
         "texts": texts,
         "gram": GRAM,

@@ -8,7 +8,6 @@ all be identical.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from ktbridge.eval.failures import (
 )
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
+from ktbridge.files import digests
 from ktbridge.served_names import BASE, adapter_name, bare_adapter, names_adapter, whole_name
 
 PROBES = 8
@@ -108,9 +108,7 @@ async def check_arms(
         fingerprint = cards[arm.name]["fingerprint"]
         hashes = {
             # A different chat template may change only the prompt length.
-            name: hashlib.sha256(
-                f"{one.outcome}\n{one.prompt_tokens}\n{one.text}".encode()
-            ).hexdigest()
+            name: digests.of_text(f"{one.outcome}\n{one.prompt_tokens}\n{one.text}")
             for name, one in answers[arm.name].items()
             if one.outcome != "http-error"
         }

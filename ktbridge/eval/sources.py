@@ -7,7 +7,6 @@ in the bench. A loader turns a record (a dictionary of the file's own fields) in
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
 from collections import Counter
@@ -17,6 +16,8 @@ from pathlib import Path
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.text import language_of, normalise
+from ktbridge.files import digests
+from ktbridge.files.records import parse_json_lines
 
 Row = dict[str, object]
 Record = Mapping[str, object]
@@ -47,7 +48,7 @@ def read_source(source: object, folder: Path, items: Path | None) -> tuple[list[
             f"there is no data file {str(path)!r}.", "give the path of your copy with --items"
         )
     data = path.read_bytes()
-    records = read_records(data, path.name)
+    records = parse_records(data, path.name)
     _check_columns(records, source.get("columns", []), path.name, loader)
     skipped: Counter[str] = Counter()
     common = {"origin": str(source.get("origin", path.name)), "license": "see the data's own terms"}
@@ -101,11 +102,11 @@ def _list(value: object) -> list[object]:
 
 def file_card(loader: str, name: str, data: bytes, rows: Sequence[Mapping[str, object]]) -> Row:
     """A report's record of a data file: its name (not its path) and the hash of its bytes."""
-    digest = hashlib.sha256(data).hexdigest()
+    digest = digests.of_bytes(data)
     return {"loader": loader, "file": name, "sha256": digest, "items": len(rows)}
 
 
-def read_records(data: bytes, name: str) -> list[Record]:
+def parse_records(data: bytes, name: str) -> list[Record]:
     """The records of a .csv (with a header), .jsonl, or .json (a list) file in UTF-8.
 
     Raises ProblemsError with every invalid line.
@@ -116,15 +117,6 @@ def read_records(data: bytes, name: str) -> list[Record]:
     except UnicodeError as error:
         raise _bad_file(name, f"not UTF-8: {error}", "text in UTF-8") from None
     problems: list[Problem] = []
-
-    def parsed(line: str, where: str) -> object:
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError) as error:
-            fault = f"not JSON: {error}"
-            problems.append(problem("KTB815", where, fault, "rows as JSON", next_step=""))
-            return None
-
     records: list[object]
     if name.lower().endswith(".csv"):
         csv.field_size_limit(1 << 24)
@@ -133,10 +125,14 @@ def read_records(data: bytes, name: str) -> list[Record]:
         except csv.Error as error:
             raise _bad_file(name, f"not CSV: {error}", "a header and rows") from None
     elif name.lower().endswith((".jsonl", ".ndjson")):
-        lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-        records = [parsed(line, f"{name}:{n}") for n, line in lines]
+        lines = list(parse_json_lines(data.split(b"\n")))
+        records = [line.value for line in lines]
+        problems = [_not_json(f"{name}:{line.number}", line.error) for line in lines if line.error]
     else:
-        whole = parsed(text, name)
+        try:
+            whole = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            problems, whole = [_not_json(name, error)], []
         records = whole if isinstance(whole, list) else [whole]
     if not problems:
         problems = [
@@ -153,6 +149,10 @@ def read_records(data: bytes, name: str) -> list[Record]:
             "give a .jsonl, .json or .csv file of rows",
         )
     return [one for one in records if isinstance(one, dict)]
+
+
+def _not_json(where: str, error: Exception) -> Problem:
+    return problem("KTB815", where, f"not JSON: {error}", "rows as JSON", next_step="")
 
 
 def _last_text(messages: object) -> str:

@@ -1,33 +1,29 @@
 """What a run stores: answers.jsonl, by arm and request, and judgements.jsonl, by judge and request.
 
-Both are append-only files of JSON records, one per line, that survive a crash. The judge's replies
-are stored verbatim, so that parsing them again costs nothing.
-
-A kill leaves at most one torn last line, which the next writer truncates and a reader skips; a full
-disk leaves none. Failures are recorded, so that a report can list them, but are never reused: the next
-run asks again. Errors of the disk name the path and the next step.
+Both are ledgers as files/ledger.py has them. The judge's replies are stored verbatim, so that parsing them
+again costs nothing. Failures are recorded, so that a report can list them, but are never reused: the next
+run asks again.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypedDict, TypeVar
 
-from ktbridge import publish
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.arms import sha256
 from ktbridge.eval.client import OUTCOMES
 from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
 from ktbridge.eval.results.types import Outcome
+from ktbridge.files import digests, publish
+from ktbridge.files.ledger import LedgerFile, whole_lines, writing
+from ktbridge.files.locks import lock_open
 
 FAILED = "http-error"
 JUDGE_FAILED: JudgeOutcome = "judge-error"
@@ -77,8 +73,6 @@ class JudgementRecord(Compared):
 
 
 _Record = TypeVar("_Record", AnswerRecord, JudgementRecord)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_AGAIN = "run the same command again; what is stored there is kept and not asked for again"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -100,7 +94,7 @@ class Kind(Generic[_Record]):
 def request_key(fingerprint: str, request: Json, repeat: int = 0) -> str:
     """The key of an answer: arm fingerprint, exact request, and repeat (from 0)."""
     key = {"arm": fingerprint, "request": dict(request)}
-    return sha256({**key, "repeat": repeat} if repeat else key)
+    return digests.of_json({**key, "repeat": repeat} if repeat else key)
 
 
 def _answer_texts(record: AnswerRecord) -> list[str]:
@@ -175,7 +169,7 @@ def read_ledger(directory: Path, kind: Kind[_Record]) -> dict[str, _Record]:
     except FileNotFoundError:
         return {}
     records: dict[str, _Record] = {}
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+    for number, line in enumerate(whole_lines(data), 1):
         try:
             record: _Record = json.loads(line)
             key = record["key"]
@@ -198,24 +192,17 @@ class Ledger(Generic[_Record]):
         self.directory = directory
         self.records: dict[str, _Record] = {}
         self._kind: Kind[_Record] = kind
-        self._path = directory / kind.name
-        self._file = self._lock = -1
+        self._closing = ExitStack()
 
     def __enter__(self) -> Ledger[_Record]:
         make_directory(self.directory)
-        try:
-            self._lock = self._open(self._kind.lock, os.O_RDWR)
-            if not publish.lock_now(self._lock):
-                raise KtbridgeError(
-                    f"another `ktbridge eval` is {self._kind.work} {str(self.directory)!r}.",
-                    "wait for it, or use another --output",
-                )
-            self._file = self._open(self._kind.name, os.O_RDWR | os.O_APPEND)
-            os.ftruncate(self._file, self._path.read_bytes().rfind(b"\n") + 1)
+        with ExitStack() as opened:
+            self._lock(opened)
+            self._file = LedgerFile(self.directory / self._kind.name, encode=_encode)
+            opened.callback(self._file.close)
+            self._file.keep(self._file.lines())
             self.records = read_ledger(self.directory, self._kind)
-        except BaseException:
-            self._close()
-            raise
+            self._closing = opened.pop_all()
         return self
 
     def __exit__(
@@ -224,20 +211,18 @@ class Ledger(Generic[_Record]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            with writing(self._path):
-                os.fsync(self._file)
-        finally:
-            self._close()
+        self._closing.close()
 
-    def _open(self, name: str, flags: int) -> int:
-        with writing(self.directory / name):
-            return os.open(self.directory / name, flags | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    def _close(self) -> None:
-        for descriptor in (self._file, self._lock):
-            if descriptor >= 0:
-                os.close(descriptor)
+    def _lock(self, opened: ExitStack) -> None:
+        path = self.directory / self._kind.lock
+        with writing(path):
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        opened.callback(os.close, lock)
+        if not lock_open(lock):
+            raise KtbridgeError(
+                f"another `ktbridge eval` is {self._kind.work} {str(self.directory)!r}.",
+                "wait for it, or use another --output",
+            )
 
     def has(self, key: str) -> bool:
         """Return whether a record other than a failure is stored under ``key``."""
@@ -246,31 +231,8 @@ class Ledger(Generic[_Record]):
     def add(self, record: _Record) -> None:
         """Append one record; it survives a kill once this returns. Raises KtbridgeError if the disk is
         full, with nothing of the record left in the file."""
-        rest = _encode(record).encode() + b"\n"
-        end = os.fstat(self._file).st_size
-        with writing(self._path):
-            try:
-                while rest:
-                    rest = rest[os.write(self._file, rest) :]
-            except OSError:
-                with suppress(OSError):
-                    os.ftruncate(self._file, end)
-                raise
+        self._file.add(record)
         self.records[record["key"]] = record
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError in the block into a KtbridgeError that names ``path``."""
-    try:
-        yield
-    except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else str(error)
-        if error.errno in _FULL:
-            next_step = f"free some space there{_free(path)} and {_AGAIN}"
-        else:
-            next_step = f"see what the directory and its limits allow, and {_AGAIN}"
-        raise KtbridgeError(f"{str(path)!r} cannot be written: {reason}.", next_step) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -288,10 +250,3 @@ def make_directory(path: Path) -> None:
     """Create ``path`` and its parents if they are missing; raises KtbridgeError."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-
-
-def _free(path: Path) -> str:
-    parent = next((one for one in path.parents if one.is_dir()), None)
-    if parent is None:
-        return ""
-    return f" ({shutil.disk_usage(parent).free / 1e6:.1f} MB are free)"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import unicodedata
 from collections.abc import Mapping
+
+from ktbridge.files import digests
 
 CJK = r"\u3400-\u4dbf\u4e00-\u9fff"
 _CJK_CHAR = re.compile(f"[{CJK}]")
@@ -117,7 +118,7 @@ def delimit_untrusted(parts: Mapping[str, str]) -> str:
     every run. ``{"answer": "Hi"}`` becomes ``<answer-1f0c…>\\nHi\\n</answer-1f0c…>``; no text contains
     the tag.
     """
-    digest = hashlib.sha256("\0".join(parts.values()).encode()).hexdigest()
+    digest = digests.of_text("\0".join(parts.values()))
     width = 12
     while any(digest[:width] in text for text in parts.values()):
         width += 1  # terminates: no one can construct a text that contains its own full hash

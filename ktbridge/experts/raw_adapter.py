@@ -26,7 +26,7 @@ from ktbridge.experts.experts_layer import ExpertsLayer, lora_shapes
 from ktbridge.experts.nonexpert_lora import is_named
 from ktbridge.experts.tensors import from_torch
 from ktbridge.experts.wrapped_layers import expert_layers, trained_elsewhere
-from ktbridge.publish import fsync_directory
+from ktbridge.files.publish import fsync_directory
 
 _PEFT = "base_model.model."
 

@@ -10,6 +10,7 @@ under its SHA-256: the next download goes on from there, and it gets its name wh
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -22,10 +23,12 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files import digests
+from ktbridge.files.locks import lock_target
+from ktbridge.files.publish import OnProgress
+from ktbridge.files.sizes import size_text
 from ktbridge.model.hub_errors import explained, library
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import OnProgress, hash_file
-from ktbridge.units import size_text
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -257,15 +260,10 @@ def _fetch(
                 wanted.id,
                 repo_type=wanted.kind,
                 revision=commit,
-                allow_patterns=[literally(file.rfilename) for file in files],
+                allow_patterns=[glob.escape(file.rfilename) for file in files],
                 tqdm_class=_silent(),
             )
         )
-
-
-def literally(name: str) -> str:
-    """A pattern that only this name matches."""
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 @dataclass(frozen=True)
@@ -325,7 +323,7 @@ def _download(wanted: Repository, commit: str, blob: _Blob, counter: _Counter) -
         )
         file.flush()
         os.fsync(file.fileno())
-    if hash_file(blob.partial) != blob.sha256:
+    if digests.of_file(blob.partial) != blob.sha256:
         blob.partial.unlink()
         raise KtbridgeError(
             f"{blob.name} of {wanted} came damaged: its SHA-256 is not the Hub's.",
@@ -363,8 +361,8 @@ def _silent(on_bytes: Callable[[float | None], None] | None = None) -> type:
 
 @contextmanager
 def _locked(wanted: Repository) -> Iterator[None]:
-    """One download of a repository at a time; the lock is the kernel's, so a killed process gives it up."""
-    path = cache_directory() / ".locks" / storage_of(wanted).name / "ktbridge.lock"
+    """Hold the download of a repository, which one process does at a time."""
+    path = cache_directory() / ".locks" / storage_of(wanted).name / "download"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -372,5 +370,5 @@ def _locked(wanted: Repository) -> Iterator[None]:
             f"the Hub cache {cache_directory()} can't be written: {error.strerror}.",
             "Set HF_HOME to a directory that you may write.",
         ) from error
-    with library().utils.WeakFileLock(path):
+    with lock_target(path, wait=lambda holder: None):
         yield

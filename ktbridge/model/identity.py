@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files import digests
 from ktbridge.model.checkpoint import Checkpoint, has_weights, open_checkpoint
 from ktbridge.model.jsonfile import read_json_file
 
@@ -77,7 +78,7 @@ def fingerprint(base: str | os.PathLike[str] | Checkpoint) -> Fingerprint:
     file = path / "config.json"
     config = read_json_file(file)
     try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest = digests.of_file(file)
         tensors, values = (None, None) if checkpoint is None else _weights(checkpoint)
         return Fingerprint(digest, _essential(config), tensors, values)
     except OSError as error:
@@ -124,15 +125,14 @@ def _essential(config: dict[str, object]) -> dict[str, object]:
 
 def _weights(checkpoint: Checkpoint) -> tuple[str, str]:
     names = sorted(checkpoint)
-    tensors, values = hashlib.sha256(), hashlib.sha256()
-    for name in names:
-        entry = checkpoint.entry(name)
-        tensors.update(json.dumps([name, entry.dtype, entry.shape]).encode() + b"\n")
+    entries = ((name, checkpoint.entry(name)) for name in names)
+    lines = (json.dumps([name, each.dtype, each.shape]) + "\n" for name, each in entries)
+    tensors, values = digests.of_text("".join(lines)), hashlib.sha256()
     for name in _sampled(names):
         entry = checkpoint.entry(name)
         file = checkpoint.file(checkpoint.shard(name))
         values.update(file.read(entry.start, min(entry.end, entry.start + _SAMPLE_BYTES)))
-    return tensors.hexdigest(), values.hexdigest()
+    return tensors, values.hexdigest()
 
 
 def _sampled(names: list[str]) -> list[str]:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.digests import Stamp, stamp_of
 from ktbridge.model.jsonfile import POINTER, check_pointer, unique_keys
-from ktbridge.model.stamps import Stamp, stamp_of
 from ktbridge.model.tensor import Tensor
 
 MAX_HEADER_BYTES = 100_000_000

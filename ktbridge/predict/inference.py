@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktbridge.adapter.dialects import READABLE
+from ktbridge.codes import Problems
 from ktbridge.errors import Problem, UsageError, did_you_mean
+from ktbridge.files.yamlfile import read_yaml, shown
 from ktbridge.sft.config import KtConfig, TrainConfig
-from ktbridge.sft.config.findings import CONTRADICTION, NOT_THERE, UNKNOWN, Findings
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign
 from ktbridge.sft.config.reading import parse_keys
 from ktbridge.sft.config.values import (
+    CONTRADICTION,
+    MEANINGLESS,
+    NOT_THERE,
+    UNKNOWN,
+    WRONG,
     Values,
     flag,
     fraction,
@@ -27,7 +33,6 @@ from ktbridge.sft.config.values import (
     text,
     whole,
 )
-from ktbridge.yamlfile import read_yaml, shown
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
 _NOTED = {
@@ -90,18 +95,18 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
             f"there is no inference YAML {str(path)!r}.",
             "Give a file with model_name_or_path, as LLaMA-Factory's examples/inference have them.",
         )
-    findings = Findings(str(path))
+    problems = Problems(str(path), WRONG, MEANINGLESS)
     values = {str(key): value for key, value in read_yaml(path).items()}
-    own = _own(values, findings)
-    main = parse_keys(InferenceConfig, own, Foreign(()), "", findings)
-    _resolve(main, path.resolve().parent, findings)
+    own = _own(values, problems)
+    main = parse_keys(InferenceConfig, own, Foreign(()), "", problems)
+    _resolve(main, path.resolve().parent, problems)
     config = InferenceConfig(**{"model_name_or_path": "", **main})
-    _check_backend(config, findings)
-    findings.raise_errors()
+    _check_backend(config, problems)
+    problems.raise_if_any("the configuration has {count}; nothing was started.")
     greedy = not config.do_sample
     for key in () if chat else _PER_REQUEST:
         if key in main:
-            findings.note(
+            problems.warn(
                 key, f"{shown(main[key])}: each request brings its own", "", "Leave it out."
             )
     return Inference(
@@ -115,11 +120,11 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
         temperature=0.0 if greedy else config.temperature,
         top_p=config.top_p,
         max_tokens=config.max_new_tokens,
-        notes=tuple(findings.notes),
+        notes=tuple(problems.warnings),
     )
 
 
-def _own(values: Values, findings: Findings) -> Values:
+def _own(values: Values, problems: Problems) -> Values:
     """The keys of ``InferenceConfig``; others are noted, or unknown."""
     own: Values = {}
     known = (*options(InferenceConfig), *_NOTED, *_ACCEPTED)
@@ -127,18 +132,18 @@ def _own(values: Values, findings: Findings) -> Values:
         if key in options(InferenceConfig):
             own[key] = value
         elif key in _NOTED:
-            findings.note(key, f"{shown(value)}: {_NOTED[key]}", "", "Leave it out.")
+            problems.warn(key, f"{shown(value)}: {_NOTED[key]}", "", "Leave it out.")
         elif key in _ACCEPTED:
             continue
         elif key in _KNOWN or OUTSIDE.foreign(key, known) or IN_BLOCK.foreign(key, known):
-            findings.note(key, f"{shown(value)}: a server has no use for it", "", "Leave it out.")
+            problems.warn(key, f"{shown(value)}: a server has no use for it", "", "Leave it out.")
         else:
             step = did_you_mean(key, known) or "docs/predict.md lists the keys."
-            findings.error(key, "unknown key", "", step, code=UNKNOWN)
+            problems.error(key, "unknown key", "", step, code=UNKNOWN)
     return own
 
 
-def _resolve(main: Values, root: Path, findings: Findings) -> None:
+def _resolve(main: Values, root: Path, problems: Problems) -> None:
     """Make paths absolute; a model that isn't here may be an id in the local Hub cache."""
     for key in ("model_name_or_path", "adapter_name_or_path"):
         if key not in main:
@@ -150,13 +155,13 @@ def _resolve(main: Values, root: Path, findings: Findings) -> None:
         if place is not None:
             main[key] = str(place)
         elif "," in name and key.startswith("adapter"):
-            findings.error(key, "several adapters", "one", "Merge the others first.")
+            problems.error(key, "several adapters", "one", "Merge the others first.")
         elif key.startswith("adapter") or name.startswith(("/", ".", "~")):
             found = f"there is no {' or '.join(str(each) for each in dict.fromkeys(places))}"
-            findings.error(key, found, code=NOT_THERE)
+            problems.error(key, found, code=NOT_THERE)
 
 
-def _check_backend(config: InferenceConfig, findings: Findings) -> None:
+def _check_backend(config: InferenceConfig, problems: Problems) -> None:
     if config.infer_backend == "vllm":
         adapter = config.adapter_name_or_path
         step = f"vLLM serves it by itself: `vllm serve {config.model_name_or_path}`."
@@ -166,15 +171,15 @@ def _check_backend(config: InferenceConfig, findings: Findings) -> None:
                 f"{config.model_name_or_path} --enable-lora --lora-modules NAME=DIR`."
             )
         expected = "huggingface (the embedded engine), sglang or ktransformers (SGLang-KT)"
-        findings.error("infer_backend", "vllm, which ktbridge doesn't start", expected, step)
+        problems.error("infer_backend", "vllm, which ktbridge doesn't start", expected, step)
     if config.infer_backend == "huggingface":
         found = (
             "huggingface: the embedded engine answers, transformers' model on ktbridge's kernels"
         )
-        findings.note("infer_backend", found)
+        problems.warn("infer_backend", found)
     if config.infer_backend == "huggingface" and config.trust_remote_code:
         found = "true: models are transformers' own classes, and no code of a checkpoint is run"
-        findings.note("trust_remote_code", found, "", "Leave it out.")
+        problems.warn("trust_remote_code", found, "", "Leave it out.")
     if not config.do_sample and config.temperature:
         found = f"{config.temperature:g} with do_sample: false"
-        findings.note("temperature", found, "one of the two", "Leave one out.", CONTRADICTION)
+        problems.warn("temperature", found, "one of the two", "Leave one out.", CONTRADICTION)

@@ -7,15 +7,14 @@ They come in any order; the output's own files are written in the dataset's when
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ktbridge.codes import problem
 from ktbridge.errors import ProblemsError
-from ktbridge.eval.store import writing
-from ktbridge.publish import fsync_directory
+from ktbridge.files.ledger import LedgerFile
+from ktbridge.files.publish import fsync_directory
 
 Identity = Mapping[str, object]
 """What decides the answers, as JSON: models, rows, how answers are sampled."""
@@ -45,47 +44,39 @@ class Journal:
         self.answers: dict[int, Answered] = {}
         self.seconds = 0.0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a+b")  # noqa: SIM115  # closed by __exit__
+        self._file = LedgerFile(path, durable=True)
         try:
             whole = self._read(identity)
+            self._file.keep(whole)
+            if not whole:
+                self._file.add({"identity": identity})
+                fsync_directory(path.parent)
         except BaseException:
             self._file.close()
             raise
-        self._file.truncate(whole)
-        if not whole:
-            self._append({"identity": identity})
-            fsync_directory(path.parent)
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with writing(self.path):  # on a full disk there is a part of a line left to write
-            self._file.close()
+        self._file.close()
 
     def add(self, row: int, answer: Answered, seconds: float) -> None:
         """Write the answer to a row; ``seconds`` that all answers have taken by now."""
         self.answers[row], self.seconds = answer, seconds
-        self._append({"row": row, "predict": answer.text, "cut": answer.cut, "seconds": seconds})
+        self._file.add({"row": row, "predict": answer.text, "cut": answer.cut, "seconds": seconds})
 
     def remove(self) -> None:
         """The answers are in their place."""
         self.path.unlink(missing_ok=True)
 
-    def _append(self, line: Mapping[str, object]) -> None:
-        with writing(self.path):
-            self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
-    def _read(self, identity: Identity) -> int:
-        """Take in what is there; the length in bytes of its whole lines, 0 where none is an answer."""
-        self._file.seek(0)
+    def _read(self, identity: Identity) -> list[bytes]:
+        """Take in what is there; the lines to keep, none where no line is an answer."""
         theirs: Identity = {}
-        length = 0
-        for number, text in enumerate(self._file):
+        lines = self._file.lines()
+        for number, text in enumerate(lines):
             try:
-                line = json.loads(text) if text.endswith(b"\n") else {}
+                line = json.loads(text)
                 if number == 0:
                     theirs = dict(line["identity"])
                 else:
@@ -93,12 +84,12 @@ class Journal:
                     self.answers[int(line["row"])] = answer
                     self.seconds = float(line["seconds"])
             except (ValueError, TypeError, LookupError):
+                lines = lines[:number]
                 break
-            length += len(text)
         if not self.answers:
-            return 0
+            return []
         self._check(theirs, identity)
-        return length
+        return lines
 
     def _check(self, theirs: Identity, own: Identity) -> None:
         different = [key for key in sorted({*own, *theirs}) if own.get(key) != theirs.get(key)]

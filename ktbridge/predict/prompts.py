@@ -9,20 +9,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktbridge.codes import problem
+from ktbridge.codes import Problems, problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.experts.loading import load_tokenizer
+from ktbridge.files.publish import OnProgress
 from ktbridge.install import install_hint
 from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.predict.journal import journal_of
 from ktbridge.predict.results import PREDICTIONS, REFUSED
-from ktbridge.publish import OnProgress
 from ktbridge.serve.local.plan import check_installed
 from ktbridge.sft.config import TrainConfig, check_writable
 from ktbridge.sft.data import Refused, all_refused, load_rows, refused_note
 from ktbridge.sft.data.chat import ChatTemplate
 from ktbridge.sft.data.pictures import TEXT_ALONE, Picture
-from ktbridge.sft.failures import Failures
 from ktbridge.sft.vision import Vision, read_vision
 
 if TYPE_CHECKING:
@@ -70,16 +69,16 @@ def prepare(
     check_installed()
     if find_spec("jieba") is None:
         raise KtbridgeError("the metrics of predictions need jieba.", install_hint("eval"))
-    asked = Failures("these predictions can't be made as they are.")
-    asked.of("output_dir", lambda: _check_output(config, before_training))
+    asked = Problems(code="KTC014")
+    asked.attempt("output_dir", lambda: _check_output(config, before_training))
     find_base = find_model if before_training else resolve_model  # weights may be downloaded later
-    base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
-    chat = asked.of("tokenizer", lambda: _chat(config, base)) if base else None
-    rows = asked.of("eval_dataset", lambda: load_rows(_only_predicted(config)))
+    base = asked.attempt("model_name_or_path", lambda: find_base(config.model_name_or_path))
+    chat = asked.attempt("tokenizer", lambda: _chat(config, base)) if base else None
+    rows = asked.attempt("eval_dataset", lambda: load_rows(_only_predicted(config)))
     vision = None
     if base and rows and rows.with_images:
-        vision = asked.of("images", lambda: read_vision(base, config))
-    asked.raise_collected()
+        vision = asked.attempt("images", lambda: read_vision(base, config))
+    asked.raise_if_any("these predictions can't be made as they are.")
     assert base is not None
     assert chat is not None
     assert rows is not None

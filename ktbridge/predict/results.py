@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ktbridge.eval.scorers import measure_texts, score_task
-from ktbridge.publish import write_text
+from ktbridge.files.publish import write_text
 from ktbridge.sft.data import Refused, refused_file
 
 PREDICTIONS = "generated_predictions.jsonl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import deque
@@ -14,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.files import digests
+from ktbridge.files.locks import lock_target
 from ktbridge.predict import results
 from ktbridge.predict.journal import Answered, Identity, Journal, journal_of
 from ktbridge.predict.prompts import Prepared, Prompt
-from ktbridge.publish import RunLock
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.plan import ServePlan, fingerprints, plan_local
 from ktbridge.serve.local.sampling import SEED_STEP, Delta, Event, Finish, Sampling
@@ -97,7 +97,7 @@ def identity(prepared: Prepared, plan: ServePlan) -> Identity:
     sampling = {} if greedy else {key: getattr(config, key) for key in _SAMPLING}
     return {
         "model and adapter": fingerprint,
-        "eval_dataset": hashlib.sha256(rows.encode()).hexdigest(),
+        "eval_dataset": digests.of_text(rows),
         "max_new_tokens": config.max_new_tokens,
         "do_sample": not greedy,
         **sampling,
@@ -132,7 +132,7 @@ def predict(
     """
     config, prompts = prepared.config, prepared.prompts
     output = Path(config.output_dir)
-    with RunLock(output), Journal(journal_of(output), identity(prepared, plan)) as journal:
+    with lock_target(output), Journal(journal_of(output), identity(prepared, plan)) as journal:
         resumed = len(journal.answers)
         failed: dict[int, str] = {}
         if resumed < len(prompts):

@@ -10,7 +10,6 @@ from ktbridge.recipe.plan import Item, Serving, Step, make_plan
 from ktbridge.recipe.read import Option, Recipe, read_recipe
 from ktbridge.recipe.run import Listener, Runner
 from ktbridge.recipe.shelf import Shelved, copy_recipe, shelved
-from ktbridge.recipe.state import only_one
 from ktbridge.recipe.sweep import Cell, cells, parse_sweep
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "compare",
     "copy_recipe",
     "make_plan",
-    "only_one",
     "parse_sweep",
     "read_recipe",
     "shelved",

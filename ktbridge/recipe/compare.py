@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge import __version__
-from ktbridge.publish import write_text
+from ktbridge.files.publish import write_text
+from ktbridge.files.sizes import size_text
 from ktbridge.recipe.plan import EVALUATION, Item, Step
 from ktbridge.recipe.sweep import ROOM, Cell
-from ktbridge.units import size_text
 
 _LATE = 10
 """The part of a run's records whose mean is its training loss: one step's loss is noise."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ktbridge.codes import problem
-from ktbridge.errors import Problem, ProblemsError, UsageError, did_you_mean
-from ktbridge.yamlfile import read_yaml, shown
+from ktbridge.codes import Problems, problem
+from ktbridge.errors import Problem, UsageError, did_you_mean
+from ktbridge.files.yamlfile import read_yaml, shown
 
 STEPS = ("convert", "validate", "serve", "verify", "eval", "report")
 """The commands behind `train`, in order; each is a key whose value is that command's options."""
@@ -94,9 +94,7 @@ def read_recipe(
         )
     reader = _Reader(path.resolve(), options)
     recipe = reader.recipe(read_yaml(path), trained, settings)
-    if reader.problems:
-        count = f"{len(reader.problems)} problem{'s' if len(reader.problems) > 1 else ''}"
-        raise ProblemsError(f"the recipe has {count}; nothing was started.", reader.problems)
+    reader.problems.raise_if_any("the recipe has {count}; nothing was started.")
     return recipe
 
 
@@ -111,7 +109,7 @@ class _Reader:
 
     def __init__(self, path: Path, options: Options) -> None:
         self._path, self._options = path, options
-        self.problems: list[Problem] = []
+        self.problems = Problems()
 
     def wrong(
         self, code: str, key: str, found: str, expected: str = "", step: str | None = None

@@ -16,13 +16,13 @@ from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
 from urllib.parse import urlsplit
 
-from ktbridge.children import NOTES_FILE, end_with_parent
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import NOTES_FILE, KtbridgeError
+from ktbridge.files.locks import lock_directory
 from ktbridge.hosts import bind
-from ktbridge.recipe.inputs import named_files
+from ktbridge.machine import end_with_parent
 from ktbridge.recipe.plan import URL, Item, Serving, Step
 from ktbridge.recipe.read import Recipe
-from ktbridge.recipe.state import Record, State, digest_of, is_whole, only_one, written
+from ktbridge.recipe.state import Record, State, digest_of, is_whole, named_files, written
 
 READY = "ready: "
 """The start of the line that `ktbridge serve` prints when every arm has answered."""
@@ -81,7 +81,7 @@ class Runner:
         what the exit code means.
         """
         runs = {step.run for step in map(_step_of, plan)} - {""}
-        with only_one(self.recipe.directory), TemporaryDirectory() as notes:
+        with lock_directory(self.recipe.directory, "`ktbridge run`"), TemporaryDirectory() as notes:
             self._environment = os.environ | {NOTES_FILE: f"{notes}/printed"}
             state = State(self.recipe.directory)
             for item in plan:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.publish import fsync_directory
+from ktbridge.files.publish import Staging
+from ktbridge.files.yamlfile import read_yaml
 from ktbridge.recipe.read import near
-from ktbridge.yamlfile import read_yaml
 
 RECIPE = "recipe.yaml"
 
@@ -53,17 +52,13 @@ def copy_recipe(name: str, target: str | os.PathLike[str] | None = None) -> tupl
             f"{place} is there already; nothing was copied.",
             f"Name another directory: ktbridge init {name} DIR",
         )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-    try:
-        # With the umask's modes: a wheel's may be read-only, and mkdtemp's are.
-        made = beside / "recipe"
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(known[name].path, made, ignore=ignore, copy_function=shutil.copyfile)
-        os.rename(made, place)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    fsync_directory(place.parent)
+    with Staging(place, lambda target: None) as staging:
+        # With the umask's modes: a wheel's may be read-only.
+        made, ignore = staging.path, shutil.ignore_patterns("__pycache__")
+        shutil.copytree(
+            known[name].path, made, ignore=ignore, copy_function=shutil.copyfile, dirs_exist_ok=True
+        )
+        staging.commit()
     return known[name], place
 
 

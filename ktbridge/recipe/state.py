@@ -6,18 +6,19 @@ still there as it left it.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from ktbridge import __version__
-from ktbridge.errors import KtbridgeError
-from ktbridge.publish import lock_now, write_text
+from ktbridge.files import digests
+from ktbridge.files.publish import write_text
+from ktbridge.recipe.plan import Step
+from ktbridge.recipe.read import Recipe
 
+INFO = "dataset_info.json"
+_PATHS = ("model_name_or_path", "adapter_name_or_path", "kt_weight_path")
 STATE = ".ktbridge-run.json"
 ANSWERS = "answers.jsonl"
 """What `ktbridge eval` only appends to: a later arm of the same evaluation leaves it whole."""
@@ -63,28 +64,9 @@ class State:
         write_text(self._path, json.dumps(state, indent=1) + "\n")
 
 
-@contextmanager
-def only_one(directory: Path, who: str = "`ktbridge run`") -> Iterator[None]:
-    """Hold ``directory`` for ``who`` within the block. Raises KtbridgeError where another process does."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if not lock_now(descriptor):
-            raise KtbridgeError(
-                f"another {who} is at work in {directory}.",
-                "Wait for it, end it, or take another directory.",
-            )
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def digest_of(texts: Iterable[str], paths: Iterable[Path]) -> str:
     """Digest of ktbridge's version, of texts, and of files and directories."""
-    state = hashlib.sha256(json.dumps([__version__, *texts]).encode())
-    for path in paths:
-        state.update(b"\n")
-        _add(state, path)
-    return state.hexdigest()
+    return digests.of_trees(paths, WHOLE, start=json.dumps([__version__, *texts]))
 
 
 def written(paths: Iterable[Path], evaluation: Path | None) -> str:
@@ -107,20 +89,48 @@ def is_whole(recorded: str, now: str, evaluation: Path | None) -> bool:
     return now == recorded
 
 
-def _add(state: hashlib._Hash, path: Path) -> None:
-    if path.is_dir():
-        for name in sorted(os.listdir(path)):
-            if not name.startswith("."):
-                state.update(f"\n{name}\n".encode())
-                _add(state, path / name)
-        return
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            state.update(f"{size}\n".encode())
-            state.update(file.read(WHOLE))
-            if size > WHOLE:
-                file.seek(max(WHOLE, size - WHOLE))
-                state.update(file.read(WHOLE))
-    except OSError:
-        state.update(b"unreadable\n")
+def named_files(step: Step, recipe: Recipe) -> list[Path]:
+    """The files and directories that a step reads: those that its words name, and for training those that its
+    configuration does. What isn't there is left out."""
+    made = {*step.writes, step.evaluation, step.log}
+    found: dict[Path, None] = {}
+    for word in step.words:
+        for name in (word, word.rpartition("=")[2]):
+            if name and name not in made and (path := recipe.directory / name).exists():
+                found[path] = None
+    if step.command == "train":
+        settings = dict(word.split("=", 1) for word in step.words if "=" in word)
+        found |= dict.fromkeys(_of_training(recipe, {**recipe.training, **settings}))
+    return list(found)
+
+
+def _of_training(recipe: Recipe, training: dict[str, object]) -> Iterator[Path]:
+    """The model, the datasets and whatever else a training configuration names."""
+    roots = [(recipe.directory / recipe.config).parent, recipe.directory]
+
+    def places(name: object, *inside: Path) -> Iterator[Path]:
+        for root in (*roots, *inside):
+            if isinstance(name, str) and (path := root / name).exists():
+                yield path
+
+    for key in _PATHS:
+        yield from places(training.get(key))
+    folders = [*places(training.get("dataset_dir") or "data")][:1]
+    for key in ("dataset", "eval_dataset"):
+        value = training.get(key) or []
+        names = value.split(",") if isinstance(value, str) else value
+        for name in names if isinstance(names, list) else ():
+            files = [*places(str(name).strip(), *folders)][:1]
+            yield from files or _described(str(name).strip(), folders)
+
+
+def _described(name: str, folders: list[Path]) -> Iterator[Path]:
+    """The files of an entry in dataset_info.json, and that file."""
+    for folder in folders:
+        try:
+            entry = json.loads((folder / INFO).read_text(encoding="utf-8"))[name]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        yield folder / INFO
+        if isinstance(entry, dict) and isinstance(entry.get("file_name"), str):
+            yield folder / entry["file_name"]

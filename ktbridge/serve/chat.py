@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
-from ktbridge.children import end_with_parent
 from ktbridge.errors import KtbridgeError
+from ktbridge.machine import end_with_parent
 from ktbridge.openai_client import Message, OpenAIClient, Refused
 from ktbridge.served_names import (
     BASE,

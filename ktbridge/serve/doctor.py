@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from ktbridge.adapter.engines import ENGINE, REPLAY_HOLE, SERVER_HOLES, contract_for, install_engine
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.gpu.probe import GpuFacts
+from ktbridge.files.sizes import size_text
 from ktbridge.install import reinstall_hint, without_kernels
 from ktbridge.machine import Machine, read_machine
 from ktbridge.serve.doctor_packages import (
@@ -22,7 +23,6 @@ from ktbridge.serve.doctor_packages import (
     try_gpus,
 )
 from ktbridge.serve.sglang.facts import DISTRIBUTION, KERNEL, read_installed
-from ktbridge.units import size_text
 
 
 @dataclass(frozen=True)

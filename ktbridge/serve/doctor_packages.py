@@ -17,9 +17,9 @@ from typing import Literal, TypedDict
 
 from ktbridge.adapter.engines import install_engine
 from ktbridge.experts.gpu.probe import MARK, NO_KERNEL, ONE_BY_ONE, GpuFacts, loops
+from ktbridge.files.sizes import size_text
 from ktbridge.install import install_hint, linear_attention_gaps, release_of, version_of
 from ktbridge.machine import read_gpus
-from ktbridge.units import size_text
 
 State = Literal["ok", "missing", "problem"]
 IMPORT_SECONDS = 300

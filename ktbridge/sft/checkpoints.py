@@ -24,8 +24,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.raw_adapter import save_beside
+from ktbridge.files.publish import fsync_directory
+from ktbridge.files.sizes import size_text
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import fsync_directory
 from ktbridge.sft import distributed
 from ktbridge.sft.resume import (
     FILES,
@@ -39,7 +40,6 @@ from ktbridge.sft.resume import (
     saved,
     step_of,
 )
-from ktbridge.units import size_text
 
 if TYPE_CHECKING:
     from ktbridge.sft.run_trainer import RunTrainer

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
-from ktbridge.units import size_text
 
 
 def adapter_bytes(trained: int) -> int:

@@ -22,7 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.publish import OnProgress
+from ktbridge.files.publish import OnProgress
 from ktbridge.sft import distributed
 from ktbridge.sft.best_step import best_first, evaluations
 from ktbridge.sft.compat import trl_metrics, without_balancing_loss, without_gathering

@@ -25,6 +25,7 @@ from ktbridge.experts.gpu.placement import (
     least_bytes,
     rank,
 )
+from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.layer_bytes import host_bytes, saved_bytes
 from ktbridge.sft.plan.memory import (
@@ -32,7 +33,6 @@ from ktbridge.sft.plan.memory import (
     Setting,
     outside_bytes,
 )
-from ktbridge.units import size_text
 
 ON_GPU = ("stream", "resident")
 """Values of kt_experts that ask for the GPU."""

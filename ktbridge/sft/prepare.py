@@ -16,7 +16,7 @@ from transformers.utils import (
     is_kernels_available,
 )
 
-from ktbridge.codes import problem
+from ktbridge.codes import Problems, problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
@@ -26,13 +26,12 @@ from ktbridge.sft.arguments import check_reporters, choose
 from ktbridge.sft.base_model import Trainable, check_model
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, Rows, digest
+from ktbridge.sft.data.chat import template_notes
 from ktbridge.sft.data.kept import Kept, Tokenized
 from ktbridge.sft.data.run_rows import digests, open_rows, tokenize_rows
 from ktbridge.sft.data.stream import Stream
-from ktbridge.sft.data.templates import template_notes
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
-from ktbridge.sft.failures import Failures
 from ktbridge.sft.plan.declared import Declared
 from ktbridge.sft.plan.lengths import (
     Lengths,
@@ -164,11 +163,11 @@ def prepare(
 
 
 def _check_packages(config: TrainConfig) -> None:
-    needed = Failures("this run needs what isn't installed here; nothing was started.")
-    needed.of("report_to", lambda: check_reporters(config))
-    needed.of("flash_attn", lambda: _check_attention(config))
-    needed.of("kt_backend", lambda: _check_backend(config))
-    needed.raise_collected()
+    needed = Problems(code="KTC014")
+    needed.attempt("report_to", lambda: check_reporters(config))
+    needed.attempt("flash_attn", lambda: _check_attention(config))
+    needed.attempt("kt_backend", lambda: _check_backend(config))
+    needed.raise_if_any("this run needs what isn't installed here; nothing was started.")
 
 
 class _Checked(NamedTuple):
@@ -186,30 +185,32 @@ class _Checked(NamedTuple):
 
 def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     """Everything that can be wrong with output, model and rows, raised together."""
-    asked = Failures("this run can't be started as it is.")
-    asked.of("output_dir", lambda: _check_output(config))
-    asked.of("kt_experts", lambda: check_expert_device(config))
+    asked = Problems(code="KTC014")
+    asked.attempt("output_dir", lambda: _check_output(config))
+    asked.attempt("kt_experts", lambda: check_expert_device(config))
     find_base = resolve_model if declared is None else find_model
-    base = asked.of("model_name_or_path", lambda: find_base(config.model_name_or_path))
+    base = asked.attempt("model_name_or_path", lambda: find_base(config.model_name_or_path))
     quantised = vision = kept = None
-    tokenizer = asked.of("tokenizer", lambda: load_tokenizer(base)) if base else None
+    tokenizer = asked.attempt("tokenizer", lambda: load_tokenizer(base)) if base else None
     if base and config.tokenized_path:
-        kept = asked.of("tokenized_path", lambda: Kept(config, base))
-    found = asked.of("tokenized_path", kept.find) if kept else None
-    rows = found or asked.of("dataset", lambda: open_rows(config))
+        kept = asked.attempt("tokenized_path", lambda: Kept(config, base))
+    found = asked.attempt("tokenized_path", kept.find) if kept else None
+    rows = found or asked.attempt("dataset", lambda: open_rows(config))
     if base and isinstance(rows, Rows) and rows.with_images:
         if kept:
-            asked.of("tokenized_path", _no_images)
-        vision = asked.of("images", lambda: read_vision(base, config))
+            asked.attempt("tokenized_path", _no_images)
+        vision = asked.attempt("images", lambda: read_vision(base, config))
     whole = vision is not None
     checked = (
-        asked.of("model", lambda: check_model(config, base, declared, whole)) if base else None
+        asked.attempt("model", lambda: check_model(config, base, declared, whole)) if base else None
     )
-    slow = asked.of("linear attention", lambda: _linear_attention(config, base)) if base else None
+    slow = (
+        asked.attempt("linear attention", lambda: _linear_attention(config, base)) if base else None
+    )
     if base:
-        asked.of("packing", lambda: _check_packing(config, base, whole))
-        quantised = asked.of("kt_backend", lambda: _quantised(config, base, declared))
-    asked.raise_collected()
+        asked.attempt("packing", lambda: _check_packing(config, base, whole))
+        quantised = asked.attempt("kt_backend", lambda: _quantised(config, base, declared))
+    asked.raise_if_any("this run can't be started as it is.")
     assert base is not None
     assert checked is not None
     assert tokenizer is not None

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.expert_call import kernel_seconds
-from ktbridge.publish import OnProgress
+from ktbridge.files.publish import OnProgress
 from ktbridge.sft import distributed
 from ktbridge.sft.interrupts import Interrupts
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from ktbridge.adapter.manifest import MANIFEST_FILE, TRAINING
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.files import digests
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import hash_file
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.values import options
@@ -308,7 +308,7 @@ def describe_files(directory: Path) -> dict[str, dict[str, int | str]]:
     """Size in bytes and SHA-256 of each file in ``directory``, for a checkpoint's record."""
     paths = sorted(path for path in directory.iterdir() if path.is_file())
     with ThreadPoolExecutor(4) as pool:
-        hashes = pool.map(hash_file, paths)
+        hashes = pool.map(digests.of_file, paths)
         return {
             path.name: {"size": path.stat().st_size, "sha256": digest}
             for path, digest in zip(paths, hashes, strict=True)
@@ -364,7 +364,7 @@ def damage(place: Path) -> list[Problem]:
     problems = []
     there = {name: place / name for name in recorded if (place / name).is_file()}
     with ThreadPoolExecutor(4) as pool:
-        hashes = dict(zip(there, pool.map(hash_file, there.values()), strict=True))
+        hashes = dict(zip(there, pool.map(digests.of_file, there.values()), strict=True))
     for name, record in recorded.items():
         # Before 0.6 only the size was recorded.
         expected = record if isinstance(record, dict) else {"size": record}
@@ -412,7 +412,9 @@ def _defaults(cls: type, keys: Mapping[str, object]) -> Identity:
 
 def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:
     """SHA-256 of those of the files that are there; weights of the base are too many to read."""
-    return {name: hash_file(directory / name) for name in names if (directory / name).is_file()}
+    return {
+        name: digests.of_file(directory / name) for name in names if (directory / name).is_file()
+    }
 
 
 def _replaced(config: TrainConfig) -> Path:

@@ -24,9 +24,10 @@ from ktbridge.experts import checkpointing
 from ktbridge.experts.loading import load_for_kernels
 from ktbridge.experts.nonexpert_lora import TunedModel
 from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.files.locks import lock_target
+from ktbridge.files.publish import OnProgress
 from ktbridge.install import has_linear_attention_kernels
 from ktbridge.model import resolve_model
-from ktbridge.publish import OnProgress, RunLock
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose, reporters, trainer_arguments
 from ktbridge.sft.attach import attach_lora
@@ -129,7 +130,7 @@ def train(
     here = join(config)
     if here.rank:  # the first process alone reports, and keeps other runs away
         return _train(config, None, None, prepared, None, None)
-    with RunLock(config.output_dir):
+    with lock_target(config.output_dir):
         return _train(config, on_progress, on_log, prepared, on_note, on_evaluation)
 
 

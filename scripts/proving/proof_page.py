@@ -16,8 +16,9 @@ import numpy as np
 from proving.steps import Steps
 
 from ktbridge import __version__
+from ktbridge.files import digests
+from ktbridge.files.publish import write_text
 from ktbridge.machine import read_gpus, read_machine
-from ktbridge.publish import hash_file, write_text
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -50,7 +51,9 @@ def failures(place: Path, found: dict[str, Any]) -> list[str]:
         if not told["ok"]:
             wrong.append(f"verify, {name}: {told['verdict']}")
     for name in AGAIN if found["again"] else ():
-        first, second = (hash_file(place / run / "raw" / name) for run in ("adapter", "again"))
+        first, second = (
+            digests.of_file(place / run / "raw" / name) for run in ("adapter", "again")
+        )
         if first != second:
             wrong.append(f"{name} of a second run has other bits")
     return wrong
@@ -128,7 +131,7 @@ def write_page(page: Path, steps: Steps, found: dict[str, Any], wrong: Sequence[
             for name, line in steps.commands.items()
         ],
         "sha256": {
-            name: hash_file(place / file)
+            name: digests.of_file(place / file)
             for name, file in ARTIFACTS.items()
             if (place / file).exists()
         },

@@ -19,7 +19,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from ktbridge.adapter import open_adapter
-from ktbridge.publish import write_text
+from ktbridge.files.publish import write_text
 from ktbridge.verify.reference_model import ReferenceModel
 from ktbridge.verify.verdict import standard_variants
 

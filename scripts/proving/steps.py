@@ -16,10 +16,10 @@ from pathlib import Path
 
 import click
 
-from ktbridge.children import end_with_parent
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.publish import write_text
+from ktbridge.machine import end_with_parent
 from ktbridge.openai_client import OpenAIClient
-from ktbridge.publish import write_text
 from ktbridge.recipe.state import Record, State, digest_of, is_whole, written
 
 SCRIPTS = Path(__file__).resolve().parents[1]

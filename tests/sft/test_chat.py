@@ -13,8 +13,7 @@ from trainrun import write_lines
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import describe, fit_rows, load_rows
-from ktbridge.sft.data.chat import DIFFERENT, ChatTemplate
-from ktbridge.sft.data.templates import template_notes
+from ktbridge.sft.data.chat import DIFFERENT, ChatTemplate, template_notes
 
 ASK = {"role": "user", "content": "who are you ?"}
 TELL = {"role": "assistant", "content": "i am a cat"}

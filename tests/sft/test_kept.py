@@ -187,15 +187,15 @@ def test_a_template_that_writes_the_date_makes_rows_anew_each_day(run_dir, monke
 def test_rows_that_another_run_puts_there_meanwhile_are_not_taken_for_these(run_dir, monkeypatch):
     """Between the manifest's reading and the files' another run replaces the directory."""
     plain = start(run_dir, "val_size=0")[1]
-    whole = kept._damaged
+    whole = kept.digests.is_whole
 
     def replaced(path, *expected):
         found = whole(path, *expected)
-        monkeypatch.setattr(kept, "_damaged", whole)
+        monkeypatch.setattr(kept.digests, "is_whole", whole)
         start(run_dir, "val_size=0", "cutoff_len=16")
         return found
 
-    monkeypatch.setattr(kept, "_damaged", replaced)
+    monkeypatch.setattr(kept.digests, "is_whole", replaced)
     found, ready = start(run_dir, "val_size=0")
     assert found == {"KTD041"}
     same(ready, plain)

@@ -22,6 +22,7 @@ from ktbridge.cli import main
 from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import nonexpert_lora
+from ktbridge.files.sizes import parse_size, size_text
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
 from ktbridge.sft.plan import Target, make_plan, measure, outside
@@ -35,7 +36,6 @@ from ktbridge.sft.plan.memory import (
     nonexpert_lora_elements,
 )
 from ktbridge.sft.plan.shape import read_shape
-from ktbridge.units import parse_size, size_text
 
 GB = 10**9
 ROOMY = Target(gpu_memory=None, memory=64 * GB, disk=100 * GB, cores=2)

@@ -26,8 +26,7 @@ from ktbridge.sft.placement import (
     with_placement,
 )
 from ktbridge.sft.plan import Target, choices, make_plan, speed
-from ktbridge.sft.plan.assumed import assumed_costs
-from ktbridge.sft.plan.choices import choose, compare
+from ktbridge.sft.plan.choices import assumed_costs, choose, compare
 from ktbridge.sft.plan.declared import declare
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.measure import ExpertTimes, ProductRates

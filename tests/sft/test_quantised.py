@@ -16,7 +16,8 @@ from ktbridge.adapter.quantise import plan_quantise
 from ktbridge.adapter.requantise import execute
 from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
-from ktbridge.publish import CACHE, Lock
+from ktbridge.files.locks import lock_target
+from ktbridge.files.publish import CACHE
 from ktbridge.sft.config import load_config
 from ktbridge.sft.plan import Target, make_plan
 from ktbridge.sft.plan.memory import QUANTISED
@@ -115,10 +116,7 @@ def test_a_killed_process_leaves_nothing_whole_and_two_make_it_once(run_dir, war
     assert kept(run_dir) == []
     (left,) = [path for path in run_dir.iterdir() if ".partial-" in path.name]
 
-    def nothing(holder):
-        raise AssertionError(holder)
-
-    with Lock(found.directory, nothing):
+    with lock_target(found.directory):
         others = [warm.start("-c", MAKE, run_dir / "run.yaml", "whole") for _ in range(2)]
         while not all(f"waits for process {os.getpid()} on" in other.said() for other in others):
             time.sleep(0.01)

@@ -25,8 +25,8 @@ from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.checks import many
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.files.publish import OnProgress
 from ktbridge.model import TensorFile
-from ktbridge.publish import OnProgress
 
 _BUFFER = 1 << 19
 _REPORT_BYTES = 1 << 25

@@ -44,10 +44,10 @@ from ktbridge.adapter.outputs import Output, Rows, piece
 from ktbridge.adapter.scan import refuse_sparse
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.files.digests import take_stamps
 from ktbridge.install import install_hint
 from ktbridge.model import ModelConfig
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.model.stamps import take_stamps
 from ktbridge.model.tensorfile import DTYPE_BITS
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from ktbridge.adapter.keys import CANONICAL, HALVES, is_expert_like, peft_key, p
 from ktbridge.adapter.lora_config import Numbers, whole
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
+from ktbridge.files.digests import take_stamps
 from ktbridge.model import open_tensor_file
 from ktbridge.model.families import BLOCKS
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.model.stamps import take_stamps
 
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<half>[ab])")
 _EXPERTS = re.compile(

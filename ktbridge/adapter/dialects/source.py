@@ -36,9 +36,9 @@ from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.files.digests import Stamps
 from ktbridge.model import Fingerprint, ModelConfig, TensorFile, hub, read_model_config
 from ktbridge.model.families import BLOCKS
-from ktbridge.model.stamps import Stamps
 
 Slot = tuple[int, str, str]  # layer, "gate" | "up" | "down", "A" | "B"
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ktbridge.errors import UsageError
 from ktbridge.eval import compat
-from ktbridge.eval.arms import Arm, parse_model, sha256
+from ktbridge.eval.arms import Arm, parse_model
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.judging import prompts
 from ktbridge.eval.judging.anchors import Anchor, read_anchors
@@ -20,6 +20,7 @@ from ktbridge.eval.judging.prompts import Check, JsonSchema, Winner
 from ktbridge.eval.results.cards import Json, JudgeState, Message
 from ktbridge.eval.results.types import ArmAnswer, ItemRow
 from ktbridge.eval.store import Compared
+from ktbridge.files import digests
 
 Form = Literal["checks", "digit", "pair"]
 _GOOD_DIGIT = 3  # of 0 to 5
@@ -270,7 +271,7 @@ def _key(judge: Judge, messages: Sequence[Message], request: Json | None = None)
         asked["request"] = dict(request)
     if judge.extra_body:
         asked["extra_body"] = dict(judge.extra_body)
-    return sha256({**asked, "messages": list(messages)})
+    return digests.of_json({**asked, "messages": list(messages)})
 
 
 # Names of model families; a model's name may contain several (a distilled model's does).

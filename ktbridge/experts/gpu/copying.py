@@ -20,8 +20,8 @@ import torch
 
 from ktbridge.experts.gpu.layout import Group, Span
 from ktbridge.experts.gpu.ring import Arrival
+from ktbridge.files.sizes import size_text
 from ktbridge.machine import read_machine
-from ktbridge.units import size_text
 
 _PAGE = 4096
 _OF_MEMORY = 0.9  # the part of RAM that registered pages may take: nothing moves them out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from ktbridge.adapter import Adapter, validate_adapter
 from ktbridge.adapter.opening import store_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
+from ktbridge.files import digests
 from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint, without_kernels
 from ktbridge.kernel_choice import has_bf16_instructions, has_kernels
@@ -227,14 +227,14 @@ def fingerprints(plan: ServePlan) -> dict[str, str]:
     (configurations, the tokenizer in any format) is hashed, and of each weight file its size, its
     header and the first and last MiB of its data.
     """
-    base = _digest(_base_parts(plan.model))
+    base = digests.of_parts(_base_parts(plan.model))
     files: dict[Path, str] = {}
 
     def adapter(directory: Path | None) -> str:
         if directory is None:
             return ""
         if directory not in files:
-            files[directory] = _digest(
+            files[directory] = digests.of_parts(
                 part
                 for path in sorted(directory.iterdir())
                 if path.suffix == ".safetensors" or path.name == "adapter_config.json"
@@ -252,7 +252,7 @@ def fingerprints(plan: ServePlan) -> dict[str, str]:
         }
         if not plan.bf16:  # beside it as before, so that runs kept then are still found
             parts["outside experts"] = "float32"
-        return _digest([json.dumps(parts, sort_keys=True).encode()])
+        return digests.of_parts([json.dumps(parts, sort_keys=True).encode()])
 
     return {arm.name: one(arm) for arm in plan.arms}
 
@@ -279,11 +279,3 @@ def _chunks(path: Path) -> Iterable[bytes]:
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             yield chunk
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()

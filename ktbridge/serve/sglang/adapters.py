@@ -6,7 +6,6 @@ the cache, which is named by content (and the engine's own lies in /tmp under a 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from ktbridge.adapter.manifest import MANIFEST_FILE, trained_on
 from ktbridge.adapter.opening import RECIPE, is_intact, store_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
-from ktbridge.publish import hash_file
+from ktbridge.files import digests
 from ktbridge.serve.request import OPTION_OF_LAYOUT, RequestedLayout, ServeRequest
 
 ServedLayout = Literal["base", "expert", "nonexpert", "split", "merged"]
@@ -93,11 +92,12 @@ def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Proble
 
 def _content_digest(directory: Path) -> str:
     """SHA-256 over the names and contents of the files that make an adapter what it is."""
-    digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if path.suffix == ".safetensors" or path.name in ("adapter_config.json", MANIFEST_FILE):
-            digest.update(f"{path.name}\0{hash_file(path)}\n".encode())
-    return digest.hexdigest()
+    names = ("adapter_config.json", MANIFEST_FILE)
+    return digests.of_files(
+        path
+        for path in sorted(directory.iterdir())
+        if path.suffix == ".safetensors" or path.name in names
+    )
 
 
 # --- the layout they are served in -----------------------------------------------------------------
@@ -205,10 +205,8 @@ class Conversion:
 
 def cached(sources: Sequence[Source], root: Path) -> Path:
     """The directory below ``root`` for what is made from ``sources``."""
-    digest = hashlib.sha256(RECIPE.encode())
-    for source in sources:
-        digest.update(f"\0{source.layout}\0{source.digest}".encode())
-    return root / digest.hexdigest()[:24]
+    made_of = "".join(f"\0{source.layout}\0{source.digest}" for source in sources)
+    return root / digests.of_text(RECIPE + made_of)[:24]
 
 
 def convert(conversion: Conversion) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ktbridge.adapter.opening import cache_root
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.files.sizes import size_text
 from ktbridge.hosts import bind
 from ktbridge.machine import Described, Gpu, Machine, read_gpus, read_machine
 from ktbridge.model import (
@@ -28,7 +29,6 @@ from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Source, read_sources
-from ktbridge.units import size_text
 
 LOGGING = "SGLANG_LOGGING_CONFIG_PATH"
 

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.files.locks import lock_open
+from ktbridge.files.publish import write_text
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.publish import lock_now, wait_for_lock
 from ktbridge.serve.processes import end_members, members, started
 
 _PREFIX = "ktbridge-"
@@ -42,9 +43,7 @@ class Place:
         found = {pid: since[pid] for pid in sorted(processes) if pid in since}
         known = {"leader": leader, "mark": mark, "processes": found}
         if known != self._last:
-            beside = self.path / f".{_RECORD}"
-            beside.write_text(json.dumps(known))
-            os.replace(beside, self.path / _RECORD)
+            write_text(self.path / _RECORD, json.dumps(known))
             self._last = known
 
     @contextmanager
@@ -76,7 +75,7 @@ def place() -> Iterator[Place]:
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=os.environ.get("XDG_RUNTIME_DIR")))
     lock = os.open(path, os.O_RDONLY)
     try:
-        wait_for_lock(lock)
+        lock_open(lock, wait=True)
         yield Place(path)
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -102,7 +101,7 @@ def _unowned(path: Path) -> Iterator[bool]:
         about = os.fstat(descriptor)
         mine = about.st_uid == os.getuid() and not stat.S_IMODE(about.st_mode) & 0o077
         if mine:
-            mine = lock_now(descriptor)
+            mine = lock_open(descriptor)
         made = set(os.listdir(path)) if mine else set()
         recorded = _RECORD in made
         late = time.time() - about.st_mtime > _YOUNG

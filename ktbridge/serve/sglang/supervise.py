@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ktbridge.children import end_with_parent
 from ktbridge.errors import KtbridgeError
+from ktbridge.machine import end_with_parent
 from ktbridge.openai_client import OpenAIClient
 from ktbridge.serve.processes import (
     MARK,

@@ -17,11 +17,11 @@ from importlib.resources import files
 
 import yaml
 
+from ktbridge.codes import Problems
+from ktbridge.files.yamlfile import shown
 from ktbridge.sft.config import lf_v1
-from ktbridge.sft.config.findings import CONTRADICTION, Findings
 from ktbridge.sft.config.kt_schema import KtConfig
-from ktbridge.sft.config.values import options
-from ktbridge.yamlfile import shown
+from ktbridge.sft.config.values import CONTRADICTION, options
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Foreign:
         return None
 
     def take(
-        self, values: Mapping[str, object], known: Iterable[str], prefix: str, findings: Findings
+        self, values: Mapping[str, object], known: Iterable[str], prefix: str, problems: Problems
     ) -> dict[str, object]:
         """``values`` without the foreign keys, each of which is noted or refused by name.
 
@@ -71,7 +71,7 @@ class Foreign:
             if row is None:
                 rest[key] = value
             elif value is not None and not any(_equal(value, idle) for idle in row.same):
-                report = findings.error if row.refused else findings.note
+                report = problems.error if row.refused else problems.warn
                 report(f"{prefix}{key}", f"{shown(value)}: {row.why}", "", row.instead)
         return rest
 
@@ -127,10 +127,10 @@ _POLICIES = ("kt_activation_policy", "activation_policy")
 class _Place:
     """Keys in their place, and the name each was given by."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, problems: Problems) -> None:
         self.values: dict[str, object] = {}
         self._spelling: dict[str, str] = {}
-        self._findings = findings
+        self._problems = problems
 
     def put(self, name: str, value: object, alias: str) -> None:
         """Set a key once; ``null`` is ignored, and the same value twice is no contradiction."""
@@ -138,7 +138,7 @@ class _Place:
         if before is None:
             self.values[name], self._spelling[name] = value, alias
         elif value is not None and before != value:
-            self._findings.error(
+            self._problems.error(
                 alias,
                 shown(value),
                 f"{shown(before)}, as {self._spelling[name]} has it",
@@ -148,12 +148,12 @@ class _Place:
 
 
 def moved(
-    values: Mapping[str, object], block: Mapping[str, object], findings: Findings
+    values: Mapping[str, object], block: Mapping[str, object], problems: Problems
 ) -> tuple[dict[str, object], dict[str, object]]:
     """``values`` and the block with every key in its place; contradictions become errors."""
-    outside, inside = _Place(findings), _Place(findings)
+    outside, inside = _Place(problems), _Place(problems)
     policies: list[tuple[str, object]] = []
-    for key, value in lf_v1.take(values, outside.put, findings).items():
+    for key, value in lf_v1.take(values, outside.put, problems).items():
         if key in _POLICIES:
             policies.append((key, value))
         elif key in _FLAT:
@@ -169,11 +169,11 @@ def moved(
         else:
             inside.put(_ALIASES.get(key, key), value, alias)
     for key, value in policies:
-        _policy(outside, key, value, findings)
+        _policy(outside, key, value, problems)
     return outside.values, inside.values
 
 
-def _policy(outside: _Place, key: str, value: object, findings: Findings) -> None:
+def _policy(outside: _Place, key: str, value: object, problems: Problems) -> None:
     if value is None:
         return
     modes = ("retain", "recompute")
@@ -182,7 +182,7 @@ def _policy(outside: _Place, key: str, value: object, findings: Findings) -> Non
         or not set(value) <= {"cpu", "gpu"}
         or any(mode not in modes for mode in value.values())
     ):
-        findings.error(key, shown(value), "cpu and gpu, each retain or recompute")
+        problems.error(key, shown(value), "cpu and gpu, each retain or recompute")
         return
     if "cpu" in value:
         outside.put("kt_cpu_activation", value["cpu"], key)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ktbridge.codes import Problems
 from ktbridge.errors import KtbridgeError
-from ktbridge.sft.config.findings import Findings
+from ktbridge.files.yamlfile import read_yaml, shown
 from ktbridge.sft.launch import world
-from ktbridge.yamlfile import read_yaml, shown
 
 RENAMED = {
     "model": "model_name_or_path", "train_dataset": "dataset", "dist_timeout": "ddp_timeout",
@@ -59,17 +59,17 @@ def names_of(key: str) -> Iterator[tuple[str, str]]:
         yield "", _CHECKPOINTING
 
 
-def take(values: Mapping[str, object], put: Put, findings: Findings) -> dict[str, object]:
+def take(values: Mapping[str, object], put: Put, problems: Problems) -> dict[str, object]:
     """Put v1's keys in their places; return what isn't v1's."""
     rest = {}
     for key, value in values.items():
         if key in _BLOCKS:
-            _block(key, value, put, findings)
+            _block(key, value, put, problems)
         elif key == _CHECKPOINTING:
             wanted = value if not isinstance(value, bool) else not value
             put("disable_gradient_checkpointing", wanted, key)
         elif key == _GLOBAL:
-            _global_batch(value, values, put, findings)
+            _global_batch(value, values, put, problems)
         elif key == "flash_attn" and str(value) in _ATTENTION:
             put(key, _ATTENTION[str(value)], key)
         elif key in RENAMED:
@@ -79,7 +79,7 @@ def take(values: Mapping[str, object], put: Put, findings: Findings) -> dict[str
     return rest
 
 
-def check_dataset(path: Path, key: str, findings: Findings) -> None:
+def check_dataset(path: Path, key: str, problems: Problems) -> None:
     """Refuse a v1 list of datasets by naming what to write instead."""
     try:
         entries = read_yaml(path)
@@ -98,16 +98,16 @@ def check_dataset(path: Path, key: str, findings: Findings) -> None:
     step = "Name the files with rows."
     if found:
         step = f"Name its files: {key}: {', '.join(found)}; max_samples bounds them, interleave_probs mixes."
-    findings.error(
+    problems.error(
         key, f"{path.name}, LLaMA-Factory v1's list of datasets", "files with rows", step
     )
 
 
-def _block(key: str, value: object, put: Put, findings: Findings) -> None:
+def _block(key: str, value: object, put: Put, problems: Problems) -> None:
     if value is None:
         return
     if not isinstance(value, Mapping):
-        findings.error(key, shown(value), "a block of keys")
+        problems.error(key, shown(value), "a block of keys")
         return
     names, others = _BLOCKS[key], dict[str, object]()
     for inner, one in value.items():
@@ -129,11 +129,11 @@ def _block(key: str, value: object, put: Put, findings: Findings) -> None:
     for inner, one in others.items():
         if one is not None and one is not False:
             step = f"It takes {', '.join(names)}."
-            findings.error(f"{key}.{inner}", f"{shown(one)}: it isn't offered", "", step)
+            problems.error(f"{key}.{inner}", f"{shown(one)}: it isn't offered", "", step)
 
 
 def _global_batch(
-    value: object, values: Mapping[str, object], put: Put, findings: Findings
+    value: object, values: Mapping[str, object], put: Put, problems: Problems
 ) -> None:
     """Make gradient_accumulation_steps of v1's number of rows in a step."""
     if value is None:
@@ -143,12 +143,12 @@ def _global_batch(
         each for each in (value, rows) if isinstance(each, int) and not isinstance(each, bool)
     ]
     if len(counts) != 2 or min(counts) < 1:
-        findings.error(_GLOBAL, shown(value), "a number of rows, 1 or more")
+        problems.error(_GLOBAL, shown(value), "a number of rows, 1 or more")
         return
     pass_rows = counts[1] * world().size
     if counts[0] % pass_rows:
         of = f" x {world().size} processes" if world().size > 1 else ""
-        findings.error(
+        problems.error(
             _GLOBAL,
             f"{counts[0]} with micro_batch_size: {counts[1]}{of}",
             f"a multiple of {pass_rows}",

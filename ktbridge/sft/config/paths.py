@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ktbridge.adapter.outputs import why_not_writable
+from ktbridge.codes import Problems
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.model.hub import repository
-from ktbridge.sft.config.findings import CONTRADICTION, NOT_THERE, Findings
 from ktbridge.sft.config.lf_v1 import check_dataset
 from ktbridge.sft.config.schema import TrainConfig
-from ktbridge.sft.config.values import Values
+from ktbridge.sft.config.values import CONTRADICTION, NOT_THERE, Values
 
 _EXPERTS = "a safetensors checkpoint with the experts"
 ROWS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
@@ -43,7 +43,7 @@ def typed(key: str, value: object) -> object:
     return str(here) if key in _OUTPUTS or value.startswith(".") or os.path.exists(here) else value
 
 
-def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
+def resolve(main: Values, kt: Values, root: Path, problems: Problems) -> None:
     """Make the paths among the parsed values absolute, in place.
 
     A name that may be something else than a path (a model's id, a dataset's name) is left as it is if no
@@ -56,22 +56,22 @@ def resolve(main: Values, kt: Values, root: Path, findings: Findings) -> None:
     for key in (*_OUTPUTS, "resume_from_checkpoint"):
         if isinstance(main.get(key), str):
             main[key] = str(at(main[key]))
-    _resolve_model(main, root, findings)
+    _resolve_model(main, root, problems)
     if main.get("adapter_name_or_path"):
         adapter = at(main["adapter_name_or_path"])
         main["adapter_name_or_path"] = str(adapter)
         if not adapter.exists():
             expected = "an adapter in any format that `ktbridge convert` reads"
-            _not_there(findings, "adapter_name_or_path", adapter, expected, "")
-    _resolve_datasets(main, root, findings)
+            _not_there(problems, "adapter_name_or_path", adapter, expected, "")
+    _resolve_datasets(main, root, problems)
     if main.get("media_dir"):
         main["media_dir"] = str(media := at(main["media_dir"]))
         if not media.is_dir():
-            _not_there(findings, "media_dir", media, "the directory of the rows' images")
-    _resolve_weight_path(main, kt, root, findings)
+            _not_there(problems, "media_dir", media, "the directory of the rows' images")
+    _resolve_weight_path(main, kt, root, problems)
 
 
-def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
+def _resolve_model(main: Values, root: Path, problems: Problems) -> None:
     name = main.get("model_name_or_path")
     if name is None:
         return
@@ -82,9 +82,9 @@ def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
         if revision not in (None, "main"):
             found = f"{revision}, while {path} is a directory"
             step = "Give that revision's directory, or org/name."
-            findings.error("model_revision", found, "a model on the Hub", step)
+            problems.error("model_revision", found, "a model on the Hub", step)
     if path.is_file():
-        findings.error(
+        problems.error(
             "model_name_or_path",
             f"{path} is a file",
             "a directory with config.json and safetensors",
@@ -95,17 +95,17 @@ def _resolve_model(main: Values, root: Path, findings: Findings) -> None:
         )
     elif not os.path.exists(path) and name.startswith(("/", ".", "~")):
         expected = "a model's directory, or its name on the Hub (org/name)"
-        _not_there(findings, "model_name_or_path", path, expected)
+        _not_there(problems, "model_name_or_path", path, expected)
     elif not os.path.exists(path) and revision and (wanted := repository(name)):
         if wanted.revision not in (None, revision):
-            findings.error(
+            problems.error(
                 "model_revision", revision, f"{wanted.revision}, as model_name_or_path has it",
                 "Keep one of the two.", code=CONTRADICTION,
             )  # fmt: skip
         main["model_name_or_path"] = f"{wanted.id}@{revision}"
 
 
-def _resolve_datasets(main: Values, root: Path, findings: Findings) -> None:
+def _resolve_datasets(main: Values, root: Path, problems: Problems) -> None:
     """Files become paths; other names wait for dataset_info.json, which the data's reader opens."""
     own = main.get("dataset_dir")
     requested = Path(os.path.expanduser(own or "data"))
@@ -114,15 +114,15 @@ def _resolve_datasets(main: Values, root: Path, findings: Findings) -> None:
     )
     if own and folder is None:
         expected = "the directory of dataset_info.json"
-        _not_there(findings, "dataset_dir", root / requested, expected)
+        _not_there(problems, "dataset_dir", root / requested, expected)
     main["dataset_dir"] = str(folder) if folder else None
     for key in _ROWS:
         if main.get(key):
-            main[key] = _files(key, main[key], root, folder, findings)
+            main[key] = _files(key, main[key], root, folder, problems)
 
 
 def _files(
-    key: str, names: Sequence[str], root: Path, folder: Path | None, findings: Findings
+    key: str, names: Sequence[str], root: Path, folder: Path | None, problems: Problems
 ) -> tuple[str, ...]:
     """The entries of ``key``, those that are files as paths."""
     found = []
@@ -134,7 +134,7 @@ def _files(
             and os.sep in name
             and (place := root / Path(os.path.expanduser(name))).is_dir()
         ):
-            findings.error(
+            problems.error(
                 key,
                 f"{place} is a directory",
                 "a JSON, Parquet or CSV file",
@@ -142,7 +142,7 @@ def _files(
                 code=NOT_THERE,
             )
         elif file is None and name.lower().endswith(ROWS):
-            findings.error(
+            problems.error(
                 key,
                 f"there is no dataset file {name!r} in {' or '.join(_looked_in(root, folder))}",
                 "JSON, Parquet or CSV",
@@ -151,7 +151,7 @@ def _files(
                 code=NOT_THERE,
             )
         elif file is not None and file.suffix.lower() in (".yaml", ".yml"):
-            check_dataset(file, key, findings)
+            check_dataset(file, key, problems)
         found.append(str(file) if file else name)
     return tuple(found)
 
@@ -163,24 +163,24 @@ def _looked_in(root: Path, folder: Path | None) -> list[str]:
     ]
 
 
-def _resolve_weight_path(main: Values, kt: Values, root: Path, findings: Findings) -> None:
+def _resolve_weight_path(main: Values, kt: Values, root: Path, problems: Problems) -> None:
     if not kt.get("kt_weight_path"):
         return
     path = root / Path(os.path.expanduser(kt["kt_weight_path"]))
     kt["kt_weight_path"] = str(path)
     if not path.is_dir():
         step = "Leave it out to train from the experts of model_name_or_path."
-        _not_there(findings, "kt_config.kt_weight_path", path, _EXPERTS, step)
+        _not_there(problems, "kt_config.kt_weight_path", path, _EXPERTS, step)
     elif os.path.realpath(path) == os.path.realpath(main.get("model_name_or_path", "")):
         kt["kt_weight_path"] = None
     elif not _has_experts(path):
         found = f"{path} holds no safetensors with experts; files in KTransformers' own order aren't read"
         if kt.get("kt_backend") == "kt-kernel":
             step = "Leave it out, or name a BF16 checkpoint: kt-kernel packs the experts itself."
-            findings.error("kt_config.kt_weight_path", found, _EXPERTS, step)
+            problems.error("kt_config.kt_weight_path", found, _EXPERTS, step)
             return
         kt["kt_weight_path"] = None
-        findings.note(
+        problems.warn(
             "kt_config.kt_weight_path",
             found,
             _EXPERTS,
@@ -190,10 +190,10 @@ def _resolve_weight_path(main: Values, kt: Values, root: Path, findings: Finding
 
 
 def _not_there(
-    findings: Findings, key: str, path: Path, expected: str, next_step: str = ""
+    problems: Problems, key: str, path: Path, expected: str, next_step: str = ""
 ) -> None:
     found = f"there is no directory {str(path)!r}"
-    findings.error(key, found, expected, next_step, code=NOT_THERE)
+    problems.error(key, found, expected, next_step, code=NOT_THERE)
 
 
 def _has_experts(path: Path) -> bool:

@@ -9,17 +9,24 @@ from typing import Any
 
 import yaml
 
+from ktbridge.codes import Problems
 from ktbridge.errors import UsageError, did_you_mean
+from ktbridge.files.yamlfile import load_yaml, read_yaml, shown
 from ktbridge.sft.config import lf_v1, paths
 from ktbridge.sft.config.checks import check
-from ktbridge.sft.config.findings import MISSING as NOT_GIVEN
-from ktbridge.sft.config.findings import UNKNOWN, Findings
 from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign, moved
 from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.schema import TrainConfig
-from ktbridge.sft.config.values import Parser, Values, options
+from ktbridge.sft.config.values import (
+    MEANINGLESS,
+    NOT_GIVEN,
+    UNKNOWN,
+    WRONG,
+    Parser,
+    Values,
+    options,
+)
 from ktbridge.sft.launch import launch_problems
-from ktbridge.yamlfile import load_yaml, read_yaml, shown
 
 _REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
 """Stand-ins for keys that have no default, so that what is given can be checked without them."""
@@ -53,10 +60,10 @@ def parse_config(
     Paths are taken from ``root``; without it they are left as they are, and no file is looked at. With it
     the settings of ``accelerate launch`` are checked as well.
     """
-    findings = Findings(where)
+    problems = Problems(where, WRONG, MEANINGLESS)
     block = values.get("kt_config")
     if block is not None and not isinstance(block, Mapping):
-        findings.error(
+        problems.error(
             "kt_config",
             shown(block),
             "a block of keys",
@@ -65,28 +72,28 @@ def parse_config(
         block = None
     flat = {str(key): value for key, value in values.items() if key != "kt_config"}
     nested = {str(key): value for key, value in (block or {}).items()}
-    outside, inside = moved(flat, nested, findings)
+    outside, inside = moved(flat, nested, problems)
     if outside.get("do_predict") and outside.get("do_train") is None:
         outside["do_train"] = False  # as in LLaMA-Factory's files for prediction
     unneeded = ("dataset",) if outside.get("do_train") is False else ()
-    main = parse_keys(TrainConfig, outside, OUTSIDE, "", findings, unneeded)
-    kt = parse_keys(KtConfig, inside, IN_BLOCK, "kt_config.", findings)
+    main = parse_keys(TrainConfig, outside, OUTSIDE, "", problems, unneeded)
+    kt = parse_keys(KtConfig, inside, IN_BLOCK, "kt_config.", problems)
     if root is not None:
         try:
-            paths.resolve(main, kt, root, findings)
+            paths.resolve(main, kt, root, problems)
         except OSError as error:  # a name that is too long, a directory that may not be looked into
-            findings.error(f"{error.filename!s:.80}", f"{error.strerror}", "a path")
-        findings.errors += launch_problems()
+            problems.error(f"{error.filename!s:.80}", f"{error.strerror}", "a path")
+        problems += launch_problems()
     config = TrainConfig(**{**_REQUIRED, **main}, kt_config=KtConfig(**kt))
     if config.do_predict and outside.get("eval_dataset") is None:
-        findings.error("eval_dataset", "missing", "a value", code=NOT_GIVEN)
-    check(config, {*main, *(f"kt_config.{key}" for key in kt)}, findings)
-    findings.raise_errors()
+        problems.error("eval_dataset", "missing", "a value", code=NOT_GIVEN)
+    check(config, {*main, *(f"kt_config.{key}" for key in kt)}, problems)
+    problems.raise_if_any("the configuration has {count}; nothing was started.")
     texts = config.stage == "pt" and "packing" not in main  # as in LLaMA-Factory
     packing = config.packing or config.neat_packing or texts
     if config.kt_config.kt_experts == "hybrid":  # noted; a run of 0.6 goes on with it
         config = replace(config, kt_config=replace(config.kt_config, kt_experts="stream"))
-    return replace(config, packing=packing, notes=tuple(findings.notes))
+    return replace(config, packing=packing, notes=tuple(problems.warnings))
 
 
 def parse_keys(
@@ -94,7 +101,7 @@ def parse_keys(
     values: Mapping[str, object],
     foreign: Foreign,
     prefix: str,
-    findings: Findings,
+    problems: Problems,
     unneeded: Sequence[str] = (),
 ) -> Values:
     """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out.
@@ -104,10 +111,10 @@ def parse_keys(
     known = options(cls)
     given = {key: value for key, value in values.items() if value is not None or key not in known}
     result: Values = {}
-    for key, value in foreign.take(given, known, prefix, findings).items():
+    for key, value in foreign.take(given, known, prefix, problems).items():
         if key not in known:
             hint = _nearest(key, known, prefix)
-            findings.error(f"{prefix}{key}", "unknown key", "", hint, code=UNKNOWN)
+            problems.error(f"{prefix}{key}", "unknown key", "", hint, code=UNKNOWN)
             continue
         try:
             result[key] = known[key].metadata["parse"](value)
@@ -115,10 +122,10 @@ def parse_keys(
             if known[key].default is None and str(value).strip().lower() == "none":
                 continue  # Python's word for YAML's null, as in "max_samples: None"
             hint = known[key].metadata["hint"] or _unquoted(value, known[key].metadata["parse"])
-            findings.error(f"{prefix}{key}", shown(value), str(error), hint)
+            problems.error(f"{prefix}{key}", shown(value), str(error), hint)
     for key, item in known.items():
         if item.default is MISSING and key not in given and key not in unneeded:
-            findings.error(f"{prefix}{key}", "missing", "a value", code=NOT_GIVEN)
+            problems.error(f"{prefix}{key}", "missing", "a value", code=NOT_GIVEN)
     return result
 
 

@@ -14,7 +14,11 @@ from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
 from ktbridge.errors import UsageError
-from ktbridge.units import parse_size
+from ktbridge.files.sizes import parse_size
+
+UNKNOWN, WRONG, NOT_GIVEN, MEANINGLESS, CONTRADICTION, NOT_THERE = (
+    "KTC001", "KTC002", "KTC003", "KTC004", "KTC005", "KTC006"
+)  # fmt: skip
 
 Parser = Callable[[object], Any]
 Values = dict[str, Any]

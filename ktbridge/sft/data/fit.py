@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import Problem, ProblemsError
-from ktbridge.publish import OnProgress
+from ktbridge.files.publish import OnProgress
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.chat import ChatTemplate
 from ktbridge.sft.data.forms import stop_note

@@ -6,7 +6,6 @@ a directory of empty files with the repository's names: nothing is downloaded fo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -17,10 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files import digests
+from ktbridge.files.publish import OnProgress, write_text
 from ktbridge.install import install_hint
 from ktbridge.model import hub
 from ktbridge.model.hub_errors import explained
-from ktbridge.publish import OnProgress, write_text
 from ktbridge.sft.config.paths import ROWS
 
 README = "README.md"
@@ -73,7 +73,7 @@ class HubRows:
     @property
     def _record(self) -> Path:
         """Written when all files are there: which they are."""
-        key = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        key = digests.of_json(asdict(self), as_python_writes=True)
         return self._storage / "ktbridge" / f"{key}.json"
 
     def _choose(self, names: list[str], readme: Path | None) -> list[str]:

@@ -9,7 +9,6 @@ The files carry hashes, so that damaged ones are made anew, too; a directory app
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity
-from ktbridge.publish import Staging, hash_file
+from ktbridge.files import digests, records
+from ktbridge.files.publish import Staging
+from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import options
 from ktbridge.sft.data.fit import Fitted
 from ktbridge.sft.data.mixing import Share
 from ktbridge.sft.data.rows import Refused, plain_value
 from ktbridge.sft.data.sources import INFO, find_sources
-from ktbridge.units import size_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -110,8 +110,7 @@ class Kept:
             self._note("KTD041", found)
             return None
         for name, (size, digest) in record["files"].items():
-            path = self.directory / name
-            if _damaged(path, size, digest):
+            if not digests.is_whole(self.directory / name, size, digest):
                 self._note("KTD042", f"{name} is damaged")
                 return None
         try:
@@ -157,7 +156,7 @@ class Kept:
                 name = f"{part}.arrow"
                 write_arrow(fitted.dataset, staging.path / name)
                 path = staging.path / name
-                record["files"][name] = [path.stat().st_size, hash_file(path)]
+                record["files"][name] = [path.stat().st_size, digests.of_file(path)]
                 record[part] = {
                     item.name: getattr(fitted, item.name)
                     for item in fields(Fitted)
@@ -236,7 +235,7 @@ def made_of(config: TrainConfig, base: Path) -> dict[str, str] | None:
             told = repr((source.name, source.layout, source.num_samples))
             found[f"{name} {number + 1}"] = _hash([told, *_hashes(files)])
     if config.dataset_dir and (info := Path(config.dataset_dir) / INFO).is_file():
-        found[INFO] = hash_file(info)
+        found[INFO] = digests.of_file(info)
     tokenizer = [
         (path.name, path)
         for path in sorted(base.rglob("*.jinja") if base.is_dir() else ()) + sorted(base.iterdir())
@@ -246,6 +245,7 @@ def made_of(config: TrainConfig, base: Path) -> dict[str, str] | None:
     if any(_DATE in path.read_bytes() for name, path in tokenizer if name.endswith(_TEMPLATES)):
         found["date"] = date.today().isoformat()
     code = [(path.name, path) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    code.append(("records.py", Path(records.__file__)))
     found["version of ktbridge"] = _hash([version("ktbridge"), *_hashes(code)])
     for library in _LIBRARIES:
         found[f"version of {library}"] = version(library)
@@ -274,13 +274,6 @@ def _read_manifest(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _damaged(path: Path, size: int, digest: str) -> bool:
-    try:
-        return path.stat().st_size != size or hash_file(path) != digest
-    except OSError:
-        return True
-
-
 def _objection(path: Path) -> tuple[str, str] | None:
     """Why rows may not be kept at ``path``, as (what it is, next step)."""
     if path.is_dir() and ((path / MANIFEST).is_file() or not any(path.iterdir())):
@@ -294,8 +287,8 @@ def _objection(path: Path) -> tuple[str, str] | None:
 
 
 def _hashes(files: Iterable[tuple[str, Path]]) -> list[str]:
-    return [f"{name} {hash_file(path)}" for name, path in files]
+    return [f"{name} {digests.of_file(path)}" for name, path in files]
 
 
 def _hash(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return digests.of_text("\n".join(parts))

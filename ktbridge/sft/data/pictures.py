@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import io
 import os
 import tempfile
@@ -22,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files import digests
 from ktbridge.install import install_hint
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _in_file(name: str, folders: Sequence[Path]) -> Picture:
 
 
 def _in_row(data: bytes) -> Picture:
-    name = f"of {len(data):,} bytes in the row ({hashlib.sha256(data).hexdigest()[:16]})"
+    name = f"of {len(data):,} bytes in the row ({digests.of_bytes(data)[:16]})"
     width, height = _size(io.BytesIO(data), name)
     start = _file().seek(0, os.SEEK_END)
     _file().write(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import random
@@ -15,6 +14,8 @@ from typing import Any
 from ktbridge.adapter.outputs import REFUSED_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.files import digests
+from ktbridge.files.records import FileRow
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.layout import (
     Pair,
@@ -27,7 +28,6 @@ from ktbridge.sft.data.layout import (
 from ktbridge.sft.data.messages import Conversation, Message, RowNotes, all_text
 from ktbridge.sft.data.pictures import TEXT_ALONE
 from ktbridge.sft.data.sources import Source, find_sources, names_that_are_wrong
-from ktbridge.sft.data.tables import Line
 
 SHOWN = 20
 """Rows listed one by one in an error."""
@@ -232,7 +232,7 @@ def digest(rows: Rows) -> str:
     used += "".join(str(each.good) for each in rows.conversations if each.good is not None)
     pictures = [[each.identity for each in one.pictures] for one in rows.conversations]
     used += json.dumps(pictures) if any(pictures) else ""
-    return hashlib.sha256(used.encode()).hexdigest()
+    return digests.of_text(used)
 
 
 def _plain(rows: Rows) -> Iterator[str]:
@@ -383,7 +383,7 @@ class Noted:
             yield problem("KTD002", f"dataset {where!r}", found, "", step, "warning")
 
 
-def add_line(line: Line, source: Source, config: TrainConfig, rows: Rows, noted: Noted) -> bool:
+def add_line(line: FileRow, source: Source, config: TrainConfig, rows: Rows, noted: Noted) -> bool:
     """Add one row to ``rows``, or to those that are refused; whether it can be used.
 
     What is to be said of it is added to ``noted``.
@@ -399,7 +399,7 @@ def add_line(line: Line, source: Source, config: TrainConfig, rows: Rows, noted:
     return True
 
 
-def _add(line: Line, source: Source, config: TrainConfig, rows: Rows, notes: RowNotes) -> None:
+def _add(line: FileRow, source: Source, config: TrainConfig, rows: Rows, notes: RowNotes) -> None:
     if line.broken:
         raise ValueError(line.broken)
     pair, conversation = None, Conversation([])

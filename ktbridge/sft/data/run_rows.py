@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ktbridge.publish import OnProgress
+from ktbridge.files.publish import OnProgress
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.fit import Fitted, fit_rows
 from ktbridge.sft.data.kept import Tokenized

@@ -1,11 +1,7 @@
-"""Where the rows come from: files, names that LLaMA-Factory's dataset_info.json describes, and the Hub.
-
-A broken line of a JSONL file is a row that can't be used, not the end of the file.
-"""
+"""Sources of rows: files, names that LLaMA-Factory's dataset_info.json describes, and the Hub."""
 
 from __future__ import annotations
 
-import codecs
 import difflib
 import json
 import random
@@ -14,14 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ktbridge.codes import problem
+from ktbridge.codes import Problems, problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, did_you_mean
+from ktbridge.files.records import FileRow, read_records
 from ktbridge.model.hub import named_repository, repository
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.paths import ROWS
 from ktbridge.sft.data.hub_rows import HubRows
 from ktbridge.sft.data.layout import COLUMNS, Layout, Tags
-from ktbridge.sft.data.tables import CSV_SUFFIXES, Line, read_csv, read_parquet
 
 INFO = "dataset_info.json"
 ENTRY_KEYS = (
@@ -66,14 +62,14 @@ class Source:
     def _beside(self) -> Iterator[Path]:
         return (path.parent for path in self.paths)
 
-    def lines(self, seed: int) -> Iterator[Line]:
-        """Its rows; what is on the Hub is downloaded first. Raises what ``read_lines`` and the Hub raise."""
+    def lines(self, seed: int) -> Iterator[FileRow]:
+        """Rows; what is on the Hub is downloaded first. Raises what ``read_records`` and the Hub raise."""
         files = self.remote.fetch() if self.remote else [(str(path), path) for path in self.paths]
-        every = (line for shown, path in files for line in read_lines(path, shown))
+        every = (line for shown, path in files for line in read_records(path, shown))
         return every if self.num_samples is None else _sampled([*every], self.num_samples, seed)
 
 
-def _sampled(lines: list[Line], count: int, seed: int) -> Iterator[Line]:
+def _sampled(lines: list[FileRow], count: int, seed: int) -> Iterator[FileRow]:
     """LLaMA-Factory's choice: a permutation's first, and beyond their number any of them again."""
     draw = random.Random(seed)
     more = draw.choices(lines, k=max(0, count - len(lines))) if lines else []
@@ -144,11 +140,10 @@ class _Entry:
 
     def __init__(self, name: str, directory: Path) -> None:
         self._name, self._directory = name, directory
-        self.problems: list[Problem] = []
+        self.problems = Problems(str(directory / INFO), "KTD002")
 
     def _wrong(self, found: str, expected: str = "", next_step: str = "") -> None:
-        where = f"{self._directory / INFO}: {self._name}"
-        self.problems.append(problem("KTD002", where, found, expected, next_step))
+        self.problems.error(self._name, found, expected, next_step)
 
     def source(self, info: Mapping[str, object], stage: str) -> Source | None:
         """Return what it describes, for a run of ``stage``; of no use where there are ``problems``."""
@@ -349,105 +344,3 @@ def _columns_step(missing: Mapping[str, str], free: Sequence[str], block: str = 
     if not parts:
         return f"Correct its {block} in {INFO}."
     return f"Write {' and '.join(parts)} in its {block} in {INFO}."
-
-
-NOT_JSON = {
-    b"\x1f\x8b": ("gzip-compressed", "Unpack it first, as with `gunzip -k`."),
-    b"\x28\xb5\x2f\xfd": ("zstd-compressed", "Unpack it first, as with `unzstd`."),
-    b"PK\x03\x04": ("a zip archive", "Unpack it first."),
-    b"ARROW1": ("Arrow", "Convert it to JSONL, as with datasets' Dataset.to_json."),
-    codecs.BOM_UTF16_LE: ("UTF-16 text", "Save it as UTF-8."),
-    codecs.BOM_UTF16_BE: ("UTF-16 text", "Save it as UTF-8."),
-}
-
-
-def read_lines(path: Path, shown: str = "") -> Iterator[Line]:
-    """The rows of a file, in order; ``shown`` is its name in messages, by default its path.
-
-    A file is Parquet, CSV (by its suffix), a JSON list of rows, one JSON object, or one JSON value per line
-    (empty lines are skipped), as detected from its bytes. UTF-8, with or without a byte order mark. Raises
-    KtbridgeError for a file that can't be read, has another form, or is in another binary format.
-    """
-    shown = shown or str(path)
-    try:
-        with path.open("rb") as file:
-            head = file.read(4096)
-    except OSError as error:
-        raise KtbridgeError(f"{shown} can't be read: {error.strerror}.") from error
-    if head.startswith(b"PAR1"):
-        return read_parquet(path, shown)
-    for magic, (kind, step) in NOT_JSON.items():
-        if head.startswith(magic):
-            raise KtbridgeError(f"{shown} is {kind}, not JSON, Parquet or CSV.", step)
-    if path.suffix.lower() in CSV_SUFFIXES:
-        return read_csv(path, shown)
-    first = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    whole = None
-    if first[:1] == b"[":
-        whole = _whole(path, shown)
-    elif first[:1] == b"{" and not _is_json_lines(path):
-        with suppress(KtbridgeError):  # no object over several lines, so its first line is broken
-            whole = _whole(path, shown)
-    if whole is None:
-        return _json_lines(path, shown)
-    return (Line(f"{shown}: row {number}", row) for number, row in enumerate(whole, 1))
-
-
-def in_lines(path: Path) -> bool:
-    """Return whether ``read_lines`` reads a file a row at a time."""
-    with path.open("rb") as file:
-        head = file.read(4096)
-    first = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    if head.startswith(b"PAR1") or path.suffix.lower() in CSV_SUFFIXES or first not in (b"[", b"{"):
-        return True
-    return first == b"{" and _is_json_lines(path)
-
-
-def _is_json_lines(path: Path) -> bool:
-    """Return whether the first line that has something in it is a JSON value of its own."""
-    with path.open("rb") as file:
-        line = next(text for text in file if text.removeprefix(codecs.BOM_UTF8).strip())
-    return not _line("", line).broken
-
-
-def _whole(path: Path, shown: str) -> list[object] | None:
-    """The rows of a file that is one JSON value; None when it is several, one per line."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise KtbridgeError(f"{shown} is not UTF-8 text (byte {error.start}).") from error
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
-            return None
-        raise KtbridgeError(
-            f"{shown} is not valid JSON: {_said(error)} at line {error.lineno}, column {error.colno}.",
-            "Mend it there, or write one row a line (JSONL): then broken rows are listed, not fatal.",
-        ) from error
-    except (ValueError, RecursionError) as error:  # integer too long, or nesting too deep
-        raise KtbridgeError(f"{shown} is not JSON that can be read: {error}.") from error
-    return value if isinstance(value, list) else [value]
-
-
-def _json_lines(path: Path, shown: str) -> Iterator[Line]:
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            if number == 1:
-                text = text.removeprefix(codecs.BOM_UTF8)
-            if text.strip():
-                yield _line(f"{shown}: line {number}", text)
-
-
-def _said(error: json.JSONDecodeError) -> str:
-    return error.msg.removesuffix(" at")  # as in "Invalid control character at"
-
-
-def _line(where: str, text: bytes) -> Line:
-    try:
-        return Line(where, json.loads(text.decode("utf-8")))
-    except UnicodeDecodeError as error:
-        broken = f"not UTF-8 text: byte {error.start}"
-    except json.JSONDecodeError as error:
-        broken = f"not valid JSON: {_said(error)} at column {error.colno}"
-    except (ValueError, RecursionError) as error:
-        broken = f"not JSON that can be read: {error}"
-    return Line(where, text.decode("utf-8", "backslashreplace").rstrip("\r\n"), broken)

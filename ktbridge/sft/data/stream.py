@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.files import digests
+from ktbridge.files.records import FileRow, is_read_by_row
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.fit import BATCH, Fitted, Tally, fit_rows, tokenize
 from ktbridge.sft.data.rows import (
@@ -32,8 +34,7 @@ from ktbridge.sft.data.rows import (
     refused_note,
     unusable,
 )
-from ktbridge.sft.data.sources import Source, find_sources, in_lines, names_that_are_wrong
-from ktbridge.sft.data.tables import Line
+from ktbridge.sft.data.sources import Source, find_sources, names_that_are_wrong
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -45,7 +46,7 @@ KEPT = 10_000
 """Refused rows that are kept whole; of more there are the place and the reason."""
 _SAMPLES, _SAMPLE = 64, 1 << 16
 _EMPTY = "Write rows into it, or leave it out of dataset."
-Drawn = tuple[Source, Line]
+Drawn = tuple[Source, FileRow]
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Stream:
             problems += [
                 problem("KTD044", shown, "one JSON value, which can't be read a row at a time")
                 for shown, path in files
-                if not in_lines(path)
+                if not is_read_by_row(path)
             ]
             if source.num_samples is not None:
                 problems.append(
@@ -316,11 +317,4 @@ def _files(source: Source) -> list[Path]:
 
 
 def _sample_of(path: Path) -> bytes:
-    """The hash of a file's size and of parts of it."""
-    size = path.stat().st_size
-    found = hashlib.sha256(size.to_bytes(8, "little"))
-    with path.open("rb") as file:
-        for place in range(_SAMPLES):
-            file.seek(place * max(0, size - _SAMPLE) // (_SAMPLES - 1))
-            found.update(file.read(_SAMPLE))
-    return found.digest()
+    return bytes.fromhex(digests.of_samples(path, _SAMPLES, _SAMPLE))

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import ktbridge
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.files import digests
 from ktbridge.install import LINEAR_ATTENTION, version_of
 from ktbridge.model import find_model
 from ktbridge.model.identity import fingerprint
-from ktbridge.publish import hash_file
 from ktbridge.sft.arguments import choose
 from ktbridge.sft.distributed.group import ANSWER_SECONDS, gather, joined, start
 from ktbridge.sft.launch import World, several_launchers, world
@@ -172,7 +172,7 @@ def describe_prepared(config: TrainConfig, ready: Prepared) -> Parts:
         rank = world().rank
         own = f"optimizer_{rank}.safetensors" if rank else "optimizer.safetensors"
         lacking = [name for name in (own, f"rng_state_{rank}.pth") if not (place / name).is_file()]
-        digest = _short(hash_file(place / IDENTITY_FILE))
+        digest = _short(digests.of_file(place / IDENTITY_FILE))
         without = f", without {' and '.join(lacking)}" if lacking else ""
         parts["checkpoint"] = f"{place.name}, digest {digest}{without}"
     return parts
@@ -313,14 +313,14 @@ def _model(path: Path) -> Parts:
         "sampled values of tensors": _short(found.values_sha256 or "no weights"),
     }
     names = [name for name in _TOKENIZER if (path / name).is_file()]
-    return parts | {name: hash_file(path / name)[:_HASH] for name in names}
+    return parts | {name: digests.of_file(path / name)[:_HASH] for name in names}
 
 
 def _adapter(path: Path) -> Parts:
     names = [each for each in path.iterdir() if each.suffix in (".safetensors", ".bin", ".json")]
     skip = {"trainer_state.json", IDENTITY_FILE}
     return {
-        each.name: hash_file(each)[:_HASH]
+        each.name: digests.of_file(each)[:_HASH]
         for each in sorted(names)
         if each.is_file() and each.name not in skip
     }
@@ -328,11 +328,9 @@ def _adapter(path: Path) -> Parts:
 
 def _own_code() -> str:
     """A digest of the package's Python files: a checkout may be another one of the same version."""
-    digest = hashlib.sha256()
     root = Path(ktbridge.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()[:_HASH]
+    files = sorted(root.rglob("*.py"))
+    return _short("".join(f"{path.relative_to(root)} {digests.of_file(path)}" for path in files))
 
 
 def _text(value: object) -> str:
@@ -342,4 +340,4 @@ def _text(value: object) -> str:
 
 
 def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_HASH]
+    return digests.of_text(text)[:_HASH]

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from ktbridge.adapter.quantise import STORAGES
 from ktbridge.experts.gpu.probe import NO_KERNEL, ONE_BY_ONE, loops
+from ktbridge.files.publish import CACHE
+from ktbridge.files.sizes import size_text
 from ktbridge.install import has_linear_attention_kernels, linear_attention_gaps
 from ktbridge.machine import read_gpus
 from ktbridge.model import find_model, resolve_model
-from ktbridge.publish import CACHE
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.values import Values
 from ktbridge.sft.plan.declared import Declared, declare, weights_missing
@@ -32,7 +33,6 @@ from ktbridge.sft.plan.parts import Advice, DiskReads, Pace, Part, Plan, Verdict
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.plan.shape import ModelShape, can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import Target, disk_reads, existing, this_machine
-from ktbridge.units import size_text
 
 __all__ = [
     "Advice",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ktbridge.experts.gpu.placement import Limits, Placement, Sizes
+from ktbridge.files.sizes import count_text, size_text
 from ktbridge.model import family_of
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.disk import adapter_bytes, checkpoint_bytes, kept_checkpoints
@@ -26,7 +27,6 @@ from ktbridge.sft.plan.layer_bytes import (
 from ktbridge.sft.plan.lengths import Lengths, evaluations, optimizer_steps
 from ktbridge.sft.plan.parts import Part, Where
 from ktbridge.sft.plan.shape import LayerShape, ModelShape
-from ktbridge.units import count_text, size_text
 
 CHECKPOINT = "the model, to be downloaded"
 QUANTISED = "the experts, to be quantised"

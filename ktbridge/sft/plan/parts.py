@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ktbridge.experts.gpu.placement import Placement
-from ktbridge.units import figures, size_text
+from ktbridge.files.sizes import figures, size_text
 
 Where = Literal["RAM", "page cache", "GPU", "disk"]
 

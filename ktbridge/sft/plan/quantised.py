@@ -9,7 +9,6 @@ marker the times of the shards, so that experts of weights that were replaced or
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,15 +23,17 @@ from ktbridge.adapter.requantise import execute
 from ktbridge.adapter.rewrite import CHECKPOINT_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.files import digests
+from ktbridge.files.digests import stamp
+from ktbridge.files.locks import lock_target
+from ktbridge.files.publish import OnProgress, named_cache, user_cache
+from ktbridge.files.sizes import size_text
 from ktbridge.model import fingerprint, open_checkpoint
 from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.model.stamps import stamp
-from ktbridge.publish import Lock, OnProgress, named_cache, user_cache
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.shape import can_quantise, in_storage, read_shape
 from ktbridge.sft.plan.target import existing
-from ktbridge.units import size_text
 
 _POLL = 0.5  # seconds
 _Times = tuple[tuple[str, int, int], ...]
@@ -77,7 +78,7 @@ class Quantised:
         """
         if self.ready:
             return
-        with Lock(self.directory, on_wait):
+        with lock_target(self.directory, wait=on_wait):
             if self.ready:
                 return
             self.check_room()
@@ -184,7 +185,7 @@ def _found(source: Path, storage: str, home: Path, times: _Times) -> Quantised |
         return None
     print_of = fingerprint(source)
     identified = [storage, print_of.tensors_sha256, print_of.values_sha256, [t[:2] for t in times]]
-    key = hashlib.sha256(json.dumps(identified).encode()).hexdigest()[:12]
+    key = digests.of_json(identified, as_python_writes=True)[:12]
     directory = home / f"{short_name(source)}.{storage}-experts-{key}"
     size, layers = in_storage(shape, storage).expert_bytes, shape.sparse_layers
     before = shape.expert_bytes if shape.mappable else 2 * shape.expert_elements * layers

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktbridge.errors import UsageError
+from ktbridge.files.sizes import size_text
 from ktbridge.machine import Described, Machine, read_gpus, read_machine
 from ktbridge.sft.plan.memory import Setting, mapped_bytes
 from ktbridge.sft.plan.parts import DiskReads, Part, total
-from ktbridge.units import size_text
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import yaml
 
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.bench import load_bench
+from ktbridge.files.yamlfile import load_yaml, read_yaml
 from ktbridge.predict.inference import load_inference
 from ktbridge.sft.config import load_config
-from ktbridge.yamlfile import load_yaml, read_yaml
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)

@@ -12,27 +12,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
+import glob
 import os
-import re
 import secrets
 import shutil
-import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.locks import lock_open
 from ktbridge.machine import libc_function
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2
-_CHUNK = 1 << 22
 
 
-# Why a target may not be (re)placed, as (found, next step); None when it may.
+# The reason why a target may not be (re)placed, as (found, next step); None when it may.
 Refusal = Callable[[Path], "tuple[str, str] | None"]
 
 # The objection to replacing a directory with these entries, as (found, next step).
@@ -92,87 +90,6 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ktbridge"
 
 
-def hash_file(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, in bounded memory."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def lock_now(descriptor: int) -> bool:
-    """Take the kernel's lock on an open file or directory, until it is closed; False if another has it.
-
-    Raises KtbridgeError where the system has no such locks (Windows).
-    """
-    try:
-        wait_for_lock(descriptor, wait=False)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def wait_for_lock(descriptor: int, wait: bool = True) -> None:
-    """``lock_now``, once whoever has the lock gives it up; BlockingIOError at once without ``wait``."""
-    try:
-        import fcntl  # not on Windows, where `--help` works
-    except ModuleNotFoundError:
-        raise KtbridgeError(
-            "this system has no file locks that ktbridge knows.", "Use Linux, macOS or WSL."
-        ) from None
-    fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-
-
-class Lock:
-    """Within the block no other process of this machine has the lock on ``target``.
-
-    It is the kernel's, on a hidden file beside ``target``, so a killed process gives it up. Where another
-    has it, ``busy`` is called with that one's description: what it raises ends the attempt, else it is
-    waited for.
-    """
-
-    def __init__(self, target: str | os.PathLike[str], busy: Callable[[str], None]) -> None:
-        self.target = Path(os.path.realpath(target))
-        self._path = self.target.with_name(f".{self.target.name}.ktbridge.lock")
-        self._busy = busy
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        while self._descriptor is None:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                self._take(descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            if self._is_current(descriptor):
-                self._descriptor = descriptor
-            else:  # removed by its holder between our open and lock
-                os.close(descriptor)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor is not None:
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _take(self, descriptor: int) -> None:
-        if not lock_now(descriptor):
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            self._busy(holder or "another process")
-            wait_for_lock(descriptor)
-
-    def _is_current(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
-        except FileNotFoundError:
-            return False
-
-
 class Staging:
     """A directory being written: write into ``path``, then ``commit()``; without it, all is removed.
 
@@ -194,7 +111,7 @@ class Staging:
         self.path = self.target.parent / f".{self.target.name}.partial-{secrets.token_hex(4)}"
         os.mkdir(self.path)
         self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        if not lock_now(self._lock):  # another one takes it for a leftover
+        if not lock_open(self._lock):  # another one takes it for a leftover
             raise KtbridgeError(
                 f"another process removes what {self.target} is made in", "Try again."
             )
@@ -267,22 +184,6 @@ class Staging:
             raise KtbridgeError(f"{self.target} {reason[0]}", reason[1])
 
 
-class RunLock(Lock):
-    """Within the block no other run of this machine writes to ``output_dir`` or its checkpoints.
-
-    Raises ``KtbridgeError`` with the other run's process id where there is one.
-    """
-
-    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
-        super().__init__(output_dir, self._refuse)
-
-    def _refuse(self, holder: str) -> None:
-        raise KtbridgeError(
-            f"another run is writing to {self.target} ({holder}).",
-            "Wait for it, end it, or give this run another output_dir.",
-        )
-
-
 def fsync_directory(path: Path) -> None:
     """Fsync ``path``, so that renames inside it are durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -328,17 +229,13 @@ def _renameat2_exchange(first: Path, second: Path) -> bool:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove incomplete directories of killed runs (their lock is free)."""
-    for path in target.parent.glob(f".{_glob_literal(target.name)}.partial-*"):
+    for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError:
             continue
         try:
-            if lock_now(descriptor):
+            if lock_open(descriptor):
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(descriptor)
-
-
-def _glob_literal(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

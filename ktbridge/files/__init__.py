@@ -1,0 +1,1 @@
+"""Files, for all rooms: atomic publishing, locks, digests, record readers, ledgers, YAML of people."""
