@@ -11,7 +11,7 @@ ROOT = Path(ktbridge.__file__).parent
 # From the ground up. What shares a line doesn't import each other, but for the ground itself.
 FLOORS = (
     "__init__ _kernels children errors codes publish units hosts install machine served_names openai_client "
-    "yamlfile json_parts kernel_choice",
+    "yamlfile json_parts kernel_choice schemas",
     "model",
     "adapter",
     "experts",

@@ -16,10 +16,10 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 71_600,
+    "lines": 71_599,
     "modules": 357,
     "public names that several modules define": 115,
-    "docstrings that begin with a relative clause": 193,
+    "docstrings that begin with a relative clause": 192,
     "modules in circles of imports, for types too": 18,
     "uses of Any": 348,
 }
