@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ktbridge.eval.results.schema import schema_of
 from ktbridge.eval.results.types import Document
+from ktbridge.schemas import schema_of
 
 PATH = Path(__file__).parents[1] / "docs" / "results.schema.json"
 
@@ -22,7 +22,7 @@ def render() -> str:
         "description": "Written by scripts/make_schema.py from ktbridge/eval/results/types.py.",
     }
     # What a server or a later version records of an arm is kept.
-    return json.dumps({**head, **schema_of(Document, open_types={"ArmCard"})}, indent=1) + "\n"
+    return json.dumps({**head, **schema_of(Document, {"ArmCard"})}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ BASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependen
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # whose name isn't the module's
 NOT_DECLARED = {
     "triton": "comes with torch on a machine with a GPU",
-    "typing_extensions": "for type checkers",
+    "typing_extensions": "for type checkers; comes with pydantic",
 }
 
 
@@ -152,6 +152,7 @@ ROOMS = {
     "predict": "train serve eval",
     "demo": "demo train serve",
     "cli": "demo",
+    "schemas.py": "eval",
 }
 
 

@@ -20,30 +20,76 @@ import yaml
 import ktbridge
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.eval.bench_checks import (
-    BENCH_DEFAULTS,
+from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
+from ktbridge.eval.results.cards import Json, Message
+from ktbridge.eval.schema import (
     OURS,
     Axis,
-    Head,
-    Item,
-    Partner,
-    Slice,
-    check_head,
-    check_items,
+    BenchFile,
+    ItemLine,
+    SliceRow,
+    list_questions,
+    slice_table,
 )
-from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
-from ktbridge.eval.results.cards import Json
+from ktbridge.eval.scorers import SCORERS, check_faults
 from ktbridge.eval.sources import read_source
 from ktbridge.eval.store import read_stored
-from ktbridge.eval.text import is_json
+from ktbridge.eval.text import is_json, language_of
 from ktbridge.files.yamlfile import load_yaml
 from ktbridge.hosts import is_loopback_url
 from ktbridge.openai_client import OTHER_LIMIT
+from ktbridge.schemas import check_fields
 
 __all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]
 
 _MANY = 8  # at most this many lines are listed for one problem
 FILES = ("bench.yaml", "items.jsonl", "persona.yaml")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A group of items, and its primary axis. ``label`` is its name in words, for the sentence of a
+    verdict ("knowledge"); '' to use the name."""
+
+    name: str
+    primary: Axis
+    meaning: str
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question. ``cluster`` ties items that are not independent (pairs, rewordings).
+
+    ``judge`` holds the yes/no questions for a judge, "yes" being the good answer to each.
+    """
+
+    id: str
+    slice: str
+    sub: str
+    lang: str
+    cluster: str
+    messages: tuple[Message, ...]
+    gold: object
+    checks: tuple[Json, ...]
+    max_tokens: int
+    judge: tuple[str, ...] = ()
+
+    @property
+    def references(self) -> list[str]:
+        """The texts that an answer is compared with by the scorer "references"; else []."""
+        compared = any(check["scorer"] == "references" for check in self.checks)
+        return list(self.gold) if compared and isinstance(self.gold, list) else []
+
+
+@dataclass(frozen=True)
+class Partner:
+    """A model that plays the user in the named slices: the arm gives ``turns`` answers, the first to
+    the item's messages, each later one to the reply of the partner, which is given ``system``."""
+
+    system: str
+    turns: int
+    slices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -170,40 +216,187 @@ def _folder(name_or_path: str | Path) -> Path:
 def parse_bench(files: Mapping[str, bytes]) -> Bench:
     """Check the bytes of a bench's three files and build it. Raises ProblemsError with every fault."""
     problems: list[Problem] = []
-    head = _yaml(files, "bench.yaml", problems)
-    slices = check_head(head, problems)
+    given = _yaml(files, "bench.yaml", problems)
+    head, slices = _check_head(given, problems)
     persona = parse_persona(_yaml(files, "persona.yaml", problems), "persona.yaml", problems)
-    items = check_items(files["items.jsonl"], slices, head, persona, problems)
-    if problems or persona is None:
+    named = given.get("checklists") if isinstance(given, Mapping) else None
+    lists = named if isinstance(named, Mapping) else {}
+    rows = _check_items(files["items.jsonl"], slices, lists, problems)
+    if problems or persona is None or head is None:
         problems = _grouped(problems)
         raise ProblemsError(
             f"the bench has {len(problems)} problem(s); nothing was asked.",
             problems,
             "correct the bench's files and run again; eval/README.md has an example",
         )
-    checked: Head = {**BENCH_DEFAULTS, **head}  # type: ignore[dict-item, misc, typeddict-item]
     digest = hashlib.sha256()
     for name in FILES:
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
-    partner = checked.get("partner")
+    partner = head.partner
     return Bench(
-        name=str(checked["name"]),
-        version=str(checked["version"]),
-        language=str(checked["language"]),
-        margin=float(checked["margin"]),
-        sampling=dict(checked["sampling"]),
+        name=str(head.name),
+        version=str(head.version),
+        language=str(head.language),
+        margin=head.margin,
+        sampling={str(key): value for key, value in head.sampling.items()},
         slices=tuple(slices.values()),
-        items=tuple(items),
+        items=tuple(_item(row, head, persona) for row in rows),
         persona=persona,
         sha256=digest.hexdigest(),
         files=dict(files),
-        data=checked.get("data"),
-        notes=tuple(checked.get("notes", ())),
-        partner=Partner(partner["system"], partner["turns"], tuple(partner["slices"]))
+        data=head.data if isinstance(head.data, dict) else None,
+        notes=tuple(head.notes),
+        partner=Partner(partner.system, partner.turns, tuple(map(str, partner.slices)))
         if partner
         else None,
-        private=checked.get("private", False),
-        max_tokens=checked.get("override", {}).get("max_tokens"),
+        private=head.private,
+        max_tokens=head.override.get("max_tokens"),
+    )
+
+
+def _check_head(
+    given: object, problems: list[Problem]
+) -> tuple[BenchFile | None, dict[str, Slice]]:
+    """Return bench.yaml, None if it has faults, and its valid slices."""
+
+    def complain(key: str, found: str, expected: str) -> None:
+        problems.append(problem("KTB811", f"bench.yaml: {key}", found, expected))
+
+    if not isinstance(given, Mapping):
+        complain("(file)", type(given).__name__, "a mapping")
+        return None, {}
+    head, faults = check_fields(BenchFile, given)
+    for fault in faults:
+        if fault.kind == "wrong":
+            found = fault.found or repr(given[fault.key])[:80]
+            complain(fault.key, found, fault.expected)
+        elif fault.kind == "missing":
+            complain(fault.key, "missing", "a value")
+        else:
+            complain(fault.key, "unknown key", fault.expected)
+    table = slice_table(given)
+    if not table and "slices" in given:
+        complain("slices", repr(given["slices"])[:60], "[NAME, ...] or {NAME: what it asks, ...}")
+    if head and head.partner and not all(name in table for name in head.partner.slices):
+        expected = BenchFile.model_fields["partner"].description or ""
+        complain("partner", repr(given["partner"])[:80], expected)
+    slices = {}
+    for name, values in table.items():
+        row, faults = check_fields(SliceRow, values)
+        if row:
+            slices[name] = Slice(name, row.primary, row.meaning, row.label)
+        elif all(fault.key == "label" for fault in faults):
+            complain(f"slices.{name}.label", repr(values["label"])[:60], faults[0].expected)
+        else:
+            expected = "{primary: task|persona, meaning: text}"
+            complain(f"slices.{name}", repr(values)[:80], expected)
+    return head, slices
+
+
+def _check_items(
+    data: bytes, slices: Mapping[str, Slice], lists: Json, problems: list[Problem]
+) -> list[ItemLine]:
+    """Return the valid lines of items.jsonl."""
+    rows: list[ItemLine] = []
+    first_line: dict[str, int] = {}
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        where = f"items.jsonl:{number}"
+        try:
+            given = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            fault = f"not JSON: {error}"
+            problems.append(problem("KTB812", where, fault, "one JSON object a line", next_step=""))
+            continue
+        if not is_json(given):
+            fault = "NaN, an infinity or half a character"
+            expected = "finite numbers and whole characters"
+            problems.append(problem("KTB813", where, fault, expected, next_step=""))
+            continue
+        row, found = None, [(type(given).__name__, "a JSON object")]
+        if isinstance(given, dict):
+            where += f" ({given['id']})" if given.get("id") else ""
+            given = _with_item_defaults(given, slices, number)
+            row, found = _check_item(given, slices, lists)
+            name = given["id"]
+            if isinstance(name, str):
+                if name in first_line:
+                    found.append((f"the id {name!r} of line {first_line[name]}", "a new id"))
+                first_line.setdefault(name, number)
+        problems += [problem("KTB813", where, *fault, next_step="") for fault in found]
+        if row:
+            rows.append(row)
+    if not first_line:
+        problems.append(
+            problem("KTB812", "items.jsonl", "no items", "one item a line", next_step="")
+        )
+    return rows
+
+
+def _with_item_defaults(
+    row: dict[str, object], slices: Mapping[str, Slice], number: int
+) -> dict[str, object]:
+    """Return an item with an id from its line number, the only slice, the language of its question, and
+    the check that fits its gold."""
+    filled = {"id": f"line-{number}", "sub": "", "origin": "unknown", "license": "unknown", **row}
+    if len(slices) == 1:
+        filled.setdefault("slice", next(iter(slices)))
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    text = last.get("content") if isinstance(last, dict) else None
+    filled.setdefault("lang", language_of(text if isinstance(text, str) else ""))
+    if "checks" not in row and "gold" in row:
+        gold = row["gold"]
+        filled["gold"] = [gold] if isinstance(gold, str) else gold
+        number_like = isinstance(gold, (int, float)) and not isinstance(gold, bool)
+        filled["checks"] = [{"scorer": "numeric" if number_like else "aliases"}]
+    return filled
+
+
+def _check_item(
+    given: dict[str, object], slices: Mapping[str, Slice], lists: Json
+) -> tuple[ItemLine | None, list[tuple[str, str]]]:
+    """Return an item, or None and its faults as (found, expected)."""
+    row, faults = check_fields(ItemLine, given, {"slices": slices, "lists": lists})
+    missing = {
+        "slice": ("no 'slice'", "one of " + ", ".join(slices)),
+        "checks": ("neither 'gold' nor 'checks'", "what a right answer holds, or how to check it"),
+    }
+    found = []
+    for key, kind, told, expected in faults:
+        if kind == "missing":
+            found.append(missing.get(key, (f"no {key!r}", expected)))
+        elif kind == "unknown":
+            found.append((f"the unknown field {key!r}", expected))
+        elif key == "messages":
+            found.append((key, expected))
+        else:
+            value = f"{key} = {given[key]!r}"
+            found.append((told or (value[:80] if key == "judge" else value), expected))
+    checks = given.get("checks")
+    for check in checks if isinstance(checks, list) else []:
+        found += check_faults(check, given.get("gold"))
+    return (None if found else row), found
+
+
+def _item(row: ItemLine, head: BenchFile, persona: Persona) -> Item:
+    checks = tuple(
+        {**check, "persona": persona} if SCORERS[str(check["scorer"])].needs_persona else check
+        for check in row.checks
+        if isinstance(check, dict)
+    )
+    return Item(
+        row.id,
+        row.slice,
+        row.sub,
+        row.lang,
+        row.cluster or row.id,
+        tuple(row.messages),  # type: ignore[arg-type]
+        row.gold,
+        checks,
+        head.override.get("max_tokens", row.max_tokens or head.max_tokens),
+        list_questions(row.judge, {str(key): one for key, one in head.checklists.items()}),
     )
 
 

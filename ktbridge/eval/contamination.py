@@ -16,11 +16,11 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.cards import Contamination, Hit, SliceOverlap
-from ktbridge.eval.results.schema import fits
 from ktbridge.eval.sources import parse_records
 from ktbridge.eval.store import read_document
 from ktbridge.eval.text import unicode_tokens
 from ktbridge.files import digests
+from ktbridge.schemas import fits
 
 CONTAMINATION = "contamination.json"
 GRAM = 13

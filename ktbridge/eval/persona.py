@@ -13,23 +13,24 @@ and spread are one number because sentences are counted, not tics.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    model_validator,
+)
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.eval.results.types import PersonaParts
 from ktbridge.eval.text import sentences
-
-_KEYS = {
-    "name",
-    "address",
-    "tics",
-    "breaks",
-    "target_rate",
-    "max_tics_per_sentence",
-    "weights",
-}
+from ktbridge.schemas import Refusal, check_fields
 
 # For a bench that has no persona.yaml: a report then has no persona axis.
 NO_PERSONA_NAME = "none"
@@ -57,6 +58,49 @@ class Persona:
     tic_weight: float
 
 
+def _check_patterns(groups: dict[object, list[str]]) -> dict[object, list[str]]:
+    for one in _every(groups):
+        try:
+            re.compile(one)
+        except re.error as error:
+            raise Refusal(f"{one!r}: {error}", "a regular expression") from None
+    return groups
+
+
+class _Weights(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    address: NonNegativeFloat
+    tic: NonNegativeFloat
+
+    @model_validator(mode="after")
+    def _check_sum(self) -> _Weights:
+        if abs(self.address + self.tic - 1) >= 1e-9:
+            raise ValueError("the weights aren't 1 together")
+        return self
+
+
+_Patterns = Annotated[
+    dict[object, list[Annotated[str, Field(min_length=1)]]],
+    AfterValidator(_check_patterns),
+    Field(description="{language: [regular expression, ...]}"),
+]
+
+
+class _PersonaFile(BaseModel):
+    """persona.yaml."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    address: _Patterns
+    breaks: _Patterns
+    max_tics_per_sentence: int = Field(ge=1, description="a whole number of at least 1")
+    name: object
+    target_rate: float = Field(gt=0, le=1, description="a share above 0 and at most 1")
+    tics: _Patterns
+    weights: _Weights = Field(description="{address: a, tic: t} with a + t = 1")
+
+
 def score_persona(text: str, persona: Persona) -> PersonaParts:
     """Score one answer (the text the user would see, without thinking)."""
     parts = sentences(text)
@@ -79,7 +123,6 @@ def score_persona(text: str, persona: Persona) -> PersonaParts:
 
 def parse_persona(data: object, where: str, problems: list[Problem]) -> Persona | None:
     """Compile persona.yaml's content; every fault is appended to ``problems``."""
-    before = len(problems)
 
     def complain(key: str, found: str, expected: str) -> None:
         problems.append(problem("KTB814", f"{where}: {key}", found, expected, f"edit {where}"))
@@ -87,64 +130,32 @@ def parse_persona(data: object, where: str, problems: list[Problem]) -> Persona 
     if not isinstance(data, Mapping):
         complain("(file)", f"{type(data).__name__}", "a mapping of rules")
         return None
-    for key in sorted(_KEYS - set(data)):
-        complain(key, "missing", "a value")
-    for key in sorted(set(data) - _KEYS, key=str):
-        complain(str(key), "unknown key", "one of " + ", ".join(sorted(_KEYS)))
-
-    patterns = {
-        key: _patterns(data.get(key), key, complain)
-        for key in ("address", "tics", "breaks")
-        if key in data
-    }
-    rate = data.get("target_rate")
-    if "target_rate" in data and not (isinstance(rate, (int, float)) and 0 < rate <= 1):
-        complain("target_rate", repr(rate), "a share above 0 and at most 1")
-    most = data.get("max_tics_per_sentence")
-    if "max_tics_per_sentence" in data and not (isinstance(most, int) and most >= 1):
-        complain("max_tics_per_sentence", repr(most), "a whole number of at least 1")
-    weights = data.get("weights")
-    if "weights" in data and not (
-        isinstance(weights, Mapping)
-        and set(weights) == {"address", "tic"}
-        and all(_is_number(value) and value >= 0 for value in weights.values())
-        and abs(sum(weights.values()) - 1) < 1e-9
-    ):
-        complain("weights", repr(weights), "{address: a, tic: t} with a + t = 1")
-    if len(problems) > before:
+    rules, faults = check_fields(_PersonaFile, data)
+    for key, kind, found, expected in faults:
+        if kind == "wrong":
+            complain(key, found or repr(data[key])[:80], expected)
+        elif kind == "missing":
+            complain(key, "missing", "a value")
+        else:
+            complain(key, "unknown key", expected)
+    if rules is None:
         return None
     return Persona(
-        str(data["name"]),
-        patterns["address"],
-        patterns["tics"],
-        patterns["breaks"],
-        float(data["target_rate"]),
-        int(data["max_tics_per_sentence"]),
-        float(data["weights"]["address"]),
-        float(data["weights"]["tic"]),
+        str(rules.name),
+        _join(rules.address),
+        _join(rules.tics),
+        _join(rules.breaks),
+        rules.target_rate,
+        rules.max_tics_per_sentence,
+        rules.weights.address,
+        rules.weights.tic,
     )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _every(groups: Mapping[object, list[str]]) -> list[str]:
+    return [one for group in groups.values() for one in group]
 
 
-def _patterns(
-    value: object, key: str, complain: Callable[[str, str, str], None]
-) -> re.Pattern[str]:
-    """One regex alternation from {language: [regular expression, ...]}."""
-    never = re.compile(r"(?!)")
-    if not isinstance(value, Mapping) or not all(
-        isinstance(group, list) and all(isinstance(one, str) and one for one in group)
-        for group in value.values()
-    ):
-        complain(key, repr(value)[:80], "{language: [regular expression, ...]}")
-        return never
-    every = [one for group in value.values() for one in group]
-    for one in every:
-        try:
-            re.compile(one)
-        except re.error as error:
-            complain(key, f"{one!r}: {error}", "a regular expression")
-            return never
-    return re.compile("|".join(f"(?:{one})" for one in every)) if every else never
+def _join(groups: Mapping[object, list[str]]) -> re.Pattern[str]:
+    """Return one alternation of the regular expressions of all languages."""
+    return re.compile("|".join(f"(?:{one})" for one in _every(groups)) or r"(?!)")

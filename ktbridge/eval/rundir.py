@@ -6,16 +6,19 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
 import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.arms import arm_rank
 from ktbridge.eval.bench import FILES, Bench
-from ktbridge.eval.results.cards import ArmCard, Only, Positive
-from ktbridge.eval.results.schema import fits
+from ktbridge.eval.results.cards import ArmCard, Positive
 from ktbridge.eval.results.types import AnyOutcome
 from ktbridge.eval.store import make_directory, read_document, write_json, write_text
+from ktbridge.schemas import fits
 
 RUN = "run.json"
 BENCH = "bench"
@@ -32,18 +35,15 @@ class PlannedSlice(TypedDict):
 
 
 Plan = dict[str, dict[str, PlannedSlice]]  # arm -> slice -> what is to be asked
-Date = Annotated[str, Only(pattern=r"^\d{4}-\d\d-\d\d$")]
+Date = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
 
 
-class _OptionalRun(TypedDict, total=False):
-    repeat: Positive
-    plan: Plan | None
-    date: Date | None
-
-
-class _StoredRun(_OptionalRun):
+class _StoredRun(TypedDict):
     arms: dict[str, ArmCard]
     probes: dict[str, dict[str, str]]
+    repeat: NotRequired[Positive]
+    plan: NotRequired[Plan | None]
+    date: NotRequired[Date | None]
 
 
 class RunFile(TypedDict):

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+
+from typing_extensions import NotRequired, TypedDict
 
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.eval import compat
@@ -17,20 +18,16 @@ from ktbridge.eval.judging.plan import Ask, Judge, JudgeReply, Plan, make_plan, 
 from ktbridge.eval.judging.prompts import VERSION, ReplyError
 from ktbridge.eval.judging.trust import same_family, tally_anchors, tally_pairs, trust
 from ktbridge.eval.results.cards import DigitMeans, Json, JudgeCard, JudgeFacts, JudgeState
-from ktbridge.eval.results.schema import fits
 from ktbridge.eval.results.types import ArmAnswer, ItemRow, JudgeCheck, JudgedPair
 from ktbridge.eval.rundir import read_run
 from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger
+from ktbridge.schemas import fits
 
 JUDGE = "judge.json"
 Rows = Sequence[ItemRow]
 
 
-class _OptionalNamed(TypedDict, total=False):
-    extra_body: Json
-
-
-class NamedJudge(_OptionalNamed):
+class NamedJudge(TypedDict):
     """judge.json: the judge to report; ``server`` is its entry of /v1/models."""
 
     model: str
@@ -38,6 +35,7 @@ class NamedJudge(_OptionalNamed):
     version: str
     pairs: bool
     server: Json
+    extra_body: NotRequired[Json]
 
 
 @dataclass(frozen=True)

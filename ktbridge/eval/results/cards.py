@@ -3,49 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple, TypedDict
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
 from ktbridge.errors import Problem, Severity
 
 
-class Only(NamedTuple):
-    """In ``Annotated``: the values that a field may have, of those of its type."""
-
-    minimum: int | None = None
-    maximum: int | None = None
-    pattern: str | None = None
+def note(text: str) -> object:
+    """Return what describes a field in the schema, for ``Annotated``."""
+    return Field(description=text)
 
 
 Json = Mapping[str, object]  # a JSON object that others define: a server's entry, sampling
 Message = dict[str, str]  # {"role", "content"}
-Count = Annotated[int, Only(minimum=0)]
-Positive = Annotated[int, Only(minimum=1)]
-Share = Annotated[float, Only(minimum=0, maximum=1)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 JudgeOutcome = Literal["ok", "parse-fail", "judge-error"]
 JudgeState = Literal["ok", "parse-fail", "judge-error", "not-run"]
 
 
 class SliceCard(TypedDict):
     name: str
-    label: Annotated[str, "The name in words."]
+    label: Annotated[str, note("The name in words.")]
     primary: Literal["task", "persona"]
     meaning: str
-    checks: Annotated[list[str], "The scorers that task quality is made of."]
+    checks: Annotated[list[str], note("The scorers that task quality is made of.")]
 
 
 class BenchCard(TypedDict):
     name: str
     version: str
     language: str
-    sha256: Annotated[str, "Of the bench's files.", Only(pattern="^[0-9a-f]{64}$")]
-    data: Annotated[Json | None, "Where items come from that are the user's."]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$", description="Of the bench's files.")]
+    data: Annotated[Json | None, note("Where items come from that are the user's.")]
     notes: list[str]
-    persona: Annotated[str | None, "Null: the bench has no persona axis."]
+    persona: Annotated[str | None, note("Null: the bench has no persona axis.")]
     items: Count
-    margin: Annotated[float, Only(minimum=0, maximum=1)]
+    margin: Annotated[float, Field(ge=0, le=1)]
     sampling: Json
     max_tokens: Annotated[
-        int | None, "Set by --max-tokens for every answer; null: the bench's own limits."
+        int | None,
+        note("Set by --max-tokens for every answer; null: the bench's own limits."),
     ]
     slices: list[SliceCard]
 
@@ -55,20 +56,17 @@ class PartnerCard(TypedDict):
     url: str
 
 
-class _OptionalArmCard(TypedDict, total=False):
-    partner: PartnerCard
-    refused: str
-
-
-class ArmCard(_OptionalArmCard):
+class ArmCard(TypedDict):
     """An arm as recorded in run.json; ``refused`` if preflight found that it can't be asked."""
 
     name: str
     url: str
     model: str
-    server: Annotated[Json, "What the server lists of it."]
+    server: Annotated[Json, note("What the server lists of it.")]
     sampling: Json
     fingerprint: str
+    partner: NotRequired[PartnerCard]
+    refused: NotRequired[str]
 
 
 class Tally(TypedDict):
@@ -114,25 +112,20 @@ class LengthBias(_BiasSource):
 class DigitMeans(TypedDict):
     """An arm on the scale of the public NekoBench, 0 to 5, over all its ok answers."""
 
-    mean: Annotated[float | None, "Over the answers that got a digit."]
-    mean_with_unread: Annotated[float | None, "Over all, -1 for those without."]
+    mean: Annotated[float | None, note("Over the answers that got a digit.")]
+    mean_with_unread: Annotated[float | None, note("Over all, -1 for those without.")]
     modules: dict[str, float | None]
     answers: Count
     unread: Count
 
 
-class _OptionalJudgeFacts(TypedDict, total=False):
-    outdated: Annotated[str, "Its judgements were asked for with prompts of another version."]
-    digits: Annotated[dict[str, DigitMeans], "By arm; only of the public NekoBench."]
-
-
-class JudgeFacts(_OptionalJudgeFacts):
+class JudgeFacts(TypedDict):
     """A judge, its biases, and how it judged answers of known quality (anchors)."""
 
     model: str
     url: str
     extra_body: Json
-    version: Annotated[str, "Of the prompts."]
+    version: Annotated[str, note("Of the prompts.")]
     calls: Count
     outcomes: dict[JudgeState, Count]
     prompt_tokens: Count
@@ -140,20 +133,28 @@ class JudgeFacts(_OptionalJudgeFacts):
     parse_fail_rate: Share | None
     yes_rate: Share | None
     verdicts: Count
-    flip_rate: Annotated[Share | None, "Of pairs: how often the order changed the verdict."]
+    flip_rate: Annotated[Share | None, note("Of pairs: how often the order changed the verdict.")]
     position_bias: PositionBias | None
     length_bias: LengthBias | None
     anchors: AnchorTallies
     anchor_pairs: Tally
     pairs_unread: Count
-    same_family: Annotated[bool, "It shares a model family with an arm."]
+    same_family: Annotated[bool, note("It shares a model family with an arm.")]
+    outdated: NotRequired[
+        Annotated[str, note("Its judgements were asked for with prompts of another version.")]
+    ]
+    digits: NotRequired[
+        Annotated[dict[str, DigitMeans], note("By arm; only of the public NekoBench.")]
+    ]
 
 
 class JudgeCard(JudgeFacts):
     """A judge with the verdict on it."""
 
-    refused: Annotated[bool, "It failed on the anchors, so its scores are left out."]
-    pairs_refused: Annotated[bool, "It failed on pairs of anchors, so its pairs are left out."]
+    refused: Annotated[bool, note("It failed on the anchors, so its scores are left out.")]
+    pairs_refused: Annotated[
+        bool, note("It failed on pairs of anchors, so its pairs are left out.")
+    ]
 
 
 class Hit(TypedDict):
@@ -193,7 +194,7 @@ class Contamination(TypedDict):
 class ProblemRow(TypedDict):
     """A finding, as ``ktbridge.errors.Problem`` has it."""
 
-    code: Annotated[str, Only(pattern="^KTB[0-9]{3}$")]
+    code: Annotated[str, Field(pattern="^KTB[0-9]{3}$")]
     severity: Severity
     where: str
     found: str

@@ -1,13 +1,15 @@
 """The shape of results.json (schema ``ktbridge.eval/1``), and of the records that it is made of.
 
-docs/results.schema.json is generated from these types by scripts/make_schema.py: a text in
-``Annotated`` describes the field, ``Only`` narrows it. Scores lie in 0..1. Numbers are
-rounded to 6 digits, so that the same answers give the same bytes.
+docs/results.schema.json is generated from these types by scripts/make_schema.py. Scores lie in 0..1.
+Numbers are rounded to 6 digits, so that the same answers give the same bytes.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
 from ktbridge.eval.results.cards import (
     ArmCard,
@@ -17,10 +19,10 @@ from ktbridge.eval.results.cards import (
     JudgeCard,
     JudgeState,
     Message,
-    Only,
     Positive,
     ProblemRow,
     Share,
+    note,
 )
 
 Axis = Literal["task", "persona", "judge"]
@@ -63,25 +65,31 @@ class Contrast(Numbers):
     slice: str
     of: str
     minus: str
-    p: Annotated[Share, "Sign-flip permutation, mid-p."]
+    p: Annotated[Share, note("Sign-flip permutation, mid-p.")]
     mcnemar: McNemar | None
-    p_holm: Annotated[Share, "Adjusted over the slices × contrasts of the axis."]
+    p_holm: Annotated[Share, note("Adjusted over the slices × contrasts of the axis.")]
     role: Annotated[
         Role,
-        "overall, slice: the last arm minus the first, on the whole axis or on a slice that is there "
-        "for it; pair: the whole axis, other arms; exploratory: the rest.",
+        note(
+            "overall, slice: the last arm minus the first, on the whole axis or on a slice that is there "
+            "for it; pair: the whole axis, other arms; exploratory: the rest."
+        ),
     ]
     p_adjusted: Annotated[
         Share,
-        "The p that the verdict is about: p of an overall contrast, Benjamini-Hochberg over the axis's "
-        "own slices, p_holm of the rest.",
+        note(
+            "The p that the verdict is about: p of an overall contrast, Benjamini-Hochberg over the axis's "
+            "own slices, p_holm of the rest."
+        ),
     ]
-    headline: Annotated[bool, "The first line names it."]
+    headline: Annotated[bool, note("The first line names it.")]
     verdict: Words
     detectable: Annotated[
         float | None,
-        "Beside any verdict but improved and dropped: the smallest change seen in 8 of 10 runs after "
-        "the correction; null where none would be.",
+        note(
+            "Beside any verdict but improved and dropped: the smallest change seen in 8 of 10 runs after "
+            "the correction; null where none would be."
+        ),
     ]
 
 
@@ -117,46 +125,52 @@ class JudgedPair(TypedDict):
 class Noise(Numbers):
     """The second repeat minus the first."""
 
-    changed: Annotated[float, "Share of items whose mark changed."]
-    floor: Annotated[float | None, "What noise alone reaches in 5 of 100 runs."]
+    changed: Annotated[float, note("Share of items whose mark changed.")]
+    floor: Annotated[float | None, note("What noise alone reaches in 5 of 100 runs.")]
 
 
 class Repeats(TypedDict):
-    n: Annotated[int, Only(minimum=2)]
+    n: Annotated[int, Field(ge=2)]
     outcomes: dict[str, dict[str, Count]]
-    noise: Annotated[dict[str, dict[Axis, Noise]], "Arm -> axis -> second repeat minus first."]
+    noise: Annotated[
+        dict[str, dict[Axis, Noise]], note("Arm -> axis -> second repeat minus first.")
+    ]
 
 
 class Clause(TypedDict):
     text: str
     verdict: Words
-    loss: Annotated[bool, "The whole interval lies on the worse side of 0, whatever the verdict."]
+    loss: Annotated[
+        bool,
+        note("The whole interval lies on the worse side of 0, whatever the verdict."),
+    ]
 
 
 class Verdict(TypedDict):
     line: Annotated[
         str,
-        "The last arm against the first in a few words: every axis, then the slices that improved or "
-        "dropped; losses first in both.",
+        note(
+            "The last arm against the first in a few words: every axis, then the slices that "
+            "improved or dropped; losses first in both."
+        ),
     ]
-    clauses: Annotated[list[Clause], "The parts of the line."]
-    headline: Annotated[str, "The same as one sentence."]
-    details: Annotated[list[str], "What may have changed, other arms, and what could be missed."]
+    clauses: Annotated[list[Clause], note("The parts of the line.")]
+    headline: Annotated[str, note("The same as one sentence.")]
+    details: Annotated[
+        list[str], note("What may have changed, other arms, and what could be missed.")
+    ]
     persona: Words | None
     task: Words | None
     judge: Words | None
 
 
-class _OptionalCheckRow(TypedDict, total=False):
-    parsed: bool
-
-
-class CheckRow(_OptionalCheckRow):
+class CheckRow(TypedDict):
     """The mark of one scorer; ``parsed`` where a value had to be read from the answer."""
 
     scorer: str
     mark: Share
     reason: str
+    parsed: NotRequired[bool]
 
 
 class JudgeCheck(TypedDict):
@@ -189,26 +203,23 @@ AnyOutcome = Literal[
 ]
 
 
-class _OptionalArmAnswer(TypedDict, total=False):
-    text: str
-    thinking: Annotated[str, "Kept apart, never scored."]
-    detail: str
-    status: Annotated[int, "Of an http-error; 0: no reply.", Only(minimum=0)]
-    turns: Annotated[list[Message], "A dialogue, beyond the item's messages."]
-    task: Share
-    persona: Share
-    judge: Share
-    checks: list[CheckRow]
-    persona_parts: PersonaParts
-    judge_outcome: JudgeState
-    judge_checks: list[JudgeCheck]
-    repeats: list[ArmAnswer]
-
-
-class ArmAnswer(_OptionalArmAnswer):
+class ArmAnswer(TypedDict):
     """An arm's answer to an item; marks only where the outcome is ok."""
 
     outcome: AnyOutcome
+    text: NotRequired[str]
+    thinking: NotRequired[Annotated[str, note("Kept apart, never scored.")]]
+    detail: NotRequired[str]
+    status: NotRequired[Annotated[int, Field(ge=0, description="Of an http-error; 0: no reply.")]]
+    turns: NotRequired[Annotated[list[Message], note("A dialogue, beyond the item's messages.")]]
+    task: NotRequired[Share]
+    persona: NotRequired[Share]
+    judge: NotRequired[Share]
+    checks: NotRequired[list[CheckRow]]
+    persona_parts: NotRequired[PersonaParts]
+    judge_outcome: NotRequired[JudgeState]
+    judge_checks: NotRequired[list[JudgeCheck]]
+    repeats: NotRequired[list[ArmAnswer]]
 
 
 class ItemRow(TypedDict):
@@ -220,8 +231,8 @@ class ItemRow(TypedDict):
     lang: str
     cluster: str
     messages: list[Message]
-    gold: Annotated[object, "As the bench has it."]
-    answers: Annotated[dict[str, ArmAnswer], "By arm."]
+    gold: Annotated[object, note("As the bench has it.")]
+    answers: Annotated[dict[str, ArmAnswer], note("By arm.")]
 
 
 class Identical(TypedDict):
@@ -257,7 +268,7 @@ class TextCell(TypedDict):
 class Texts(TypedDict):
     """Overlap with references; ``missing``: the families not measured, with the reason."""
 
-    slices: Annotated[dict[str, dict[str, dict[str, TextCell]]], "Slice -> family -> arm."]
+    slices: Annotated[dict[str, dict[str, dict[str, TextCell]]], note("Slice -> family -> arm.")]
     missing: dict[str, str]
 
 
@@ -277,7 +288,7 @@ class PlanCounts(TypedDict):
 
     items: Count
     missing_items: Count
-    answers: Annotated[Count, "Over arms and repeats."]
+    answers: Annotated[Count, note("Over arms and repeats.")]
     missing_answers: Count
     slices: dict[str, SlicePlan]
     arms: dict[str, ArmPlan]
@@ -299,53 +310,66 @@ class Measured(TypedDict):
     """results.json but for the verdict."""
 
     schema: Literal["ktbridge.eval/1"]
-    ktbridge: Annotated[str, "The version that scored."]
+    ktbridge: Annotated[str, note("The version that scored.")]
     bench: BenchCard
     arms: Annotated[
-        list[ArmCard], "In the order in which they are contrasted: base, expert, full, others."
+        list[ArmCard],
+        note("In the order in which they are contrasted: base, expert, full, others."),
     ]
-    left_out: Annotated[list[str], "Arms of the run without any answer."]
-    refused: Annotated[dict[str, str], "Of those left out, why preflight would not ask them."]
+    left_out: Annotated[list[str], note("Arms of the run without any answer.")]
+    refused: Annotated[dict[str, str], note("Of those left out, why preflight would not ask them.")]
     date: Annotated[
         str | None,
-        "When the run began, UTC; null where that is not known (runs of 0.5 and earlier).",
+        note("When the run began, UTC; null where that is not known (runs of 0.5 and earlier)."),
     ]
     plan: Annotated[
-        PlanCounts | None, "Null where run.json does not say (runs of 0.5 and earlier)."
+        PlanCounts | None,
+        note("Null where run.json does not say (runs of 0.5 and earlier)."),
     ]
-    asked: Annotated[Positive, "Items that any arm was asked."]
-    valid: Annotated[Count, "Items with an ok answer from every arm; the tables are over these."]
+    asked: Annotated[Positive, note("Items that any arm was asked.")]
+    valid: Annotated[
+        Count,
+        note("Items with an ok answer from every arm; the tables are over these."),
+    ]
     axes: Annotated[
-        list[Axis], "persona only where the bench has one, judge only where there was one."
+        list[Axis],
+        note("persona only where the bench has one, judge only where there was one."),
     ]
-    outcomes: Annotated[dict[str, dict[str, Count]], "Arm -> outcome -> items."]
+    outcomes: Annotated[dict[str, dict[str, Count]], note("Arm -> outcome -> items.")]
     tables: Annotated[
-        dict[Axis, dict[str, dict[str, Numbers]]], "Axis -> slice (or overall) -> arm -> mean."
+        dict[Axis, dict[str, dict[str, Numbers]]],
+        note("Axis -> slice (or overall) -> arm -> mean."),
     ]
     contrasts: Annotated[
-        list[Contrast], "Every pair of arms, later minus earlier, by axis and slice."
+        list[Contrast],
+        note("Every pair of arms, later minus earlier, by axis and slice."),
     ]
     persona_parts: Annotated[
-        dict[str, PersonaRates], "By arm, over valid items; {} without a persona."
+        dict[str, PersonaRates],
+        note("By arm, over valid items; {} without a persona."),
     ]
     parse_rates: Annotated[
         dict[str, dict[str, ParseCell]],
-        "Slice -> arm -> answers that held what had to be read (a letter, a number, JSON).",
+        note("Slice -> arm -> answers that held what had to be read (a letter, a number, JSON)."),
     ]
-    texts: Annotated[Texts | None, "Null where no item has references."]
-    identical: Annotated[list[Identical], "Byte-identical answers of each pair of arms."]
+    texts: Annotated[Texts | None, note("Null where no item has references.")]
+    identical: Annotated[list[Identical], note("Byte-identical answers of each pair of arms.")]
     judge: JudgeCard | None
-    pairs: Annotated[list[PairCounts], "Judged side by side, in both orders."]
-    repeat: Annotated[Repeats | None, "Only with --repeat."]
-    contamination: Annotated[Contamination | None, "What --train-data found."]
+    pairs: Annotated[list[PairCounts], note("Judged side by side, in both orders.")]
+    repeat: Annotated[Repeats | None, note("Only with --repeat.")]
+    contamination: Annotated[Contamination | None, note("What --train-data found.")]
     costs: Annotated[
         dict[str, Cost],
-        "By arm, over all its stored answers; null where the server did not count. The judge's is "
-        "@judge; its answers are all its replies.",
+        note(
+            "By arm, over all its stored answers; null where the server did not count. The judge's "
+            "is @judge; its answers are all its replies."
+        ),
     ]
     statistics: Statistics
-    items: Annotated[list[ItemRow], "In the order of the bench."]
-    warnings: Annotated[list[ProblemRow], "What a reader must know before believing the numbers."]
+    items: Annotated[list[ItemRow], note("In the order of the bench.")]
+    warnings: Annotated[
+        list[ProblemRow], note("What a reader must know before believing the numbers.")
+    ]
 
 
 class Results(Measured):
@@ -376,7 +400,7 @@ class IndexLink(TypedDict):
 
     name: str
     error: str
-    path: Annotated[str, "Its results.json, relative to this file."]
+    path: Annotated[str, note("Its results.json, relative to this file.")]
     verdict: Verdict | None
     asked: int | None
     valid: int | None
