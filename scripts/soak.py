@@ -30,7 +30,7 @@ from soaking.rounds import STEPS, Evaluations, Rounds, Training, repeated
 from tinyserver import ENVIRONMENT, cli, read_document
 
 SPAWN = multiprocessing.get_context("spawn")
-LET_GO_SECONDS = 13  # half heads are let go after 10
+LET_GO_SECONDS = 13  # clients have left, and what they sent is let go
 
 
 def prepare(scratch: Path) -> None:

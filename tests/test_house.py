@@ -16,9 +16,9 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 71_600,
-    "modules": 352,
-    "public names that several modules define": 115,
+    "lines": 71_350,
+    "modules": 349,
+    "public names that several modules define": 114,
     "docstrings that begin with a relative clause": 191,
     "modules in circles of imports, for types too": 18,
     "uses of Any": 348,

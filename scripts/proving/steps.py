@@ -74,7 +74,8 @@ class Steps:
         with log.open("w") as out, (part if step.prints else log).open("a") as printed:
             printed.truncate(0)
             done = subprocess.run(
-                words, stdout=printed, stderr=out, cwd=self.place, env=os.environ | {"PYTHONPATH": path}
+                words, stdout=printed, stderr=out, cwd=self.place, env=os.environ | {"PYTHONPATH": path},
+                preexec_fn=partial(end_with_parent, os.getpid()),
             )  # fmt: skip
         if done.returncode and not (done.returncode == 1 and step.prints and part.stat().st_size):
             end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])

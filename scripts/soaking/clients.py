@@ -23,7 +23,6 @@ LEAST = 2
 MARGIN = 0.1
 """Nats between the best two tokens of each step. Who else is in the batch moves logprobs by bfloat16's
 rounding (docs/embedded-engine.md): closer ones say nothing of a fault."""
-HALF_HEAD_SECONDS = 40  # the server lets half a head go after 10
 
 GOOD: dict[str, Any] = {"model": ARMS[0], "messages": [{"role": "user", "content": "hi"}]}
 GOOD |= {"temperature": 0}
@@ -58,7 +57,7 @@ ALLOWED = {
     "hostile": {"400", "404"},
     # A connection that is closed with bytes unread is reset, and its client may lose the answer.
     "bare": {"400", "403", "413", "431", "ConnectionResetError", "BrokenPipeError"},
-    "half head": {"408"},
+    "half head": {"left"},
     "cancelled": {"left"},
     "unread": {"left"},
     "slow": {"left"},
@@ -208,9 +207,10 @@ class Clients:
             return connection.recv(4096)[9:12].decode("latin-1") or "closed"
 
     def _half_head(self, draw: random.Random) -> str:
-        with self._open(HALF_HEAD_SECONDS) as connection:
+        with self._open() as connection:
             connection.sendall(HEAD[: draw.randrange(1, len(HEAD))])
-            return connection.recv(4096)[9:12].decode("latin-1") or "closed"
+            self._end.wait(draw.uniform(1, 8))
+        return "left"
 
     def _begin(self, connection: socket.socket, **more: object) -> None:
         body = json.dumps(GOOD | {"max_tokens": 400, "stream": True} | more).encode()

@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import http.client
 import json
-import logging
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tinyserver import ENVIRONMENT, Server, read_document
 
-from ktbridge.serve.local.sparse_log import LOGGERS, OncePerMinute
-
 BODY_SECONDS = 3
-WRITE_SECONDS = 3
-WATCHED = f"""
-import asyncio, sys, time
-from ktbridge.serve.local import connection, launch
-connection.WRITE_SECONDS = {WRITE_SECONDS}
-async def watch():
-    while True:
-        start = time.process_time()
-        await asyncio.sleep(0.005)
-        used = time.process_time() - start
-        if used > 0.05:
-            print(f"HELD {{used:.3f}}", file=sys.stderr, flush=True)
-serve = launch._serve
-async def watched(*args):
-    watching = asyncio.create_task(watch())
-    await serve(*args)
-    watching.cancel()
-launch._serve = watched
-from ktbridge.cli import main
-main()
-"""
-"""A server that tells how much the process computed while its event loop waited for its turn: unlike seconds,
-that doesn't depend on what else the machine does. Its clients may be slow readers for three seconds only."""
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +36,6 @@ def bare(server: Server, data: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     connection.sendall(data)
     return connection
-
-
-def until_closed(connection: socket.socket) -> bytes:
-    told = b""
-    with connection:
-        while piece := connection.recv(65536):
-            told += piece
-    return told
 
 
 HEAD = (
@@ -112,28 +77,22 @@ def test_a_field_full_of_faults_is_one(attacked: Server, given: dict[str, object
 
 
 def test_what_is_announced_too_large_is_refused_at_once(attacked: Server) -> None:
-    for rest in (
-        b"Content-Length: 10000000000\r\n\r\n",
-        b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n",
-        b"Transfer-Encoding: chunked\r\n\r\nFFFFFFF\r\n",
-    ):
-        start = time.monotonic()
-        with bare(attacked, HEAD + rest) as connection:
-            told = connection.recv(65536)
-        assert told.split()[1] in (b"400", b"413")
-        assert time.monotonic() - start < BODY_SECONDS
+    start = time.monotonic()
+    with bare(attacked, HEAD + b"Content-Length: 10000000000\r\n\r\n") as connection:
+        assert connection.recv(65536).split()[1] == b"413"
+    assert time.monotonic() - start < BODY_SECONDS
 
 
-def test_slow_clients_are_let_go(attacked: Server) -> None:
-    """Half a head, a head after an answer, and a body of a byte now and then."""
+def test_a_chunk_counts_as_it_arrives(attacked: Server) -> None:
+    """Whatever size it announces, no more of it than the limit is held."""
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    with bare(attacked, chunked + b"FFFFFFFFFFFFFFFFF\r\n" + b"x" * 5_000_000) as connection:
+        assert connection.recv(65536).split()[1] == b"413"
+
+
+def test_a_body_that_drips_is_let_go(attacked: Server) -> None:
+    """A byte now and then doesn't keep a request open."""
     dripping = bare(attacked, HEAD + b"Content-Length: 1000\r\n\r\n")
-    half = bare(attacked, HEAD)
-    after = bare(attacked, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    answered = b""
-    while not answered.endswith(b"}"):
-        answered += after.recv(65536)
-    assert answered.startswith(b"HTTP/1.1 200")
-    after.sendall(b"GET /hea")
     start = time.monotonic()
     dripping.settimeout(0.5)
     told = b""
@@ -145,8 +104,6 @@ def test_slow_clients_are_let_go(attacked: Server) -> None:
             continue
     dripping.close()
     assert told.startswith(b"HTTP/1.1 408")
-    for connection in (half, after):
-        assert until_closed(connection).startswith(b"HTTP/1.1 408")
 
 
 def test_pages_of_other_sites_get_nothing(attacked: Server) -> None:
@@ -202,118 +159,44 @@ def test_a_server_whose_thread_died_says_so_and_ends(base: Path) -> None:
     assert "the thread that computes has died: MemoryError: no more" in process.communicate()[1]
 
 
-@pytest.fixture(scope="module")
-def watched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server, and what it wrote to stderr."""
-    log = tmp_path_factory.mktemp("watched") / "log"
-    options = ("--model", str(base), "--port", "0", "--threads", "1", "--served-model-name", "tiny")
+LISTS = {
+    "lists": GOOD | {"chat_template_kwargs": {"a": [[]] * 1_000_000}},
+    "numbers": GOOD | {"user": [1] * 1_300_000},
+    "messages": GOOD | {"messages": [{}] * 900_000},
+}
+
+
+@pytest.mark.parametrize("given", LISTS)
+def test_bodies_of_a_million_items_are_refused(attacked: Server, given: str) -> None:
+    """Parsing one takes up to 0.7 s, in which nobody else is answered."""
+    status, text = post(attacked, json.dumps(LISTS[given], separators=(",", ":")).encode())
+    assert (status, len(text) < 1000) == (400, True)
+    assert "fields and items" in text
+
+
+def test_a_broken_request_leaves_no_line_in_the_log(base: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = ("--model", str(base), "--port", "0", "--threads", "1", "--json")
     with open(log, "wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", WATCHED, "serve", *options, "--json"],
+            [sys.executable, "-m", "ktbridge", "serve", *options],
             stdout=subprocess.PIPE,
             stderr=file,
             text=True,
             env=ENVIRONMENT,
         )
     server = Server(process, read_document(process, timeout=180)["base_url"], {})
-    yield server, log
-    assert server.stop() == 0
-    assert process.stdout is not None
-    process.stdout.close()
-
-
-SCORED = {
-    "model": "tiny",
-    "prompt": [[(7 * i + j) % 200 for j in range(500)] for i in range(40)],
-    "max_tokens": 0,
-    "echo": True,
-    "logprobs": 20,
-}
-HEAVY = {
-    "lists": ("chat/completions", GOOD | {"chat_template_kwargs": {"a": [[]] * 1_000_000}}, 400),
-    "numbers": ("chat/completions", GOOD | {"user": [1] * 1_300_000}, 400),
-    "messages": ("chat/completions", GOOD | {"messages": [{}] * 900_000}, 400),
-    "a large reply": ("completions", SCORED, 200),
-    "a large stream": ("completions", SCORED | {"stream": True}, 200),
-    "many choices": ("chat/completions", GOOD | {"n": 8, "max_tokens": 400, "logprobs": True}, 200),
-}
-
-
-def ask(server: Server, path: str, body: dict[str, object]) -> tuple[int, int]:
-    """Status, and the length of the reply."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    data = json.dumps(body, separators=(",", ":")).encode()
-    connection.request("POST", f"/v1/{path}", data, {"Content-Type": "application/json"})
-    reply = connection.getresponse()
-    size = len(reply.read())
-    connection.close()
-    return reply.status, size
-
-
-@pytest.mark.parametrize("heavy", HEAVY)
-def test_nothing_holds_up_the_event_loop(watched: tuple[Server, Path], heavy: str) -> None:
-    """Parsing a body was one step of 0.2 to 0.7 s, a stream's prompt several seconds."""
-    server, log = watched
-    before = log.stat().st_size
-    path, body, expected = HEAVY[heavy]
-    status, size = ask(server, path, body)
-    assert status == expected
-    assert (size < 1000) == (status == 400)
-    held = [
-        float(line.split()[1]) for line in log.read_text()[before:].splitlines() if "HELD" in line
-    ]
-    assert (
-        max(held, default=0) < 0.15
-    )  # a thread's turn of the interpreter on a busy machine included
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_never_reads_is_let_go(watched: tuple[Server, Path], stream: bool) -> None:
-    server, _ = watched
-    data = json.dumps(SCORED | {"stream": stream}).encode()
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(60)
-    connection.connect(("127.0.0.1", server.port))
-    head = HEAD.replace(b"chat/", b"") + b"Content-Length: %d\r\n\r\n" % len(data)
-    connection.sendall(head + data)
-    assert connection.recv(12) == b"HTTP/1.1 200"
-    time.sleep(3 * WRITE_SECONDS)
-    told = 0
-    try:
-        while piece := connection.recv(1 << 20):
-            told += len(piece)
-    except ConnectionResetError:
-        pass
-    connection.close()
-    assert told < 8_000_000  # what systems keep for both ends, of 12 MB
-
-
-def test_broken_requests_dont_fill_the_log(watched: tuple[Server, Path]) -> None:
-    server, log = watched
     before = log.stat().st_size
     upgrade = (
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n"
     )
     for data in (b"\x00\x01\r\n\r\n", HEAD + b"Content-Length: x\r\n\r\n", upgrade):
-        for _ in range(200):
-            with bare(server, data) as connection:
-                assert connection.recv(9) == b"HTTP/1.1 "
-    lines = [line for line in log.read_text()[before:].splitlines() if "HELD" not in line]
-    assert sum(map(len, lines)) < 1000
-
-
-def test_the_log_tells_how_often_a_line_repeated() -> None:
-    clock = [0.0]
-    sparse = OncePerMinute(lambda: clock[0])
-    passed = []
-    for second in range(130):
-        clock[0] = float(second)
-        record = logging.LogRecord("x", logging.WARNING, "x.py", 1, "broken", None, None)
-        if sparse.filter(record):
-            passed.append(record.getMessage())
-    assert passed == ["broken", *["broken (59 more like this since the last)"] * 2]
-    assert "uvicorn.error" in LOGGERS
+        with bare(server, data) as connection:
+            assert connection.recv(9) == b"HTTP/1.1 "
+    assert log.stat().st_size == before
+    assert server.stop() == 0
+    assert process.stdout is not None
+    process.stdout.close()
 
 
 def test_what_is_asked_for_comes_back_short(attacked: Server) -> None:

@@ -126,29 +126,14 @@ def test_a_place_is_free_once_its_client_has_gone(small, way):
 
 
 def sent(server, body: dict, key: str = KEY, path: str = "completions") -> socket.socket:
-    """A connection on which a whole request has been sent."""
+    """A connection on which a whole request has been sent, and that the server closes after its answer."""
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
     data = json.dumps({"model": "tiny"} | body).encode()
     head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += "Connection: close\r\n"
     head += f"Authorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("tokens", [3, 480])
-def test_a_client_that_has_closed_its_side_reads_its_answer(small, streamed, tokens):
-    with sent(small, {"prompt": [5], "max_tokens": tokens, "stream": streamed}) as connection:
-        connection.shutdown(socket.SHUT_WR)
-        got = answer(connection)
-    while got.startswith(b"HTTP/1.1 100 Continue\r\n\r\n"):  # whether anybody is still there
-        got = got.partition(b"\r\n\r\n")[2]
-    assert got.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert (b"data: [DONE]" if streamed else b'"finish_reason":') in got
-    with sent(small, {"prompt": [5], "max_tokens": 2}) as connection:  # two requests, one end
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        connection.shutdown(socket.SHUT_WR)
-        assert answer(connection).count(b"HTTP/1.1 200 OK\r\n") == 2
 
 
 def rss(server) -> int:
@@ -181,7 +166,6 @@ def test_a_prompt_that_cannot_fit_holds_up_nobody(small, body):
         beside = time.monotonic() - began
         assert got.usage.completion_tokens == 2
         for connection in large:
-            connection.shutdown(socket.SHUT_WR)
             got = answer(connection)
             assert b" 400 " in got.partition(b"\r\n")[0], got[:400]
             assert b'"code":"context_length_exceeded"' in got
@@ -213,7 +197,6 @@ def test_large_bodies_are_held_in_bounded_number(small):
             )
             connection.sendall(head.encode() + b"x" * 3_900_000)
         with sent(small, {"prompt": [5], "max_tokens": 2}) as beside:
-            beside.shutdown(socket.SHUT_WR)
             assert answer(beside).startswith(b"HTTP/1.1 200 OK")
         got = answer(connection)
     assert got.startswith(b"HTTP/1.1 429 ")

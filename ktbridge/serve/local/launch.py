@@ -17,9 +17,7 @@ import uvicorn
 
 from ktbridge import hosts
 from ktbridge.errors import KtbridgeError
-from ktbridge.serve.local.connection import connections
 from ktbridge.serve.local.plan import ServePlan, fingerprints
-from ktbridge.serve.local.sparse_log import limit_logs
 
 GRACE_SECONDS = 5  # for what is left after aborting everything
 
@@ -67,9 +65,9 @@ def serve(
             raise _port_error(plan.host, plan.port, error) from error
         config = uvicorn.Config(
             app,
-            http=connections(plan.limits.body),
+            http="h11",
             ws="none",
-            log_level="warning",
+            log_level="error",  # a broken request is a warning: its client is told, not the log
             access_log=False,
             timeout_graceful_shutdown=int(plan.limits.drain_seconds) + GRACE_SECONDS,
             server_header=False,
@@ -77,7 +75,6 @@ def serve(
         worker = app.state.worker
         server = _Server(config, app.state.drain, worker.close, plan.limits.drain_seconds)
         worker.on_failure = server.stop
-        limit_logs()
         gc.freeze()  # a collection among all that was imported and loaded stops everyone for half a second
         try:
             asyncio.run(_serve(server, listener, on_ready))

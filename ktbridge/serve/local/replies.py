@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +15,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ktbridge.serve.local.detokenize import TextOffsets, Tokens
-from ktbridge.serve.local.json_out import Rows, as_json
 from ktbridge.serve.local.sampling import Finish, TokenLogprob
 from ktbridge.serve.local.schema import ApiError
 from ktbridge.serve.local.worker import Job, ServerStopping
@@ -55,8 +55,7 @@ class Reply:
         self._tokens = tokens
 
     def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> Json:
-        """All of it; each choice's entries are taken out of it as they are written."""
-        bodies = (self._whole_choice(index, choice) for index, choice in enumerate(choices))
+        bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         usage = _usage(prompt_tokens, [choice.finish for choice in choices])
         return self._body(self.whole_kind, bodies) | {"usage": usage}
 
@@ -66,7 +65,7 @@ class Reply:
     def _whole_choice(self, index: int, choice: Choice) -> Json:
         raise NotImplementedError
 
-    def _body(self, kind: str, choices: Iterable[Json]) -> Json:
+    def _body(self, kind: str, choices: Sequence[Json]) -> Json:
         head: Json = {"id": self._id, "created": self._created, "object": kind}
         return head | {"model": self._model, "choices": choices}
 
@@ -85,7 +84,7 @@ class ChatReply(Reply):
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._logprobs(_spent(choice.entries)),
+            "logprobs": self._logprobs(choice.entries),
             "finish_reason": choice.finish.reason,
         }
 
@@ -113,12 +112,12 @@ class ChatReply(Reply):
     def _logprobs(self, entries: Iterable[TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:
             return None
-        content = (
+        content = [
             self._entry(entry.token, entry.logprob)
             | {"top_logprobs": [self._entry(token, value) for token, value in entry.top]}
             for entry in entries
-        )
-        return {"content": Rows(content), "refusal": None}
+        ]
+        return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> Json:
         text = token_text(self._tokens, token)
@@ -179,7 +178,7 @@ class LogprobTable:
         self._offsets = TextOffsets(tokens, start=len(echo.text))
 
     def add(self, entries: Sequence[TokenLogprob]) -> Json:
-        """The columns of the next ``entries``; a list of them is empty when they are written."""
+        """Return the columns of the next ``entries``."""
         offsets = []
         for entry in entries:
             source = self._prompt_offsets if self._echoed > 0 else self._offsets
@@ -189,20 +188,13 @@ class LogprobTable:
             "tokens": [token_text(self._tokens, entry.token) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
         }
-        tops = (
+        tops = [
             {token_text(self._tokens, token): value for token, value in entry.top}
             if entry.logprob is not None
             else None
-            for entry in (_spent(entries) if isinstance(entries, list) else entries)
-        )
-        return table | {"top_logprobs": Rows(tops), "text_offset": offsets}
-
-
-def _spent(entries: list[TokenLogprob]) -> Iterator[TokenLogprob]:
-    """``entries``, each removed when the next is asked for: millions freed at once would take a while."""
-    entries.reverse()
-    while entries:
-        yield entries.pop()
+            for entry in entries
+        ]
+        return table | {"top_logprobs": tops, "text_offset": offsets}
 
 
 def token_text(tokens: Tokens, token: int) -> str:
@@ -316,4 +308,5 @@ class _Stream(StreamingResponse):
 
 
 def _sse(body: Json) -> bytes:
-    return b"data: " + as_json(body).encode() + b"\n\n"
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()

@@ -7,11 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from fastapi import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.engine import Engine
-from ktbridge.serve.local.json_out import json_response
 from ktbridge.serve.local.prompts import Prompts
 from ktbridge.serve.local.replies import (
     ChatReply,
@@ -125,7 +124,7 @@ class Service:
         if body.stream:
             return stream(job, reply, tokens, body.include_usage)
         choices = await collect(job, len(prompts) * body.n, request)
-        return await json_response(lambda: reply.whole(choices, tokens))
+        return await asyncio.to_thread(lambda: JSONResponse(reply.whole(choices, tokens)))
 
     def _echo(self, body: CompletionRequest, given: str | list[int], prompt: list[int]) -> Echo:
         """The part of a prompt that the reply echoes."""
