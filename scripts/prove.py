@@ -171,8 +171,7 @@ class Proof:
         server += ["--n_ctx", "512", "--logits_all", "true"]
         # Its own logprobs of a prompt's tokens are those of the next ones (docs/verify.md).
         asked = self.verify("verify llama", "proof", self.raw, "--logprobs-from", "sampled")
-        self.steps.ask([asked], server, 300)
-        return dict(json.loads(asked.writes.read_text()))
+        return self.verdict(asked, server, 300)
 
     def vllm(self) -> dict[str, Any]:
         """The verdict of vLLM's own server on the merged checkpoint, on a CPU."""
@@ -186,7 +185,13 @@ class Proof:
         server += ["--served-model-name", "merged", "--host", "127.0.0.1", "--enforce-eager"]
         server += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"]
         asked = self.verify("verify vllm", "merged", self.raw)
-        self.steps.ask([asked], server, 900, **VLLM_ENVIRONMENT)
+        return self.verdict(asked, server, 900, **VLLM_ENVIRONMENT)
+
+    def verdict(
+        self, asked: Step, server: Sequence[str], wait: float, **environment: str
+    ) -> dict[str, Any]:
+        """The verdict that ``asked`` has from a server of its own."""
+        self.steps.ask([asked], server, wait, **environment)
         return dict(json.loads(asked.writes.read_text()))
 
     def verify(self, name: str, model: str, adapter: Path, *more: str) -> Step:

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 import ktbridge
-from ktbridge.codes import CODES, SUBJECTS, problem
-from ktbridge.errors import Problem
+from ktbridge.codes import CODES, SUBJECTS, Problems, problem
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 
 PACKAGE = Path(ktbridge.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -122,3 +122,21 @@ def test_the_registry_imports_nothing_heavy() -> None:
     found = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     rooms = {name.split(".")[1] for name in ast.literal_eval(found)}
     assert rooms == {"codes", "errors"}
+
+
+def test_a_failed_attempt_hides_no_problem_beside_it() -> None:
+    def check() -> None:
+        raise KtbridgeError("it is broken.", "Mend it.")
+
+    alone, both = Problems(code="KTC014"), Problems("run.yaml", "KTC002")
+    for problems in (alone, both):
+        assert problems.attempt("model", check) is None
+    both.error("lora_rank", "0")
+    with pytest.raises(KtbridgeError, match=r"^it is broken\."):
+        alone.raise_if_any("{count}.")
+    with pytest.raises(ProblemsError, match=r"^2 problems\.") as raised:
+        both.raise_if_any("{count}.")
+    assert [each.where for each in raised.value.problems] == [
+        "run.yaml: model",
+        "run.yaml: lora_rank",
+    ]

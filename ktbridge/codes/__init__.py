@@ -101,10 +101,11 @@ class Problems(list[Problem]):
     def raise_if_any(self, sentence: str, next_step: str = "") -> None:
         """Raise the errors, if there are any; "{count}" in ``sentence`` becomes "2 problems".
 
-        The error of a single failed attempt is raised as it is; of several, warnings come along.
+        A single failed attempt's error with nothing beside it is raised as it is; else warnings come along.
         """
-        if len(self._failed) == 1:
-            raise self._failed[0]
+        match self._failed:
+            case [error] if len(self) == len(getattr(error, "problems", ()) or [error]):
+                raise error
         found = self if self._failed else self.errors
         if found:
             count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"

@@ -18,19 +18,26 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ARCHITECTURES = {
-    "qwen3_moe": "qwen3moe",
-    "deepseek_v2": "deepseek2",
-    "mixtral": "llama",
-    "olmoe": "olmoe",
-}
-"""model_type -> llama.cpp's architecture, of the families whose tensors ``_stored`` knows."""
+from ktbridge.adapter.dialects.gguf import ARCHITECTURES
+from ktbridge.errors import KtbridgeError
+
+FAMILIES = ("qwen3_moe", "deepseek_v2", "mixtral", "olmoe")
+"""Families whose tensors ``_stored`` knows, by model_type."""
 
 
 def write_gguf(base: Path, file: Path, *, bos: bool = False, pre: str = "gpt-2") -> Path:
-    """Write the checkpoint in ``base`` to ``file`` and return it. ``bos``: prompts begin with that token."""
+    """Write the checkpoint in ``base`` to ``file`` and return it. ``bos``: prompts begin with that token.
+
+    Raises KtbridgeError for a family that isn't in ``FAMILIES``.
+    """
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    config, architecture = model.config, ARCHITECTURES[model.config.model_type]
+    config = model.config
+    if config.model_type not in FAMILIES:
+        raise KtbridgeError(
+            f"{base} is {config.model_type}, not one of {', '.join(FAMILIES)}.",
+            "Use llama.cpp's own converter.",
+        )
+    architecture = ARCHITECTURES[config.model_type]
     part = file.with_name(file.name + ".part")
     writer = gguf.GGUFWriter(part, architecture)
     _add_parameters(writer, config)

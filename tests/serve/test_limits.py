@@ -108,9 +108,7 @@ def test_a_place_is_free_once_its_client_has_gone(small, way):
             with long_stream(client) as gone:
                 next(iter(gone))
         else:  # 290 tokens, read one a step
-            streamed = (
-                way == "reading a prompt"
-            )  # else it's a reset that tells at once, or a probe later
+            streamed = way == "reading a prompt"  # else it's a reset that tells at once
             body = {"model": "tiny", "prompt": [5] * 290, "max_tokens": 210, "stream": streamed}
             reader = http.client.HTTPConnection("127.0.0.1", small.port, timeout=20)
             headers = AUTHORIZATION | {"Content-Type": "application/json"}

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 GGUF_FILE = "adapter_model.gguf"
 # config.json's model_type -> llama.cpp's architecture.
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "qwen3_next": "qwen3next",
@@ -105,7 +105,7 @@ def _package() -> Any:
 def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
     """One GGUF file, with adapter_config.json beside it."""
     package, base = _package(), source.base
-    architecture = _ARCHITECTURES.get(base.model_type) if base else None
+    architecture = ARCHITECTURES.get(base.model_type) if base else None
     if base is None or architecture is None:
         what = f"for {base.model_type!r}" if base else "without the base model's config.json"
         step = "pass --base-model with a model directory of a supported family"
@@ -254,7 +254,7 @@ def _source(
     if not isinstance(prefix, str):
         prefix = base.prefix if base else "model."
     architecture = str(fields.get("general.architecture"))
-    if architecture not in _ARCHITECTURES.values():
+    if architecture not in ARCHITECTURES.values():
         raise KtbridgeError(f"{file} is for {architecture!r}, a family we don't know", "")
     modules = {
         name: module for module, name in _names(package, architecture, _layers(tensors)).items()
