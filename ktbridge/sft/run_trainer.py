@@ -22,10 +22,13 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.gpu.masters import clip_to_norm
+from ktbridge.experts.wrapped_layers import layers_of
 from ktbridge.sft import distributed
 from ktbridge.sft.checkpoints import Checkpoints
 from ktbridge.sft.compat import set_logged_rates
 from ktbridge.sft.data.stream import Stream
+from ktbridge.sft.deferred_adam import DeferredAdam
 from ktbridge.sft.held_out import HeldOut
 from ktbridge.sft.passes import ROWS, Batch, Example, Passes, Row, as_rows
 from ktbridge.sft.progress import Finite, Pace
@@ -53,6 +56,7 @@ class RunTrainer(Trainer):
     held_out: HeldOut
     weights: WatchWeights
     pace: Pace
+    deferred: DeferredAdam
     loss_by_token = False
     """Whether the loss is a sum over a step's trained tokens, divided by their number."""
     ratio_of_b = 1.0
@@ -104,6 +108,7 @@ class RunTrainer(Trainer):
 
     def check_trained(self) -> None:
         """Raise ``Diverged`` where a trained tensor holds NaN or infinity."""
+        self.deferred.finish()
         self._finite.check_trained(self.model, self.state.global_step)
 
     def take_up(self, checkpoint: str) -> None:
@@ -171,17 +176,21 @@ class RunTrainer(Trainer):
             super()._track_num_input_tokens(of_step)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
-        if distributed.world().size == 1:
-            return super()._clip_grad_norm(model)
-        return distributed.average_and_clip(self, model, self.args.max_grad_norm)
+        return self._clip(model, self.args.max_grad_norm)
+
+    def _clip(self, model: nn.Module, largest: float) -> torch.Tensor:
+        if distributed.world().size > 1:
+            return distributed.average_and_clip(self, model, largest)
+        trained = [each for each in model.parameters() if each.grad is not None]
+        if len({each.device for each in trained}) > 1:  # masters of expert LoRA in host memory
+            return clip_to_norm(trained, largest)
+        return self.accelerator.clip_grad_norm_(trained, largest)
 
     def _get_grad_norm(
         self, model: nn.Module, grad_norm: torch.Tensor | float | None = None
     ) -> torch.Tensor | float | None:
-        if distributed.world().size == 1:
-            grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        elif grad_norm is None:  # a step in which nothing is clipped
-            grad_norm = distributed.average_and_clip(self, model, float("inf"))
+        if grad_norm is None:  # a step in which nothing is clipped
+            grad_norm = self._clip(model, float("inf"))
         # Before the optimizer's step, so that the weights are still those of the step before. The norm waits
         # for the GPU anyway; a look at each batch's loss would, too.
         step, norm = self.state.global_step + 1, float(grad_norm)
@@ -236,6 +245,7 @@ class RunTrainer(Trainer):
         # Before the experts, whose groups are last.
         separate_b(self.model, optimizer, self.ratio_of_b)
         distributed.separate_experts(self, optimizer)
+        self.deferred = DeferredAdam(optimizer, layers_of(self.model))
         return optimizer
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

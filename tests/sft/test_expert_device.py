@@ -17,7 +17,7 @@ from gpuexperts import allow_on_cpu, some_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from trainrun import DPO, conversation, losses, pair, text, write_run
+from trainrun import DPO, conversation, log_of, losses, pair, text, write_run
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
@@ -29,7 +29,8 @@ from ktbridge.experts.gpu.placement import (
     predict_seconds,
     rank,
 )
-from ktbridge.sft import expert_device
+from ktbridge.sft import deferred_adam, expert_device
+from ktbridge.sft.deferred_adam import DeferredAdam
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -52,6 +53,40 @@ def executor_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(*overrides: str, **options: Any) -> Any:
     return trainrun.train(Path.cwd(), *overrides, **options)
+
+
+@pytest.mark.usefixtures("executor_here")
+def test_deferring_the_optimizer_changes_no_bit(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = deferred_adam._Update.make
+
+    def counted(update: Any) -> None:
+        made.append(len(update.parameters))
+        make(update)
+
+    monkeypatch.setattr(deferred_adam._Update, "make", counted)
+    held_out = ("val_size=4", "eval_strategy=steps", "eval_steps=2", "loraplus_lr_ratio=4")
+    train(*held_out, "kt_experts=stream", "output_dir=deferred")
+    assert made
+    assert (
+        sum(made) % (6 * 6) == 0
+    )  # in each step six matrices of a layer, whose B are another group
+    monkeypatch.setattr(DeferredAdam, "_take", lambda *_: None)
+    train(*held_out, "kt_experts=stream", "output_dir=at_once")
+    logged = [
+        [
+            (each["step"], each.get("loss"), each.get("eval_loss"))
+            for each in log_of(run_dir / place)
+        ]
+        for place in ("deferred", "at_once")
+    ]
+    assert logged[0] == logged[1]
+    for name in ("fused_expert_lora.safetensors", "adapter_model.safetensors"):
+        deferred, at_once = (load_file(run_dir / place / name) for place in ("deferred", "at_once"))
+        assert deferred.keys() == at_once.keys()
+        assert all(torch.equal(deferred[key], at_once[key]) for key in at_once)
 
 
 @pytest.mark.usefixtures("executor_here")

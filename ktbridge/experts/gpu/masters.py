@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from ktbridge.experts import compat
 from ktbridge.experts.changes import state_of
@@ -184,6 +185,38 @@ class Gradients:
         parts = pinned.split([each.numel() for each in parameters])
         shaped = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
         _coming.append((parameters, shaped, arrived))
+
+
+def gradients_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm of all ``gradients`` together, a float32 on the host.
+
+    Those on the host by rows: torch sums up a whole tensor there by one thread, 142 ms for the LoRA of 48
+    layers with 128 experts.
+    """
+    there = [each for each in gradients if each.device.type != "cpu"]
+    norms = [nn.utils.get_total_norm(there).cpu()] if there else []
+    for each in gradients:
+        if each.device.type == "cpu":
+            rows = torch.linalg.vector_norm(each.flatten(1), dim=1) if each.ndim > 1 else each
+            norms.append(torch.linalg.vector_norm(rows))
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def clip_to_norm(parameters: Sequence[nn.Parameter], largest: float) -> torch.Tensor:
+    """Scale the gradients of ``parameters`` to a common norm of at most ``largest``; return the norm before.
+
+    As ``torch.nn.utils.clip_grad_norm_``, which multiplies by one where nothing is to be scaled, and scales
+    what is on the host by one thread.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    norm = gradients_norm(gradients)
+    if (scale := float(largest / (norm + 1e-6))) < 1:
+        for each in gradients:
+            if each.device.type == "cpu":
+                each.mul_(scale)
+        there = [each for each in parameters if each.device.type != "cpu"]
+        nn.utils.clip_grads_with_norm_(there, largest, norm)
+    return norm
 
 
 @functools.cache

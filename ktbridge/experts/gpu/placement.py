@@ -250,6 +250,8 @@ class Costs:
     """Head and loss, forward and backward, by tokens."""
     update: tuple[float, float] = (0.0, 0.0)
     """Optimizer and clipping for a LoRA weight, on the GPU and on the host."""
+    deferred: float = 0.0
+    """Of the host's, what is done layer by layer in the next forward, where the GPU computes."""
     add: float = 0.0
     """The host's, to add a gradient that arrives to one that is there, for a weight."""
     others: float = 0.0
@@ -260,6 +262,12 @@ class Costs:
     """One layer's experts on the CPU, forward and backward, by tokens; None: not measured."""
     forwards: int = 1
     """Forwards of a micro-batch: more than one where a reference runs, too."""
+
+    def alone_in_update(self, placement: Placement) -> float:
+        """Return the seconds of an optimizer step for a LoRA weight beside which nothing else is done."""
+        if placement.masters:
+            return self.update[0]
+        return self.update[1] - (self.deferred if placement.on_gpu else 0.0)
 
     def scaled(self, factor: float, link: float | None = None) -> Costs:
         """Return costs ``factor`` times as high, but for the ``link`` where that was measured."""
@@ -282,6 +290,7 @@ class Costs:
             launch_outside=pair(self.launch_outside),
             loss=self.loss.scaled(factor),
             update=pair(self.update),
+            deferred=self.deferred * factor,
             add=self.add * factor,
             others=self.others * factor,
             micro_batch=self.micro_batch * factor,
@@ -339,8 +348,11 @@ def predict_seconds(placement: Placement, sizes: Sizes, cut: Cut, costs: Costs) 
                 busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
                 starting += layers * costs.launch[way]
                 starting += streamed * (placement.groups - 1) * costs.launch_group
-            if way and placement.on_gpu and not placement.masters and number:
-                starting += costs.add * lora
+            if placement.on_gpu and not placement.masters:
+                if way and number:
+                    starting += costs.add * lora
+                if not way and not number:
+                    starting += costs.deferred * lora
             if not placement.on_gpu:
                 assert costs.cpu is not None
                 # GPU and CPU wait for each other, while Python starts what comes next for both.
@@ -350,7 +362,7 @@ def predict_seconds(placement: Placement, sizes: Sizes, cut: Cut, costs: Costs) 
             link, gpu, host = link + times * crossing, gpu + times * busy, host + times * starting
             waiting += times * _together(_together(busy, starting, _QUEUED), crossing, _TAKEN)
         alone += costs.loss.at(tokens) + costs.micro_batch
-    alone += costs.update[0 if placement.masters else 1] * lora + costs.others
+    alone += costs.alone_in_update(placement) * lora + costs.others
     return Seconds(waiting + alone, link, gpu, host, alone)
 
 

@@ -24,6 +24,7 @@ from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import Group, layer_groups
+from ktbridge.experts.gpu.masters import clip_to_norm
 from ktbridge.experts.gpu.placement import (
     MICRO_BATCH_SECONDS,
     STEP_SECONDS,
@@ -42,7 +43,8 @@ _CPU_TOKENS = 1024
 _REPEATS = 3
 _AGAIN = 0.35  # of a backward's seconds: two of its five products are gate's and up's second
 _GROUP = 0.7
-_UPDATED = 1 << 22  # LoRA weights that the optimizer is timed with
+_UPDATED = (64, 1 << 18)
+"""LoRA weights that the optimizer is timed with: with gradients and Adam's states more than a host caches."""
 _PART = 4 << 30  # bytes of bfloat16 matrices that are timed at most; of more, fewer experts are
 
 
@@ -80,10 +82,12 @@ class OutsideTimes:
 def costs_of(
     experts: LayerTimes,
     outside: OutsideTimes,
-    update: tuple[float, float],
+    update: tuple[tuple[float, float], tuple[float, float]],
     forwards: int = 1,
 ) -> Costs:
     """Return what was measured as the costs of a step; ``forwards`` of a micro-batch.
+
+    ``update``: what ``time_update`` returns for the GPU and for the host.
 
     A further group starts what a layer in one group does, but for routing and summing up.
     """
@@ -97,8 +101,9 @@ def costs_of(
         outside=(outside.forward, outside.backward),
         launch_outside=outside.launch,
         loss=outside.loss.scaled((2 + forwards) / 3),
-        update=update,
-        add=update[1],
+        update=(sum(update[0]), sum(update[1])),
+        deferred=update[1][1],
+        add=update[1][1],
         others=STEP_SECONDS,
         micro_batch=MICRO_BATCH_SECONDS,
         cpu=experts.cpu,
@@ -202,17 +207,13 @@ def time_outside(
     return OutsideTimes(lines[0], lines[1], lines[2], few[:2], taken)
 
 
-def time_update(device: torch.device) -> float:
-    """Seconds for clipping and AdamW of one LoRA weight on ``device``."""
+def time_update(device: torch.device) -> tuple[float, float]:
+    """Seconds for clipping and for AdamW of one LoRA weight on ``device``."""
     value = torch.nn.Parameter(torch.zeros(_UPDATED, device=device))
     value.grad = torch.ones_like(value)
     optimizer = torch.optim.AdamW([value], lr=1e-9, fused=True)
-
-    def update() -> None:
-        torch.nn.utils.clip_grad_norm_([value], 1.0)
-        optimizer.step()
-
-    return median_seconds(update, device) / _UPDATED
+    clipping = median_seconds(lambda: clip_to_norm([value], 1.0), device)
+    return clipping / value.numel(), median_seconds(optimizer.step, device) / value.numel()
 
 
 def waited(once: Callable[[], object], device: torch.device) -> float:

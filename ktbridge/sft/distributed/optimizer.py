@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import distributed, nn
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.gpu.masters import gradients_norm
 from ktbridge.experts.modules import vision_towers
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
@@ -147,7 +148,7 @@ def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float)
     for parameter in model.parameters():
         if parameter.grad is not None:
             (own if parameter in experts else shared).append(parameter.grad)
-    squares = from_main(sum(float(grad.double().square().sum()) for grad in own))
+    squares = from_main(float(gradients_norm(own)) ** 2)
     if shared:
         with explain_lost_rank():
             squares += float(full(nn.utils.get_total_norm(shared))) ** 2

@@ -67,7 +67,7 @@ def pace_of(setting: Setting, found: Measured, costs: Costs | None = None) -> Pa
 def placed_pace(setting: Setting, scored: Scored, costs: Costs) -> Pace:
     """Return the pace of a run whose experts the GPU computes: its placement's predicted seconds."""
     step, sizes = scored.seconds.step, setting.expert_sizes
-    update = costs.update[0 if scored.placement.masters else 1] * sizes.layers * sizes.lora
+    update = costs.alone_in_update(scored.placement) * sizes.layers * sizes.lora
     whole = step - update - costs.others
     experts = max(0.0, whole - setting.passes * _outside(setting, costs))
     return _pace(setting, step, whole, experts, _how_on_gpu(scored, costs))

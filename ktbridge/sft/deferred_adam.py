@@ -1,0 +1,97 @@
+"""AdamW's update of expert LoRA in host memory, made layer by layer beside the next step.
+
+The GPU waits while the host updates masters: 93 ms of a step of 2 s with 48 layers of 128 experts. A layer
+needs its new LoRA when it next computes, and by then the GPU still has the layers before it to do. So the
+optimizer's step takes the gradients away, and each layer updates its own masters first when it is called:
+the same products in the same order, so the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.sft.compat import make_adam_states
+
+_OPTIONS = ("lr", "weight_decay", "eps", "maximize")
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A step of some parameters [E, ...], with their gradients and the options of their group then."""
+
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    states: list[dict[str, torch.Tensor]]
+    options: dict[str, Any]
+
+    @torch.no_grad()
+    def make(self) -> None:
+        averages, squares, steps = (
+            [state[name] for state in self.states] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        adamw(
+            self.parameters, self.gradients, averages, squares, [], steps,
+            fused=True, amsgrad=False, **self.options,
+        )  # fmt: skip
+
+
+class DeferredAdam:
+    """Updates masters on the host when their layer is called next: of ``layers`` that a GPU computes.
+
+    Whoever reads trained weights calls ``finish`` first; a layer's forward, the optimizer's ``step`` and its
+    ``state_dict`` do so by themselves. Does nothing with another optimizer than fused AdamW.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, layers: Iterable[nn.Module]) -> None:
+        self._pending: dict[MoELoRAExperts, list[_Update]] = {}
+        self._layers: dict[torch.Tensor, MoELoRAExperts] = {}
+        if type(optimizer) is not torch.optim.AdamW:
+            return
+        for layer in layers:
+            if isinstance(layer, MoELoRAExperts) and layer.gpu is not None:
+                own = [each for each in layer.lora_parameters() if each.device.type == "cpu"]
+                self._layers |= dict.fromkeys(own, layer)
+                layer.register_forward_pre_hook(self._finish_layer)
+        if self._layers:
+            optimizer.register_step_pre_hook(self._take)
+            optimizer.register_state_dict_pre_hook(self._finish_all)
+
+    def finish(self) -> None:
+        """Make all updates that are still to be made."""
+        for layer in list(self._pending):
+            self._finish_layer(layer)
+
+    def _finish_all(self, *_: object) -> None:
+        self.finish()
+
+    def _finish_layer(self, layer: nn.Module, *_: object) -> None:
+        assert isinstance(layer, MoELoRAExperts)
+        for update in self._pending.pop(layer, ()):
+            update.make()
+
+    def _take(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.finish()  # of layers that nobody called since
+        make_adam_states(optimizer)
+        for group in optimizer.param_groups:
+            if not group["fused"] or group["amsgrad"]:
+                continue
+            of_layers: dict[MoELoRAExperts, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter in self._layers and parameter.grad is not None:
+                    of_layers.setdefault(self._layers[parameter], []).append(parameter)
+            options = {name: group[name] for name in _OPTIONS}
+            options["beta1"], options["beta2"] = group["betas"]
+            for layer, parameters in of_layers.items():
+                gradients = [each.grad for each in parameters if each.grad is not None]
+                states = [optimizer.state[each] for each in parameters]
+                update = _Update(list(parameters), gradients, states, options)
+                self._pending.setdefault(layer, []).append(update)
+                for parameter in parameters:
+                    parameter.grad = None
