@@ -33,7 +33,6 @@ WIDE = {
     "cli/verify.py:command",
     "eval/judging/run.py:judge_run",
     "eval/run.py:collect",
-    "experts/backends/kt_kernel.py:__init__",
     "experts/gpu/executor.py:__init__",
     "experts/gpu/triton_kernels.py:_activation_backward",
     "experts/gpu/triton_kernels.py:_add_kept",
