@@ -36,7 +36,7 @@ def allow_on_cpu(put=setattr, free=60_000_000):
     from ktbridge.sft import expert_device
 
     put(placement, "GROUPS", (3,))
-    put(expert_device, "_obstacle", lambda config, device: "")
+    put(expert_device, "_obstacle", lambda device: "")
     put(expert_device, "_limits", lambda *_: placement.Limits(free, 1000, 100, 64, 128))
     put(expert_device, "_measure", lambda *_: (some_costs(), 0))
 

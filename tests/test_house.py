@@ -16,12 +16,12 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 71_350,
-    "modules": 349,
+    "lines": 70_544,
+    "modules": 345,
     "public names that several modules define": 114,
-    "docstrings that begin with a relative clause": 191,
+    "docstrings that begin with a relative clause": 185,
     "modules in circles of imports, for types too": 18,
-    "uses of Any": 348,
+    "uses of Any": 342,
 }
 SLACK = 0.03
 """What a number may be below its limit before the limit has to follow."""
@@ -33,7 +33,6 @@ WIDE = {
     "cli/verify.py:command",
     "eval/judging/run.py:judge_run",
     "eval/run.py:collect",
-    "experts/backends/kt_kernel.py:__init__",
     "experts/gpu/executor.py:__init__",
     "experts/gpu/triton_kernels.py:_activation_backward",
     "experts/gpu/triton_kernels.py:_add_kept",

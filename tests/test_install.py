@@ -19,7 +19,7 @@ from ktbridge import install
 from ktbridge.adapter.engines import CONTRACTS
 from ktbridge.cli._app import Command
 from ktbridge.install import _IN_EXTRAS, install_hint, linear_attention_gaps, reinstall_hint
-from ktbridge.serve.doctor_packages import ENGINE_STEP, PACKAGES
+from ktbridge.serve.doctor import ENGINE_STEP, PACKAGES
 
 SOURCES = Path(ktbridge.__file__).parent
 ROOT = SOURCES.parent
@@ -70,7 +70,7 @@ def test_one_place_says_how_ktbridge_is_installed():
         if asks.search(line) and "import" not in line
     ]
     assert found == []
-    assert {extra for _, _, extra in PACKAGES.values()} <= set(EXTRAS)
+    assert {extra for _, extra in PACKAGES.values()} <= set(EXTRAS)
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ MARKS = {"ok": "[green]✓[/]", "missing": "[yellow]–[/]", "problem": "[bold r
     help="Interpreter of SGLang-KT's environment, if it has one of its own.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Look packages up without importing them, or trying GPUs."
+    "--quick", is_flag=True, help="List GPUs by nvidia-smi, without asking torch or trying them."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def command(engine_python: str | None, quick: bool, as_json: bool) -> None:
     """Show CPU, instruction sets, memory, GPUs and packages, with a remedy for what is missing.
 
-    Packages are imported, in a process beside this one, so that a broken one is found here; in another the
-    GPUs are tried with what routed experts want of them (kt_experts: stream, resident).
+    Packages are looked up by pip's metadata and not imported. torch is asked for its GPUs in a process
+    beside this one, where each is tried with what routed experts want of it (kt_experts: stream, resident).
 
     Exit code 1 when something is broken; what is merely not installed is no failure.
     """
@@ -36,7 +36,7 @@ def command(engine_python: str | None, quick: bool, as_json: bool) -> None:
     from ktbridge.cli._ui import console, emit_json
     from ktbridge.serve.doctor import diagnose
 
-    diagnosis = diagnose(engine_python, imports=not quick)
+    diagnosis = diagnose(engine_python, ask_torch=not quick)
     if as_json:
         emit_json(diagnosis.as_dict())
     else:

@@ -1,7 +1,7 @@
 """The routed experts at run time: what training and serving both stand on.
 
-- ``weights``: experts as a checkpoint stores them. ``experts_layer``: what all know of a layer; ``layer``:
-  one that our kernels compute, or the GPU (``gpu``); ``backends``: who else may.
+- ``weights``: experts as a checkpoint stores them. ``layer``: a layer of them with LoRA, which our kernels
+  compute, or the GPU (``gpu``); ``peft_layer``: that layer as PEFT sees it.
   ``expert_call``: one call of our kernels; ``crossing`` to the host and back; ``queued`` in a GPU stream's
   own time; ``checkpointing`` is gradient checkpointing.
 - ``modules``: a transformers model's experts modules. ``inject`` puts them onto the kernels,

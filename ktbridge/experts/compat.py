@@ -1,6 +1,6 @@
 """Private API of torch, transformers and PEFT that the experts use: each once, with the reason.
 
-``ktbridge.experts.experts_layer`` overrides two private methods of ``nn.Module``: ``_apply``, so that nothing
+``ktbridge.experts.layer`` overrides two private methods of ``nn.Module``: ``_apply``, so that nothing
 moves or converts a layer's LoRA, and ``_load_from_state_dict``, so that what PEFT loads is checked.
 tests/experts/test_compat.py fails where a version of a library does without one of them.
 """

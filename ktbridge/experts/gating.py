@@ -9,8 +9,8 @@ from itertools import product
 import torch
 
 from ktbridge.experts import compat
-from ktbridge.experts.modules import ExpertsModule, Triple, given_experts, own_experts
-from ktbridge.experts.weights import SILU, Gating
+from ktbridge.experts.modules import ExpertsModule, given_experts, own_experts
+from ktbridge.experts.weights import SILU, Gating, Triple
 
 _LIMITS = ("limit", "swiglu_limit")
 _ALPHAS = ("alpha", "swiglu_alpha")

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts import compat
 from ktbridge.experts.expert_call import LORA_NAMES
-from ktbridge.experts.experts_layer import MERGE_STEP, ExpertsLayer, first_tuner
+from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.peft_layer import MERGE_STEP, first_tuner
 from ktbridge.experts.raw_adapter import save_beside
 from ktbridge.experts.wrapped_layers import layers_of
 
@@ -57,8 +58,8 @@ def _before_forward(base: PreTrainedModel, _: object) -> None:
         _refuse_untrained(base)
 
 
-def _layers(base: PreTrainedModel) -> tuple[ExpertsLayer, ...]:
-    found: tuple[ExpertsLayer, ...] = vars(base)["ktbridge_layers"]
+def _layers(base: PreTrainedModel) -> tuple[MoELoRAExperts, ...]:
+    found: tuple[MoELoRAExperts, ...] = vars(base)["ktbridge_layers"]
     return found
 
 

@@ -8,8 +8,7 @@ transformers' business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import torch
 from peft import PeftMixedModel, PeftModel
@@ -20,9 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.experts.backends.kt_kernel import KtKernelExperts
 from ktbridge.experts.expert_call import LORA_NAMES
-from ktbridge.experts.experts_layer import ExpertsLayer
 from ktbridge.experts.gating import gated_experts, unserved_gating
 from ktbridge.experts.guard import has_peft, watch
 from ktbridge.experts.layer import MoELoRAExperts
@@ -51,9 +48,6 @@ def wrap_experts(
     accumulate_grad: bool = False,
     lora_dropout: float = 0.0,
     freeze_rest: bool = True,
-    backend: str = "ktbridge",
-    max_tokens: int = 4096,
-    threadpool_count: int = 1,
 ) -> nn.Module:
     """Run every experts module of a transformers model (or a PeftModel around one) on our kernels.
 
@@ -66,28 +60,27 @@ def wrap_experts(
     ``get_peft_model`` may come before or after. Without PEFT, ``freeze_rest`` freezes what isn't expert
     LoRA, as PEFT does; False leaves ``requires_grad`` of the rest as it is, also when PEFT comes later.
 
-    The other options are ``MoELoRAExperts``'s. ``backend`` "kt-kernel" has KTransformers' wheel compute them,
-    where it is installed: ``isa`` and ``accumulate_grad`` are ours alone, ``max_tokens`` and
-    ``threadpool_count`` its (``ktbridge.experts.backends.kt_kernel``).
+    The other options are ``MoELoRAExperts``'s.
 
     Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
     module that can't be served, and ``UsageError`` when the model is wrapped already, or isn't transformers'.
     """
     base = _base(model)
     found = _wrappable(base)
-    kind: Callable[..., ExpertsLayer]
-    if backend == "kt-kernel":
-        kind = partial(
-            KtKernelExperts,
-            top_k=_top_k(base),
-            max_tokens=max_tokens,
-            threadpool_count=threadpool_count,
+    layers = [
+        MoELoRAExperts(
+            *gated_experts(module),
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            isa=isa,
+            threads=threads,
+            lora_targets=lora_targets,
+            activation=activation,
+            accumulate_grad=accumulate_grad,
+            lora_dropout=lora_dropout,
         )
-    else:
-        kind = partial(MoELoRAExperts.from_tensors, isa=isa, accumulate_grad=accumulate_grad)
-    lora = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "lora_targets": lora_targets}
-    make = partial(kind, **lora, lora_dropout=lora_dropout, threads=threads, activation=activation)
-    layers = [make(*gated_experts(module)) for _, module in found]
+        for _, module in found
+    ]
     # Nothing has been changed so far, and nothing fails from here on.
     if freeze_rest and not has_peft(base):
         base.requires_grad_(False)
@@ -169,7 +162,7 @@ def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
             parameter.copy_(value)
 
 
-def _untargeted(layer: ExpertsLayer, adapter: Adapter, index: int) -> Iterator[Problem]:
+def _untargeted(layer: MoELoRAExperts, adapter: Adapter, index: int) -> Iterator[Problem]:
     """The projections that an adapter changes and the layer has no LoRA for."""
     names = set(LORA_NAMES) - set(layer.lora_names)
     for projection in PROJECTIONS:
@@ -203,15 +196,6 @@ def _experts_forward(
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
-
-
-def _top_k(base: PreTrainedModel) -> int:
-    """Return how many experts each token goes to."""
-    config = base.config.get_text_config()
-    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k"):
-        if isinstance(value := getattr(config, name, None), int):
-            return value
-    raise KtbridgeError(f"{type(config).__name__} has no number of experts per token.")
 
 
 def _base(model: nn.Module) -> PreTrainedModel:

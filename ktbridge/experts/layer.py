@@ -8,25 +8,41 @@ the CPU, from the one copy of the weights that is already in memory. What is com
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Collection, Sequence
 from numbers import Integral
 from typing import Any, NoReturn, SupportsIndex, TypeGuard
 
 import torch
+from torch import nn
 
 from ktbridge import _kernels
-from ktbridge.errors import UsageError
+from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import MAX_EXPERT_RANK, checkpointing
-from ktbridge.experts.expert_call import ExpertCall, ExpertFunction, kernels_of
-from ktbridge.experts.experts_layer import ExpertsLayer, check_dropout, check_inputs
+from ktbridge.experts.dropout import draw
+from ktbridge.experts.expert_call import (
+    LORA_NAMES,
+    ExpertCall,
+    ExpertFunction,
+    LoraUse,
+    float_zeros,
+    kernels_of,
+)
 from ktbridge.experts.gpu.gpu_call import GpuCall, GpuFunction, OnGpu
-from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, checked_layer
+from ktbridge.experts.peft_layer import PeftLayer
+from ktbridge.experts.weights import (
+    PROJECTIONS,
+    ExpertWeights,
+    Stack,
+    checked_layer,
+    describe_tensor,
+)
 
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}
 
 
-class MoELoRAExperts(ExpertsLayer):
+class MoELoRAExperts(nn.Module, PeftLayer):
     """E gated experts with per-expert LoRA: ``y = Σ_k w_k · down(silu(gate(x)) · up(x))``.
 
     Each projection is ``W x + (α/r) · B A x`` with W frozen [out, in], A [r, in], B [out, r]
@@ -86,22 +102,35 @@ class MoELoRAExperts(ExpertsLayer):
         accumulate_grad: bool = False,
         lora_dropout: float = 0.0,
     ) -> None:
-        checked, _, _ = checked_layer(gate, up, down)
-        _check_options(lora_rank, lora_alpha, isa, threads, activation)
-        check_dropout(lora_dropout)
-        super().__init__(
-            checked,
-            lora_rank=lora_rank,
-            lora_alpha=lora_alpha,
-            lora_targets=_targets(lora_targets, int(lora_rank)),
-            activation=activation,
-            lora_dropout=lora_dropout,
-        )
-        self._layer = kernels_of(self._weights, isa, threads)
+        weights = checked_layer(gate, up, down)
+        _check_options(lora_rank, lora_alpha, isa, threads, activation, lora_dropout)
+        super().__init__()
+        # No buffers: the weights belong to the checkpoint and are neither saved nor moved with the layer.
+        self.weights = weights
+        """The frozen weights of gate, up and down."""
+        self.storage = weights[0].storage
+        """Storage format of the frozen weights: "bf16", "fp8", "int8", "int4" or "mxfp4"."""
+        self.num_experts = weights[0].count
+        self.intermediate_size, self.hidden_size = weights[0].rows, weights[2].rows
+        self.lora_rank, self.lora_alpha = int(lora_rank), float(lora_alpha)
+        self.lora_targets, self.activation = _targets(lora_targets, self.lora_rank), activation
+        self.lora_dropout = nn.Dropout(lora_dropout)
+        """Its p and mode are the LoRA's: it is never called, but found by whoever looks for dropout."""
+        self.lora_enabled = True
+        self.lora_frozen = False
+        """Whether the LoRA is kept from training on purpose (``ktbridge.sft.freeze_expert_lora``)."""
+        self.lora_device = torch.device("cpu")
+        """The device of the LoRA's masters: see ``move_lora``."""
+        self.saved_bytes = 0
         self.accumulate_grad = accumulate_grad
         self.run_ahead = False
         self.gpu: OnGpu | None = None
         """The GPU executor that computes this layer, where there is one."""
+        sizes = self.num_experts, self.hidden_size, self.intermediate_size, self.lora_rank
+        for name in self.lora_names:
+            self.register_parameter(name, nn.Parameter(float_zeros(lora_shapes(*sizes)[name])))
+        self.reset_lora()
+        self._layer = kernels_of(weights, isa, threads)
 
     @classmethod
     def from_tensors(
@@ -152,7 +181,55 @@ class MoELoRAExperts(ExpertsLayer):
 
     @property
     def threads(self) -> int:
+        """Number of kernel threads."""
         return self._layer.threads
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Names of the LoRA parameters there are, in the order of ``LORA_NAMES``."""
+        return tuple(name for name in LORA_NAMES if name.partition("_")[0] in self.lora_targets)
+
+    def lora_parameters(self) -> tuple[torch.Tensor, ...]:
+        """The LoRA parameters, in the order of ``lora_names``."""
+        return tuple(getattr(self, name) for name in self.lora_names)
+
+    def reset_lora(self) -> None:
+        """(Re)start the LoRA: A ~ U(±1/√in), which is PEFT's kaiming_uniform(a=√5); B = 0."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name.endswith("_a"):
+                    bound = 1 / math.sqrt(parameter.shape[-1])
+                    parameter.uniform_(-bound, bound)
+                else:
+                    parameter.zero_()
+
+    def move_lora(self, device: torch.device, pinned: bool = False) -> None:
+        """Have the LoRA's masters on ``device``, ``pinned`` where a GPU shall read them on the host."""
+        for parameter in self.lora_parameters():
+            moved = parameter.data.to(device)
+            parameter.data = moved.pin_memory() if pinned else moved
+            parameter.grad = None
+            self.lora_device = parameter.device
+
+    def draw_lora_use(self) -> tuple[LoraUse, tuple[torch.Tensor, ...]]:
+        """Return how a forward uses the LoRA now, and its parameters: none where it is switched off.
+
+        With dropout, this draws a key; a forward whose output is known already draws, too, so that what
+        follows it draws the same again. Raises ``UsageError`` for parameters that were converted or moved.
+        """
+        names = self.lora_names if self.lora_enabled and self.on_in_peft else ()
+        where = "the CPU" if self.lora_device.type == "cpu" else str(self.lora_device)
+        lora = tuple(getattr(self, name) for name in names)
+        for name, parameter in zip(names, lora, strict=True):
+            if parameter.dtype != torch.float32 or parameter.device != self.lora_device:
+                raise UsageError(
+                    f"{name} must be float32 on {where}, not {describe_tensor(parameter)}.",
+                    "Leave the expert LoRA's parameters as wrap_experts made them: whatever the model is "
+                    f"moved or converted to, they stay float32 on {where}.",
+                )
+        dropout = draw(self.lora_dropout) if names else None
+        scale = self.lora_alpha / self.lora_rank if names else 0.0
+        return LoraUse(names, scale * (dropout.growth if dropout else 1), dropout), lora
 
     def forward(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -163,7 +240,7 @@ class MoELoRAExperts(ExpertsLayer):
         ``hidden``, ``topk_weights`` and the LoRA parameters. Raises ``UsageError`` for other dtypes or
         shapes, and ``IndexError`` when an id is not an expert's.
         """
-        check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
+        _check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
         used, lora = self.draw_lora_use()
         # Asked here because inside autograd's function it is always off.
         needed = torch.is_grad_enabled() and any(
@@ -189,7 +266,7 @@ class MoELoRAExperts(ExpertsLayer):
             )
         call = ExpertCall(
             self._layer,
-            self._weights,
+            self.weights,
             used,
             keep,
             self.accumulate_grad,
@@ -201,6 +278,40 @@ class MoELoRAExperts(ExpertsLayer):
             self.saved_bytes = call.saved.bytes if call.saved is not None else 0
         return out
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **options: Any
+    ) -> None:
+        """As nn.Module's, for tensors of any dtype and device.
+
+        Raises ``KtbridgeError`` where PEFT loads an adapter without expert LoRA, which would leave it as it
+        is, or a second adapter's, which would overwrite the first's.
+        """
+        given = {
+            name: state_dict[f"{prefix}{name}"].to("cpu", torch.float32)
+            for name in self.lora_names
+            if f"{prefix}{name}" in state_dict
+        }
+        adapters = len(self.peft_adapters)
+        if adapters == 1 and self.lora_names and not given:
+            raise KtbridgeError(
+                "the adapter that PEFT loads has no expert LoRA under the names that PEFT saves.",
+                "Load a raw adapter with ktbridge.sft.load_raw_adapter(base_model, directory); wrap experts "
+                "with lora_rank=0 for an adapter that has none.",
+            )
+        own = {name: getattr(self, name) for name in self.lora_names}
+        trained = any(bool(own[name].any()) for name in own if name.endswith("_b"))
+        if adapters > 1 and trained and any(not torch.equal(given[n], own[n]) for n in given):
+            raise KtbridgeError(
+                "a model has one expert LoRA, which the adapter that is loaded would overwrite with its own.",
+                "Load the second adapter onto a model of its own, or delete the other one first.",
+            )
+        full = state_dict | {f"{prefix}{name}": value for name, value in given.items()}
+        super()._load_from_state_dict(full, prefix, *args, **options)
+
+    def _apply(self, fn: object, recurse: bool = True) -> MoELoRAExperts:
+        """Return what ``Module.to``, ``cuda``, ``half`` and the like do to a module: here, nothing."""
+        return self
+
     def __copy__(self) -> MoELoRAExperts:
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
@@ -209,10 +320,10 @@ class MoELoRAExperts(ExpertsLayer):
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELoRAExperts:
         made = type(self).__new__(type(self))
         # What no copy is made of: the frozen weights, and the kernels, which belong to one layer.
-        memo.update({id(self): made, id(self._weights): self._weights})
+        memo.update({id(self): made, id(self.weights): self.weights})
         state = {name: value for name, value in self.__dict__.items() if name != "_layer"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        made._layer = kernels_of(self._weights, self.isa, self.threads)
+        made._layer = kernels_of(self.weights, self.isa, self.threads)
         made.saved_bytes = 0
         return made
 
@@ -234,9 +345,52 @@ class MoELoRAExperts(ExpertsLayer):
         )
 
 
-def _check_options(
-    rank: object, alpha: object, isa: object, threads: object, activation: object
+def lora_shapes(
+    experts: int, hidden: int, inner: int, rank: int
+) -> dict[str, tuple[int, int, int]]:
+    """Shapes of the fused expert LoRA of one layer, by name, in the order of ``LORA_NAMES``."""
+    return {
+        "gate_lora_a": (experts, rank, hidden),
+        "gate_lora_b": (experts, inner, rank),
+        "up_lora_a": (experts, rank, hidden),
+        "up_lora_b": (experts, inner, rank),
+        "down_lora_a": (experts, rank, inner),
+        "down_lora_b": (experts, hidden, rank),
+    }
+
+
+def _check_inputs(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, hidden_size: int
 ) -> None:
+    """Raise ``UsageError`` where a forward's inputs have other dtypes, shapes or devices than it takes."""
+    expected = (
+        ("hidden", hidden, torch.bfloat16),
+        ("topk_ids", ids, torch.int64),
+        ("topk_weights", weights, torch.float32),
+    )
+    for name, tensor, dtype in expected:
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != dtype
+            or tensor.dim() != 2
+            or tensor.device.type not in ("cpu", "cuda")
+            or tensor.device != hidden.device
+        ):
+            raise UsageError(
+                f"{name} must be a 2-D {dtype} tensor on the CPU, or all on one GPU, "
+                f"not {describe_tensor(tensor)}."
+            )
+    if hidden.shape[1] != hidden_size or ids.shape != weights.shape or len(ids) != len(hidden):
+        raise UsageError(
+            f"hidden {tuple(hidden.shape)}, topk_ids {tuple(ids.shape)} and topk_weights "
+            f"{tuple(weights.shape)} don't fit: expected [T, {hidden_size}], [T, K] and [T, K]."
+        )
+
+
+def _check_options(
+    rank: object, alpha: object, isa: object, threads: object, activation: object, dropout: object
+) -> None:
+    """Raise ``UsageError`` for the first option that a layer doesn't take."""
     if not _is_whole(rank) or not 0 <= rank <= MAX_EXPERT_RANK:
         raise UsageError(
             f"lora_rank must be from 0 to {MAX_EXPERT_RANK}, a whole number, not {rank!r}."
@@ -250,6 +404,8 @@ def _check_options(
         raise UsageError(f"threads must be a whole number or None, not {threads!r}.")
     if not isinstance(activation, str) or activation not in _KEEP:
         raise UsageError(f"activation must be {' or '.join(_KEEP)}, not {activation!r}.")
+    if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
+        raise UsageError(f"lora_dropout must be a number from 0 to below 1, not {dropout!r}.")
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

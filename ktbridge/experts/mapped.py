@@ -23,13 +23,12 @@ from transformers import PreTrainedModel
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.faults import explain_faults
 from ktbridge.experts.modules import (
-    Triple,
     experts_modules,
     halves,
     split_experts,
     with_biases,
 )
-from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Triple
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.locate import ExpertHome, expert_home
 

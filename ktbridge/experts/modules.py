@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from ktbridge.experts.weights import ExpertWeights
+from ktbridge.experts.weights import ExpertWeights, Triple
 
 if TYPE_CHECKING:
-    from ktbridge.experts.experts_layer import ExpertsLayer
+    from ktbridge.experts.layer import MoELoRAExperts
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
 
 
 class ExpertsModule(nn.Module):
@@ -35,7 +34,7 @@ class ExpertsModule(nn.Module):
     is_concatenated: bool
     num_experts: int
     mapped_experts: Triple
-    kt: ExpertsLayer
+    kt: MoELoRAExperts
     """The layer that computes the experts, where they are wrapped."""
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -22,7 +22,7 @@ from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.adapter.keys import fused_key
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.experts_layer import ExpertsLayer, lora_shapes
+from ktbridge.experts.layer import MoELoRAExperts, lora_shapes
 from ktbridge.experts.nonexpert_lora import is_named
 from ktbridge.experts.tensors import from_torch
 from ktbridge.experts.wrapped_layers import expert_layers, trained_elsewhere
@@ -163,7 +163,7 @@ def base_name(model: nn.Module) -> str:
     return str(getattr(model.config, "name_or_path", "") or "")
 
 
-def _first_layer(model: nn.Module) -> ExpertsLayer:
+def _first_layer(model: nn.Module) -> MoELoRAExperts:
     layers = expert_layers(model)
     if not layers:
         raise KtbridgeError(

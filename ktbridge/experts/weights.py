@@ -214,7 +214,9 @@ class ExpertWeights:
         if not found and self.bias is not None:
             wanted = [self.count, self.rows]
             if list(self.bias.shape) != wanted or not self.bias.is_floating_point():
-                found.append(f"bias is {_describe(self.bias)} (expected {wanted} floating point)")
+                found.append(
+                    f"bias is {describe_tensor(self.bias)} (expected {wanted} floating point)"
+                )
         if self.storage == "bf16":
             return found
         dims = (1, 2) if self.storage == "int8" else (2,)
@@ -253,10 +255,14 @@ def from_mxfp4(packed: torch.Tensor, scales: torch.Tensor, columns: int) -> torc
     return plain.mul_(powers.repeat_interleave(_MXFP4_GROUP, 1)[:, :columns])
 
 
+Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
+"""The weights of gate, up and down of a layer."""
+
+
 def checked_layer(
     gate: ExpertWeights | Stack, up: ExpertWeights | Stack, down: ExpertWeights | Stack
-) -> tuple[tuple[ExpertWeights, ExpertWeights, ExpertWeights], int, int]:
-    """A layer's three projections (plain tensors are bfloat16), I and H.
+) -> Triple:
+    """Return a layer's three projections; plain tensors are bfloat16.
 
     Raises ``UsageError`` naming everything that doesn't fit.
     """
@@ -271,7 +277,7 @@ def checked_layer(
     ]
     own = weights[0], weights[1], weights[2]
     _refuse(found or list(_layer_problems(*own)))
-    return own, own[0].rows, own[2].rows
+    return own
 
 
 def _layer_problems(gate: ExpertWeights, up: ExpertWeights, down: ExpertWeights) -> Iterator[str]:
@@ -352,7 +358,7 @@ def _stack_problems(
         found = ""
         if tensor.dim() not in dims or tensor.dtype not in dtypes or tensor.device.type != "cpu":
             forms = " or ".join(f"{dim}-D" for dim in dims)
-            found = f"is {_describe(tensor)} (expected {forms} {wanted} on the CPU)"
+            found = f"is {describe_tensor(tensor)} (expected {forms} {wanted} on the CPU)"
         elif tensor.numel() == 0:
             found = f"is {list(tensor.shape)}, which is empty"
         elif tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -360,7 +366,7 @@ def _stack_problems(
         elif tensor.dim() == max(dims) and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             found = f"has strides {tensor.stride()}: each row must be contiguous"
         elif tensor.shape != first.shape or tensor.dtype != first.dtype:
-            found = f"is {_describe(tensor)}, unlike expert 0's {_describe(first)}"
+            found = f"is {describe_tensor(tensor)}, unlike expert 0's {describe_tensor(first)}"
         elif tensor.shape[0] > 1 and tensor.stride(0) != first.stride(0):
             found = f"has strides {tensor.stride()}, unlike expert 0's {first.stride()}"
         if found:
@@ -370,5 +376,8 @@ def _stack_problems(
         yield f"{what}{where.format(indices[0])}{more} {found}"
 
 
-def _describe(tensor: torch.Tensor) -> str:
+def describe_tensor(tensor: object) -> str:
+    """Return a tensor's shape, dtype and device; of anything else, its type."""
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

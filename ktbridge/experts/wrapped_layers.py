@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ktbridge.experts.experts_layer import ExpertsLayer
+from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import LAYER
 
 
-def layers_of(module: nn.Module) -> list[ExpertsLayer]:
+def layers_of(module: nn.Module) -> list[MoELoRAExperts]:
     """The wrapped layers within a module, in its order."""
-    return [each for each in module.modules() if isinstance(each, ExpertsLayer)]
+    return [each for each in module.modules() if isinstance(each, MoELoRAExperts)]
 
 
-def expert_layers(model: nn.Module) -> dict[int, ExpertsLayer]:
+def expert_layers(model: nn.Module) -> dict[int, MoELoRAExperts]:
     """The wrapped layers of a model by decoder layer index, in rising order."""
     layers = {}
     for name, module in model.named_modules():
         match = LAYER.search(name)
-        if isinstance(module, ExpertsLayer) and match:
+        if isinstance(module, MoELoRAExperts) and match:
             layers[int(match.group(1))] = module
     return dict(sorted(layers.items()))
 

@@ -1,28 +1,47 @@
-"""Checks of what this machine can do with ktbridge, with a remedy for each failed one."""
+"""Checks of what this machine can do with ktbridge, with a remedy for each failed one.
+
+Packages are looked up in pip's metadata and not imported. What metadata doesn't say, whether torch loads and
+which GPUs it sees, is asked in a process of its own: it may crash, and takes GPU memory.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import json
 import os
+import re
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from ktbridge.adapter.engines import ENGINE, REPLAY_HOLE, SERVER_HOLES, contract_for, install_engine
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.gpu.probe import GpuFacts
+from ktbridge.experts.gpu.probe import MARK, NO_KERNEL, ONE_BY_ONE, GpuFacts, loops
 from ktbridge.files.sizes import size_text
-from ktbridge.install import reinstall_hint, without_kernels
-from ktbridge.machine import Machine, read_machine
-from ktbridge.serve.doctor_packages import (
-    ENGINE_STEP,
-    Check,
-    check_engine_packages,
-    check_gpu,
-    check_linear_attention,
-    check_packages,
-    try_gpus,
+from ktbridge.install import (
+    install_hint,
+    linear_attention_gaps,
+    reinstall_hint,
+    release_of,
+    version_of,
+    without_kernels,
 )
+from ktbridge.machine import Machine, read_gpus, read_machine
 from ktbridge.serve.sglang.facts import DISTRIBUTION, KERNEL, read_installed
+
+State = Literal["ok", "missing", "problem"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ``problem`` means broken; ``missing`` means not installed."""
+
+    topic: str
+    state: State
+    found: str
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,15 +64,14 @@ class Diagnosis:
         }
 
 
-def diagnose(engine_python: str | None = None, imports: bool = True) -> Diagnosis:
+def diagnose(engine_python: str | None = None, ask_torch: bool = True) -> Diagnosis:
     """Run all checks once. Raises nothing: a failure is reported as a check.
 
     ``engine_python`` is the interpreter of SGLang-KT's environment, where that isn't this one.
-    Without ``imports`` only package metadata is read, which is quick.
+    Without ``ask_torch`` GPUs are those that nvidia-smi lists, which is quick.
     """
     machine = read_machine()
-    packages, imported = check_packages(imports)
-    gpus, expert_checks = try_gpus(imported)
+    gpus, gpu_checks = check_gpus(ask_torch)
     checks = [
         Check("CPU", "ok", machine.cpu or "unknown"),
         _isa(machine),
@@ -62,13 +80,15 @@ def diagnose(engine_python: str | None = None, imports: bool = True) -> Diagnosi
         _memory(machine),
         _numa(machine),
         _huge_pages(machine),
-        check_gpu(imported),
-        *expert_checks,
-        *packages,
+        *gpu_checks,
+        *check_packages(),
         *check_linear_attention(),
-        *check_engine(machine, engine_python, imports),
+        *check_engine(machine, engine_python),
     ]
     return Diagnosis(machine, tuple(checks), gpus)
+
+
+# --- the machine -------------------------------------------------------------------------------
 
 
 def _isa(machine: Machine) -> Check:
@@ -160,6 +180,197 @@ def _huge_pages(machine: Machine) -> Check:
     return Check("huge pages", "ok", text, step)
 
 
+# --- packages ----------------------------------------------------------------------------------
+
+PACKAGES = {
+    "torch": ("train, serve and verify", "serve"),
+    "transformers": ("train, serve and verify", "serve"),
+    "accelerate": ("train and serve --engine local", "serve"),
+    "peft": ("train and serve", "serve"),
+    "trl": ("train", "train"),
+    "datasets": ("train", "train"),
+    "fastapi": ("serve --engine local", "serve"),
+    "uvicorn": ("serve --engine local", "serve"),
+    "openai": ("demo", "demo"),
+}
+"""What doesn't work without a distribution, and our extra that installs it. Its module has the same name."""
+
+
+def check_packages() -> list[Check]:
+    """Look up the packages of this environment: installed, and recent enough."""
+    least = _least_versions()
+    checks = []
+    for name, (purpose, extra) in PACKAGES.items():
+        version = version_of(name)
+        if version is None:
+            checks.append(_missing(name, purpose, install_hint(extra)))
+        elif name in least and release_of(version) < release_of(least[name]):
+            found = f"{version} is too old; ktbridge needs {least[name]} to {purpose}"
+            checks.append(Check(name, "problem", found, f"pip install '{name}>={least[name]}'"))
+        else:
+            checks.append(Check(name, "ok", version))
+    return checks
+
+
+def _missing(name: str, purpose: str, remedy: str) -> Check:
+    return Check(name, "missing", f"not installed; needed for {purpose}", remedy)
+
+
+def _least_versions() -> dict[str, str]:
+    """The minimum version of each package in our own metadata."""
+    try:
+        wanted = importlib.metadata.requires("ktbridge") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    # Metadata puts bounds in an order of its own: "openai<4,>=2.0; extra == 'eval'".
+    found = (re.match(r"([\w.-]+)[^;]*?>=\s*([\w.]+)", line) for line in wanted)
+    return {match[1]: match[2] for match in found if match}
+
+
+def check_linear_attention() -> list[Check]:
+    """Return how models with linear attention would be computed here; each gap is a check."""
+    gaps = linear_attention_gaps([gpu.capability for gpu in read_gpus()], errors={})
+    topic = "linear attention"
+    if not gaps:
+        return [Check(topic, "ok", "flash-linear-attention and causal-conv1d are installed")]
+    models = "(Qwen3-Next, Qwen3.5, Kimi Linear)"
+    return [
+        Check(topic, "problem" if gap.wrong else "missing", f"{gap.found} {models}", gap.remedy)
+        for gap in gaps
+    ]
+
+
+# --- GPUs --------------------------------------------------------------------------------------
+
+NOT_NEEDED = "not needed by --engine local and by training on a CPU"
+_PROBE = [sys.executable, "-m", "ktbridge.experts.gpu.probe"]
+_PROBE_SECONDS = 300
+
+
+def check_gpus(ask_torch: bool) -> tuple[tuple[GpuFacts, ...], list[Check]]:
+    """Return facts of each GPU that torch sees, and the checks of GPUs.
+
+    Without ``ask_torch`` there are no facts, and nvidia-smi's list is checked.
+    """
+    if version_of("torch") is None:
+        return (), [Check("GPU", "missing", "torch is not installed", install_hint("serve"))]
+    listed = _named([(gpu.name, gpu.memory) for gpu in read_gpus()])
+    if not ask_torch and listed:
+        return (), [Check("GPU", "ok", f"{listed} (nvidia-smi; torch was not asked)")]
+    if not ask_torch:
+        return (), [Check("GPU", "missing", "nvidia-smi lists none", NOT_NEEDED)]
+    answers, failure = _run_probe()
+    if not answers:
+        step = "reinstall torch, or the driver"
+        return (), [Check("GPU", "problem", f"torch does not load: {failure}", step)]
+    cuda, facts = answers[0]["cuda"], tuple(GpuFacts(**answer) for answer in answers[1:])
+    checks = [_what_torch_sees(cuda, facts, listed)]
+    checks += [expert_check(gpu, _memlock()) for gpu in facts]
+    if failure:
+        found, step = f"trying the GPUs: {failure}", f"{' '.join(_PROBE)} shows its output"
+        checks.append(Check("experts on GPUs", "problem", found, step))
+    return facts, checks
+
+
+def _run_probe() -> tuple[list[dict[str, Any]], str]:
+    """Return the probe's answers, torch's CUDA and each GPU's facts, and how it ended if that was badly."""
+    try:
+        done = subprocess.run(
+            _PROBE,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+        output, failure = done.stdout, ""
+        if done.returncode:
+            last_line = done.stderr.strip().splitlines()[-1:]
+            failure = ": ".join([f"Python ended with code {done.returncode}", *last_line])
+    except subprocess.TimeoutExpired as error:
+        output = (error.stdout or b"").decode(errors="replace")
+        failure = f"it took more than {_PROBE_SECONDS} seconds"
+    marked = [line for line in output.splitlines() if line.startswith(MARK)]
+    return [json.loads(line.removeprefix(MARK)) for line in marked], failure
+
+
+def _what_torch_sees(cuda: str | None, gpus: tuple[GpuFacts, ...], listed: str) -> Check:
+    """Compare torch's GPUs with those that nvidia-smi has ``listed``. ``cuda``: None in a CPU build."""
+    if gpus:
+        return Check("GPU", "ok", _named([(gpu.name, gpu.memory) for gpu in gpus]))
+    if listed:
+        why = "torch is a CPU build" if cuda is None else f"torch's CUDA {cuda} has none"
+        step = "install a torch build for this driver's CUDA version: pytorch.org lists them"
+        return Check("GPU", "problem", f"nvidia-smi lists {listed}, but {why}", step)
+    found = "torch is a CPU build" if cuda is None else f"none for torch's CUDA {cuda}"
+    return Check("GPU", "missing", found, NOT_NEEDED)
+
+
+def _named(gpus: list[tuple[str, int]]) -> str:
+    return "; ".join(f"{name} {size_text(memory)}" for name, memory in gpus)
+
+
+def expert_check(gpu: GpuFacts, memlock: int | None) -> Check:
+    """Return which kt_experts modes a GPU supports. ``memlock``: limit of locked bytes, None if unlimited."""
+    topic = f"experts on GPU {gpu.index}"
+    if gpu.error:
+        step = "run it again while nothing else uses that GPU"
+        return Check(topic, "missing", f"{gpu.name} could not be tried: {gpu.error}", step)
+    model = f"sm{gpu.capability.replace('.', '')}"
+    link = f"{gpu.link / 1e9:.1f} GB/s from pinned memory"
+    if not gpu.tensor_cores:
+        message = f"only kt_experts: cpu: {model} has no bfloat16 tensor cores; {link}"
+        return Check(topic, "missing", message, "stream and resident want sm80 or later")
+    found = [f"kt_experts: stream and resident work: {model}, bfloat16 tensor cores"]
+    steps: list[str] = []
+    if gpu.grouped_gemm and (gpu.one_by_one or loops(gpu.capability)):
+        found.append(ONE_BY_ONE)
+        steps.append(NO_KERNEL)
+    elif gpu.grouped_gemm:
+        found.append("grouped GEMM")
+    else:
+        found.append("no grouped GEMM in this torch, so products are made one by one, slower")
+        steps.append("install a newer torch")
+    if gpu.no_triton:
+        found.append(f"Triton doesn't work, so what is between products is slower: {gpu.no_triton}")
+        steps.append("Triton wants its package (pip install triton) and a C compiler (gcc)")
+    else:
+        found.append("Triton works")
+    found.append(link)
+    if gpu.not_in_place:
+        found.append(
+            f"a mapped file can't be read in place ({gpu.not_in_place}), so weights are copied through "
+            "pinned memory by threads, slower"
+        )
+        steps.append(_unlock(memlock))
+    else:
+        found.append("mapped files are read in place")
+    return Check(topic, "missing" if steps else "ok", "; ".join(found), "; ".join(steps))
+
+
+def _memlock() -> int | None:
+    """Return how many bytes a process may lock; None if there is no limit."""
+    import resource  # POSIX
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _unlock(memlock: int | None) -> str:
+    if memlock is None:
+        return "locked memory has no limit here: it is the driver, or the container's runtime, that refuses"
+    return (
+        "let processes lock memory: `ulimit -l unlimited`, for a container `--ulimit memlock=-1` (the limit "
+        f"is {size_text(memlock)})"
+    )
+
+
+# --- the engine --------------------------------------------------------------------------------
+
+ENGINE_STEP = (
+    f"{install_engine()}, on a GPU machine in an environment of its own, and name its interpreter with "
+    "--engine-python"
+)
 # Every sglang-kt has them. `ktbridge serve` warns of or refuses settings that expose them.
 HOLES = (
     f"has {SERVER_HOLES} (its image generator and encoder servers unpickle "
@@ -169,14 +380,18 @@ HOLES = (
 STEP = "start none of those, as `ktbridge serve` does, and keep its ports off untrusted networks"
 
 
-def check_engine(machine: Machine, python: str | None, imports: bool) -> list[Check]:
-    """SGLang-KT's packages and the contract of its version."""
+def check_engine(machine: Machine, python: str | None) -> list[Check]:
+    """Look up SGLang-KT's packages in its interpreter ``python``, and the contract of its version."""
     try:
         installed = read_installed(python)
     except KtbridgeError as error:
         return [Check(DISTRIBUTION, "problem", error.sentence, error.next_step)]
-    versions = {DISTRIBUTION: installed.engine, KERNEL: installed.kernel}
-    checks = check_engine_packages(python or sys.executable, versions, imports)
+    checks = [
+        Check(name, "ok", version)
+        if version is not None
+        else _missing(name, "serve --engine sglang", ENGINE_STEP)
+        for name, version in ((DISTRIBUTION, installed.engine), (KERNEL, installed.kernel))
+    ]
     if installed.engine is None and installed.upstream is not None:
         message = f"sglang {installed.upstream} is installed, which is SGLang without KTransformers"
         checks[0] = Check(DISTRIBUTION, "missing", message, ENGINE_STEP)

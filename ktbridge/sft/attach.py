@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
-from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.load_adapter import copy_nonexpert
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.nonexpert_lora import TunedModel, adaptable, chosen_modules, convert_masters
@@ -47,13 +46,9 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
         activation=config.activation,
         lora_dropout=config.expert_dropout,
         accumulate_grad=True,  # the Trainer reads .grad only, after whole backward passes
-        backend="kt-kernel" if config.kt_config.kt_backend == "kt-kernel" else "ktbridge",
-        max_tokens=most_tokens(config),
-        threadpool_count=config.kt_config.kt_threadpool_count or 1,
     )
     for layer in expert_layers(tuned).values():
-        if isinstance(layer, MoELoRAExperts):
-            layer.run_ahead = True  # the LoRA changes after whole backward passes only
+        layer.run_ahead = True  # the LoRA changes after whole backward passes only
     without = sum(1 for _ in experts_modules(tuned)) - len(expert_layers(tuned))
     if without:  # a layer's LoRA is known by the layer's index
         raise KtbridgeError(
@@ -107,12 +102,3 @@ def threads_beside_python(device: torch.device) -> int:
     threads = choose_threads()
     spare = device.type == "cuda" and threads >= 4 and "KTBRIDGE_THREADS" not in os.environ
     return threads - 1 if spare else 0
-
-
-def most_tokens(config: TrainConfig) -> int:
-    """The most tokens of one forward, padding included; a DPO batch has both answers."""
-    row = (2 if config.stage == "dpo" else 1) * config.cutoff_len
-    if isinstance(config.tokens_per_pass, int):
-        step = row * config.per_device_train_batch_size * config.gradient_accumulation_steps
-        return max(row, min(config.tokens_per_pass, step))  # a longer row is a pass of its own
-    return row * config.per_device_train_batch_size

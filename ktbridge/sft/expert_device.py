@@ -21,7 +21,6 @@ from ktbridge.experts.gpu.operations import has_cores
 from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
 from ktbridge.experts.gpu.placement import Costs, Limits, Placement, Scored, Sizes, evenly
 from ktbridge.experts.gpu.probes import costs_of, time_experts, time_update
-from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
@@ -29,12 +28,12 @@ from ktbridge.sft.arguments import choose
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.placement import (
+    NO_GPU,
     OF_ALL,
     beyond,
     cpu_tokens,
     describe,
     limits_for,
-    obstacle,
     probe_tokens,
     rank_placements,
     refuse_on_gpu,
@@ -229,7 +228,7 @@ def _smaller(now: Placement, sizes: Sizes, short: int) -> tuple[Placement, str] 
 
 def check_expert_device(config: TrainConfig) -> None:
     """Raise ``UsageError`` if ``kt_experts`` requests an unavailable GPU; needs no weights."""
-    refuse_on_gpu(config, _obstacle(config, choose(config)))
+    refuse_on_gpu(config, _obstacle(choose(config)))
 
 
 def place_experts(
@@ -244,7 +243,7 @@ def place_experts(
     fit.
     """
     device = choose(setting.config)
-    if distributed.agree(bool(_obstacle(setting.config, device))):
+    if distributed.agree(bool(_obstacle(device))):
         return ExpertDevice("cpu", None)
     sizes = sizes_of(model, setting.shape.config.experts_per_token)
     limits = _limits(setting, device)
@@ -323,7 +322,6 @@ def _measure(
 ) -> tuple[Costs, int]:
     """A step's costs on the run's own model, and bytes a token outside the experts."""
     layer = next(iter(expert_layers(model).values()))
-    assert isinstance(layer, MoELoRAExperts)
     most, short = probe_tokens(limits), times_cpu(setting, limits)
     experts = time_experts(layer, device, sizes.top_k, most, free=max(1, limits.free), cpu=short)
     outside = outside_times(model, setting, probe_sizes(setting, most), device)
@@ -336,10 +334,10 @@ def _measure(
     return costs, round((1 + GPU_SEGMENTS_SLACK) * (outside.token_bytes or 0))
 
 
-def _obstacle(config: TrainConfig, device: torch.device) -> str:
-    """Why the GPU can't compute the experts of this run, to follow "kt_experts: stream"; "" if it can."""
-    if closed := obstacle(config, device.type == "cuda"):
-        return closed
+def _obstacle(device: torch.device) -> str:
+    """Return why ``device`` can't compute the experts of a run, to follow "kt_experts: stream"; else ""."""
+    if device.type != "cuda":
+        return NO_GPU
     if not has_cores(device):
         major, minor = torch.cuda.get_device_capability(device)
         return f"needs bfloat16 tensor cores (sm80 or later; this GPU is sm{major}{minor})"

@@ -36,6 +36,8 @@ from ktbridge.sft.plan.memory import (
 
 ON_GPU = ("stream", "resident")
 """Values of kt_experts that ask for the GPU."""
+NO_GPU = "needs a GPU, and there is none to use"
+"""Obstacle to ``ON_GPU``, in words that follow "kt_experts: stream"."""
 OF_ALL = 0.94
 """The part of a GPU's memory that is counted on where no budget is given."""
 KEPT_FREE = 0.03
@@ -284,20 +286,11 @@ def with_placement(setting: Setting, tokens: int, placement: Placement | None = 
     return replace(setting, rows=rows, placement=placement)
 
 
-def obstacle(config: TrainConfig, cuda: bool) -> str:
-    """Why a configuration keeps experts off the GPU, to follow "kt_experts: stream"; "" if nothing does.
-
-    ``cuda``: whether there is a GPU to use.
-    """
-    if not cuda:
-        return "needs a GPU, and there is none to use"
-    if config.kt_config.kt_backend == "kt-kernel":
-        return "doesn't go with kt_backend: kt-kernel"
-    return ""
-
-
 def refuse_on_gpu(config: TrainConfig, why: str) -> None:
-    """Raise ``UsageError`` if ``kt_experts`` requests the GPU, which is unavailable because of ``why``."""
+    """Raise ``UsageError`` if ``kt_experts`` requests the GPU, which is unavailable because of ``why``.
+
+    ``why`` follows "kt_experts: stream"; "" if the GPU is available.
+    """
     wanted = config.kt_config.kt_experts
     if why and wanted in ON_GPU:
         raise UsageError(f"kt_experts: {wanted} {why}.", "Set kt_experts: cpu, or auto.")

@@ -18,7 +18,6 @@ from transformers.utils import (
 
 from ktbridge.codes import Problems, problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
-from ktbridge.experts.backends.kt_kernel import KtKernelExperts, load_kt_kernel
 from ktbridge.experts.loading import load_tokenizer
 from ktbridge.install import linear_attention_gaps
 from ktbridge.model import find_model, read_model_config, resolve_model
@@ -40,7 +39,6 @@ from ktbridge.sft.plan.lengths import (
     optimizer_steps,
 )
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
-from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.precision import decide_precision
 from ktbridge.sft.resume import (
     Identity,
@@ -166,7 +164,6 @@ def _check_packages(config: TrainConfig) -> None:
     needed = Problems(code="KTC014")
     needed.attempt("report_to", lambda: check_reporters(config))
     needed.attempt("flash_attn", lambda: _check_attention(config))
-    needed.attempt("kt_backend", lambda: _check_backend(config))
     needed.raise_if_any("this run needs what isn't installed here; nothing was started.")
 
 
@@ -264,35 +261,17 @@ def _check_attention(config: TrainConfig) -> None:
         )
 
 
-def _check_backend(config: TrainConfig) -> None:
-    if config.kt_config.kt_backend == "kt-kernel":
-        load_kt_kernel(f"{KtKernelExperts.METHOD['method']}_MOE")
-
-
 def _experts_missing(config: TrainConfig, declared: Declared | None) -> bool:
     """Return whether the experts' weights are still to be downloaded: how they are stored is known then."""
     return declared is not None and not config.kt_config.kt_weight_path
 
 
 def _quantised(config: TrainConfig, base: Path, declared: Declared | None) -> Quantised | None:
-    """The quantised experts that the run takes, if any. Raises where there is no room to make them.
-
-    kt-kernel is given bfloat16 tensors, so quantised experts are not for it.
-    """
-    if config.kt_config.kt_backend != "kt-kernel":
-        found = None if _experts_missing(config, declared) else quantised_experts(config, base)
-        if found and not found.ready:
-            found.check_room()
-        return found
-    own = config.kt_config.kt_weight_path
-    shape = read_shape(Path(own)) if own else read_shape(base, declared=declared)
-    stored = shape.expert_storage
-    if stored in ("fp8", "int8", "int4", "mxfp4"):
-        raise UsageError(
-            f"kt_backend: kt-kernel takes bf16 experts, and those in {own or base} are {stored}.",
-            "Make BF16 of them with scripts/dequantize_checkpoint.py, or leave kt_backend out.",
-        )
-    return None
+    """The quantised experts that the run takes, if any. Raises where there is no room to make them."""
+    found = None if _experts_missing(config, declared) else quantised_experts(config, base)
+    if found and not found.ready:
+        found.check_room()
+    return found
 
 
 def _check_packing(config: TrainConfig, base: Path, images: bool) -> None:

@@ -48,7 +48,7 @@ _FREE = {
     "temperature", "top_p", "top_k", "enable_liger_kernel",
 }  # fmt: skip
 _FREE_KT = {
-    "kt_num_threads", "kt_threadpool_count", "expert_activation", "kt_experts", "kt_gpu_memory",
+    "kt_num_threads", "expert_activation", "kt_experts", "kt_gpu_memory",
     "kt_num_gpu_experts",
 }  # fmt: skip
 # Left out at their defaults, as in runs that began before there were such keys.

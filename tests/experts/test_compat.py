@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 from transformers.integrations import moe
 
 from ktbridge.experts import compat
-from ktbridge.experts.experts_layer import ExpertsLayer
+from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import experts_modules
 
 
@@ -121,4 +121,4 @@ def test_a_module_is_moved_and_loaded_by_the_methods_that_layers_override() -> N
     assert "self._apply(" in inspect.getsource(nn.Module.to)
     assert "module._load_from_state_dict(" in inspect.getsource(nn.Module.load_state_dict)
     for name in ("_apply", "_load_from_state_dict"):
-        assert name in vars(ExpertsLayer)
+        assert name in vars(MoELoRAExperts)

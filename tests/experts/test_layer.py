@@ -385,7 +385,7 @@ def test_a_deep_copy_shares_the_weights_and_has_its_own_lora():
     assert copied is again
     assert copied is not layer
     assert copied._layer is not layer._layer
-    assert copied._weights is layer._weights
+    assert copied.weights is layer.weights
     assert repr(copied) == repr(layer).replace(f"{layer.saved_bytes / 2**20:.1f} MiB", "0.0 MiB")
     assert same_bits([expected, outcome(copied, inputs, d_out)])
     copied.reset_lora()

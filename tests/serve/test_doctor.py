@@ -13,9 +13,10 @@ import pytest
 
 from ktbridge.experts.gpu.probe import MARK, GpuFacts
 from ktbridge.machine import NumaNode, read_machine
-from ktbridge.serve import doctor_packages
-from ktbridge.serve.doctor import Diagnosis, _huge_pages, _numa
-from ktbridge.serve.doctor_packages import Imports
+from ktbridge.serve import doctor
+from ktbridge.serve.doctor import _huge_pages, _numa
+
+SMI = "#!/bin/sh\necho '0, A GPU, 9.0, 81920'\n"
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -113,26 +114,26 @@ def test_nothing_readable_is_unknown_not_zero(elsewhere):
 
 
 @pytest.fixture
-def doctor(run_cli):
-    """doctor(*options, code=0, **environment): the checks of `ktbridge doctor --json` by topic."""
+def report(run_cli):
+    """report(*options, code=0, **environment): the checks of `ktbridge doctor --json` by topic."""
 
-    def doctor(*options, code=0, **environment):
+    def report(*options, code=0, **environment):
         done = run_cli("doctor", "--json", *options, **environment)
         assert done.returncode == code, done.stdout
         return {check["topic"]: check for check in json.loads(done.stdout)["checks"]}
 
-    return doctor
+    return report
 
 
-def test_report(doctor, tmp_path):
+def test_report(report, tmp_path):
     """An engine on the path is looked up in the table; what isn't as it should be has a remedy."""
     for name, version in (("sglang_kt", "0.6.4"), ("kt_kernel", "0.7.2")):
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         write(tmp_path, {f"{name}-{version}.dist-info/METADATA": metadata})
-    write(tmp_path, {"nvidia-smi": "#!/bin/sh\necho '0, A GPU, 9.0, 81920'\n"})
+    write(tmp_path, {"nvidia-smi": SMI})
     (tmp_path / "nvidia-smi").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    checks = doctor("--quick", PYTHONPATH=str(tmp_path), PATH=path)
+    checks = report("--quick", PYTHONPATH=str(tmp_path), PATH=path)
     assert checks["kernels"]["state"] == checks["torch"]["state"] == "ok"
     assert "scalar" in checks["kernels"]["found"]
     assert checks["GPU"]["found"] == "A GPU 85.9 GB (nvidia-smi; torch was not asked)"
@@ -143,7 +144,7 @@ def test_report(doctor, tmp_path):
     assert all(check["remedy"] for check in checks.values() if check["state"] != "ok")
 
 
-GOOD = GpuFacts(0, "A GPU", "9.0", True, True, 55.2e9)
+GOOD = GpuFacts(0, "A GPU", "9.0", True, True, 55.2e9, memory=85 * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -172,25 +173,44 @@ GOOD = GpuFacts(0, "A GPU", "9.0", True, True, 55.2e9)
     ],
 )
 def test_what_a_gpu_can_do_for_experts(lacking, memlock, said, remedy):
-    check = doctor_packages.expert_check(replace(GOOD, **lacking), memlock)
+    check = doctor.expert_check(replace(GOOD, **lacking), memlock)
     assert said in check.found
     assert remedy in check.remedy
     assert (check.state, bool(check.remedy)) == (("missing", True) if remedy else ("ok", False))
 
 
-def test_gpus_are_tried_in_a_process_of_their_own(monkeypatch):
-    """What it said counts even if it ends badly; where torch sees no GPU there is none."""
-    line = f"\n{MARK}{json.dumps(asdict(GOOD))}"
-    program = f"import sys; print({line!r}); sys.exit('driver gone')"
-    monkeypatch.setattr(doctor_packages, "_PROBE", [sys.executable, "-c", program])
-    for cuda in (None, {"error": "no driver"}, {"cuda": None, "gpus": []}):
-        assert doctor_packages.try_gpus(Imports(cuda=cuda)) == ((), [])
-    gpus, checks = doctor_packages.try_gpus(Imports(cuda={"cuda": "13.0", "gpus": [["A GPU", 1]]}))
-    assert gpus == (GOOD,)
-    assert [check.state for check in checks] == ["ok", "problem"]
-    assert checks[1].found == "trying the GPUs ended with code 1: driver gone"
-    told = Diagnosis(read_machine(), tuple(checks), gpus).as_dict()
-    assert told["gpus"][0]["link"] == 55.2e9
+CUDA_13 = {"cuda": "13.0"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "ending", "listed", "said"),
+    [
+        ([CUDA_13, asdict(GOOD)], "", SMI, ["ok A GPU 85.0 GB", "ok kt_experts: stream"]),
+        ([CUDA_13, asdict(GOOD)], "driver gone", SMI,
+         ["ok A GPU", "ok kt_experts", "problem trying the GPUs: Python ended with code 1: driver gone"]),
+        ([CUDA_13], "", SMI, ["problem nvidia-smi lists A GPU 85.9 GB, but torch's CUDA 13.0 has none"]),
+        ([{"cuda": None}], "", SMI, ["problem nvidia-smi lists A GPU 85.9 GB, but torch is a CPU build"]),
+        ([CUDA_13], "", "", ["missing none for torch's CUDA 13.0"]),
+        ([], "ImportError: libgone.so.12", "",
+         ["problem torch does not load: Python ended with code 1: ImportError: libgone.so.12"]),
+    ],
+)  # fmt: skip
+def test_torch_is_asked_for_gpus_in_a_process_of_its_own(
+    answers, ending, listed, said, tmp_path, monkeypatch
+):
+    """What it answered counts even if it ends badly, and is held against nvidia-smi's list."""
+    write(tmp_path, {"nvidia-smi": listed or "#!/bin/sh\n"})
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    lines = "".join(f"\n{MARK}{json.dumps(answer)}" for answer in answers)
+    program = f"import sys; print({lines!r}); sys.exit({ending!r} or 0)"
+    monkeypatch.setattr(doctor, "_PROBE", [sys.executable, "-c", program])
+    gpus, checks = doctor.check_gpus(ask_torch=True)
+    assert gpus == (GOOD,) * (len(answers) - 1)
+    assert len(checks) == len(said)
+    for check, words in zip(checks, said, strict=True):
+        assert f"{check.state} {check.found}".startswith(words)
+        assert check.remedy or check.state == "ok"
 
 
 def test_a_forced_path_that_does_not_exist_is_a_problem(run_cli):
@@ -199,31 +219,20 @@ def test_a_forced_path_that_does_not_exist_is_a_problem(run_cli):
     assert "no-such-isa" in done.stdout
 
 
-def test_imports_that_fail_are_reported_as_they_failed(doctor, tmp_path):
-    """A library that isn't there, a module that ends Python, and one that is behind it."""
-    for name in "accelerate datasets fastapi openai peft uvicorn".split():
-        write(tmp_path, {f"{name}.py": ""})
+def test_torch_alone_is_imported_and_what_it_dies_of_is_told(report, tmp_path):
     why = "libgone.so.12: cannot open shared object file"
     write(tmp_path, {"torch.py": f"raise ImportError({why!r})\n", "transformers.py": "1 / 0\n"})
-    write(tmp_path, {"trl.py": "import os, sys\nprint('dying', file=sys.stderr)\nos._exit(3)\n"})
-    checks = doctor(code=1, PYTHONPATH=str(tmp_path))
-    for topic, words in (
-        ("torch", f"does not import: ImportError: {why}"),
-        ("transformers", "does not import: ZeroDivisionError: division by zero"),
-        ("trl", "does not import: the import ended Python with code 3: dying"),
-        ("datasets", "not tried: trl ended the process"),
-        ("GPU", why),
-    ):
-        assert words in checks[topic]["found"]
-        assert (checks[topic]["state"], bool(checks[topic]["remedy"])) == ("problem", True)
-    assert checks["peft"]["state"] == "ok"
+    checks = report(code=1, PYTHONPATH=str(tmp_path))
+    assert checks["GPU"]["state"] == "problem"
+    assert checks["GPU"]["found"].endswith(f"with code 1: ImportError: {why}")
+    assert checks["torch"]["state"] == checks["transformers"]["state"] == "ok"
 
 
-def test_a_package_that_is_too_old_and_an_engine_that_does_not_run(doctor, tmp_path):
+def test_a_package_that_is_too_old_and_an_engine_that_does_not_run(report, tmp_path):
     info = tmp_path / "openai-1.99.dist-info"
     write(info, {"METADATA": "Metadata-Version: 2.1\nName: openai\nVersion: 1.99\n"})
     python = str(tmp_path / "python")
-    checks = doctor("--quick", "--engine-python", python, code=1, PYTHONPATH=str(tmp_path))
+    checks = report("--quick", "--engine-python", python, code=1, PYTHONPATH=str(tmp_path))
     assert checks["openai"]["found"].startswith("1.99 is too old; ktbridge needs 2.0")
     assert checks["openai"]["remedy"] == "pip install 'openai>=2.0'"
     assert f"{python} does not run" in checks["sglang-kt"]["found"]

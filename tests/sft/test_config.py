@@ -158,9 +158,7 @@ HELD, BEST = {"val_size": 3}, {"load_best_model_at_end": True}
         ({"use_cpu": True, "flash_attn": "fa2"}, "flash_attn", "fa2 with use_cpu"),
         ({"kt_config": {"kt_gpu_memory": 24}}, "kt_config.kt_gpu_memory", "a size with its unit"),
         ({"kt_config": {"kt_num_gpu_experts": -1}}, "kt_config.kt_num_gpu_experts", "0"),
-        ({"kt_config": {"kt_backend": "AMXFP8_SkipLoRA"}}, "kt_config.kt_backend", "auto or kt-kernel"),
-        ({"kt_backend": "kt-kernel", "kt_skip_expert_lora_adaptation": True},
-         "kt_config.kt_skip_expert_lora_adaptation", "true with kt_backend: kt-kernel"),
+        ({"kt_config": {"kt_backend": "AMXFP8_SkipLoRA"}}, "kt_config.kt_backend", "auto or AMXBF16 or"),
         ({"cpu_infer": 2, "kt_num_threads": 1}, "kt_num_threads", "1 (expected 2, as cpu_infer has it)"),
         ({"resume_from_checkpoint": "true"}, "resume_from_checkpoint", "'true' (expected true, false"),
         ({"resume_from_checkpoint": 500}, "resume_from_checkpoint", "true, false or a path"),
@@ -186,6 +184,12 @@ def test_what_contradicts_itself_is_one_problem_that_names_the_key(values, key, 
     found = problems_of(values)
     assert set(found) == {key}
     assert words in str(found[key])
+
+
+def test_the_backend_that_is_gone_is_refused_with_what_to_use():
+    (found,) = problems_of({"kt_backend": "kt-kernel"}).values()
+    assert (found.code, found.where) == ("KTC002", "config: kt_config.kt_backend")
+    assert "own kernels compute the experts; the backend kt-kernel is gone" in found.next_step
 
 
 V1 = """
@@ -261,13 +265,6 @@ def test_dropout_is_for_both_halves_unless_the_experts_have_their_own():
         assert (config.lora_dropout, config.expert_dropout, config.notes) == (0.1, 0.0, ())
     assert parse_config({**GOOD, "kt_lora_dropout": 0.25}).expert_dropout == 0.25
     assert parse_config({**GOOD, "lora_dropout": 0.1, "stage": "dpo"}).expert_dropout == 0.0
-    wheel = {**GOOD, "lora_dropout": 0.1, "kt_backend": "kt-kernel"}
-    with pytest.raises(ProblemsError) as caught:
-        parse_config(wheel)
-    (problem,) = caught.value.problems
-    assert problem.where.endswith(": kt_config.kt_lora_dropout")
-    assert parse_config({**wheel, "kt_lora_dropout": 0}).lora_dropout == 0.1
-    assert parse_config({**wheel, "stage": "dpo"}).expert_dropout == 0.0
 
 
 def test_what_is_for_experts_on_the_gpu_is_noted_where_they_arent():
@@ -297,18 +294,6 @@ def test_experts_come_from_another_checkpoint_where_it_has_them(tmp_path):
     assert config.kt_config.kt_weight_path is None
     assert set(notes_of(config)) == {"kt_config.kt_weight_path"}
     assert config.kt_config.storage == "int8"
-    wheel = ["kt_config.kt_backend=kt-kernel", "kt_config.kt_expert_weight_format=int8"]
-    with pytest.raises(
-        ProblemsError
-    ) as caught:  # it is given bfloat16 tensors, and packs them itself
-        load_config(path, ["kt_config.kt_weight_path=kt", *wheel])
-    assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems] == [
-        "kt_config.kt_weight_path",
-        "kt_config.kt_expert_weight_format",
-    ]
-    wheel[1] = "kt_config.kt_expert_weight_format=bf16"
-    config = load_config(path, ["kt_config.kt_weight_path=int8", *wheel])
-    assert (config.kt_config.kt_weight_path, config.notes) == (str(tmp_path / "int8"), ())
     config = load_config(path, ["kt_config.kt_weight_path=base", "kt_config.kt_backend=auto"])
     assert (config.kt_config.kt_weight_path, config.notes) == (None, ())
     with pytest.raises(ProblemsError) as caught:

@@ -193,7 +193,7 @@ def choices(path):
         outside = OutsideTimes(line, line, line, (0.0, 0.0), None)
         allow_on_cpu(free=free)
         expert_device._measure = measure
-        expert_device._obstacle = lambda config, device: why
+        expert_device._obstacle = lambda device: why
         expert_device.time_experts = lambda *_, **__: first(experts)
         expert_device.outside_times = lambda *_: first(outside)
         config = load_config(path, [f"kt_experts={wanted}", "output_dir=none"])
@@ -249,13 +249,12 @@ def test_gradients_become_their_means_in_a_few_buckets(warm):
         assert "means" in out
 
 
-def test_several_processes_are_no_obstacle(monkeypatch, run_dir):
+def test_several_processes_are_no_obstacle(monkeypatch):
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    config = load_config(run_dir / "run.yaml", STREAM)
     for capability, told in (((9, 0), ""), ((7, 5), "sm75")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
-        why = expert_device._obstacle(config, torch.device("cuda", 1))
+        why = expert_device._obstacle(torch.device("cuda", 1))
         assert bool(why) == bool(told)
         assert told in why
 

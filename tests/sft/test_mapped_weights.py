@@ -44,7 +44,7 @@ from ktbridge.serve.doctor import diagnose
 
 result = train(Path(run), "max_steps=1")
 print(*(note for note in result.notes if note.code == "KTL020"), sep=chr(10))
-print(*(check.found for check in diagnose(imports=False).checks), sep=chr(10))
+print(*(check.found for check in diagnose(ask_torch=False).checks), sep=chr(10))
 """
 
 

@@ -287,21 +287,6 @@ def test_advice_saves_what_it_says(run_yaml, short):
         assert item.saves == sum(plan.total(place) - after.total(place) for place in places) > 0
 
 
-def test_kt_kernel_is_told_to_need_two_copies(run_yaml):
-    ours = make_plan(load_config(run_yaml), ROOMY, measure=False)
-    theirs = make_plan(
-        load_config(run_yaml, ["kt_config.kt_backend=kt-kernel"]), ROOMY, measure=False
-    )
-    assert mapped(theirs) == 0
-    kept = [
-        part.size for plan in (theirs, ours) for part in plan.parts if "activations" in part.what
-    ]
-    assert kept[0] > kept[2]  # buffers for cutoff_len, though no row is as long
-    grown = theirs.total("RAM") - ours.total("RAM")
-    assert grown == 2 * mapped(ours) + kept[0] - kept[2]
-    assert any("two copies" in note for note in theirs.notes)
-
-
 @pytest.fixture
 def briefly(monkeypatch):
     """A few runs of each, where a plan takes a second's worth."""

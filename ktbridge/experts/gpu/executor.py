@@ -30,7 +30,7 @@ from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.gpu.routing import OutsideIds, Routing
 from ktbridge.experts.gpu.streams import Outputs
 from ktbridge.experts.gpu.unpack import unpack
-from ktbridge.experts.modules import Triple
+from ktbridge.experts.weights import Triple
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -15,8 +15,7 @@ import torch
 
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.layer_math import Biases, Bordered
-from ktbridge.experts.modules import Triple
-from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Triple
 
 ALIGNED = 256  # where spans begin in a slot: what CUDA's own allocations are aligned to
 _GAP = 64  # bytes between two tensors that are still one copy; a shard's header is always longer

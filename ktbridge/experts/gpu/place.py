@@ -13,7 +13,6 @@ from ktbridge.experts.gpu.gpu_call import OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
 from ktbridge.experts.gpu.placement import Placement, Sizes
 from ktbridge.experts.gpu.ring import Copier
-from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.loading import release_layers
 from ktbridge.experts.wrapped_layers import expert_layers
 
@@ -82,7 +81,6 @@ def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) ->
     if loader is not copier:
         loader.close()
     for index, layer in layers.items():
-        assert isinstance(layer, MoELoRAExperts)
         layer.gpu = OnGpu(experts, index)
         if placement.masters:
             layer.move_lora(device)

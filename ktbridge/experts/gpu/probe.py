@@ -1,7 +1,8 @@
 """What this machine's GPUs can do for routed experts, tried in a moment on each of them.
 
-``python -m ktbridge.experts.gpu.probe`` prints the facts of each GPU as a line of JSON behind ``MARK``, for
-callers that don't import torch themselves. This module imports it only where GPUs are looked at.
+``python -m ktbridge.experts.gpu.probe`` prints torch's CUDA and the facts of each GPU, each as a line of JSON
+behind ``MARK``, for callers that don't import torch themselves. This module imports it only where GPUs are
+looked at.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class GpuFacts:
     """Why nothing else is known."""
     one_by_one: bool = False
     """Whether grouped GEMM is a loop over experts on it, which waits for the GPU in each call."""
+    memory: int = 0
+    """Bytes."""
 
 
 def loops(capability: str) -> bool:
@@ -65,12 +68,13 @@ def look() -> Iterator[GpuFacts]:
     import torch
 
     for index in range(torch.cuda.device_count()):
-        name = torch.cuda.get_device_properties(index).name
+        found = torch.cuda.get_device_properties(index)
         try:
             yield facts_of(index)
         except (OSError, RuntimeError) as error:  # CUDA's are of the latter
             reason = str(error).strip().partition("\n")[0]
-            yield GpuFacts(index, name, error=f"{type(error).__name__}: {reason}")
+            error_text = f"{type(error).__name__}: {reason}"
+            yield GpuFacts(index, found.name, memory=found.total_memory, error=error_text)
 
 
 def facts_of(index: int) -> GpuFacts:
@@ -87,6 +91,7 @@ def facts_of(index: int) -> GpuFacts:
         return GpuFacts(
             index=index,
             name=found.name,
+            memory=found.total_memory,
             capability=f"{found.major}.{found.minor}",
             tensor_cores=cores,
             grouped_gemm=cores and operations.IN_TORCH,
@@ -151,6 +156,16 @@ def not_in_place() -> str:
             return done
 
 
-if __name__ == "__main__":
+def _main() -> None:
+    import torch
+
+    def answer(facts: dict[str, object]) -> None:
+        print(f"\n{MARK}{json.dumps(facts)}", flush=True)
+
+    answer({"cuda": torch.version.cuda})
     for each in look():
-        print(f"\n{MARK}{json.dumps(asdict(each))}", flush=True)
+        answer(asdict(each))
+
+
+if __name__ == "__main__":
+    _main()

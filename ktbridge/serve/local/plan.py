@@ -17,7 +17,7 @@ from ktbridge.install import install_hint, without_kernels
 from ktbridge.kernel_choice import has_bf16_instructions, has_kernels
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.hub import short_name
-from ktbridge.serve.doctor_packages import PACKAGES
+from ktbridge.serve.doctor import PACKAGES
 from ktbridge.serve.request import OPTION_OF_LAYOUT, Limits, ServeRequest
 from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
 
@@ -159,8 +159,8 @@ def check_installed() -> None:
     """Raises KtbridgeError where our kernels or a package that the engine needs aren't here; imports none."""
     missing = [
         name
-        for name, (module, _, extra) in PACKAGES.items()
-        if extra == "serve" and find_spec(module) is None
+        for name, (_, extra) in PACKAGES.items()
+        if extra == "serve" and find_spec(name) is None
     ]
     if missing:
         raise KtbridgeError(

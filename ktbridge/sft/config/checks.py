@@ -97,22 +97,6 @@ def _contradictions(config: TrainConfig, given: Collection[str], problems: Probl
         "kt_config.expert_activation", block.expert_activation,
         f"{config.kt_cpu_activation}, as kt_cpu_activation has it", "Keep kt_cpu_activation, the newer name.",
     )  # fmt: skip
-    error_if(
-        block.kt_backend == "kt-kernel" and block.kt_skip_expert_lora_adaptation,
-        "kt_config.kt_skip_expert_lora_adaptation", "true with kt_backend: kt-kernel", "false",
-        "Leave out kt_backend: kt-kernel trains no experts without LoRA, ktbridge's own kernels do.",
-    )  # fmt: skip
-    error_if(
-        block.kt_backend == "kt-kernel" and block.kt_expert_weight_format not in (None, "bf16"),
-        "kt_config.kt_expert_weight_format", f"{block.kt_expert_weight_format} with kt_backend: kt-kernel",
-        "bf16", "Leave it out, or leave out kt_backend: ktbridge's kernels read bf16, FP8, INT8 and INT4.",
-    )  # fmt: skip
-    error_if(
-        block.kt_backend == "kt-kernel" and config.expert_dropout > 0,
-        "kt_config.kt_lora_dropout", f"{config.expert_dropout} with kt_backend: kt-kernel",
-        "0, as kt-kernel has no dropout on experts",
-        "Set kt_lora_dropout: 0, or leave out kt_backend: ktbridge's kernels have it.",
-    )  # fmt: skip
 
 
 def _what_is_learned(config: TrainConfig, problems: Problems) -> None:
@@ -302,7 +286,6 @@ def _notes_on_training(config: TrainConfig, given: Collection[str], problems: Pr
 
 def _notes_on_experts(config: TrainConfig, problems: Problems) -> None:
     block = config.kt_config
-    ours = block.kt_backend != "kt-kernel"
     usable = len(own_cpus())
     if block.kt_num_threads > usable:
         problems.warn(
@@ -310,13 +293,6 @@ def _notes_on_experts(config: TrainConfig, problems: Problems) -> None:
             f"{block.kt_num_threads}, but this process may use {usable} CPUs, and so many are used",
             "",
             "Leave it out: the cores are counted.",
-        )
-    if ours and block.kt_threadpool_count is not None:
-        problems.warn(
-            "kt_config.kt_threadpool_count",
-            f"{block.kt_threadpool_count}: one pool of threads works on all NUMA nodes",
-            "",
-            "Leave it out.",
         )
     for key in ("kt_lora_rank", "kt_lora_alpha"):
         if block.experts_frozen and getattr(block, key):
@@ -342,10 +318,10 @@ def _notes_on_experts(config: TrainConfig, problems: Problems) -> None:
                 "",
                 "Set kt_experts: stream, resident or auto (docs/gpu-experts.md), or leave it out.",
             )
-    _notes_on_storage(block, ours, problems)
+    _notes_on_storage(block, problems)
 
 
-def _notes_on_storage(block: KtConfig, ours: bool, problems: Problems) -> None:
+def _notes_on_storage(block: KtConfig, problems: Problems) -> None:
     asked, named = block.kt_expert_weight_format, QUANTISING.get(block.backend)
     if asked and named and asked != named:
         problems.warn(
@@ -365,7 +341,7 @@ def _notes_on_storage(block: KtConfig, ours: bool, problems: Problems) -> None:
                 "",
                 "Leave it out; kt_expert_weight_format: int8 or int4 takes less memory than BF16.",
             )
-        elif ours and storage and not block.kt_weight_path:
+        elif storage and not block.kt_weight_path:
             problems.warn(
                 f"kt_config.{key}",
                 f"{given}: the kernels read experts as the checkpoint stores them, {storage} or not",

@@ -30,15 +30,17 @@ QUANTISING = {"AMXINT8": "int8", "INT8": "int8", "AMXINT4": "int4", "AMXINT4_KGr
 class KtConfig:
     """The ``kt_config`` block: how the experts run. Its keys may also stand outside the block."""
 
-    kt_backend: str = option(one_of("auto", "kt-kernel", *STORAGE_BACKENDS), "auto")
-    """auto: our kernels; kt-kernel: KTransformers' own, where its wheel is installed. KTransformers' names of
-    storages mean our kernels too: AMXINT8, INT8, AMXINT4 and AMXINT4_KGroup are kt_expert_weight_format: int8
-    or int4, the others read experts as the checkpoint stores them; AMXBF16, AMXINT8 and AMXINT4
-    with _SkipLoRA at the end also do what kt_skip_expert_lora_adaptation does."""
+    kt_backend: str = option(
+        one_of("auto", *STORAGE_BACKENDS),
+        "auto",
+        "Leave it out: ktbridge's own kernels compute the experts; the backend kt-kernel is gone since 0.7.",
+    )
+    """A storage of the experts by KTransformers' name, computed by our kernels: AMXINT8, INT8, AMXINT4 and
+    AMXINT4_KGroup are kt_expert_weight_format: int8 or int4; auto and the others read experts as the
+    checkpoint stores them. AMXBF16, AMXINT8 and AMXINT4 with _SkipLoRA at the end also do what
+    kt_skip_expert_lora_adaptation does."""
     kt_num_threads: int = option(whole(0, 4096), 0)
     """Kernel threads; 0 takes KTBRIDGE_THREADS, else the physical cores this process may use."""
-    kt_threadpool_count: int | None = option(whole(1, 64), None)
-    """Thread pools of kt-kernel, one for each NUMA node; ours is one pool over all nodes."""
     kt_weight_path: str | None = option(text, None)
     """A safetensors checkpoint to take the experts from, such as one of scripts/quantize_experts.py;
     default: model_name_or_path. Files in KTransformers' own order aren't read."""
@@ -46,7 +48,7 @@ class KtConfig:
         one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4"), None
     )
     """int8, int4: experts in BF16, F16 or F32 are quantised once, before the first run, beside the checkpoint
-    or where KTBRIDGE_CACHE says. All else: as the checkpoint stores them; kt-kernel takes bf16 only."""
+    or where KTBRIDGE_CACHE says. All else: as the checkpoint stores them."""
     kt_experts: str = option(one_of("auto", "cpu", "stream", "hybrid", "resident"), "auto")
     """What computes the routed experts. auto: without a GPU our kernels on the CPU, with one the fastest that
     fits its memory, by times measured at the start. cpu: the kernels. stream: the GPU, to which each layer's

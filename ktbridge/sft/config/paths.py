@@ -175,10 +175,6 @@ def _resolve_weight_path(main: Values, kt: Values, root: Path, problems: Problem
         kt["kt_weight_path"] = None
     elif not _has_experts(path):
         found = f"{path} holds no safetensors with experts; files in KTransformers' own order aren't read"
-        if kt.get("kt_backend") == "kt-kernel":
-            step = "Leave it out, or name a BF16 checkpoint: kt-kernel packs the experts itself."
-            problems.error("kt_config.kt_weight_path", found, _EXPERTS, step)
-            return
         kt["kt_weight_path"] = None
         problems.warn(
             "kt_config.kt_weight_path",

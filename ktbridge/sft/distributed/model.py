@@ -46,7 +46,7 @@ def _give_to_main(model: nn.Module) -> None:
         return
     for layer in layers:
         layer._parameters.clear()
-        layer._weights = ()  # type: ignore[assignment]  # from now on its kernels must not run
+        layer.weights = ()  # type: ignore[assignment]  # from now on its kernels must not run
     for _, module in experts_modules(model):
         module.mapped_experts = ()  # type: ignore[assignment]
         for name in list(module._parameters):
@@ -61,8 +61,7 @@ def replicated_lora(model: nn.Module) -> list[nn.Parameter]:
 
 def _on_gpu(model: nn.Module) -> list[MoELoRAExperts]:
     """The expert layers that were given to the GPU."""
-    layers = expert_layers(model).values()
-    return [each for each in layers if isinstance(each, MoELoRAExperts) and each.gpu is not None]
+    return [layer for layer in expert_layers(model).values() if layer.gpu is not None]
 
 
 def expert_names(model: nn.Module) -> set[str]:

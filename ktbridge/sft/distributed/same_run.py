@@ -48,7 +48,7 @@ _OF_A_HOST = {
     "overwrite_output_dir", "overwrite_cache", "report_to", "run_name", "plot_loss", "notes", "ddp_timeout",
     "dataloader_num_workers", "strict_data", "allow_refused_rows", "save_total_limit", "template",
 }  # fmt: skip
-_OF_A_HOST_KT = {"kt_weight_path", "kt_num_threads", "kt_threadpool_count", "kt_gpu_memory"}
+_OF_A_HOST_KT = {"kt_weight_path", "kt_num_threads", "kt_gpu_memory"}
 _PACKAGES = (
     "torch", "transformers", "peft", "trl", "accelerate", "tokenizers", "datasets", "flash-attn", "kernels",
     *LINEAR_ATTENTION,

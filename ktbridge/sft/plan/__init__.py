@@ -219,11 +219,6 @@ def _notes(
             f"{lengths.estimated}: the rows' text is counted alone, {way}; what a chat template adds, tools "
             "and answers in sequences of their own make training longer than this plan"
         )
-    if setting.config.kt_config.kt_backend == "kt-kernel":
-        yield (
-            "kt-kernel keeps two copies of the experts in the process's own memory, where kt_backend: auto "
-            "maps the checkpoint; its speed is not measured, the pace is our kernels'"
-        )
     if setting.cuda and target.gpus > 1:
         each = size_text(LIBRARIES + CUDA_HOST)
         yield (
@@ -291,8 +286,6 @@ def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
 
 
 def _overrides(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[Values, str]]:
-    if config.kt_config.kt_backend == "kt-kernel":
-        yield {"kt_config.kt_backend": "auto"}, "none: our kernels map the checkpoint"
     if config.disable_gradient_checkpointing:
         yield {"disable_gradient_checkpointing": False}, "attention is computed twice"
     if config.activation == "retain":
@@ -310,7 +303,7 @@ def _overrides(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[Values,
         yield {"save_steps": 0}, "a run that stops starts anew"
     if not config.in_bfloat16 and not config.pure_bf16:
         yield {"bf16": True}, "attention in bfloat16"
-    for storage in STORAGES if config.kt_config.kt_backend != "kt-kernel" else ():
+    for storage in STORAGES:
         if can_quantise(shape, storage):
             yield {FORMAT: storage}, f"{_PRICES[storage]}; quantised once, which takes disk"
     if config.expert_rank > 4:

@@ -16,13 +16,13 @@ from ktbridge.experts.gpu.placement import (
     Scored,
 )
 from ktbridge.sft.placement import (
+    NO_GPU,
     ON_GPU,
     beyond,
     cpu_tokens,
     describe,
     limit_of,
     limits_for,
-    obstacle,
     rank_placements,
     refuse_on_gpu,
     times_cpu,
@@ -95,9 +95,8 @@ def compare(setting: Setting, target: Target, measure: bool) -> Comparison:
     Raises ``UsageError`` if the GPU is requested and unavailable, or too small.
     """
     config = setting.config
-    closed = obstacle(config, setting.cuda)
-    refuse_on_gpu(config, closed)
-    if closed:
+    if not setting.cuda:
+        refuse_on_gpu(config, NO_GPU)
         tokens = config.tokens_per_pass
         made = setting if tokens == "auto" else with_placement(setting, int(tokens))
         alone = Choice("cpu", made, chosen=True)

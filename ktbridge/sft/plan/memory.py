@@ -186,14 +186,7 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
     shape, config = setting.shape, setting.config
     layers, hidden = shape.sparse_layers, shape.config.hidden_size
     plain = shape.expert_elements * 2 * layers
-    if config.kt_config.kt_backend == "kt-kernel":
-        yield Part(
-            "experts, twice",
-            "RAM",
-            2 * plain,
-            "kt-kernel packs all experts as bf16, for forward and again for backward",
-        )
-    elif shape.mappable:
+    if shape.mappable:
         read = layers - (len(setting.placed.resident) if setting.placed else 0)
         how = f"{read} layers of {shape.config.num_experts}, {shape.expert_storage}, as the files have them"
         if read:
@@ -222,8 +215,6 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
     tokens = setting.batch.tokens
     one = setting.expert_pass(tokens)
     kept = layers * saved_bytes(one, setting.retain)
-    if config.kt_config.kt_backend == "kt-kernel":
-        kept = (layers if setting.retain else 1) * _kt_saved_bytes(setting)
     word = f"{config.activation}, {tokens:,} tokens x {one.top_k} experts, {layers} layers"
     yield Part("expert activations", "RAM", round(kept), word)
     passing = host_bytes(one, setting.retain, setting.threads)
@@ -241,7 +232,7 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
 def mapped_bytes(setting: Setting) -> int:
     """Bytes of experts that every pass reads from the checkpoint's mapped files."""
     shape = setting.shape
-    if setting.config.kt_config.kt_backend == "kt-kernel" or not shape.mappable:
+    if not shape.mappable:
         return 0
     kept = len(setting.placed.resident) if setting.placed else 0
     return shape.expert_bytes * (shape.sparse_layers - kept) // shape.sparse_layers
@@ -472,14 +463,3 @@ def _disk_parts(setting: Setting) -> Iterator[Part]:
         yield Part("checkpoints", "disk", (count + 1) * one, how)
     how = f"{count_text(trained)} weights in bf16"
     yield Part("the adapter", "disk", adapter_bytes(trained), how)
-
-
-def _kt_saved_bytes(setting: Setting) -> int:
-    """A layer's buffers in kt-kernel, made for the most tokens that cutoff_len allows.
-
-    Hidden states, and for each slot gate, up, their product, down's output and its thin product, in bf16.
-    """
-    config, model = setting.config, setting.shape.config
-    tokens = setting.batch.rows * config.cutoff_len
-    slot = 3 * model.intermediate_size + model.hidden_size + config.expert_rank
-    return 2 * tokens * (model.hidden_size + model.experts_per_token * slot)

@@ -1,1 +1,0 @@
-"""Other implementations of a layer of routed experts: KTransformers' wheel ``kt-kernel``."""
