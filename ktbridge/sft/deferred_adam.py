@@ -49,13 +49,13 @@ class DeferredAdam:
     ``state_dict`` do so by themselves. Does nothing with another optimizer than fused AdamW.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, layers: Iterable[MoELoRAExperts]) -> None:
         self._pending: dict[MoELoRAExperts, list[_Update]] = {}
         self._layers: dict[torch.Tensor, MoELoRAExperts] = {}
         if type(optimizer) is not torch.optim.AdamW:
             return
         for layer in layers:
-            if isinstance(layer, MoELoRAExperts) and layer.gpu is not None:
+            if layer.gpu is not None:
                 own = [each for each in layer.lora_parameters() if each.device.type == "cpu"]
                 self._layers |= dict.fromkeys(own, layer)
                 layer.register_forward_pre_hook(self._finish_layer)
