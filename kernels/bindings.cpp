@@ -100,16 +100,21 @@ class Layer {
   // the caller keeps what is addressed alive, and hears of a failure by the job.
   std::shared_ptr<Job> forward(Address launch, Address stream, const LoraAddresses& lora, int rank,
                                float scale, int tokens, int top_k, Address hidden, Address ids,
-                               Address weights, Address out, Keep keep, const DropoutAt& dropout) const {
+                               Address weights, Address out, Keep keep, const DropoutAt& dropout,
+                               Address lora_of_token) const {
     if (static_cast<std::int64_t>(tokens) * top_k > std::numeric_limits<int>::max() / 2)
       throw std::invalid_argument("too many tokens in one call: " + std::to_string(tokens));
+    if (lora_of_token != 0 && keep != Keep::nothing)
+      throw std::invalid_argument("LoRA by token has no backward");
     return started(launch, stream, [=, machine = machine_, experts = experts_](Job& job) {
       job.tokens = tokens;
       job.top_k = top_k;
       try {
-        job.saved = ktbridge::forward(machine, *experts, lora_at<const float>(lora, rank, scale), tokens,
-                                      top_k, at<const bf16>(hidden), at<const std::int64_t>(ids),
-                                      at<const float>(weights), at<bf16>(out), keep, dropout_at(dropout));
+        Lora<const float> used = lora_at<const float>(lora, rank, scale);
+        used.of_token = at<const bool>(lora_of_token);
+        job.saved = ktbridge::forward(machine, *experts, used, tokens, top_k, at<const bf16>(hidden),
+                                      at<const std::int64_t>(ids), at<const float>(weights), at<bf16>(out),
+                                      keep, dropout_at(dropout));
       } catch (...) {  // the stream goes on until somebody hears of it: with zeros, not with garbage
         std::fill_n(at<bf16>(out), job.tokens * experts->hidden, bf16{0});
         throw;

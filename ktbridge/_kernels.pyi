@@ -106,6 +106,7 @@ class Layer:
         out: int,
         keep: Keep,
         dropout: tuple[int, int, int],
+        lora_of_token: int,
     ) -> Job: ...
     def backward(
         self,

@@ -66,6 +66,12 @@ void GateUp::thin(Projection projection, int expert, TokenBlock block, Strips in
   const auto product = [&](int first, Strips some) {
     float* result = result_blocks(kSmall, strips * some.count);
     multiply(kernels, {{a, some, tiles}}, result);
+    for (int j = 0; j < some.count && lora.of_token != nullptr; ++j)
+      for (int i = 0; i < live_rows(expert, block.begin + first + j); ++i)
+        if (!lora.of_token[routing.token[first_slot(expert, block.begin + first + j) + i]])
+          for (int s = 0; s < strips; ++s)
+            for (int row = 0; row < kStrip; ++row)
+              result[(s * some.count + j) * kBlock + row * kStrip + i] = 0.f;
     kernels.blocks_to_right(result, strips, some.count, lora.scale, writable(t) + first * t.stride, t.stride);
     if (kept.thin.data() == nullptr) return;
     const int begin = block.begin + first;

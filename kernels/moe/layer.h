@@ -56,6 +56,7 @@ struct Lora {
   std::array<T*, kProjections> a{}, b{};
   int rank = 0;  // 0: no LoRA at all
   float scale = 0.f;
+  const bool* of_token = nullptr;  // which tokens have it, without dropout or a backward; null: all
 };
 using LoraWeights = Lora<const float>;
 using LoraGradients = Lora<float>;

@@ -35,6 +35,8 @@ class Lora:
     tensors: dict[str, torch.Tensor]
     scale: float
     dropout: Dropout | None = None
+    tokens: torch.Tensor | None = None
+    """Which tokens [T] have it, bool; None: all. Without a backward."""
 
     def arguments(self) -> tuple[list[int], int, float]:
         """Addresses, rank and scale as the kernels take them."""
@@ -49,10 +51,12 @@ class LoraUse:
     names: tuple[str, ...]
     scale: float
     dropout: Dropout | None
+    tokens: torch.Tensor | None = None
 
     def of(self, tensors: Iterable[torch.Tensor]) -> Lora:
         """With ``tensors``, which are in the order of ``names``."""
-        return Lora(dict(zip(self.names, tensors, strict=True)), self.scale, self.dropout)
+        named = dict(zip(self.names, tensors, strict=True))
+        return Lora(named, self.scale, self.dropout, self.tokens)
 
 
 def run_forward(
@@ -74,6 +78,7 @@ def run_forward(
         *(tensor.data_ptr() for tensor in (*inputs, out)),
         keep,
         lora.dropout.arguments() if lora.dropout else (0, 0, 0),
+        0 if lora.tokens is None else lora.tokens.data_ptr(),
     )
     if stream is not None:
         return queued.queue(stream, kernels.forward, arguments, (owner, inputs, out, lora))

@@ -117,6 +117,8 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         self.lora_dropout = nn.Dropout(lora_dropout)
         """Its p and mode are the LoRA's: it is never called, but found by whoever looks for dropout."""
         self.lora_enabled = True
+        self.lora_tokens: torch.Tensor | None = None
+        """Which tokens [T] of the next forwards have the LoRA, bool on the CPU; None: all. For inference."""
         self.lora_frozen = False
         """Whether the LoRA is kept from training on purpose (``ktbridge.sft.freeze_expert_lora``)."""
         self.lora_device = torch.device("cpu")
@@ -229,7 +231,8 @@ class MoELoRAExperts(nn.Module, PeftLayer):
                 )
         dropout = draw(self.lora_dropout) if names else None
         scale = self.lora_alpha / self.lora_rank if names else 0.0
-        return LoraUse(names, scale * (dropout.growth if dropout else 1), dropout), lora
+        growth = dropout.growth if dropout else 1
+        return LoraUse(names, scale * growth, dropout, self.lora_tokens), lora
 
     def forward(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -242,6 +245,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         """
         _check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
         used, lora = self.draw_lora_use()
+        _check_tokens(used.tokens, len(hidden), self.gpu is not None or torch.is_grad_enabled())
         # Asked here because inside autograd's function it is always off.
         needed = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (hidden, topk_weights, *lora)
@@ -357,6 +361,18 @@ def lora_shapes(
         "down_lora_a": (experts, rank, inner),
         "down_lora_b": (experts, hidden, rank),
     }
+
+
+def _check_tokens(which: torch.Tensor | None, tokens: int, unable: bool) -> None:
+    """Raise ``UsageError`` where ``lora_tokens`` can't be used by a forward of ``tokens`` tokens."""
+    if which is None:
+        return
+    right = which.dtype == torch.bool and which.shape == (tokens,) and which.device.type == "cpu"
+    if unable or not right or not which.is_contiguous():
+        raise UsageError(
+            f"lora_tokens must be a bool tensor [{tokens}] on the CPU, without gradients and a GPU, not "
+            f"{describe_tensor(which)}."
+        )
 
 
 def _check_inputs(

@@ -166,6 +166,32 @@ def test_a_forward_without_gradients_keeps_nothing():
     assert layer.saved_bytes > 0
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_have_the_lora_or_not(shape):
+    layer, _ = make_layer(shape)
+    hidden, ids, routing = make_inputs(shape)
+    some = torch.arange(len(hidden)) % 3 == 1
+    with torch.no_grad():
+        tuned = layer(hidden, ids, routing)
+        layer.lora_tokens = some
+        mixed = layer(hidden, ids, routing)
+        layer.lora_tokens, layer.lora_enabled = None, False
+        base = layer(hidden, ids, routing)
+    assert torch.equal(mixed, torch.where(some[:, None], tuned, base))
+    assert not torch.equal(tuned[~some], base[~some])
+
+
+def test_lora_by_token_is_refused_where_it_can_not_be_used():
+    layer, _ = make_layer(SMALL)
+    inputs = make_inputs(SMALL)
+    layer.lora_tokens = torch.ones(len(inputs[0]), dtype=torch.bool)
+    with pytest.raises(UsageError, match="lora_tokens"):
+        layer(*inputs)
+    layer.lora_tokens = layer.lora_tokens[:-1]
+    with torch.no_grad(), pytest.raises(UsageError, match="lora_tokens"):
+        layer(*inputs)
+
+
 def test_backward_frees_what_forward_kept_unless_the_graph_is_retained():
     layer, _ = make_layer(SMALL)
     out = layer(*make_inputs(SMALL))

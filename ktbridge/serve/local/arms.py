@@ -15,13 +15,10 @@ import torch
 from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ktbridge.experts.inject import IMPLEMENTATION
 from ktbridge.experts.modules import experts_modules
 from ktbridge.served_names import ServedArm
 
-BY_ROW = "ktbridge-by-row"
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., Output]
 Group = tuple[str | None, torch.Tensor | None]
@@ -33,8 +30,7 @@ class Mixer:
 
     In a forward of several arms, which is always a step of one token per row,
 
-    * the experts run twice, on the rows with LoRA and on those without: the kernels add it to all tokens
-      of a call;
+    * the experts run once, and the kernels add their LoRA to the rows that have it;
     * linear layers run once, and each adapter's LoRA is added to its rows;
     * routers, and what PEFT alone computes (DoRA), run once for each LoRA there is.
     """
@@ -47,12 +43,8 @@ class Mixer:
         self._selected: tuple[ServedArm, ...] = ()
         self._experts = []
         self.groups: tuple[Group, ...] = ((None, None),)
-        self.expert_rows: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Rows with expert LoRA and rows without, where there are both."""
         for _, module in experts_modules(model):
-            module.ktbridge_mixer = self
             self._experts.append(module.kt)
-        model.set_experts_implementation(BY_ROW)
         for layer in tuned:
             assert isinstance(layer, nn.Module)
             layer.forward = self._forward_of(layer)  # type: ignore[assignment]
@@ -63,13 +55,10 @@ class Mixer:
         if wanted == self._selected:
             return
         self._selected = ()  # if the switch fails half-way, the next forward redoes it
-        self.expert_rows = None
-        if len({arm.expert for arm in wanted}) == 1:
-            for experts in self._experts:
-                experts.lora_enabled = wanted[0].expert
-        else:
-            having = torch.tensor([arm.expert for arm in wanted])
-            self.expert_rows = having.nonzero()[:, 0], (~having).nonzero()[:, 0]
+        having = [arm.expert for arm in wanted]
+        for experts in self._experts:
+            experts.lora_enabled = any(having)
+            experts.lora_tokens = torch.tensor(having) if len(set(having)) > 1 else None
         names = [None if arm.nonexpert is None else self._slots[arm.nonexpert] for arm in wanted]
         every = list(dict.fromkeys(names))
         if len(every) == 1:
@@ -185,21 +174,3 @@ def _switch(layer: LoraLayer, slot: str | None) -> None:
         layer.set_adapter(slot, inference_mode=True)
     else:
         layer.enable_adapters(False)
-
-
-def _experts_by_row(
-    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """The registered implementation: [T, H], [T, K], [T, K] -> [T, H]."""
-    run = ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION]
-    rows = module.ktbridge_mixer.expert_rows
-    if rows is None:
-        return run(module, hidden, top_k_index, top_k_weights)
-    out = torch.empty_like(hidden)
-    for enabled, some in zip((True, False), rows, strict=True):
-        module.kt.lora_enabled = enabled
-        out[some] = run(module, hidden[some], top_k_index[some], top_k_weights[some])
-    return out
-
-
-ALL_EXPERTS_FUNCTIONS.register(BY_ROW, _experts_by_row)
