@@ -16,8 +16,9 @@ within 10 % of the predicted GPU memory and never ran out of it (KTC023). Target
 H200 with 16 cores and a link of 55 GB/s.
 
 Checkpoints of random weights are made under --checkpoints, and others there removed where the disk is short.
---json is written after each run, and runs that it has are not made again. --bad-input makes runs that can't
-go well, and shows how they end. Ends with 1 where a row doesn't pass. Needs `ktbridge[train]`.
+Pages that are still being written to a disk slow down what runs: give memory-backed disk (/dev/shm) where
+they fit. --json is written after each run, and runs that it has are not made again. --bad-input makes runs
+that can't go well, and shows how they end. Ends with 1 where a row doesn't pass. Needs `ktbridge[train]`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ from ktbridge.sft.plan.quantised import quantised_experts
 LENGTH = 512
 OF_BEST, PREDICTION, MEMORY, OF_GPUS = 0.97, 0.15, 0.10, 0.95
 SPARE = 3e9  # bytes of disk for adapters and logs
-LONGEST = 240.0  # seconds that no run takes
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def measure(
             with tempfile.TemporaryDirectory(prefix="bench_placement-") as scratch:
                 record = run_once(
                     row, mode, n, base, Path(scratch), options["steps"], options["seed"],
-                    min(until, time.monotonic() + LONGEST),
+                    min(until, time.monotonic() + options["longest"]),
                 )  # fmt: skip
             run["runs"].append(record)
             write_run(run, options["json_file"])
@@ -365,6 +365,9 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--seed", default=42, show_default=True)
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Of each config.json.")
 @click.option("--seconds-left", type=float, help="Start no run that may end after so many.")
+@click.option(
+    "--longest", default=240.0, show_default=True, help="Seconds after which a run is ended."
+)
 @click.option("--json", "json_file", type=FILE, help="Written after each run, and gone on from.")
 @click.option("--from-json", "recorded", multiple=True, type=FILE, help="Show runs; several.")
 @click.option("--bad-input", is_flag=True, help="Runs that can't go well, and how they end.")
