@@ -31,7 +31,7 @@ WIDE = {
     "adapter/raw.py:write_raw_adapter",
     "cli/eval.py:command",
     "cli/verify.py:command",
-    "eval/judging/run.py:judge_run",
+    "eval/judge/run.py:judge_run",
     "eval/run.py:collect",
     "experts/backends/kt_kernel.py:__init__",
     "experts/gpu/executor.py:__init__",
