@@ -26,7 +26,7 @@ from ktbridge.eval.judge import (
     read_anchors,
     read_judgements,
 )
-from ktbridge.eval.judge.calibration import Comparison, length_bias, position_bias
+from ktbridge.eval.judge.calibration import ComparedPair, length_bias, position_bias
 from ktbridge.eval.judge.plan import plan_judging
 from ktbridge.eval.judge.prompts import ReplyError, parse_checks, parse_pair
 from ktbridge.eval.text import delimit_untrusted
@@ -154,7 +154,7 @@ def test_a_bias_is_named_where_there_is_one_and_hardly_ever_where_there_is_none(
             verdicts = np.where(first, "first", "second").tolist()
             lengths = random.integers(20, 200, (30, 2)).tolist()
             compared = [
-                Comparison(str(n), str(n), "full", "base", tuple(verdict), tuple(size))
+                ComparedPair(str(n), str(n), "full", "base", tuple(verdict), tuple(size))
                 for n, (verdict, size) in enumerate(zip(verdicts, lengths, strict=True))
             ]
             bias = position_bias(compared)

@@ -9,11 +9,11 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
-from ktbridge.eval.judge.plan import Judge, JudgePlan, JudgeRequest, JudgeScore, Kind
+from ktbridge.eval.judge.plan import Judge, JudgeRequest, JudgeScore, JudgingPlan, Kind
 from ktbridge.eval.judge.prompts import Winner
 from ktbridge.eval.results.cards import (
     AnchorTallies,
@@ -25,19 +25,21 @@ from ktbridge.eval.results.cards import (
     PositionBias,
     Tally,
 )
-from ktbridge.eval.results.types import JudgedPair, PairResult
+from ktbridge.eval.results.types import PairResult
 from ktbridge.eval.stats import mean_interval
 from ktbridge.eval.store import JudgementRecord
 from ktbridge.served_names import split_name
 
 PASS = 0.7  # share of known verdicts that must be right, for good and for bad answers each
-_SLICE_PASS = 0.5  # below this a judge is no better than chance in a slice
 _MANY_PARSE_FAILS = 0.05
 _FEW_ERRORS = 0.05
 _MANY_FLIPS = 0.2
 _ALWAYS = 0.98
 _ENOUGH_VERDICTS = 20
-_NO_BIAS: PositionBias = {"first_share": 0.5, "low": 0.0, "high": 1.0, "n": 0}
+_NO_PLACE: PositionBias = {"first_share": 0.5, "low": 0.0, "high": 1.0, "n": 0}
+_NO_LENGTH: LengthBias = {
+    "from": "pairs", "longer_share": 0.5, "low": 0.0, "high": 1.0, "n": 0, "excess": 0.0, "correlation": None
+}  # fmt: skip
 # Names of model families by vendor, whose models are trained on each other's output; a model's name may
 # contain several (a distilled model's does).
 _VENDORS = """
@@ -60,7 +62,7 @@ class Decision(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedPair:
     """Two answers to one item, compared in both orders. ``verdicts``: with ``of`` shown first, then
     with ``minus`` shown first; ``lengths`` in characters, of ``of`` and ``minus``."""
 
@@ -72,54 +74,29 @@ class Comparison:
     lengths: tuple[int, int]
 
     @property
-    def winners(self) -> tuple[str, str]:
-        """Winner under each order: an arm's name, or "" for a tie."""
-        names = {"first": self.of, "second": self.minus, "tie": ""}
-        swapped = {"first": self.minus, "second": self.of, "tie": ""}
-        return names[self.verdicts[0]], swapped[self.verdicts[1]]
-
-    @property
     def flipped(self) -> bool:
         """Return whether the order changed the verdict."""
-        return self.winners[0] != self.winners[1]
+        return self.verdicts not in (("first", "second"), ("second", "first"), ("tie", "tie"))
 
     @property
     def result(self) -> PairResult:
         """Result of ``of``: win or loss if both orders agree, else tie."""
-        if self.flipped or not self.winners[0]:
-            return "tie"
-        return "win" if self.winners[0] == self.of else "loss"
-
-    @property
-    def row(self) -> JudgedPair:
-        """The pair in the results."""
-        return {
-            "item": self.item,
-            "of": self.of,
-            "minus": self.minus,
-            "result": self.result,
-            "flipped": self.flipped,
-            "same": False,
-        }
+        results: dict[Winner, PairResult] = {"first": "win", "second": "loss", "tie": "tie"}
+        return "tie" if self.flipped else results[self.verdicts[0]]
 
     @property
     def decision(self) -> Decision:
-        """The pair as a decision; a verdict that changes with the order counts as a tie."""
-        points = {"win": 1.0, "loss": -1.0, "tie": 0.0}
-        return Decision(self.lengths, points[self.result], self.cluster)
+        outcome = {"win": 1.0, "loss": -1.0, "tie": 0.0}[self.result]
+        return Decision(self.lengths, outcome, self.cluster)
 
 
-def position_bias(compared: Sequence[Comparison]) -> PositionBias | None:
+def position_bias(compared: Sequence[ComparedPair]) -> PositionBias | None:
     """Return the share of the verdicts without ties that chose the answer shown first.
 
     Each pair is shown in both orders, so a judge that looks at the answers alone has exactly 0.5.
     """
-    decided = [
-        (verdict == "first", one.cluster)
-        for one in compared
-        for verdict in one.verdicts
-        if verdict != "tie"
-    ]
+    shown = [(verdict, one.cluster) for one in compared for verdict in one.verdicts]
+    decided = [(verdict == "first", cluster) for verdict, cluster in shown if verdict != "tie"]
     if not decided:
         return None
     mean, low, high = _share(decided)
@@ -184,37 +161,30 @@ def tally_anchors(
         for number, expected in one.anchor.expected.items()
     ]
 
-    def tally(kind: str, slices: Collection[str]) -> Tally:
-        right = [is_right for slice_, one, is_right in known if one == kind and slice_ in slices]
-        return {"asked": len(right), "right": sum(right)}
+    def tally(slices: Collection[str], *kinds: Kind) -> Tally:
+        return tally_right(right for name, kind, right in known if kind in kinds and name in slices)
 
-    slices = dict.fromkeys(slice_ for slice_, _, _ in known)
-    good, bad = tally("good", slices), tally("bad", slices)
+    slices = dict.fromkeys(name for name, _, _ in known)
     return {
-        "asked": good["asked"] + bad["asked"],
-        "right": good["right"] + bad["right"],
-        "good": good,
-        "bad": bad,
+        **tally(slices, "good", "bad"),
+        "good": tally(slices, "good"),
+        "bad": tally(slices, "bad"),
         "slices": {
-            one: {"good": tally("good", {one}), "bad": tally("bad", {one})} for one in slices
+            name: {"good": tally([name], "good"), "bad": tally([name], "bad")} for name in slices
         },
     }
 
 
-def tally_pairs(compared: Sequence[Comparison]) -> Tally:
-    """Return in how many pairs of a good and a bad answer the good one won in both orders."""
-    return {"asked": len(compared), "right": sum(one.result == "win" for one in compared)}
+def tally_right(verdicts: Iterable[bool]) -> Tally:
+    right = list(verdicts)
+    return {"asked": len(right), "right": sum(right)}
 
 
 # --- reasons to doubt a judge
 
 
 class Doubt(NamedTuple):
-    """A row of the table: a reason to doubt a judge where it ``holds``.
-
-    ``severity`` and ``next_step`` are the code's unless they are given. If it is an error, the report omits
-    what ``omits`` names.
-    """
+    """A reason to doubt a judge where it ``holds``; severity and next step are the code's by default."""
 
     code: str
     holds: object
@@ -222,27 +192,17 @@ class Doubt(NamedTuple):
     expected: str
     severity: Severity | None = None
     next_step: str | None = None
-    omits: Literal["", "scores", "pairs"] = ""
     place: str = ""
-
-
-@dataclass(frozen=True)
-class Trust:
-    """The verdict on a judge: whether the report omits its scores and its pairs."""
-
-    refused: bool
-    pairs_refused: bool
-    problems: list[Problem]
 
 
 def check_trust(
     facts: JudgeFacts,
-    plan: JudgePlan,
+    plan: JudgingPlan,
     replies: Mapping[str, JudgeScore],
     records: Sequence[JudgementRecord],
     family: Collection[str],
-) -> Trust:
-    """Return all problems of a judge, by its card, its requests and replies.
+) -> tuple[list[Problem], bool, bool]:
+    """Return the problems of a judge, and whether the report omits its scores and its pairs for them.
 
     ``records`` are the stored judgements of the plan, ``family`` the model families shared with the arms.
     """
@@ -253,120 +213,71 @@ def check_trust(
     anchors, pairs = facts["anchors"], facts["anchor_pairs"]
     fails = any(one["right"] < PASS * one["asked"] for one in _asked(anchors))
     flips = facts["flip_rate"] or 0.0
-    place: PositionBias = facts["position_bias"] or _NO_BIAS
-    preferred, share = "second", 1 - place["first_share"]
-    if place["low"] > 0.5:
-        preferred, share = "first", place["first_share"]
-    length: Any = facts["length_bias"] or {"longer_share": 0.5, **_NO_BIAS}
+    place, length = facts["position_bias"] or _NO_PLACE, facts["length_bias"] or _NO_LENGTH
+    first = place["low"] > 0.5
+    share = place["first_share"] if first else 1 - place["first_share"]
 
     def detail(outcome: str) -> str:
         details = (one["detail"] for one in records if one["outcome"] == outcome)
         return next(details, "it was read by other rules")
 
-    doubts = [
-        Doubt(
-            "KTB879",
-            (facts["parse_fail_rate"] or 0) > _MANY_PARSE_FAILS,
-            f"{unread} of {total} replies could not be read, not even when told so:"
-            f" {detail('parse-fail')}",
-            "the form that was asked for; what can't be read is no score",
-            "warning" if ok else "error",
-        ),
-        Doubt(
-            "KTB880",
-            failed,
-            f"{failed} of {total} judgements failed: {detail('judge-error')}",
-            "a reply to each",
-            "warning" if ok and failed <= _FEW_ERRORS * total else "error",
-        ),
-        Doubt(
-            "KTB885",
-            waiting,
-            f"{waiting} of {total} judgements were not asked for"
-            + (f" ({outdated})" if outdated else ""),
-            "a judgement of every answer",
-        ),
+    doubts = (
+        Doubt("KTB879", (facts["parse_fail_rate"] or 0) > _MANY_PARSE_FAILS,
+              f"{unread} of {total} replies could not be read, not even when told so: {detail('parse-fail')}",
+              "the form that was asked for; what can't be read is no score",
+              severity="warning" if ok else "error"),
+        Doubt("KTB880", failed,
+              f"{failed} of {total} judgements failed: {detail('judge-error')}", "a reply to each",
+              severity="warning" if ok and failed <= _FEW_ERRORS * total else "error"),
+        Doubt("KTB885", waiting,
+              f"{waiting} of {total} judgements were not asked for" + (f" ({outdated})" if outdated else ""),
+              "a judgement of every answer"),
         _monotony(facts, plan, replies),
-        Doubt(
-            "KTB875",
-            not plan.anchors,
-            "the bench has no anchors, so nothing shows what this judge is worth",
-            "a few known-good and known-bad answers a slice",
-        ),
-        Doubt(
-            "KTB876",
-            plan.anchors and not anchors["asked"],
-            # None left after parse failures or errors; unless all failed, no error reports that yet.
-            "none of the anchors got a verdict",
-            "verdicts on known answers",
-            next_step="see why its replies can't be read or didn't come, above; else choose another",
-            omits="scores",
-        ),
-        Doubt(
-            "KTB876",
-            fails,
-            f"it fails on answers of known worth: {_on_known(anchors)}",
-            f"at least {PASS:.0%} of each; its judgements are left out",
-            omits="scores",
-        ),
-        *(
-            Doubt(
-                "KTB877",
-                not fails
-                and any(one["right"] <= _SLICE_PASS * one["asked"] for one in _asked(known)),
+        Doubt("KTB875", not plan.anchors,
+              "the bench has no anchors, so nothing shows what this judge is worth",
+              "a few known-good and known-bad answers a slice"),
+        # None left after parse failures or errors; unless all failed, no error reports that yet.
+        Doubt("KTB876", plan.anchors and not anchors["asked"],
+              "none of the anchors got a verdict", "verdicts on known answers",
+              next_step="see why its replies can't be read or didn't come, above; else choose another"),
+        Doubt("KTB876", fails,
+              f"it fails on answers of known worth: {_on_known(anchors)}",
+              f"at least {PASS:.0%} of each; its judgements are left out"),
+        *(Doubt("KTB877", not fails and any(2 * one["right"] <= one["asked"] for one in _asked(known)),
                 f"it does no better than a coin on answers of known worth: {_on_known(known)}",
-                "a judge that tells good from bad in every slice",
-                place=f", slice {name}",
-            )
-            for name, known in anchors["slices"].items()
-        ),
-        Doubt(
-            "KTB886",
-            plan.anchor_pairs and not (pairs["asked"] and pairs["right"] >= PASS * pairs["asked"]),
-            f"the good answer won over the bad one, in both orders, in {pairs['right']} of"
-            f" {pairs['asked']} known pairs",
-            f"at least {PASS:.0%}; its comparisons are left out",
-            omits="pairs",
-        ),
-        Doubt(
-            "KTB881",
-            not place["low"] <= 0.5 <= place["high"],
-            f"position bias: {share:.0%} of {place['n']} verdicts chose the answer shown {preferred}",
-            "half; both orders were asked, and where they disagree it is a tie",
-        ),
-        Doubt(
-            "KTB882",
-            flips > _MANY_FLIPS,
-            f"{flips:.0%} of its comparisons change with the order",
-            f"at most {_MANY_FLIPS:.0%}; these are ties, so differences look smaller",
-        ),
-        Doubt(
-            "KTB883",
-            length["low"] > 0.5,
-            f"length bias: of {length['n']} decisions between two answers {length['longer_share']:.0%}"
-            f" [{length['low']:.0%}, {length['high']:.0%}] went to the longer one",
-            "about half, unless longer answers are better here",
-        ),
-        Doubt(
-            "KTB884",
-            family,
-            f"it is of the family that it judges ({', '.join(sorted(family))})",
-            "a judge of another family: models favour their own kind",
-        ),
+                "a judge that tells good from bad in every slice", place=f", slice {name}")
+          for name, known in anchors["slices"].items()),
+        Doubt("KTB886",
+              plan.anchor_pairs and not (pairs["asked"] and pairs["right"] >= PASS * pairs["asked"]),
+              f"the good answer won over the bad one, in both orders, in {pairs['right']} of"
+              f" {pairs['asked']} known pairs", f"at least {PASS:.0%}; its comparisons are left out"),
+        Doubt("KTB881", not place["low"] <= 0.5 <= place["high"],
+              f"position bias: {share:.0%} of {place['n']} verdicts chose the answer shown"
+              f" {'first' if first else 'second'}",
+              "half; both orders were asked, and where they disagree it is a tie"),
+        Doubt("KTB882", flips > _MANY_FLIPS,
+              f"{flips:.0%} of its comparisons change with the order",
+              f"at most {_MANY_FLIPS:.0%}; these are ties, so differences look smaller"),
+        Doubt("KTB883", length["low"] > 0.5,
+              f"length bias: of {length['n']} decisions between two answers {length['longer_share']:.0%}"
+              f" [{length['low']:.0%}, {length['high']:.0%}] went to the longer one",
+              "about half, unless longer answers are better here"),
+        Doubt("KTB884", family,
+              f"it is of the family that it judges ({', '.join(sorted(family))})",
+              "a judge of another family: models favour their own kind"),
+    )  # fmt: skip
+    problems = [
+        problem(one.code, where + one.place, one.found, one.expected, one.next_step, one.severity)
+        for one in doubts
+        if one.holds
     ]
-    problems, omitted = [], set()
-    for one in doubts:
-        if one.holds:
-            told = (one.found, one.expected, one.next_step, one.severity)
-            problems.append(problem(one.code, where + one.place, *told))
-            if problems[-1].severity == "error":
-                omitted.add(one.omits)
+    errors = {one.code for one in problems if one.severity == "error"}
     # Missing judgements are an error, but no reason to omit the others.
-    refused = "scores" in omitted or (not ok and total > 0)
-    return Trust(refused, "pairs" in omitted, problems)
+    omits_scores = bool(errors & {"KTB876", "KTB878"}) or (not ok and total > 0)
+    return problems, omits_scores, "KTB886" in errors
 
 
-def _monotony(facts: JudgeFacts, plan: JudgePlan, replies: Mapping[str, JudgeScore]) -> Doubt:
+def _monotony(facts: JudgeFacts, plan: JudgingPlan, replies: Mapping[str, JudgeScore]) -> Doubt:
     """Return the doubt about a judge that gives every answer the same verdict: that says nothing."""
     share, count, words = facts["yes_rate"] or 0.0, facts["verdicts"], ("yes", "no")
     digits = [one for one in (*plan.scores, *plan.anchors) if one.form == "digit"]
@@ -384,7 +295,6 @@ def _monotony(facts: JudgeFacts, plan: JudgePlan, replies: Mapping[str, JudgeSco
         f"it nearly always says {words[share <= 0.5]}: {share:.0%} of {count} verdicts{on_known}",
         f"verdicts that tell answers apart{useless}",
         "error" if convicted else "warning",
-        omits="scores",
     )
 
 

@@ -254,7 +254,7 @@ class JudgeRequest:
 
 
 @dataclass(frozen=True)
-class JudgePlan:
+class JudgingPlan:
     """All requests to one judge about one run; those of ``pairs`` and ``anchor_pairs`` in both orders.
 
     ``same`` lists pairs that need no judge, as both answers are byte-identical: (item, of, minus).
@@ -284,7 +284,9 @@ def compared_arms(names: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def plan_judging(bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: bool) -> JudgePlan:
+def plan_judging(
+    bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: bool
+) -> JudgingPlan:
     """Plan the judgement of the ok answers in ``rows`` (a report's items) that have questions.
 
     Raises ProblemsError for invalid anchors.
@@ -330,7 +332,7 @@ def plan_judging(bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: 
             replace(good, form="pair", answers=good.answers + bad.answers, minus="bad")
         )
     ]
-    return JudgePlan(
+    return JudgingPlan(
         tuple(scores), tuple(asked_pairs), tuple(anchors), tuple(anchor_pairs), tuple(same)
     )
 

@@ -18,12 +18,10 @@ from ktbridge.eval.failures import remedy, think_only_remedy
 from ktbridge.eval.judge.plan import Judge, JudgeRequest, check_judge, digit_question, plan_judging
 from ktbridge.eval.judge.prompts import VERSION, JsonSchema, ReplyError, ShownAnswer
 from ktbridge.eval.judge.score import JUDGE, named_judge, read_card, read_judgements
-from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
+from ktbridge.eval.results.cards import Json, Message
 from ktbridge.eval.results.rows import read_rows
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
 from ktbridge.openai_client import OTHER_LIMIT
-
-OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def judge_run(
     backoff: float = 0.5,
     api_key: str | None = None,
     may_be_remote: bool = False,
-    on_progress: OnProgress | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Judged:
     """Request the judgements missing from ``directory``'s judgements.jsonl, ``concurrency`` at a time.
 
@@ -130,17 +128,9 @@ def _name_judge(directory: Path, judge: Judge, pairs: bool, server: Json) -> Non
 
 
 _CANARY = Item(
-    id="canary",
-    slice="",
-    sub="",
-    lang="en",
-    cluster="canary",
-    messages=({"role": "user", "content": "What is 2 + 2?"},),
-    gold=None,
-    checks=(),
-    max_tokens=1,
-    judge=("Does the answer give the number four?", "Does the answer name the capital of Peru?"),
-)
+    "canary", "", "", "en", "canary", ({"role": "user", "content": "What is 2 + 2?"},), None, (), 1,
+    ("Does the answer give the number four?", "Does the answer name the capital of Peru?"),
+)  # fmt: skip
 _CANARY_ANSWER = ShownAnswer("2 + 2 = 4.")
 _CANARY_RIGHT = [True, False]
 
@@ -161,7 +151,16 @@ def judge_preflight(
 
     async def check() -> list[Problem]:
         async with Client(judge.url, timeout=timeout, backoff=backoff, api_key=api_key) as client:
-            return await _preflight(judge, client, requests)
+            problems = await _check_listed(client, judge)
+            asker = Asker(client, judge)
+            for request in [] if has_errors(problems) else requests:
+                asked = await asker.ask(request)
+                if (
+                    asked.silence
+                ):  # unreachable: it is said once, and not that the list is missing too
+                    return _check_reply(request, asked)
+                problems += _check_reply(request, asked)
+            return problems
 
     problems = run_until_interrupt(check())
     if has_errors(problems):
@@ -169,43 +168,29 @@ def judge_preflight(
     return problems
 
 
-async def _preflight(
-    judge: Judge, client: Client, requests: Sequence[JudgeRequest]
-) -> list[Problem]:
+async def _check_listed(client: Client, judge: Judge) -> list[Problem]:
     where = f"judge {judge.model}"
-    problems = []
     try:
-        names = [str(one["id"]) for one in await client.models()]
-        if judge.model not in names:
-            found = f"the server does not list {judge.model!r}"
-            expected = "one of: " + (", ".join(sorted(names)[:20]) or "nothing")
-            return [problem("KTB871", where, found, expected)]
+        names = sorted(str(one["id"]) for one in await client.models())
     except KtbridgeError as error:
         expected = "a list that names the judge"
-        problems.append(problem("KTB870", where, error.sentence, expected, error.next_step))
-    asker = Asker(client, judge)
-    for request in requests:
-        asked = await asker.ask(request)
-        found_now = _reply_problem(where, request, asked)
-        if asked.silence:  # unreachable: it is said once, and not that the list is missing too
-            return found_now
-        problems += found_now
-    return problems
+        return [problem("KTB870", where, error.sentence, expected, error.next_step)]
+    if judge.model in names:
+        return []
+    found = f"the server does not list {judge.model!r}"
+    return [problem("KTB871", where, found, "one of: " + (", ".join(names[:20]) or "nothing"))]
 
 
-def _reply_problem(
-    where: str, request: JudgeRequest, asked: Asked[JudgementRecord]
-) -> list[Problem]:
+def _check_reply(request: JudgeRequest, asked: Asked[JudgementRecord]) -> list[Problem]:
+    where, is_digit = f"judge {request.judge.model}", request.form == "digit"
     outcome, detail = asked.record["outcome"], asked.record["detail"]
-    is_digit = request.form == "digit"
     if outcome == "ok":
         verdicts = request.read(asked.record["reply"]).verdicts
         if is_digit or verdicts == _CANARY_RIGHT:
             return []
         words = " and ".join("yes" if one else "no" for one in verdicts)
-        said = f"gives four and names a capital, it said {words}"
-        found = f"asked whether {_CANARY_ANSWER.text!r} {said}"
-        return [problem("KTB873", where, found, "yes and no")]
+        asks = f"asked whether {_CANARY_ANSWER.text!r} gives four and names a capital"
+        return [problem("KTB873", where, f"{asks}, it said {words}", "yes and no")]
     expected = f"a digit from 0 to {HIGHEST}" if is_digit else "JSON with evidence and verdicts"
     found, next_step = f"no verdict that can be read: {detail}", asked.next_step
     if outcome == JUDGE_FAILED:
@@ -214,14 +199,14 @@ def _reply_problem(
     return [problem("KTB872", where, found, expected, next_step or None)]
 
 
+# --- one request
+
+
 # Leaves room for thinking; a verdict needs a tenth of it. Without a limit generation might not end.
 MAX_TOKENS = 4096
 # Statuses caused by authentication, rate limit or URL, not by an unsupported response_format.
 _NOT_THE_FORM = {401, 403, 404, 408, 429}
-_SAID_NOTHING = {
-    "empty": "an empty reply",
-    "think-only": "thinking without a reply",
-}
+_SAID_NOTHING = {"empty": "an empty reply", "think-only": "thinking without a reply"}
 
 
 class Asker:
@@ -231,14 +216,11 @@ class Asker:
         self._client = client
         self._judge = judge
         self._takes_schema: bool | None = None
-        given = (judge.extra_body.get(name) for name in ("max_tokens", OTHER_LIMIT))
-        self._limit = next(filter(None, given), MAX_TOKENS)
 
     async def ask(self, request: JudgeRequest) -> Asked[JudgementRecord]:
         """Ask for one judgement: the judge's last reply, unchanged. After an invalid one it is asked once
         more; then: parse failure."""
-        messages = list(request.messages)
-        answers = [await self._chat(messages, request.schema, request.fields)]
+        answers = [await self._chat(request, request.messages, request.schema)]
         fault = self._fault(request, answers[0])
         # Digits are asked for as the public script does: once.
         if fault and answers[0].outcome != "http-error" and request.form != "digit":
@@ -247,20 +229,19 @@ class Asker:
             again = (
                 f"That cannot be read: {fault}. Reply in the form that was asked for, only that."
             )
-            messages.append({"role": "assistant", "content": answers[0].text or "(nothing)"})
-            messages.append({"role": "user", "content": again})
-            answers.append(await self._chat(messages, None, request.fields))
+            more = [{"role": "assistant", "content": answers[0].text or "(nothing)"}]
+            more.append({"role": "user", "content": again})
+            answers.append(await self._chat(request, [*request.messages, *more], None))
             fault = self._fault(request, answers[1])
         last = answers[-1]
         failed = bool(fault) and last.outcome == "http-error"
-        outcome: JudgeOutcome = JUDGE_FAILED if failed else "parse-fail" if fault else "ok"
         record: JudgementRecord = {
             "key": request.key,
             "form": request.form,
             "item": request.item.id,
             "of": request.of,
             **request.compared,
-            "outcome": outcome,
+            "outcome": JUDGE_FAILED if failed else "parse-fail" if fault else "ok",
             "reply": last.text,
             "detail": fault,
             "attempts": len(answers),
@@ -276,14 +257,14 @@ class Asker:
         return Asked(record, self._judge.url, fault if gone else "", step)
 
     async def _chat(
-        self, messages: Sequence[Message], schema: JsonSchema | None, more: Json
+        self, asked: JudgeRequest, messages: Sequence[Message], schema: JsonSchema | None
     ) -> Answer:
         request: dict[str, object] = {
             "model": self._judge.model,
-            "messages": [dict(one) for one in messages],
+            "messages": list(messages),
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
-            **more,
+            **asked.fields,
             **self._judge.extra_body,
         }
         request = {key: value for key, value in request.items() if value is not None}
@@ -298,10 +279,9 @@ class Asker:
         elif self._takes_schema is None and answer.status >= 400:
             if answer.status in _NOT_THE_FORM:
                 return answer
-            plain = await self._client.chat(request)
-            if plain.outcome != "http-error":
+            answer = await self._client.chat(request)
+            if answer.outcome != "http-error":
                 self._takes_schema = False
-            return plain
         return answer
 
     def _fault(self, request: JudgeRequest, answer: Answer) -> str:
@@ -309,7 +289,8 @@ class Asker:
         if answer.outcome == "http-error":
             return answer.detail or "no reply"
         if answer.outcome == "truncated" and request.form != "digit":
-            return f"a reply cut off after {self._limit} tokens"
+            given = (self._judge.extra_body.get(name) for name in ("max_tokens", OTHER_LIMIT))
+            return f"a reply cut off after {next(filter(None, given), MAX_TOKENS)} tokens"
         if answer.outcome in _SAID_NOTHING:
             return _SAID_NOTHING[answer.outcome]
         try:

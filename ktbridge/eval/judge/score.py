@@ -13,13 +13,21 @@ from typing_extensions import NotRequired, TypedDict
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.eval import compat
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.judge import calibration
-from ktbridge.eval.judge.calibration import Comparison, Decision
+from ktbridge.eval.judge.calibration import (
+    ComparedPair,
+    Decision,
+    check_trust,
+    length_bias,
+    position_bias,
+    same_family,
+    tally_anchors,
+    tally_right,
+)
 from ktbridge.eval.judge.plan import (
     Judge,
-    JudgePlan,
     JudgeRequest,
     JudgeScore,
+    JudgingPlan,
     ok_repeats,
     plan_judging,
 )
@@ -105,7 +113,7 @@ def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | N
     # Identical repeats count once.
     checks = {(one.of, one.key): one for one in plan.scores if one.form == "checks"}.values()
     verdicts = [verdict for one in checks for verdict in replies[one.key].verdicts]
-    family = calibration.same_family(judge, named["server"], read_run(directory)["arms"].values())
+    family = same_family(judge, named["server"], read_run(directory)["arms"].values())
     facts: JudgeFacts = {
         "model": judge.model,
         "url": judge.url,
@@ -119,11 +127,11 @@ def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | N
         "yes_rate": _rate(sum(verdicts), len(verdicts)),
         "verdicts": len(verdicts),
         "flip_rate": _rate(sum(one.flipped for one in compared), len(compared)),
-        "position_bias": calibration.position_bias(compared),
-        "length_bias": calibration.length_bias("pairs", [one.decision for one in compared])
-        or calibration.length_bias("checks", _decisions(scores, bench, rows)),
-        "anchors": calibration.tally_anchors(plan.anchors, replies),
-        "anchor_pairs": calibration.tally_pairs(known),
+        "position_bias": position_bias(compared),
+        "length_bias": length_bias("pairs", [one.decision for one in compared])
+        or length_bias("checks", _decisions(scores, bench, rows)),
+        "anchors": tally_anchors(plan.anchors, replies),
+        "anchor_pairs": tally_right(one.result == "win" for one in known),
         "pairs_unread": unread,
         "same_family": bool(family),
     }
@@ -131,12 +139,12 @@ def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | N
         facts["digits"] = means
     if named["version"] != VERSION:
         facts["outdated"] = f"its prompts are version {named['version']}, ours are {VERSION}"
-    trust = calibration.check_trust(facts, plan, replies, records, family)
+    problems, refused, pairs_refused = check_trust(facts, plan, replies, records, family)
     return Judgements(
-        {} if trust.refused else scores,
-        [] if trust.refused or trust.pairs_refused else _pair_rows(plan, compared),
-        {**facts, "refused": trust.refused, "pairs_refused": trust.pairs_refused},
-        trust.problems,
+        {} if refused else scores,
+        [] if refused or pairs_refused else _pair_rows(plan, compared),
+        {**facts, "refused": refused, "pairs_refused": pairs_refused},
+        problems,
     )
 
 
@@ -155,7 +163,7 @@ def _read(request: JudgeRequest, record: JudgementRecord | None) -> JudgeScore:
         return JudgeScore(None, "parse-fail")
 
 
-def _scores(plan: JudgePlan, replies: Replies) -> dict[str, dict[str, JudgeScore]]:
+def _scores(plan: JudgingPlan, replies: Replies) -> dict[str, dict[str, JudgeScore]]:
     scores: dict[str, dict[str, JudgeScore]] = {}
     for (item, arm), repeats in itertools.groupby(plan.scores, lambda one: (one.item.id, one.of)):
         scores.setdefault(item, {})[arm] = _mean([replies[one.key] for one in repeats])
@@ -194,7 +202,7 @@ def _length(answer: ArmAnswer) -> int:
 
 def _compare(
     requests: Sequence[JudgeRequest], replies: Replies, rows: Rows
-) -> tuple[list[Comparison], int]:
+) -> tuple[list[ComparedPair], int]:
     """Return the pairs with a valid verdict in both orders, and the number of the others."""
     lengths = {
         (row["id"], arm): len(one.get("text", ""))
@@ -209,19 +217,31 @@ def _compare(
             continue
         item = one.item
         both = (lengths.get((item.id, one.of), 0), lengths.get((item.id, one.minus), 0))
-        compared.append(Comparison(item.id, item.cluster, one.of, one.minus, (first, second), both))
+        compared.append(
+            ComparedPair(item.id, item.cluster, one.of, one.minus, (first, second), both)
+        )
     return compared, unread
 
 
-def _pair_rows(plan: JudgePlan, compared: Sequence[Comparison]) -> list[JudgedPair]:
-    same: list[JudgedPair] = [
+def _pair_rows(plan: JudgingPlan, compared: Sequence[ComparedPair]) -> list[JudgedPair]:
+    rows: list[JudgedPair] = [
+        {
+            "item": one.item,
+            "of": one.of,
+            "minus": one.minus,
+            "result": one.result,
+            "flipped": one.flipped,
+            "same": False,
+        }
+        for one in compared
+    ]
+    return rows + [
         {"item": item.id, "of": of, "minus": minus, "result": "tie", "flipped": False, "same": True}
         for item, of, minus in plan.same
     ]
-    return [one.row for one in compared] + same
 
 
-def _public_means(plan: JudgePlan, replies: Replies) -> dict[str, DigitMeans]:
+def _public_means(plan: JudgingPlan, replies: Replies) -> dict[str, DigitMeans]:
     """Return means on the public scale, over every reply that there is; {} for a bench without digits."""
     found: dict[str, dict[str, list[int | None]]] = {}
     for one in plan.scores:
