@@ -381,7 +381,7 @@ def test_an_arm_that_was_never_asked_is_not_compared(rows, run):
     # Equal answers need no judge.
     same = [{**rows[0], "answers": dict.fromkeys(("base", "full"), rows[0]["answers"]["base"])}]
     plan = plan_judging(bench, same, judge, pairs=True)
-    assert (plan.pairs, plan.anchor_pairs, len(plan.same)) == ((), (), 1)
+    assert (plan.pairs, plan.anchor_pairs, len(plan.same)) == ([], [], 1)
     assert len({ask.key for ask in plan.scores}) == 1
 
 

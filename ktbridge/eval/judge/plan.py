@@ -95,9 +95,8 @@ def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
     anchors: list[Anchor] = []
     problems: list[Problem] = []
     digits = compat.is_compat(bench)
-    asked = {
-        item.slice: item.judge for item in bench.items
-    }  # a digit is asked for alike everywhere
+    # A digit is asked for alike everywhere.
+    asked = {item.slice: item.judge for item in bench.items}
     for name, values in slice_table(head).items():
         rows = values.get("anchors", [])
         for number, given in enumerate(rows if isinstance(rows, list) else [rows], 1):
@@ -141,11 +140,8 @@ def _read_anchor(
     questions = list_questions(row.judge, lists) if digit is None else digit
     every = range(1, 1 + (len(questions) or 1))
     fails = row.fails if "fails" in given else list(every)
-    if (
-        not isinstance(fails, list)
-        or not fails
-        or not all(type(n) is int and n in every for n in fails)
-    ):
+    numbers = fails if isinstance(fails, list) else []
+    if not numbers or not all(type(n) is int and n in every for n in numbers):
         expected = f"question numbers, 1 to {len(questions)}"
         return [], [(f"fails = {row.fails!r}"[:60], expected)]
     system = [{"role": "system", "content": row.system}] if row.system else []
@@ -153,7 +149,7 @@ def _read_anchor(
     name = f"{slice_}#{number}"
     item = Item(name, slice_, "", "", name, messages, row.gold, (), 1, questions)
     good = Anchor(item, "good", row.good, {n - 1: True for n in every})
-    bad = Anchor(item, "bad", row.bad, {n - 1: False for n in fails})
+    bad = Anchor(item, "bad", row.bad, {n - 1: False for n in numbers})
     return [one for one in (good, bad) if one.answer], []
 
 
@@ -162,8 +158,8 @@ def _read_anchor(
 
 @dataclass(frozen=True)
 class JudgeScore:
-    """What a judge says of one answer, or of two (``winner``). ``share`` is the share of yes, or digit/5;
-    None where there is none."""
+    """A judge's score of one answer, or its choice between two (``winner``). ``share`` is the share of yes,
+    or digit/5; None where there is none."""
 
     share: float | None
     outcome: JudgeState
@@ -214,12 +210,10 @@ class JudgeRequest:
     @cached_property
     def key(self) -> str:
         """The key of the stored judgement."""
-        judge: dict[str, object] = {"judge": self.judge.model, "url": self.judge.url}
+        judge = {"judge": self.judge.model, "url": self.judge.url, "version": prompts.VERSION}
         more = {"request": dict(self.fields), "extra_body": dict(self.judge.extra_body)}
         more = {name: value for name, value in more.items() if value}
-        return digests.of_json(
-            {**judge, **more, "version": prompts.VERSION, "messages": self.messages}
-        )
+        return digests.of_json({**judge, **more, "messages": self.messages})
 
     @property
     def schema(self) -> JsonSchema | None:
@@ -253,18 +247,18 @@ class JudgeRequest:
 # --- the plan
 
 
-@dataclass(frozen=True)
+@dataclass
 class JudgingPlan:
     """All requests to one judge about one run; those of ``pairs`` and ``anchor_pairs`` in both orders.
 
     ``same`` lists pairs that need no judge, as both answers are byte-identical: (item, of, minus).
     """
 
-    scores: tuple[JudgeRequest, ...]
-    pairs: tuple[JudgeRequest, ...]
-    anchors: tuple[JudgeRequest, ...]
-    anchor_pairs: tuple[JudgeRequest, ...]
-    same: tuple[tuple[Item, str, str], ...]
+    scores: list[JudgeRequest] = field(default_factory=list)
+    pairs: list[JudgeRequest] = field(default_factory=list)
+    anchors: list[JudgeRequest] = field(default_factory=list)
+    anchor_pairs: list[JudgeRequest] = field(default_factory=list)
+    same: list[tuple[Item, str, str]] = field(default_factory=list)
 
     def mixed(self) -> list[JudgeRequest]:
         """Return all requests, each key once, the anchors spread evenly among the rest."""
@@ -291,6 +285,7 @@ def plan_judging(
 
     Raises ProblemsError for invalid anchors.
     """
+    plan = JudgingPlan()
     items = {item.id: item for item in bench.items if item.judge}
     form: Form = "digit" if compat.is_compat(bench) else "checks"
     # An arm that was never asked is in no report, so there is nothing to compare.
@@ -299,15 +294,12 @@ def plan_judging(
     )
     # The public script has no pairs.
     compared = compared_arms(list(names)) if pairs and form == "checks" else []
-    scores: list[JudgeRequest] = []
-    asked_pairs: list[JudgeRequest] = []
-    same = []
     for row in rows:
         item = items.get(row["id"])
         if item is None:
             continue
         ok = {name: one for name, one in row["answers"].items() if one["outcome"] == "ok"}
-        scores += [
+        plan.scores += [
             JudgeRequest(judge, form, item, (_shown(one),), name)
             for name, answer in ok.items()
             for one in ok_repeats(answer)
@@ -317,24 +309,19 @@ def plan_judging(
                 continue
             answers = (_shown(ok[of]), _shown(ok[minus]))
             if answers[0] == answers[1]:
-                same.append((item, of, minus))
+                plan.same.append((item, of, minus))
             else:
-                asked_pairs += _both_orders(JudgeRequest(judge, "pair", item, answers, of, minus))
-    slices = {one.item.slice for one in scores}
-    anchors = [
-        _ask_anchor(judge, form, one) for one in read_anchors(bench) if one.item.slice in slices
-    ]
-    anchor_pairs = [
-        one
-        for good, bad in itertools.pairwise(anchors)
-        if asked_pairs and good.item.id == bad.item.id
-        for one in _both_orders(
-            replace(good, form="pair", answers=good.answers + bad.answers, minus="bad")
-        )
-    ]
-    return JudgingPlan(
-        tuple(scores), tuple(asked_pairs), tuple(anchors), tuple(anchor_pairs), tuple(same)
-    )
+                plan.pairs += _both_orders(JudgeRequest(judge, "pair", item, answers, of, minus))
+    slices = {one.item.slice for one in plan.scores}
+    anchors = (one for one in read_anchors(bench) if one.item.slice in slices)
+    plan.anchors += [_ask_anchor(judge, form, one) for one in anchors]
+    for good, bad in itertools.pairwise(plan.anchors if plan.pairs else []):
+        if good.item.id == bad.item.id:
+            both = (*good.answers, *bad.answers)
+            plan.anchor_pairs += _both_orders(
+                replace(good, form="pair", answers=both, minus=bad.of)
+            )
+    return plan
 
 
 def _shown(answer: ArmAnswer) -> ShownAnswer:

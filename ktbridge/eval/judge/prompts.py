@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ktbridge.eval.bench import Item
 from ktbridge.eval.results.cards import Message
@@ -159,7 +159,7 @@ def _object(properties: JsonSchema) -> JsonSchema:
     }
 
 
-def _read_object(reply: str, keys: Sequence[str]) -> dict[str, Any]:
+def _read_object(reply: str, keys: Sequence[str]) -> dict[str, object]:
     """Return the JSON object that is the whole reply, or the whole of the reply's single code block."""
     text = reply.strip()
     if text.startswith("```") and text.endswith("```") and text.count("```") == 2:
@@ -177,7 +177,7 @@ def _read_object(reply: str, keys: Sequence[str]) -> dict[str, Any]:
     return value
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ReplyError("a key that comes twice")

@@ -16,17 +16,17 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, NamedTuple, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.eval.results.cards import Json
 from ktbridge.eval.results.types import CheckRow
 from ktbridge.eval.schema import Text
 from ktbridge.eval.text import shorten
 
 _LONGEST_REASON = 300  # a reason may quote the answer
-Check = Mapping[str, Any]  # {"scorer": name, ...parameters}, as an item has it
 Words = Annotated[Sequence[Text], Field(min_length=1)]
 
 
@@ -62,7 +62,7 @@ class Scorer:
         }
 
     @cached_property
-    def types(self) -> dict[str, TypeAdapter[Any]]:
+    def types(self) -> dict[str, TypeAdapter[object]]:
         """The types of the parameters, and of ``gold`` if it is used."""
         hints = get_type_hints(self.function, include_extras=True)
         return {
@@ -81,7 +81,7 @@ class Scorer:
             return False
         return True
 
-    def score(self, text: str, check: Check, gold: object) -> Mark:
+    def score(self, text: str, check: Json, gold: object) -> Mark:
         """Return the mark of an answer by a check that has no faults."""
         given = {name: value for name, value in check.items() if name != "scorer"}
         if "gold" in self.types:
@@ -132,12 +132,12 @@ def check_faults(check: object, gold: object) -> list[tuple[str, str]]:
     return faults
 
 
-def score_task(text: str, checks: Sequence[Check], gold: object) -> tuple[float, list[CheckRow]]:
+def score_task(text: str, checks: Sequence[Json], gold: object) -> tuple[float, list[CheckRow]]:
     """Return the mean mark of an item's checks (at least one), and a row ``{scorer, mark, reason}`` of each;
     with ``parsed`` if something had to be parsed. Raises ScorerError if a scorer fails."""
     rows: list[CheckRow] = []
     for check in checks:
-        name = check["scorer"]
+        name = str(check["scorer"])
         try:
             value, reason, parsed = SCORERS[name].score(text, check, gold)
         except (KtbridgeError, ImportError):  # a missing package is not the answer's fault
