@@ -302,7 +302,8 @@ def plan_judging(
         plan.scores += [
             JudgeRequest(judge, form, item, (_shown(one),), name)
             for name, answer in ok.items()
-            for one in ok_repeats(answer)
+            for one in answer.get("repeats") or [answer]
+            if one["outcome"] == "ok"
         ]
         for of, minus in compared:
             if not {of, minus} <= ok.keys():
@@ -340,8 +341,3 @@ def _ask_anchor(judge: Judge, form: Form, anchor: Anchor) -> JudgeRequest:
 def digit_question(judge: Judge, bench: Bench) -> JudgeRequest:
     """Return the first anchor of a bench that is judged by digits, as its answers are asked about."""
     return _ask_anchor(judge, "digit", read_anchors(bench)[0])
-
-
-def ok_repeats(answer: ArmAnswer) -> list[ArmAnswer]:
-    """Return the ok answers among an arm's repeats of an item; the answer itself if asked once."""
-    return [one for one in answer.get("repeats") or [answer] if one["outcome"] == "ok"]

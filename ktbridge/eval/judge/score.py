@@ -28,19 +28,16 @@ from ktbridge.eval.judge.plan import (
     JudgeRequest,
     JudgeScore,
     JudgingPlan,
-    ok_repeats,
     plan_judging,
 )
 from ktbridge.eval.judge.prompts import VERSION, ReplyError
 from ktbridge.eval.results.cards import DigitMeans, Json, JudgeCard, JudgeFacts
-from ktbridge.eval.results.types import ArmAnswer, ItemRow, JudgedPair
+from ktbridge.eval.results.types import ItemRow, JudgedPair
 from ktbridge.eval.rundir import read_run
 from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger
 from ktbridge.schemas import fits
 
 JUDGE = "judge.json"
-Rows = Sequence[ItemRow]
-Scores = Mapping[str, Mapping[str, JudgeScore]]
 Replies = Mapping[str, JudgeScore]  # by the request's key
 
 
@@ -64,7 +61,7 @@ class Judgements:
     reports. ``pairs`` is empty if it failed on the anchor pairs.
     """
 
-    scores: Scores
+    scores: Mapping[str, Mapping[str, JudgeScore]]
     pairs: list[JudgedPair]
     card: JudgeCard
     problems: list[Problem]
@@ -90,7 +87,7 @@ def named_judge(card: NamedJudge) -> Judge:
     return Judge("judge", card["model"], card["url"], card.get("extra_body", {}))
 
 
-def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | None:
+def read_judgements(directory: Path, bench: Bench, rows: Sequence[ItemRow]) -> Judgements | None:
     """Return the judgements of judge.json's judge on ``rows`` (a report's items); None without a judge.
 
     A row needs ``id`` and ``answers`` (arm -> ``outcome``, ``text``; for a dialogue ``turns``; for
@@ -105,9 +102,8 @@ def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | N
     stored = read_ledger(directory, JUDGEMENTS)
     replies = {one.key: _read(one, stored.get(one.key)) for one in plan.mixed()}
     records = [stored[key] for key in replies if key in stored]
-    scores = _scores(plan, replies)
-    compared, unread = _compare(plan.pairs, replies, rows)
-    known, _ = _compare(plan.anchor_pairs, replies, ())
+    scores, decisions = _score(plan, replies)
+    compared, known = _compare(plan.pairs, replies), _compare(plan.anchor_pairs, replies)
     outcomes = Counter(one.outcome for one in replies.values())
     valid = outcomes["ok"] + outcomes["parse-fail"]
     # Identical repeats count once.
@@ -129,10 +125,10 @@ def read_judgements(directory: Path, bench: Bench, rows: Rows) -> Judgements | N
         "flip_rate": _rate(sum(one.flipped for one in compared), len(compared)),
         "position_bias": position_bias(compared),
         "length_bias": length_bias("pairs", [one.decision for one in compared])
-        or length_bias("checks", _decisions(scores, bench, rows)),
+        or length_bias("checks", decisions),
         "anchors": tally_anchors(plan.anchors, replies),
         "anchor_pairs": tally_right(one.result == "win" for one in known),
-        "pairs_unread": unread,
+        "pairs_unread": len(plan.pairs) // 2 - len(compared),
         "same_family": bool(family),
     }
     if means := _public_means(plan, replies):
@@ -163,11 +159,24 @@ def _read(request: JudgeRequest, record: JudgementRecord | None) -> JudgeScore:
         return JudgeScore(None, "parse-fail")
 
 
-def _scores(plan: JudgingPlan, replies: Replies) -> dict[str, dict[str, JudgeScore]]:
+def _score(
+    plan: JudgingPlan, replies: Replies
+) -> tuple[dict[str, dict[str, JudgeScore]], list[Decision]]:
+    """Return the scores, and each two arms' answers to an item by length and share."""
     scores: dict[str, dict[str, JudgeScore]] = {}
-    for (item, arm), repeats in itertools.groupby(plan.scores, lambda one: (one.item.id, one.of)):
-        scores.setdefault(item, {})[arm] = _mean([replies[one.key] for one in repeats])
-    return scores
+    decisions = []
+    for item, requests in itertools.groupby(plan.scores, lambda one: one.item.id):
+        scored = []
+        for arm, group in itertools.groupby(requests, lambda one: one.of):
+            repeats = list(group)
+            score = _mean([replies[one.key] for one in repeats])
+            scores.setdefault(item, {})[arm] = score
+            if score.share is not None:
+                length = round(sum(len(one.answers[0].text) for one in repeats) / len(repeats))
+                scored.append((length, score.share, repeats[0].item.cluster))
+        for (other, less, _), (length, share, cluster) in itertools.combinations(scored, 2):
+            decisions.append(Decision((length, other), share - less, cluster))
+    return scores, decisions
 
 
 def _mean(repeats: Sequence[JudgeScore]) -> JudgeScore:
@@ -179,48 +188,16 @@ def _mean(repeats: Sequence[JudgeScore]) -> JudgeScore:
     return JudgeScore(round(sum(shares) / len(shares), 6), "ok", read[0].checks)
 
 
-def _decisions(scores: Scores, bench: Bench, rows: Rows) -> list[Decision]:
-    """Return each two arms' answers to an item, by length and share."""
-    clusters = {item.id: item.cluster for item in bench.items}
-    decisions = []
-    for row in rows:
-        scored = [
-            (_length(row["answers"][arm]), score.share)
-            for arm, score in scores.get(row["id"], {}).items()
-            if score.share is not None
-        ]
-        for (other, other_share), (length, share) in itertools.combinations(scored, 2):
-            decisions.append(Decision((length, other), share - other_share, clusters[row["id"]]))
-    return decisions
-
-
-def _length(answer: ArmAnswer) -> int:
-    """Return the mean length of an arm's ok answers to an item, in characters."""
-    texts = [one["text"] for one in ok_repeats(answer)]
-    return round(sum(map(len, texts)) / len(texts))
-
-
-def _compare(
-    requests: Sequence[JudgeRequest], replies: Replies, rows: Rows
-) -> tuple[list[ComparedPair], int]:
-    """Return the pairs with a valid verdict in both orders, and the number of the others."""
-    lengths = {
-        (row["id"], arm): len(one.get("text", ""))
-        for row in rows
-        for arm, one in row["answers"].items()
-    }
-    compared, unread = [], 0
+def _compare(requests: Sequence[JudgeRequest], replies: Replies) -> list[ComparedPair]:
+    """Return the pairs with a valid verdict in both orders."""
+    compared = []
     for one, swapped in zip(requests[::2], requests[1::2], strict=True):
         first, second = replies[one.key].winner, replies[swapped.key].winner
-        if first is None or second is None:
-            unread += 1
-            continue
-        item = one.item
-        both = (lengths.get((item.id, one.of), 0), lengths.get((item.id, one.minus), 0))
-        compared.append(
-            ComparedPair(item.id, item.cluster, one.of, one.minus, (first, second), both)
-        )
-    return compared, unread
+        if first is not None and second is not None:
+            sizes = (len(one.answers[0].text), len(one.answers[1].text))
+            places = (one.item.id, one.item.cluster, one.of, one.minus)
+            compared.append(ComparedPair(*places, (first, second), sizes))
+    return compared
 
 
 def _pair_rows(plan: JudgingPlan, compared: Sequence[ComparedPair]) -> list[JudgedPair]:
