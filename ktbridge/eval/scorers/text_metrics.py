@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import math
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from fractions import Fraction
 from functools import cache
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -88,7 +86,14 @@ def measure_texts(
     if not answers or len(answers) != len(references) or not all(references):
         raise ValueError("answers and their references are needed, as many of one as of the other")
     cut = sum(len(answer) > LONGEST_MEASURED for answer in answers)
-    scores, signature = FAMILIES[family]([one[:LONGEST_MEASURED] for one in answers], references)
+    try:
+        scores, signature = FAMILIES[family](
+            [one[:LONGEST_MEASURED] for one in answers], references
+        )
+    except ImportError as error:
+        raise KtbridgeError(
+            f"the metric family {family!r} needs {error.name}.", install_hint("eval")
+        ) from None
     several = any(len(group) > 1 for group in references)
     signature += f"|refs:{'several' if several else '1'}"
     if cut:
@@ -140,13 +145,9 @@ def _means(samples: Sequence[Mapping[str, float]], scale: float = 1) -> dict[str
 
 
 def _std(answers: Sequence[str], references: Sequence[Sequence[str]]) -> Scored:
-    try:
-        from rouge_score import rouge_scorer
-        from sacrebleu.metrics import BLEU, CHRF
-    except ImportError as error:
-        raise KtbridgeError(
-            f"the metric family 'std' needs {error.name}.", install_hint("eval")
-        ) from None
+    from rouge_score import rouge_scorer
+    from sacrebleu.metrics import BLEU, CHRF
+
     chinese = language_of(" ".join(one for group in references for one in group)) == "zh"
     bleu, chrf = BLEU(tokenize="zh" if chinese else "13a"), CHRF()
     # sacrebleu expects lists of the i-th reference of every item; None where an item has fewer.
@@ -195,14 +196,9 @@ def _rouge_words(tokens: Sequence[str]) -> list[str]:
 
 @cache
 def _jieba() -> jieba.Tokenizer:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its source has invalid escapes and pkg_resources
-            import jieba
-    except ImportError:
-        raise KtbridgeError(
-            "the metric families 'lf' and 'seedlike' need jieba.", install_hint("eval")
-        ) from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its source has invalid escapes and pkg_resources
+        import jieba
     jieba.setLogLevel(logging.WARNING)
     # A separate tokenizer: words that a program added to jieba's global one must not change scores.
     tokenizer = jieba.Tokenizer()
@@ -233,30 +229,26 @@ def ngrams(tokens: Tokens, n: int) -> list[tuple[Hashable, ...]]:
 def sentence_bleu(references: Sequence[Tokens], hypothesis: Tokens, order: int = 4) -> float:
     """BLEU of one sentence in 0..1 with nltk's smoothing method 3, weights 1/order each.
 
-    BLEU = BP exp(sum_n log p_n / order) with clipped precisions p_n (Papineni et al. 2002); the k-th
-    p_n without a match becomes 1 / (2^k (number of n-grams, at least 1)) (NIST's mteval; Chen &
-    Cherry 2014, "smoothing 3"); 0 where not even one token matches. BP uses the reference that is
-    closest in length, the shorter one where two are equally close.
+    sacrebleu calls that smoothing "exp" (NIST's mteval; Chen & Cherry 2014, "smoothing 3"). As in nltk, a
+    text shorter than ``order`` counts as one n-gram of each length that it lacks. The reference that is
+    closest in length counts, the shorter one where two are equally close.
     """
-    logs, missing = 0.0, 0
+    from sacrebleu.metrics import BLEU
+
+    hits, totals = [], []
     for n in range(1, order + 1):
         counts = Counter(ngrams(hypothesis, n))
         most: Counter[tuple[Hashable, ...]] = Counter()
         for reference in references:
             most |= Counter(ngrams(reference, n))
-        hits, total = (counts & most).total(), max(1, counts.total())
-        if hits:
-            precision = Fraction(hits, total)
-        elif n == 1:
-            return 0.0
-        else:
-            missing += 1
-            precision = Fraction(1, 2**missing * total)
-        logs += math.log(precision)
+        hits.append((counts & most).total())
+        totals.append(max(1, counts.total()))
     length = len(hypothesis)
     closest = min((len(one) for one in references), key=lambda size: (abs(size - length), size))
-    brevity = 1.0 if length > closest else math.exp(1 - closest / length)
-    return brevity * math.exp(logs / order)
+    bleu = BLEU.compute_bleu(
+        hits, totals, length, closest, smooth_method="exp", max_ngram_order=order
+    )
+    return bleu.score / 100
 
 
 def rouge(name: str, hypothesis: Tokens, reference: Tokens) -> float:
