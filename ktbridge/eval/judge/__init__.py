@@ -7,23 +7,14 @@ omits a judge that can't distinguish them, and gives the reason.
 
 from __future__ import annotations
 
-from ktbridge.eval.judge.plan import (
-    Anchor,
-    Judge,
-    JudgeScore,
-    check_judge,
-    parse_judge,
-    read_anchors,
-)
-from ktbridge.eval.judge.run import Judged, judge_preflight, judge_run
+from ktbridge.eval.judge.plan import Judge, JudgeScore, check_judge, parse_judge, read_anchors
+from ktbridge.eval.judge.run import judge_preflight, judge_run
 from ktbridge.eval.judge.score import JUDGE, Judgements, read_judgements
 
 __all__ = [
     "JUDGE",
-    "Anchor",
     "Judge",
     "JudgeScore",
-    "Judged",
     "Judgements",
     "check_judge",
     "judge_preflight",
