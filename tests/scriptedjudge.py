@@ -11,7 +11,7 @@ from mockserver import JsonServer
 
 from ktbridge.eval import collect, load_bench, parse_arms, score_run
 from ktbridge.eval.bench import read_snapshot
-from ktbridge.eval.judging import judge_run, parse_judge, read_judgements
+from ktbridge.eval.judge import judge_run, parse_judge, read_judgements
 
 COLOURS = ("red", "green", "blue")
 ITEMS = 18  # fewer than 20 clusters are scored without a bootstrap, which is fast

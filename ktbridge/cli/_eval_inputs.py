@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ktbridge.eval.arms import Arm
     from ktbridge.eval.bench import Bench
     from ktbridge.eval.gates import Gate
-    from ktbridge.eval.judging import Judge
+    from ktbridge.eval.judge import Judge
 
 ARMS_KEY, JUDGE_KEY = "KTBRIDGE_API_KEY", "KTBRIDGE_JUDGE_API_KEY"
 
@@ -65,7 +65,7 @@ def read_inputs(given: Given) -> Inputs:
     from ktbridge.eval.arms import discover_arms, parse_arms, parse_model
     from ktbridge.eval.bench import parse_extra_body, with_max_tokens, with_sampling
     from ktbridge.eval.gates import parse_gate, refuse_unknown
-    from ktbridge.eval.judging.read import JUDGE
+    from ktbridge.eval.judge import JUDGE
     from ktbridge.eval.rundir import run_directories
 
     if bool(given.arms) == bool(given.server):
@@ -100,7 +100,7 @@ def read_inputs(given: Given) -> Inputs:
 def _judge(given: Given, text: str, benches: Sequence[Bench]) -> Judge:
     from ktbridge.errors import UsageError
     from ktbridge.eval.bench import parse_extra_body
-    from ktbridge.eval.judging import check_judge, parse_judge
+    from ktbridge.eval.judge import check_judge, parse_judge
 
     extra = given.judge_extra_body
     judge = parse_judge(text, parse_extra_body(extra, "--judge-extra-body") if extra else {})

@@ -209,7 +209,7 @@ def _check_judge(inputs: Inputs, timeout: float) -> None:
     if inputs.judge is None:
         return
     from ktbridge.cli._ui import print_problems
-    from ktbridge.eval.judging import judge_preflight
+    from ktbridge.eval.judge import judge_preflight
 
     key = _judge_key()
     print_problems(judge_preflight(inputs.judge, inputs.benches, timeout=timeout, api_key=key))
@@ -315,7 +315,7 @@ def _judge(
     inputs: Inputs, folder: Path, pairs: bool, concurrency: int, timeout: float
 ) -> tuple[Problem, ...]:
     from ktbridge.cli._ui import progress_bar, stderr
-    from ktbridge.eval.judging import judge_run
+    from ktbridge.eval.judge import judge_run
 
     assert inputs.judge is not None
     with progress_bar("judging") as on_progress:

@@ -156,7 +156,7 @@ class ItemLine(BaseModel):
 
 
 class AnchorRow(BaseModel):
-    """An anchor of a slice in bench.yaml; see ``judging.anchors``."""
+    """An anchor of a slice in bench.yaml; see ``judge.plan``."""
 
     model_config = _STRICT
 

@@ -162,10 +162,10 @@ def wilson_interval(values: Sequence[float], clusters: Sequence[str]) -> Interva
         ratio = float(standard_error(sums[None], sizes)[0]) ** 2 / simple if simple > 0 else 0.0
         # All equal: the sample size is the number of clusters, and never more than the items.
         effective = min(total, total / ratio) if ratio > _TINY else float(groups)
-    centre = (share + z * z / (2 * effective)) / (1 + z * z / effective)
+    center = (share + z * z / (2 * effective)) / (1 + z * z / effective)
     half = z * np.sqrt(share * (1 - share) / effective + z * z / (4 * effective**2))
     half = float(half) / (1 + z * z / effective)
-    return _interval(sums, sizes, centre - half, centre + half, (0.0, 1.0), "wilson")
+    return _interval(sums, sizes, center - half, center + half, (0.0, 1.0), "wilson")
 
 
 def unseen_share(clusters: int) -> float:

@@ -67,8 +67,10 @@ def prepare(
     ``ProblemsError`` with all of them where several things are wrong.
     """
     check_installed()
-    if find_spec("jieba") is None:
-        raise KtbridgeError("the metrics of predictions need jieba.", install_hint("eval"))
+    if find_spec("jieba") is None or find_spec("sacrebleu") is None:
+        raise KtbridgeError(
+            "the metrics of predictions need jieba and sacrebleu.", install_hint("eval")
+        )
     asked = Problems(code="KTC014")
     asked.attempt("output_dir", lambda: _check_output(config, before_training))
     find_base = find_model if before_training else resolve_model  # weights may be downloaded later

@@ -166,7 +166,7 @@ def test_a_list_of_models_is_had_or_its_lack_is_explained():
 def test_the_openai_package_is_loaded_only_where_it_is_needed():
     code = """
 import sys
-import ktbridge.eval, ktbridge.eval.judging
+import ktbridge.eval, ktbridge.eval.judge
 assert not {"aiohttp", "openai", "jieba", "nltk", "rouge_score", "sacrebleu"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

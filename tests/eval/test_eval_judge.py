@@ -34,14 +34,14 @@ from scriptedjudge import (
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import score_run
 from ktbridge.eval.bench import read_snapshot
-from ktbridge.eval.judging import (
+from ktbridge.eval.judge import (
     judge_preflight,
     judge_run,
     parse_judge,
     read_judgements,
 )
-from ktbridge.eval.judging.plan import compared_arms, make_plan
-from ktbridge.eval.judging.prompts import VERSION
+from ktbridge.eval.judge.plan import compared_arms, plan_judging
+from ktbridge.eval.judge.prompts import VERSION
 from ktbridge.eval.store import JUDGEMENTS, Ledger
 
 
@@ -374,14 +374,14 @@ def test_a_judge_of_the_served_family_is_warned_about(world, run, rows):
 def test_an_arm_that_was_never_asked_is_not_compared(rows, run):
     bench, judge = read_snapshot(run / "bench"), parse_judge("m@http://127.0.0.1:1")
     more = [{**row, "answers": {**row["answers"], "late": {"outcome": "not-run"}}} for row in rows]
-    plan = make_plan(bench, more, judge, pairs=True)
-    assert plan == make_plan(bench, rows, judge, pairs=True)
+    plan = plan_judging(bench, more, judge, pairs=True)
+    assert plan == plan_judging(bench, rows, judge, pairs=True)
     assert {(ask.of, ask.minus) for ask in plan.pairs} == {("full", "base")}
     assert compared_arms(["base", "expert", "full"]) == [("full", "base"), ("full", "expert")]
     # Equal answers need no judge.
     same = [{**rows[0], "answers": dict.fromkeys(("base", "full"), rows[0]["answers"]["base"])}]
-    plan = make_plan(bench, same, judge, pairs=True)
-    assert (plan.pairs, plan.anchor_pairs, len(plan.same)) == ((), (), 1)
+    plan = plan_judging(bench, same, judge, pairs=True)
+    assert (plan.pairs, plan.anchor_pairs, len(plan.same)) == ([], [], 1)
     assert len({ask.key for ask in plan.scores}) == 1
 
 
@@ -398,7 +398,7 @@ def test_every_ok_repeat_is_judged_and_the_mean_told(world, run, rows):
     }
     bench = read_snapshot(run / "bench")
     judge = parse_judge(f"arbiter@{world.url}")
-    plan = make_plan(bench, [repeated], judge, pairs=False)
+    plan = plan_judging(bench, [repeated], judge, pairs=False)
     mine = [ask for ask in plan.scores if ask.of == arm]
     assert [good in ask.messages[1]["content"] for ask in mine] == [True, False]
     with Ledger(run, JUDGEMENTS) as journal:
@@ -437,7 +437,7 @@ def test_fields_for_the_judge_are_sent_and_make_it_another_judge(world, run):
 _CHILD = """
 import sys
 from pathlib import Path
-from ktbridge.eval.judging import judge_run, parse_judge
+from ktbridge.eval.judge import judge_run, parse_judge
 judge_run(Path(sys.argv[1]), parse_judge(sys.argv[2]), pairs=True, concurrency=3, backoff=0.001)
 """
 

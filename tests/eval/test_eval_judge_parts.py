@@ -18,7 +18,7 @@ from ktbridge.eval import collect, load_bench, parse_arms, score_run
 from ktbridge.eval.bench import read_snapshot
 from ktbridge.eval.compat import load_compat
 from ktbridge.eval.facts import made_of
-from ktbridge.eval.judging import (
+from ktbridge.eval.judge import (
     check_judge,
     judge_preflight,
     judge_run,
@@ -26,9 +26,9 @@ from ktbridge.eval.judging import (
     read_anchors,
     read_judgements,
 )
-from ktbridge.eval.judging.bias import Comparison, length_bias_of_pairs, position_bias
-from ktbridge.eval.judging.plan import make_plan
-from ktbridge.eval.judging.prompts import ReplyError, parse_checks, parse_pair
+from ktbridge.eval.judge.calibration import ComparedPair, length_bias, position_bias
+from ktbridge.eval.judge.plan import plan_judging
+from ktbridge.eval.judge.prompts import ReplyError, parse_checks, parse_pair
 from ktbridge.eval.text import delimit_untrusted
 
 
@@ -55,7 +55,7 @@ def world():
 )
 def test_only_the_form_asked_for_is_read(reply):
     with pytest.raises(ReplyError):
-        parse_checks(reply, 2)
+        parse_checks(reply, ["Is it a?", "Is it b?"])
     with pytest.raises(ReplyError):
         parse_pair(reply)
 
@@ -67,7 +67,7 @@ def test_a_dialogue_is_judged_with_all_its_turns(tmp_path):
         turns = [("assistant", "Thank you."), ("user", partner), ("assistant", "Blue.")]
         answer = {"outcome": "ok", "text": "Thank you.\n\nBlue."}
         answer["turns"] = [{"role": role, "content": text} for role, text in turns]
-        (ask,) = make_plan(
+        (ask,) = plan_judging(
             bench, [{"id": "i0", "answers": {"full": answer}}], judge, pairs=True
         ).scores
         return ask
@@ -154,12 +154,12 @@ def test_a_bias_is_named_where_there_is_one_and_hardly_ever_where_there_is_none(
             verdicts = np.where(first, "first", "second").tolist()
             lengths = random.integers(20, 200, (30, 2)).tolist()
             compared = [
-                Comparison(str(n), str(n), "full", "base", tuple(verdict), tuple(size))
+                ComparedPair(str(n), str(n), "full", "base", tuple(verdict), tuple(size))
                 for n, (verdict, size) in enumerate(zip(verdicts, lengths, strict=True))
             ]
             bias = position_bias(compared)
             place += bias["low"] > 0.5 or bias["high"] < 0.5
-            length += length_bias_of_pairs(compared)["low"] > 0.5
+            length += length_bias("pairs", [one.decision for one in compared])["low"] > 0.5
         return place / 150, length / 150
 
     assert max(named(0.0)) <= 0.05

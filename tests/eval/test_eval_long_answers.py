@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from evalruns import BENCH, knows, stored, validate
 
 from ktbridge.eval import load_bench, score_run, write_report
-from ktbridge.eval.numerals import chinese_number, find_answer_number
 from ktbridge.eval.persona import score_persona
 from ktbridge.eval.scorers import FAMILIES, SCORERS, measure_texts, registry, score_task
+from ktbridge.eval.scorers.numbers import chinese_number, find_answer_number
 
 NEKO = load_bench("nekobench")
 LONG = 400_000
@@ -98,13 +99,12 @@ def test_a_looping_answer_ends_neither_run_nor_report(tmp_path):
 
 
 def test_a_scorer_that_fails_on_an_answer_is_named_and_the_rest_is_scored(tmp_path, monkeypatch):
-    def fails(text, check, gold):
+    def fails(text: str, gold: float):
         raise RecursionError("maximum recursion depth exceeded")
 
     items = [item for item in BENCH.items if item.slice in ("KRI-R", "KRI-K")]
     known = registry.SCORERS["numeric"]
-    broken = registry.Scorer(**{**vars(known), "score": fails})
-    monkeypatch.setitem(registry.SCORERS, "numeric", broken)
+    monkeypatch.setitem(registry.SCORERS, "numeric", replace(known, function=fails))
     results = write_report(stored(tmp_path, {"base": knows, "full": knows}, items=items, repeat=2))
     validate(results)
     numeric = [one for one in items if one.checks[0]["scorer"] == "numeric"]

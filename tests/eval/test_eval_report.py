@@ -19,7 +19,7 @@ from ktbridge.eval.contamination import find_contamination
 from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.gates import check_gates, parse_gate, refuse_unknown
 from ktbridge.eval.html import diff_words, render_html
-from ktbridge.eval.judging import Judgements, JudgeScore
+from ktbridge.eval.judge import Judgements, JudgeScore
 from ktbridge.eval.markdown import render_markdown
 from ktbridge.eval.persona import NO_PERSONA
 from ktbridge.eval.results.build import Gathered, assemble, bench_card, mark_judged

@@ -6,9 +6,9 @@ import pytest
 
 from ktbridge.eval import load_bench
 from ktbridge.eval.client import BadReplyError, read_completion
-from ktbridge.eval.numerals import find_answer_number
 from ktbridge.eval.persona import score_persona
 from ktbridge.eval.scorers import SCORERS, check_faults, score_task, scorer
+from ktbridge.eval.scorers.numbers import find_answer_number
 from ktbridge.eval.text import sentences
 
 NEKO = load_bench("nekobench").persona
@@ -169,7 +169,7 @@ def test_a_check_that_makes_no_sense_is_refused(check, gold, words):
 
 def test_a_scorer_is_named_once():
     with pytest.raises(ValueError, match="'exact'"):
-        scorer("exact")(lambda text, check, gold: None)
+        scorer("exact")(lambda text: None)
 
 
 def test_every_scorer_has_a_row_that_passes_and_one_that_fails():

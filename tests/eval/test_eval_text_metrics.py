@@ -13,8 +13,7 @@ from ktbridge.eval.scorers.text_metrics import (
     _rouge_words,
     jieba_tokens,
     longest_common,
-    rouge_l,
-    rouge_n,
+    rouge,
     sentence_bleu,
     unicode_tokens,
 )
@@ -40,12 +39,8 @@ def test_rouge_is_rouge_chineses():
     for one in SAMPLES:
         said = _rouge_words(one["tokens"])
         wanted = [_rouge_words(tokens) for tokens in one["reference_tokens"]]
-        for name, measure in (
-            ("rouge-1", lambda a, b: rouge_n(a, b, 1)),
-            ("rouge-2", lambda a, b: rouge_n(a, b, 2)),
-            ("rouge-l", rouge_l),
-        ):
-            got = max(measure(said, tokens) for tokens in wanted)
+        for name in ("rouge-1", "rouge-2", "rouge-l"):
+            got = max(rouge(name, said, tokens) for tokens in wanted)
             assert got == pytest.approx(one["rouge"][name]), (name, one["answer"])
 
 
@@ -54,7 +49,7 @@ def test_rouge_over_ascii_is_rouge_scores():
         GOLDEN["en"]["pairs"], GOLDEN["en"]["rouge"], strict=True
     ):
         said, wanted = unicode_tokens(answer), unicode_tokens(reference)
-        assert rouge_l(said, wanted) == pytest.approx(scores["rougeL"], abs=1e-7)
+        assert rouge("rouge-l", said, wanted) == pytest.approx(scores["rougeL"], abs=1e-7)
 
 
 def test_the_common_subsequence_against_the_table():

@@ -1,4 +1,4 @@
-"""Contract of evaluations: a stored run, scored again, gives the report that it gave."""
+"""Contract of evaluations: a stored run, scored and judged again, gives the report that it gave."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from unittest import mock
 
 from evalruns import BENCH, knows, stored
-from golden.store import contract
+from golden.store import STORED, contract
+from scriptedjudge import arm_answer, make_bench
 
 import ktbridge
-from ktbridge.eval import write_report
+from ktbridge.eval import load_bench, score_run, write_report
 
 DATE = {"SOURCE_DATE_EPOCH": "1767312000"}
 """2026-01-02."""
@@ -37,3 +38,33 @@ def evaluation(directory: Path) -> dict[str, str]:
     results = json.loads(found["results.json"])
     found["results.json"] = json.dumps(results, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
     return found
+
+
+@contract
+def judged(directory: Path) -> dict[str, str]:
+    """Judge, pairs and marks read from judgements that an earlier version stored under its keys."""
+    bench = load_bench(make_bench(directory / "bench"))
+    answers = {
+        name: lambda item, nth, name=name: arm_answer(f"tiny:{name}", item.messages[-1]["content"])
+        for name in ("base", "full")
+    }
+    out = stored(directory / "run", answers, bench)
+    kept = {
+        one: (STORED / "judged" / one).read_text("utf-8")
+        for one in ("judge.json", "judgements.jsonl")
+    }
+    for name, text in kept.items():
+        (out / name).write_text(text, "utf-8")
+    results = score_run(out)
+    found = {
+        "judge": results["judge"],
+        "pairs": results["pairs"],
+        "marks": results["tables"].get("judge"),
+        "checks": {
+            row["id"]: {arm: one["judge_checks"] for arm, one in row["answers"].items()}
+            for row in results["items"][:2]
+        },
+        "warnings": results["warnings"],
+    }
+    text = json.dumps(found, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    return {**kept, "results.json": text}

@@ -1,4 +1,4 @@
-"""The task axis: small functions from (answer, check, gold) to a mark in 0..1 and a reason.
+"""The task axis: small functions from an answer, an item's gold and a check to a mark in 0..1 and a reason.
 
 ``SCORERS`` lists every scorer with its parameters, so that a faulty bench is refused before the first
 request, never in the middle of a run. All of them score the answer that a user would see, without
@@ -8,22 +8,12 @@ thinking. Persona is a separate axis (``ktbridge.eval.persona``).
 from __future__ import annotations
 
 from ktbridge.eval.scorers import rules as rules  # registers its scorers
-from ktbridge.eval.scorers.registry import (
-    SCORERS,
-    Mark,
-    Scorer,
-    ScorerError,
-    check_faults,
-    score_task,
-    scorer,
-)
+from ktbridge.eval.scorers.registry import SCORERS, ScorerError, check_faults, score_task, scorer
 from ktbridge.eval.scorers.text_metrics import FAMILIES, measure_texts
 
 __all__ = [
     "FAMILIES",
     "SCORERS",
-    "Mark",
-    "Scorer",
     "ScorerError",
     "check_faults",
     "measure_texts",

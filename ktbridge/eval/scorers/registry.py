@@ -1,29 +1,33 @@
-"""Scorer interface and registration, and validation of a bench's checks before any request.
+"""Registry of scorers, and validation of a bench's checks before any request.
 
-A scorer is a small function from (answer, check, gold) to a ``Mark``, decorated with its required
-and optional parameters::
+A scorer is a function from an answer's text to a ``Mark``. Its signature is its row of the registry: ``gold``
+is the item's, ``persona`` the bench's, and what follows ``*`` are the parameters of a check. Pydantic checks
+them by their types::
 
-    @scorer("min_len", required={"unit": is_unit, "n": is_count})
-    def min_len(text, check, gold): ...
+    @scorer("min_len")
+    def min_len(text: str, *, unit: Unit, n: NonNegativeInt) -> Mark: ...
 
 A check is a mapping ``{"scorer": name, ...parameters}`` in an item of a bench.
 """
 
 from __future__ import annotations
 
-import math
-import re
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Annotated, NamedTuple, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.eval.results.cards import Json
 from ktbridge.eval.results.types import CheckRow
+from ktbridge.eval.schema import Text
 from ktbridge.eval.text import shorten
 
-# Characters. Patterns may take quadratic time; no meaningful answer is this long.
-LONGEST_SEARCHED = 20_000
 _LONGEST_REASON = 300  # a reason may quote the answer
+Words = Annotated[Sequence[Text], Field(min_length=1)]
 
 
 class Mark(NamedTuple):
@@ -35,26 +39,54 @@ class Mark(NamedTuple):
     parsed: bool | None = None
 
 
-Check = Mapping[str, Any]  # {"scorer": name, ...parameters}, as an item has it
-Gold = Any  # what the scorer's predicate accepted
-Predicate = Callable[[object], bool]
-Score = Callable[[str, Check, Gold], Mark]
+def mark(passed: bool, reason: str, parsed: bool | None = None) -> Mark:
+    """Return a yes/no mark: 1 or 0."""
+    return Mark(1.0 if passed else 0.0, reason, parsed)
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A scoring function, predicates on its parameters, and one on the item's gold (None if it
-    uses no gold). ``some_of``: at least one of these parameters is required. ``longest``: an
-    answer of more characters is marked 0 without being searched (None: any length is scored)."""
+    """A scoring function under its name. ``any_parameter``: at least one of its parameters is required."""
 
     name: str
-    score: Score
-    parameters: Mapping[str, Predicate]
-    required: frozenset[str]
-    some_of: tuple[str, ...] = ()
-    gold: Predicate | None = None
-    needs_persona: bool = False
-    longest: int | None = None
+    function: Callable[..., Mark]
+    any_parameter: bool = False
+
+    @cached_property
+    def parameters(self) -> dict[str, bool]:
+        """The parameters of a check, and whether each is required."""
+        return {
+            name: one.default is one.empty
+            for name, one in inspect.signature(self.function).parameters.items()
+            if one.kind is one.KEYWORD_ONLY
+        }
+
+    @cached_property
+    def types(self) -> dict[str, TypeAdapter[object]]:
+        """The types of the parameters, and of ``gold`` if it is used."""
+        hints = get_type_hints(self.function, include_extras=True)
+        return {
+            name: TypeAdapter(hints[name]) for name in (*self.parameters, "gold") if name in hints
+        }
+
+    @property
+    def needs_persona(self) -> bool:
+        return "persona" in inspect.signature(self.function).parameters
+
+    def takes(self, name: str, value: object) -> bool:
+        """Return whether ``value`` is of the type of the parameter ``name``."""
+        try:
+            self.types[name].validate_python(value, strict=True)
+        except ValidationError:
+            return False
+        return True
+
+    def score(self, text: str, check: Json, gold: object) -> Mark:
+        """Return the mark of an answer by a check that has no faults."""
+        given = {name: value for name, value in check.items() if name != "scorer"}
+        if "gold" in self.types:
+            given["gold"] = gold
+        return self.function(text, **given)
 
 
 class ScorerError(Exception):
@@ -65,135 +97,56 @@ SCORERS: dict[str, Scorer] = {}
 
 
 def scorer(
-    name: str,
-    *,
-    required: Mapping[str, Predicate] | None = None,
-    optional: Mapping[str, Predicate] | None = None,
-    some_of: Sequence[str] = (),
-    gold: Predicate | None = None,
-    needs_persona: bool = False,
-    longest: int | None = None,
-) -> Callable[[Score], Score]:
+    name: str, any_parameter: bool = False
+) -> Callable[[Callable[..., Mark]], Callable[..., Mark]]:
     """Register the decorated function under ``name``, which must be unique."""
 
-    def register(score: Score) -> Score:
+    def register(function: Callable[..., Mark]) -> Callable[..., Mark]:
         if name in SCORERS:
             raise ValueError(f"two scorers are named {name!r}")
-        SCORERS[name] = Scorer(
-            name,
-            score,
-            {**(required or {}), **(optional or {})},
-            frozenset(required or ()),
-            tuple(some_of),
-            gold,
-            needs_persona,
-            longest,
-        )
-        return score
+        SCORERS[name] = Scorer(name, function, any_parameter)
+        return function
 
     return register
 
 
-def mark(passed: bool, reason: str, parsed: bool | None = None) -> Mark:
-    """A yes/no mark: 1 or 0."""
-    return Mark(1.0 if passed else 0.0, reason, parsed)
-
-
-def check_faults(check: object, gold: Gold) -> list[tuple[str, str]]:
-    """The faults of one check of an item, as (found, expected) pairs."""
+def check_faults(check: object, gold: object) -> list[tuple[str, str]]:
+    """Return the faults of one check of an item, as (found, expected) pairs."""
     name = check.get("scorer") if isinstance(check, Mapping) else None
     known = SCORERS.get(name) if isinstance(name, str) else None
     if known is None or not isinstance(check, Mapping):
         return [(f"the scorer {name!r}", "one of " + ", ".join(sorted(SCORERS)))]
     given = {key: value for key, value in check.items() if key != "scorer"}
-    faults = [
-        (f"{name} without {key!r}", "its parameters") for key in sorted(known.required - set(given))
-    ]
-    if known.some_of and not set(known.some_of) & set(given):
-        faults.append((f"{name} without parameters", "one of " + ", ".join(known.some_of)))
+    names = ", ".join(known.parameters) or "none"
+    missing = sorted(key for key, required in known.parameters.items() if required)
+    faults = [(f"{name} without {key!r}", "its parameters") for key in missing if key not in given]
+    if known.any_parameter and not known.parameters.keys() & given:
+        faults.append((f"{name} without parameters", f"one of {names}"))
     for key, value in given.items():
         if key not in known.parameters:
-            faults.append(
-                (f"{name} with {key!r}", "one of " + (", ".join(known.parameters) or "none"))
-            )
-        elif not known.parameters[key](value):
+            faults.append((f"{name} with {key!r}", f"one of {names}"))
+        elif not known.takes(key, value):
             faults.append((f"{name}: {key} = {value!r}", "a value that the scorer takes"))
-    if known.gold is not None and not known.gold(gold):
+    if "gold" in known.types and not known.takes("gold", gold):
         faults.append((f"gold = {gold!r}", f"a gold that {name} takes"))
     return faults
 
 
-def score_task(text: str, checks: Sequence[Check], gold: Gold) -> tuple[float, list[CheckRow]]:
-    """The mean mark of an item's checks (at least one), and a row ``{scorer, mark, reason}`` per check;
+def score_task(text: str, checks: Sequence[Json], gold: object) -> tuple[float, list[CheckRow]]:
+    """Return the mean mark of an item's checks (at least one), and a row ``{scorer, mark, reason}`` of each;
     with ``parsed`` if something had to be parsed. Raises ScorerError if a scorer fails."""
     rows: list[CheckRow] = []
     for check in checks:
-        value, reason, parsed = _score(SCORERS[check["scorer"]], text, check, gold)
-        reason = shorten(reason, _LONGEST_REASON)
-        row: CheckRow = {"scorer": check["scorer"], "mark": value, "reason": reason}
+        name = str(check["scorer"])
+        try:
+            value, reason, parsed = SCORERS[name].score(text, check, gold)
+        except (KtbridgeError, ImportError):  # a missing package is not the answer's fault
+            raise
+        except Exception as error:
+            what = " ".join(str(error).split())[:120]
+            raise ScorerError(f"{name}: {type(error).__name__}: {what}") from error
+        row: CheckRow = {"scorer": name, "mark": value, "reason": shorten(reason, _LONGEST_REASON)}
         if parsed is not None:
             row["parsed"] = parsed
         rows.append(row)
     return sum(row["mark"] for row in rows) / len(rows), rows
-
-
-def _score(known: Scorer, text: str, check: Check, gold: Gold) -> Mark:
-    if known.longest is not None and len(text) > known.longest:
-        reason = f"not searched: {len(text)} characters, more than {known.longest}"
-        return mark(False, reason, False if known.name == "choice" else None)
-    try:
-        return known.score(text, check, gold)
-    except (KtbridgeError, ImportError):  # a missing package is not the answer's fault
-        raise
-    except Exception as error:
-        what = " ".join(str(error).split())[:120]
-        raise ScorerError(f"{known.name}: {type(error).__name__}: {what}") from error
-
-
-# --- predicates on parameters and golds
-
-
-def is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def is_words(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(is_text(word) for word in value)
-
-
-def is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    """A finite number: not a bool, not an integer too large for a float."""
-    try:
-        return (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and math.isfinite(float(value))
-        )
-    except OverflowError:
-        return False
-
-
-def is_pattern(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        re.compile(value)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True
-
-
-def is_one_of(*values: str) -> Predicate:
-    return lambda value: isinstance(value, str) and value in values
-
-
-def anything(value: object) -> bool:
-    return True

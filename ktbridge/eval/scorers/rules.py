@@ -6,24 +6,14 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from typing import Annotated, Literal
 
-from ktbridge.eval.numerals import find_answer_number
-from ktbridge.eval.scorers.registry import (
-    LONGEST_SEARCHED,
-    Check,
-    Gold,
-    Mark,
-    anything,
-    is_count,
-    is_flag,
-    is_number,
-    is_one_of,
-    is_pattern,
-    is_text,
-    is_words,
-    mark,
-    scorer,
-)
+from pydantic import AfterValidator, FiniteFloat, NonNegativeInt
+
+from ktbridge.eval.persona import Persona
+from ktbridge.eval.schema import Text
+from ktbridge.eval.scorers.numbers import find_answer_number
+from ktbridge.eval.scorers.registry import Mark, Words, mark, scorer
 from ktbridge.eval.text import (
     cjk_share,
     contains,
@@ -34,30 +24,38 @@ from ktbridge.eval.text import (
 )
 from ktbridge.eval.time_limit import time_limit
 
+# Characters. Patterns may take quadratic time; no meaningful answer is this long.
+LONGEST_SEARCHED = 20_000
+_REGEX_SECONDS = 2
+
+
+def _too_long(text: str) -> str:
+    return f"not searched: {len(text)} characters, more than {LONGEST_SEARCHED}"
+
+
 # --- against a gold answer: exact, aliases, numeric, choice
 
 
-@scorer("exact", gold=is_text)
-def exact(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("exact")
+def exact(text: str, gold: Text) -> Mark:
     """The answer equals the gold string byte for byte, ignoring surrounding white space."""
-    return mark(text.strip() == str(gold).strip(), "compared with the gold text as it stands")
+    return mark(text.strip() == gold.strip(), "compared with the gold text as it stands")
 
 
-@scorer("aliases", gold=is_words)
-def aliases(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("aliases")
+def aliases(text: str, gold: Words) -> Mark:
     """One of the gold spellings occurs (normalised; Latin ones as whole words)."""
     found = [one for one in gold if contains(text, one)]
     return mark(bool(found), f"found {found[0]!r}" if found else f"none of {gold!r}")
 
 
-@scorer("numeric", optional={"tolerance": is_number}, gold=is_number)
-def numeric(text: str, check: Check, gold: Gold) -> Mark:
-    """The answer's final number equals gold (within ``tolerance``, default 1e-6)."""
+@scorer("numeric")
+def numeric(text: str, gold: FiniteFloat, *, tolerance: FiniteFloat = 1e-6) -> Mark:
+    """The answer's final number equals gold within ``tolerance``."""
     value = find_answer_number(text)
     if value is None:
         return mark(False, "no number found", False)
-    close = abs(value - float(gold)) <= float(check.get("tolerance", 1e-6))
-    return mark(close, f"read {value:g}, gold {gold}", True)
+    return mark(abs(value - gold) <= tolerance, f"read {value:g}, gold {gold}", True)
 
 
 # What may follow a letter that starts an answer and is meant as the choice: "A spider" is not one.
@@ -76,23 +74,19 @@ _ANNOUNCED = r"(?i:\banswers?|答案|选)(?:\s*(?i:is|are)|\s*[是为选])?\s*[:
 _BETWEEN = r"\s*(?:,|，|、|/|&|(?i:and)\b|和|及|与)?\s*"
 
 
-@scorer(
-    "choice",
-    required={"options": is_text},
-    optional={"multiple": is_flag},
-    gold=is_text,
-    longest=LONGEST_SEARCHED,
-)
-def choice(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("choice")
+def choice(text: str, gold: Text, *, options: Text, multiple: bool = False) -> Mark:
     """The answer's final option letter equals gold; an answer without one is marked 0.
 
     With ``multiple`` the gold is a string of letters ("AC"), and exactly these must be named.
     """
+    if len(text) > LONGEST_SEARCHED:
+        return mark(False, _too_long(text), False)
     text = _SPACES.sub(lambda run: "\n\n" if "\n" in run.group() else "  ", text)
     text = _SIGNS.sub(r"\1\2", text)
-    if check.get("multiple"):
-        return _choices(text, str(check["options"]), str(gold))
-    letters = re.escape(str(check["options"]))
+    if multiple:
+        return _choices(text, options, gold)
+    letters = re.escape(options)
     # In order of reliability: boxed, "the answer is B", a letter that starts the answer, one that
     # stands alone, a lower-case one that is the whole answer.
     for pattern in (
@@ -127,139 +121,113 @@ def _choices(text: str, options: str, gold: str) -> Mark:
 # --- of form, without a gold answer: patterns, words, lengths, JSON, language, loops
 
 
-UNITS: dict[str, Callable[[str], int]] = {
+UNITS: dict[_Unit, Callable[[str], int]] = {
     "chars": count_chars,
     "words": count_words,
     "sentences": lambda text: len(sentences(text)),
     "lines": lambda text: sum(1 for line in text.splitlines() if line.strip()),
 }
-_LENGTH = {"unit": is_one_of(*UNITS), "n": is_count}
+_Unit = Literal["chars", "words", "sentences", "lines"]
 
 
-_REGEX_SECONDS = 2
+def _check_pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    return value
 
 
-@scorer("regex", required={"pattern": is_pattern}, longest=LONGEST_SEARCHED)
-def regex(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("regex")
+def regex(text: str, *, pattern: Annotated[str, AfterValidator(_check_pattern)]) -> Mark:
     """``pattern`` (a Python regular expression) is found in the answer. TimeoutError of a costly one."""
     import regex as timed  # like re, which can't be interrupted
 
-    found = timed.search(check["pattern"], text, timeout=_REGEX_SECONDS)
-    return mark(found is not None, f"pattern {check['pattern']!r}")
+    if len(text) > LONGEST_SEARCHED:
+        return mark(False, _too_long(text))
+    found = timed.search(pattern, text, timeout=_REGEX_SECONDS)
+    return mark(found is not None, f"pattern {pattern!r}")
 
 
-_WORDS = {"any": is_words, "all": is_words, "none": is_words}
-
-
-@scorer("contains", optional=_WORDS, some_of=tuple(_WORDS))
-def contains_words(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("contains", any_parameter=True)
+def contains_words(text: str, *, any: Words = (), all: Words = (), none: Words = ()) -> Mark:
     """At least one of ``any``, every one of ``all`` and not one of ``none`` occurs."""
-    unwanted = [word for word in check.get("none", ()) if contains(text, word)]
-    missing = [word for word in check.get("all", ()) if not contains(text, word)]
-    some = check.get("any")
-    lacking = some is not None and not any(contains(text, word) for word in some)
     reasons = []
-    if unwanted:
+    if unwanted := [word for word in none if contains(text, word)]:
         reasons.append(f"unwanted {unwanted!r}")
-    if missing:
+    if missing := [word for word in all if not contains(text, word)]:
         reasons.append(f"missing {missing!r}")
-    if lacking:
+    if any and not [word for word in any if contains(text, word)]:
         reasons.append("none of the expected words")
     return mark(not reasons, "; ".join(reasons) or "as asked")
 
 
-@scorer("counts", required={"of": is_words, "n": is_count})
-def counts(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("counts")
+def counts(text: str, *, of: Words, n: NonNegativeInt) -> Mark:
     """Exactly ``n`` different words of the list ``of`` occur (plural and singular count as one).
 
     A word inside a longer listed one is not counted twice ("cat" in "cats", 橙 in 橙子).
     """
     left = normalise(text)
     seen = set()
-    for word in sorted((normalise(word) for word in check["of"]), key=len, reverse=True):
+    for word in sorted((normalise(word) for word in of), key=len, reverse=True):
         if contains(left, word):
             seen.add(word[:-1] if word.endswith("s") else word)
             left = left.replace(word, " ")
-    return mark(len(seen) == check["n"], f"{len(seen)} of the list, {check['n']} asked")
+    return mark(len(seen) == n, f"{len(seen)} of the list, {n} asked")
 
 
-@scorer("max_len", required=_LENGTH)
-def max_len(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("max_len")
+def max_len(text: str, *, unit: _Unit, n: NonNegativeInt) -> Mark:
     """At most ``n`` ``unit`` (chars, words, sentences, lines)."""
-    size = UNITS[check["unit"]](text)
-    return mark(size <= check["n"], f"{size} {check['unit']}, at most {check['n']}")
+    size = UNITS[unit](text)
+    return mark(size <= n, f"{size} {unit}, at most {n}")
 
 
-@scorer("min_len", required=_LENGTH)
-def min_len(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("min_len")
+def min_len(text: str, *, unit: _Unit, n: NonNegativeInt) -> Mark:
     """At least ``n`` ``unit`` (chars, words, sentences, lines)."""
-    size = UNITS[check["unit"]](text)
-    return mark(size >= check["n"], f"{size} {check['unit']}, at least {check['n']}")
+    size = UNITS[unit](text)
+    return mark(size >= n, f"{size} {unit}, at least {n}")
 
 
-def _json_value(text: str) -> object:
-    """The JSON value that is the whole answer; one Markdown code fence is allowed. Else ValueError."""
+def _check_schema(value: dict[str, object]) -> dict[str, object]:
+    """Refuse all but JSON Schemas (2020-12) without external references (file, network)."""
+    from jsonschema import Draft202012Validator, SchemaError
+
+    if not all(ref.startswith("#") for ref in _references(value)):
+        raise ValueError("it refers to another document")
+    try:
+        Draft202012Validator.check_schema(value)
+    except (SchemaError, RecursionError):
+        raise ValueError("it is no JSON Schema") from None
+    return value
+
+
+def _references(value: object) -> list[str]:
+    if isinstance(value, dict):
+        own = [str(value[key]) for key in ("$ref", "$dynamicRef") if key in value]
+        return own + [ref for one in value.values() for ref in _references(one)]
+    return [ref for one in value for ref in _references(one)] if isinstance(value, list) else []
+
+
+@scorer("json_schema")
+def json_schema(
+    text: str, *, schema: Annotated[dict[str, object], AfterValidator(_check_schema)]
+) -> Mark:
+    """The whole answer is a JSON value that ``schema`` (JSON Schema 2020-12) accepts; one Markdown code
+    fence is allowed."""
+    from jsonschema import Draft202012Validator
+
     bare = text.strip()
     if bare.startswith("```") and bare.endswith("```"):
         name, newline, inside = bare[3:-3].partition("\n")
         bare = inside if newline and name.rstrip() in ("", "json") else bare
     try:
-        return json.loads(bare)
+        value = json.loads(bare)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {type(error).__name__}") from None
-
-
-@scorer("json", required={"equals": anything})
-def json_object(text: str, check: Check, gold: Gold) -> Mark:
-    """The whole answer is the JSON value ``equals`` (one Markdown code fence is allowed)."""
-    try:
-        value = _json_value(text)
-    except ValueError as error:
-        return mark(False, str(error), False)
-    return mark(_same(value, check["equals"]), "compared with the value asked for", True)
-
-
-def _same(one: object, other: object) -> bool:
-    """Equal as JSON: true is not 1, as it is in Python."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
-
-
-def _is_schema(value: object) -> bool:
-    """Return whether ``value`` is a JSON Schema (2020-12) without external references (file, network)."""
-    from jsonschema import Draft202012Validator, SchemaError
-
-    if not isinstance(value, dict) or not all(ref.startswith("#") for ref in _refs(value)):
-        return False
-    try:
-        Draft202012Validator.check_schema(value)
-    except (SchemaError, RecursionError):
-        return False
-    return True
-
-
-def _refs(value: object) -> list[str]:
-    if isinstance(value, dict):
-        own = [str(value[key]) for key in ("$ref", "$dynamicRef") if key in value]
-        return own + [ref for one in value.values() for ref in _refs(one)]
-    return [ref for one in value for ref in _refs(one)] if isinstance(value, list) else []
-
-
-@scorer("json_schema", required={"schema": _is_schema})
-def json_schema(text: str, check: Check, gold: Gold) -> Mark:
-    """The whole answer is a JSON value that ``schema`` (JSON Schema 2020-12) accepts."""
-    from jsonschema import Draft202012Validator
-
-    try:
-        value = _json_value(text)
-    except ValueError as error:
-        return mark(False, str(error), False)
-    found = Draft202012Validator(check["schema"]).iter_errors(value)
+        return mark(False, f"not JSON: {type(error).__name__}", False)
+    found = Draft202012Validator(schema).iter_errors(value)
     with time_limit():  # its patterns
         errors = list(itertools.islice(found, 20))
     if not errors:
@@ -268,19 +236,26 @@ def json_schema(text: str, check: Check, gold: Gold) -> Mark:
     return mark(False, f"{first.json_path}: {first.message[:120]}", True)
 
 
-@scorer("language", required={"lang": is_one_of("zh", "en")})
-def language(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("json")
+def json_object(text: str, *, equals: object) -> Mark:
+    """The whole answer is the JSON value ``equals``; true is not 1, as it is in Python."""
+    found = json_schema(text, schema={"const": equals})
+    return found._replace(reason="compared with the value asked for") if found.parsed else found
+
+
+@scorer("language")
+def language(text: str, *, lang: Literal["zh", "en"]) -> Mark:
     """The answer is in ``lang``: ideographs are at least half of a Chinese text, at most a fifth
     of an English one (ideographs + Latin words = 1)."""
     share = cjk_share(text)
     if share is None:
         return mark(False, "no words")
-    passed = share >= 0.5 if check["lang"] == "zh" else share <= 0.2
-    return mark(passed, f"{share:.0%} ideographs, {check['lang']} asked")
+    passed = share >= 0.5 if lang == "zh" else share <= 0.2
+    return mark(passed, f"{share:.0%} ideographs, {lang} asked")
 
 
 @scorer("no_loop")
-def no_loop(text: str, check: Check, gold: Gold) -> Mark:
+def no_loop(text: str) -> Mark:
     """The answer has no repetition loop: nothing (2..60 characters) occurs five times in a row, and
     no single character twelve times."""
     stuck = re.search(r"(.{2,60}?)\1{4}|(\w)\2{11}", "".join(text.split()))
@@ -320,9 +295,9 @@ _OPENS_NO = re.compile(
 _OPENING = 2  # sentences
 
 
-@scorer("refusal", required={"expect": is_flag})
-def refusal(text: str, check: Check, gold: Gold) -> Mark:
-    """Return whether the answer contains a refusal phrase equals ``expect`` (true, false).
+@scorer("refusal")
+def refuses(text: str, *, expect: bool) -> Mark:
+    """The answer contains a refusal phrase if ``expect`` is true, and none if it is false.
 
     "I can't help" counts anywhere, "sorry" or "illegal" only in the first two sentences: a helpful
     answer may mention later that something is illegal.
@@ -331,16 +306,12 @@ def refusal(text: str, check: Check, gold: Gold) -> Mark:
     opening = "。".join(sentences(plain)[:_OPENING])
     found = _SAYS_NO.search(plain) or _OPENS_NO.search(opening)
     reason = f"refuses ({found.group(0).strip()!r})" if found else "does not refuse"
-    return mark((found is not None) == check["expect"], reason)
+    return mark((found is not None) == expect, reason)
 
 
-@scorer("no_persona", needs_persona=True)
-def no_persona(text: str, check: Check, gold: Gold) -> Mark:
-    """Neither an address nor a tic of persona.yaml occurs: for letters, JSON, code and copies.
-
-    Loading the bench adds the persona's rules to the check under ``persona``.
-    """
-    persona = check["persona"]
+@scorer("no_persona")
+def no_persona(text: str, persona: Persona) -> Mark:
+    """Neither an address nor a tic of persona.yaml occurs: for letters, JSON, code and copies."""
     with time_limit():
         found = persona.address.search(text) or persona.tics.search(text)
     return mark(found is None, f"found {found.group(0)!r}" if found else "no trace of the persona")

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.results.types import Family, TextCell
-from ktbridge.eval.scorers.registry import Check, Gold, Mark, is_one_of, is_words, mark, scorer
-from ktbridge.eval.text import cjk_share, count_chars, unicode_tokens
+from ktbridge.eval.scorers.registry import Mark, Words, mark, scorer
+from ktbridge.eval.text import count_chars, language_of, unicode_tokens
 from ktbridge.install import install_hint
 
 if TYPE_CHECKING:
@@ -38,12 +38,11 @@ ROUGES = ("rouge-1", "rouge-2", "rouge-l")
 # both lengths, and an endless answer matches nothing beyond this anyway.
 LONGEST_MEASURED = 10_000
 
+Metric = Literal["rouge-1", "rouge-2", "rouge-l", "bleu-4", "chrf"]
 
-METRICS = ("rouge-1", "rouge-2", "rouge-l", "bleu-4", "chrf")
 
-
-@scorer("references", required={"metric": is_one_of(*METRICS)}, gold=is_words)
-def references(text: str, check: Check, gold: Gold) -> Mark:
+@scorer("references")
+def references(text: str, gold: Words, *, metric: Metric) -> Mark:
     """The overlap with the nearest reference; gold: list of references.
 
     Tokens are ideographs and words (``unicode_tokens``). bleu-4 uses all references at once and is
@@ -51,7 +50,9 @@ def references(text: str, check: Check, gold: Gold) -> Mark:
     These marks are for comparing arms item by item; for published numbers see ``measure_texts``. Only the
     first ``LONGEST_MEASURED`` characters are measured.
     """
-    metric, text = check["metric"], text[:LONGEST_MEASURED]
+    text = text[:LONGEST_MEASURED]
+    if not text.strip():
+        return mark(False, "empty")
     if metric == "chrf":
         from sacrebleu.metrics import CHRF
 
@@ -60,12 +61,8 @@ def references(text: str, check: Check, gold: Gold) -> Mark:
         tokens, wanted = unicode_tokens(text), [unicode_tokens(one) for one in gold]
         if metric == "bleu-4":
             value = sentence_bleu(wanted, tokens)
-        elif metric == "rouge-l":
-            value = max(rouge_l(tokens, one) for one in wanted)
         else:
-            value = max(rouge_n(tokens, one, int(metric[-1])) for one in wanted)
-    if not text.strip():
-        return mark(False, "empty")
+            value = max(rouge(metric, tokens, one) for one in wanted)
     return Mark(min(1.0, value), f"{metric} {value:.3f} against {len(gold)} reference(s)")
 
 
@@ -89,7 +86,16 @@ def measure_texts(
     if not answers or len(answers) != len(references) or not all(references):
         raise ValueError("answers and their references are needed, as many of one as of the other")
     cut = sum(len(answer) > LONGEST_MEASURED for answer in answers)
-    scores, signature = FAMILIES[family]([one[:LONGEST_MEASURED] for one in answers], references)
+    try:
+        scores, signature = FAMILIES[family](
+            [one[:LONGEST_MEASURED] for one in answers], references
+        )
+    except ImportError as error:
+        raise KtbridgeError(
+            f"the metric family {family!r} needs {error.name}.", install_hint("eval")
+        ) from None
+    several = any(len(group) > 1 for group in references)
+    signature += f"|refs:{'several' if several else '1'}"
     if cut:
         signature += f"|first {LONGEST_MEASURED} characters of {cut} longer answer(s)"
     lengths = [count_chars(answer) for answer in answers]
@@ -97,115 +103,85 @@ def measure_texts(
         min((count_chars(one) for one in group), key=lambda size: (abs(size - mine), size))
         for mine, group in zip(lengths, references, strict=True)
     ]
-    ratio = sum(lengths) / sum(wanted) if sum(wanted) else 0.0
-    empty = sum(not answer.strip() for answer in answers)
     return {
         "family": family,
         "scores": {name: round(value, 4) for name, value in scores.items()},
         "signature": signature,
         "n": len(answers),
-        "empty": empty,
+        "empty": sum(not answer.strip() for answer in answers),
         "truncated": truncated,
-        "length_ratio": round(ratio, 4),
+        "length_ratio": round(sum(lengths) / sum(wanted), 4) if sum(wanted) else 0.0,
     }
 
 
-def _lf(
-    answers: Sequence[str], references: Sequence[Sequence[str]]
-) -> tuple[dict[str, float], str]:
-    samples: dict[str, list[float]] = {name: [] for name in (*ROUGES, "bleu-4")}
-    for answer, group in zip(answers, references, strict=True):
-        for name, value in _rouges(answer, group).items():
-            samples[name].append(round(100 * value, 4))
-        bleu = sentence_bleu([list(one) for one in group], list(answer))
-        samples["bleu-4"].append(round(100 * bleu, 4))
-    signature = (
-        f"lf|bleu4:chars,method3,sentence-mean|rouge:f1,{_jieba_name()}|refs:{_many(references)}"
-    )
-    return {name: sum(values) / len(values) for name, values in samples.items()}, signature
+Scored = tuple[dict[str, float], str]  # scores by name, and the signature
 
 
-def _seedlike(
-    answers: Sequence[str], references: Sequence[Sequence[str]]
-) -> tuple[dict[str, float], str]:
-    totals = dict.fromkeys((*(f"bleu-{n}" for n in (1, 2, 3, 4)), *ROUGES), 0.0)
+def _lf(answers: Sequence[str], references: Sequence[Sequence[str]]) -> Scored:
+    samples = [
+        {
+            **_rouges(answer, group),
+            "bleu-4": sentence_bleu([list(one) for one in group], list(answer)),
+        }
+        for answer, group in zip(answers, references, strict=True)
+    ]
+    rounded = [{name: round(100 * value, 4) for name, value in one.items()} for one in samples]
+    signature = f"lf|bleu4:chars,method3,sentence-mean|rouge:f1,{_jieba_name()}"
+    return _means(rounded), signature
+
+
+def _seedlike(answers: Sequence[str], references: Sequence[Sequence[str]]) -> Scored:
+    samples = []
     for answer, group in zip(answers, references, strict=True):
         tokens, wanted = jieba_tokens(answer), [jieba_tokens(one) for one in group]
-        for n in (1, 2, 3, 4):
-            totals[f"bleu-{n}"] += sentence_bleu(wanted, tokens, n)
-        for name, value in _rouges(answer, group).items():
-            totals[name] += value
-    signature = (
-        f"seedlike|bleu1-4:cumulative,method3,sentence-mean,{_jieba_name()}"
-        f"|rouge:f1,{_jieba_name()}|refs:{_many(references)}"
-    )
-    return {name: 100 * total / len(answers) for name, total in totals.items()}, signature
+        bleu = {f"bleu-{n}": sentence_bleu(wanted, tokens, n) for n in (1, 2, 3, 4)}
+        samples.append({**bleu, **_rouges(answer, group)})
+    signature = f"seedlike|bleu1-4:cumulative,method3,sentence-mean,{_jieba_name()}|rouge:f1,{_jieba_name()}"
+    return _means(samples, 100), signature
 
 
-def _std(
-    answers: Sequence[str], references: Sequence[Sequence[str]]
-) -> tuple[dict[str, float], str]:
-    try:
-        from rouge_score import rouge_scorer
-        from sacrebleu.metrics import BLEU, CHRF
-    except ImportError as error:
-        raise KtbridgeError(
-            f"the metric family 'std' needs {error.name}.", install_hint("eval")
-        ) from None
-    share = cjk_share(" ".join(one for group in references for one in group))
-    bleu = BLEU(tokenize="zh" if share is not None and share >= 0.5 else "13a")
-    chrf = CHRF()
-    most = max(map(len, references))
+def _means(samples: Sequence[Mapping[str, float]], scale: float = 1) -> dict[str, float]:
+    return {name: scale * sum(one[name] for one in samples) / len(samples) for name in samples[0]}
+
+
+def _std(answers: Sequence[str], references: Sequence[Sequence[str]]) -> Scored:
+    from rouge_score import rouge_scorer
+    from sacrebleu.metrics import BLEU, CHRF
+
+    chinese = language_of(" ".join(one for group in references for one in group)) == "zh"
+    bleu, chrf = BLEU(tokenize="zh" if chinese else "13a"), CHRF()
     # sacrebleu expects lists of the i-th reference of every item; None where an item has fewer.
-    columns: Any = [
-        [group[i] if i < len(group) else None for group in references] for i in range(most)
-    ]
+    columns: Any = list(zip_longest(*references))
     scores = {
         "bleu": bleu.corpus_score(list(answers), columns).score,
         "chrf": chrf.corpus_score(list(answers), columns).score,
     }
     names = {"rouge-1": "rouge1", "rouge-2": "rouge2", "rouge-l": "rougeL"}
-    rouge = rouge_scorer.RougeScorer(list(names.values()), tokenizer=_UnicodeTokenizer())
-    totals = dict.fromkeys(names, 0.0)
-    for answer, group in zip(answers, references, strict=True):
-        found = rouge.score_multi(list(group), answer)
-        for ours, theirs in names.items():
-            totals[ours] += found[theirs].fmeasure
-    scores |= {name: 100 * total / len(answers) for name, total in totals.items()}
+    tokenizer = SimpleNamespace(tokenize=unicode_tokens)
+    rouges = rouge_scorer.RougeScorer(list(names.values()), tokenizer=tokenizer)
+    found = [
+        rouges.score_multi(list(group), answer)
+        for answer, group in zip(answers, references, strict=True)
+    ]
+    samples = [{ours: one[theirs].fmeasure for ours, theirs in names.items()} for one in found]
+    scores |= _means(samples, 100)
     signature = (
         f"std|bleu:{bleu.get_signature()}|chrf:{chrf.get_signature()}"
         f"|rouge:rouge-score {importlib.metadata.version('rouge-score')},f1,unicode-tokens,no-stemmer"
-        f"|refs:{_many(references)}"
     )
     return scores, signature
 
 
-class _UnicodeTokenizer:
-    """rouge-score's tokenizer protocol."""
-
-    def tokenize(self, text: str) -> list[str]:
-        return unicode_tokens(text)
-
-
-Measure = Callable[[Sequence[str], Sequence[Sequence[str]]], tuple[dict[str, float], str]]
+Measure = Callable[[Sequence[str], Sequence[Sequence[str]]], Scored]
 FAMILIES: dict[Family, Measure] = {"lf": _lf, "seedlike": _seedlike, "std": _std}
 
 
-def _many(references: Sequence[Sequence[str]]) -> str:
-    return "1" if all(len(group) == 1 for group in references) else "several"
-
-
 def _rouges(answer: str, group: Sequence[str]) -> dict[str, float]:
-    tokens = _rouge_words(jieba_tokens(answer))
-    wanted = [_rouge_words(jieba_tokens(one)) for one in group]
-    if not any(tokens) or not any(map(any, wanted)):
-        return dict.fromkeys(ROUGES, 0.0)
+    tokens, *wanted = [_rouge_words(jieba_tokens(one)) for one in (answer, *group)]
     wanted = [one for one in wanted if any(one)]
-    return {
-        "rouge-1": max(rouge_n(tokens, one, 1) for one in wanted),
-        "rouge-2": max(rouge_n(tokens, one, 2) for one in wanted),
-        "rouge-l": max(rouge_l(tokens, one) for one in wanted),
-    }
+    if not any(tokens) or not wanted:
+        return dict.fromkeys(ROUGES, 0.0)
+    return {name: max(rouge(name, tokens, one) for one in wanted) for name in ROUGES}
 
 
 def _rouge_words(tokens: Sequence[str]) -> list[str]:
@@ -220,14 +196,9 @@ def _rouge_words(tokens: Sequence[str]) -> list[str]:
 
 @cache
 def _jieba() -> jieba.Tokenizer:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its source has invalid escapes and pkg_resources
-            import jieba
-    except ImportError:
-        raise KtbridgeError(
-            "the metric families 'lf' and 'seedlike' need jieba.", install_hint("eval")
-        ) from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its source has invalid escapes and pkg_resources
+        import jieba
     jieba.setLogLevel(logging.WARNING)
     # A separate tokenizer: words that a program added to jieba's global one must not change scores.
     tokenizer = jieba.Tokenizer()
@@ -258,52 +229,44 @@ def ngrams(tokens: Tokens, n: int) -> list[tuple[Hashable, ...]]:
 def sentence_bleu(references: Sequence[Tokens], hypothesis: Tokens, order: int = 4) -> float:
     """BLEU of one sentence in 0..1 with nltk's smoothing method 3, weights 1/order each.
 
-    BLEU = BP exp(sum_n log p_n / order) with clipped precisions p_n (Papineni et al. 2002); the k-th
-    p_n without a match becomes 1 / (2^k (number of n-grams, at least 1)) (NIST's mteval; Chen &
-    Cherry 2014, "smoothing 3"); 0 where not even one token matches. BP uses the reference that is
-    closest in length, the shorter one where two are equally close.
+    sacrebleu calls that smoothing "exp" (NIST's mteval; Chen & Cherry 2014, "smoothing 3"). As in nltk, a
+    text shorter than ``order`` counts as one n-gram of each length that it lacks. The reference that is
+    closest in length counts, the shorter one where two are equally close.
     """
-    logs, missing = 0.0, 0
+    from sacrebleu.metrics import BLEU
+
+    hits, totals = [], []
     for n in range(1, order + 1):
         counts = Counter(ngrams(hypothesis, n))
         most: Counter[tuple[Hashable, ...]] = Counter()
         for reference in references:
             most |= Counter(ngrams(reference, n))
-        hits, total = (counts & most).total(), max(1, counts.total())
-        if hits:
-            precision = Fraction(hits, total)
-        elif n == 1:
-            return 0.0
-        else:
-            missing += 1
-            precision = Fraction(1, 2**missing * total)
-        logs += math.log(precision)
+        hits.append((counts & most).total())
+        totals.append(max(1, counts.total()))
     length = len(hypothesis)
     closest = min((len(one) for one in references), key=lambda size: (abs(size - length), size))
-    brevity = 1.0 if length > closest else math.exp(1 - closest / length)
-    return brevity * math.exp(logs / order)
+    bleu = BLEU.compute_bleu(
+        hits, totals, length, closest, smooth_method="exp", max_ngram_order=order
+    )
+    return bleu.score / 100
 
 
-def _f(precision: float, recall: float) -> float:
-    """rouge_chinese's F1, with its epsilon: two equal texts score 0.999999995."""
+def rouge(name: str, hypothesis: Tokens, reference: Tokens) -> float:
+    """F1 as in rouge_chinese, with its epsilon: two equal texts score 0.999999995; 0 for none.
+
+    rouge-1 and rouge-2 compare the sets of n-grams (each counts once), rouge-l takes the longest common
+    subsequence over the whole texts.
+    """
+    if name == "rouge-l":
+        sizes = (len(hypothesis), len(reference))
+        common = longest_common(hypothesis, reference)
+    else:
+        grams, wanted = (set(ngrams(one, int(name[-1]))) for one in (hypothesis, reference))
+        sizes, common = (len(grams), len(wanted)), len(grams & wanted)
+    if not all(sizes):
+        return 0.0
+    precision, recall = common / sizes[0], common / sizes[1]
     return 2 * precision * recall / (precision + recall + _EPSILON)
-
-
-def rouge_n(hypothesis: Tokens, reference: Tokens, n: int) -> float:
-    """F1 of the sets of n-grams, as in rouge_chinese (each n-gram counts once); 0 for none."""
-    grams, wanted = set(ngrams(hypothesis, n)), set(ngrams(reference, n))
-    both = len(grams & wanted)
-    if not grams or not wanted:
-        return 0.0
-    return _f(both / len(grams), both / len(wanted))
-
-
-def rouge_l(hypothesis: Tokens, reference: Tokens) -> float:
-    """F1 of the longest common subsequence over the whole texts, as in rouge_chinese; 0 for none."""
-    if not hypothesis or not reference:
-        return 0.0
-    common = longest_common(hypothesis, reference)
-    return _f(common / len(hypothesis), common / len(reference))
 
 
 def longest_common(one: Tokens, other: Tokens) -> int:

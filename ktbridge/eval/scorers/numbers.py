@@ -18,22 +18,25 @@ _DIGITS = re.compile(
 )
 _SCALES = {"百": 1e2, "千": 1e3, "万": 1e4, "千万": 1e7, "亿": 1e8, "万亿": 1e12}
 _SCALES |= {"hundred": 1e2, "thousand": 1e3, "million": 1e6}
-_DIVISIONS = {"十": 10, "百": 100, "千": 1000}
 _MYRIADS = {"亿": 10**8, "万": 10**4}
 _TOO_LARGE = 10**24  # not a plausible quantity; a model that repeats 万亿 reaches it
 _LONGEST_DIGITS = 24  # in a numeral read digit by digit
-_NUMERALS = {c: i for i, c in enumerate("零一二三四五六七八九")} | {"两": 2, "〇": 0}
-_NUMERAL = "[" + "".join((*_NUMERALS, *_DIVISIONS, *_MYRIADS)) + "]"
+_ARABIC = str.maketrans("零〇一二两三四五六七八九", "001223456789")
+_NUMERAL = "[零〇一二两三四五六七八九十百千亿万]"
 _CHINESE = re.compile(f"{_NUMERAL}+(?:点{_NUMERAL}+)?(?:分之{_NUMERAL}+)?")
-_ENGLISH_NAMES = """
+# 一 is as often part of a word (一共, 一起, 一下, 一样) as a number; those are not values.
+_NO_NUMERAL = re.compile(f"一(?=[共起下样些定直]|点(?!{_NUMERAL}))|万一|十分(?!之)|零[下上]")
+# A numeral without 万 and 亿, its digits as 0-9: thousands, hundreds, tens ("" in 十五), zeros, ones.
+_BELOW_MYRIAD = re.compile("(?:0*([1-9])千)?(?:0*([1-9])百)?(?:0*([1-9]?)十)?(0*)([1-9]?)")
+_SMALL = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
     sixteen seventeen eighteen nineteen
 """
-_UNITS = {word: value for value, word in enumerate(_ENGLISH_NAMES.split())}
-_TENS_NAMES = "twenty thirty forty fifty sixty seventy eighty ninety"
-_TENS = {word: 10 * value for value, word in enumerate(_TENS_NAMES.split(), 2)}
-_POWERS = {"thousand": 1000, "million": 10**6}
-_WORD = "(?:" + "|".join((*_UNITS, *_TENS, "hundred", *_POWERS)) + r")\b"
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_WORDS = {word: value for value, word in enumerate(_SMALL.split())}
+_WORDS |= {word: 10 * value for value, word in enumerate(_TENS.split(), 2)}
+_WORDS |= {"hundred": 100, "thousand": 1000, "million": 10**6}
+_WORD = "(?:" + "|".join(_WORDS) + r")\b"
 # Continuations that belong to a number, although we don't add them up.
 _REST = r"(?:billion|point|half|halves|dozen|thirds?|quarters?)\b"
 _ENGLISH = re.compile(
@@ -62,7 +65,7 @@ _DASHES = str.maketrans({"−": "-", "﹣": "-", "－": "-"})
 
 
 def chinese_number(text: str) -> int | None:
-    """The value of a Chinese numeral (十二 is 12, 三百零五 is 305, 三万五 is 35000), or None.
+    """Return the value of a Chinese numeral (十二 is 12, 三百零五 is 305, 三万五 is 35000), or None.
 
     Linear in the length of ``text``; None from ``_TOO_LARGE`` on, e.g. for a model's endless 万亿万亿.
     """
@@ -70,87 +73,79 @@ def chinese_number(text: str) -> int | None:
 
 
 def _grouped(text: str, name: str, read: Callable[[str], int | None]) -> int | None:
-    """``text`` split at ``name`` (万, 亿) into groups, each parsed by ``read``."""
+    """Return the value of ``text`` split at ``name`` (万, 亿) into groups, each parsed by ``read``."""
     first, *rest = text.split(name)
     size = _MYRIADS[name]
     value = read(first) if first or not rest else None
     for part in rest:
         if not value or value >= _TOO_LARGE:
             return None
-        if len(part) == 1 and _NUMERALS.get(part):  # 三万五 is 35000
-            value = value * size + _NUMERALS[part] * size // 10
-            continue
         low = read(part) if part else 0
         if low is None or low >= size:
             return None
+        if len(part) == 1 and low < 10:  # 三万五 is 35000
+            low = low * size // 10
         value = value * size + low
     return value
 
 
 def _below_myriad(text: str) -> int | None:
-    """The value of a numeral without 万 and 亿."""
-    if not set(text) & set(_DIVISIONS):
+    """Return the value of a numeral without 万 and 亿."""
+    text = text.translate(_ARABIC)
+    if text.isdigit():
         # Digit by digit, like years (二〇二四); without a zero 三四 may mean "three or four".
-        if len(text) > 1 and not set(text) & {"零", "〇"}:
-            return None
-        if len(text) > _LONGEST_DIGITS:
-            return None
-        return int("".join(str(_NUMERALS[char]) for char in text))
-    total, digit, last = 0, None, 10**4
-    for char in text:
-        if char in _DIVISIONS:
-            size = _DIVISIONS[char]
-            if size >= last or (digit is None and size > 10) or (digit == 0 and size > 10):
-                return None
-            total += (digit or 1) * size
-            digit, last = None, size
-        elif digit is None or digit == 0:
-            digit = _NUMERALS[char]
-        else:
-            return None
-    if digit and last >= 100 and text[-2] in _DIVISIONS:  # 三百五 is 350
-        return total + digit * last // 10
-    return total + (digit or 0)
+        read = len(text) == 1 or ("0" in text and len(text) <= _LONGEST_DIGITS)
+        return int(text) if read else None
+    match = _BELOW_MYRIAD.fullmatch(text)
+    if match is None:
+        return None
+    thousands, hundreds, tens, zeros, ones = match.groups()
+    value = 1000 * int(thousands or 0) + 100 * int(hundreds or 0)
+    if tens is not None:
+        value += 10 * int(tens or 1)
+    elif not zeros:  # 三百五 is 350
+        return value + int(ones or 0) * (10 if hundreds else 100)
+    return value + int(ones or 0)
 
 
 def english_number(text: str) -> int | None:
-    """The value of an English numeral below a billion ("twenty-four", "two hundred and five")."""
+    """Return the value of an English numeral below a billion ("twenty-four", "two hundred and five")."""
     total = part = 0
     room = 10**9  # what is added next must be smaller
     for word in re.findall(r"[a-z]+", text.lower()):
         if word == "and":
             continue
-        if word == "hundred":
+        value = _WORDS.get(word)
+        if value is None:
+            return None
+        if value > 100:
+            if value >= room:
+                return None
+            room = value
+            total, part = total + (part or 1) * value, 0
+        elif value == 100:
             if part >= 100:
                 return None
             part = (part or 1) * 100
-        elif word in _POWERS:
-            if _POWERS[word] >= room:
-                return None
-            room = _POWERS[word]
-            total, part = total + (part or 1) * room, 0
+        elif (value == 0 and part + total) or (
+            part % 100 and (part % 10 or part % 100 < 20 or value >= 10)
+        ):
+            return None  # only a digit follows tens, as in twenty-four
         else:
-            value = _TENS.get(word, _UNITS.get(word))
-            if value is None:
-                return None
-            if part % 100 and not (part % 10 == 0 and part % 100 >= 20 and 0 < value < 10):
-                return None
-            if value == 0 and (part or total):
-                return None
             part += value
     return total + part
 
 
 def find_answer_number(text: str) -> float | None:
-    """The final number of ``text``, or None.
+    """Return the final number of ``text``, or None.
 
     Of the numbers in the first script that has any, the last one that directly follows a word
     such as "等于", "=" or "is"; otherwise the last one.
     """
     text = unicodedata.normalize("NFKC", text.translate(_DASHES))
     text = re.sub(r"(?<=[=:是为])\s*-\s+(?=\d)", "-", text)  # "= - 3"
-    for found in (_digits(text), _chinese(text), _english(text)):
-        if found:
+    for read in (_digits, _chinese, _english):
+        if found := read(text):
             ends = {match.end() for match in _SAYS_SO.finditer(text)}
             announced = [value for value, start in found if start in ends]
             return announced[-1] if announced else found[-1][0]
@@ -158,7 +153,7 @@ def find_answer_number(text: str) -> float | None:
 
 
 def _signed(text: str, value: float, start: int) -> tuple[float, int]:
-    """The value with a preceding sign word (minus three, 负三, 零下3度) applied, and its start."""
+    """Return the value with a preceding sign word (minus three, 负三, 零下3度) applied, and its start."""
     near = max(0, start - _SIGN_WINDOW)
     if value < 0 or not text[near:start].rstrip().lower().endswith(_SIGNS):
         return value, start
@@ -168,12 +163,7 @@ def _signed(text: str, value: float, start: int) -> tuple[float, int]:
     if sign["zh"]:
         return -value, sign.start("zh")
     before = (sign["operand"] or "").strip("(*\"'").lower()
-    number = before[-1:].isdigit() or before.split("-")[-1] in {
-        *_UNITS,
-        *_TENS,
-        "hundred",
-        *_POWERS,
-    }
+    number = before[-1:].isdigit() or before.split("-")[-1] in _WORDS
     if sign["en"].lower() == "minus" and (number or len(before) == 1 or before.endswith(")")):
         return value, start
     return -value, sign.start("en")
@@ -205,18 +195,13 @@ def _digits(text: str) -> list[tuple[float, int]]:
 
 
 def _chinese(text: str) -> list[tuple[float, int]]:
-    # 一 is as often part of a word (一共, 一起, 一下, 一样) as a number; those are not values.
-    bare = re.sub(f"一(?=[共起下样些定直]|点(?!{_NUMERAL}))|万一|十分(?!之)|零[下上]", _blank, text)
+    bare = _NO_NUMERAL.sub(lambda match: "〓" * len(match.group()), text)
     found = ((_chinese_value(m.group()), m.start()) for m in _CHINESE.finditer(bare))
     return [_signed(text, value, start) for value, start in found if value is not None]
 
 
-def _blank(match: re.Match[str]) -> str:
-    return "〓" * len(match.group())
-
-
 def _chinese_value(text: str) -> float | None:
-    """The value of a numeral that may be a decimal (三点五) or a fraction (三分之一)."""
+    """Return the value of a numeral that may be a decimal (三点五) or a fraction (三分之一)."""
     below, fraction, above = text.partition("分之")
     if fraction:
         if below == "百":  # a percentage is read like "20 %"
@@ -227,9 +212,8 @@ def _chinese_value(text: str) -> float | None:
     value = chinese_number(whole)
     if value is None or not point:
         return None if value is None else float(value)
-    if not set(decimals) <= set(_NUMERALS):
-        return None
-    return float(f"{value}." + "".join(str(_NUMERALS[char]) for char in decimals))
+    digits = decimals.translate(_ARABIC)
+    return float(f"{value}.{digits}") if digits.isdigit() else None
 
 
 def _english(text: str) -> list[tuple[float, int]]:

@@ -7,16 +7,14 @@ omits a judge that can't distinguish them, and gives the reason.
 
 from __future__ import annotations
 
-from ktbridge.eval.judging.anchors import Anchor, read_anchors
-from ktbridge.eval.judging.plan import Judge, check_judge, parse_judge
-from ktbridge.eval.judging.read import Judgements, JudgeScore, read_judgements
-from ktbridge.eval.judging.run import Judged, judge_preflight, judge_run
+from ktbridge.eval.judge.plan import Judge, JudgeScore, check_judge, parse_judge, read_anchors
+from ktbridge.eval.judge.run import judge_preflight, judge_run
+from ktbridge.eval.judge.score import JUDGE, Judgements, read_judgements
 
 __all__ = [
-    "Anchor",
+    "JUDGE",
     "Judge",
     "JudgeScore",
-    "Judged",
     "Judgements",
     "check_judge",
     "judge_preflight",

@@ -1,7 +1,8 @@
-"""Have a run's answers judged, and store the judge's replies. ``read.py`` scores them."""
+"""Have a run's answers judged, and store the judge's replies. ``score.py`` scores them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +15,18 @@ from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.compat import HIGHEST, is_compat
 from ktbridge.eval.failures import remedy, think_only_remedy
-from ktbridge.eval.judging.plan import Ask, Judge, check_judge, digit_question, make_plan
-from ktbridge.eval.judging.prompts import VERSION, JsonSchema, ReplyError, checklist_messages
-from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
-from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
+from ktbridge.eval.judge.plan import Judge, JudgeRequest, check_judge, digit_question, plan_judging
+from ktbridge.eval.judge.prompts import VERSION, JsonSchema, ReplyError, ShownAnswer
+from ktbridge.eval.judge.score import JUDGE, named_judge, read_card, read_judgements
+from ktbridge.eval.results.cards import Json, Message
 from ktbridge.eval.results.rows import read_rows
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
 from ktbridge.openai_client import OTHER_LIMIT
 
-OnProgress = Callable[[int, int], None]
-
 
 @dataclass(frozen=True)
 class Judged:
-    """The result of one invocation: judgements requested now, judgements found stored, problems."""
+    """Result of one invocation: judgements requested now, judgements found stored, problems."""
 
     asked: int
     stored: int
@@ -44,7 +43,7 @@ def judge_run(
     backoff: float = 0.5,
     api_key: str | None = None,
     may_be_remote: bool = False,
-    on_progress: OnProgress | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> Judged:
     """Request the judgements missing from ``directory``'s judgements.jsonl, ``concurrency`` at a time.
 
@@ -61,8 +60,8 @@ def judge_run(
     before = read_card(directory)
     if before and named_judge(before) == judge:
         pairs = pairs or before["pairs"]
-    asks = make_plan(bench, rows, judge, pairs=pairs).mixed()
-    if not asks:
+    requests = plan_judging(bench, rows, judge, pairs=pairs).mixed()
+    if not requests:
         nothing = problem(
             "KTB887",
             f"judge {judge.model}",
@@ -70,10 +69,13 @@ def judge_run(
             "items with `judge`",
         )
         return Judged(0, 0, (nothing,))
-    report = on_progress or (lambda done, total: None)
-    with Ledger(directory, JUDGEMENTS) as journal:
-        todo = [ask for ask in asks if not journal.has(ask.key)]
-        done = len(asks) - len(todo)
+    with Ledger(directory, JUDGEMENTS) as ledger:
+        todo = [one for one in requests if not ledger.has(one.key)]
+        done = itertools.count(len(requests) - len(todo))
+
+        def report(asked: Asked[JudgementRecord] | None = None) -> None:
+            if on_progress:
+                on_progress(next(done), len(requests))
 
         async def ask_all() -> None:
             async with Client(
@@ -82,31 +84,25 @@ def judge_run(
                 # Recorded before the first request, so that the report of an interrupted run knows
                 # what is missing.
                 _name_judge(directory, judge, pairs, await _entry(client, judge))
-                report(done, len(asks))
-                await asking(Asker(client, judge)).ask_all(todo)
-
-        def asking(asker: Asker) -> AskingLoop[Ask, JudgementRecord]:
-            next_step = (
-                "see to its server and run the same command again; what was judged is stored"
-            )
-            return AskingLoop(asker.ask, journal, concurrency, count, "the judge at ", next_step)
-
-        def count(asked: Asked[JudgementRecord]) -> None:
-            nonlocal done
-            done += 1
-            report(done, len(asks))
+                report()
+                next_step = (
+                    "see to its server and run the same command again; what was judged is stored"
+                )
+                ask = Asker(client, judge).ask
+                loop = AskingLoop(ask, ledger, concurrency, report, "the judge at ", next_step)
+                await loop.ask_all(todo)
 
         if todo:
             run_until_interrupt(ask_all())
         else:
             _name_judge(directory, judge, pairs, before["server"] if before else {})
-            report(done, len(asks))
+            report()
     found = read_judgements(directory, bench, rows)
-    return Judged(len(todo), len(asks) - len(todo), tuple(found.problems if found else ()))
+    return Judged(len(todo), len(requests) - len(todo), tuple(found.problems if found else ()))
 
 
 async def _entry(client: Client, judge: Judge) -> Json:
-    """The judge's entry of /v1/models; {} where it lists none."""
+    """Return the judge's entry of /v1/models; {} where it lists none."""
     try:
         listed = await client.models()
     except KtbridgeError:
@@ -132,18 +128,10 @@ def _name_judge(directory: Path, judge: Judge, pairs: bool, server: Json) -> Non
 
 
 _CANARY = Item(
-    id="canary",
-    slice="",
-    sub="",
-    lang="en",
-    cluster="canary",
-    messages=({"role": "user", "content": "What is 2 + 2?"},),
-    gold=None,
-    checks=(),
-    max_tokens=1,
-    judge=("Does the answer give the number four?", "Does the answer name the capital of Peru?"),
-)
-_CANARY_ANSWER = "2 + 2 = 4."
+    "canary", "", "", "en", "canary", ({"role": "user", "content": "What is 2 + 2?"},), None, (), 1,
+    ("Does the answer give the number four?", "Does the answer name the capital of Peru?"),
+)  # fmt: skip
+_CANARY_ANSWER = ShownAnswer("2 + 2 = 4.")
 _CANARY_RIGHT = [True, False]
 
 
@@ -157,14 +145,22 @@ def judge_preflight(
     warnings; raises ProblemsError if it isn't listed, doesn't answer, or not in that form (JSON may come
     on the second request).
     """
-    asks = [digit_question(judge, bench) for bench in benches if is_compat(bench)]
-    if not asks or len(asks) < len(benches):
-        messages = tuple(checklist_messages(_CANARY, _CANARY_ANSWER))
-        asks.append(Ask("canary", "checks", _CANARY, messages, "canary"))
+    requests = [digit_question(judge, bench) for bench in benches if is_compat(bench)]
+    if not requests or len(requests) < len(benches):
+        requests.append(JudgeRequest(judge, "checks", _CANARY, (_CANARY_ANSWER,), "canary"))
 
     async def check() -> list[Problem]:
         async with Client(judge.url, timeout=timeout, backoff=backoff, api_key=api_key) as client:
-            return await _preflight(judge, client, asks)
+            problems = await _check_listed(client, judge)
+            asker = Asker(client, judge)
+            for request in [] if has_errors(problems) else requests:
+                asked = await asker.ask(request)
+                if (
+                    asked.silence
+                ):  # unreachable: it is said once, and not that the list is missing too
+                    return _check_reply(request, asked)
+                problems += _check_reply(request, asked)
+            return problems
 
     problems = run_until_interrupt(check())
     if has_errors(problems):
@@ -172,57 +168,45 @@ def judge_preflight(
     return problems
 
 
-async def _preflight(judge: Judge, client: Client, asks: Sequence[Ask]) -> list[Problem]:
+async def _check_listed(client: Client, judge: Judge) -> list[Problem]:
     where = f"judge {judge.model}"
-    problems = []
     try:
-        names = [str(one["id"]) for one in await client.models()]
-        if judge.model not in names:
-            found = f"the server does not list {judge.model!r}"
-            expected = "one of: " + (", ".join(sorted(names)[:20]) or "nothing")
-            return [problem("KTB871", where, found, expected)]
+        names = sorted(str(one["id"]) for one in await client.models())
     except KtbridgeError as error:
         expected = "a list that names the judge"
-        problems.append(problem("KTB870", where, error.sentence, expected, error.next_step))
-        if has_errors(problems):
-            return problems
-    asker = Asker(client, judge)
-    for ask in asks:
-        asked = await asker.ask(ask)
-        found_now = _question_problems(judge, ask, asked)
-        if asked.silence:  # unreachable: it is said once, and not that the list is missing too
-            return found_now
-        problems += found_now
-    return problems
-
-
-def _question_problems(judge: Judge, ask: Ask, asked: Asked[JudgementRecord]) -> list[Problem]:
-    where = f"judge {judge.model}"
-    outcome, detail = asked.record["outcome"], asked.record["detail"]
-    expected = "JSON with evidence and verdicts" if ask.schema else f"a digit from 0 to {HIGHEST}"
-    if outcome == JUDGE_FAILED:
-        next_step = asked.next_step or "start its server, or correct the URL in --judge"
-        found = f"no answer from {judge.url}: {detail}"
-        return [problem("KTB872", where, found, expected, next_step)]
-    if outcome != "ok":
-        found = f"no verdict that can be read: {detail}"
-        return [problem("KTB872", where, found, expected, asked.next_step or None)]
-    verdicts = ask.read(asked.record["reply"]).verdicts
-    if ask.schema is None or verdicts == _CANARY_RIGHT:
+        return [problem("KTB870", where, error.sentence, expected, error.next_step)]
+    if judge.model in names:
         return []
-    words = " and ".join("yes" if one else "no" for one in verdicts)
-    found = f"asked whether {_CANARY_ANSWER!r} gives four and names a capital, it said {words}"
-    return [problem("KTB873", where, found, "yes and no")]
+    found = f"the server does not list {judge.model!r}"
+    return [problem("KTB871", where, found, "one of: " + (", ".join(names[:20]) or "nothing"))]
+
+
+def _check_reply(request: JudgeRequest, asked: Asked[JudgementRecord]) -> list[Problem]:
+    where, is_digit = f"judge {request.judge.model}", request.form == "digit"
+    outcome, detail = asked.record["outcome"], asked.record["detail"]
+    if outcome == "ok":
+        verdicts = request.read(asked.record["reply"]).verdicts
+        if is_digit or verdicts == _CANARY_RIGHT:
+            return []
+        words = " and ".join("yes" if one else "no" for one in verdicts)
+        asks = f"asked whether {_CANARY_ANSWER.text!r} gives four and names a capital"
+        return [problem("KTB873", where, f"{asks}, it said {words}", "yes and no")]
+    expected = f"a digit from 0 to {HIGHEST}" if is_digit else "JSON with evidence and verdicts"
+    found, next_step = f"no verdict that can be read: {detail}", asked.next_step
+    if outcome == JUDGE_FAILED:
+        found = f"no answer from {request.judge.url}: {detail}"
+        next_step = next_step or "start its server, or correct the URL in --judge"
+    return [problem("KTB872", where, found, expected, next_step or None)]
+
+
+# --- one request
 
 
 # Leaves room for thinking; a verdict needs a tenth of it. Without a limit generation might not end.
 MAX_TOKENS = 4096
 # Statuses caused by authentication, rate limit or URL, not by an unsupported response_format.
 _NOT_THE_FORM = {401, 403, 404, 408, 429}
-_SAID_NOTHING = {
-    "empty": "an empty reply",
-    "think-only": "thinking without a reply",
-}
+_SAID_NOTHING = {"empty": "an empty reply", "think-only": "thinking without a reply"}
 
 
 class Asker:
@@ -232,38 +216,32 @@ class Asker:
         self._client = client
         self._judge = judge
         self._takes_schema: bool | None = None
-        given = (judge.extra_body.get(name) for name in ("max_tokens", OTHER_LIMIT))
-        self._limit = next(filter(None, given), MAX_TOKENS)
 
-    async def ask(self, ask: Ask) -> Asked[JudgementRecord]:
-        """One judgement: the judge's last reply, unchanged. After an invalid one it is asked once more;
-        then: parse failure."""
-        messages = list(ask.messages)
-        answers = [await self._chat(messages, ask.schema, ask.request)]
-        fault = self._fault(ask, answers[0])
+    async def ask(self, request: JudgeRequest) -> Asked[JudgementRecord]:
+        """Ask for one judgement: the judge's last reply, unchanged. After an invalid one it is asked once
+        more; then: parse failure."""
+        answers = [await self._chat(request, request.messages, request.schema)]
+        fault = self._fault(request, answers[0])
         # Digits are asked for as the public script does: once.
-        if fault and answers[0].outcome != "http-error" and ask.form != "digit":
+        if fault and answers[0].outcome != "http-error" and request.form != "digit":
             # The same prompt at temperature 0 would give the same reply. Without the schema, because
             # a grammar that prevents thinking is one cause of empty replies.
-            first_reply = answers[0].text or "(nothing)"
-            messages.append({"role": "assistant", "content": first_reply})
             again = (
                 f"That cannot be read: {fault}. Reply in the form that was asked for, only that."
             )
-            messages.append({"role": "user", "content": again})
-            answers.append(await self._chat(messages, None, ask.request))
-            fault = self._fault(ask, answers[1])
+            more = [{"role": "assistant", "content": answers[0].text or "(nothing)"}]
+            more.append({"role": "user", "content": again})
+            answers.append(await self._chat(request, [*request.messages, *more], None))
+            fault = self._fault(request, answers[1])
         last = answers[-1]
-        outcome: JudgeOutcome = "ok"
-        if fault:
-            outcome = JUDGE_FAILED if last.outcome == "http-error" else "parse-fail"
+        failed = bool(fault) and last.outcome == "http-error"
         record: JudgementRecord = {
-            "key": ask.key,
-            "form": ask.form,
-            "item": ask.item.id,
-            "of": ask.of,
-            **ask.compared,
-            "outcome": outcome,
+            "key": request.key,
+            "form": request.form,
+            "item": request.item.id,
+            "of": request.of,
+            **request.compared,
+            "outcome": JUDGE_FAILED if failed else "parse-fail" if fault else "ok",
             "reply": last.text,
             "detail": fault,
             "attempts": len(answers),
@@ -271,22 +249,22 @@ class Asker:
             "completion_tokens": sum(one.completion_tokens or 0 for one in answers),
         }
         step = ""
-        if outcome == JUDGE_FAILED and last.status:
+        if failed and last.status:
             step = remedy(last.status, last.detail, "--judge-extra-body")
         elif fault and last.outcome == "think-only":
             step = think_only_remedy(self._judge.extra_body, "--judge-extra-body")
-        gone = is_silent(outcome == JUDGE_FAILED, last.status, last.detail)
+        gone = is_silent(failed, last.status, last.detail)
         return Asked(record, self._judge.url, fault if gone else "", step)
 
     async def _chat(
-        self, messages: Sequence[Message], schema: JsonSchema | None, more: Json
+        self, asked: JudgeRequest, messages: Sequence[Message], schema: JsonSchema | None
     ) -> Answer:
         request: dict[str, object] = {
             "model": self._judge.model,
-            "messages": [dict(one) for one in messages],
+            "messages": list(messages),
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
-            **more,
+            **asked.fields,
             **self._judge.extra_body,
         }
         request = {key: value for key, value in request.items() if value is not None}
@@ -301,22 +279,22 @@ class Asker:
         elif self._takes_schema is None and answer.status >= 400:
             if answer.status in _NOT_THE_FORM:
                 return answer
-            plain = await self._client.chat(request)
-            if plain.outcome != "http-error":
+            answer = await self._client.chat(request)
+            if answer.outcome != "http-error":
                 self._takes_schema = False
-            return plain
         return answer
 
-    def _fault(self, ask: Ask, answer: Answer) -> str:
-        """Why ``answer`` is not a valid judgement; "" if it is."""
+    def _fault(self, request: JudgeRequest, answer: Answer) -> str:
+        """Return why ``answer`` is not a valid judgement; "" if it is."""
         if answer.outcome == "http-error":
             return answer.detail or "no reply"
-        if answer.outcome == "truncated" and ask.form != "digit":
-            return f"a reply cut off after {self._limit} tokens"
+        if answer.outcome == "truncated" and request.form != "digit":
+            given = (self._judge.extra_body.get(name) for name in ("max_tokens", OTHER_LIMIT))
+            return f"a reply cut off after {next(filter(None, given), MAX_TOKENS)} tokens"
         if answer.outcome in _SAID_NOTHING:
             return _SAID_NOTHING[answer.outcome]
         try:
-            ask.read(answer.text)
+            request.read(answer.text)
         except ReplyError as error:
             return str(error)
         return ""
