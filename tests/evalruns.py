@@ -13,7 +13,7 @@ from ktbridge.eval import collect, load_bench, parse_arms
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key
 from ktbridge.eval.plan import make_plan
-from ktbridge.eval.rundir import read_run, write_run
+from ktbridge.eval.store import read_run, write_run
 
 SMALL = Path(__file__).with_name("eval") / "small"
 BENCH = load_bench(SMALL)

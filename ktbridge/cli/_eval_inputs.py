@@ -66,7 +66,7 @@ def read_inputs(given: Given) -> Inputs:
     from ktbridge.eval.bench import parse_extra_body, with_max_tokens, with_sampling
     from ktbridge.eval.gates import parse_gate, refuse_unknown
     from ktbridge.eval.judging.read import JUDGE
-    from ktbridge.eval.rundir import run_directories
+    from ktbridge.eval.store import run_directories
 
     if bool(given.arms) == bool(given.server):
         raise UsageError(

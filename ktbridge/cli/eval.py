@@ -161,7 +161,7 @@ def command(
     from ktbridge.cli.report import fail_on_errors, fail_on_gates, print_results
     from ktbridge.errors import UsageError, has_errors
     from ktbridge.eval import write_report
-    from ktbridge.eval.rundir import RUN, write_benches
+    from ktbridge.eval.store import RUN, write_benches
 
     if no_judge and given["judge"]:
         raise UsageError("--judge and --no-judge contradict each other.", "give one of them")

@@ -19,7 +19,7 @@ import yaml
 
 import ktbridge
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
 from ktbridge.eval.results.cards import Json, Message
 from ktbridge.eval.schema import (
@@ -33,7 +33,6 @@ from ktbridge.eval.schema import (
 )
 from ktbridge.eval.scorers import SCORERS, check_faults
 from ktbridge.eval.sources import read_source
-from ktbridge.eval.store import read_stored
 from ktbridge.eval.text import is_json, language_of
 from ktbridge.files.yamlfile import load_yaml
 from ktbridge.hosts import is_loopback_url
@@ -427,17 +426,6 @@ def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> obj
         found = " ".join(str(error).split())
         problems.append(problem("KTB810", name, found, "YAML in UTF-8", f"edit {name}"))
         return {}
-
-
-def read_snapshot(folder: Path) -> Bench:
-    """The bench's snapshot in a run, so that a report needs nothing but the run's directory."""
-    try:
-        return parse_bench({name: read_stored(folder / name) for name in FILES})
-    except FileNotFoundError as error:
-        raise KtbridgeError(
-            f"the run has no {Path(error.filename).name!r} in {str(folder)!r}.",
-            "run `ktbridge eval` with --output on this directory",
-        ) from None
 
 
 def parse_extra_body(text: str, option: str = "--extra-body") -> dict[str, object]:

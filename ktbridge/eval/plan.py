@@ -12,8 +12,15 @@ from ktbridge.eval.asking import answer_key, check_partner, is_dialogue, partner
 from ktbridge.eval.bench import Bench, Item, answer_limit
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import ArmAnswer, ArmPlan, ItemRow, PlanCounts, SlicePlan
-from ktbridge.eval.rundir import NOT_RUN, Plan, PlannedSlice, read_run
-from ktbridge.eval.store import ANSWERS, FAILED, read_ledger
+from ktbridge.eval.store import (
+    ANSWERS,
+    FAILED,
+    NOT_RUN,
+    Plan,
+    PlannedSlice,
+    read_ledger,
+    read_run,
+)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, re
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import collect, load_bench, parse_arms, score_run
-from ktbridge.eval.bench import read_snapshot
 from ktbridge.eval.compat import load_compat
 from ktbridge.eval.facts import made_of
 from ktbridge.eval.judging import (
@@ -29,6 +28,7 @@ from ktbridge.eval.judging import (
 from ktbridge.eval.judging.bias import Comparison, length_bias_of_pairs, position_bias
 from ktbridge.eval.judging.plan import make_plan
 from ktbridge.eval.judging.prompts import ReplyError, parse_checks, parse_pair
+from ktbridge.eval.store import read_snapshot
 from ktbridge.eval.text import delimit_untrusted
 
 
@@ -293,4 +293,4 @@ def test_nothing_to_judge_is_a_warning(world, tmp_path):
     out = gather(world, folder, tmp_path / "run")
     done = judge_it(world, out)
     assert (done.asked, codes(done.problems), world.asked) == (0, {"KTB887"}, [])
-    assert read_judgements(out, read_snapshot(out / "bench"), score_run(out)["items"]) is None
+    assert read_judgements(out, read_snapshot(out), score_run(out)["items"]) is None

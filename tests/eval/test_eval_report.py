@@ -23,8 +23,8 @@ from ktbridge.eval.judging import Judgements, JudgeScore
 from ktbridge.eval.markdown import render_markdown
 from ktbridge.eval.persona import NO_PERSONA
 from ktbridge.eval.results.build import Gathered, assemble, bench_card, mark_judged
-from ktbridge.eval.rundir import read_run, write_benches
 from ktbridge.eval.stats import power, smallest_seen, unseen_share
+from ktbridge.eval.store import read_run, write_benches
 from ktbridge.eval.verdict import finding, interval, judge_contrast, signed
 
 ARMS = ("base", "expert", "full")

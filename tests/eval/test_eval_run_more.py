@@ -16,8 +16,15 @@ from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.eval import load_bench, parse_arms, score_run
 from ktbridge.eval.arms import discover_arms, parse_model
 from ktbridge.eval.bench import parse_bench, parse_extra_body, with_sampling
-from ktbridge.eval.rundir import read_benches, read_run
-from ktbridge.eval.store import ANSWERS, JUDGEMENTS, Ledger, read_ledger, request_key
+from ktbridge.eval.store import (
+    ANSWERS,
+    JUDGEMENTS,
+    Ledger,
+    read_benches,
+    read_ledger,
+    read_run,
+    request_key,
+)
 
 TALK = load_bench("beyond-dialogue")
 GUEST = "嗯，那后来呢？"

@@ -19,8 +19,13 @@ from ktbridge.eval.judging.prompts import VERSION, ReplyError
 from ktbridge.eval.judging.trust import same_family, tally_anchors, tally_pairs, trust
 from ktbridge.eval.results.cards import DigitMeans, Json, JudgeCard, JudgeFacts, JudgeState
 from ktbridge.eval.results.types import ArmAnswer, ItemRow, JudgeCheck, JudgedPair
-from ktbridge.eval.rundir import read_run
-from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger
+from ktbridge.eval.store import (
+    JUDGEMENTS,
+    JudgementRecord,
+    read_document,
+    read_ledger,
+    read_run,
+)
 from ktbridge.schemas import fits
 
 JUDGE = "judge.json"

@@ -26,8 +26,8 @@ from ktbridge.eval.results.rows import (
     read_rows,
 )
 from ktbridge.eval.results.types import Axis, Cost, ItemRow, Measured, PlanCounts, Repeats, Results
-from ktbridge.eval.rundir import NOT_RUN
 from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
+from ktbridge.eval.store import NOT_RUN
 from ktbridge.eval.verdict import summarise
 
 SCHEMA: Final = "ktbridge.eval/1"
