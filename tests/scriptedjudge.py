@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mockserver import JsonServer
 
-from ktbridge.eval import collect, load_bench, parse_arms, score_run
+from ktbridge.eval import EvalRequest, collect, load_bench, parse_arms, score_run
 from ktbridge.eval.judging import judge_run, parse_judge, read_judgements
 from ktbridge.eval.store import read_snapshot
 
@@ -134,7 +134,7 @@ def make_bench(folder: Path, head: str = BENCH) -> Path:
 
 def gather(world_, folder: Path, out: Path):
     arms = parse_arms([f"{name}=tiny:{name}@{world_.url}" for name in ("base", "full")])
-    collect(load_bench(folder), arms, out, concurrency=8, backoff=0.001)
+    collect(EvalRequest(load_bench(folder), arms, out, concurrency=8, backoff=0.001))
     return out
 
 

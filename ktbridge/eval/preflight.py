@@ -36,6 +36,7 @@ from ktbridge.eval.failures import (
     remedy,
     think_only_remedy,
 )
+from ktbridge.eval.request import EvalRequest
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
 from ktbridge.files import digests
@@ -61,36 +62,31 @@ class Preflight:
 
 
 async def check_arms(
-    arms: Sequence[Arm],
+    request: EvalRequest,
     clients: Mapping[str, Client],
-    bench: Bench,
     known_probes: Mapping[str, Mapping[str, str]],
-    partner: Arm | None = None,
 ) -> Preflight:
     """Run every check and return the results. Raises ProblemsError if any is an error.
 
     An arm that answers every probe with nothing is an error of that arm alone, if there is another:
     its card gets ``refused``, and the others can be asked. ``known_probes``: the probe hashes of
-    earlier runs into the same directory, by fingerprint. For a dialogue ``partner`` only its presence
-    in /v1/models is checked.
+    earlier runs into the same directory, by fingerprint. For a dialogue the partner is only looked for
+    in /v1/models.
     """
-    problems: list[Problem] = []
+    arms, bench = request.arms, request.bench
+    result = Preflight({})
+    problems = result.problems
+    # 1. What the servers list.
     listings = await _read_listings(clients, problems)
-    cards = _make_cards(arms, listings, bench, partner, problems)
+    result.cards = _make_cards(request, listings, problems)
     problems += check_roles(arms, listings)
-    same = check_same(arms, listings)
-    problems += same
-    invented = await asyncio.gather(
-        *(
-            _check_invented(arm, clients[arm.url])
-            for arm in arms
-            if names_adapter(arm.model) and arm.name in cards
-        )
-    )
-    problems += [problem for problem in invented if problem]
+    problems += check_same(arms, listings)
+    # 2. An invented adapter must be refused.
+    named = [arm for arm in arms if names_adapter(arm.model) and arm.name in result.cards]
+    invented = await asyncio.gather(*(_check_invented(arm, clients[arm.url]) for arm in named))
+    problems += filter(None, invented)
     _stop_on_errors(problems)
-    result = Preflight(cards, problems=problems)
-    # The probes don't depend on which part of the bench is asked, so that runs can be compared.
+    # 3. Probes. They don't depend on which part of the bench is asked, so that runs can be compared.
     items = bench.select(limit=PROBES)
     answers = await _probe(arms, clients, bench, items)
     problems += _failed_probes(answers, len(items))
@@ -100,12 +96,13 @@ async def check_arms(
     if len(blank) == len(arms):
         _stop_on_errors(problems)
     for name, silent in blank.items():
-        cards[name]["refused"] = silent.found
+        result.cards[name]["refused"] = silent.found
     arms = [arm for arm in arms if arm.name not in blank]
     result.notes = [note for client in clients.values() for note in client.notes]
+    # 4. The arms' answers beside each other's, and beside those of earlier runs.
     _compare_arms(arms, answers, result)
     for arm in arms:
-        fingerprint = cards[arm.name]["fingerprint"]
+        fingerprint = result.cards[arm.name]["fingerprint"]
         hashes = {
             # A different chat template may change only the prompt length.
             name: digests.of_text(f"{one.outcome}\n{one.prompt_tokens}\n{one.text}")
@@ -146,19 +143,16 @@ async def _read_listings(
 
 
 def _make_cards(
-    arms: Sequence[Arm],
-    listings: Mapping[str, Listing],
-    bench: Bench,
-    partner: Arm | None,
-    problems: list[Problem],
+    request: EvalRequest, listings: Mapping[str, Listing], problems: list[Problem]
 ) -> dict[str, ArmCard]:
     cards = {}
-    for arm in arms:
+    for arm in request.arms:
         if (listing := listings.get(arm.url)) is not None:
             if listing.find(arm.model) is None:
                 problems.append(_unlisted(arm, listing, f"arm {arm.name}", "--arm"))
             else:
-                cards[arm.name] = arm_card(arm, listing.entry(arm.model), bench.sampling)
+                cards[arm.name] = arm_card(arm, listing.entry(arm.model), request.bench.sampling)
+    partner = request.dialogue_partner
     listing = listings.get(partner.url) if partner is not None else None
     if partner is not None and listing is not None and listing.find(partner.model) is None:
         problems.append(_unlisted(partner, listing, "the partner", "--partner"))

@@ -251,8 +251,8 @@ class AnswerRecord(TypedDict):
     """A line of answers.jsonl."""
 
     key: str
-    arm: str
-    item: str
+    arm: NotRequired[str]
+    item: NotRequired[str]
     outcome: Outcome
     text: str
     thinking: str
@@ -276,9 +276,9 @@ class JudgementRecord(Compared):
     """A line of judgements.jsonl."""
 
     key: str
-    form: str
-    item: str
-    of: str
+    form: NotRequired[str]
+    item: NotRequired[str]
+    of: NotRequired[str]
     outcome: JudgeOutcome
     reply: str
     detail: str

@@ -63,10 +63,8 @@ class AskingClient:
 class Eval(AskingClient):
     def __init__(self, spec: Mapping[str, Any]) -> None:
         super().__init__(spec)
-        from ktbridge.eval.arms import parse_arms
-        from ktbridge.eval.run import collect
+        from ktbridge.eval import parse_arms
 
-        self._collect = collect
         self._arms = parse_arms([f"base=tiny@{self.url}"])
         self._bench = self._make_bench()
 
@@ -89,10 +87,11 @@ class Eval(AskingClient):
         return parse_bench({**files, "persona.yaml": NO_PERSONA})
 
     def ask_all(self) -> int:
+        from ktbridge.eval import EvalRequest, collect
+
         with tempfile.TemporaryDirectory() as folder:
-            done = self._collect(
-                self._bench, self._arms, Path(folder), concurrency=self.concurrency, timeout=60
-            )
+            settings = {"concurrency": self.concurrency, "timeout": 60}
+            done = collect(EvalRequest(self._bench, self._arms, Path(folder), **settings))
         return int(done.outcomes.get("ok", 0))
 
 

@@ -14,7 +14,7 @@ from publicscript import write_script
 from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, read
 
 from ktbridge.errors import ProblemsError, UsageError
-from ktbridge.eval import collect, load_bench, parse_arms, score_run
+from ktbridge.eval import EvalRequest, collect, load_bench, parse_arms, score_run
 from ktbridge.eval.compat import load_compat
 from ktbridge.eval.facts import made_of
 from ktbridge.eval.judging import (
@@ -199,7 +199,7 @@ def test_digits_of_the_public_bench(world, tmp_path):
     bench = load_compat("nekobench", path, write_script(tmp_path / "script.py"))
     known = {one.answer: one.kind for one in read_anchors(bench)}
     arms = parse_arms([f"{name}=tiny:{name}@{world.url}" for name in ("base", "full")])
-    collect(bench, arms, tmp_path / "run", backoff=0.001, concurrency=8)
+    collect(EvalRequest(bench, arms, tmp_path / "run", backoff=0.001, concurrency=8))
 
     def behave(request, nth):
         (asked,) = request["messages"]

@@ -13,7 +13,7 @@ from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.contamination import overlap_problems, read_contamination
 from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.judging.read import Judgements, read_judgements
-from ktbridge.eval.plan import compare_plan, planned_answers
+from ktbridge.eval.request import compare_plan, planned_answers
 from ktbridge.eval.results.cards import ArmCard, BenchCard, Contamination, JudgeCard, problem_row
 from ktbridge.eval.results.compare import axes_of, compare, count_pairs, repeat_noise
 from ktbridge.eval.results.rows import (
