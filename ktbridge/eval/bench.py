@@ -17,7 +17,6 @@ from pathlib import Path
 
 import yaml
 
-import ktbridge
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
@@ -32,7 +31,7 @@ from ktbridge.eval.schema import (
     slice_table,
 )
 from ktbridge.eval.scorers import SCORERS, check_faults
-from ktbridge.eval.sources import read_source
+from ktbridge.eval.sources import benches_root, read_source
 from ktbridge.eval.text import is_json, language_of
 from ktbridge.files.yamlfile import load_yaml
 from ktbridge.hosts import is_loopback_url
@@ -158,13 +157,6 @@ class Bench:
             )
 
 
-def benches_root() -> Path:
-    """The directory of the bundled benches: inside the wheel, or ``eval/`` of a checkout."""
-    package = Path(ktbridge.__file__).parent
-    shipped = package / "shipped" / "eval"
-    return shipped if shipped.is_dir() else package.parent / "eval"
-
-
 def load_bench(name_or_path: str | Path, items: Path | None = None) -> Bench:
     """Load a bench by name (bundled) or by folder path (yours).
 
@@ -188,16 +180,27 @@ def load_bench(name_or_path: str | Path, items: Path | None = None) -> Bench:
             f"the bench folder {str(folder)!r} has no {' and no '.join(missing)}.",
             "a bench is a folder with bench.yaml, items.jsonl and, for a persona, persona.yaml",
         )
-    if source is not None:
+    if source is not None and isinstance(head, Mapping):
         rows, data = read_source(source, folder, items)
-        lists = head.get("checklists") or {} if isinstance(head, Mapping) else {}
+        lists = head.get("checklists") or {}
         # A folder without a checklist of that name is used without a judge.
         rows = [{k: v for k, v in row.items() if k != "judge" or v in lists} for row in rows]
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        files["items.jsonl"] = "".join(f"{line}\n" for line in lines).encode()
-        head_lines = files["bench.yaml"].rstrip() + b"\n"
-        files["bench.yaml"] = head_lines + f"data: {json.dumps(data)}\n".encode()
+        files = make_files({**head, "data": data}, rows, files["persona.yaml"])
     return parse_bench(files)
+
+
+def make_files(head: Json, rows: Sequence[Json], persona: bytes) -> dict[str, bytes]:
+    """The three files of a bench whose items come from elsewhere."""
+    lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
+    return {
+        "bench.yaml": _dump(head),
+        "items.jsonl": "".join(f"{line}\n" for line in lines).encode(),
+        "persona.yaml": persona,
+    }
+
+
+def _dump(head: Json) -> bytes:
+    return yaml.safe_dump(dict(head), allow_unicode=True, sort_keys=False).encode()
 
 
 def _folder(name_or_path: str | Path) -> Path:
@@ -487,6 +490,4 @@ def answer_limit(item: Item, bench: Bench) -> int:
 
 def _changed(bench: Bench, keys: Json) -> Bench:
     head = yaml.safe_load(bench.files["bench.yaml"]) | keys
-    files = dict(bench.files)
-    files["bench.yaml"] = yaml.safe_dump(head, allow_unicode=True, sort_keys=False).encode()
-    return parse_bench(files)
+    return parse_bench({**bench.files, "bench.yaml": _dump(head)})

@@ -16,7 +16,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.cards import Contamination, Hit, SliceOverlap
-from ktbridge.eval.sources import parse_records
+from ktbridge.eval.sources import read_rows
 from ktbridge.eval.store import read_document
 from ktbridge.eval.text import unicode_tokens
 from ktbridge.files import digests
@@ -86,7 +86,6 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
         raise UsageError(
             f"there is no training file {str(train_data)!r}.", "give --train-data a file"
         )
-    data = train_data.read_bytes()
     records = texts = 0
     parts = list(_parts(bench))
     whole: dict[Gram, list[_Part]] = {}
@@ -95,23 +94,22 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
         whole.setdefault(part.tokens, []).append(part)
         for gram in part.grams:
             starts.setdefault(gram[:_KEY], []).append((gram, part))
-    for number, record in enumerate(parse_records(data, train_data.name), 1):
-        records += 1
+    for records, record in enumerate(read_rows(train_data), 1):
         for text in _texts(record):
             texts += 1
             tokens = tuple(unicode_tokens(text))
             for part in whole.get(tokens, ()):
-                part.exact, part.record = True, part.record or number
+                part.exact, part.record = True, part.record or records
                 part.found = set(part.grams)
             for i in range(len(tokens) - _KEY + 1):
                 for gram, part in starts.get(tokens[i : i + _KEY], ()):
                     if tokens[i : i + len(gram)] == gram:
                         part.found.add(gram)
-                        part.record = part.record or number
+                        part.record = part.record or records
     slices, hits = _count(bench, parts)
     return {
         "file": train_data.name,
-        "sha256": digests.of_bytes(data),
+        "sha256": digests.of_file(train_data),
         "records": records,
         "texts": texts,
         "gram": GRAM,

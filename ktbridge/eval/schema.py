@@ -81,6 +81,11 @@ Questions = Annotated[
 _Some = Annotated[str, AfterValidator(_check_some), Field(description="some text")]
 
 
+_Texts = Annotated[
+    list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
+
+
 class SliceRow(BaseModel):
     """A slice in bench.yaml; it may have anchors too, which only a judge reads."""
 
@@ -89,6 +94,70 @@ class SliceRow(BaseModel):
     primary: Axis = "task"
     meaning: str = ""
     label: str = Field("", description="a word or two")
+
+
+class KnownAnswer(BaseModel):
+    """Answers of a data file that are marked in a way of their own: ``gold`` (by default the answer as it is
+    spelled in ``are``) by ``check``."""
+
+    model_config = _STRICT
+
+    are: list[Text]
+    gold: str = ""
+    check: dict[str, object]
+
+
+class RowMap(BaseModel):
+    """How a record of a data file becomes an item.
+
+    A template holds fields in braces; ``{a|b}`` is the first of them that has text. ``when`` are fields
+    with the values that they must have, ``has`` is one that must be there. ``context`` stands above the
+    question. ``history`` names a field with [user, assistant] pairs, ``messages`` one with all messages,
+    ``references`` one with a list of answers, ``options`` one with {name: option}. ``gather``: the answers
+    to one question become one item's. ``copied`` fields go into the item as they are.
+    """
+
+    model_config = _STRICT
+
+    when: dict[str, _Texts] = {}
+    has: str = ""
+    slice: Text
+    sub: str = ""
+    cluster: _Texts = []
+    system: str = ""
+    history: str = ""
+    messages: str = ""
+    context: str = ""
+    question: Text
+    options: str = ""
+    references: str = ""
+    answer: str = ""
+    known: list[KnownAnswer] = []
+    checks: list[dict[str, object]] = []
+    judge: str = ""
+    gather: bool = False
+    copied: list[str] = []
+
+
+class SourceFile(BaseModel):
+    """``source`` in bench.yaml: a data file, and how its records become items. ``loader`` is one of our
+    benches, whose ``rows`` are used where there are none; ``others`` says why a record that fits no row is
+    skipped. ``strict``: a record that can't be used is a problem."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    loader: str = Field("", description="the name of one of our benches that reads a data file")
+    file: str = Field("", description="a file's name")
+    origin: str | None = Field(None, description="some text")
+    license: str | None = Field(None, description="some text")
+    metric: str = Field("rouge-l", description="the name of a metric")
+    split: str = Field("", description="the name of a split")
+    columns: list[list[str]] = Field([], description="[[FIELD, ...], ...]")
+    rows: list[RowMap] = Field(
+        [], description="[{slice, question, answer, ...}, ...], see eval/README.md"
+    )
+    others: str = Field("of another kind", description="some text")
+    strict: bool = Field(False, description="true or false")
 
 
 class PartnerRow(BaseModel):
