@@ -66,7 +66,8 @@ def load_compat(name: str, items: Path, script: Path | None = None) -> Bench:
         row |= {"judge": [prompts[module]]} if prompts else {}
     head["notes"].append(note)
     head["slices"] = {module: one for module, one in head["slices"].items() if turn[module]}
-    return parse_bench(make_files(head, rows, (folder / "persona.yaml").read_bytes()))
+    persona = (folder / "persona.yaml").read_bytes()
+    return parse_bench({**make_files(head, rows), "persona.yaml": persona})
 
 
 def read_prompts(script: Path, modules: Collection[str]) -> dict[str, str]:

@@ -70,7 +70,6 @@ class Eval(AskingClient):
 
     def _make_bench(self) -> Any:
         from ktbridge.eval.bench import parse_bench
-        from ktbridge.eval.persona import NO_PERSONA
 
         head = {
             "name": "speed", "version": "1", "language": "zh", "sampling": SAMPLING,
@@ -84,7 +83,7 @@ class Eval(AskingClient):
         rows = ({"id": f"q-{n}", "messages": [question(n)], **row} for n in range(self.count))
         items = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in rows)
         files = {"bench.yaml": json.dumps(head).encode(), "items.jsonl": items.encode()}
-        return parse_bench({**files, "persona.yaml": NO_PERSONA})
+        return parse_bench(files)
 
     def ask_all(self) -> int:
         from ktbridge.eval import EvalRequest, collect

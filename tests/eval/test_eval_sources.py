@@ -88,7 +88,7 @@ def test_answers_to_one_question_are_gathered_and_rounds_are_kept():
     second = talk.items[1]
     assert [one["role"] for one in second.messages] == ["system", "user", "assistant", "user"]
     assert second.cluster == talk.items[0].cluster, "scenes of one role belong together"
-    assert (talk.partner.turns, talk.partner.slices) == (4, ("DIALOGUE",))
+    assert (talk.partner.turns, talk.partner.slices) == (4, ["DIALOGUE"])
     facts = {item.sub: item for item in talk.items if item.slice == "OBJECTIVE"}
     assert score_task("True, she does.", facts["judgment"].checks, "yes")[0] == 1
     assert score_task("It is not true.", facts["judgment"].checks, "yes")[0] == 0

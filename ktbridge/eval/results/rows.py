@@ -15,9 +15,8 @@ from typing import Literal
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
 from ktbridge.eval.asking import answer_key
-from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.bench import NO_PERSONA_NAME, Bench, Item
 from ktbridge.eval.client import OUTCOMES
-from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
 from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.eval.results.types import (
     AnyOutcome,
@@ -196,7 +195,7 @@ def _score(item: Item, bench: Bench, record: AnswerRecord | None) -> ArmAnswer:
         if answer["outcome"] == "ok" and has_persona(bench):
             try:
                 with time_limit():
-                    parts = score_persona(record["text"], bench.persona)
+                    parts = bench.persona.score(record["text"])
             except TimeoutError as error:
                 answer["outcome"], answer["detail"] = SCORE_ERROR, f"persona: {error}"
                 return answer
