@@ -29,7 +29,6 @@ from ktbridge.eval.results.types import AnyOutcome, Outcome
 from ktbridge.eval.text import is_json
 from ktbridge.files import digests, publish
 from ktbridge.files.ledger import LedgerFile, whole_lines, writing
-from ktbridge.files.locks import lock_open
 from ktbridge.schemas import fits
 
 RUN = "run.json"
@@ -293,34 +292,15 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Kind(Generic[_Record]):
-    """A ledger of a run. ``failed`` is the outcome that is asked again. ``lock`` is the file that its
-    writer locks; ``work`` and ``asked`` are parts of messages."""
+    """A ledger of a run; the outcome ``failed`` is asked again."""
 
     name: str
     record: TypeAdapter[_Record]
-    lock: str
     failed: str
-    work: str
-    asked: str
 
 
-# The lock covers the whole directory: run.json and the bench's snapshot have the same writer.
-ANSWERS = Kind(
-    name="answers.jsonl",
-    record=TypeAdapter(AnswerRecord),
-    lock=".lock",
-    failed=FAILED,
-    work="writing to",
-    asked="its question is asked again",
-)
-JUDGEMENTS = Kind(
-    name="judgements.jsonl",
-    record=TypeAdapter(JudgementRecord),
-    lock="judgements.jsonl",
-    failed=JUDGE_FAILED,
-    work="judging",
-    asked="its judgement is asked for again",
-)
+ANSWERS = Kind("answers.jsonl", TypeAdapter(AnswerRecord), FAILED)
+JUDGEMENTS = Kind("judgements.jsonl", TypeAdapter(JudgementRecord), JUDGE_FAILED)
 
 
 def request_key(fingerprint: str, request: Json, repeat: int = 0) -> str:
@@ -346,7 +326,7 @@ def read_ledger(directory: Path, kind: Kind[_Record]) -> dict[str, _Record]:
         except ValueError:
             raise KtbridgeError(
                 f"{str(path)!r} is damaged at line {number}.",
-                f"delete that line ({kind.asked}) or use another --output",
+                "delete that line, whose answer is asked for again, or use another --output",
             ) from None
         key = record["key"]
         if key not in records or records[key]["outcome"] == kind.failed:
@@ -355,7 +335,10 @@ def read_ledger(directory: Path, kind: Kind[_Record]) -> dict[str, _Record]:
 
 
 class Ledger(Generic[_Record]):
-    """The only writer of such a file: a context manager that raises if there is another."""
+    """The only writer of such a file: a context manager that raises if there is another.
+
+    Who writes answers also writes run.json and the bench's snapshot.
+    """
 
     def __init__(self, directory: Path, kind: Kind[_Record]) -> None:
         self.directory = directory
@@ -365,10 +348,15 @@ class Ledger(Generic[_Record]):
 
     def __enter__(self) -> Ledger[_Record]:
         make_directory(self.directory)
+        path = self.directory / self._kind.name
         with ExitStack() as opened:
-            self._lock(opened)
-            self._file = LedgerFile(self.directory / self._kind.name, encode=_encode)
+            self._file = LedgerFile(path, encode=_encode)
             opened.callback(self._file.close)
+            if not self._file.lock():
+                raise KtbridgeError(
+                    f"another `ktbridge eval` is writing to {str(path)!r}.",
+                    "wait for it, or use another --output",
+                )
             self._file.keep(self._file.lines())
             self.records = read_ledger(self.directory, self._kind)
             self._closing = opened.pop_all()
@@ -376,17 +364,6 @@ class Ledger(Generic[_Record]):
 
     def __exit__(self, *error: object) -> None:
         self._closing.close()
-
-    def _lock(self, opened: ExitStack) -> None:
-        path = self.directory / self._kind.lock
-        with writing(path):
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        opened.callback(os.close, lock)
-        if not lock_open(lock):
-            raise KtbridgeError(
-                f"another `ktbridge eval` is {self._kind.work} {str(self.directory)!r}.",
-                "wait for it, or use another --output",
-            )
 
     def has(self, key: str) -> bool:
         """Return whether a record other than a failure is stored under ``key``."""

@@ -493,7 +493,7 @@ def test_a_judge_is_asked_after_the_arms_and_its_failure_costs_no_report(server,
     with Ledger(tmp_path, JUDGEMENTS):
         done = invoke(*words, *judge)
     assert done.exit_code == 1
-    assert "another `ktbridge eval` is judging" in done.output
+    assert "another `ktbridge eval` is writing to" in done.output
     assert (tmp_path / "report.html").is_file()
     assert sum(one["model"] == "judge" for one in server.requests) == 1, "only the canary"
     # Without questions among what is asked there is nothing to judge, and that is no failure.
