@@ -16,7 +16,7 @@ from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, re
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import EvalRequest, collect, load_bench, parse_arms, score_run
 from ktbridge.eval.compat import load_compat
-from ktbridge.eval.facts import made_of
+from ktbridge.eval.facts import axis_description
 from ktbridge.eval.judging import (
     check_judge,
     judge_preflight,
@@ -237,7 +237,7 @@ def test_digits_of_the_public_bench(world, tmp_path):
         assert set(means["modules"]) == {"PES", "KRI"}
     validate(results)
     shown = json.dumps(results["verdict"], ensure_ascii=False)
-    assert made_of(results, "judge") == "the judge's digit from 0 to 5, divided by 5"
+    assert axis_description(results, "judge") == "the judge's digit from 0 to 5, divided by 5"
     mean = results["judge"]["digits"]["base"]["mean"]
     assert f"0 to 5: base {mean:.2f} (8 answers, 2 without a digit)" in shown
     # Anchors of the two modules asked, and of no other.
