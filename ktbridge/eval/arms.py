@@ -18,6 +18,7 @@ from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.files import digests
 from ktbridge.hosts import api_url
 from ktbridge.served_names import (
+    BASE,
     ModelEntry,
     ServedModel,
     adapter_name,
@@ -163,50 +164,56 @@ def check_roles(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pr
     ``listings`` by URL. The names base, expert and full have a meaning; of another arm only a plain name is
     warned about that has an adapter, which looks like the base.
     """
-    problems: list[Problem] = []
-    for arm in arms:
-        listing = listings.get(arm.url)
-        model = listing.find(arm.model) if listing else None
-        if listing and model:
-            others = [one for one in listing.models.values() if one.base == model.base]
-            whole = next((one.name for one in others if one.variant == "full"), "")
-            problems += filter(None, [_check_role(arm, model, whole)])
-    return problems
+    problems = []
+    for arm, model in _find_models(arms, listings):
+        others = [one for one in listings[arm.url].models.values() if one.base == model.base]
+        whole = next((one.name for one in others if one.variant == "full"), "")
+        problems.append(_check_role(arm, model, whole))
+    return [one for one in problems if one]
+
+
+def _find_models(
+    arms: Sequence[Arm], listings: Mapping[str, Listing]
+) -> list[tuple[Arm, ServedModel]]:
+    """The arms that a server lists, with their models."""
+    found = [(arm, listings[arm.url].find(arm.model)) for arm in arms if arm.url in listings]
+    return [(arm, model) for arm, model in found if model]
 
 
 def _check_role(arm: Arm, model: ServedModel, whole: str) -> Problem | None:
     """``whole``: the name of the whole adapter that goes with the model, "" for none."""
-    role = "base" if arm.name.lower() in _BASE_NAMES else arm.name.lower()
-    where, says, variant = f"arm {arm.name}", model.says, model.variant
-    other_name = "or give the arm another name"
-    if role == "base" and variant not in (None, "base"):
-        found = f"{arm.model!r} is not a base model: its server says {says!r} of it"
-        step = (
-            f"ask the base model, --arm {arm.name}={model.base}@{arm.place}"
-            if model.base
-            else "serve the base model without the adapter, by a server of its own, and ask that"
-        )
-        return problem(
-            "KTB816", where, found, "a model without an adapter", f"{step}; {other_name}"
-        )
-    if role in ("expert", "full") and variant == "base":
-        found = f"{arm.model!r} is the base model" + (", as its server says" if says else "")
-        step = f"name a model with the adapter in --arm, {other_name}"
-        severity: Severity = "error" if says else "warning"
-        return problem("KTB816", where, found, "a model with an adapter", step, severity=severity)
-    if role == "expert" and variant == "full":
-        found = f"{arm.model!r} is a whole adapter: its server says {says!r} of it"
-        step = f"call it full, --arm full={arm.model}@{arm.place}"
-        return problem("KTB816", where, found, "the expert LoRA alone", f"{step}; {other_name}")
-    if role == "full" and variant == "expert" and whole:
-        found = f"{arm.model!r} is half of the adapter: its server says {says!r} of it"
-        step = f"ask all of it, --arm full={whole}@{arm.place}; {other_name}"
-        return problem("KTB816", where, found, "the whole adapter", step)
-    if role not in ORDER and variant == "expert" and not names_adapter(arm.model):
-        found = f"{arm.model!r} is not the base model: its server says {says!r} of it"
-        step = f"{model.base} is the base model" if model.base else "nothing, if it is meant"
-        return problem("KTB816", where, found, "the model that is meant", step, severity="warning")
-    return None
+    role = BASE if arm.name.lower() in _BASE_NAMES else arm.name.lower()
+    told, base = f"its server says {model.says!r} of it", model.base
+    severity: Severity | None = None
+    rename = "; or give the arm another name"
+    match role, model.variant:
+        case "base", "expert" | "full" | "adapter":
+            found, expected = f"is not a base model: {told}", "a model without an adapter"
+            step = (
+                f"ask the base model, --arm {arm.name}={base}@{arm.place}"
+                if base
+                else "serve the base model without the adapter, by a server of its own, and ask that"
+            )
+        case "expert" | "full", "base":
+            found = "is the base model" + (", as its server says" if model.says else "")
+            expected = "a model with an adapter"
+            step = "name a model with the adapter in --arm"
+            rename = ", or give the arm another name"
+            severity = None if model.says else "warning"
+        case "expert", "full":
+            found, expected = f"is a whole adapter: {told}", "the expert LoRA alone"
+            step = f"call it full, --arm full={arm.model}@{arm.place}"
+        case "full", "expert" if whole:
+            found, expected = f"is half of the adapter: {told}", "the whole adapter"
+            step = f"ask all of it, --arm full={whole}@{arm.place}"
+        case _, "expert" if role not in ORDER and not names_adapter(arm.model):
+            found, expected = f"is not the base model: {told}", "the model that is meant"
+            step = f"{base} is the base model" if base else "nothing, if it is meant"
+            severity, rename = "warning", ""
+        case _:
+            return None
+    where, found = f"arm {arm.name}", f"{arm.model!r} {found}"
+    return problem("KTB816", where, found, expected, step + rename, severity=severity)
 
 
 def check_same(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Problem]:
@@ -214,13 +221,8 @@ def check_same(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pro
 
     An error where the last arm, which the verdict is about, is one of them.
     """
-    asked = [
-        (arm, model)
-        for arm in arms
-        if arm.url in listings and (model := listings[arm.url].find(arm.model)) is not None
-    ]
     problems = []
-    for (one, mine), (other, theirs) in itertools.combinations(asked, 2):
+    for (one, mine), (other, theirs) in itertools.combinations(_find_models(arms, listings), 2):
         here = one.url == other.url
         alike = mine.identity is not None and mine.identity == theirs.identity
         # A fingerprint is of the model itself; a path is one on the server's machine.
@@ -229,16 +231,11 @@ def check_same(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pro
             continue
         names = " and ".join(dict.fromkeys(map(repr, (one.model, other.model))))
         found = f"{names} {'are one model' if one.model != other.model else 'is the model of both'}"
+        found += f": its server says {mine.says!r} of it" if mine.says else ""
         last = arms[-1].name in (one.name, other.name)
-        problems.append(
-            problem(
-                "KTB817",
-                f"arms {one.name} and {other.name}",
-                f"{found}: its server says {mine.says!r} of it" if mine.says else found,
-                "two models",
-                severity="error" if certain and last else "warning",
-            )
-        )
+        severity: Severity = "error" if certain and last else "warning"
+        where = f"arms {one.name} and {other.name}"
+        problems.append(problem("KTB817", where, found, "two models", severity=severity))
     return problems
 
 
