@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +17,6 @@ if TYPE_CHECKING:
     from ktbridge.eval.preflight import Preflight
     from ktbridge.eval.request import EvalRequest, PlannedBench
     from ktbridge.eval.run import Progress
-
-_REDRAW = 0.1  # seconds; drawing must not cost more than requests
-_LOGGED = 60.0  # seconds between lines if stderr is a file
 
 
 @click.command(cls=Command, extra="eval")
@@ -255,12 +250,19 @@ def _print_plan(plan: PlannedBench) -> None:
 
 def _collect(request: EvalRequest, *, several: bool) -> bool:
     """Run one bench; return whether an arm failed."""
-    from ktbridge.cli._ui import stderr
+    from ktbridge.cli._ui import progress_bar, stderr
     from ktbridge.errors import has_errors
     from ktbridge.eval import RunEvents, collect
 
     name = request.bench.name
-    with _show_progress(name if several else "asking") as on_progress:
+    with progress_bar("preflight") as bar:
+        if not stderr.is_terminal:  # a slow server's first answers may take minutes
+            stderr.print("preflight ...", markup=False)
+
+        def on_progress(now: Progress) -> None:
+            bar.describe(_describe(name if several else "asking", now))
+            bar(now.done, now.total)
+
         done = collect(request, RunEvents(_print_preflight, on_progress, _print_wait))
     line = f"asked {done.asked} questions; {done.stored} answers were stored before"
     if done.faults:
@@ -290,58 +292,11 @@ def _print_wait(reason: str) -> None:
     stderr.print(f"{reason} ...", markup=False, soft_wrap=True)
 
 
-@contextmanager
-def _show_progress(label: str) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on stderr; without a terminal, one line per minute."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-    from rich.progress import Progress as Bars
-
-    from ktbridge.cli._ui import stderr
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}", markup=False),
-    )
-    terminal = stderr.is_terminal
-    with Bars(*columns, console=stderr, transient=True, disable=not terminal) as bars:
-        task = bars.add_task("preflight", total=None, status="")
-        started, shown = None, time.monotonic()
-        if not terminal:  # a slow server's first answers may take minutes
-            stderr.print("preflight ...", markup=False)
-
-        def on_progress(now: Progress) -> None:
-            nonlocal started, shown
-            moment = time.monotonic()
-            started = started or moment
-            ends = now.done in (now.stored, now.total)
-            if terminal and (ends or moment - shown >= _REDRAW):
-                shown = moment
-                status = describe_progress(now, moment - started)
-                bars.update(
-                    task, description=label, completed=now.done, total=now.total, status=status
-                )
-            elif not terminal and moment - shown >= _LOGGED:
-                shown = moment
-                status = describe_progress(now, moment - started)
-                line = f"{label}: {now.done} of {now.total}, {status}"
-                stderr.print(line, markup=False, soft_wrap=True)
-
-        yield on_progress
-
-
-def describe_progress(now: Progress, seconds: float) -> str:
-    """One line: pace and time left by the answers of this run, tokens so far, and failed attempts by kind,
-    most frequent first. ``seconds``: since the first answer could come."""
-    from ktbridge.cli._ui import clock
-
-    parts = []
-    if now.done > now.stored and seconds > 0:
-        rate = (now.done - now.stored) / seconds
-        parts.append(f"{rate:.1f}/s, eta {clock((now.total - now.done) / rate)}")
+def _describe(label: str, now: Progress) -> str:
+    """The label with tokens so far, and failed attempts by kind, most frequent first."""
+    parts = [label]
     if tokens := now.prompt_tokens + now.completion_tokens:
-        parts.append(f"{si_count(tokens)} tokens, {si_count(now.completion_tokens)} written")
+        parts.append(f"{si_count(tokens)} tokens")
     if kinds := ", ".join(f"{n} {kind}" for kind, n in now.faults.most_common() if n):
         parts.append(f"failed attempts: {kinds}")
     return " · ".join(parts)
