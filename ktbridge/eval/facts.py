@@ -16,13 +16,12 @@ _SCORERS_NAMED = 6
 def report_header(results: Measured) -> list[tuple[str, str]]:
     """(label, value) pairs of the run: model, adapter, date, bench, arms, items."""
     bench, cards = results["bench"], results["arms"]
-    imported = any("files" in card["server"] for card in cards)
     models, adapters = [], []
     for card in cards:
         served, adapter = split_name(card["model"])
         root = str(card["server"].get("root") or "")
-        models.append(served if imported or root in ("", served) else f"{served} ({root})")
-        adapters += [adapter] if adapter not in (None, "", BASE) and not imported else []
+        models.append(served if root in ("", served) else f"{served} ({root})")
+        adapters += [adapter] if adapter not in (None, "", BASE) else []
     planned = f"{results['plan']['items']} planned, " if results["plan"] else ""
     counts = (
         f"{results['asked']} asked, {results['valid']} compared, of the bench's {bench['items']}"

@@ -18,7 +18,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.results.cards import Json
 from ktbridge.eval.schema import RowMap, SourceFile
-from ktbridge.eval.text import language_of, normalise
+from ktbridge.eval.text import normalise
 from ktbridge.files import digests
 from ktbridge.files.records import read_records
 from ktbridge.files.yamlfile import load_yaml
@@ -62,26 +62,18 @@ def read_source(source: object, folder: Path, items: Path | None) -> tuple[list[
         problems = [
             problem("KTB815", f"{path.name}: record {number}", why) for number, why in skipped
         ]
-        raise _refusal(path.name, problems)
+        raise _refuse_all(path.name, problems)
     reasons = Counter(reason for _, reason in skipped)
     if not made:
         told = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         fault = f"no item could be made of it: {told or 'it is empty'}"
-        raise _refuse_layout(path.name, fault, f"a file in the layout of {spec.loader}")
-    common = {
-        "origin": path.name if spec.origin is None else spec.origin,
-        "license": (spec.license if items is None else None) or "see the data's own terms",
-    }
-    rows: list[Row] = [
-        {
-            **common,
-            "id": f"{str(row['slice']).lower()}-{number:05d}",
-            "sub": "",
-            "lang": language_of(last_text(row["messages"])),
-            **row,
-        }
-        for number, row in enumerate(made, 1)
-    ]
+        raise _refuse(path.name, fault, f"a file in the layout of {spec.loader}")
+    origin = path.name if spec.origin is None else spec.origin
+    terms = spec.license if spec.license and items is None else "see the data's own terms"
+    rows: list[Row] = []
+    for number, row in enumerate(made, 1):
+        name = f"{str(row['slice']).lower()}-{number:05d}"
+        rows.append({"origin": origin, "license": terms, "id": name, **row})
     card: Row = {"loader": spec.loader, "file": path.name, "sha256": digests.of_file(path)}
     return rows, card | {"items": len(rows), "records": len(records), "skipped": dict(reasons)}
 
@@ -125,9 +117,9 @@ def read_rows(path: Path) -> Iterator[Json]:
                 yield one.row
     except KtbridgeError as error:
         found = error.sentence.removeprefix(path.name).strip().rstrip(".")
-        raise _refuse_layout(path.name, found, error.next_step or "rows in UTF-8") from None
+        raise _refuse(path.name, found, error.next_step or "rows in UTF-8") from None
     if problems:
-        raise _refusal(path.name, problems)
+        raise _refuse_all(path.name, problems)
 
 
 def _find_fault(row: object) -> tuple[str, str] | None:
@@ -135,22 +127,19 @@ def _find_fault(row: object) -> tuple[str, str] | None:
         return type(row).__name__, "a JSON object"
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        return "half a character", "whole characters"
+    except (UnicodeEncodeError, RecursionError):
+        return "half a character, or lists within lists", "texts that can be shown"
     return None
 
 
-def _refusal(name: str, problems: Sequence[Problem]) -> ProblemsError:
-    return ProblemsError(
-        f"{name!r} cannot be used; nothing was asked.",
-        problems[:_SHOWN],
-        "give an unchanged .jsonl, .json, .csv or .parquet file of rows",
-    )
+def _refuse(name: str, found: str, expected: str) -> ProblemsError:
+    """The error of a file as a whole."""
+    return _refuse_all(name, [problem("KTB815", name, found, expected, next_step="")])
 
 
-def _refuse_layout(name: str, found: str, wanted: str) -> ProblemsError:
-    wrong = problem("KTB815", name, found, wanted, next_step="")
-    return ProblemsError(f"{name!r} cannot be used; nothing was asked.", [wrong])
+def _refuse_all(name: str, problems: Sequence[Problem]) -> ProblemsError:
+    step = "give an unchanged .jsonl, .json, .csv or .parquet file of rows"
+    return ProblemsError(f"{name!r} cannot be used; nothing was asked.", problems[:_SHOWN], step)
 
 
 def _check_columns(records: Sequence[Json], spec: SourceFile, name: str) -> None:
@@ -159,7 +148,7 @@ def _check_columns(records: Sequence[Json], spec: SourceFile, name: str) -> None
     if spec.columns and not any(set(group) <= seen for group in spec.columns):
         wanted = " or ".join("{" + ", ".join(group) + "}" for group in spec.columns)
         found = "it has the fields " + (", ".join(sorted(map(str, seen))[:12]) or "none")
-        raise _refuse_layout(name, found, f"{wanted}, as {spec.loader} has")
+        raise _refuse(name, found, f"{wanted}, as {spec.loader} has")
 
 
 def last_text(messages: object) -> str:
