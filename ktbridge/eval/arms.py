@@ -23,8 +23,6 @@ from ktbridge.served_names import (
     ServedModel,
     adapter_name,
     adapters_of,
-    base_name,
-    described_halves,
     engine_of,
     find_model,
     listed_as,
@@ -250,52 +248,39 @@ def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
     except UsageError:
         like = f"http://{url}" if "://" not in url and url else "http://127.0.0.1:8000"
         raise UsageError(f"{url!r} is no server's URL.", f"write it as --server {like}") from None
-    return tuple(
-        Arm(name, model, base_url)
-        for name, model in _name(asyncio.run(_list(base_url, api_key)), url)
-    )
+    listing = asyncio.run(_ask_list(base_url, api_key))
+    return tuple(Arm(name, model, base_url) for name, model in _name_arms(listing, url))
 
 
-async def _list(url: str, api_key: str | None) -> Listing:
+async def _ask_list(url: str, api_key: str | None) -> Listing:
     async with Client(url, api_key=api_key) as client:
         return await list_models(client)
 
 
-def _name(listing: Listing, url: str) -> list[tuple[str, str]]:
+def _name_arms(listing: Listing, url: str) -> list[tuple[str, str]]:
     """(arm, model) of each arm in the list. Raises UsageError if it is ambiguous."""
-    entries, models = listing.entries, listing.models
-    bases = [name for name in entries if served_by(name) is not None]
-    parents = dict.fromkeys(one.base for one in models.values() if one.variant == "adapter")
-    if not bases and len(parents) == 1 and (parent := next(iter(parents))):
+    models = listing.models
+    bases = [name for name in listing.entries if served_by(name) is not None]
+    adapters = [one for one in models.values() if one.variant == "adapter"]
+    experts = [one for one in models.values() if one.variant == "expert"]
+    if not bases and len({one.base for one in adapters}) == 1 and adapters[0].base:
         # vLLM and SGLang: adapters that name their base.
-        adapters = [one.name for one in models.values() if one.variant == "adapter"]
-        if len(adapters) > 1:
-            raise _refusal(listing, url, f"{len(adapters)} adapters")
-        return [("base", parent), ("full", adapters[0])]
-    if not bases and (experts := [one for one in models.values() if one.variant == "expert"]):
-        raise _refusal(listing, url, f"no base model, as {experts[0].name} is {experts[0].says}")
-    if len(bases) != 1:
+        base, expert, whole = adapters[0].base, [], [one.name for one in adapters]
+    elif len(bases) == 1:
+        base, served = bases[0], str(served_by(bases[0]))
+        # Without a description the name tells. An adapter of experts alone is identical to S.
+        expert = [served] if served in models and models[served].variant != "base" else []
+        whole = adapters_of(served, models)
+        whole = [one for one in whole if not expert or models[one].variant != "expert"]
+    elif bases or not experts:
         raise _refusal(listing, url, f"{len(bases)} models named S:base, where one is needed")
-    served = str(served_by(bases[0]))
-    adapters = [
-        name
-        for name in adapters_of(served, entries)
-        # An adapter without a non-expert half is identical to the served name.
-        if not (served in entries and _halves(entries[name]) == (True, False))
-    ]
-    if len(adapters) > 1:
-        raise _refusal(listing, url, f"{len(adapters)} adapters")
-    expert = served in entries and _halves(entries[served])[0]
-    found = [("base", base_name(served))]
-    found += [("expert", served)] if expert else []
-    found += [("full", name) for name in adapters]
-    if len(found) == 1:
+    else:
+        raise _refusal(listing, url, f"no base model, as {experts[0].name} is {experts[0].says}")
+    if len(whole) > 1:
+        raise _refusal(listing, url, f"{len(whole)} adapters")
+    if not (expert or whole):
         raise _refusal(listing, url, "no adapter beside the base model")
-    return found
-
-
-def _halves(entry: ModelEntry) -> tuple[bool, bool]:
-    return described_halves(str(entry.get("description", "")))
+    return [(BASE, base), *(("expert", one) for one in expert), *(("full", one) for one in whole)]
 
 
 def _refusal(listing: Listing, url: str, why: str) -> UsageError:
