@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -359,7 +359,6 @@ def read_requests(given: EvalOptions, api_key: str | None) -> tuple[list[EvalReq
     if (given.judge_pairs or given.judge_extra_body) and not given.judge:
         option = "--judge-pairs" if given.judge_pairs else "--judge-extra-body"
         raise UsageError(f"{option} needs a judge.", "give --judge MODEL@URL")
-    arms = parse_arms(given.arms)
     gates = [parse_gate(text) for text in given.fail_on]
     fields = parse_extra_body(given.extra_body) if given.extra_body else {}
     benches = [
@@ -374,12 +373,10 @@ def read_requests(given: EvalOptions, api_key: str | None) -> tuple[list[EvalReq
     partner = parse_model("partner", given.partner) if given.partner else None
     if partner and not any(one.partner for one in benches):
         raise UsageError("--partner: no bench here has dialogues.", "leave --partner out")
-    if given.server:
-        arms = discover_arms(given.server, api_key)
     requests = [
         EvalRequest(
             bench=bench,
-            arms=arms,
+            arms=parse_arms(given.arms),
             directory=folder,
             slices=slices[bench.name],
             limit=given.limit,
@@ -394,6 +391,9 @@ def read_requests(given: EvalOptions, api_key: str | None) -> tuple[list[EvalReq
         )
         for bench, folder in zip(benches, folders, strict=True)
     ]
+    if given.server:
+        arms = discover_arms(given.server, api_key)
+        requests = [replace(one, arms=arms) for one in requests]
     return requests, gates
 
 
