@@ -1,4 +1,4 @@
-"""Did the adapter make the model better, at what, and how sure are we?
+"""Evaluation of adapters: does one make the model better, at what, and how sure are we?
 
 ``collect`` asks a bench's questions of each arm over HTTP and stores the answers; ``write_report``
 turns the stored answers into results.json and report.html. The two communicate only through the

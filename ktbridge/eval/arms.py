@@ -135,7 +135,7 @@ def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:
 
 @dataclass(frozen=True)
 class Listing:
-    """What one server says of its models: its list by id, and the models by the names to request."""
+    """Models of one server: its list by id, and what it says of them by the names to request."""
 
     entries: Mapping[str, ModelEntry]
     models: Mapping[str, ServedModel]
@@ -179,7 +179,7 @@ def _find_models(
 
 
 def _check_role(arm: Arm, model: ServedModel, whole: str) -> Problem | None:
-    """``whole``: the name of the whole adapter that goes with the model, "" for none."""
+    """Compare an arm's name with its model; ``whole`` is the model with all of the adapter, "" for none."""
     role = BASE if arm.name.lower() in _BASE_NAMES else arm.name.lower()
     told, base = f"its server says {model.says!r} of it", model.base
     severity: Severity | None = None

@@ -75,7 +75,7 @@ class _Part:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Whether the text was found as a whole, and the share of its grams that were found."""
+        """Found as a whole or not, and the share of its grams that were found."""
         share = len(self.found) / len(self.grams) if self.grams else float(self.exact)
         return self.exact, share
 

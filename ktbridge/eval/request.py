@@ -1,4 +1,4 @@
-"""What `ktbridge eval` is asked to do: one request per bench, and the answers that it amounts to.
+"""Requests of `ktbridge eval`, one per bench, and the answers that each amounts to.
 
 ``plan_answers`` lists them for the run and for the dry run alike.
 """
@@ -151,7 +151,7 @@ class PlannedJudge(TypedDict):
 
 
 class PlannedBench(TypedDict):
-    """What would be asked of one bench (schema ``ktbridge.eval-plan/1``)."""
+    """Answers to be asked for, of one bench (schema ``ktbridge.eval-plan/1``)."""
 
     bench: str
     version: str

@@ -148,7 +148,7 @@ class KnownAnswer(BaseModel):
 
 
 class RowMap(BaseModel):
-    """How a record of a data file becomes an item.
+    """Rule by which a record of a data file becomes an item.
 
     A template holds fields in braces; ``{a|b}`` is the first of them that has text. ``when`` are fields
     with the values that they must have, ``has`` is one that must be there. ``context`` stands above the
@@ -258,7 +258,7 @@ class ItemLine(BaseModel):
 
 
 class AnchorRow(BaseModel):
-    """An anchor of a slice in bench.yaml; see ``judging.anchors``."""
+    """An anchor of a slice in bench.yaml; see ``judging``."""
 
     model_config = _STRICT
 

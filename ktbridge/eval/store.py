@@ -89,7 +89,7 @@ def make_directory(path: Path) -> None:
 
 
 class PlannedSlice(TypedDict):
-    """How many items of a slice are to be asked, from its first on, and how often each."""
+    """Number of items of a slice to ask, from its first on, and how often each."""
 
     items: Positive
     repeat: Positive
@@ -265,7 +265,7 @@ class AnswerRecord(TypedDict):
 
 
 class Compared(TypedDict, total=False):
-    """Of a judgement of two answers."""
+    """Further fields of a judgement of two answers."""
 
     minus: str
     swapped: bool
