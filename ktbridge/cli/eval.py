@@ -312,13 +312,15 @@ def si_count(count: int) -> str:
 
 def _compare_training(request: EvalRequest, train_data: Path) -> None:
     from ktbridge.cli._ui import print_problems
-    from ktbridge.eval.contamination import CONTAMINATION, find_contamination, overlap_problems
-    from ktbridge.eval.store import make_directory, write_json
+    from ktbridge.eval.contamination import (
+        find_contamination,
+        overlap_problems,
+        write_contamination,
+    )
 
     found = find_contamination(request.bench, train_data)
     print_problems(overlap_problems(found))
-    make_directory(request.directory)
-    write_json(request.directory / CONTAMINATION, found, indent=1)
+    write_contamination(request.directory, found)
 
 
 # --- the judge

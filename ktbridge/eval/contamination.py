@@ -17,7 +17,7 @@ from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.results.cards import Contamination, Hit, SliceOverlap
 from ktbridge.eval.sources import read_rows
-from ktbridge.eval.store import read_document
+from ktbridge.eval.store import make_directory, read_document, write_json
 from ktbridge.eval.text import unicode_tokens
 from ktbridge.files import digests
 from ktbridge.schemas import fits
@@ -32,8 +32,10 @@ Gram = tuple[str, ...]
 
 
 def read_contamination(directory: Path) -> Contamination | None:
-    """Return what ``ktbridge eval --train-data`` found and stored, if it was used. Raises KtbridgeError for a
-    damaged file."""
+    """Return what ``write_contamination`` stored; None where ``--train-data`` wasn't given.
+
+    Raises KtbridgeError for a damaged file.
+    """
     path = directory / CONTAMINATION
     try:
         found = read_document(path)
@@ -45,6 +47,12 @@ def read_contamination(directory: Path) -> Contamination | None:
             "delete it, and run `ktbridge eval` again with --train-data",
         )
     return found
+
+
+def write_contamination(directory: Path, found: Contamination) -> None:
+    """Store what was found, for reports."""
+    make_directory(directory)
+    write_json(directory / CONTAMINATION, found, indent=1)
 
 
 def overlap_problems(found: Contamination) -> list[Problem]:
