@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
 import jsonschema
 from click.testing import CliRunner
 
-from ktbridge.eval import collect, load_bench, parse_arms
+from ktbridge.eval import EvalRequest, RunEvents, collect, load_bench, parse_arms
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key
-from ktbridge.eval.plan import make_plan
-from ktbridge.eval.rundir import read_run, write_run
+from ktbridge.eval.store import read_run, write_run
 
 SMALL = Path(__file__).with_name("eval") / "small"
 BENCH = load_bench(SMALL)
@@ -25,7 +25,9 @@ def run(server, out, **options):
     """One invocation against ``server``: 16 items of all its arms, unless told otherwise."""
     arms = parse_arms(options.pop("arms", server.arms))
     bench = options.pop("bench", BENCH)
-    return collect(bench, arms, out, backoff=0.001, **{"concurrency": 8, "limit": 16, **options})
+    settings = {"backoff": 0.001, "concurrency": 8, "limit": 16, **options}
+    events = {name: settings.pop(name) for name in list(settings) if name.startswith("on_")}
+    return collect(EvalRequest(bench, arms, out, **settings), RunEvents(**events))
 
 
 def prompt_of(request):
@@ -61,7 +63,9 @@ def stored(out, answers, bench=BENCH, repeat=1, items=None):
     }
     out.mkdir(parents=True, exist_ok=True)
     slices = [one.name for one in bench.slices]
-    plan = make_plan({}, bench, list(answers), slices, items or bench.items, repeat)
+    counts = Counter(item.slice for item in items or bench.items)
+    planned = {name: {"items": counts[name], "repeat": repeat} for name in slices if counts[name]}
+    plan = dict.fromkeys(answers, planned)
     before = read_run(out)
     write_run(
         out,

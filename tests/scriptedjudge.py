@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mockserver import JsonServer
 
-from ktbridge.eval import collect, load_bench, parse_arms, score_run
-from ktbridge.eval.bench import read_snapshot
+from ktbridge.eval import EvalRequest, collect, load_bench, parse_arms, score_run
 from ktbridge.eval.judge import judge_run, parse_judge, read_judgements
+from ktbridge.eval.store import read_snapshot
 
 COLOURS = ("red", "green", "blue")
 ITEMS = 18  # fewer than 20 clusters are scored without a bootstrap, which is fast
@@ -134,7 +134,7 @@ def make_bench(folder: Path, head: str = BENCH) -> Path:
 
 def gather(world_, folder: Path, out: Path):
     arms = parse_arms([f"{name}=tiny:{name}@{world_.url}" for name in ("base", "full")])
-    collect(load_bench(folder), arms, out, concurrency=8, backoff=0.001)
+    collect(EvalRequest(load_bench(folder), arms, out, concurrency=8, backoff=0.001))
     return out
 
 
@@ -145,6 +145,6 @@ def judge_it(world, run, model="arbiter", **options):
 
 def read(run, rows=None):
     rows = score_run(run)["items"] if rows is None else rows
-    found = read_judgements(run, read_snapshot(run / "bench"), rows)
+    found = read_judgements(run, read_snapshot(run), rows)
     assert found is not None
     return found

@@ -29,10 +29,7 @@ RELATIVE = re.compile(r"(What|Whether|Where|How|Of|Those|That which|So many|Whic
 # More than 8 parameters: what people call from outside or by keywords alone, and kernels.
 WIDE = {
     "adapter/raw.py:write_raw_adapter",
-    "cli/eval.py:command",
     "cli/verify.py:command",
-    "eval/judge/run.py:judge_run",
-    "eval/run.py:collect",
     "experts/gpu/executor.py:__init__",
     "experts/gpu/triton_kernels.py:_activation_backward",
     "experts/gpu/triton_kernels.py:_add_kept",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,10 @@ import click
 from ktbridge.cli._app import Command
 
 if TYPE_CHECKING:
-    from ktbridge.cli._eval_inputs import Inputs
     from ktbridge.errors import KtbridgeError, Problem
-    from ktbridge.eval.bench import Bench
     from ktbridge.eval.preflight import Preflight
+    from ktbridge.eval.request import EvalRequest, PlannedBench
+    from ktbridge.eval.run import Progress
 
 
 @click.command(cls=Command, extra="eval")
@@ -125,13 +126,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on stdout.")
 def command(
     train_data: Path | None,
-    out: Path,
-    limit: int | None,
-    repeat: int,
     no_judge: bool,
-    judge_pairs: bool,
-    concurrency: int,
-    timeout: float,
     resume: bool,
     dry_run: bool,
     as_json: bool,
@@ -155,34 +150,34 @@ def command(
         --arm full=tiny:neko@http://127.0.0.1:8000 \\
         --judge judge-model@http://127.0.0.1:9000 --fail-on "KRI<-0.2"
     """
-    from ktbridge.cli._eval_dry import show_plan
-    from ktbridge.cli._eval_inputs import Given, read_inputs
     from ktbridge.cli._ui import emit_json, stderr
     from ktbridge.cli.report import fail_on_errors, fail_on_gates, print_results
     from ktbridge.errors import UsageError, has_errors
     from ktbridge.eval import write_report
-    from ktbridge.eval.rundir import RUN, write_benches
+    from ktbridge.eval.request import EvalOptions, read_requests
+    from ktbridge.eval.store import RUN, write_benches
 
     if no_judge and given["judge"]:
         raise UsageError("--judge and --no-judge contradict each other.", "give one of them")
-    inputs = read_inputs(Given(out=out, judge_pairs=judge_pairs, **given))
-    if resume and not any((folder / RUN).is_file() for folder in inputs.folders):
+    out: Path = given["out"]
+    requests, gates = read_requests(EvalOptions(**given), os.environ.get("KTBRIDGE_API_KEY"))
+    if resume and not any((one.directory / RUN).is_file() for one in requests):
         raise UsageError(
             f"--resume: there is no run in {str(out)!r}.",
             "see whether --output is the one you mean",
         )
     if dry_run:
-        show_plan(inputs, limit=limit, repeat=repeat, judge_pairs=judge_pairs, as_json=as_json)
+        _show_plan(requests, as_json)
         return
     failed = False
     try:
-        _check_judge(inputs, timeout)
-        write_benches(out, inputs.folders)
-        for bench, folder in zip(inputs.benches, inputs.folders, strict=True):
+        _check_judge(requests)
+        write_benches(out, [one.directory for one in requests])
+        for request in requests:
             if train_data is not None:
-                _compare_training(bench, train_data, folder)
-            failed |= _collect(inputs, bench, folder, limit, repeat, concurrency, timeout)
-        judged, unjudged = _judge_all(inputs, limit, no_judge, judge_pairs, concurrency, timeout)
+                _compare_training(request, train_data)
+            failed |= _collect(request, several=len(requests) > 1)
+        judged, unjudged = _judge_all(requests, no_judge)
     except KeyboardInterrupt:
         stderr.print(
             f"interrupted; every answer received is in {out}. The same command goes on from there; "
@@ -198,72 +193,82 @@ def command(
         print_results(results, out)
     if unjudged is not None:
         raise unjudged
-    fail_on_gates(inputs.gates, results)
-    fail_on_errors(results, [arm.name for arm in inputs.arms])
+    fail_on_gates(gates, results)
+    fail_on_errors(results, [arm.name for arm in requests[0].arms])
     if failed or has_errors(judged):  # listed in the report, which is complete without them
         sys.exit(1)
 
 
-def _check_judge(inputs: Inputs, timeout: float) -> None:
-    """Check the judge first, so that a broken one isn't found after hours of requests."""
-    if inputs.judge is None:
+# --- --dry-run
+
+
+def _show_plan(requests: Sequence[EvalRequest], as_json: bool) -> None:
+    """Print the planned requests per bench and arm. Sends nothing."""
+    from ktbridge.cli._ui import emit_json
+    from ktbridge.eval.request import describe_plan
+
+    plans = [describe_plan(request) for request in requests]
+    if as_json:
+        emit_json({"schema": "ktbridge.eval-plan/1", "benches": plans})
         return
-    from ktbridge.cli._ui import print_problems
-    from ktbridge.eval.judge import judge_preflight
-
-    key = _judge_key()
-    print_problems(judge_preflight(inputs.judge, inputs.benches, timeout=timeout, api_key=key))
+    for plan in plans:
+        _print_plan(plan)
 
 
-def _compare_training(bench: Bench, train_data: Path, folder: Path) -> None:
-    from ktbridge.cli._ui import print_problems
-    from ktbridge.eval.contamination import CONTAMINATION, find_contamination, overlap_problems
-    from ktbridge.eval.store import make_directory, write_json
+def _print_plan(plan: PlannedBench) -> None:
+    from rich.markup import escape
+    from rich.table import Table
 
-    found = find_contamination(bench, train_data)
-    print_problems(overlap_problems(found))
-    make_directory(folder)
-    write_json(folder / CONTAMINATION, found, indent=1)
+    from ktbridge.cli._ui import console
+
+    table = Table(
+        title=escape(f"{plan['bench']} {plan['version']} → {plan['directory']}"),
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("slice", no_wrap=True)
+    arms = plan["arms"]
+    for arm in arms:
+        table.add_column(escape(arm["name"]), justify="right")
+    for name in dict.fromkeys(name for arm in arms for name in arm["slices"]):
+        table.add_row(escape(name), *(str(arm["slices"].get(name, 0)) for arm in arms))
+    table.add_section()
+    table.add_row("stored", *(str(arm["stored"]) for arm in arms))
+    table.add_row("to ask", *(str(arm["to_ask"]) for arm in arms))
+    table.add_row("prompt tokens, about", *(si_count(arm["prompt_tokens"]) for arm in arms))
+    most = [si_count(arm["completion_tokens_at_most"]) for arm in arms]
+    table.add_row("answer tokens, at most", *most)
+    console.print(table)
+    if judge := plan["judge"]:
+        pairs = ", and pairs of arms in both orders" if judge["pairs"] else ""
+        judging = f"then {judge['model']} judges up to {judge['answers']} answers{pairs}"
+        console.print(judging, markup=False)
 
 
-def _collect(
-    inputs: Inputs,
-    bench: Bench,
-    folder: Path,
-    limit: int | None,
-    repeat: int,
-    concurrency: int,
-    timeout: float,
-) -> bool:
+# --- the run, its progress and its training data
+
+
+def _collect(request: EvalRequest, *, several: bool) -> bool:
     """Run one bench; return whether an arm failed."""
-    from ktbridge.cli._eval_inputs import ARMS_KEY
-    from ktbridge.cli._eval_progress import show_progress
-    from ktbridge.cli._ui import stderr
+    from ktbridge.cli._ui import progress_bar, stderr
     from ktbridge.errors import has_errors
-    from ktbridge.eval import collect
+    from ktbridge.eval import RunEvents, collect
 
-    with show_progress(bench.name if inputs.several else "asking") as on_progress:
-        done = collect(
-            bench,
-            inputs.arms,
-            folder,
-            slices=inputs.slices[bench.name],
-            limit=limit,
-            repeat=repeat,
-            partner=inputs.partner,
-            concurrency=concurrency,
-            timeout=timeout,
-            api_key=os.environ.get(ARMS_KEY),
-            on_preflight=_print_preflight,
-            on_progress=on_progress,
-            on_wait=lambda told: stderr.print(f"{told} ...", markup=False, soft_wrap=True),
-        )
-    label = f"{bench.name}: " if inputs.several else ""
-    line = f"{label}asked {done.asked} questions; {done.stored} answers were stored before"
+    name = request.bench.name
+    with progress_bar("preflight") as bar:
+        if not stderr.is_terminal:  # a slow server's first answers may take minutes
+            stderr.print("preflight ...", markup=False)
+
+        def on_progress(now: Progress) -> None:
+            bar.describe(_describe(name if several else "asking", now))
+            bar(now.done, now.total)
+
+        done = collect(request, RunEvents(_print_preflight, on_progress, _print_wait))
+    line = f"asked {done.asked} questions; {done.stored} answers were stored before"
     if done.faults:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(done.faults.items()))
         line += f"; failed attempts: {kinds}"
-    stderr.print(line, markup=False, soft_wrap=True)
+    stderr.print(f"{name}: {line}" if several else line, markup=False, soft_wrap=True)
     return has_errors(done.problems)
 
 
@@ -281,13 +286,64 @@ def _print_preflight(found: Preflight) -> None:
         )
 
 
+def _print_wait(reason: str) -> None:
+    from ktbridge.cli._ui import stderr
+
+    stderr.print(f"{reason} ...", markup=False, soft_wrap=True)
+
+
+def _describe(label: str, now: Progress) -> str:
+    """The label with tokens so far, and failed attempts by kind, most frequent first."""
+    parts = [label]
+    if tokens := now.prompt_tokens + now.completion_tokens:
+        parts.append(f"{si_count(tokens)} tokens")
+    if kinds := ", ".join(f"{n} {kind}" for kind, n in now.faults.most_common() if n):
+        parts.append(f"failed attempts: {kinds}")
+    return " · ".join(parts)
+
+
+def si_count(count: int) -> str:
+    """1234567 as "1.2 M"."""
+    for size, unit in ((1_000_000, "M"), (1_000, "k")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return str(count)
+
+
+def _compare_training(request: EvalRequest, train_data: Path) -> None:
+    from ktbridge.cli._ui import print_problems
+    from ktbridge.eval.contamination import (
+        find_contamination,
+        overlap_problems,
+        write_contamination,
+    )
+
+    found = find_contamination(request.bench, train_data)
+    print_problems(overlap_problems(found))
+    write_contamination(request.directory, found)
+
+
+# --- the judge
+
+
+def _judge_key() -> str | None:
+    return os.environ.get("KTBRIDGE_JUDGE_API_KEY") or os.environ.get("KTBRIDGE_API_KEY")
+
+
+def _check_judge(requests: Sequence[EvalRequest]) -> None:
+    """Check the judge first, so that a broken one isn't found after hours of requests."""
+    judge, timeout = requests[0].judge, requests[0].timeout
+    if judge is None:
+        return
+    from ktbridge.cli._ui import print_problems
+    from ktbridge.eval.judge import judge_preflight
+
+    benches = [one.bench for one in requests]
+    print_problems(judge_preflight(judge, benches, timeout=timeout, api_key=_judge_key()))
+
+
 def _judge_all(
-    inputs: Inputs,
-    limit: int | None,
-    no_judge: bool,
-    pairs: bool,
-    concurrency: int,
-    timeout: float,
+    requests: Sequence[EvalRequest], no_judge: bool
 ) -> tuple[list[Problem], KtbridgeError | None]:
     """Judge each bench's answers; return findings on the judge, and the error that stopped it, which the
     caller raises after writing the report without judgements."""
@@ -295,47 +351,38 @@ def _judge_all(
     from ktbridge.errors import KtbridgeError
 
     problems: list[Problem] = []
-    for bench, folder in zip(inputs.benches, inputs.folders, strict=True):
-        items = bench.select(inputs.slices[bench.name], limit)
-        questions = sum(bool(item.judge) for item in items)
-        if not questions and inputs.judge:
-            stderr.print(f"{bench.name}: nothing of it is for a judge", markup=False)
-        elif questions and inputs.judge:
+    for request in requests:
+        name, questions = request.bench.name, request.questions
+        if not questions and request.judge:
+            stderr.print(f"{name}: nothing of it is for a judge", markup=False)
+        elif questions and request.judge:
             try:
-                problems += _judge(inputs, folder, pairs, concurrency, timeout)
+                problems += _judge(request, several=len(requests) > 1)
             except KtbridgeError as error:
                 return problems, error
         elif questions and not no_judge:
-            line = f"{bench.name}: {questions} items have questions for a judge, which --judge asks"
+            line = f"{name}: {questions} items have questions for a judge, which --judge asks"
             stderr.print(line, markup=False, soft_wrap=True)
     return problems, None
 
 
-def _judge(
-    inputs: Inputs, folder: Path, pairs: bool, concurrency: int, timeout: float
-) -> tuple[Problem, ...]:
+def _judge(request: EvalRequest, *, several: bool) -> tuple[Problem, ...]:
     from ktbridge.cli._ui import progress_bar, stderr
     from ktbridge.eval.judge import judge_run
 
-    assert inputs.judge is not None
+    assert request.judge is not None
     with progress_bar("judging") as on_progress:
         done = judge_run(
-            folder,
-            inputs.judge,
-            pairs=pairs,
-            concurrency=concurrency,
-            timeout=timeout,
+            request.directory,
+            request.judge,
+            pairs=request.judge_pairs,
+            concurrency=request.concurrency,
+            timeout=request.timeout,
             api_key=_judge_key(),
-            may_be_remote=inputs.judge_may_be_remote,
+            may_be_remote=request.judge_may_be_remote,
             on_progress=on_progress,
         )
-    label = f"{folder.name}: " if inputs.several else ""
+    label = f"{request.directory.name}: " if several else ""
     line = f"{label}asked the judge {done.asked} times; {done.stored} judgements were stored before"
     stderr.print(line, markup=False)
     return done.problems
-
-
-def _judge_key() -> str | None:
-    from ktbridge.cli._eval_inputs import ARMS_KEY, JUDGE_KEY
-
-    return os.environ.get(JUDGE_KEY) or os.environ.get(ARMS_KEY)

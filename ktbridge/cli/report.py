@@ -113,13 +113,13 @@ def print_results(results: Results | Index, directory: Path) -> None:
 def _print_run(results: Results) -> None:
     from ktbridge.cli._ui import console, print_problems, shown
     from ktbridge.errors import Problem
-    from ktbridge.eval.facts import facts
+    from ktbridge.eval.facts import report_header
     from ktbridge.eval.results.types import AXES_SHOWN
 
     bench, verdict = results["bench"], results["verdict"]
     problems = [Problem(**one) for one in results["warnings"]]
     console.print()
-    for name, value in facts(results):
+    for name, value in report_header(results):
         console.print(f"[dim]{name.lower():<8}[/] {shown(value)}")
     for one in problems:
         if one.severity == "error":
@@ -171,7 +171,7 @@ def _table(results: Results, axis: Axis) -> Table:
     from rich.table import Table
 
     from ktbridge.cli._ui import shown
-    from ktbridge.eval.facts import TITLES, made_of
+    from ktbridge.eval.facts import TITLES, axis_description
     from ktbridge.eval.verdict import (
         OVERALL,
         detectable,
@@ -185,7 +185,7 @@ def _table(results: Results, axis: Axis) -> Table:
     names = [card["name"] for card in results["arms"]]
     own = [OVERALL, *own_slices(results["bench"], axis)]
     rows = results["tables"][axis]
-    title = f"[bold]{TITLES[axis]}[/] (0 to 1): {escape(made_of(results, axis))}"
+    title = f"[bold]{TITLES[axis]}[/] (0 to 1): {escape(axis_description(results, axis))}"
     table = Table(title=title, title_justify="left", title_style="")
     table.add_column("slice", min_width=max(map(len, rows)))
     table.add_column("n", justify="right")

@@ -1,4 +1,4 @@
-"""Did the adapter make the model better, at what, and how sure are we?
+"""Evaluation of adapters: does one make the model better, at what, and how sure are we?
 
 ``collect`` asks a bench's questions of each arm over HTTP and stores the answers; ``write_report``
 turns the stored answers into results.json and report.html. The two communicate only through the
@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from ktbridge.eval.arms import Arm, parse_arms
 from ktbridge.eval.bench import Bench, Item, load_bench
+from ktbridge.eval.request import EvalRequest
 from ktbridge.eval.results.build import score_run
 from ktbridge.eval.results.publish import failures, write_report
-from ktbridge.eval.run import Collected, collect
+from ktbridge.eval.run import Collected, RunEvents, collect
 
 __all__ = [
     "Arm",
     "Bench",
     "Collected",
+    "EvalRequest",
     "Item",
+    "RunEvents",
     "collect",
     "failures",
     "load_bench",

@@ -18,12 +18,11 @@ from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.files import digests
 from ktbridge.hosts import api_url
 from ktbridge.served_names import (
+    BASE,
     ModelEntry,
     ServedModel,
     adapter_name,
     adapters_of,
-    base_name,
-    described_halves,
     engine_of,
     find_model,
     listed_as,
@@ -136,7 +135,7 @@ def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:
 
 @dataclass(frozen=True)
 class Listing:
-    """What one server says of its models: its list by id, and the models by the names to request."""
+    """Models of one server: its list by id, and what it says of them by the names to request."""
 
     entries: Mapping[str, ModelEntry]
     models: Mapping[str, ServedModel]
@@ -163,50 +162,56 @@ def check_roles(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pr
     ``listings`` by URL. The names base, expert and full have a meaning; of another arm only a plain name is
     warned about that has an adapter, which looks like the base.
     """
-    problems: list[Problem] = []
-    for arm in arms:
-        listing = listings.get(arm.url)
-        model = listing.find(arm.model) if listing else None
-        if listing and model:
-            others = [one for one in listing.models.values() if one.base == model.base]
-            whole = next((one.name for one in others if one.variant == "full"), "")
-            problems += filter(None, [_check_role(arm, model, whole)])
-    return problems
+    problems = []
+    for arm, model in _find_models(arms, listings):
+        others = [one for one in listings[arm.url].models.values() if one.base == model.base]
+        whole = next((one.name for one in others if one.variant == "full"), "")
+        problems.append(_check_role(arm, model, whole))
+    return [one for one in problems if one]
+
+
+def _find_models(
+    arms: Sequence[Arm], listings: Mapping[str, Listing]
+) -> list[tuple[Arm, ServedModel]]:
+    """The arms that a server lists, with their models."""
+    found = [(arm, listings[arm.url].find(arm.model)) for arm in arms if arm.url in listings]
+    return [(arm, model) for arm, model in found if model]
 
 
 def _check_role(arm: Arm, model: ServedModel, whole: str) -> Problem | None:
-    """``whole``: the name of the whole adapter that goes with the model, "" for none."""
-    role = "base" if arm.name.lower() in _BASE_NAMES else arm.name.lower()
-    where, says, variant = f"arm {arm.name}", model.says, model.variant
-    other_name = "or give the arm another name"
-    if role == "base" and variant not in (None, "base"):
-        found = f"{arm.model!r} is not a base model: its server says {says!r} of it"
-        step = (
-            f"ask the base model, --arm {arm.name}={model.base}@{arm.place}"
-            if model.base
-            else "serve the base model without the adapter, by a server of its own, and ask that"
-        )
-        return problem(
-            "KTB816", where, found, "a model without an adapter", f"{step}; {other_name}"
-        )
-    if role in ("expert", "full") and variant == "base":
-        found = f"{arm.model!r} is the base model" + (", as its server says" if says else "")
-        step = f"name a model with the adapter in --arm, {other_name}"
-        severity: Severity = "error" if says else "warning"
-        return problem("KTB816", where, found, "a model with an adapter", step, severity=severity)
-    if role == "expert" and variant == "full":
-        found = f"{arm.model!r} is a whole adapter: its server says {says!r} of it"
-        step = f"call it full, --arm full={arm.model}@{arm.place}"
-        return problem("KTB816", where, found, "the expert LoRA alone", f"{step}; {other_name}")
-    if role == "full" and variant == "expert" and whole:
-        found = f"{arm.model!r} is half of the adapter: its server says {says!r} of it"
-        step = f"ask all of it, --arm full={whole}@{arm.place}; {other_name}"
-        return problem("KTB816", where, found, "the whole adapter", step)
-    if role not in ORDER and variant == "expert" and not names_adapter(arm.model):
-        found = f"{arm.model!r} is not the base model: its server says {says!r} of it"
-        step = f"{model.base} is the base model" if model.base else "nothing, if it is meant"
-        return problem("KTB816", where, found, "the model that is meant", step, severity="warning")
-    return None
+    """Compare an arm's name with its model; ``whole`` is the model with all of the adapter, "" for none."""
+    role = BASE if arm.name.lower() in _BASE_NAMES else arm.name.lower()
+    told, base = f"its server says {model.says!r} of it", model.base
+    severity: Severity | None = None
+    rename = "; or give the arm another name"
+    match role, model.variant:
+        case "base", "expert" | "full" | "adapter":
+            found, expected = f"is not a base model: {told}", "a model without an adapter"
+            step = (
+                f"ask the base model, --arm {arm.name}={base}@{arm.place}"
+                if base
+                else "serve the base model without the adapter, by a server of its own, and ask that"
+            )
+        case "expert" | "full", "base":
+            found = "is the base model" + (", as its server says" if model.says else "")
+            expected = "a model with an adapter"
+            step = "name a model with the adapter in --arm"
+            rename = ", or give the arm another name"
+            severity = None if model.says else "warning"
+        case "expert", "full":
+            found, expected = f"is a whole adapter: {told}", "the expert LoRA alone"
+            step = f"call it full, --arm full={arm.model}@{arm.place}"
+        case "full", "expert" if whole:
+            found, expected = f"is half of the adapter: {told}", "the whole adapter"
+            step = f"ask all of it, --arm full={whole}@{arm.place}"
+        case _, "expert" if role not in ORDER and not names_adapter(arm.model):
+            found, expected = f"is not the base model: {told}", "the model that is meant"
+            step = f"{base} is the base model" if base else "nothing, if it is meant"
+            severity, rename = "warning", ""
+        case _:
+            return None
+    where, found = f"arm {arm.name}", f"{arm.model!r} {found}"
+    return problem("KTB816", where, found, expected, step + rename, severity=severity)
 
 
 def check_same(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Problem]:
@@ -214,13 +219,8 @@ def check_same(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pro
 
     An error where the last arm, which the verdict is about, is one of them.
     """
-    asked = [
-        (arm, model)
-        for arm in arms
-        if arm.url in listings and (model := listings[arm.url].find(arm.model)) is not None
-    ]
     problems = []
-    for (one, mine), (other, theirs) in itertools.combinations(asked, 2):
+    for (one, mine), (other, theirs) in itertools.combinations(_find_models(arms, listings), 2):
         here = one.url == other.url
         alike = mine.identity is not None and mine.identity == theirs.identity
         # A fingerprint is of the model itself; a path is one on the server's machine.
@@ -229,16 +229,11 @@ def check_same(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pro
             continue
         names = " and ".join(dict.fromkeys(map(repr, (one.model, other.model))))
         found = f"{names} {'are one model' if one.model != other.model else 'is the model of both'}"
+        found += f": its server says {mine.says!r} of it" if mine.says else ""
         last = arms[-1].name in (one.name, other.name)
-        problems.append(
-            problem(
-                "KTB817",
-                f"arms {one.name} and {other.name}",
-                f"{found}: its server says {mine.says!r} of it" if mine.says else found,
-                "two models",
-                severity="error" if certain and last else "warning",
-            )
-        )
+        severity: Severity = "error" if certain and last else "warning"
+        where = f"arms {one.name} and {other.name}"
+        problems.append(problem("KTB817", where, found, "two models", severity=severity))
     return problems
 
 
@@ -253,52 +248,39 @@ def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
     except UsageError:
         like = f"http://{url}" if "://" not in url and url else "http://127.0.0.1:8000"
         raise UsageError(f"{url!r} is no server's URL.", f"write it as --server {like}") from None
-    return tuple(
-        Arm(name, model, base_url)
-        for name, model in _name(asyncio.run(_list(base_url, api_key)), url)
-    )
+    listing = asyncio.run(_ask_list(base_url, api_key))
+    return tuple(Arm(name, model, base_url) for name, model in _name_arms(listing, url))
 
 
-async def _list(url: str, api_key: str | None) -> Listing:
+async def _ask_list(url: str, api_key: str | None) -> Listing:
     async with Client(url, api_key=api_key) as client:
         return await list_models(client)
 
 
-def _name(listing: Listing, url: str) -> list[tuple[str, str]]:
+def _name_arms(listing: Listing, url: str) -> list[tuple[str, str]]:
     """(arm, model) of each arm in the list. Raises UsageError if it is ambiguous."""
-    entries, models = listing.entries, listing.models
-    bases = [name for name in entries if served_by(name) is not None]
-    parents = dict.fromkeys(one.base for one in models.values() if one.variant == "adapter")
-    if not bases and len(parents) == 1 and (parent := next(iter(parents))):
+    models = listing.models
+    bases = [name for name in listing.entries if served_by(name) is not None]
+    adapters = [one for one in models.values() if one.variant == "adapter"]
+    experts = [one for one in models.values() if one.variant == "expert"]
+    if not bases and len({one.base for one in adapters}) == 1 and adapters[0].base:
         # vLLM and SGLang: adapters that name their base.
-        adapters = [one.name for one in models.values() if one.variant == "adapter"]
-        if len(adapters) > 1:
-            raise _refusal(listing, url, f"{len(adapters)} adapters")
-        return [("base", parent), ("full", adapters[0])]
-    if not bases and (experts := [one for one in models.values() if one.variant == "expert"]):
-        raise _refusal(listing, url, f"no base model, as {experts[0].name} is {experts[0].says}")
-    if len(bases) != 1:
+        base, expert, whole = adapters[0].base, [], [one.name for one in adapters]
+    elif len(bases) == 1:
+        base, served = bases[0], str(served_by(bases[0]))
+        # Without a description the name tells. An adapter of experts alone is identical to S.
+        expert = [served] if served in models and models[served].variant != "base" else []
+        whole = adapters_of(served, models)
+        whole = [one for one in whole if not expert or models[one].variant != "expert"]
+    elif bases or not experts:
         raise _refusal(listing, url, f"{len(bases)} models named S:base, where one is needed")
-    served = str(served_by(bases[0]))
-    adapters = [
-        name
-        for name in adapters_of(served, entries)
-        # An adapter without a non-expert half is identical to the served name.
-        if not (served in entries and _halves(entries[name]) == (True, False))
-    ]
-    if len(adapters) > 1:
-        raise _refusal(listing, url, f"{len(adapters)} adapters")
-    expert = served in entries and _halves(entries[served])[0]
-    found = [("base", base_name(served))]
-    found += [("expert", served)] if expert else []
-    found += [("full", name) for name in adapters]
-    if len(found) == 1:
+    else:
+        raise _refusal(listing, url, f"no base model, as {experts[0].name} is {experts[0].says}")
+    if len(whole) > 1:
+        raise _refusal(listing, url, f"{len(whole)} adapters")
+    if not (expert or whole):
         raise _refusal(listing, url, "no adapter beside the base model")
-    return found
-
-
-def _halves(entry: ModelEntry) -> tuple[bool, bool]:
-    return described_halves(str(entry.get("description", "")))
+    return [(BASE, base), *(("expert", one) for one in expert), *(("full", one) for one in whole)]
 
 
 def _refusal(listing: Listing, url: str, why: str) -> UsageError:

@@ -14,27 +14,29 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
+from pydantic import BaseModel
 
-import ktbridge
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
+from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.results.cards import Json, Message
 from ktbridge.eval.schema import (
     OURS,
     Axis,
     BenchFile,
     ItemLine,
-    SliceRow,
+    Partner,
+    Persona,
+    Slice,
     list_questions,
     slice_table,
 )
 from ktbridge.eval.scorers import SCORERS, check_faults
-from ktbridge.eval.sources import read_source
-from ktbridge.eval.store import read_stored
+from ktbridge.eval.sources import benches_root, last_text, read_source
 from ktbridge.eval.text import is_json, language_of
+from ktbridge.files.records import parse_json_lines
 from ktbridge.files.yamlfile import load_yaml
 from ktbridge.hosts import is_loopback_url
 from ktbridge.openai_client import OTHER_LIMIT
@@ -42,19 +44,19 @@ from ktbridge.schemas import check_fields
 
 __all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _MANY = 8  # at most this many lines are listed for one problem
 FILES = ("bench.yaml", "items.jsonl", "persona.yaml")
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A group of items, and its primary axis. ``label`` is its name in words, for the sentence of a
-    verdict ("knowledge"); '' to use the name."""
-
-    name: str
-    primary: Axis
-    meaning: str
-    label: str = ""
+# For a bench that has no persona.yaml: a report then has no persona axis.
+NO_PERSONA_NAME = "none"
+_NO_PERSONA = b"""name: none
+address: {}
+tics: {}
+breaks: {}
+target_rate: 1
+max_tics_per_sentence: 1
+weights: {address: 0.5, tic: 0.5}
+"""
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,6 @@ class Item:
         """The texts that an answer is compared with by the scorer "references"; else []."""
         compared = any(check["scorer"] == "references" for check in self.checks)
         return list(self.gold) if compared and isinstance(self.gold, list) else []
-
-
-@dataclass(frozen=True)
-class Partner:
-    """A model that plays the user in the named slices: the arm gives ``turns`` answers, the first to
-    the item's messages, each later one to the reply of the partner, which is given ``system``."""
-
-    system: str
-    turns: int
-    slices: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -159,11 +151,7 @@ class Bench:
             )
 
 
-def benches_root() -> Path:
-    """The directory of the bundled benches: inside the wheel, or ``eval/`` of a checkout."""
-    package = Path(ktbridge.__file__).parent
-    shipped = package / "shipped" / "eval"
-    return shipped if shipped.is_dir() else package.parent / "eval"
+# --- reading
 
 
 def load_bench(name_or_path: str | Path, items: Path | None = None) -> Bench:
@@ -172,58 +160,65 @@ def load_bench(name_or_path: str | Path, items: Path | None = None) -> Bench:
     ``items`` is the user's copy of the data that a bench with a ``source`` reads. Raises UsageError
     if there is no such bench or file, and ProblemsError with every problem in them.
     """
-    folder = _folder(name_or_path)
+    folder = _find_folder(name_or_path)
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-    files.setdefault("persona.yaml", NO_PERSONA)
-    problems: list[Problem] = []
-    head = _yaml(files, "bench.yaml", problems) if "bench.yaml" in files else {}
+    head = _read_yaml(files, "bench.yaml", []) if "bench.yaml" in files else {}
     source = head.get("source") if isinstance(head, Mapping) else None
     if source is None and items is not None:
         raise UsageError(
             f"the bench {str(name_or_path)!r} has items of its own and reads no --items file.",
             "leave --items out, or use --bench generic for a file of yours",
         )
-    missing = [name for name in FILES if name not in files and (source is None or name != FILES[1])]
-    if missing:
+    needed = FILES[:1] if source is not None else FILES[:2]
+    if missing := [name for name in needed if name not in files]:
         raise UsageError(
             f"the bench folder {str(folder)!r} has no {' and no '.join(missing)}.",
             "a bench is a folder with bench.yaml, items.jsonl and, for a persona, persona.yaml",
         )
-    if source is not None:
+    if source is not None and isinstance(head, Mapping):
         rows, data = read_source(source, folder, items)
-        lists = head.get("checklists") or {} if isinstance(head, Mapping) else {}
+        lists = head.get("checklists") or {}
         # A folder without a checklist of that name is used without a judge.
         rows = [{k: v for k, v in row.items() if k != "judge" or v in lists} for row in rows]
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        files["items.jsonl"] = "".join(f"{line}\n" for line in lines).encode()
-        head_lines = files["bench.yaml"].rstrip() + b"\n"
-        files["bench.yaml"] = head_lines + f"data: {json.dumps(data)}\n".encode()
+        files |= make_files({**head, "data": data}, rows)
     return parse_bench(files)
 
 
-def _folder(name_or_path: str | Path) -> Path:
-    for folder in (Path(name_or_path), benches_root() / str(name_or_path)):
+def _find_folder(name_or_path: str | Path) -> Path:
+    root = benches_root()
+    for folder in (Path(name_or_path), root / str(name_or_path)):
         if folder.is_dir():
             return folder
-    root = benches_root()
-    ours = sorted(p.parent.name for p in root.glob("*/bench.yaml")) if root.is_dir() else []
+    ours = sorted(path.parent.name for path in root.glob("*/bench.yaml"))
     raise UsageError(
         f"there is no bench {str(name_or_path)!r}.",
         f"name one of ours ({', '.join(ours) or 'none found'}) or a folder with bench.yaml",
     )
 
 
-def parse_bench(files: Mapping[str, bytes]) -> Bench:
-    """Check the bytes of a bench's three files and build it. Raises ProblemsError with every fault."""
+def make_files(head: Json, rows: Sequence[Json]) -> dict[str, bytes]:
+    """bench.yaml and items.jsonl of a bench whose items come from elsewhere."""
+    lines = (json.dumps(row, ensure_ascii=False, default=str) for row in rows)
+    return {
+        "bench.yaml": yaml.safe_dump(dict(head), allow_unicode=True, sort_keys=False).encode(),
+        "items.jsonl": "".join(f"{line}\n" for line in lines).encode(),
+    }
+
+
+def parse_bench(given: Mapping[str, bytes]) -> Bench:
+    """Check the bytes of a bench's files and build it. Raises ProblemsError with every fault."""
     problems: list[Problem] = []
-    given = _yaml(files, "bench.yaml", problems)
-    head, slices = _check_head(given, problems)
-    persona = parse_persona(_yaml(files, "persona.yaml", problems), "persona.yaml", problems)
-    named = given.get("checklists") if isinstance(given, Mapping) else None
+    files = {"persona.yaml": _NO_PERSONA, **given}
+    keys = _read_yaml(files, "bench.yaml", problems)
+    head = _check_keys(BenchFile, keys, "bench.yaml", "KTB811", problems)
+    slices = _check_slices(keys, head, problems)
+    rules = _read_yaml(files, "persona.yaml", problems)
+    persona = _check_keys(Persona, rules, "persona.yaml", "KTB814", problems)
+    named = keys.get("checklists") if isinstance(keys, Mapping) else None
     lists = named if isinstance(named, Mapping) else {}
     rows = _check_items(files["items.jsonl"], slices, lists, problems)
     if problems or persona is None or head is None:
-        problems = _grouped(problems)
+        problems = _merge_alike(problems)
         raise ProblemsError(
             f"the bench has {len(problems)} problem(s); nothing was asked.",
             problems,
@@ -232,65 +227,75 @@ def parse_bench(files: Mapping[str, bytes]) -> Bench:
     digest = hashlib.sha256()
     for name in FILES:
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
-    partner = head.partner
     return Bench(
-        name=str(head.name),
-        version=str(head.version),
-        language=str(head.language),
+        name=head.name,
+        version=head.version,
+        language=head.language,
         margin=head.margin,
         sampling={str(key): value for key, value in head.sampling.items()},
         slices=tuple(slices.values()),
-        items=tuple(_item(row, head, persona) for row in rows),
+        items=tuple(_make_item(row, head, persona) for row in rows),
         persona=persona,
         sha256=digest.hexdigest(),
-        files=dict(files),
+        files=files,
         data=head.data if isinstance(head.data, dict) else None,
         notes=tuple(head.notes),
-        partner=Partner(partner.system, partner.turns, tuple(map(str, partner.slices)))
-        if partner
-        else None,
+        partner=head.partner,
         private=head.private,
         max_tokens=head.override.get("max_tokens"),
     )
 
 
-def _check_head(
-    given: object, problems: list[Problem]
-) -> tuple[BenchFile | None, dict[str, Slice]]:
-    """Return bench.yaml, None if it has faults, and its valid slices."""
+def _read_yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> object:
+    try:
+        return load_yaml(files[name].decode("utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        found = " ".join(str(error).split())
+        problems.append(problem("KTB810", name, found, "YAML in UTF-8", f"edit {name}"))
+        return {}
 
-    def complain(key: str, found: str, expected: str) -> None:
-        problems.append(problem("KTB811", f"bench.yaml: {key}", found, expected))
 
+def _check_keys(
+    model: type[_Model], given: object, file: str, code: str, problems: list[Problem]
+) -> _Model | None:
+    """Return a file of keys as ``model``, or None and add its faults to ``problems``."""
     if not isinstance(given, Mapping):
-        complain("(file)", type(given).__name__, "a mapping")
-        return None, {}
-    head, faults = check_fields(BenchFile, given)
-    for fault in faults:
-        if fault.kind == "wrong":
-            found = fault.found or repr(given[fault.key])[:80]
-            complain(fault.key, found, fault.expected)
-        elif fault.kind == "missing":
-            complain(fault.key, "missing", "a value")
+        problems.append(problem(code, f"{file}: (file)", type(given).__name__, "a mapping"))
+        return None
+    value, faults = check_fields(model, given)
+    for key, kind, found, expected in faults:
+        if kind == "wrong":
+            found = found or repr(given[key])[:80]
         else:
-            complain(fault.key, "unknown key", fault.expected)
-    table = slice_table(given)
-    if not table and "slices" in given:
-        complain("slices", repr(given["slices"])[:60], "[NAME, ...] or {NAME: what it asks, ...}")
-    if head and head.partner and not all(name in table for name in head.partner.slices):
-        expected = BenchFile.model_fields["partner"].description or ""
-        complain("partner", repr(given["partner"])[:80], expected)
+            found = "missing" if kind == "missing" else "unknown key"
+            expected = "a value" if kind == "missing" else expected
+        problems.append(problem(code, f"{file}: {key}", found, expected))
+    return value
+
+
+def _check_slices(
+    given: object, head: BenchFile | None, problems: list[Problem]
+) -> dict[str, Slice]:
+    """Return the valid slices of bench.yaml by name."""
+
+    def complain(key: str, found: object, expected: str) -> None:
+        problems.append(problem("KTB811", f"bench.yaml: {key}", repr(found)[:80], expected))
+
+    table = slice_table(given) if isinstance(given, Mapping) else {}
+    if isinstance(given, Mapping) and not table and "slices" in given:
+        complain("slices", given["slices"], "[NAME, ...] or {NAME: what it asks, ...}")
+    if head and head.partner and not set(head.partner.slices) <= table.keys():
+        complain("partner", head.partner, BenchFile.model_fields["partner"].description or "")
     slices = {}
     for name, values in table.items():
-        row, faults = check_fields(SliceRow, values)
+        row, faults = check_fields(Slice, {**values, "name": name})
         if row:
-            slices[name] = Slice(name, row.primary, row.meaning, row.label)
+            slices[name] = row
         elif all(fault.key == "label" for fault in faults):
-            complain(f"slices.{name}.label", repr(values["label"])[:60], faults[0].expected)
+            complain(f"slices.{name}.label", values["label"], faults[0].expected)
         else:
-            expected = "{primary: task|persona, meaning: text}"
-            complain(f"slices.{name}", repr(values)[:80], expected)
-    return head, slices
+            complain(f"slices.{name}", values, "{primary: task|persona, meaning: text}")
+    return slices
 
 
 def _check_items(
@@ -299,31 +304,23 @@ def _check_items(
     """Return the valid lines of items.jsonl."""
     rows: list[ItemLine] = []
     first_line: dict[str, int] = {}
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        where = f"items.jsonl:{number}"
-        try:
-            given = json.loads(line)
-        except (ValueError, RecursionError) as error:
+    for number, _, given, error in parse_json_lines(data.split(b"\n")):
+        where, row = f"items.jsonl:{number}", None
+        if error is not None:
             fault = f"not JSON: {error}"
             problems.append(problem("KTB812", where, fault, "one JSON object a line", next_step=""))
             continue
         if not is_json(given):
-            fault = "NaN, an infinity or half a character"
-            expected = "finite numbers and whole characters"
-            problems.append(problem("KTB813", where, fault, expected, next_step=""))
-            continue
-        row, found = None, [(type(given).__name__, "a JSON object")]
-        if isinstance(given, dict):
+            found = [("NaN, an infinity or half a character", "finite numbers, whole characters")]
+        elif not isinstance(given, dict):
+            found = [(type(given).__name__, "a JSON object")]
+        else:
             where += f" ({given['id']})" if given.get("id") else ""
-            given = _with_item_defaults(given, slices, number)
-            row, found = _check_item(given, slices, lists)
-            name = given["id"]
-            if isinstance(name, str):
-                if name in first_line:
-                    found.append((f"the id {name!r} of line {first_line[name]}", "a new id"))
-                first_line.setdefault(name, number)
+            filled = _fill_defaults(given, slices, number)
+            row, found = _check_item(filled, slices, lists)
+            name = filled["id"]
+            if isinstance(name, str) and first_line.setdefault(name, number) != number:
+                found.append((f"the id {name!r} of line {first_line[name]}", "a new id"))
         problems += [problem("KTB813", where, *fault, next_step="") for fault in found]
         if row:
             rows.append(row)
@@ -334,7 +331,7 @@ def _check_items(
     return rows
 
 
-def _with_item_defaults(
+def _fill_defaults(
     row: dict[str, object], slices: Mapping[str, Slice], number: int
 ) -> dict[str, object]:
     """Return an item with an id from its line number, the only slice, the language of its question, and
@@ -342,10 +339,7 @@ def _with_item_defaults(
     filled = {"id": f"line-{number}", "sub": "", "origin": "unknown", "license": "unknown", **row}
     if len(slices) == 1:
         filled.setdefault("slice", next(iter(slices)))
-    messages = row.get("messages")
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    text = last.get("content") if isinstance(last, dict) else None
-    filled.setdefault("lang", language_of(text if isinstance(text, str) else ""))
+    filled.setdefault("lang", language_of(last_text(row.get("messages"))))
     if "checks" not in row and "gold" in row:
         gold = row["gold"]
         filled["gold"] = [gold] if isinstance(gold, str) else gold
@@ -380,7 +374,7 @@ def _check_item(
     return (None if found else row), found
 
 
-def _item(row: ItemLine, head: BenchFile, persona: Persona) -> Item:
+def _make_item(row: ItemLine, head: BenchFile, persona: Persona) -> Item:
     checks = tuple(
         {**check, "persona": persona} if SCORERS[str(check["scorer"])].needs_persona else check
         for check in row.checks
@@ -400,44 +394,26 @@ def _item(row: ItemLine, head: BenchFile, persona: Persona) -> Item:
     )
 
 
-def _grouped(problems: list[Problem]) -> list[Problem]:
-    """``problems`` with identical ones from several places merged into one."""
-    groups: dict[tuple[str, ...], list[Problem]] = {}
+def _merge_alike(problems: list[Problem]) -> list[Problem]:
+    """``problems`` with identical ones from several places of a file merged into one."""
+    groups: dict[Problem, list[str]] = {}
     for one in problems:
-        file = one.where.partition(":")[0]
-        key = (one.code, one.severity, file, one.found, one.expected, one.next_step)
-        groups.setdefault(key, []).append(one)
-    return [_merged(file, same) for (_, _, file, *_), same in groups.items()]
+        file, _, place = one.where.partition(":")
+        # "items.jsonl:3 (id)" and "bench.yaml: key" without the file and the id
+        groups.setdefault(replace(one, where=file), []).append(place)
+    merged = []
+    for one, places in groups.items():
+        where = f"{one.where}:{places[0]}" if places[0] else one.where
+        if len(places) > 1:
+            names = [place.strip().partition(" (")[0] for place in places]
+            lines = "lines " if all(map(str.isdigit, names)) else ""
+            rest = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
+            where = f"{one.where}: {lines}{', '.join(names[:_MANY])}{rest}"
+        merged.append(replace(one, where=where))
+    return merged
 
 
-def _merged(file: str, same: list[Problem]) -> Problem:
-    if len(same) == 1:
-        return same[0]
-    # "items.jsonl:3 (id)" and "bench.yaml: key" without the file and the id
-    places = [one.where.partition(":")[2].strip().partition(" (")[0] for one in same]
-    rest = f" and {len(places) - _MANY} more" if len(places) > _MANY else ""
-    head = f"{file}: " + ("lines " if all(map(str.isdigit, places)) else "")
-    return replace(same[0], where=head + ", ".join(places[:_MANY]) + rest)
-
-
-def _yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -> object:
-    try:
-        return load_yaml(files[name].decode("utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        found = " ".join(str(error).split())
-        problems.append(problem("KTB810", name, found, "YAML in UTF-8", f"edit {name}"))
-        return {}
-
-
-def read_snapshot(folder: Path) -> Bench:
-    """The bench's snapshot in a run, so that a report needs nothing but the run's directory."""
-    try:
-        return parse_bench({name: read_stored(folder / name) for name in FILES})
-    except FileNotFoundError as error:
-        raise KtbridgeError(
-            f"the run has no {Path(error.filename).name!r} in {str(folder)!r}.",
-            "run `ktbridge eval` with --output on this directory",
-        ) from None
+# --- what the command line changes
 
 
 def parse_extra_body(text: str, option: str = "--extra-body") -> dict[str, object]:
@@ -499,6 +475,4 @@ def answer_limit(item: Item, bench: Bench) -> int:
 
 def _changed(bench: Bench, keys: Json) -> Bench:
     head = yaml.safe_load(bench.files["bench.yaml"]) | keys
-    files = dict(bench.files)
-    files["bench.yaml"] = yaml.safe_dump(head, allow_unicode=True, sort_keys=False).encode()
-    return parse_bench(files)
+    return parse_bench({**bench.files, "bench.yaml": make_files(head, ())["bench.yaml"]})

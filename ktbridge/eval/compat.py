@@ -15,67 +15,31 @@ import contextlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import yaml
 
-from ktbridge.codes import problem
-from ktbridge.errors import ProblemsError, UsageError
-from ktbridge.eval.bench import Bench, Item, benches_root, parse_bench
+from ktbridge.errors import UsageError
+from ktbridge.eval.bench import Bench, Item, make_files, parse_bench
 from ktbridge.eval.results.cards import DigitMeans
-from ktbridge.eval.sources import file_card, parse_records
-from ktbridge.eval.text import language_of, normalise
+from ktbridge.eval.sources import benches_root, read_source
 from ktbridge.files import digests
 
 COMPAT = ("nekobench",)
 HIGHEST = 5
-_HEAD = {
-    "name": "nekobench-compat",
-    "version": "public-600",
-    "language": "zh",
-    "sampling": {"temperature": 0, "top_p": 1, "seed": 0},
-    # What the public notebooks generate with; how the published answers were made isn't public.
-    "max_tokens": 1500,
-    "margin": 0.1,
-}
-
-
+NAME = "nekobench-compat"
 REQUEST = {"max_tokens": 2048, "temperature": 0.5}
 """What the public script asks its judge with, beside the prompt (commit 7adf40a)."""
 UNREAD = -1
 """The script's mark for a reply without a digit."""
-
-
-class Module(TypedDict):
-    """A module of the public questions: its axis, and our anchors for a judge's digits."""
-
-    primary: str
-    meaning: str
-    anchors: list[dict[str, str]]
-
-
-class PublicQuestions(TypedDict):
-    note: str
-    modules: dict[str, Module]
-
-
 _LITERALS = ("PROMPT_LIST", "MODULE_TO_INDEX")
 _PLACE = re.compile(r"\{\{[^{}]+\}\}")  # where the script puts the question, and then the answer
 _WHERE = (
     "give your copy of the script of mindsRiverPonder/LLM-practice "
     "('NekoQA-10K for catgirl finetune/data')"
 )
-
-
-@cache
-def public_questions() -> PublicQuestions:
-    """Return what eval/nekobench/compat.yaml adds to the public questions."""
-    text = (benches_root() / "nekobench" / "compat.yaml").read_text("utf-8")
-    found: PublicQuestions = yaml.safe_load(text)
-    return found
 
 
 def load_compat(name: str, items: Path, script: Path | None = None) -> Bench:
@@ -86,40 +50,27 @@ def load_compat(name: str, items: Path, script: Path | None = None) -> Bench:
     """
     if name not in COMPAT:
         raise UsageError(f"there is no --compat {name!r}.", f"choose {', '.join(COMPAT)}")
-    if not items.is_file():
-        raise UsageError(
-            f"there is no file {str(items)!r}.", "give your copy of NekoBench.json with --items"
-        )
-    data = items.read_bytes()
+    folder = benches_root() / name
+    head = yaml.safe_load((folder / "compat.yaml").read_text("utf-8"))
+    rows, head["data"] = read_source(head.pop("source"), folder, items)
     prompts, note = {}, "no judge's prompts were given: the script is missing"
     if script is not None:
-        prompts = read_prompts(script)
+        prompts = read_prompts(script, head["slices"])
         digest = digests.of_file(script)
         note = f"the judge's prompts are those of {script.name} (SHA-256 {digest})"
-    rows = _read_rows(items, data, prompts)
-    asked = {row["slice"] for row in rows}
-    slices = {
-        name: {"primary": one["primary"], "meaning": one["meaning"], "anchors": one["anchors"]}
-        for name, one in public_questions()["modules"].items()
-        if name in asked
-    }
-    head = {
-        **_HEAD,
-        "notes": [public_questions()["note"], note],
-        "slices": slices,
-        "data": file_card("nekobench-public", items.name, data, rows),
-    }
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    return parse_bench(
-        {
-            "bench.yaml": json.dumps(head, ensure_ascii=False, indent=1).encode(),
-            "items.jsonl": lines.encode(),
-            "persona.yaml": (benches_root() / "nekobench" / "persona.yaml").read_bytes(),
-        }
-    )
+    turn = Counter[str]()
+    for row in rows:
+        module = str(row["slice"])
+        turn[module] += 1
+        row["id"] = f"{module.lower()}-{turn[module]:03d}"
+        row |= {"judge": [prompts[module]]} if prompts else {}
+    head["notes"].append(note)
+    head["slices"] = {module: one for module, one in head["slices"].items() if turn[module]}
+    persona = (folder / "persona.yaml").read_bytes()
+    return parse_bench({**make_files(head, rows), "persona.yaml": persona})
 
 
-def read_prompts(script: Path) -> dict[str, str]:
+def read_prompts(script: Path, modules: Collection[str]) -> dict[str, str]:
     """The judge's prompt of each module in a copy of the public script, a notebook or its text.
 
     Nothing is run: the literals PROMPT_LIST and MODULE_TO_INDEX are read, and what the request is made
@@ -137,21 +88,16 @@ def read_prompts(script: Path) -> dict[str, str]:
             with contextlib.suppress(ValueError):
                 found[names.pop()] = ast.literal_eval(node.value)
         if isinstance(node, ast.Call):
-            given = {word.arg: word.value for word in node.keywords}
+            given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
             if REQUEST.keys() <= given.keys():
-                found["request"] = {
-                    name: getattr(given[name], "value", None) for name in sorted(REQUEST)
-                }
-    prompts: Any = found.get(_LITERALS[0])
-    places: Any = found.get(_LITERALS[1])
-    modules = [*public_questions()["modules"]]
-    fits = (
-        isinstance(prompts, list)
-        and isinstance(places, dict)
-        and sorted(places) == sorted(modules)
-        and all(type(n) is int and 0 <= n < len(prompts) for n in places.values())
-        and all(len(dict.fromkeys(_PLACE.findall(str(one)))) == 2 for one in prompts)
-    )
+                found["request"] = {name: given[name] for name in REQUEST}
+    try:
+        texts, places = (found[name] for name in _LITERALS)
+        prompts = {module: str(texts[places[module]]) for module in modules}
+        fits = len(places) == len(prompts)
+    except (KeyError, IndexError, TypeError):
+        prompts, fits = {}, False
+    fits = fits and all(len(set(_PLACE.findall(one))) == 2 for one in prompts.values())
     if not fits or found.get("request") != REQUEST:
         raise UsageError(
             f"{str(script)!r} is not the public script that is reproduced here: PROMPT_LIST with a place for "
@@ -159,7 +105,7 @@ def read_prompts(script: Path) -> dict[str, str]:
             f"request with {REQUEST}.",
             _WHERE,
         )
-    return {module: str(prompts[places[module]]) for module in modules}
+    return prompts
 
 
 def _source(text: str) -> str:
@@ -171,53 +117,9 @@ def _source(text: str) -> str:
     return "\n".join(parts)
 
 
-def _read_rows(items: Path, data: bytes, prompts: Mapping[str, str]) -> list[dict[str, object]]:
-    """The questions as rows of items.jsonl. Raises ProblemsError with every bad record."""
-    modules = public_questions()["modules"]
-    rows: list[dict[str, object]] = []
-    problems, turn, seen = [], Counter[str](), dict[str, int]()
-    for number, record in enumerate(parse_records(data, items.name), 1):
-        module, question = str(record.get("module")), record.get("question")
-        question = question if isinstance(question, str) else ""
-        fault = None
-        if module not in modules:
-            fault = (f"module = {module!r}", "one of " + ", ".join(modules))
-        elif not question.strip():
-            fault = (f"question = {record.get('question')!r}", "some text")
-        elif (key := module + normalise(question)) in seen:
-            fault = (f"the question of record {seen[key]} again", "600 different ones")
-        if fault:
-            where = f"{items.name}: record {number}"
-            problems.append(problem("KTB815", where, *fault))
-            continue
-        seen[module + normalise(question)] = number
-        turn[module] += 1
-        rows.append(
-            {
-                "id": f"{module.lower()}-{turn[module]:03d}",
-                "slice": module,
-                "sub": "",
-                "lang": language_of(question),
-                "messages": [{"role": "user", "content": question}],
-                "checks": [
-                    {"scorer": "min_len", "unit": "chars", "n": 1},
-                    {"scorer": "no_loop"},
-                ],
-                **({"judge": [prompts[module]]} if prompts else {}),
-                "origin": "NekoBench (mindsRiverPonder/LLM-practice)",
-                "license": "see the data's own terms",
-            }
-        )
-    if problems:
-        raise ProblemsError(
-            f"{items.name!r} is not the public NekoBench; nothing was asked.", problems
-        )
-    return rows
-
-
 def is_compat(bench: Bench) -> bool:
     """Return whether a judge of ``bench`` gives digits, instead of answering a checklist."""
-    return bench.name == _HEAD["name"]
+    return bench.name == NAME
 
 
 def judge_messages(item: Item, answer: str) -> list[dict[str, str]]:

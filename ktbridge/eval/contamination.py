@@ -1,4 +1,4 @@
-"""Was the bench in the training data? Exact and 13-gram overlap, slice by slice.
+"""Overlap of the bench with the training data, exact and by 13-grams, slice by slice.
 
 Tokens are single ideographs and whole other words, case-folded, without punctuation: so 13-grams
 are of characters in Chinese and of words in English (13 as in Brown et al. 2020, appendix C). A
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
-from ktbridge.eval.bench import Bench
+from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.results.cards import Contamination, Hit, SliceOverlap
-from ktbridge.eval.sources import parse_records
-from ktbridge.eval.store import read_document
+from ktbridge.eval.sources import read_rows
+from ktbridge.eval.store import make_directory, read_document, write_json
 from ktbridge.eval.text import unicode_tokens
 from ktbridge.files import digests
 from ktbridge.schemas import fits
@@ -32,8 +32,10 @@ Gram = tuple[str, ...]
 
 
 def read_contamination(directory: Path) -> Contamination | None:
-    """Return what ``ktbridge eval --train-data`` found and stored, if it was used. Raises KtbridgeError for a
-    damaged file."""
+    """Return what ``write_contamination`` stored; None where ``--train-data`` wasn't given.
+
+    Raises KtbridgeError for a damaged file.
+    """
     path = directory / CONTAMINATION
     try:
         found = read_document(path)
@@ -45,6 +47,12 @@ def read_contamination(directory: Path) -> Contamination | None:
             "delete it, and run `ktbridge eval` again with --train-data",
         )
     return found
+
+
+def write_contamination(directory: Path, found: Contamination) -> None:
+    """Store what was found, for reports."""
+    make_directory(directory)
+    write_json(directory / CONTAMINATION, found, indent=1)
 
 
 def overlap_problems(found: Contamination) -> list[Problem]:
@@ -64,10 +72,8 @@ def overlap_problems(found: Contamination) -> list[Problem]:
 
 @dataclass
 class _Part:
-    """One text of an item: its question (all of its messages) or one of its references."""
+    """One text of an item, one of its messages ("question") or references, and what was found of it."""
 
-    item: str
-    slice: str
     name: str
     tokens: Gram
     grams: set[Gram]
@@ -75,9 +81,15 @@ class _Part:
     exact: bool = False
     record: int = 0
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Found as a whole or not, and the share of its grams that were found."""
+        share = len(self.found) / len(self.grams) if self.grams else float(self.exact)
+        return self.exact, share
+
 
 def find_contamination(bench: Bench, train_data: Path) -> Contamination:
-    """Search for every item of ``bench`` in every text of ``train_data`` (.jsonl, .json, .csv).
+    """Search for every item of ``bench`` in every text of ``train_data`` (JSONL, JSON, CSV, Parquet).
 
     Any layout works: all strings of a record are read, whatever their keys, except labels such as
     roles. Raises UsageError if there is no such file and ProblemsError if it cannot be read.
@@ -86,56 +98,53 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
         raise UsageError(
             f"there is no training file {str(train_data)!r}.", "give --train-data a file"
         )
-    data = train_data.read_bytes()
-    records = texts = 0
-    parts = list(_parts(bench))
+    parts = {item.id: list(_split(item)) for item in bench.items}
     whole: dict[Gram, list[_Part]] = {}
     starts: dict[Gram, list[tuple[Gram, _Part]]] = {}
-    for part in parts:
+    for part in (part for own in parts.values() for part in own):
         whole.setdefault(part.tokens, []).append(part)
         for gram in part.grams:
             starts.setdefault(gram[:_KEY], []).append((gram, part))
-    for number, record in enumerate(parse_records(data, train_data.name), 1):
-        records += 1
+    records = texts = 0
+    for records, record in enumerate(read_rows(train_data), 1):
         for text in _texts(record):
             texts += 1
             tokens = tuple(unicode_tokens(text))
             for part in whole.get(tokens, ()):
-                part.exact, part.record = True, part.record or number
+                part.exact, part.record = True, part.record or records
                 part.found = set(part.grams)
             for i in range(len(tokens) - _KEY + 1):
                 for gram, part in starts.get(tokens[i : i + _KEY], ()):
                     if tokens[i : i + len(gram)] == gram:
                         part.found.add(gram)
-                        part.record = part.record or number
-    slices, hits = _count(bench, parts)
+                        part.record = part.record or records
+    slices: dict[str, SliceOverlap] = {
+        one.name: {"items": 0, "exact": 0, "overlap": 0, "short": 0} for one in bench.slices
+    }
     return {
         "file": train_data.name,
-        "sha256": digests.of_bytes(data),
+        "sha256": digests.of_file(train_data),
         "records": records,
         "texts": texts,
         "gram": GRAM,
         "slices": slices,
-        "hits": hits,
+        "hits": [
+            hit for one in bench.items if (hit := _count(one, parts[one.id], slices[one.slice]))
+        ],
     }
 
 
-def _parts(bench: Bench) -> Iterator[_Part]:
-    for item in bench.items:
-        texts = [("question", one["content"]) for one in item.messages if one["role"] != "system"]
-        texts += [("reference", one) for one in item.references]
-        for name, text in texts:
-            tokens = tuple(unicode_tokens(text))
-            # A short reference ("yes", a letter) occurs in any data.
-            if tokens and (name == "question" or len(tokens) >= SHORTEST):
-                yield _Part(item.id, item.slice, name, tokens, _grams(tokens))
-
-
-def _grams(tokens: Gram) -> set[Gram]:
-    if len(tokens) < SHORTEST:
-        return set()
-    size = min(GRAM, len(tokens))
-    return {tokens[i : i + size] for i in range(len(tokens) - size + 1)}
+def _split(item: Item) -> Iterator[_Part]:
+    texts = [("question", one["content"]) for one in item.messages if one["role"] != "system"]
+    texts += [("reference", one) for one in item.references]
+    for name, text in texts:
+        tokens = tuple(unicode_tokens(text))
+        size = min(GRAM, len(tokens))
+        grams = {tokens[i : i + size] for i in range(len(tokens) - size + 1)}
+        if len(tokens) >= SHORTEST:
+            yield _Part(name, tokens, grams)
+        elif tokens and name == "question":  # a short reference ("yes", a letter) is in any data
+            yield _Part(name, tokens, set())
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -151,39 +160,21 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(one)
 
 
-def _count(bench: Bench, parts: Sequence[_Part]) -> tuple[dict[str, SliceOverlap], list[Hit]]:
-    """Count each item once, by its worst part (exact match, then largest share)."""
-    worst: dict[str, _Part] = {}
-    short = {part.item for part in parts if part.name == "question" and not part.grams}
-    short -= {part.item for part in parts if part.grams}
-    for part in parts:
-        if part.record and (part.item not in worst or _rank(part) > _rank(worst[part.item])):
-            worst[part.item] = part
-    slices: dict[str, SliceOverlap] = {
-        one.name: {"items": 0, "exact": 0, "overlap": 0, "short": 0} for one in bench.slices
+def _count(item: Item, parts: Sequence[_Part], row: SliceOverlap) -> Hit | None:
+    """Count an item in its slice's row; return its worst part (exact match, then largest share)."""
+    row["items"] += 1
+    row["short"] += bool(parts) and not any(part.grams for part in parts)
+    found = [part for part in parts if part.record]
+    if not found:
+        return None
+    worst = max(found, key=lambda part: part.rank)
+    row["overlap"] += 1
+    row["exact"] += worst.exact
+    return {
+        "item": item.id,
+        "slice": item.slice,
+        "part": worst.name,
+        "exact": worst.exact,
+        "share": round(worst.rank[1], 4),
+        "record": worst.record,
     }
-    hits: list[Hit] = []
-    for item in bench.items:
-        row = slices[item.slice]
-        row["items"] += 1
-        row["short"] += item.id in short
-        if item.id in worst:
-            part = worst[item.id]
-            row["overlap"] += 1
-            row["exact"] += part.exact
-            hits.append(
-                {
-                    "item": item.id,
-                    "slice": item.slice,
-                    "part": part.name,
-                    "exact": part.exact,
-                    "share": round(_rank(part)[1], 4),
-                    "record": part.record,
-                }
-            )
-    return slices, hits
-
-
-def _rank(part: _Part) -> tuple[bool, float]:
-    share = len(part.found) / len(part.grams) if part.grams else float(part.exact)
-    return part.exact, share

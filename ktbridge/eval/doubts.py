@@ -10,7 +10,7 @@ from ktbridge.errors import Problem
 from ktbridge.eval.failures import AGAIN, remedies, think_only_remedy
 from ktbridge.eval.results.rows import SCORE_ERROR
 from ktbridge.eval.results.types import Measured
-from ktbridge.eval.rundir import NOT_RUN
+from ktbridge.eval.store import NOT_RUN
 from ktbridge.eval.verdict import NULLS, OVERALL, signed, slice_title
 
 # Share of an arm's items: fewer ok answers give a warning, fewer than half an error; more failed

@@ -1,8 +1,8 @@
-"""What a report says of itself in any format: its header (models, date, bench, items) and glossary."""
+"""Words of a report in any format: its header (models, date, bench, items), axes and glossary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ktbridge.eval.results.types import Measured
 from ktbridge.served_names import BASE, split_name
@@ -13,65 +13,46 @@ _METRICS |= {"bleu-4": "BLEU-4", "chrf": "chrF"}
 _SCORERS_NAMED = 6
 
 
-def facts(results: Measured) -> list[tuple[str, str]]:
+def report_header(results: Measured) -> list[tuple[str, str]]:
     """(label, value) pairs of the run: model, adapter, date, bench, arms, items."""
     bench, cards = results["bench"], results["arms"]
-    imported = any("files" in card["server"] for card in cards)
     models, adapters = [], []
     for card in cards:
         served, adapter = split_name(card["model"])
         root = str(card["server"].get("root") or "")
-        models.append(served if imported or root in ("", served) else f"{served} ({root})")
-        adapters += [adapter] if adapter not in (None, "", BASE) and not imported else []
-    plan = results["plan"]
-    planned = f"{plan['items']} planned, " if plan else ""
-    version = f"{bench['name']} {bench['version']}".strip()
+        models.append(served if root in ("", served) else f"{served} ({root})")
+        adapters += [adapter] if adapter not in (None, "", BASE) else []
+    planned = f"{results['plan']['items']} planned, " if results["plan"] else ""
+    counts = (
+        f"{results['asked']} asked, {results['valid']} compared, of the bench's {bench['items']}"
+    )
     return [
-        ("Model", _each(models) or "unknown"),
-        ("Adapter", _each(adapters) or "none named by the servers"),
+        ("Model", ", ".join(dict.fromkeys(models)) or "unknown"),
+        ("Adapter", ", ".join(dict.fromkeys(adapters)) or "none named by the servers"),
         ("Date", results["date"] or "not recorded"),
-        ("Bench", version),
+        ("Bench", f"{bench['name']} {bench['version']}".strip()),
         ("Arms", ", ".join(f"{card['name']} = {card['model']}" for card in cards) or "none"),
-        (
-            "Items",
-            f"{planned}{results['asked']} asked, {results['valid']} compared, of the bench's "
-            f"{bench['items']}",
-        ),
+        ("Items", planned + counts),
     ]
 
 
-def made_of(results: Measured, axis: str) -> str:
+def axis_description(results: Measured, axis: str) -> str:
     """Return how an axis is measured, in a few words."""
-    bench = results["bench"]
     if axis == "persona":
         return "by rules for address, tics and character, not for sense"
     if axis == "judge":
-        card = results["judge"]
-        if card and card.get("digits"):  # of the public NekoBench
+        if results["judge"] and results["judge"].get("digits"):  # of the public NekoBench
             return "the judge's digit from 0 to 5, divided by 5"
         return "share of the judge's yes/no questions answered yes"
-    checks = _distinct(
-        check for one in bench["slices"] if one["primary"] == "task" for check in one["checks"]
-    )
+    slices = [one for one in results["bench"]["slices"] if one["primary"] == "task"]
+    checks = list(dict.fromkeys(check for one in slices for check in one["checks"]))
     if len(checks) == 1:
-        return _in_words(checks[0])
+        name, _, metric = checks[0].rstrip(")").partition(" (")
+        if name == "references":
+            return f"{_METRICS.get(metric, metric)} with the reference it is nearest to"
+        return f"the check {checks[0]!r}"
     more = f" and {len(checks) - _SCORERS_NAMED} more" if len(checks) > _SCORERS_NAMED else ""
     return f"mean of each item's checks: {', '.join(checks[:_SCORERS_NAMED])}{more}"
-
-
-def _in_words(check: str) -> str:
-    name, _, metric = check.rstrip(")").partition(" (")
-    if name == "references":
-        return f"{_METRICS.get(metric, metric)} with the reference it is nearest to"
-    return f"the check {check!r}"
-
-
-def _each(values: Iterable[str]) -> str:
-    return ", ".join(_distinct(values))
-
-
-def _distinct(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(values))
 
 
 _OF_AXIS = {

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.rows import has_persona
-from ktbridge.eval.results.types import Contrast, Results
+from ktbridge.eval.results.types import Results
 from ktbridge.eval.verdict import OVERALL, find, interval
 
 _FORM = re.compile(
@@ -18,12 +21,9 @@ _FORM = re.compile(
     r"\s*(?P<sign><=|>=|<|>)\s*(?P<value>[+-]?(?:\d+\.?\d*|\.\d+))\s*"
 )
 _EXAMPLE = 'write it as "KRI-K<-0.2", "task:overall<-0.05", "persona:PES<0.1" or "low(INS)<-0.2"'
-_HOLDS = {
-    "<": lambda a, b: a < b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    ">=": lambda a, b: a >= b,
-}
+_HOLDS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_Thing = TypeVar("_Thing")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -47,62 +47,53 @@ class Gate:
 
         Raises UsageError for a slice or an axis that the results cannot have.
         """
-        names = [card["name"] for card in results["arms"]]
+        bench, names = results["bench"], [card["name"] for card in results["arms"]]
+        slices = {one["name"]: one["primary"] for one in bench["slices"]}
         failed = []
-        for axis, name in self._contrasts(results):
+        for axis, name in self.list_targets(bench["name"], slices, results["axes"]):
             one = find(results, axis, name, names[-1], names[0]) if len(names) > 1 else None
             if one is None:
                 failed.append(f"{axis}:{name} was not compared")
-            elif _HOLDS[self.sign](_end(one, self.side), self.value):
+                continue
+            ends = {"mean": one["mean"], "low": one["low"], "high": one["high"]}
+            if _HOLDS[self.sign](ends[self.side], self.value):
                 pair = f"{names[-1]} − {names[0]}, {one['verdict']}"
                 failed.append(f"{axis}:{name} {interval(one)} ({pair})")
         if not failed:
             return None
+        where = f"{bench['name']}: --fail-on {self.text}"
         return problem(
-            "KTB840",
-            f"{results['bench']['name']}: --fail-on {self.text}",
-            "; ".join(failed),
-            f"not {self.side} {self.sign} {self.value:g}",
+            "KTB840", where, "; ".join(failed), f"not {self.side} {self.sign} {self.value:g}"
         )
 
-    def _contrasts(self, results: Results) -> list[tuple[str, str]]:
-        self.check_axis(results["axes"])
-        if self.slice == OVERALL:
-            return [(self.axis or results["axes"][0], OVERALL)]
-        own = {one["name"]: one["primary"] for one in results["bench"]["slices"]}
-        chosen = self.choose(results["bench"]["name"], list(own))
-        return [(self.axis or own[name], name) for name in chosen]
+    def list_targets(
+        self, bench: str, slices: Mapping[str, str], axes: Sequence[str]
+    ) -> list[tuple[str, str]]:
+        """The (axis, slice) pairs that the condition is about in a bench with these ``axes``.
 
-    def check_axis(self, axes: Sequence[str]) -> None:
-        """Raise UsageError if the gate's axis is not among these axes, or ambiguous."""
+        ``slices``: the primary axis of each by name. Raises UsageError if there are none.
+        """
         if self.axis and self.axis not in axes:
             judged = ", or have answers judged with --judge" if self.axis == "judge" else ""
             raise UsageError(
                 f"--fail-on {self.text!r}: the results have no axis {self.axis!r}.",
                 "choose from " + ", ".join(axes) + judged,
             )
-        if self.slice == OVERALL and not self.axis and len(axes) > 1:
-            raise UsageError(
-                f"--fail-on {self.text!r} names no axis.",
-                "choose from " + ", ".join(f"{axis}:{OVERALL}" for axis in axes),
-            )
-
-    def choose(self, bench: str, slices: Sequence[str]) -> list[str]:
-        """The slices of a bench that the gate applies to. Raises UsageError if there are none."""
-        if self.slice in (OVERALL, *slices):
-            return [self.slice]
-        chosen = [name for name in slices if name.startswith(f"{self.slice}-")]
+        if self.slice == OVERALL:
+            if not self.axis and len(axes) > 1:
+                raise UsageError(
+                    f"--fail-on {self.text!r} names no axis.",
+                    "choose from " + ", ".join(f"{axis}:{OVERALL}" for axis in axes),
+                )
+            return [(self.axis or axes[0], OVERALL)]
+        parts = [name for name in slices if name.startswith(f"{self.slice}-")]
+        chosen = [self.slice] if self.slice in slices else parts
         if not chosen:
             raise UsageError(
                 f"--fail-on {self.text!r}: the bench {bench!r} has no slice {self.slice!r}.",
                 "choose from " + ", ".join([*slices, OVERALL]),
             )
-        return chosen
-
-
-def _end(contrast: Contrast, side: str) -> float:
-    ends = {"mean": contrast["mean"], "low": contrast["low"], "high": contrast["high"]}
-    return ends[side]
+        return [(self.axis or slices[name], name) for name in chosen]
 
 
 def parse_gate(text: str) -> Gate:
@@ -121,33 +112,28 @@ def parse_gate(text: str) -> Gate:
 def refuse_unknown(gates: Sequence[Gate], benches: Sequence[Bench], *, judged: bool) -> None:
     """Before any request: raise UsageError for a gate whose slice or axis no bench will have."""
     for gate in gates:
-        errors = []
-        for bench in benches:
-            axes = ["task", *["persona"] * has_persona(bench), *["judge"] * judged]
-            try:
-                gate.check_axis(axes)
-                gate.choose(bench.name, [one.name for one in bench.slices])
-            except UsageError as error:
-                errors.append(error)
-        if errors and len(errors) == len(benches):
-            raise errors[0]
+        _try_each(benches, partial(_targets_in, gate, judged))
+
+
+def _targets_in(gate: Gate, judged: bool, bench: Bench) -> list[tuple[str, str]]:
+    axes = ["task", *["persona"] * has_persona(bench), *["judge"] * judged]
+    return gate.list_targets(bench.name, {one.name: one.primary for one in bench.slices}, axes)
 
 
 def check_gates(gates: Sequence[Gate], runs: Sequence[Results]) -> list[Problem]:
     """Check every gate on every bench that has its slice. Raises UsageError if none has."""
-    problems = []
-    for gate in gates:
-        unknown = None
-        known = False
-        for results in runs:
-            try:
-                problem = gate.check(results)
-            except UsageError as error:
-                unknown = error
-                continue
-            known = True
-            if problem:
-                problems.append(problem)
-        if unknown and not known:
-            raise unknown
-    return problems
+    return [one for gate in gates for one in _try_each(runs, gate.check) if one is not None]
+
+
+def _try_each(things: Iterable[_Thing], ask: Callable[[_Thing], _Result]) -> list[_Result]:
+    """The results of those that ``ask`` doesn't refuse; its first UsageError if it refuses all."""
+    found: list[_Result] = []
+    errors: list[UsageError] = []
+    for thing in things:
+        try:
+            found.append(ask(thing))
+        except UsageError as error:
+            errors.append(error)
+    if errors and not found:
+        raise errors[0]
+    return found

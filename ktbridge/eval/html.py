@@ -17,7 +17,7 @@ import jinja2
 from markupsafe import Markup
 
 from ktbridge.eval.charts import changes, dots, radar
-from ktbridge.eval.facts import TITLES, facts, made_of, terms_for
+from ktbridge.eval.facts import TITLES, axis_description, report_header, terms_for
 from ktbridge.eval.results.types import AXES_SHOWN, Axis, IndexFile, ItemRow, Results
 from ktbridge.eval.text import CJK, show_direction, shown_lines
 from ktbridge.eval.verdict import (
@@ -51,10 +51,10 @@ def render_html(results: Results) -> str:
             axes=axes,
             titles=TITLES,
             axis_words=AXIS_WORDS,
-            facts=facts(results),
+            facts=report_header(results),
             meanings={one["name"]: one["meaning"] for one in results["bench"]["slices"]},
             terms=terms_for([*results["axes"], *["judge"] * bool(results["judge"])]),
-            made_of={axis: made_of(results, axis) for axis in axes},
+            made_of={axis: axis_description(results, axis) for axis in axes},
             slice_title=lambda name: slice_title(results, name),
             marks={name: _MARKS[i % len(_MARKS)] for i, name in enumerate(names)},
             number={name: i % len(_MARKS) for i, name in enumerate(names)},
@@ -162,7 +162,7 @@ def _cards(results: Results, names: list[str], axes: list[Axis]) -> list[dict[st
         cards.append(
             {
                 "title": TITLES[axis],
-                "made_of": made_of(results, axis),
+                "made_of": axis_description(results, axis),
                 "means": [(name, table[name]["mean"]) for name in names],
                 "contrasts": [
                     one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ktbridge.eval.facts import TITLES, facts, made_of
+from ktbridge.eval.facts import TITLES, axis_description, report_header
 from ktbridge.eval.results.cards import ProblemRow
 from ktbridge.eval.results.types import AXES_SHOWN, Axis, IndexFile, PairCounts, Results
 from ktbridge.eval.text import show_direction
@@ -29,7 +29,7 @@ def render_markdown(results: Results) -> str:
     bench = results["bench"]
     names = [card["name"] for card in results["arms"]]
     lines = [f"## {_text(bench['name'])} {_text(bench['version'])}".rstrip(), ""]
-    lines += [" · ".join(f"{name}: {_text(value)}" for name, value in facts(results)), ""]
+    lines += [" · ".join(f"{name}: {_text(value)}" for name, value in report_header(results)), ""]
     errors = [one for one in results["warnings"] if one["severity"] == "error"]
     lines += [*_problems(errors), ""] if errors else []
     lines += [f"**{_text(results['verdict']['line'])}**", ""]
@@ -40,7 +40,7 @@ def render_markdown(results: Results) -> str:
     lines += ["", *_problems(one for one in results["warnings"] if one["severity"] != "error")]
     for axis in AXES_SHOWN:
         if results["tables"].get(axis):
-            title = f"### {TITLES[axis]} (0 to 1): {_text(made_of(results, axis))}"
+            title = f"### {TITLES[axis]} (0 to 1): {_text(axis_description(results, axis))}"
             lines += ["", title, "", *_axis(results, axis, names)]
     if results["pairs"]:
         lines += ["", "### Judged side by side", "", *_pairs(results["pairs"])]

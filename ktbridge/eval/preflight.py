@@ -1,4 +1,4 @@
-"""Preflight checks of the servers: is every arm really the model it names? Fails closed.
+"""Preflight checks that every arm is the model that it names. They fail closed.
 
 Some engines serve the base model, with HTTP 200, under any requested name. So an invented adapter
 must be refused, /v1/models must list each arm, and the arms' answers to a few short probes must not
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, Severity, has_errors
 from ktbridge.eval.arms import (
     Arm,
     Listing,
@@ -25,7 +25,7 @@ from ktbridge.eval.arms import (
     list_models,
 )
 from ktbridge.eval.asking import build_request, with_limit
-from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.bench import Bench
 from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.failures import (
     TRANSIENT,
@@ -36,6 +36,7 @@ from ktbridge.eval.failures import (
     remedy,
     think_only_remedy,
 )
+from ktbridge.eval.request import EvalRequest
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
 from ktbridge.files import digests
@@ -44,6 +45,7 @@ from ktbridge.served_names import BASE, adapter_name, bare_adapter, names_adapte
 PROBES = 8
 PROBE_TOKENS = 32
 ATTEMPTS = 4  # of a request here: what is wrong shouldn't be told after minutes
+Answers = Mapping[str, Mapping[str, Answer]]  # by arm and item
 _CODES: Mapping[Kind, str] = {"key": "KTB819", "quota": "KTB819", "reply": "KTB818"}
 
 
@@ -61,40 +63,31 @@ class Preflight:
 
 
 async def check_arms(
-    arms: Sequence[Arm],
+    request: EvalRequest,
     clients: Mapping[str, Client],
-    bench: Bench,
     known_probes: Mapping[str, Mapping[str, str]],
-    partner: Arm | None = None,
 ) -> Preflight:
     """Run every check and return the results. Raises ProblemsError if any is an error.
 
     An arm that answers every probe with nothing is an error of that arm alone, if there is another:
     its card gets ``refused``, and the others can be asked. ``known_probes``: the probe hashes of
-    earlier runs into the same directory, by fingerprint. For a dialogue ``partner`` only its presence
-    in /v1/models is checked.
+    earlier runs into the same directory, by fingerprint. For a dialogue the partner is only looked for
+    in /v1/models.
     """
-    problems: list[Problem] = []
+    arms = request.arms
+    result = Preflight({})
+    problems, cards = result.problems, result.cards
     listings = await _read_listings(clients, problems)
-    cards = _make_cards(arms, listings, bench, partner, problems)
+    cards |= _make_cards(request, listings, problems)
     problems += check_roles(arms, listings)
-    same = check_same(arms, listings)
-    problems += same
-    invented = await asyncio.gather(
-        *(
-            _check_invented(arm, clients[arm.url])
-            for arm in arms
-            if names_adapter(arm.model) and arm.name in cards
-        )
-    )
-    problems += [problem for problem in invented if problem]
+    problems += check_same(arms, listings)
+    named = [arm for arm in arms if names_adapter(arm.model) and arm.name in cards]
+    invented = await asyncio.gather(*(_check_invented(arm, clients[arm.url]) for arm in named))
+    problems += filter(None, invented)
     _stop_on_errors(problems)
-    result = Preflight(cards, problems=problems)
-    # The probes don't depend on which part of the bench is asked, so that runs can be compared.
-    items = bench.select(limit=PROBES)
-    answers = await _probe(arms, clients, bench, items)
-    problems += _failed_probes(answers, len(items))
-    blank = _blank_arms(answers, bench)
+    answers = await _probe(request, clients)
+    problems += _failed_probes(answers, len(request.bench.select(limit=PROBES)))
+    blank = _blank_arms(answers, request.bench)
     _stop_on_errors(problems)
     problems += blank.values()
     if len(blank) == len(arms):
@@ -105,15 +98,8 @@ async def check_arms(
     result.notes = [note for client in clients.values() for note in client.notes]
     _compare_arms(arms, answers, result)
     for arm in arms:
-        fingerprint = cards[arm.name]["fingerprint"]
-        hashes = {
-            # A different chat template may change only the prompt length.
-            name: digests.of_text(f"{one.outcome}\n{one.prompt_tokens}\n{one.text}")
-            for name, one in answers[arm.name].items()
-            if one.outcome != "http-error"
-        }
-        _compare_times(arm, known_probes.get(fingerprint, {}), hashes, problems)
-        result.probes[fingerprint] = hashes
+        card = cards[arm.name]
+        _compare_runs(arm, card, answers, known_probes.get(card["fingerprint"], {}), result)
     _stop_on_errors([one for one in problems if one not in blank.values()])
     return result
 
@@ -122,6 +108,9 @@ def _stop_on_errors(problems: Sequence[Problem]) -> None:
     if has_errors(problems):
         count = sum(one.severity == "error" for one in problems)
         raise ProblemsError(f"preflight found {count} problem(s); no item was asked.", problems)
+
+
+# --- what the servers list
 
 
 async def _read_listings(
@@ -133,45 +122,36 @@ async def _read_listings(
         try:
             listings[url] = await list_models(client)
         except KtbridgeError as error:
-            problems.append(
-                problem(
-                    "KTB801",
-                    url,
-                    error.sentence.removeprefix(url).strip().rstrip("."),
-                    "a list of models",
-                    error.next_step,
-                )
-            )
+            found = error.sentence.removeprefix(url).strip().rstrip(".")
+            problems.append(problem("KTB801", url, found, "a list of models", error.next_step))
     return listings
 
 
 def _make_cards(
-    arms: Sequence[Arm],
-    listings: Mapping[str, Listing],
-    bench: Bench,
-    partner: Arm | None,
-    problems: list[Problem],
+    request: EvalRequest, listings: Mapping[str, Listing], problems: list[Problem]
 ) -> dict[str, ArmCard]:
+    """Return the cards of the arms that are listed; the others and the partner's absence are problems."""
     cards = {}
-    for arm in arms:
-        if (listing := listings.get(arm.url)) is not None:
-            if listing.find(arm.model) is None:
-                problems.append(_unlisted(arm, listing, f"arm {arm.name}", "--arm"))
-            else:
-                cards[arm.name] = arm_card(arm, listing.entry(arm.model), bench.sampling)
-    listing = listings.get(partner.url) if partner is not None else None
-    if partner is not None and listing is not None and listing.find(partner.model) is None:
-        problems.append(_unlisted(partner, listing, "the partner", "--partner"))
+    partner = request.dialogue_partner
+    for arm in [*request.arms, *([partner] if partner else [])]:
+        listing = listings.get(arm.url)
+        if listing is None:
+            continue
+        if listing.find(arm.model) is None:
+            problems.append(_unlisted(arm, listing, arm is partner))
+        elif arm is not partner:
+            cards[arm.name] = arm_card(arm, listing.entry(arm.model), request.bench.sampling)
     return cards
 
 
-def _unlisted(arm: Arm, listing: Listing, where: str, option: str) -> Problem:
+def _unlisted(arm: Arm, listing: Listing, is_partner: bool) -> Problem:
+    where = "the partner" if is_partner else f"arm {arm.name}"
+    option = "--partner" if is_partner else "--arm"
+    name = "" if is_partner else f"{arm.name}="
     if arm.model in listing.entries:  # under a name that requests can't use
         error = bare_adapter(arm.model, listing.models, option)
         right = whole_name(arm.model, listing.models)
-        step = f"name it, {option} {arm.name}={right}@{arm.place}"
-        if option == "--partner":
-            step = f"name it, {option} {right}@{arm.place}"
+        step = f"name it, {option} {name}{right}@{arm.place}"
         return problem("KTB816", where, error.sentence.rstrip("."), repr(right), step)
     models = sorted(listing.models.items())
     names = ", ".join(f"{name} ({one.says})" if one.says else name for name, one in models)
@@ -184,45 +164,40 @@ def _unlisted(arm: Arm, listing: Listing, where: str, option: str) -> Problem:
 
 
 async def _check_invented(arm: Arm, client: Client) -> Problem | None:
+    """Ask for an adapter that doesn't exist; anything but a refusal is a problem."""
+    where = f"arm {arm.name}"
     invented = adapter_name(arm.served, f"no-such-adapter-{secrets.token_hex(4)}")
-    answer = await client.chat(
-        {"model": invented, "messages": [{"role": "user", "content": "你好"}], "max_tokens": 1},
-        ATTEMPTS,
-    )
+    messages = [{"role": "user", "content": "你好"}]
+    request = {"model": invented, "messages": messages, "max_tokens": 1}
+    answer = await client.chat(request, ATTEMPTS)
     if answer.outcome != "http-error":
-        return problem(
-            "KTB803",
-            f"arm {arm.name}",
-            f"the server answered for {invented!r}, an adapter that does not exist",
-            "a refusal",
-        )
+        found = f"the server answered for {invented!r}, an adapter that does not exist"
+        return problem("KTB803", where, found, "a refusal")
     if answer.status not in (400, 404, 422):
-        kind = kind_of(answer.status, answer.detail)
-        return problem(
-            _CODES.get(kind, "KTB804"),
-            f"arm {arm.name}",
-            f"asked for an invented adapter, the server gave: {answer.detail}",
-            "HTTP 400 or 404, which shows that it checks names",
-            remedy(answer.status, answer.detail),
-        )
+        code = _CODES.get(kind_of(answer.status, answer.detail), "KTB804")
+        found = f"asked for an invented adapter, the server gave: {answer.detail}"
+        expected = "HTTP 400 or 404, which shows that it checks names"
+        return problem(code, where, found, expected, remedy(answer.status, answer.detail))
     client.faults[f"HTTP {answer.status}"] -= 1  # the expected refusal
     return None
 
 
-async def _probe(
-    arms: Sequence[Arm], clients: Mapping[str, Client], bench: Bench, items: Sequence[Item]
-) -> dict[str, dict[str, Answer]]:
-    """The arms' answers to ``items``, by arm and item.
+# --- probes
+
+
+async def _probe(request: EvalRequest, clients: Mapping[str, Client]) -> Answers:
+    """The arms' answers to the probes, by arm and item.
 
     It ends with the round in which an arm turns out to be hopeless: the run can't begin, and what is wrong
     shouldn't be told after minutes.
     """
-    answers: dict[str, dict[str, Answer]] = {arm.name: {} for arm in arms}
-    # One at a time: batching with other requests can change an answer on a real engine.
-    for item in items:
-        for arm in arms:
-            request = with_limit(build_request(arm, item, bench), PROBE_TOKENS)
-            answers[arm.name][item.id] = await clients[arm.url].chat(request, ATTEMPTS)
+    answers: dict[str, dict[str, Answer]] = {arm.name: {} for arm in request.arms}
+    # The same for each part of the bench, so that runs can be compared. One at a time: batching with other
+    # requests can change an answer on a real engine.
+    for item in request.bench.select(limit=PROBES):
+        for arm in request.arms:
+            body = with_limit(build_request(arm, item, request.bench), PROBE_TOKENS)
+            answers[arm.name][item.id] = await clients[arm.url].chat(body, ATTEMPTS)
         if any(_is_hopeless(list(given.values())) for given in answers.values()):
             break
     return answers
@@ -244,7 +219,7 @@ def _is_hopeless(given: Sequence[Answer]) -> bool:
     )
 
 
-def _failed_probes(answers: Mapping[str, Mapping[str, Answer]], planned: int) -> list[Problem]:
+def _failed_probes(answers: Answers, planned: int) -> list[Problem]:
     """A problem for each arm of which probes failed."""
     problems = []
     for name, answered in answers.items():
@@ -270,28 +245,22 @@ def _failed_probes(answers: Mapping[str, Mapping[str, Answer]], planned: int) ->
     return problems
 
 
-def _blank_arms(answers: Mapping[str, Mapping[str, Answer]], bench: Bench) -> dict[str, Problem]:
+def _blank_arms(answers: Answers, bench: Bench) -> dict[str, Problem]:
     """A problem for each arm whose answers to all probes were empty, or thinking that had an end."""
     blank = {}
     for name, given in answers.items():
-        ended = [one for one in given.values() if one.outcome == "empty" or not one.cut]
-        outcomes = {one.outcome for one in ended}
-        if given and len(ended) == len(given) and outcomes <= {"empty", "think-only"}:
+        outcomes = {one.outcome for one in given.values() if one.outcome == "empty" or not one.cut}
+        all_ended = all(one.outcome == "empty" or not one.cut for one in given.values())
+        if given and all_ended and outcomes <= {"empty", "think-only"}:
             thought = "think-only" in outcomes
             what = "reasoning alone, without an answer" if thought else "nothing"
-            blank[name] = problem(
-                "KTB805",
-                f"arm {name}",
-                f"all of {len(given)} probes were answered with {what}",
-                "some text",
-                think_only_remedy(bench.sampling) if thought else None,
-            )
+            found = f"all of {len(given)} probes were answered with {what}"
+            step = think_only_remedy(bench.sampling) if thought else None
+            blank[name] = problem("KTB805", f"arm {name}", found, "some text", step)
     return blank
 
 
-def _compare_arms(
-    arms: Sequence[Arm], answers: Mapping[str, Mapping[str, Answer]], result: Preflight
-) -> None:
+def _compare_arms(arms: Sequence[Arm], answers: Answers, result: Preflight) -> None:
     """Each arm with each other. Identical probes stop the run where one is the last arm, which the
     verdict is about; else the arms are asked all the same, and their answers tell (KTB822).
     """
@@ -305,50 +274,44 @@ def _compare_arms(
         ]
         if not pairs:
             continue
+        where = f"arms {one.name} and {other.name}"
         same = sum((a.text, a.thinking) == (b.text, b.thinking) for a, b in pairs)
         result.identical.append(
             {"arms": [one.name, other.name], "n": len(pairs), "share": same / len(pairs)}
         )
-        where = f"arms {one.name} and {other.name}"
         if same == len(pairs):
+            found = f"adapter not applied: all {same} probe answers are byte-identical"
+            severity: Severity = "error" if last in (one.name, other.name) else "warning"
             result.problems.append(
-                problem(
-                    "KTB806",
-                    where,
-                    f"adapter not applied: all {same} probe answers are byte-identical",
-                    "answers that differ",
-                    severity="error" if last in (one.name, other.name) else "warning",
-                )
+                problem("KTB806", where, found, "answers that differ", severity=severity)
             )
-        drift = [
-            (a.prompt_tokens, b.prompt_tokens)
-            for a, b in pairs
-            if None not in (a.prompt_tokens, b.prompt_tokens) and a.prompt_tokens != b.prompt_tokens
-        ]
-        if drift:
-            result.problems.append(
-                problem(
-                    "KTB807",
-                    where,
-                    f"the same messages make {drift[0][0]} and {drift[0][1]} prompt tokens",
-                    "one chat template for all arms",
+        for a, b in pairs:
+            tokens = (a.prompt_tokens, b.prompt_tokens)
+            if None not in tokens and tokens[0] != tokens[1]:
+                found = f"the same messages make {tokens[0]} and {tokens[1]} prompt tokens"
+                result.problems.append(
+                    problem("KTB807", where, found, "one chat template for all arms")
                 )
-            )
+                break
 
 
-def _compare_times(
-    arm: Arm, before: Mapping[str, str], now: Mapping[str, str], problems: list[Problem]
+def _compare_runs(
+    arm: Arm, card: ArmCard, answers: Answers, before: Mapping[str, str], result: Preflight
 ) -> None:
-    """Has the model with this fingerprint changed since answers were stored for it?"""
+    """Record the hashes of an arm's probe answers; if the model with this fingerprint has changed since
+    ``before``, that is a problem."""
+    now = {
+        # A different chat template may change only the prompt length.
+        name: digests.of_text(f"{one.outcome}\n{one.prompt_tokens}\n{one.text}")
+        for name, one in answers[arm.name].items()
+        if one.outcome != "http-error"
+    }
+    result.probes[card["fingerprint"]] = now
     both = before.keys() & now.keys()
-    changed = sum(before[key] != now[key] for key in both)
-    if changed:
-        problems.append(
-            problem(
-                "KTB808",
-                f"arm {arm.name}",
-                f"{changed} of {len(both)} probe answers differ from those of the stored run",
-                "the same model and chat template as before behind the same name and URL",
-                severity="error" if 2 * changed > len(both) else "warning",
-            )
+    if changed := sum(before[key] != now[key] for key in both):
+        found = f"{changed} of {len(both)} probe answers differ from those of the stored run"
+        expected = "the same model and chat template as before behind the same name and URL"
+        severity: Severity = "error" if 2 * changed > len(both) else "warning"
+        result.problems.append(
+            problem("KTB808", f"arm {arm.name}", found, expected, severity=severity)
         )

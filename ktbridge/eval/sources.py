@@ -1,186 +1,303 @@
 """Items from third-party data: the user's copy of a public dataset, or our file in its layout.
 
 None of the data is shipped; the file's SHA-256 and the skipped records, with the reason, are recorded
-in the bench. A loader turns a record (a dictionary of the file's own fields) into a row of items.jsonl.
+in the bench. How a record (a dictionary of the file's own fields) becomes a row of items.jsonl is data too:
+``rows`` of bench.yaml's ``source``, see ``schema.RowMap``.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import ktbridge
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, ProblemsError, UsageError
-from ktbridge.eval.text import language_of, normalise
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.eval.results.cards import Json
+from ktbridge.eval.schema import RowMap, SourceFile
+from ktbridge.eval.text import normalise
 from ktbridge.files import digests
-from ktbridge.files.records import parse_json_lines
+from ktbridge.files.records import read_records
+from ktbridge.files.yamlfile import load_yaml
+from ktbridge.schemas import check_fields
 
 Row = dict[str, object]
-Record = Mapping[str, object]
-Source = Mapping[str, object]  # bench.yaml's {loader, file, columns, ...options}
 LETTERS = "ABCDEFGHIJ"
 _NOT_TEXT = ("n/a", "nan", "none", "null")
+_PLACE = re.compile(r"\{([^{}]+)\}")  # of fields in a template
+_SHOWN = 20  # problems of a file
 
 
-class Skipped(Exception):
-    """Raised by a loader for a record without a question; ``str`` is the reason."""
+class _SkippedError(Exception):
+    """A record without a question or an answer; ``str`` is the reason."""
+
+
+def benches_root() -> Path:
+    """The directory of the bundled benches: inside the wheel, or ``eval/`` of a checkout."""
+    package = Path(ktbridge.__file__).parent
+    shipped = package / "shipped" / "eval"
+    return shipped if shipped.is_dir() else package.parent / "eval"
 
 
 def read_source(source: object, folder: Path, items: Path | None) -> tuple[list[Row], Row]:
-    """The rows of the data file and a card of it: {loader, file, sha256, records, items, skipped}.
+    """The rows of the data file and a card of it: {loader, file, sha256, items, records, skipped}.
 
-    ``source`` is bench.yaml's ``{loader, file, columns, ...options}``; at least one of the groups in
-    ``columns`` must be fields of the file. Raises UsageError for an unknown loader or a missing file,
-    ProblemsError for a file that isn't in the loader's layout or gives no item.
+    ``source`` is bench.yaml's; at least one of the groups in its ``columns`` must be fields of the file.
+    Raises UsageError for an unknown loader or a missing file, ProblemsError for a file that has another
+    layout or gives no item.
     """
-    loader = source.get("loader") if isinstance(source, Mapping) else source
-    if not isinstance(source, Mapping) or not isinstance(loader, str) or loader not in LOADERS:
-        raise UsageError(
-            f"bench.yaml names the unknown loader {loader!r}.", f"choose {', '.join(LOADERS)}"
-        )
-    path = items if items is not None else folder / str(source.get("file", ""))
+    spec = _read_spec(source)
+    path = items if items is not None else folder / spec.file
     if not path.is_file():
         raise UsageError(
             f"there is no data file {str(path)!r}.", "give the path of your copy with --items"
         )
-    data = path.read_bytes()
-    records = parse_records(data, path.name)
-    _check_columns(records, source.get("columns", []), path.name, loader)
-    skipped: Counter[str] = Counter()
-    common = {"origin": str(source.get("origin", path.name)), "license": "see the data's own terms"}
-    if items is None and "license" in source:
-        common["license"] = str(source["license"])
-    rows: list[Row] = [
-        {
-            **common,
-            "id": f"{str(row['slice']).lower()}-{number:05d}",
-            "sub": "",
-            "lang": language_of(_last_text(row["messages"])),
-            **row,
-        }
-        for number, row in enumerate(_load(records, source, LOADERS[loader], skipped), 1)
-    ]
-    if not rows:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-        fault = f"no item could be made of it: {reasons or 'it is empty'}"
-        raise _bad_file(path.name, fault, f"a file in the layout of {loader}")
-    card = file_card(loader, path.name, data, rows)
-    return rows, card | {"records": len(records), "skipped": dict(skipped)}
-
-
-def _load(
-    records: Sequence[Record], source: Source, load: Loader, skipped: Counter[str]
-) -> list[Row]:
-    """The row of every record; skipped records and questions that come again are counted. Where a
-    loader gathers, the answers to one question become the references of one item."""
-    rows: dict[str, Row] = {}
-    for record in records:
-        try:
-            row = load(record, source)
-        except Skipped as reason:
-            skipped[str(reason)] += 1
-            continue
-        if load is not translational_style:
-            key = normalise(json.dumps(row["messages"], ensure_ascii=False))
-            if key in rows:
-                skipped["the same question again"] += 1
-            rows.setdefault(key, row)
-            continue
-        first = rows.setdefault(normalise(_last_text(row["messages"])), row)
-        gold = [*_list(first["gold"]), *_list(row["gold"])]
-        first["gold"] = list(dict.fromkeys(gold))
-    return list(rows.values())
-
-
-def _list(value: object) -> list[object]:
-    return list(value) if isinstance(value, list) else []
-
-
-def file_card(loader: str, name: str, data: bytes, rows: Sequence[Mapping[str, object]]) -> Row:
-    """A report's record of a data file: its name (not its path) and the hash of its bytes."""
-    digest = digests.of_bytes(data)
-    return {"loader": loader, "file": name, "sha256": digest, "items": len(rows)}
-
-
-def parse_records(data: bytes, name: str) -> list[Record]:
-    """The records of a .csv (with a header), .jsonl, or .json (a list) file in UTF-8.
-
-    Raises ProblemsError with every invalid line.
-    """
-    try:
-        text = data.decode("utf-8-sig")
-        text.encode()
-    except UnicodeError as error:
-        raise _bad_file(name, f"not UTF-8: {error}", "text in UTF-8") from None
-    problems: list[Problem] = []
-    records: list[object]
-    if name.lower().endswith(".csv"):
-        csv.field_size_limit(1 << 24)
-        try:
-            records = list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
-        except csv.Error as error:
-            raise _bad_file(name, f"not CSV: {error}", "a header and rows") from None
-    elif name.lower().endswith((".jsonl", ".ndjson")):
-        lines = list(parse_json_lines(data.split(b"\n")))
-        records = [line.value for line in lines]
-        problems = [_not_json(f"{name}:{line.number}", line.error) for line in lines if line.error]
-    else:
-        try:
-            whole = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            problems, whole = [_not_json(name, error)], []
-        records = whole if isinstance(whole, list) else [whole]
-    if not problems:
+    records = list(read_rows(path))
+    _check_columns(records, spec, path.name)
+    made, skipped = _make_rows(records, spec)
+    if skipped and spec.strict:
         problems = [
-            problem(
-                "KTB815", f"{name}: record {n}", type(one).__name__, "a JSON object", next_step=""
-            )
-            for n, one in enumerate(records, 1)
-            if not isinstance(one, dict)
+            problem("KTB815", f"{path.name}: record {number}", why) for number, why in skipped
         ]
-    if problems:
-        raise ProblemsError(
-            f"{name!r} cannot be read; nothing was asked.",
-            problems[:20],
-            "give a .jsonl, .json or .csv file of rows",
+        raise _refuse_all(path.name, problems)
+    reasons = Counter(reason for _, reason in skipped)
+    if not made:
+        told = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+        fault = f"no item could be made of it: {told or 'it is empty'}"
+        raise _refuse(path.name, fault, f"a file in the layout of {spec.loader}")
+    origin = path.name if spec.origin is None else spec.origin
+    terms = spec.license if spec.license and items is None else "see the data's own terms"
+    rows: list[Row] = []
+    for number, row in enumerate(made, 1):
+        name = f"{str(row['slice']).lower()}-{number:05d}"
+        rows.append({"origin": origin, "license": terms, "id": name, **row})
+    card: Row = {"loader": spec.loader, "file": path.name, "sha256": digests.of_file(path)}
+    return rows, card | {"items": len(rows), "records": len(records), "skipped": dict(reasons)}
+
+
+def _read_spec(source: object) -> SourceFile:
+    """``source`` with the rows of the loader that it names. Raises UsageError for an unknown one."""
+    given = source if isinstance(source, Mapping) else {"loader": source}
+    spec, faults = check_fields(SourceFile, given)
+    if spec is None:
+        found = [
+            problem(
+                "KTB811", f"bench.yaml: source.{one.key}", repr(given[one.key])[:80], one.expected
+            )
+            for one in faults
+        ]
+        raise ProblemsError("the bench's source cannot be read; nothing was asked.", found)
+    ours = {path.parent.name: path for path in sorted(benches_root().glob("*/bench.yaml"))}
+    heads = {name: load_yaml(path.read_text("utf-8")).get("source") for name, path in ours.items()}
+    loaders = {name: head for name, head in heads.items() if head}
+    if spec.loader not in loaders and (spec.loader or not spec.rows):
+        raise UsageError(
+            f"bench.yaml names the unknown loader {spec.loader!r}.", f"choose {', '.join(loaders)}"
         )
-    return [one for one in records if isinstance(one, dict)]
+    if spec.rows:
+        return spec
+    shipped = SourceFile.model_validate(loaders[spec.loader])
+    return spec.model_copy(update={"rows": shipped.rows, "others": shipped.others})
 
 
-def _not_json(where: str, error: Exception) -> Problem:
-    return problem("KTB815", where, f"not JSON: {error}", "rows as JSON", next_step="")
+def read_rows(path: Path) -> Iterator[Json]:
+    """The records of a JSONL, JSON, CSV or Parquet file. Raises ProblemsError with invalid ones."""
+    problems: list[Problem] = []
+    try:
+        for one in read_records(path, path.name):
+            fault = (one.broken, "rows as JSON") if one.broken else _find_fault(one.row)
+            if fault is not None:
+                # "x.jsonl: line 3" and "x.json: row 3", as the bench's own places are written
+                where = one.where.replace(": line ", ":").replace(": row ", ": record ")
+                problems.append(problem("KTB815", where, *fault, next_step=""))
+            elif isinstance(one.row, dict) and not problems:
+                yield one.row
+    except KtbridgeError as error:
+        found = error.sentence.removeprefix(path.name).strip().rstrip(".")
+        raise _refuse(path.name, found, error.next_step or "rows in UTF-8") from None
+    if problems:
+        raise _refuse_all(path.name, problems)
 
 
-def _last_text(messages: object) -> str:
+def _find_fault(row: object) -> tuple[str, str] | None:
+    if not isinstance(row, dict):
+        return type(row).__name__, "a JSON object"
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return "half a character, or lists within lists", "texts that can be shown"
+    return None
+
+
+def _refuse(name: str, found: str, expected: str) -> ProblemsError:
+    """The error of a file as a whole."""
+    return _refuse_all(name, [problem("KTB815", name, found, expected, next_step="")])
+
+
+def _refuse_all(name: str, problems: Sequence[Problem]) -> ProblemsError:
+    step = "give an unchanged .jsonl, .json, .csv or .parquet file of rows"
+    return ProblemsError(f"{name!r} cannot be used; nothing was asked.", problems[:_SHOWN], step)
+
+
+def _check_columns(records: Sequence[Json], spec: SourceFile, name: str) -> None:
+    """Raise ProblemsError unless the fields of at least one group in ``columns`` occur."""
+    seen = {key for record in records for key in record}
+    if spec.columns and not any(set(group) <= seen for group in spec.columns):
+        wanted = " or ".join("{" + ", ".join(group) + "}" for group in spec.columns)
+        found = "it has the fields " + (", ".join(sorted(map(str, seen))[:12]) or "none")
+        raise _refuse(name, found, f"{wanted}, as {spec.loader} has")
+
+
+def last_text(messages: object) -> str:
     """The last message's text; "" if there is none, which the bench's check reports."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     text = last.get("content") if isinstance(last, dict) else None
     return text if isinstance(text, str) else ""
 
 
-def _bad_file(name: str, found: str, wanted: str) -> ProblemsError:
-    wrong = problem("KTB815", name, found, wanted, next_step="")
-    return ProblemsError(f"{name!r} cannot be used; nothing was asked.", [wrong])
+# --- from a record to a row
 
 
-def _check_columns(records: Sequence[Record], columns: object, name: str, loader: str) -> None:
-    """Raise ProblemsError unless the fields of at least one group in ``columns`` occur."""
-    groups = [_list(group) for group in _list(columns)]
-    seen = {key for record in records for key in record}
-    if groups and not any(set(wanted) <= seen for wanted in groups):
-        wanted = " or ".join("{" + ", ".join(map(str, group)) + "}" for group in groups)
-        found = "it has the fields " + (", ".join(sorted(map(str, seen))[:12]) or "none")
-        raise _bad_file(name, found, f"{wanted}, as {loader} has")
+def _make_rows(
+    records: Sequence[Json], spec: SourceFile
+) -> tuple[list[Row], list[tuple[int, str]]]:
+    """The row of every record, and the number and reason of those that are skipped. A question that comes
+    again is skipped, or its answers are gathered."""
+    rows: dict[str, Row] = {}
+    skipped: list[tuple[int, str]] = []
+    for number, record in enumerate(records, 1):
+        try:
+            use = _choose_map(record, spec)
+            row = _make_row(record, use, spec.metric)
+        except _SkippedError as reason:
+            skipped.append((number, str(reason)))
+            continue
+        asked = json.dumps(row["messages"], ensure_ascii=False)
+        first = rows.setdefault(normalise(last_text(row["messages"]) if use.gather else asked), row)
+        if use.gather:
+            first["gold"] = list(dict.fromkeys([*_list(first["gold"]), *_list(row["gold"])]))
+        elif first is not row:
+            skipped.append((number, "the same question again"))
+    return list(rows.values()), skipped
 
 
-# --- loaders
+def _choose_map(record: Json, spec: SourceFile) -> RowMap:
+    """The first of the rows in bench.yaml that a record fits. Raises _SkippedError if it fits none."""
+    if spec.split and _text(record, "split") != spec.split:
+        raise _SkippedError(f"not of the split {spec.split}")
+    for one in spec.rows:
+        told = {name: _text(record, name).lower() for name in one.when}
+        if all(told[name] in map(str.lower, values) for name, values in one.when.items()) and (
+            not one.has or one.has in record
+        ):
+            return one
+    raise _SkippedError(_PLACE.sub(lambda place: _text(record, place[1]) or "none", spec.others))
 
 
-def _text(record: Record, *names: str) -> str:
+def _make_row(record: Json, use: RowMap, metric: str) -> Row:
+    """A row of items.jsonl. Raises _SkippedError for a record without a question or an answer."""
+    messages, answer = _read_messages(record, use)
+    row: Row = {"slice": _fill(use.slice, record), "messages": messages}
+    row |= {name: record[name] for name in use.copied if name in record}
+    if sub := _fill(use.sub, record):
+        row["sub"] = sub
+    if cluster := next(filter(None, (_fill(one, record) for one in use.cluster)), ""):
+        row["cluster"] = cluster
+    gold = record.get(use.references) or answer or _fill(use.answer, record)
+    if use.checks:
+        row["checks"] = use.checks
+    elif "checks" in row or ("gold" in row and not gold):
+        pass  # validated like a bench's item
+    elif use.options:
+        _add_options(row, record.get(use.options), str(gold))
+    elif not gold:
+        other = f"{use.references}, gold or checks" if use.copied else "an answer to compare with"
+        raise _SkippedError(f"without {other}")
+    else:
+        row |= _mark(gold, use, metric)
+    return row | ({"judge": use.judge} if use.judge else {})
+
+
+def _mark(gold: object, use: RowMap, metric: str) -> Row:
+    """``gold`` and ``checks`` of an answer: as a known one, or by its overlap with the references."""
+    for known in use.known:
+        for spelled in known.are:
+            if isinstance(gold, str) and gold.lower() == spelled.lower():
+                return {"gold": known.gold or spelled, "checks": [known.check]}
+    references = [gold] if isinstance(gold, str) else gold
+    return {"gold": references, "checks": [{"scorer": "references", "metric": metric}]}
+
+
+def _read_messages(record: Json, use: RowMap) -> tuple[list[object], str]:
+    """The messages of a record, and the answer where the last of them is the assistant's, as in training
+    rows."""
+    if use.messages and (given := record.get(use.messages)) is not None:
+        messages = _list(given)
+        if not messages:
+            raise _SkippedError("with messages that are no list")
+        last = messages[-1]
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            return messages[:-1], last.get("content") or ""
+        return messages, ""
+    system, question = _fill(use.system, record), _fill(use.question, record)
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn in _list(record.get(use.history)):
+        if not isinstance(turn, (list, tuple)) or len(turn) != 2:
+            raise _SkippedError("with a history that is not pairs")
+        messages += [
+            {"role": "user", "content": str(turn[0])},
+            {"role": "assistant", "content": str(turn[1])},
+        ]
+    if not question:
+        raise _SkippedError("without a question")
+    content = f"{_fill(use.context, record)}\n\n{question}".lstrip()
+    return [*messages, {"role": "user", "content": content}], ""
+
+
+def _add_options(row: Row, given: object, answer: str) -> None:
+    """Add options by letter to a row's question. ``given``: {name: option}, or that as JSON; ``answer``: the
+    names of those that are right, with commas between."""
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        raise _SkippedError("with options that are not JSON") from None
+    if not isinstance(given, Mapping):
+        raise _SkippedError("without options")
+    names = [name for name in sorted(given, key=_option_number) if _text(given, name)]
+    letter = dict(zip(names, LETTERS, strict=False))
+    right = [name.strip() for name in answer.split(",")]
+    if len(names) < 2 or not all(name in letter for name in right):
+        raise _SkippedError("whose right option is not among its options")
+    gold = "".join(sorted(letter[name] for name in set(right)))
+    check: Row = {"scorer": "choice", "options": "".join(letter.values())}
+    ask = "Answer with the letter of the right option only."
+    if len(gold) > 1:
+        ask = "More than one option is right. Answer with their letters only."
+        check["multiple"] = True
+    lines = [f"{letter[name]}. {_text(given, name)}" for name in names if name in letter]
+    content = "\n".join([last_text(row["messages"]), *lines, ask])
+    messages = [*_list(row["messages"])[:-1], {"role": "user", "content": content}]
+    row |= {"messages": messages, "gold": gold, "checks": [check]}
+
+
+def _option_number(name: str) -> tuple[int, str]:
+    digits = "".join(char for char in str(name) if char.isdecimal())
+    return (int(digits) if digits else 99, str(name))
+
+
+def _fill(template: str, record: Json) -> str:
+    """``template`` with the fields of a record; "" where none of them has text."""
+    texts = [_text(record, *names.split("|")) for names in _PLACE.findall(template)]
+    if texts and not any(texts):
+        return ""
+    found = iter(texts)
+    return _PLACE.sub(lambda place: next(found), template).strip()
+
+
+def _text(record: Json, *names: str) -> str:
     """The first of these fields that holds text, stripped; "" if none does."""
     for name in names:
         value = record.get(name)
@@ -191,181 +308,5 @@ def _text(record: Record, *names: str) -> str:
     return ""
 
 
-def _lines(record: Record, *groups: tuple[str, ...]) -> str:
-    """The text of each group of fields, on lines of their own."""
-    return "\n".join(filter(None, (_text(record, *names) for names in groups)))
-
-
-def _user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-def _references(source: Source) -> list[Row]:
-    return [{"scorer": "references", "metric": source.get("metric", "rouge-l")}]
-
-
-def afrimed_qa(record: Record, source: Source) -> Row:
-    """MCQ: options by letter, one or several right; SAQ: against the rationale. Filtered by ``split``."""
-    split = source.get("split")
-    if split and _text(record, "split") != split:
-        raise Skipped(f"not of the split {split}")
-    kind = _text(record, "question_type").lower()
-    question = _text(record, "question_clean", "question")
-    if not question:
-        raise Skipped("without a question")
-    common = {"sub": _text(record, "specialty"), "cluster": _text(record, "sample_id")}
-    given = {key: value for key, value in common.items() if value}
-    if kind == "mcq":
-        return _afrimed_mcq(record, question) | given
-    if kind != "saq":
-        raise Skipped(f"of the type {kind or 'none'}, which has no right answer")
-    answer = _text(record, "answer_rationale", "correct_answer")
-    if not answer:
-        raise Skipped("without an answer to compare with")
-    row: Row = {"slice": "SAQ", "messages": _user(question), "gold": [answer]}
-    return row | {"checks": _references(source), "judge": "SAQ"} | given
-
-
-def _afrimed_mcq(record: Record, question: str) -> Row:
-    options = record.get("answer_options")
-    try:
-        options = json.loads(options) if isinstance(options, str) else options
-    except ValueError:
-        raise Skipped("with options that are not JSON") from None
-    if not isinstance(options, Mapping):
-        raise Skipped("without options")
-    offered = [(name, _text(options, name)) for name in sorted(options, key=_option_number)]
-    offered = [(name, text) for name, text in offered if text]
-    letter = {name: LETTERS[i] for i, (name, _) in enumerate(offered[: len(LETTERS)])}
-    right = [name.strip() for name in _text(record, "correct_answer").split(",")]
-    if len(offered) < 2 or not all(name in letter for name in right):
-        raise Skipped("whose right option is not among its options")
-    gold = "".join(sorted(letter[name] for name in set(right)))
-    lines = [f"{letter[name]}. {text}" for name, text in offered if name in letter]
-    ask = "Answer with the letter of the right option only."
-    if len(gold) > 1:
-        ask = "More than one option is right. Answer with their letters only."
-    check: Row = {"scorer": "choice", "options": "".join(letter.values())}
-    if len(gold) > 1:
-        check["multiple"] = True
-    messages = _user("\n".join([question, *lines, ask]))
-    return {"slice": "MCQ", "messages": messages, "gold": gold, "checks": [check]}
-
-
-def _option_number(name: str) -> tuple[int, str]:
-    digits = "".join(char for char in str(name) if char.isdecimal())
-    return (int(digits) if digits else 99, str(name))
-
-
-def translational_style(record: Record, source: Source) -> Row:
-    """One item per distinct question, with all its answers in the file as references."""
-    question, answer = _lines(record, ("instruction",), ("input",)), _text(record, "output")
-    if not question or not answer:
-        raise Skipped("without a question or an answer")
-    row: Row = {"slice": "STYLE", "messages": _user(question), "gold": [answer]}
-    return row | {"checks": _references(source), "judge": "STYLE"}
-
-
-def beyond_dialogue(record: Record, source: Source) -> Row:
-    """Role play with its history (DIALOGUE), and questions of fact about the role (OBJECTIVE)."""
-    if "Q" in record:
-        return _objective(record, source)
-    system = _text(record, "system")
-    messages = [{"role": "system", "content": system}] if system else []
-    for turn in _list(record.get("history")):
-        if not isinstance(turn, (list, tuple)) or len(turn) != 2:
-            raise Skipped("with a history that is not pairs")
-        messages += [
-            {"role": "user", "content": str(turn[0])},
-            {"role": "assistant", "content": str(turn[1])},
-        ]
-    question, answer = _lines(record, ("instruction",), ("input",)), _text(record, "output")
-    if not question or not answer:
-        raise Skipped("without a question or an answer")
-    return {
-        "slice": "DIALOGUE",
-        "messages": messages + _user(question),
-        "gold": [answer],
-        # Answers of one role in several scenes are not independent.
-        "cluster": system or question,
-        "checks": _references(source),
-        "judge": "DIALOGUE",
-    }
-
-
-# Answer -> gold, and what an answer that says so begins with.
-_YES_NO = (
-    (("true", "yes"), "yes", r"(?i)^\W*(?:yes|true|correct)\b"),
-    (("false", "no"), "no", r"(?i)^\W*(?:no|false|incorrect)\b"),
-    (("对", "是", "正确"), "是", r"^\W*(?:是|对|正确)"),
-    (("错", "否", "错误"), "否", r"^\W*(?:否|不|错)"),
-)
-
-
-def _objective(record: Record, source: Source) -> Row:
-    question, answer = _text(record, "Q"), _text(record, "A")
-    if not question or not answer:
-        raise Skipped("without a question or an answer")
-    row: Row = {"slice": "OBJECTIVE", "sub": _text(record, "type"), "messages": _user(question)}
-    if answer.upper() in tuple("ABCDEF"):
-        check = {"scorer": "choice", "options": "ABCDEF"}
-        return row | {"gold": answer.upper(), "checks": [check]}
-    for answers, gold, pattern in _YES_NO:
-        if answer.lower() in answers:
-            return row | {"gold": gold, "checks": [{"scorer": "regex", "pattern": pattern}]}
-    return row | {"gold": [answer], "checks": _references(source)}
-
-
-def llemr(record: Record, source: Source) -> Row:
-    """Questions about a hospital stay; those of one stay (``hadm_id``) form one cluster."""
-    question, answer = _text(record, "q"), _text(record, "a")
-    if not question or not answer:
-        raise Skipped("without a question or an answer")
-    context = _text(record, "context", "events")
-    messages = _user(f"{context}\n\n{question}" if context else question)
-    row: Row = {"slice": "EHR", "sub": _text(record, "event_type"), "messages": messages}
-    stay = _text(record, "hadm_id")
-    row |= {"cluster": f"stay-{stay}"} if stay else {}
-    return row | {"gold": [answer], "checks": _references(source), "judge": "EHR"}
-
-
-_TAKEN = ("id", "slice", "sub", "lang", "cluster", "gold", "checks", "max_tokens")
-
-
-def generic(record: Record, source: Source) -> Row:
-    """``messages`` (or prompt, question, instruction + input) and references (a list, or reference,
-    answer, output); ``id``, ``slice``, ``sub``, ``lang``, ``cluster``, ``gold`` and ``checks`` are
-    copied if present."""
-    given = record.get("messages")
-    if given is None:
-        given = _user(_lines(record, ("instruction", "prompt", "question"), ("input",)))
-        if not given[0]["content"]:
-            raise Skipped("without a question")
-    messages = _list(given)
-    if not messages:
-        raise Skipped("with messages that are no list")
-    wanted = record.get("references")
-    last = messages[-1]
-    if isinstance(last, dict) and last.get("role") == "assistant":
-        # A training row: the last turn is the reference.
-        wanted = wanted or last.get("content")
-        messages = messages[:-1]
-    wanted = wanted or _text(record, "reference", "answer", "output")
-    taken = {key: record[key] for key in _TAKEN if key in record}
-    row: Row = {"slice": "ALL", "messages": messages} | taken
-    if "checks" in row or (not wanted and "gold" in row):  # validated like a bench's item
-        return row
-    if not wanted:
-        raise Skipped("without references, gold or checks")
-    gold = [wanted] if isinstance(wanted, str) else wanted
-    return row | {"gold": gold, "checks": _references(source)}
-
-
-Loader = Callable[[Record, Source], Row]
-LOADERS: dict[str, Loader] = {
-    "afrimed-qa": afrimed_qa,
-    "translational-style": translational_style,
-    "beyond-dialogue": beyond_dialogue,
-    "llemr": llemr,
-    "generic": generic,
-}
+def _list(value: object) -> list[object]:
+    return list(value) if isinstance(value, list) else []

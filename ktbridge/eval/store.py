@@ -1,8 +1,8 @@
-"""What a run stores: answers.jsonl, by arm and request, and judgements.jsonl, by judge and request.
+"""A run's directory: run.json, the bench's snapshot, answers, judgements; and benches.json above several.
 
-Both are ledgers as files/ledger.py has them. The judge's replies are stored verbatim, so that parsing them
-again costs nothing. Failures are recorded, so that a report can list them, but are never reused: the next
-run asks again.
+answers.jsonl (by arm and request) and judgements.jsonl (by judge and request) are ledgers as files/ledger.py
+has them. The judge's replies are stored verbatim, so that parsing them again costs nothing. Failures are
+recorded, so that a report can list them, but are never reused: the next run asks again.
 """
 
 from __future__ import annotations
@@ -10,125 +10,36 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Generic, TypedDict, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
-from ktbridge.errors import KtbridgeError
-from ktbridge.eval.client import OUTCOMES
-from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
-from ktbridge.eval.results.types import Outcome
+from pydantic import AfterValidator, Field, TypeAdapter
+from typing_extensions import NotRequired, TypedDict
+
+import ktbridge
+from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.eval.arms import arm_rank
+from ktbridge.eval.bench import FILES, Bench, parse_bench
+from ktbridge.eval.results.cards import ArmCard, Json, JudgeOutcome, Message, Positive
+from ktbridge.eval.results.types import AnyOutcome, Outcome
+from ktbridge.eval.text import is_json
 from ktbridge.files import digests, publish
 from ktbridge.files.ledger import LedgerFile, whole_lines, writing
-from ktbridge.files.locks import lock_open
+from ktbridge.schemas import fits
 
-FAILED = "http-error"
+RUN = "run.json"
+BENCH = "bench"
+BENCHES = "benches.json"
+FAILED: Outcome = "http-error"
 JUDGE_FAILED: JudgeOutcome = "judge-error"
+NOT_RUN: AnyOutcome = "not-run"
 
 
-class _OptionalAnswerRecord(TypedDict, total=False):
-    repeat: int
-    turns: list[Message]
-
-
-class AnswerRecord(_OptionalAnswerRecord):
-    """A line of answers.jsonl."""
-
-    key: str
-    arm: str
-    item: str
-    outcome: Outcome
-    text: str
-    thinking: str
-    detail: str
-    status: int
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    seconds: float | None
-
-
-class Compared(TypedDict, total=False):
-    """Of a judgement of two answers."""
-
-    minus: str
-    swapped: bool
-
-
-class JudgementRecord(Compared):
-    """A line of judgements.jsonl."""
-
-    key: str
-    form: str
-    item: str
-    of: str
-    outcome: JudgeOutcome
-    reply: str
-    detail: str
-    attempts: int
-    prompt_tokens: int
-    completion_tokens: int
-
-
-_Record = TypeVar("_Record", AnswerRecord, JudgementRecord)
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-@dataclass(frozen=True)
-class Kind(Generic[_Record]):
-    """The record type of a file. ``failed`` is the outcome that is asked again. ``texts`` returns all
-    that a report may show of a record, or raises KeyError, TypeError or ValueError for an invalid one.
-    ``lock`` is the file that its writer locks; ``work`` ("writing to") and ``asked`` ("its question is
-    asked again") are parts of messages."""
-
-    name: str
-    lock: str
-    failed: str
-    texts: Callable[[_Record], list[str]]
-    work: str
-    asked: str
-
-
-def request_key(fingerprint: str, request: Json, repeat: int = 0) -> str:
-    """The key of an answer: arm fingerprint, exact request, and repeat (from 0)."""
-    key = {"arm": fingerprint, "request": dict(request)}
-    return digests.of_json({**key, "repeat": repeat} if repeat else key)
-
-
-def _answer_texts(record: AnswerRecord) -> list[str]:
-    if record["outcome"] not in OUTCOMES:
-        raise ValueError
-    turns = [turn[name] for turn in record.get("turns", []) for name in ("role", "content")]
-    return [record["text"], record["thinking"], record["detail"], *turns]
-
-
-def _judgement_texts(record: JudgementRecord) -> list[str]:
-    counts = (record["attempts"], record["prompt_tokens"], record["completion_tokens"])
-    known = record["outcome"] in ("ok", "parse-fail", JUDGE_FAILED)
-    if not known or any(type(one) is not int for one in counts):
-        raise ValueError
-    return [record["reply"], record["detail"]]
-
-
-# The lock covers the whole directory: run.json and the bench's snapshot have the same writer.
-ANSWERS = Kind(
-    name="answers.jsonl",
-    lock=".lock",
-    failed=FAILED,
-    texts=_answer_texts,
-    work="writing to",
-    asked="its question is asked again",
-)
-JUDGEMENTS = Kind(
-    name="judgements.jsonl",
-    lock="judgements.jsonl",
-    failed=JUDGE_FAILED,
-    texts=_judgement_texts,
-    work="judging",
-    asked="its judgement is asked for again",
-)
+# --- files of a run
 
 
 def read_stored(path: Path) -> bytes:
@@ -152,87 +63,9 @@ def read_document(path: Path) -> object:
     """
     try:
         value: object = json.loads(read_stored(path))
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
-    return value
-
-
-def read_ledger(directory: Path, kind: Kind[_Record]) -> dict[str, _Record]:
-    """Every key's record: the first that is not a failure, else the last failure. {} without a file.
-
-    Raises KtbridgeError for a damaged line other than a torn last one.
-    """
-    path = directory / kind.name
-    try:
-        data = read_stored(path)
-    except FileNotFoundError:
-        return {}
-    records: dict[str, _Record] = {}
-    for number, line in enumerate(whole_lines(data), 1):
-        try:
-            record: _Record = json.loads(line)
-            key = record["key"]
-            # A lone surrogate could not be printed.
-            "".join([key, *kind.texts(record)]).encode()
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise KtbridgeError(
-                f"{str(path)!r} is damaged at line {number}.",
-                f"delete that line ({kind.asked}) or use another --output",
-            ) from None
-        if key not in records or records[key]["outcome"] == kind.failed:
-            records[key] = record
-    return records
-
-
-class Ledger(Generic[_Record]):
-    """The only writer of such a file: a context manager that raises if there is another."""
-
-    def __init__(self, directory: Path, kind: Kind[_Record]) -> None:
-        self.directory = directory
-        self.records: dict[str, _Record] = {}
-        self._kind: Kind[_Record] = kind
-        self._closing = ExitStack()
-
-    def __enter__(self) -> Ledger[_Record]:
-        make_directory(self.directory)
-        with ExitStack() as opened:
-            self._lock(opened)
-            self._file = LedgerFile(self.directory / self._kind.name, encode=_encode)
-            opened.callback(self._file.close)
-            self._file.keep(self._file.lines())
-            self.records = read_ledger(self.directory, self._kind)
-            self._closing = opened.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._closing.close()
-
-    def _lock(self, opened: ExitStack) -> None:
-        path = self.directory / self._kind.lock
-        with writing(path):
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        opened.callback(os.close, lock)
-        if not lock_open(lock):
-            raise KtbridgeError(
-                f"another `ktbridge eval` is {self._kind.work} {str(self.directory)!r}.",
-                "wait for it, or use another --output",
-            )
-
-    def has(self, key: str) -> bool:
-        """Return whether a record other than a failure is stored under ``key``."""
-        return key in self.records and self.records[key]["outcome"] != self._kind.failed
-
-    def add(self, record: _Record) -> None:
-        """Append one record; it survives a kill once this returns. Raises KtbridgeError if the disk is
-        full, with nothing of the record left in the file."""
-        self._file.add(record)
-        self.records[record["key"]] = record
+    return value if is_json(value) else None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -250,3 +83,294 @@ def make_directory(path: Path) -> None:
     """Create ``path`` and its parents if they are missing; raises KtbridgeError."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
+
+
+# --- run.json and the bench's snapshot
+
+
+class PlannedSlice(TypedDict):
+    """Number of items of a slice to ask, from its first on, and how often each."""
+
+    items: Positive
+    repeat: Positive
+
+
+Plan = dict[str, dict[str, PlannedSlice]]  # arm -> slice -> what is to be asked
+
+
+class RunFile(TypedDict):
+    """run.json: the arms' cards by name, and the hashes of probe answers by fingerprint. ``plan`` and
+    ``date`` are None if it was written before 0.6."""
+
+    arms: dict[str, ArmCard]
+    probes: dict[str, dict[str, str]]
+    repeat: Positive
+    plan: Plan | None
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] | None
+
+
+def read_run(directory: Path) -> RunFile:
+    """The content of run.json; no arms without the file. Raises KtbridgeError for a damaged one."""
+    run: RunFile = {"arms": {}, "probes": {}, "repeat": 1, "plan": None, "date": None}
+    path = directory / RUN
+    try:
+        stored = read_document(path)
+    except FileNotFoundError:
+        return run
+    if not isinstance(stored, dict) or not {"arms", "probes"} <= set(stored):
+        raise KtbridgeError(
+            f"{str(path)!r} is not a run's description.", "use another --output directory"
+        )
+    found = {name: stored.get(name, default) for name, default in run.items()}
+    if not fits(found, RunFile) or any(
+        name != card["name"] for name, card in found["arms"].items()
+    ):
+        raise KtbridgeError(
+            f"{str(path)!r} is damaged.",
+            "delete it and run the same `ktbridge eval` command again; the answers are kept",
+        )
+    return found
+
+
+def write_run(directory: Path, run: RunFile, bench: Bench) -> None:
+    """Record arms, plan and bench, so that a report needs this directory and nothing else. The date
+    is today's where ``run`` has none: in UTC, or of SOURCE_DATE_EPOCH (reproducible-builds.org)."""
+    folder = directory / BENCH
+    make_directory(folder)
+    for name in FILES:
+        if not (folder / name).is_file() or (folder / name).read_bytes() != bench.files[name]:
+            write_text(folder / name, bench.files[name].decode("utf-8"))
+    plan = run["plan"] or {}
+    now = time.gmtime(float(os.environ.get("SOURCE_DATE_EPOCH") or time.time()))
+    document = {
+        "schema": "ktbridge.run/1",
+        "ktbridge": ktbridge.__version__,
+        "date": run["date"] or time.strftime("%Y-%m-%d", now),
+        "repeat": run["repeat"],
+        **({"max_tokens": bench.max_tokens} if bench.max_tokens else {}),
+        "plan": {name: plan[name] for name in sorted(plan, key=arm_rank)},
+        "arms": {name: run["arms"][name] for name in sorted(run["arms"], key=arm_rank)},
+        "probes": run["probes"],
+    }
+    write_json(directory / RUN, document)
+
+
+def read_snapshot(directory: Path) -> Bench:
+    """The bench of a run, so that a report needs nothing but the run's directory."""
+    folder = directory / BENCH
+    try:
+        return parse_bench({name: read_stored(folder / name) for name in FILES})
+    except FileNotFoundError as error:
+        raise KtbridgeError(
+            f"the run has no {Path(error.filename).name!r} in {str(folder)!r}.",
+            "run `ktbridge eval` with --output on this directory",
+        ) from None
+
+
+# --- benches.json: one directory for several benches
+
+
+def _check_folder(name: str) -> str:
+    """Refuse a name that isn't that of a direct subfolder, or that a run uses itself."""
+    known = name in ("", BENCH) or name.startswith(".") or "/" in name
+    if known or not name.isprintable() or name != name.strip():
+        raise ValueError("no folder's name")
+    return name
+
+
+_Folder = Annotated[str, AfterValidator(_check_folder)]
+
+
+class _Benches(TypedDict):
+    schema: Literal["ktbridge.benches/1"]
+    benches: list[_Folder]
+
+
+def read_benches(directory: Path) -> tuple[Path, ...]:
+    """The run directories in ``directory``: one per bench in the order given, or itself.
+
+    Raises KtbridgeError for a damaged list.
+    """
+    path = directory / BENCHES
+    try:
+        document = read_document(path)
+    except FileNotFoundError:
+        return (directory,)
+    if not fits(document, _Benches):
+        raise KtbridgeError(
+            f"{str(path)!r} is not a list of benches.", "use another --output directory"
+        )
+    return tuple(directory / name for name in document["benches"])
+
+
+def run_directories(directory: Path, names: Sequence[str]) -> tuple[Path, ...]:
+    """The run directories for benches of these names: ``directory`` itself for one, a folder each for
+    several. An existing layout is kept: a list of benches is extended.
+
+    Raises UsageError for a duplicate name or one that can't be a folder's, and if ``directory``
+    itself holds a run.
+    """
+    if len(names) == 1 and not (directory / BENCHES).is_file():
+        return (directory,)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"two benches are named {twice[0]!r}.", "give each its own --output")
+    odd = [name for name in names if not fits(name, _Folder)]
+    if odd:
+        raise UsageError(f"{odd[0]!r} cannot name a folder.", "change `name` in its bench.yaml")
+    if (directory / RUN).is_file():
+        raise UsageError(
+            f"{str(directory)!r} holds the run of one bench; several need a directory of their own.",
+            "use another --output",
+        )
+    return tuple(directory / name for name in names)
+
+
+def write_benches(directory: Path, folders: Sequence[Path]) -> None:
+    """Append the benches run in ``directory`` to those listed already."""
+    if tuple(folders) == (directory,):
+        return
+    make_directory(directory)
+    listed = [folder.name for folder in read_benches(directory) if folder != directory]
+    names = list(dict.fromkeys([*listed, *(folder.name for folder in folders)]))
+    if names != listed:
+        write_json(directory / BENCHES, {"schema": "ktbridge.benches/1", "benches": names})
+
+
+# --- answers.jsonl and judgements.jsonl
+
+
+def _check_turn(turn: Message) -> Message:
+    if not {"role", "content"} <= turn.keys():
+        raise ValueError("a turn without role or content")
+    return turn
+
+
+class AnswerRecord(TypedDict):
+    """A line of answers.jsonl."""
+
+    key: str
+    arm: NotRequired[str]
+    item: NotRequired[str]
+    outcome: Outcome
+    text: str
+    thinking: str
+    detail: str
+    status: NotRequired[int]
+    prompt_tokens: NotRequired[int | None]
+    completion_tokens: NotRequired[int | None]
+    seconds: NotRequired[float | None]
+    repeat: NotRequired[int]
+    turns: NotRequired[list[Annotated[Message, AfterValidator(_check_turn)]]]
+
+
+class Compared(TypedDict, total=False):
+    """Further fields of a judgement of two answers."""
+
+    minus: str
+    swapped: bool
+
+
+class JudgementRecord(Compared):
+    """A line of judgements.jsonl."""
+
+    key: str
+    form: NotRequired[str]
+    item: NotRequired[str]
+    of: NotRequired[str]
+    outcome: JudgeOutcome
+    reply: str
+    detail: str
+    attempts: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+_Record = TypeVar("_Record", AnswerRecord, JudgementRecord)
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True)
+class Kind(Generic[_Record]):
+    """A ledger of a run; the outcome ``failed`` is asked again."""
+
+    name: str
+    record: TypeAdapter[_Record]
+    failed: str
+
+
+ANSWERS = Kind("answers.jsonl", TypeAdapter(AnswerRecord), FAILED)
+JUDGEMENTS = Kind("judgements.jsonl", TypeAdapter(JudgementRecord), JUDGE_FAILED)
+
+
+def request_key(fingerprint: str, request: Json, repeat: int = 0) -> str:
+    """The key of an answer: arm fingerprint, exact request, and repeat (from 0)."""
+    key = {"arm": fingerprint, "request": dict(request)}
+    return digests.of_json({**key, "repeat": repeat} if repeat else key)
+
+
+def read_ledger(directory: Path, kind: Kind[_Record]) -> dict[str, _Record]:
+    """Every key's record: the first that is not a failure, else the last failure. {} without a file.
+
+    Raises KtbridgeError for a damaged line other than a torn last one.
+    """
+    path = directory / kind.name
+    try:
+        data = read_stored(path)
+    except FileNotFoundError:
+        return {}
+    records: dict[str, _Record] = {}
+    for number, line in enumerate(whole_lines(data), 1):
+        try:
+            record = kind.record.validate_json(line, strict=True)
+        except ValueError:
+            raise KtbridgeError(
+                f"{str(path)!r} is damaged at line {number}.",
+                "delete that line, whose answer is asked for again, or use another --output",
+            ) from None
+        key = record["key"]
+        if key not in records or records[key]["outcome"] == kind.failed:
+            records[key] = record
+    return records
+
+
+class Ledger(Generic[_Record]):
+    """The only writer of such a file: a context manager that raises if there is another.
+
+    Who writes answers also writes run.json and the bench's snapshot.
+    """
+
+    def __init__(self, directory: Path, kind: Kind[_Record]) -> None:
+        self.directory = directory
+        self.records: dict[str, _Record] = {}
+        self._kind: Kind[_Record] = kind
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Ledger[_Record]:
+        make_directory(self.directory)
+        path = self.directory / self._kind.name
+        with ExitStack() as opened:
+            self._file = LedgerFile(path, encode=_encode)
+            opened.callback(self._file.close)
+            if not self._file.lock():
+                raise KtbridgeError(
+                    f"another `ktbridge eval` is writing to {str(path)!r}.",
+                    "wait for it, or use another --output",
+                )
+            self._file.keep(self._file.lines())
+            self.records = read_ledger(self.directory, self._kind)
+            self._closing = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.close()
+
+    def has(self, key: str) -> bool:
+        """Return whether a record other than a failure is stored under ``key``."""
+        return key in self.records and self.records[key]["outcome"] != self._kind.failed
+
+    def add(self, record: _Record) -> None:
+        """Append one record; it survives a kill once this returns. Raises KtbridgeError if the disk is
+        full, with nothing of the record left in the file."""
+        self._file.add(record)
+        self.records[record["key"]] = record

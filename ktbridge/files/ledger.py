@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.files.locks import lock_open
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN = "run the same command again; what is stored there is kept and not asked for again"
@@ -34,6 +35,10 @@ class LedgerFile:
         with writing(path):
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._file = os.open(path, flags, 0o666)
+
+    def lock(self) -> bool:
+        """Lock the file until ``close``; return False if another process has it."""
+        return lock_open(self._file)
 
     def lines(self) -> list[bytes]:
         """The whole lines, without their ends."""

@@ -63,16 +63,13 @@ class AskingClient:
 class Eval(AskingClient):
     def __init__(self, spec: Mapping[str, Any]) -> None:
         super().__init__(spec)
-        from ktbridge.eval.arms import parse_arms
-        from ktbridge.eval.run import collect
+        from ktbridge.eval import parse_arms
 
-        self._collect = collect
         self._arms = parse_arms([f"base=tiny@{self.url}"])
         self._bench = self._make_bench()
 
     def _make_bench(self) -> Any:
         from ktbridge.eval.bench import parse_bench
-        from ktbridge.eval.persona import NO_PERSONA
 
         head = {
             "name": "speed", "version": "1", "language": "zh", "sampling": SAMPLING,
@@ -86,13 +83,14 @@ class Eval(AskingClient):
         rows = ({"id": f"q-{n}", "messages": [question(n)], **row} for n in range(self.count))
         items = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in rows)
         files = {"bench.yaml": json.dumps(head).encode(), "items.jsonl": items.encode()}
-        return parse_bench({**files, "persona.yaml": NO_PERSONA})
+        return parse_bench(files)
 
     def ask_all(self) -> int:
+        from ktbridge.eval import EvalRequest, collect
+
         with tempfile.TemporaryDirectory() as folder:
-            done = self._collect(
-                self._bench, self._arms, Path(folder), concurrency=self.concurrency, timeout=60
-            )
+            settings = {"concurrency": self.concurrency, "timeout": 60}
+            done = collect(EvalRequest(self._bench, self._arms, Path(folder), **settings))
         return int(done.outcomes.get("ok", 0))
 
 

@@ -33,7 +33,6 @@ from scriptedjudge import (
 
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import score_run
-from ktbridge.eval.bench import read_snapshot
 from ktbridge.eval.judge import (
     judge_preflight,
     judge_run,
@@ -42,7 +41,7 @@ from ktbridge.eval.judge import (
 )
 from ktbridge.eval.judge.plan import compared_arms, plan_judging
 from ktbridge.eval.judge.prompts import VERSION
-from ktbridge.eval.store import JUDGEMENTS, Ledger
+from ktbridge.eval.store import JUDGEMENTS, Ledger, read_snapshot
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def run(collected_, tmp_path):
 
 
 def test_a_fair_judge_gives_the_right_verdicts_and_is_asked_once(world, run, rows, answers):
-    assert read_judgements(run, read_snapshot(run / "bench"), []) is None
+    assert read_judgements(run, read_snapshot(run), []) is None
     progress = []
     done = judge_it(world, run, pairs=True, on_progress=lambda *now: progress.append(now))
     assert codes(done.problems) == set()
@@ -372,7 +371,7 @@ def test_a_judge_of_the_served_family_is_warned_about(world, run, rows):
 
 
 def test_an_arm_that_was_never_asked_is_not_compared(rows, run):
-    bench, judge = read_snapshot(run / "bench"), parse_judge("m@http://127.0.0.1:1")
+    bench, judge = read_snapshot(run), parse_judge("m@http://127.0.0.1:1")
     more = [{**row, "answers": {**row["answers"], "late": {"outcome": "not-run"}}} for row in rows]
     plan = plan_judging(bench, more, judge, pairs=True)
     assert plan == plan_judging(bench, rows, judge, pairs=True)
@@ -396,7 +395,7 @@ def test_every_ok_repeat_is_judged_and_the_mean_told(world, run, rows):
         **row,
         "answers": {**row["answers"], arm: {**first, "text": good, "repeats": texts}},
     }
-    bench = read_snapshot(run / "bench")
+    bench = read_snapshot(run)
     judge = parse_judge(f"arbiter@{world.url}")
     plan = plan_judging(bench, [repeated], judge, pairs=False)
     mine = [ask for ask in plan.scores if ask.of == arm]

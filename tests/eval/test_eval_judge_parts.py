@@ -14,10 +14,9 @@ from publicscript import write_script
 from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, read
 
 from ktbridge.errors import ProblemsError, UsageError
-from ktbridge.eval import collect, load_bench, parse_arms, score_run
-from ktbridge.eval.bench import read_snapshot
+from ktbridge.eval import EvalRequest, collect, load_bench, parse_arms, score_run
 from ktbridge.eval.compat import load_compat
-from ktbridge.eval.facts import made_of
+from ktbridge.eval.facts import axis_description
 from ktbridge.eval.judge import (
     check_judge,
     judge_preflight,
@@ -29,6 +28,7 @@ from ktbridge.eval.judge import (
 from ktbridge.eval.judge.calibration import ComparedPair, length_bias, position_bias
 from ktbridge.eval.judge.plan import plan_judging
 from ktbridge.eval.judge.prompts import ReplyError, parse_checks, parse_pair
+from ktbridge.eval.store import read_snapshot
 from ktbridge.eval.text import delimit_untrusted
 
 
@@ -199,7 +199,7 @@ def test_digits_of_the_public_bench(world, tmp_path):
     bench = load_compat("nekobench", path, write_script(tmp_path / "script.py"))
     known = {one.answer: one.kind for one in read_anchors(bench)}
     arms = parse_arms([f"{name}=tiny:{name}@{world.url}" for name in ("base", "full")])
-    collect(bench, arms, tmp_path / "run", backoff=0.001, concurrency=8)
+    collect(EvalRequest(bench, arms, tmp_path / "run", backoff=0.001, concurrency=8))
 
     def behave(request, nth):
         (asked,) = request["messages"]
@@ -237,7 +237,7 @@ def test_digits_of_the_public_bench(world, tmp_path):
         assert set(means["modules"]) == {"PES", "KRI"}
     validate(results)
     shown = json.dumps(results["verdict"], ensure_ascii=False)
-    assert made_of(results, "judge") == "the judge's digit from 0 to 5, divided by 5"
+    assert axis_description(results, "judge") == "the judge's digit from 0 to 5, divided by 5"
     mean = results["judge"]["digits"]["base"]["mean"]
     assert f"0 to 5: base {mean:.2f} (8 answers, 2 without a digit)" in shown
     # Anchors of the two modules asked, and of no other.
@@ -293,4 +293,4 @@ def test_nothing_to_judge_is_a_warning(world, tmp_path):
     out = gather(world, folder, tmp_path / "run")
     done = judge_it(world, out)
     assert (done.asked, codes(done.problems), world.asked) == (0, {"KTB887"}, [])
-    assert read_judgements(out, read_snapshot(out / "bench"), score_run(out)["items"]) is None
+    assert read_judgements(out, read_snapshot(out), score_run(out)["items"]) is None

@@ -13,7 +13,6 @@ import pytest
 from evalruns import BENCH, knows, stored, validate
 
 from ktbridge.eval import load_bench, score_run, write_report
-from ktbridge.eval.persona import score_persona
 from ktbridge.eval.scorers import FAMILIES, SCORERS, measure_texts, registry, score_task
 from ktbridge.eval.scorers.numbers import chinese_number, find_answer_number
 
@@ -63,7 +62,7 @@ def test_every_scorer_ends(name):
         value, rows = score_task(TEXTS[name], [check], gold)
         assert 0 <= value <= 1
         assert len(rows[0]["reason"]) < 400
-    score_persona(TEXTS[name], NEKO.persona)
+    NEKO.persona.score(TEXTS[name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,10 +21,9 @@ from ktbridge.eval.gates import check_gates, parse_gate, refuse_unknown
 from ktbridge.eval.html import diff_words, render_html
 from ktbridge.eval.judge import Judgements, JudgeScore
 from ktbridge.eval.markdown import render_markdown
-from ktbridge.eval.persona import NO_PERSONA
 from ktbridge.eval.results.build import Gathered, assemble, bench_card, mark_judged
-from ktbridge.eval.rundir import read_run, write_benches
 from ktbridge.eval.stats import power, smallest_seen, unseen_share
+from ktbridge.eval.store import read_run, write_benches
 from ktbridge.eval.verdict import finding, interval, judge_contrast, signed
 
 ARMS = ("base", "expert", "full")
@@ -168,7 +167,7 @@ def test_arms_that_share_no_answered_item(tmp_path):
 
 def test_without_a_persona_there_is_no_such_axis(tmp_path):
     head = BENCH.files["bench.yaml"].replace(b"primary: persona", b"primary: task")
-    bench = parse_bench({**BENCH.files, "bench.yaml": head, "persona.yaml": NO_PERSONA})
+    bench = parse_bench({"items.jsonl": BENCH.files["items.jsonl"], "bench.yaml": head})
     results = write_report(stored(tmp_path, dict.fromkeys(ARMS, knows), bench))
     assert results["axes"] == ["task"]
     assert set(results["tables"]) == {"task"}

@@ -16,8 +16,15 @@ from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.eval import load_bench, parse_arms, score_run
 from ktbridge.eval.arms import discover_arms, parse_model
 from ktbridge.eval.bench import parse_bench, parse_extra_body, with_sampling
-from ktbridge.eval.rundir import read_benches, read_run
-from ktbridge.eval.store import ANSWERS, JUDGEMENTS, Ledger, read_ledger, request_key
+from ktbridge.eval.store import (
+    ANSWERS,
+    JUDGEMENTS,
+    Ledger,
+    read_benches,
+    read_ledger,
+    read_run,
+    request_key,
+)
 
 TALK = load_bench("beyond-dialogue")
 GUEST = "嗯，那后来呢？"
@@ -486,7 +493,7 @@ def test_a_judge_is_asked_after_the_arms_and_its_failure_costs_no_report(server,
     with Ledger(tmp_path, JUDGEMENTS):
         done = invoke(*words, *judge)
     assert done.exit_code == 1
-    assert "another `ktbridge eval` is judging" in done.output
+    assert "another `ktbridge eval` is writing to" in done.output
     assert (tmp_path / "report.html").is_file()
     assert sum(one["model"] == "judge" for one in server.requests) == 1, "only the canary"
     # Without questions among what is asked there is nothing to judge, and that is no failure.

@@ -6,7 +6,6 @@ import pytest
 
 from ktbridge.eval import load_bench
 from ktbridge.eval.client import BadReplyError, read_completion
-from ktbridge.eval.persona import score_persona
 from ktbridge.eval.scorers import SCORERS, check_faults, score_task, scorer
 from ktbridge.eval.scorers.numbers import find_answer_number
 from ktbridge.eval.text import sentences
@@ -211,7 +210,7 @@ def test_number_that_an_answer_settles_on(text, value):
     ],
 )
 def test_persona_rules(text, score):
-    assert score_persona(text, load_bench("nekobench").persona)["score"] == pytest.approx(score)
+    assert load_bench("nekobench").persona.score(text)["score"] == pytest.approx(score)
 
 
 def test_sentences_split_in_both_languages_and_not_inside_numbers():

@@ -14,7 +14,7 @@ from publicscript import MODULES, write_script
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench
 from ktbridge.eval.bench import FILES, benches_root, parse_bench
-from ktbridge.eval.compat import first_digit, judge_messages, load_compat, public_questions
+from ktbridge.eval.compat import first_digit, judge_messages, load_compat
 from ktbridge.eval.contamination import find_contamination, overlap_problems
 from ktbridge.eval.scorers import score_task
 
@@ -23,7 +23,7 @@ SOURCED = ("translational-style", "afrimed-qa", "beyond-dialogue", "llemr", "gen
 
 
 def write(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return path
 
 
@@ -88,7 +88,7 @@ def test_answers_to_one_question_are_gathered_and_rounds_are_kept():
     second = talk.items[1]
     assert [one["role"] for one in second.messages] == ["system", "user", "assistant", "user"]
     assert second.cluster == talk.items[0].cluster, "scenes of one role belong together"
-    assert (talk.partner.turns, talk.partner.slices) == (4, ("DIALOGUE",))
+    assert (talk.partner.turns, talk.partner.slices) == (4, ["DIALOGUE"])
     facts = {item.sub: item for item in talk.items if item.slice == "OBJECTIVE"}
     assert score_task("True, she does.", facts["judgment"].checks, "yes")[0] == 1
     assert score_task("It is not true.", facts["judgment"].checks, "yes")[0] == 0
@@ -112,6 +112,31 @@ def test_a_stay_is_a_cluster_and_its_data_stays_on_the_machine():
             bench.refuse_remote_judge(url)
         bench.refuse_remote_judge(url, allowed=True)
         load_bench("generic").refuse_remote_judge(url)
+
+
+def test_a_bench_says_itself_how_records_become_items(tmp_path):
+    head = {
+        "name": "mine",
+        "slices": ["EASY"],
+        "source": {
+            "file": "rows.csv",
+            "rows": [
+                {"when": {"level": "1"}, "slice": "EASY", "question": "{q}?", "answer": "{a|b}"}
+            ],
+            "others": "of level {level}",
+        },
+    }
+    (tmp_path / "bench.yaml").write_text(json.dumps(head))
+    (tmp_path / "rows.csv").write_text("q,a,b,level\nHow,,so,1\nWhy,x,y,2\n")
+    bench = load_bench(tmp_path)
+    assert [(one.messages[0]["content"], one.gold) for one in bench.items] == [("How?", ["so"])]
+    assert bench.data["skipped"] == {"of level 2": 1}
+    head["source"]["rows"][0]["answr"] = "{a}"
+    (tmp_path / "bench.yaml").write_text(json.dumps(head))
+    with pytest.raises(ProblemsError) as caught:
+        load_bench(tmp_path)
+    found = [(one.code, one.where) for one in caught.value.problems]
+    assert found == [("KTB811", "bench.yaml: source.rows")]
 
 
 # --- the user's copy
@@ -183,7 +208,8 @@ def test_generic_takes_the_usual_shapes(tmp_path):
         ),
         ("generic", [{"prompt": "a"}], "no item could be made"),
         ("generic", [], "no item could be made"),
-        ("generic", [["a"]], "list"),
+        ("generic", [["a"]] * 2, "list"),
+        ("generic", [{"prompt": "\ud83d", "answer": "b"}], "half a character"),
         ("afrimed-qa", [{"question": "a"}], "{question_type, correct_answer}"),
         ("llemr", [{"question": "a", "answer": "b"}], "{q, a}"),
         ("beyond-dialogue", [{"text": "a"}], "{instruction, output} or {Q, A}"),
@@ -205,9 +231,9 @@ def test_a_file_that_is_not_there_or_not_text_or_not_wanted(tmp_path):
     with pytest.raises(UsageError, match="items of its own"):
         load_bench("nekobench", tmp_path / "x.jsonl")
     for name, data, words in (
-        ("a.jsonl", b"\xff\xfe", "not UTF-8"),
+        ("a.jsonl", b"\xff\xfe", "UTF-16"),
         ("b.jsonl", b'{"a": 1}\n{"a": ', "b.jsonl:2"),
-        ("c.json", b"[", "not JSON"),
+        ("c.json", b"[", "not valid JSON"),
         ("d.csv", b'a,b\n"x', "not CSV"),
     ):
         (tmp_path / name).write_bytes(data)
@@ -224,7 +250,7 @@ def test_the_600_public_questions():
     bench = load_compat("nekobench", NEKOBENCH)
     assert len(bench.items) == 600
     assert {item.id for item in bench.items} >= {"pes-001", "kri-100", "erm-100"}
-    assert public_questions()["note"] in bench.notes
+    assert bench.notes[0].startswith("Public NekoBench questions.")
     assert bench.persona.name == "neko"
     assert bench.data["sha256"].startswith("18e939926d39")
     again = parse_bench({key: bench.files[key] for key in FILES})
@@ -248,7 +274,7 @@ def test_a_copy_that_was_changed_is_refused(tmp_path):
     ]
     with pytest.raises(UsageError, match="--compat 'mmlu'"):
         load_compat("mmlu", path)
-    with pytest.raises(UsageError, match="no file"):
+    with pytest.raises(UsageError, match="no data file"):
         load_compat("nekobench", tmp_path / "nosuch")
     path.write_text(json.dumps([good]), "utf-8")
     (item,) = load_compat("nekobench", path).items

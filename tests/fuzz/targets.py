@@ -271,8 +271,7 @@ def _bench(folder: Path) -> Target:
 
 def _run(folder: Path) -> Target:
     """What `ktbridge eval` stored: run.json, benches.json, answers.jsonl, judgements.jsonl."""
-    from ktbridge.eval.rundir import read_benches, read_run
-    from ktbridge.eval.store import ANSWERS, JUDGEMENTS, read_ledger
+    from ktbridge.eval.store import ANSWERS, JUDGEMENTS, read_benches, read_ledger, read_run
 
     answer = {
         "key": "k", "arm": "base", "item": "i", "outcome": "ok", "text": "a", "thinking": "", "detail": "",

@@ -33,8 +33,7 @@ from ktbridge.eval.judge.plan import (
 from ktbridge.eval.judge.prompts import VERSION, ReplyError
 from ktbridge.eval.results.cards import DigitMeans, Json, JudgeCard, JudgeFacts
 from ktbridge.eval.results.types import ItemRow, JudgedPair
-from ktbridge.eval.rundir import read_run
-from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger
+from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger, read_run
 from ktbridge.schemas import fits
 
 JUDGE = "judge.json"

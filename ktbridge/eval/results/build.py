@@ -13,7 +13,7 @@ from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.contamination import overlap_problems, read_contamination
 from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.judge import Judgements, read_judgements
-from ktbridge.eval.plan import compare_plan, planned_answers
+from ktbridge.eval.request import compare_plan, planned_answers
 from ktbridge.eval.results.cards import ArmCard, BenchCard, Contamination, JudgeCard, problem_row
 from ktbridge.eval.results.compare import axes_of, compare, count_pairs, repeat_noise
 from ktbridge.eval.results.rows import (
@@ -26,8 +26,8 @@ from ktbridge.eval.results.rows import (
     read_rows,
 )
 from ktbridge.eval.results.types import Axis, Cost, ItemRow, Measured, PlanCounts, Repeats, Results
-from ktbridge.eval.rundir import NOT_RUN
 from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
+from ktbridge.eval.store import NOT_RUN
 from ktbridge.eval.verdict import summarise
 
 SCHEMA: Final = "ktbridge.eval/1"

@@ -11,8 +11,7 @@ import ktbridge
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.results.build import SCHEMA, score_run
 from ktbridge.eval.results.types import Index, IndexEntry, IndexFile, IndexLink, Results
-from ktbridge.eval.rundir import BENCHES, RUN, read_benches
-from ktbridge.eval.store import write_text
+from ktbridge.eval.store import BENCHES, RUN, read_benches, write_text
 
 INDEX_SCHEMA: Final = "ktbridge.index/1"
 

@@ -15,9 +15,8 @@ from typing import Literal
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
 from ktbridge.eval.asking import answer_key
-from ktbridge.eval.bench import Bench, Item, read_snapshot
+from ktbridge.eval.bench import NO_PERSONA_NAME, Bench, Item
 from ktbridge.eval.client import OUTCOMES
-from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
 from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.eval.results.types import (
     AnyOutcome,
@@ -30,9 +29,16 @@ from ktbridge.eval.results.types import (
     TextCell,
     Texts,
 )
-from ktbridge.eval.rundir import BENCH, NOT_RUN, RunFile, read_run
 from ktbridge.eval.scorers import FAMILIES, ScorerError, measure_texts, score_task
-from ktbridge.eval.store import ANSWERS, AnswerRecord, read_ledger
+from ktbridge.eval.store import (
+    ANSWERS,
+    NOT_RUN,
+    AnswerRecord,
+    RunFile,
+    read_ledger,
+    read_run,
+    read_snapshot,
+)
 from ktbridge.eval.time_limit import time_limit
 
 SCORE_ERROR: AnyOutcome = "score-error"  # the answer exists, but one of our scorers failed on it
@@ -84,7 +90,7 @@ def read_rows(directory: Path) -> tuple[RunFile, StoredAnswers, list[ItemRow]]:
             f"there is no evaluation in {str(directory)!r}.",
             "run `ktbridge eval --bench nekobench --arm NAME=MODEL@URL --output DIR` first",
         )
-    bench = read_snapshot(directory / BENCH)
+    bench = read_snapshot(directory)
     arms = [
         Arm(name, cards[name]["model"], cards[name]["url"]) for name in sorted(cards, key=arm_rank)
     ]
@@ -189,7 +195,7 @@ def _score(item: Item, bench: Bench, record: AnswerRecord | None) -> ArmAnswer:
         if answer["outcome"] == "ok" and has_persona(bench):
             try:
                 with time_limit():
-                    parts = score_persona(record["text"], bench.persona)
+                    parts = bench.persona.score(record["text"])
             except TimeoutError as error:
                 answer["outcome"], answer["detail"] = SCORE_ERROR, f"persona: {error}"
                 return answer

@@ -2,7 +2,7 @@
 
 ``SCORERS`` lists every scorer with its parameters, so that a faulty bench is refused before the first
 request, never in the middle of a run. All of them score the answer that a user would see, without
-thinking. Persona is a separate axis (``ktbridge.eval.persona``).
+thinking. Persona is a separate axis (``schema.Persona``).
 """
 
 from __future__ import annotations
