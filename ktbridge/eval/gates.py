@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.eval.bench import Bench
+from ktbridge.eval.report.sentences import interval
+from ktbridge.eval.results.compare import OVERALL, find_contrast
 from ktbridge.eval.results.rows import has_persona
 from ktbridge.eval.results.types import Contrast, Results
-from ktbridge.eval.verdict import OVERALL, find, interval
 
 _FORM = re.compile(
     r"\s*(?:(?P<side>low|high)\((?P<inside>[^()]+)\)|(?P<plain>[^()<>=]+))"
@@ -50,7 +51,9 @@ class Gate:
         names = [card["name"] for card in results["arms"]]
         failed = []
         for axis, name in self._contrasts(results):
-            one = find(results, axis, name, names[-1], names[0]) if len(names) > 1 else None
+            one = (
+                find_contrast(results, axis, name, names[-1], names[0]) if len(names) > 1 else None
+            )
             if one is None:
                 failed.append(f"{axis}:{name} was not compared")
             elif _HOLDS[self.sign](_end(one, self.side), self.value):

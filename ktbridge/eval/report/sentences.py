@@ -1,0 +1,392 @@
+"""Sentences about results: the first line, the headline, and what stands below them.
+
+The first line names the overall contrast of each axis, the last arm minus the first, with its interval, and
+the slices that improved or dropped. Everything else stands below it and is called "may have" at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from ktbridge.document import Tone
+from ktbridge.eval.results.compare import (
+    CONFIRMED,
+    LOSSES,
+    NULLS,
+    OVERALL,
+    find_contrast,
+    own_slices,
+)
+from ktbridge.eval.results.types import (
+    AXES_SHOWN,
+    Axis,
+    Clause,
+    Contrast,
+    Measured,
+    Numbers,
+    PairCounts,
+    Verdict,
+    Words,
+)
+
+AXIS_WORDS: Mapping[Axis, str] = {
+    "persona": "persona",
+    "task": "task quality",
+    "judge": "judged quality",
+}
+# A drop counts as detectable if the smallest detectable effect is at most this (scale 0..1).
+SEEN = 0.25
+
+
+# --- numbers and names
+
+
+def signed(value: float) -> str:
+    """+0.42, −0.10, 0.00 (U+2212 minus sign, no sign if the value rounds to zero)."""
+    rounded = round(value, 2)
+    return f"{rounded:+.2f}".replace("-", "−") if rounded else "0.00"
+
+
+def interval(numbers: Numbers, signs: bool = True) -> str:
+    """ "+0.42 [+0.30, +0.55]", or without signs, for one that excludes 0: "0.10 [0.01, 0.20]"."""
+    mean, low, high = _numbers(numbers, signs)
+    return f"{mean} [{low}, {high}]"
+
+
+def _interval_in_words(numbers: Numbers, signs: bool = True, p: str = "") -> str:
+    """ "−0.02 (95 %: −0.10 to +0.06)", or without signs; with p if one is given."""
+    mean, low, high = _numbers(numbers, signs)
+    return f"{mean} (95 %: {low} to {high}{p})"
+
+
+def _numbers(numbers: Numbers, signs: bool) -> list[str]:
+    """Mean and both ends; an end near 0 has three digits, so that it is seen on which side it is.
+
+    Without signs the smaller end comes first.
+    """
+    ends = [
+        f"{end:+.3f}".replace("-", "−") if 0.0005 <= abs(end) < 0.005 else signed(end)
+        for end in (numbers["low"], numbers["high"])
+    ]
+    if signs:
+        return [signed(numbers["mean"]), *ends]
+    sizes = [end.lstrip("+−") for end in ends]
+    return [f"{abs(numbers['mean']):.2f}", *(sizes if numbers["low"] > 0 else sizes[::-1])]
+
+
+def detectable(contrast: Contrast) -> str:
+    """The smallest effect that would be confirmed, beside a contrast that isn't: "0.12", or "none" with
+    too few items; else ''."""
+    if contrast["verdict"] in CONFIRMED:
+        return ""
+    return "none" if contrast["detectable"] is None else f"{contrast['detectable']:.2f}"
+
+
+def contrast_tone(contrast: Contrast) -> Tone:
+    """The color of a contrast everywhere: green or red for what the first line calls improved or
+    dropped, grey for the rest."""
+    return verdict_tone(contrast["verdict"]) if contrast["headline"] else "calm"
+
+
+def verdict_tone(verdict: Words) -> Tone:
+    return verdict if verdict == "improved" or verdict == "dropped" else "calm"
+
+
+def slice_title(results: Measured, name: str) -> str:
+    """A slice's name and label, the same everywhere: "KRI-K (knowledge)"."""
+    labels = {one["name"]: one["label"] for one in results["bench"]["slices"]}
+    label = labels.get(name, name)
+    return name if label == name else f"{name} ({label})"
+
+
+def ordered_slices(results: Measured, axis: Axis) -> list[tuple[str, bool]]:
+    """Return the slices of an axis's table, and whether each is a minor one: there for another axis. Those
+    come last."""
+    own = [OVERALL, *own_slices(results["bench"], axis)]
+    return sorted(
+        ((name, name not in own) for name in results["tables"][axis]), key=lambda one: one[1]
+    )
+
+
+def contrast_title(results: Measured, contrast: Contrast) -> str:
+    """A contrast's title: "task quality", "KRI-K (knowledge)", "task quality of PES (…)"."""
+    axis, name = contrast["axis"], contrast["slice"]
+    if name == OVERALL:
+        return AXIS_WORDS[axis]
+    title = slice_title(results, name)
+    return title if axis == _primary(results).get(name) else f"{AXIS_WORDS[axis]} of {title}"
+
+
+def _primary(results: Measured) -> dict[str, str]:
+    return {one["name"]: one["primary"] for one in results["bench"]["slices"]}
+
+
+# --- the first line
+
+
+def summarize(results: Measured) -> Verdict:
+    """Return the line, the headline and the sentences below it, for the last arm against the first.
+
+    ``line`` lists the contrasts in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
+    [0.48, 0.75]"), and ``clauses`` are its parts; ``headline`` says the same in a sentence;
+    ``persona``, ``task`` and ``judge`` hold the verdicts of the overall contrasts, None if there is
+    none.
+    """
+    names = [card["name"] for card in results["arms"]]
+    plan = results.get("plan")
+    total = max(results["asked"], plan["items"] if plan else 0)
+    over = f" over {results['valid']} of {total} items" if results["valid"] < total else ""
+    if len(names) < 2:
+        means = "; ".join(
+            f"{AXIS_WORDS[axis]} {table[OVERALL][names[0]]['mean']:.2f}"
+            for axis, table in results["tables"].items()
+            if OVERALL in table
+        )
+        found = f"{means}{over}" if means else "no valid answers"
+        text = f"One arm ({', '.join(names) or 'none'}): {found}. Nothing to compare it with."
+        return _verdict(text, text)
+    first, last = names[0], names[-1]
+    ranked = _ranked(results)
+    main = [one for one in ranked if (one["of"], one["minus"]) == (last, first)]
+    overall = {one["axis"]: one["verdict"] for one in main if one["slice"] == OVERALL}
+    if not overall:
+        text = "No item has an ok answer from every arm; nothing can be compared."
+        return _verdict(text, text)
+    margin = results["bench"]["margin"]
+    said = [
+        (
+            one["slice"] != OVERALL,
+            one["verdict"],
+            title + clause_text(one, margin),
+            f"{title} {words}",
+        )
+        for one in _distinct(results, main)
+        if one["headline"]
+        for title, words in [(contrast_title(results, one), _in_words(one))]
+    ]
+    said += [
+        (False, pair["verdict"], *_pair_texts(pair))
+        for pair in results["pairs"]
+        if (pair["of"], pair["minus"]) == (last, first)
+    ]
+    # Whole axes before slices, and losses first among each.
+    said.sort(key=lambda one: (one[0], one[1] != "dropped", one[1] not in LOSSES))
+    clauses: list[Clause] = [
+        {"text": text, "verdict": verdict, "loss": verdict in LOSSES}
+        for _, verdict, text, _ in said
+    ]
+    return _verdict(
+        f"{first} → {last}{over}: " + "; ".join(one["text"] for one in clauses),
+        f"From {first} to {last}{over}: " + "; ".join(sentence for *_, sentence in said) + ".",
+        clauses,
+        [
+            *_steps(results, names),
+            *_unconfirmed_slices(results, main),
+            *_missed(results, main),
+            *_exploratory(results, names, ranked),
+            *_judged(results, names),
+        ],
+        overall,
+    )
+
+
+def _verdict(
+    line: str,
+    headline: str,
+    clauses: Sequence[Clause] = (),
+    details: Sequence[str] = (),
+    overall: Mapping[Axis, Words] | None = None,
+) -> Verdict:
+    words = overall or {}
+    return {
+        "line": line,
+        "clauses": [*clauses],
+        "headline": headline,
+        "details": [*details],
+        "persona": words.get("persona"),
+        "task": words.get("task"),
+        "judge": words.get("judge"),
+    }
+
+
+def _ranked(results: Measured) -> list[Contrast]:
+    """Contrasts with whole axes before slices, in the order of axes and of the bench."""
+    slices = [OVERALL, *_primary(results)]
+    place = {name: number for number, name in enumerate(slices)}
+    return sorted(
+        results["contrasts"],
+        key=lambda one: (place[one["slice"]], AXES_SHOWN.index(one["axis"])),
+    )
+
+
+def _distinct(results: Measured, contrasts: Iterable[Contrast]) -> list[Contrast]:
+    """Omit a slice that is the only one of its axis: the whole axis has the same numbers."""
+    return [one for one in contrasts if own_slices(results["bench"], one["axis"]) != [one["slice"]]]
+
+
+def clause_text(contrast: Contrast, margin: float) -> str:
+    """The text after a contrast's title in the line: " ↑ 0.62 [0.48, 0.75]", ": inconclusive, …".
+
+    "beyond margin" marks a loss whose whole interval lies beyond it.
+    """
+    if contrast["verdict"] == "inconclusive" and contrast["detectable"] is None:
+        return f": too few items to tell (n = {contrast['n']}), {interval(contrast)}"
+    beyond = contrast["verdict"] == "dropped" and contrast["high"] < -margin
+    return _brief(contrast, contrast["verdict"]) + (" beyond margin" if beyond else "")
+
+
+def _brief(numbers: Numbers, verdict: Words) -> str:
+    if verdict in NULLS:
+        return f": {verdict}, {interval(numbers)}"
+    arrow = {"improved": " ↑ ", "dropped": " ↓ "}.get(verdict, f": {verdict} by ")
+    return arrow + interval(numbers, signs=False)
+
+
+def _in_words(contrast: Contrast) -> str:
+    """The rest of a sentence that begins with a contrast's title: "dropped by 0.10 (95 %: 0.01 to
+    0.20)"."""
+    verdict = contrast["verdict"]
+    if verdict not in NULLS:
+        p = "" if verdict in CONFIRMED else f", p = {contrast['p']:.2g}"
+        return f"{verdict} by {_interval_in_words(contrast, False, p)}"
+    if contrast["axis"] == "persona" and contrast["mean"] <= 0:
+        return f"did not rise, {_interval_in_words(contrast)}"
+    if verdict == "within margin":
+        return f"held within the margin, {_interval_in_words(contrast)}"
+    if contrast["detectable"] is None:
+        return f"cannot be judged from so few items, {_interval_in_words(contrast)}"
+    return f"is inconclusive, {_interval_in_words(contrast)}"
+
+
+def _pair_texts(pair: PairCounts) -> tuple[str, str]:
+    """Clause and sentence of answers judged side by side; the size is the balance of pairs won and lost."""
+    verdict, title = pair["verdict"], f"side by side with {pair['minus']}"
+    clause = f"{title}{_brief(pair, verdict)}"
+    if verdict == "inconclusive":
+        return clause, f"{title} it is inconclusive, balance {_interval_in_words(pair)}"
+    verb = {
+        "dropped": "lost to",
+        "improved": "won against",
+        "may have dropped": "may have lost to",
+    }.get(verdict, "may have won against")
+    p = "" if verdict in CONFIRMED else f", p = {pair['p']:.2g}"
+    sizes = _interval_in_words(pair, False, p)
+    return clause, f"{pair['of']} {verb} {pair['minus']} side by side, by a balance of {sizes}"
+
+
+# --- the sentences below it
+
+
+def _steps(results: Measured, names: Sequence[str]) -> list[str]:
+    """Return which step brought the persona, if there is more than one."""
+    if len(names) != 3:
+        return []
+    steps = [
+        f"{of} − {minus} {interval(contrast)} ({contrast['verdict']})"
+        for minus, of in itertools.pairwise(names)
+        if (contrast := find_contrast(results, "persona", OVERALL, of, minus))
+    ]
+    return ["Persona by step: " + "; ".join(steps) + "."] if steps else []
+
+
+def _by_chance(count: int) -> str:
+    """Return how many of ``count`` intervals exclude 0 in one direction if nothing changed: one in 40."""
+    return f"{count / 40:.1g}" if count < 40 else f"{count / 40:.0f}"
+
+
+def _unconfirmed_slices(results: Measured, main: Sequence[Contrast]) -> list[str]:
+    """Slices whose interval excludes 0, but which the correction does not confirm."""
+    own = [one for one in _distinct(results, main) if one["role"] == "slice"]
+
+    def text(one: Contrast) -> str:
+        p = f", adjusted p = {one['p_adjusted']:.2g}"
+        return f"{contrast_title(results, one)} by {_interval_in_words(one, False, p)}"
+
+    return [
+        f"{verdict.capitalize()}: {', '.join(found)}. Of {len(own)} slices chance alone would "
+        f"put about {_by_chance(len(own))} here."
+        for verdict in ("may have dropped", "may have improved")
+        if (found := [text(one) for one in own if one["verdict"] == verdict])
+    ]
+
+
+def _exploratory(results: Measured, names: Sequence[str], ranked: Sequence[Contrast]) -> list[str]:
+    """Changes that the run was not made to find, by pair of arms: in slices on another axis than their
+    own, and between other arms than the last and the first."""
+    primary = _primary(results)
+    pairs = [(later, earlier) for earlier, later in itertools.combinations(names, 2)]
+    pairs.sort(key=lambda pair: pair != (names[-1], names[0]))
+    texts = []
+    for of, minus in pairs:
+        looked_at = [
+            one
+            for one in _distinct(results, ranked)
+            if (one["of"], one["minus"]) == (of, minus)
+            and one["role"] in ("pair", "exploratory")
+            # A persona where it isn't wanted is neither a merit nor a loss: the tables have it.
+            and (one["axis"] != "persona" or primary.get(one["slice"], "persona") == "persona")
+        ]
+        moved: dict[str, list[str]] = {}
+        for one in looked_at:
+            text = f"{contrast_title(results, one)} by {interval(one, signs=False)}"
+            moved.setdefault(one["verdict"], []).append(text)
+        found = [
+            f"{verdict}: {', '.join(moved[verdict])}"
+            for verdict in (*LOSSES, "improved", "may have improved")
+            if verdict in moved
+        ]
+        if found:
+            texts.append(
+                f"Exploratory, {of} − {minus}: {'; '.join(found)}. Of {len(looked_at)} contrasts "
+                f"chance alone would put about {_by_chance(len(looked_at))} here in each direction."
+            )
+    return texts
+
+
+def _missed(results: Measured, main: Sequence[Contrast]) -> list[str]:
+    """Slices in which a drop would have been seen, and those in which it could be missed."""
+    primary = _primary(results)
+    lost = [one for one in main if one["role"] == "slice" and one["verdict"] in LOSSES]
+    # If the interval excludes a drop, or one of the margin's size, none was missed.
+    could_drop = [
+        (one["detectable"], contrast_title(results, one))
+        for one in main
+        if primary.get(one["slice"]) == one["axis"]
+        and one["low"] <= 0
+        and one["verdict"] != "within margin"
+        and one not in lost
+    ]
+    seen = [(size, title) for size, title in could_drop if size is not None and size <= SEEN]
+    texts = []
+    if seen and not lost:
+        texts.append(
+            f"No drop was seen in {', '.join(title for _, title in seen)}, where one of "
+            f"{max(size for size, _ in seen):.2f} shows in 8 of 10 runs."
+        )
+    sizes = [
+        f"{size:.2f} in {title}" for size, title in could_drop if size is not None and size > SEEN
+    ]
+    never = [title for size, title in could_drop if size is None]
+    missed = [f"of up to {', '.join(sizes)}"] * bool(sizes)
+    missed += [f"of any size in {', '.join(never)}"] * bool(never)
+    if missed:
+        texts.append(f"Too few items: a real drop {', or '.join(missed)} could be missed.")
+    return texts
+
+
+def _judged(results: Measured, names: Sequence[str]) -> list[str]:
+    """The judge's means on the public scale, and its pair verdicts, last arm against first and full
+    against expert."""
+    judge = results["judge"]
+    digits = judge.get("digits", {}) if judge is not None else {}
+    means = ", ".join(
+        f"{arm} {one['mean']:.2f} ({one['answers']} answers, {one['unread']} without a digit)"
+        for arm in names
+        if (one := digits.get(arm)) and one["mean"] is not None
+    )
+    return [f"On the public scale from 0 to 5: {means}."] * bool(means) + [
+        f"Judged side by side, {one['of']} against {one['minus']}: {one['win']} won, {one['tie']} "
+        f"tied, {one['loss']} lost."
+        for one in results["pairs"]
+    ]
