@@ -21,7 +21,7 @@ import ktbridge
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.persona import NO_PERSONA, Persona, parse_persona
-from ktbridge.eval.results.cards import Json, Message
+from ktbridge.eval.results.types import Json, Message
 from ktbridge.eval.schema import (
     OURS,
     Axis,

@@ -25,7 +25,7 @@ import yaml
 from ktbridge.codes import problem
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval.bench import Bench, Item, benches_root, parse_bench
-from ktbridge.eval.results.cards import DigitMeans
+from ktbridge.eval.results.types import DigitMeans
 from ktbridge.eval.sources import file_card, parse_records
 from ktbridge.eval.text import language_of, normalise
 from ktbridge.files import digests

@@ -15,7 +15,7 @@ from pathlib import Path
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.results.cards import Contamination, Hit, SliceOverlap
+from ktbridge.eval.results.types import Contamination, Hit, SliceOverlap
 from ktbridge.eval.sources import parse_records
 from ktbridge.eval.store import read_document
 from ktbridge.eval.text import unicode_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ktbridge.eval.results.types import Measured
+from ktbridge.eval.results.types import Results
 from ktbridge.served_names import BASE, split_name
 
 TITLES = {"persona": "Persona", "task": "Task quality", "judge": "Judged quality"}
@@ -13,7 +13,7 @@ _METRICS |= {"bleu-4": "BLEU-4", "chrf": "chrF"}
 _SCORERS_NAMED = 6
 
 
-def facts(results: Measured) -> list[tuple[str, str]]:
+def facts(results: Results) -> list[tuple[str, str]]:
     """(label, value) pairs of the run: model, adapter, date, bench, arms, items."""
     bench, cards = results["bench"], results["arms"]
     imported = any("files" in card["server"] for card in cards)
@@ -40,7 +40,7 @@ def facts(results: Measured) -> list[tuple[str, str]]:
     ]
 
 
-def made_of(results: Measured, axis: str) -> str:
+def made_of(results: Results, axis: str) -> str:
     """Return how an axis is measured, in a few words."""
     bench = results["bench"]
     if axis == "persona":

@@ -10,8 +10,7 @@ from pathlib import Path
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.asking import answer_key, check_partner, is_dialogue, partner_card
 from ktbridge.eval.bench import Bench, Item, answer_limit
-from ktbridge.eval.results.cards import ArmCard
-from ktbridge.eval.results.types import ArmAnswer, ArmPlan, ItemRow, PlanCounts, SlicePlan
+from ktbridge.eval.results.types import ArmAnswer, ArmCard, ArmPlan, ItemRow, PlanCounts, SlicePlan
 from ktbridge.eval.rundir import NOT_RUN, Plan, PlannedSlice, read_run
 from ktbridge.eval.store import ANSWERS, FAILED, read_ledger
 

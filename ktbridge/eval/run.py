@@ -28,8 +28,7 @@ from ktbridge.eval.client import Client
 from ktbridge.eval.failures import is_refusal, remedy
 from ktbridge.eval.plan import Ask, list_asks, make_plan
 from ktbridge.eval.preflight import Preflight, check_arms
-from ktbridge.eval.results.cards import ArmCard
-from ktbridge.eval.results.types import Identical
+from ktbridge.eval.results.types import ArmCard, Identical
 from ktbridge.eval.rundir import RunFile, read_run, write_run
 from ktbridge.eval.store import ANSWERS, AnswerRecord, Ledger
 

@@ -15,8 +15,7 @@ import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.arms import arm_rank
 from ktbridge.eval.bench import FILES, Bench
-from ktbridge.eval.results.cards import ArmCard, Positive
-from ktbridge.eval.results.types import AnyOutcome
+from ktbridge.eval.results.types import AnyOutcome, ArmCard, Positive
 from ktbridge.eval.store import make_directory, read_document, write_json, write_text
 from ktbridge.schemas import fits
 

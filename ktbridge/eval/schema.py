@@ -19,7 +19,7 @@ from pydantic import (
     ValidationInfo,
 )
 
-from ktbridge.eval.results.cards import Json, Message
+from ktbridge.eval.results.types import Json, Message
 from ktbridge.eval.text import is_json
 from ktbridge.schemas import Refusal
 

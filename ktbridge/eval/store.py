@@ -19,8 +19,7 @@ from typing import Generic, TypedDict, TypeVar
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.client import OUTCOMES
-from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
-from ktbridge.eval.results.types import Outcome
+from ktbridge.eval.results.types import Json, JudgeOutcome, Message, Outcome
 from ktbridge.files import digests, publish
 from ktbridge.files.ledger import LedgerFile, whole_lines, writing
 from ktbridge.files.locks import lock_open

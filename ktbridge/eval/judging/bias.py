@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ktbridge.eval.judging.prompts import Winner
-from ktbridge.eval.results.cards import LengthBias, PositionBias
-from ktbridge.eval.results.types import PairResult
+from ktbridge.eval.results.types import LengthBias, PairResult, PositionBias
 from ktbridge.eval.stats import mean_interval
 
 

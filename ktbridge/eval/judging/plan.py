@@ -17,8 +17,7 @@ from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.judging import prompts
 from ktbridge.eval.judging.anchors import Anchor, read_anchors
 from ktbridge.eval.judging.prompts import Check, JsonSchema, Winner
-from ktbridge.eval.results.cards import Json, JudgeState, Message
-from ktbridge.eval.results.types import ArmAnswer, ItemRow
+from ktbridge.eval.results.types import ArmAnswer, ItemRow, Json, JudgeState, Message
 from ktbridge.eval.store import Compared
 from ktbridge.files import digests
 

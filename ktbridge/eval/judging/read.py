@@ -17,8 +17,17 @@ from ktbridge.eval.judging.bias import Comparison
 from ktbridge.eval.judging.plan import Ask, Judge, JudgeReply, Plan, make_plan, ok_repeats
 from ktbridge.eval.judging.prompts import VERSION, ReplyError
 from ktbridge.eval.judging.trust import same_family, tally_anchors, tally_pairs, trust
-from ktbridge.eval.results.cards import DigitMeans, Json, JudgeCard, JudgeFacts, JudgeState
-from ktbridge.eval.results.types import ArmAnswer, ItemRow, JudgeCheck, JudgedPair
+from ktbridge.eval.results.types import (
+    ArmAnswer,
+    DigitMeans,
+    ItemRow,
+    Json,
+    JudgeCard,
+    JudgeCheck,
+    JudgedPair,
+    JudgeFacts,
+    JudgeState,
+)
 from ktbridge.eval.rundir import read_run
 from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger
 from ktbridge.schemas import fits

@@ -17,8 +17,8 @@ from ktbridge.eval.failures import remedy, think_only_remedy
 from ktbridge.eval.judging.plan import Ask, Judge, check_judge, digit_question, make_plan
 from ktbridge.eval.judging.prompts import VERSION, JsonSchema, ReplyError, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
-from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
 from ktbridge.eval.results.rows import read_rows
+from ktbridge.eval.results.types import Json, JudgeOutcome, Message
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
 from ktbridge.openai_client import OTHER_LIMIT
 

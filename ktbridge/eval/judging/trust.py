@@ -10,7 +10,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.eval.judging.bias import Comparison
 from ktbridge.eval.judging.plan import Ask, Judge, JudgeReply, Plan
-from ktbridge.eval.results.cards import (
+from ktbridge.eval.results.types import (
     AnchorTallies,
     ArmCard,
     Json,

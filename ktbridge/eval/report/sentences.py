@@ -23,9 +23,9 @@ from ktbridge.eval.results.types import (
     Axis,
     Clause,
     Contrast,
-    Measured,
     Numbers,
     PairCounts,
+    Results,
     Verdict,
     Words,
 )
@@ -93,14 +93,14 @@ def verdict_tone(verdict: Words) -> Tone:
     return verdict if verdict == "improved" or verdict == "dropped" else "calm"
 
 
-def slice_title(results: Measured, name: str) -> str:
+def slice_title(results: Results, name: str) -> str:
     """A slice's name and label, the same everywhere: "KRI-K (knowledge)"."""
     labels = {one["name"]: one["label"] for one in results["bench"]["slices"]}
     label = labels.get(name, name)
     return name if label == name else f"{name} ({label})"
 
 
-def ordered_slices(results: Measured, axis: Axis) -> list[tuple[str, bool]]:
+def ordered_slices(results: Results, axis: Axis) -> list[tuple[str, bool]]:
     """Return the slices of an axis's table, and whether each is a minor one: there for another axis. Those
     come last."""
     own = [OVERALL, *own_slices(results["bench"], axis)]
@@ -109,7 +109,7 @@ def ordered_slices(results: Measured, axis: Axis) -> list[tuple[str, bool]]:
     )
 
 
-def contrast_title(results: Measured, contrast: Contrast) -> str:
+def contrast_title(results: Results, contrast: Contrast) -> str:
     """A contrast's title: "task quality", "KRI-K (knowledge)", "task quality of PES (…)"."""
     axis, name = contrast["axis"], contrast["slice"]
     if name == OVERALL:
@@ -118,14 +118,14 @@ def contrast_title(results: Measured, contrast: Contrast) -> str:
     return title if axis == _primary(results).get(name) else f"{AXIS_WORDS[axis]} of {title}"
 
 
-def _primary(results: Measured) -> dict[str, str]:
+def _primary(results: Results) -> dict[str, str]:
     return {one["name"]: one["primary"] for one in results["bench"]["slices"]}
 
 
 # --- the first line
 
 
-def summarize(results: Measured) -> Verdict:
+def summarize(results: Results) -> Verdict:
     """Return the line, the headline and the sentences below it, for the last arm against the first.
 
     ``line`` lists the contrasts in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
@@ -145,14 +145,14 @@ def summarize(results: Measured) -> Verdict:
         )
         found = f"{means}{over}" if means else "no valid answers"
         text = f"One arm ({', '.join(names) or 'none'}): {found}. Nothing to compare it with."
-        return _verdict(text, text)
+        return make_verdict(text, text)
     first, last = names[0], names[-1]
     ranked = _ranked(results)
     main = [one for one in ranked if (one["of"], one["minus"]) == (last, first)]
     overall = {one["axis"]: one["verdict"] for one in main if one["slice"] == OVERALL}
     if not overall:
         text = "No item has an ok answer from every arm; nothing can be compared."
-        return _verdict(text, text)
+        return make_verdict(text, text)
     margin = results["bench"]["margin"]
     said = [
         (
@@ -176,7 +176,7 @@ def summarize(results: Measured) -> Verdict:
         {"text": text, "verdict": verdict, "loss": verdict in LOSSES}
         for _, verdict, text, _ in said
     ]
-    return _verdict(
+    return make_verdict(
         f"{first} → {last}{over}: " + "; ".join(one["text"] for one in clauses),
         f"From {first} to {last}{over}: " + "; ".join(sentence for *_, sentence in said) + ".",
         clauses,
@@ -191,7 +191,7 @@ def summarize(results: Measured) -> Verdict:
     )
 
 
-def _verdict(
+def make_verdict(
     line: str,
     headline: str,
     clauses: Sequence[Clause] = (),
@@ -210,7 +210,7 @@ def _verdict(
     }
 
 
-def _ranked(results: Measured) -> list[Contrast]:
+def _ranked(results: Results) -> list[Contrast]:
     """Contrasts with whole axes before slices, in the order of axes and of the bench."""
     slices = [OVERALL, *_primary(results)]
     place = {name: number for number, name in enumerate(slices)}
@@ -220,7 +220,7 @@ def _ranked(results: Measured) -> list[Contrast]:
     )
 
 
-def _distinct(results: Measured, contrasts: Iterable[Contrast]) -> list[Contrast]:
+def _distinct(results: Results, contrasts: Iterable[Contrast]) -> list[Contrast]:
     """Omit a slice that is the only one of its axis: the whole axis has the same numbers."""
     return [one for one in contrasts if own_slices(results["bench"], one["axis"]) != [one["slice"]]]
 
@@ -278,7 +278,7 @@ def _pair_texts(pair: PairCounts) -> tuple[str, str]:
 # --- the sentences below it
 
 
-def _steps(results: Measured, names: Sequence[str]) -> list[str]:
+def _steps(results: Results, names: Sequence[str]) -> list[str]:
     """Return which step brought the persona, if there is more than one."""
     if len(names) != 3:
         return []
@@ -295,7 +295,7 @@ def _by_chance(count: int) -> str:
     return f"{count / 40:.1g}" if count < 40 else f"{count / 40:.0f}"
 
 
-def _unconfirmed_slices(results: Measured, main: Sequence[Contrast]) -> list[str]:
+def _unconfirmed_slices(results: Results, main: Sequence[Contrast]) -> list[str]:
     """Slices whose interval excludes 0, but which the correction does not confirm."""
     own = [one for one in _distinct(results, main) if one["role"] == "slice"]
 
@@ -311,7 +311,7 @@ def _unconfirmed_slices(results: Measured, main: Sequence[Contrast]) -> list[str
     ]
 
 
-def _exploratory(results: Measured, names: Sequence[str], ranked: Sequence[Contrast]) -> list[str]:
+def _exploratory(results: Results, names: Sequence[str], ranked: Sequence[Contrast]) -> list[str]:
     """Changes that the run was not made to find, by pair of arms: in slices on another axis than their
     own, and between other arms than the last and the first."""
     primary = _primary(results)
@@ -344,7 +344,7 @@ def _exploratory(results: Measured, names: Sequence[str], ranked: Sequence[Contr
     return texts
 
 
-def _missed(results: Measured, main: Sequence[Contrast]) -> list[str]:
+def _missed(results: Results, main: Sequence[Contrast]) -> list[str]:
     """Slices in which a drop would have been seen, and those in which it could be missed."""
     primary = _primary(results)
     lost = [one for one in main if one["role"] == "slice" and one["verdict"] in LOSSES]
@@ -375,7 +375,7 @@ def _missed(results: Measured, main: Sequence[Contrast]) -> list[str]:
     return texts
 
 
-def _judged(results: Measured, names: Sequence[str]) -> list[str]:
+def _judged(results: Results, names: Sequence[str]) -> list[str]:
     """The judge's means on the public scale, and its pair verdicts, last arm against first and full
     against expert."""
     judge = results["judge"]

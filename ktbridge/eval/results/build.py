@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import ktbridge
 from ktbridge.document import to_markdown
@@ -19,8 +19,7 @@ from ktbridge.eval.judging.read import Judgements, read_judgements
 from ktbridge.eval.plan import compare_plan, planned_answers
 from ktbridge.eval.report.document import build_overview, build_report
 from ktbridge.eval.report.html import render_overview, render_report
-from ktbridge.eval.report.sentences import summarize
-from ktbridge.eval.results.cards import BenchCard, JudgeCard, problem_row
+from ktbridge.eval.report.sentences import make_verdict, summarize
 from ktbridge.eval.results.compare import compare, count_pairs, list_axes, measure_noise
 from ktbridge.eval.results.rows import (
     compare_texts,
@@ -33,13 +32,15 @@ from ktbridge.eval.results.rows import (
 )
 from ktbridge.eval.results.types import (
     Axis,
+    BenchCard,
     Cost,
     Index,
     IndexEntry,
     IndexFile,
     IndexLink,
     ItemRow,
-    Measured,
+    JudgeCard,
+    ProblemRow,
     Repeats,
     Results,
 )
@@ -82,7 +83,10 @@ def score_run(directory: Path) -> Results:
     pairs = judged.pairs if judged is not None else []
     costs = {JUDGE_COST: _judge_cost(judged.card)} if judged is not None else {}
     references = {item.id: item.references for item in bench.items if item.references}
-    results: Measured = {
+    results: Results = {
+        "verdict": make_verdict(
+            "", ""
+        ),  # it is made of all the others, and comes first in the file
         "schema": SCHEMA,
         "ktbridge": ktbridge.__version__,
         "bench": card,
@@ -123,8 +127,9 @@ def score_run(directory: Path) -> Results:
     problems = check_validity(results)
     problems += overlap_problems(contamination) if contamination is not None else []
     problems += judged.problems if judged is not None else []
-    results["warnings"] = [problem_row(problem) for problem in problems]
-    return {"verdict": summarize(results), **results}
+    results["warnings"] = [cast("ProblemRow", problem.as_dict()) for problem in problems]
+    results["verdict"] = summarize(results)
+    return results
 
 
 def _repeats(

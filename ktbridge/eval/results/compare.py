@@ -11,17 +11,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ktbridge.eval.results.cards import BenchCard
 from ktbridge.eval.results.types import (
     Axis,
+    BenchCard,
     Contrast,
     ItemRow,
     JudgedPair,
     McNemar,
-    Measured,
     Noise,
     Numbers,
     PairCounts,
+    Results,
     Role,
     Words,
 )
@@ -85,7 +85,7 @@ def own_slices(card: BenchCard, axis: str) -> list[str]:
     return [one["name"] for one in card["slices"] if axis in ("judge", one["primary"])]
 
 
-def find_contrast(results: Measured, axis: str, name: str, of: str, minus: str) -> Contrast | None:
+def find_contrast(results: Results, axis: str, name: str, of: str, minus: str) -> Contrast | None:
     """Return the contrast of two arms on one axis and slice, or None."""
     for contrast in results["contrasts"]:
         place = (contrast["axis"], contrast["slice"], contrast["of"], contrast["minus"])

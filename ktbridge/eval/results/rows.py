@@ -18,9 +18,9 @@ from ktbridge.eval.asking import answer_key
 from ktbridge.eval.bench import Bench, Item, read_snapshot
 from ktbridge.eval.client import OUTCOMES
 from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
-from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import (
     ArmAnswer,
+    ArmCard,
     Cost,
     Identical,
     ItemRow,

@@ -14,7 +14,7 @@ from ktbridge.eval.failures import AGAIN, remedies, think_only_remedy
 from ktbridge.eval.report.sentences import signed, slice_title
 from ktbridge.eval.results.compare import NULLS, OVERALL
 from ktbridge.eval.results.rows import SCORE_ERROR
-from ktbridge.eval.results.types import Measured
+from ktbridge.eval.results.types import Results
 from ktbridge.eval.rundir import NOT_RUN
 
 # Share of an arm's items: fewer ok answers give a warning, fewer than half an error; more failed
@@ -32,7 +32,7 @@ _REMEDIES: Mapping[str, str] = {
 }
 
 
-def check_validity(results: Measured) -> list[Problem]:
+def check_validity(results: Results) -> list[Problem]:
     """Return the problems of a run; those that invalidate the results come first."""
     checks = (
         _incomplete,
@@ -48,7 +48,7 @@ def check_validity(results: Measured) -> list[Problem]:
     return [found for check in checks for found in check(results)]
 
 
-def _incomplete(results: Measured) -> Iterator[Problem]:
+def _incomplete(results: Results) -> Iterator[Problem]:
     """Items that were planned but never asked."""
     plan = results["plan"]
     if plan is None or not plan["missing_answers"]:
@@ -71,14 +71,14 @@ def _incomplete(results: Measured) -> Iterator[Problem]:
     yield problem("KTB827", "the run is incomplete", found, expected)
 
 
-def _left_out(results: Measured) -> Iterator[Problem]:
+def _left_out(results: Results) -> Iterator[Problem]:
     for name in results["left_out"]:
         why = results["refused"].get(name, "no answer of it is stored")
         found = f"left out of the comparison: {why}"
         yield problem("KTB823", f"arm {name}", found, "answers from every arm of the run")
 
 
-def _unscored(results: Measured) -> Iterator[Problem]:
+def _unscored(results: Results) -> Iterator[Problem]:
     """Answers on which one of our scorers failed: not the arm's fault."""
     faults: dict[str, list[str]] = {}
     for row in results["items"]:
@@ -93,7 +93,7 @@ def _unscored(results: Measured) -> Iterator[Problem]:
         yield problem("KTB828", f"arm {arm}", found, expected)
 
 
-def _unusable(results: Measured) -> Iterator[Problem]:
+def _unusable(results: Results) -> Iterator[Problem]:
     """Arms with too few answers that can be scored."""
     asked, valid = results["asked"], results["valid"]
     for name, counts in results["outcomes"].items():
@@ -128,7 +128,7 @@ def _unusable(results: Measured) -> Iterator[Problem]:
         )
 
 
-def _failed_repeats(results: Measured) -> Iterator[Problem]:
+def _failed_repeats(results: Results) -> Iterator[Problem]:
     """Repeats without an answer: an item's mark is the mean of fewer repeats than were asked."""
     if results["repeat"] is None:
         return
@@ -144,7 +144,7 @@ def _failed_repeats(results: Measured) -> Iterator[Problem]:
             )
 
 
-def _uneven(results: Measured) -> Iterator[Problem]:
+def _uneven(results: Results) -> Iterator[Problem]:
     asked = results["asked"]
     ok = {name: counts.get("ok", 0) for name, counts in results["outcomes"].items()}
     if ok and max(ok.values()) - min(ok.values()) > (1 - _ENOUGH_OK) * asked:
@@ -154,7 +154,7 @@ def _uneven(results: Measured) -> Iterator[Problem]:
         yield problem("KTB821", "missing answers", found, expected)
 
 
-def _identical(results: Measured) -> Iterator[Problem]:
+def _identical(results: Results) -> Iterator[Problem]:
     for pair in results["identical"]:
         if pair["share"] is not None and pair["share"] >= _NEARLY_ALL:
             yield problem(
@@ -166,7 +166,7 @@ def _identical(results: Measured) -> Iterator[Problem]:
             )
 
 
-def _unread(results: Measured) -> Iterator[Problem]:
+def _unread(results: Results) -> Iterator[Problem]:
     """Arms whose answers could not be parsed: their marks measure format, not knowledge."""
     for name, cells in results["parse_rates"].items():
         low = [
@@ -180,7 +180,7 @@ def _unread(results: Measured) -> Iterator[Problem]:
             yield problem("KTB824", f"slice {slice_title(results, name)}", found, expected)
 
 
-def _noisy(results: Measured) -> Iterator[Problem]:
+def _noisy(results: Results) -> Iterator[Problem]:
     """Headlines that are not larger than the noise floor.
 
     An arm's floor is that of a difference of two of its runs, so its own variance is half of the
