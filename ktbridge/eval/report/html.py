@@ -6,6 +6,7 @@ bytes. The template, CSS and JavaScript are in ``page/`` and are inlined; the te
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -25,11 +26,13 @@ from ktbridge.eval.report.sentences import (
     contrast_tone,
     detectable,
     interval,
+    main_contrasts,
     ordered_slices,
+    primary_axes,
     signed,
     slice_title,
 )
-from ktbridge.eval.results.compare import LOSSES, OVERALL, find_contrast
+from ktbridge.eval.results.compare import LOSSES
 from ktbridge.eval.results.types import AXES_SHOWN, Axis, Index, ItemRow, Results
 from ktbridge.eval.text import CJK, shown_lines
 
@@ -146,20 +149,13 @@ def _changes(results: Results) -> dict[str, object] | None:
     The last arm minus the first: whole axes, each slice on its own axis, and task or judged quality where
     it may have dropped elsewhere. None if there is nothing to compare.
     """
-    names = [card["name"] for card in results["arms"]]
-    if len(names) < 2:
-        return None
-    of, minus = names[-1], names[0]
-    wanted: list[tuple[Axis, str]] = [(axis, OVERALL) for axis in AXIS_WORDS]
-    wanted += [(one["primary"], one["name"]) for one in results["bench"]["slices"]]
-    found = [one for place in wanted if (one := find_contrast(results, *place, of, minus))]
+    primary = primary_axes(results)
+    main, found = main_contrasts(results), []
+    found += [one for one in main if primary.get(one["slice"], one["axis"]) == one["axis"]]
     found += [
         one
-        for one in results["contrasts"]
-        if (one["of"], one["minus"]) == (of, minus)
-        and one not in found
-        and one["axis"] != "persona"
-        and one["verdict"] in LOSSES
+        for one in main
+        if one not in found and one["axis"] != "persona" and one["verdict"] in LOSSES
     ]
     if not found:
         return None
@@ -229,22 +225,18 @@ def diff_words(before: str, after: str) -> tuple[Segments, Segments] | None:
     blocks = SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
     left: Segments = []
     right: Segments = []
-    shared = 0
     for index, (tag, i1, i2, j1, j2) in enumerate(blocks):
         ours, theirs = "".join(first[i1:i2]), "".join(second[j1:j2])
         island = 0 < index < len(blocks) - 1 and len(ours.strip()) < 2
-        changed = tag != "equal" or island
-        shared += 0 if changed else len(ours)
-        _add(left, changed, ours)
-        _add(right, changed, theirs)
-    if shared < _ALIKE * max(len(before), len(after)):
-        return None
-    return left, right
+        left.append((tag != "equal" or island, ours))
+        right.append((tag != "equal" or island, theirs))
+    shared = sum(len(text) for changed, text in left if not changed)
+    return (
+        (_joined(left), _joined(right)) if shared >= _ALIKE * max(len(before), len(after)) else None
+    )
 
 
-def _add(segments: Segments, changed: bool, text: str) -> None:
-    if not text:
-        return
-    if segments and segments[-1][0] == changed:
-        text = segments.pop()[1] + text
-    segments.append((changed, text))
+def _joined(segments: Segments) -> Segments:
+    """Neighbours of a kind as one segment, without empty ones."""
+    kinds = itertools.groupby((one for one in segments if one[1]), key=lambda one: one[0])
+    return [(changed, "".join(text for _, text in group)) for changed, group in kinds]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ktbridge.document import Tone
 from ktbridge.eval.results.compare import (
@@ -115,10 +117,11 @@ def contrast_title(results: Results, contrast: Contrast) -> str:
     if name == OVERALL:
         return AXIS_WORDS[axis]
     title = slice_title(results, name)
-    return title if axis == _primary(results).get(name) else f"{AXIS_WORDS[axis]} of {title}"
+    return title if axis == primary_axes(results).get(name) else f"{AXIS_WORDS[axis]} of {title}"
 
 
-def _primary(results: Results) -> dict[str, str]:
+def primary_axes(results: Results) -> dict[str, str]:
+    """Return the axis that each slice is there for."""
     return {one["name"]: one["primary"] for one in results["bench"]["slices"]}
 
 
@@ -144,47 +147,31 @@ def summarize(results: Results) -> Verdict:
             if OVERALL in table
         )
         found = f"{means}{over}" if means else "no valid answers"
-        text = f"One arm ({', '.join(names) or 'none'}): {found}. Nothing to compare it with."
-        return make_verdict(text, text)
+        return make_verdict(
+            f"One arm ({', '.join(names) or 'none'}): {found}. Nothing to compare it with."
+        )
     first, last = names[0], names[-1]
-    ranked = _ranked(results)
-    main = [one for one in ranked if (one["of"], one["minus"]) == (last, first)]
+    main = main_contrasts(results)
     overall = {one["axis"]: one["verdict"] for one in main if one["slice"] == OVERALL}
     if not overall:
-        text = "No item has an ok answer from every arm; nothing can be compared."
-        return make_verdict(text, text)
-    margin = results["bench"]["margin"]
-    said = [
-        (
-            one["slice"] != OVERALL,
-            one["verdict"],
-            title + clause_text(one, margin),
-            f"{title} {words}",
-        )
-        for one in _distinct(results, main)
-        if one["headline"]
-        for title, words in [(contrast_title(results, one), _in_words(one))]
-    ]
-    said += [
-        (False, pair["verdict"], *_pair_texts(pair))
-        for pair in results["pairs"]
-        if (pair["of"], pair["minus"]) == (last, first)
-    ]
+        return make_verdict("No item has an ok answer from every arm; nothing can be compared.")
+    named = [one for one in _distinct(results, main) if one["headline"]]
+    pairs = [one for one in results["pairs"] if (one["of"], one["minus"]) == (last, first)]
+    said = [_contrast_texts(results, one) for one in named] + [_pair_texts(one) for one in pairs]
     # Whole axes before slices, and losses first among each.
-    said.sort(key=lambda one: (one[0], one[1] != "dropped", one[1] not in LOSSES))
-    clauses: list[Clause] = [
-        {"text": text, "verdict": verdict, "loss": verdict in LOSSES}
-        for _, verdict, text, _ in said
-    ]
+    said.sort(key=lambda one: (one.of_slice, one.verdict != "dropped", one.verdict not in LOSSES))
     return make_verdict(
-        f"{first} → {last}{over}: " + "; ".join(one["text"] for one in clauses),
-        f"From {first} to {last}{over}: " + "; ".join(sentence for *_, sentence in said) + ".",
-        clauses,
+        f"{first} → {last}{over}: " + "; ".join(one.clause for one in said),
+        f"From {first} to {last}{over}: " + "; ".join(one.sentence for one in said) + ".",
+        [
+            {"text": one.clause, "verdict": one.verdict, "loss": one.verdict in LOSSES}
+            for one in said
+        ],
         [
             *_steps(results, names),
             *_unconfirmed_slices(results, main),
             *_missed(results, main),
-            *_exploratory(results, names, ranked),
+            *_exploratory(results, names),
             *_judged(results, names),
         ],
         overall,
@@ -193,36 +180,69 @@ def summarize(results: Results) -> Verdict:
 
 def make_verdict(
     line: str,
-    headline: str,
+    headline: str = "",
     clauses: Sequence[Clause] = (),
     details: Sequence[str] = (),
-    overall: Mapping[Axis, Words] | None = None,
+    overall: Mapping[Axis, Words] = MappingProxyType({}),
 ) -> Verdict:
-    words = overall or {}
+    """Return a verdict as results.json has it; without a headline the line is that, too."""
     return {
         "line": line,
         "clauses": [*clauses],
-        "headline": headline,
+        "headline": headline or line,
         "details": [*details],
-        "persona": words.get("persona"),
-        "task": words.get("task"),
-        "judge": words.get("judge"),
+        "persona": overall.get("persona"),
+        "task": overall.get("task"),
+        "judge": overall.get("judge"),
     }
 
 
+def main_contrasts(results: Results) -> list[Contrast]:
+    """Return the contrasts of the last arm minus the first: whole axes before slices, in the order of axes
+    and of the bench."""
+    ends = (results["arms"][-1]["name"], results["arms"][0]["name"])
+    return [one for one in _ranked(results) if (one["of"], one["minus"]) == ends]
+
+
 def _ranked(results: Results) -> list[Contrast]:
-    """Contrasts with whole axes before slices, in the order of axes and of the bench."""
-    slices = [OVERALL, *_primary(results)]
-    place = {name: number for number, name in enumerate(slices)}
+    slices = [OVERALL, *primary_axes(results)]
     return sorted(
         results["contrasts"],
-        key=lambda one: (place[one["slice"]], AXES_SHOWN.index(one["axis"])),
+        key=lambda one: (slices.index(one["slice"]), AXES_SHOWN.index(one["axis"])),
     )
 
 
 def _distinct(results: Results, contrasts: Iterable[Contrast]) -> list[Contrast]:
     """Omit a slice that is the only one of its axis: the whole axis has the same numbers."""
     return [one for one in contrasts if own_slices(results["bench"], one["axis"]) != [one["slice"]]]
+
+
+class _Said(NamedTuple):
+    """What the line and the headline say of one contrast, or of judged pairs."""
+
+    of_slice: bool
+    verdict: Words
+    clause: str
+    sentence: str
+
+
+def _contrast_texts(results: Results, contrast: Contrast) -> _Said:
+    title, verdict = contrast_title(results, contrast), contrast["verdict"]
+    if verdict not in NULLS:
+        p = "" if verdict in CONFIRMED else f", p = {contrast['p']:.2g}"
+        words = f"{verdict} by {_interval_in_words(contrast, False, p)}"
+    else:
+        if contrast["axis"] == "persona" and contrast["mean"] <= 0:
+            words = "did not rise"
+        elif verdict == "within margin":
+            words = "held within the margin"
+        elif contrast["detectable"] is None:
+            words = "cannot be judged from so few items"
+        else:
+            words = "is inconclusive"
+        words += f", {_interval_in_words(contrast)}"
+    clause = title + clause_text(contrast, results["bench"]["margin"])
+    return _Said(contrast["slice"] != OVERALL, verdict, clause, f"{title} {words}")
 
 
 def clause_text(contrast: Contrast, margin: float) -> str:
@@ -243,36 +263,18 @@ def _brief(numbers: Numbers, verdict: Words) -> str:
     return arrow + interval(numbers, signs=False)
 
 
-def _in_words(contrast: Contrast) -> str:
-    """The rest of a sentence that begins with a contrast's title: "dropped by 0.10 (95 %: 0.01 to
-    0.20)"."""
-    verdict = contrast["verdict"]
-    if verdict not in NULLS:
-        p = "" if verdict in CONFIRMED else f", p = {contrast['p']:.2g}"
-        return f"{verdict} by {_interval_in_words(contrast, False, p)}"
-    if contrast["axis"] == "persona" and contrast["mean"] <= 0:
-        return f"did not rise, {_interval_in_words(contrast)}"
-    if verdict == "within margin":
-        return f"held within the margin, {_interval_in_words(contrast)}"
-    if contrast["detectable"] is None:
-        return f"cannot be judged from so few items, {_interval_in_words(contrast)}"
-    return f"is inconclusive, {_interval_in_words(contrast)}"
-
-
-def _pair_texts(pair: PairCounts) -> tuple[str, str]:
-    """Clause and sentence of answers judged side by side; the size is the balance of pairs won and lost."""
+def _pair_texts(pair: PairCounts) -> _Said:
+    """Answers judged side by side; the size is the balance of pairs won and lost."""
     verdict, title = pair["verdict"], f"side by side with {pair['minus']}"
-    clause = f"{title}{_brief(pair, verdict)}"
     if verdict == "inconclusive":
-        return clause, f"{title} it is inconclusive, balance {_interval_in_words(pair)}"
-    verb = {
-        "dropped": "lost to",
-        "improved": "won against",
-        "may have dropped": "may have lost to",
-    }.get(verdict, "may have won against")
-    p = "" if verdict in CONFIRMED else f", p = {pair['p']:.2g}"
-    sizes = _interval_in_words(pair, False, p)
-    return clause, f"{pair['of']} {verb} {pair['minus']} side by side, by a balance of {sizes}"
+        sentence = f"{title} it is inconclusive, balance {_interval_in_words(pair)}"
+    else:
+        verb = "lost to" if verdict in LOSSES else "won against"
+        verb = verb if verdict in CONFIRMED else f"may have {verb}"
+        p = "" if verdict in CONFIRMED else f", p = {pair['p']:.2g}"
+        size = _interval_in_words(pair, False, p)
+        sentence = f"{pair['of']} {verb} {pair['minus']} side by side, by a balance of {size}"
+    return _Said(False, verdict, title + _brief(pair, verdict), sentence)
 
 
 # --- the sentences below it
@@ -311,17 +313,17 @@ def _unconfirmed_slices(results: Results, main: Sequence[Contrast]) -> list[str]
     ]
 
 
-def _exploratory(results: Results, names: Sequence[str], ranked: Sequence[Contrast]) -> list[str]:
+def _exploratory(results: Results, names: Sequence[str]) -> list[str]:
     """Changes that the run was not made to find, by pair of arms: in slices on another axis than their
     own, and between other arms than the last and the first."""
-    primary = _primary(results)
+    primary = primary_axes(results)
     pairs = [(later, earlier) for earlier, later in itertools.combinations(names, 2)]
     pairs.sort(key=lambda pair: pair != (names[-1], names[0]))
     texts = []
     for of, minus in pairs:
         looked_at = [
             one
-            for one in _distinct(results, ranked)
+            for one in _distinct(results, _ranked(results))
             if (one["of"], one["minus"]) == (of, minus)
             and one["role"] in ("pair", "exploratory")
             # A persona where it isn't wanted is neither a merit nor a loss: the tables have it.
@@ -346,7 +348,7 @@ def _exploratory(results: Results, names: Sequence[str], ranked: Sequence[Contra
 
 def _missed(results: Results, main: Sequence[Contrast]) -> list[str]:
     """Slices in which a drop would have been seen, and those in which it could be missed."""
-    primary = _primary(results)
+    primary = primary_axes(results)
     lost = [one for one in main if one["role"] == "slice" and one["verdict"] in LOSSES]
     # If the interval excludes a drop, or one of the margin's size, none was missed.
     could_drop = [

@@ -84,9 +84,7 @@ def score_run(directory: Path) -> Results:
     costs = {JUDGE_COST: _judge_cost(judged.card)} if judged is not None else {}
     references = {item.id: item.references for item in bench.items if item.references}
     results: Results = {
-        "verdict": make_verdict(
-            "", ""
-        ),  # it is made of all the others, and comes first in the file
+        "verdict": make_verdict(""),  # of all the others, but first in the file
         "schema": SCHEMA,
         "ktbridge": ktbridge.__version__,
         "bench": card,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from ktbridge.eval import stats
 from ktbridge.eval.results.types import (
     Axis,
     BenchCard,
@@ -24,16 +25,6 @@ from ktbridge.eval.results.types import (
     Results,
     Role,
     Words,
-)
-from ktbridge.eval.stats import (
-    benjamini_hochberg,
-    holm,
-    mcnemar_p,
-    mean_interval,
-    noise_floor,
-    sign_flip_p,
-    smallest_seen,
-    unseen_share,
 )
 
 ALPHA = 0.05
@@ -69,7 +60,7 @@ def decide_verdict(
         return "improved" if confirmed else "may have improved"
     if contrast["high"] < 0:
         return "dropped" if confirmed else "may have dropped"
-    kept = contrast["low"] > -margin and unseen_share(contrast["clusters"]) < margin
+    kept = contrast["low"] > -margin and stats.unseen_share(contrast["clusters"]) < margin
     if kept and (axis != "persona" or contrast["high"] < margin):
         return "within margin"
     return "inconclusive"
@@ -142,14 +133,9 @@ def round_interval(
     values: Sequence[float], clusters: Sequence[str], bounds: tuple[float, float] = (-1.0, 1.0)
 ) -> Numbers:
     """Return the mean with its 95 % interval; of differences, unless ``bounds`` are others."""
-    found = mean_interval(values, clusters, bounds=bounds)
-    return {
-        "mean": round(found.mean, 6),
-        "low": round(found.low, 6),
-        "high": round(found.high, 6),
-        "n": found.n,
-        "clusters": found.clusters,
-    }
+    found = stats.mean_interval(values, clusters, bounds=bounds)
+    mean, low, high = (round(number, 6) for number in (found.mean, found.low, found.high))
+    return {"mean": mean, "low": low, "high": high, "n": found.n, "clusters": found.clusters}
 
 
 def _contrast(
@@ -168,7 +154,7 @@ def _contrast(
         "of": of,
         "minus": minus,
         **round_interval(changes, clusters),
-        "p": round(sign_flip_p(changes, clusters), 6),
+        "p": round(stats.sign_flip_p(changes, clusters), 6),
         "mcnemar": _mcnemar(marks[of], marks[minus], clusters),
         "p_holm": 1.0,
         "role": "exploratory",
@@ -187,7 +173,7 @@ def _mcnemar(
         return None
     counts = Counter(zip(later, earlier, strict=True))
     gained, lost = counts[1, 0], counts[0, 1]
-    return {"gained": gained, "lost": lost, "p": round(mcnemar_p(gained, lost), 6)}
+    return {"gained": gained, "lost": lost, "p": round(stats.mcnemar_p(gained, lost), 6)}
 
 
 def _role(contrast: Contrast, own: Sequence[str], ends: tuple[str, str]) -> Role:
@@ -211,10 +197,10 @@ def _decide(
     parts = [one for one in contrasts if one["slice"] != OVERALL]
     own = [one for one in parts if one["role"] == "slice"]
     for family in (whole, parts):
-        for one, p in zip(family, holm([one["p"] for one in family]), strict=True):
+        for one, p in zip(family, stats.holm([one["p"] for one in family]), strict=True):
             one["p_holm"] = round(p, 6)
             one["p_adjusted"] = one["p"] if one["role"] == "overall" else one["p_holm"]
-    for one, p in zip(own, benjamini_hochberg([one["p"] for one in own]), strict=True):
+    for one, p in zip(own, stats.benjamini_hochberg([one["p"] for one in own]), strict=True):
         one["p_adjusted"] = round(p, 6)
     for one, changes, clusters in pairs:
         role, axis = one["role"], one["axis"]
@@ -225,7 +211,7 @@ def _decide(
         # The p below which it would be confirmed, if it were the only one of its family.
         family = {"pair": whole, "slice": own, "exploratory": parts}.get(role, [one])
         level = min(ALPHA, (FALSE_DISCOVERIES if role == "slice" else ALPHA) / len(family))
-        seen = smallest_seen(changes, clusters, level)
+        seen = stats.smallest_seen(changes, clusters, level)
         one["detectable"] = None if seen is None else round(seen, 6)
 
 
@@ -248,7 +234,7 @@ def count_pairs(pairs: Sequence[JudgedPair], rows: Rows) -> list[PairCounts]:
         names = [clusters[pair["item"]] for pair in group]
         tally = Counter(pair["result"] for pair in group)
         found = round_interval(points, names)
-        p = round(sign_flip_p(points, names), 6)
+        p = round(stats.sign_flip_p(points, names), 6)
         counted.append(
             {
                 "of": of,
@@ -281,7 +267,7 @@ def measure_noise(
         clusters = [cluster for cluster, *_ in both]
         before, after = [a[axis] for _, a, _ in both], [b[axis] for *_, b in both]
         changes = [b - a for a, b in zip(before, after, strict=True)]
-        floor = noise_floor(before, after, clusters)
+        floor = stats.noise_floor(before, after, clusters)
         noise[name][axis] = {
             **round_interval(changes, clusters),
             "changed": round(sum(abs(one) > 1e-12 for one in changes) / len(changes), 6),

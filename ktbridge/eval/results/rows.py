@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
@@ -128,23 +128,12 @@ def _answer(item: Item, bench: Bench, records: Sequence[AnswerRecord | None]) ->
     for axis in _MARKS:
         if ok and axis in ok[0]:
             answer[axis] = round(sum(one[axis] for one in ok) / len(ok), 6)
-    answer["repeats"] = [_without_evidence(one) for one in repeats]
+    kept = ("outcome", "text", "turns", *_MARKS, "detail")
+    answer["repeats"] = [
+        cast("ArmAnswer", {key: value for key in kept if (value := one.get(key)) is not None})
+        for one in repeats
+    ]
     return answer
-
-
-def _without_evidence(answer: ArmAnswer) -> ArmAnswer:
-    """Return what the results have of a repeat: its outcome, its words and its marks."""
-    kept: ArmAnswer = {"outcome": answer["outcome"]}
-    if "text" in answer:
-        kept["text"] = answer["text"]
-    if "turns" in answer:
-        kept["turns"] = answer["turns"]
-    for axis in _MARKS:
-        if axis in answer:
-            kept[axis] = answer[axis]
-    if "detail" in answer:
-        kept["detail"] = answer["detail"]
-    return kept
 
 
 def _score(item: Item, bench: Bench, record: AnswerRecord | None) -> ArmAnswer:
@@ -154,15 +143,8 @@ def _score(item: Item, bench: Bench, record: AnswerRecord | None) -> ArmAnswer:
     """
     if record is None:
         return {"outcome": NOT_RUN}
-    answer: ArmAnswer = {"outcome": record["outcome"]}
-    if record["text"]:
-        answer["text"] = record["text"]
-    if record["thinking"]:
-        answer["thinking"] = record["thinking"]
-    if record["detail"]:
-        answer["detail"] = record["detail"]
-    if turns := record.get("turns"):
-        answer["turns"] = turns
+    said = {key: record.get(key) for key in ("outcome", "text", "thinking", "detail", "turns")}
+    answer = cast("ArmAnswer", {key: value for key, value in said.items() if value})
     if record["outcome"] == "http-error":
         answer["status"] = record.get("status", 0)
     if record["outcome"] != "ok":

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ktbridge.codes import problem
-from ktbridge.errors import Problem
+from ktbridge.errors import Problem, Severity
 from ktbridge.eval.failures import AGAIN, remedies, think_only_remedy
 from ktbridge.eval.report.sentences import signed, slice_title
 from ktbridge.eval.results.compare import NULLS, OVERALL
@@ -34,52 +34,40 @@ _REMEDIES: Mapping[str, str] = {
 
 def check_validity(results: Results) -> list[Problem]:
     """Return the problems of a run; those that invalidate the results come first."""
-    checks = (
-        _incomplete,
-        _left_out,
-        _unscored,
-        _unusable,
-        _failed_repeats,
-        _uneven,
-        _identical,
-        _unread,
-        _noisy,
-    )
-    return [found for check in checks for found in check(results)]
+    return [*_not_asked(results), *_not_marked(results), *_not_credible(results)]
 
 
-def _incomplete(results: Results) -> Iterator[Problem]:
-    """Items that were planned but never asked."""
+def _not_asked(results: Results) -> Iterator[Problem]:
+    """Items that were planned but never asked, and arms without any answer."""
     plan = results["plan"]
-    if plan is None or not plan["missing_answers"]:
-        return
-    if plan["missing_items"]:
-        short = [arm for arm, one in plan["arms"].items() if one["missing"]]
-        whose = "every arm" if len(short) == len(plan["arms"]) else ", ".join(short)
-        where = ", ".join(
-            f"{slice_title(results, name)} {one['missing']}"
-            for name, one in plan["slices"].items()
-            if one["missing"]
-        )
-        found = f"{plan['missing_items']} of {plan['items']} planned items were not asked of {whose}: {where}"
-    else:
-        found = (
-            f"every planned item was asked, but {plan['missing_answers']} of {plan['answers']} "
-            "planned answers (repeats) were not"
-        )
-    expected = "all of them; what follows is about a part of the bench only"
-    yield problem("KTB827", "the run is incomplete", found, expected)
-
-
-def _left_out(results: Results) -> Iterator[Problem]:
+    if plan is not None and plan["missing_answers"]:
+        if plan["missing_items"]:
+            short = [arm for arm, one in plan["arms"].items() if one["missing"]]
+            whose = "every arm" if len(short) == len(plan["arms"]) else ", ".join(short)
+            where = ", ".join(
+                f"{slice_title(results, name)} {one['missing']}"
+                for name, one in plan["slices"].items()
+                if one["missing"]
+            )
+            missing, planned = plan["missing_items"], plan["items"]
+            found = f"{missing} of {planned} planned items were not asked of {whose}: {where}"
+        else:
+            found = (
+                f"every planned item was asked, but {plan['missing_answers']} of {plan['answers']} "
+                "planned answers (repeats) were not"
+            )
+        expected = "all of them; what follows is about a part of the bench only"
+        yield problem("KTB827", "the run is incomplete", found, expected)
     for name in results["left_out"]:
         why = results["refused"].get(name, "no answer of it is stored")
         found = f"left out of the comparison: {why}"
         yield problem("KTB823", f"arm {name}", found, "answers from every arm of the run")
 
 
-def _unscored(results: Results) -> Iterator[Problem]:
-    """Answers on which one of our scorers failed: not the arm's fault."""
+def _not_marked(results: Results) -> Iterator[Problem]:
+    """Answers without a mark: those on which a scorer failed, and those that aren't ok."""
+    asked, valid = results["asked"], results["valid"]
+    # A scorer's failure is not the arm's fault.
     faults: dict[str, list[str]] = {}
     for row in results["items"]:
         for arm, answer in row["answers"].items():
@@ -92,15 +80,16 @@ def _unscored(results: Results) -> Iterator[Problem]:
         expected = "a mark for every answer; these are left out for all arms"
         yield problem("KTB828", f"arm {arm}", found, expected)
 
-
-def _unusable(results: Results) -> Iterator[Problem]:
-    """Arms with too few answers that can be scored."""
-    asked, valid = results["asked"], results["valid"]
+    ok = {name: counts.get("ok", 0) for name, counts in results["outcomes"].items()}
+    failed = {name: counts.get("http-error", 0) for name, counts in results["outcomes"].items()}
     for name, counts in results["outcomes"].items():
-        ok, failed = counts.get("ok", 0), counts.get("http-error", 0)
-        if ok >= _ENOUGH_OK * asked and not failed:
+        if ok[name] >= _ENOUGH_OK * asked and not failed[name]:
             continue
-        if counts.keys() <= {"ok", NOT_RUN} and any(_incomplete(results)):
+        if (
+            counts.keys() <= {"ok", NOT_RUN}
+            and results["plan"]
+            and results["plan"]["missing_answers"]
+        ):
             continue  # KTB827 reports it
         errors = [
             (answer.get("status", 0), answer.get("detail", ""))
@@ -117,36 +106,25 @@ def _unusable(results: Results) -> Iterator[Problem]:
             f"{count} {outcome}" + (f" ({errors[0][1]})" if outcome == "http-error" else "")
             for outcome, count in bad.items()
         )
-        few = 2 * ok < asked or 2 * valid < asked
+        few = 2 * ok[name] < asked or 2 * valid < asked
         yield problem(
             "KTB820",
             f"arm {name}",
-            f"{asked - ok} of {asked} answers cannot be scored: {rest}",
+            f"{asked - ok[name]} of {asked} answers cannot be scored: {rest}",
             "ok answers; items missing in one arm are left out for all",
             "; ".join(dict.fromkeys(steps[outcome] for outcome in bad)),
-            severity="error" if few or failed > (1 - _ENOUGH_OK) * asked else "warning",
+            severity="error" if few or failed[name] > (1 - _ENOUGH_OK) * asked else "warning",
         )
 
+    # An item's mark is then the mean of fewer repeats than were asked.
+    for name, counts in results["repeat"]["outcomes"].items() if results["repeat"] else ():
+        lost, total = counts.get("http-error", 0), sum(counts.values())
+        if lost > failed[name]:
+            severity: Severity = "error" if lost > (1 - _ENOUGH_OK) * total else "warning"
+            found = f"{lost} of {total} answers failed: http-error"
+            expected = "an answer to every repeat"
+            yield problem("KTB820", f"arm {name}, repeats", found, expected, severity=severity)
 
-def _failed_repeats(results: Results) -> Iterator[Problem]:
-    """Repeats without an answer: an item's mark is the mean of fewer repeats than were asked."""
-    if results["repeat"] is None:
-        return
-    for name, counts in results["repeat"]["outcomes"].items():
-        failed, total = counts.get("http-error", 0), sum(counts.values())
-        if failed > results["outcomes"][name].get("http-error", 0):
-            yield problem(
-                "KTB820",
-                f"arm {name}, repeats",
-                f"{failed} of {total} answers failed: http-error",
-                "an answer to every repeat",
-                severity="error" if failed > (1 - _ENOUGH_OK) * total else "warning",
-            )
-
-
-def _uneven(results: Results) -> Iterator[Problem]:
-    asked = results["asked"]
-    ok = {name: counts.get("ok", 0) for name, counts in results["outcomes"].items()}
     if ok and max(ok.values()) - min(ok.values()) > (1 - _ENOUGH_OK) * asked:
         spread = ", ".join(f"{name} {count}" for name, count in ok.items())
         found = f"arms differ in how many of {asked} answers are ok: {spread}"
@@ -154,20 +132,19 @@ def _uneven(results: Results) -> Iterator[Problem]:
         yield problem("KTB821", "missing answers", found, expected)
 
 
-def _identical(results: Results) -> Iterator[Problem]:
+def _not_credible(results: Results) -> Iterator[Problem]:
+    """Arms that answer alike, marks of a format only, and headlines within the noise."""
     for pair in results["identical"]:
         if pair["share"] is not None and pair["share"] >= _NEARLY_ALL:
+            whole = pair["share"] == 1 and pair["n"] >= _FEW_PAIRS
             yield problem(
                 "KTB822",
                 "arms " + " and ".join(pair["arms"]),
                 f"{pair['share']:.0%} of {pair['n']} answers are byte-identical",
                 "answers that differ, if an adapter was applied",
-                severity="error" if pair["share"] == 1 and pair["n"] >= _FEW_PAIRS else "warning",
+                severity="error" if whole else "warning",
             )
 
-
-def _unread(results: Results) -> Iterator[Problem]:
-    """Arms whose answers could not be parsed: their marks measure format, not knowledge."""
     for name, cells in results["parse_rates"].items():
         low = [
             f"{arm} {cell['read']} of {cell['asked']}"
@@ -179,13 +156,8 @@ def _unread(results: Results) -> Iterator[Problem]:
             expected = f"at least {_READABLE:.0%}; an answer without one is marked 0"
             yield problem("KTB824", f"slice {slice_title(results, name)}", found, expected)
 
-
-def _noisy(results: Results) -> Iterator[Problem]:
-    """Headlines that are not larger than the noise floor.
-
-    An arm's floor is that of a difference of two of its runs, so its own variance is half of the
-    floor's square, and the mean of N repeats has 1/N of that.
-    """
+    # An arm's floor is that of a difference of two of its runs, so its own variance is half of the
+    # floor's square, and the mean of N repeats has 1/N of that.
     repeat = results["repeat"]
     for one in results["contrasts"]:
         if repeat is None or one["slice"] != OVERALL or one["verdict"] in NULLS:
