@@ -29,7 +29,7 @@ from ktbridge.eval.results.types import (
     PairCounts,
     Results,
     Verdict,
-    Words,
+    VerdictWord,
 )
 
 AXIS_WORDS: Mapping[Axis, str] = {
@@ -91,7 +91,7 @@ def contrast_tone(contrast: Contrast) -> Tone:
     return verdict_tone(contrast["verdict"]) if contrast["headline"] else "calm"
 
 
-def verdict_tone(verdict: Words) -> Tone:
+def verdict_tone(verdict: VerdictWord) -> Tone:
     return verdict if verdict == "improved" or verdict == "dropped" else "calm"
 
 
@@ -183,7 +183,7 @@ def make_verdict(
     headline: str = "",
     clauses: Sequence[Clause] = (),
     details: Sequence[str] = (),
-    overall: Mapping[Axis, Words] = MappingProxyType({}),
+    overall: Mapping[Axis, VerdictWord] = MappingProxyType({}),
 ) -> Verdict:
     """Return a verdict as results.json has it; without a headline the line is that, too."""
     return {
@@ -218,10 +218,10 @@ def _distinct(results: Results, contrasts: Iterable[Contrast]) -> list[Contrast]
 
 
 class _Said(NamedTuple):
-    """What the line and the headline say of one contrast, or of judged pairs."""
+    """Parts of the line and of the headline about one contrast, or about judged pairs."""
 
     of_slice: bool
-    verdict: Words
+    verdict: VerdictWord
     clause: str
     sentence: str
 
@@ -256,7 +256,7 @@ def clause_text(contrast: Contrast, margin: float) -> str:
     return _brief(contrast, contrast["verdict"]) + (" beyond margin" if beyond else "")
 
 
-def _brief(numbers: Numbers, verdict: Words) -> str:
+def _brief(numbers: Numbers, verdict: VerdictWord) -> str:
     if verdict in NULLS:
         return f": {verdict}, {interval(numbers)}"
     arrow = {"improved": " ↑ ", "dropped": " ↓ "}.get(verdict, f": {verdict} by ")

@@ -20,7 +20,7 @@ from ktbridge.eval.plan import compare_plan, planned_answers
 from ktbridge.eval.report.document import build_overview, build_report
 from ktbridge.eval.report.html import render_overview, render_report
 from ktbridge.eval.report.sentences import make_verdict, summarize
-from ktbridge.eval.results.compare import compare, count_pairs, list_axes, measure_noise
+from ktbridge.eval.results.compare import compare_arms, count_pairs, list_axes, measure_noise
 from ktbridge.eval.results.rows import (
     compare_texts,
     count_outcomes,
@@ -78,7 +78,7 @@ def score_run(directory: Path) -> Results:
     for row in rows:
         row["answers"] = {name: row["answers"][name] for name in names}
     valid = [row for row in rows if all(row["answers"][n]["outcome"] == "ok" for n in names)]
-    tables, contrasts = compare(card, names, valid)
+    tables, contrasts = compare_arms(card, names, valid)
     axes = list_axes(card, valid)
     pairs = judged.pairs if judged is not None else []
     costs = {JUDGE_COST: _judge_cost(judged.card)} if judged is not None else {}

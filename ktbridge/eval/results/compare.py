@@ -24,15 +24,15 @@ from ktbridge.eval.results.types import (
     PairCounts,
     Results,
     Role,
-    Words,
+    VerdictWord,
 )
 
 ALPHA = 0.05
 FALSE_DISCOVERIES = 0.10  # the share of false names among slices that are named
 OVERALL = "overall"
-CONFIRMED: Final[tuple[Words, ...]] = ("improved", "dropped")
-LOSSES: Final[tuple[Words, ...]] = ("dropped", "may have dropped")
-NULLS: Final[tuple[Words, ...]] = ("within margin", "inconclusive")
+CONFIRMED: Final[tuple[VerdictWord, ...]] = ("improved", "dropped")
+LOSSES: Final[tuple[VerdictWord, ...]] = ("dropped", "may have dropped")
+NULLS: Final[tuple[VerdictWord, ...]] = ("within margin", "inconclusive")
 _POINTS = {"win": 1.0, "tie": 0.0, "loss": -1.0}
 
 Rows = Sequence[ItemRow]
@@ -44,7 +44,7 @@ Tables = dict[Axis, dict[str, dict[str, Numbers]]]
 
 def decide_verdict(
     role: Role, axis: Axis, contrast: Numbers, p: float, p_adjusted: float, margin: float
-) -> Words:
+) -> VerdictWord:
     """Return the verdict of a contrast: improved, dropped, may have …, within margin or inconclusive.
 
     A change needs an interval that excludes 0. It is improved or dropped if p is below 0.05 and
@@ -66,7 +66,7 @@ def decide_verdict(
     return "inconclusive"
 
 
-def is_in_headline(role: Role, verdict: Words) -> bool:
+def is_in_headline(role: Role, verdict: VerdictWord) -> bool:
     """Return whether the first line names the contrast: whole axes always, slices if they changed."""
     return role == "overall" or (role == "slice" and verdict in CONFIRMED)
 
@@ -98,7 +98,9 @@ def list_axes(card: BenchCard, rows: Rows) -> list[Axis]:
     return axes
 
 
-def compare(card: BenchCard, names: Sequence[str], rows: Rows) -> tuple[Tables, list[Contrast]]:
+def compare_arms(
+    card: BenchCard, names: Sequence[str], rows: Rows
+) -> tuple[Tables, list[Contrast]]:
     """Return tables (axis -> slice -> arm -> numbers) and contrasts of the arms ``names``."""
     tables: Tables = {}
     contrasts: list[Contrast] = []

@@ -208,7 +208,7 @@ class ProblemRow(TypedDict):
 
 Axis = Literal["task", "persona", "judge"]
 AXES_SHOWN: tuple[Axis, ...] = ("persona", "task", "judge")  # in this order
-Words = Literal[
+VerdictWord = Literal[
     "improved",
     "dropped",
     "may have improved",
@@ -256,7 +256,7 @@ class Contrast(Numbers):
     """The p that the verdict is about: p of an overall contrast, Benjamini-Hochberg over the axis's own
     slices, p_holm of the rest."""
     headline: Annotated[bool, note("The first line names it.")]
-    verdict: Words
+    verdict: VerdictWord
     detectable: float | None
     """Beside any verdict but improved and dropped: the smallest change seen in 8 of 10 runs after the
     correction; null where none would be."""
@@ -273,7 +273,7 @@ class PairCounts(Numbers):
     loss: Count
     flipped: Count
     p: Share
-    verdict: Words
+    verdict: VerdictWord
 
 
 PairResult = Literal["win", "tie", "loss"]
@@ -307,7 +307,7 @@ class Repeats(TypedDict):
 
 class Clause(TypedDict):
     text: str
-    verdict: Words
+    verdict: VerdictWord
     loss: bool
     """The whole interval lies on the worse side of 0, whatever the verdict."""
 
@@ -320,9 +320,9 @@ class Verdict(TypedDict):
     headline: Annotated[str, note("The same as one sentence.")]
     details: list[str]
     """What may have changed, other arms, and what could be missed."""
-    persona: Words | None
-    task: Words | None
-    judge: Words | None
+    persona: VerdictWord | None
+    task: VerdictWord | None
+    judge: VerdictWord | None
 
 
 class CheckRow(TypedDict):
