@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final, cast
 
 import ktbridge
 from ktbridge.document import to_markdown
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.bench import Bench
 from ktbridge.eval.contamination import overlap_problems, read_contamination
 from ktbridge.eval.judging.read import Judgements, read_judgements
 from ktbridge.eval.plan import compare_plan, planned_answers
@@ -39,7 +39,6 @@ from ktbridge.eval.results.types import (
     IndexFile,
     IndexLink,
     ItemRow,
-    JudgeCard,
     ProblemRow,
     Repeats,
     Results,
@@ -81,7 +80,13 @@ def score_run(directory: Path) -> Results:
     tables, contrasts = compare_arms(card, names, valid)
     axes = list_axes(card, valid)
     pairs = judged.pairs if judged is not None else []
-    costs = {JUDGE_COST: _judge_cost(judged.card)} if judged is not None else {}
+    costs: dict[str, Cost] = {}
+    if judged is not None:
+        costs[JUDGE_COST] = {
+            "prompt_tokens": judged.card["prompt_tokens"],
+            "completion_tokens": judged.card["completion_tokens"],
+            "answers": judged.card["calls"],
+        }
     references = {item.id: item.references for item in bench.items if item.references}
     results: Results = {
         "verdict": make_verdict(""),  # of all the others, but first in the file
@@ -144,14 +149,6 @@ def _repeats(
     }
 
 
-def _judge_cost(card: JudgeCard) -> Cost:
-    return {
-        "prompt_tokens": card["prompt_tokens"],
-        "completion_tokens": card["completion_tokens"],
-        "answers": card["calls"],
-    }
-
-
 def bench_card(bench: Bench) -> BenchCard:
     return {
         "name": bench.name,
@@ -171,21 +168,17 @@ def bench_card(bench: Bench) -> BenchCard:
                 "label": one.label or one.name,
                 "primary": one.primary,
                 "meaning": one.meaning,
-                "checks": _checks(item for item in bench.items if item.slice == one.name),
+                "checks": list(dict.fromkeys(_checks(bench, one.name))),
             }
             for one in bench.slices
         ],
     }
 
 
-def _checks(items: Iterable[Item]) -> list[str]:
-    """The scorers of these items without duplicates, each with its metric if it has one."""
-    named = (
-        str(check["scorer"]) + (f" ({check['metric']})" if "metric" in check else "")
-        for item in items
-        for check in item.checks
-    )
-    return list(dict.fromkeys(named))
+def _checks(bench: Bench, name: str) -> Iterator[str]:
+    """The scorers of a slice's items, each with its metric if it has one."""
+    for check in (check for item in bench.items if item.slice == name for check in item.checks):
+        yield str(check["scorer"]) + (f" ({check['metric']})" if "metric" in check else "")
 
 
 def mark_judged(rows: list[ItemRow], judged: Judgements) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from ktbridge.eval import stats
@@ -123,8 +123,21 @@ def compare_arms(
             # Later minus earlier: expert - base, full - base, full - expert.
             for minus, of in itertools.combinations(names, 2):
                 changes = [a - b for a, b in zip(marks[of], marks[minus], strict=True)]
-                contrast = _contrast(axis, slice_, of, minus, marks, clusters, changes)
-                contrast["role"] = _role(contrast, own, (names[0], names[-1]))
+                contrast: Contrast = {
+                    "axis": axis,
+                    "slice": slice_,
+                    "of": of,
+                    "minus": minus,
+                    **round_interval(changes, clusters),
+                    "p": round(stats.sign_flip_p(changes, clusters), 6),
+                    "mcnemar": _mcnemar(marks[of], marks[minus], clusters),
+                    "p_holm": 1.0,
+                    "role": _role(slice_, own, (minus, of) == (names[0], names[-1])),
+                    "p_adjusted": 1.0,
+                    "headline": False,
+                    "verdict": "inconclusive",
+                    "detectable": None,
+                }
                 pairs.append((contrast, changes, clusters))
         _decide(pairs, card["margin"])
         contrasts += [contrast for contrast, *_ in pairs]
@@ -140,33 +153,6 @@ def round_interval(
     return {"mean": mean, "low": low, "high": high, "n": found.n, "clusters": found.clusters}
 
 
-def _contrast(
-    axis: Axis,
-    slice_: str,
-    of: str,
-    minus: str,
-    marks: Mapping[str, Sequence[float]],
-    clusters: Sequence[str],
-    changes: Sequence[float],
-) -> Contrast:
-    """Return the contrast with its own numbers; ``_decide`` adds what depends on the others."""
-    return {
-        "axis": axis,
-        "slice": slice_,
-        "of": of,
-        "minus": minus,
-        **round_interval(changes, clusters),
-        "p": round(stats.sign_flip_p(changes, clusters), 6),
-        "mcnemar": _mcnemar(marks[of], marks[minus], clusters),
-        "p_holm": 1.0,
-        "role": "exploratory",
-        "p_adjusted": 1.0,
-        "headline": False,
-        "verdict": "inconclusive",
-        "detectable": None,
-    }
-
-
 def _mcnemar(
     later: Sequence[float], earlier: Sequence[float], clusters: Sequence[str]
 ) -> McNemar | None:
@@ -178,12 +164,11 @@ def _mcnemar(
     return {"gained": gained, "lost": lost, "p": round(stats.mcnemar_p(gained, lost), 6)}
 
 
-def _role(contrast: Contrast, own: Sequence[str], ends: tuple[str, str]) -> Role:
-    """Return the question that a contrast answers; ``ends`` are the first and the last arm."""
-    main = (contrast["minus"], contrast["of"]) == ends
-    if contrast["slice"] == OVERALL:
+def _role(slice_: str, own: Sequence[str], main: bool) -> Role:
+    """Return the question that a contrast answers; ``main``: of the last arm minus the first."""
+    if slice_ == OVERALL:
         return "overall" if main else "pair"
-    return "slice" if main and contrast["slice"] in own else "exploratory"
+    return "slice" if main and slice_ in own else "exploratory"
 
 
 def _decide(
