@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple, TypeGuard, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -81,11 +81,16 @@ class _Generator(GenerateJsonSchema):
 
 
 def schema_of(kind: type[object], open_types: Collection[str]) -> JsonSchemaValue:
-    """Return the JSON schema (2020-12) of a type; ``open_types`` may have further keys."""
-    schema = TypeAdapter(kind).json_schema(schema_generator=_Generator)
+    """Return the JSON schema (2020-12) of a type; ``open_types`` may have further keys.
+
+    Docstrings describe types and, below them, fields.
+    """
+    config = ConfigDict(use_attribute_docstrings=True)
+    schema = TypeAdapter(kind, config=config).json_schema(schema_generator=_Generator)
     for name, one in schema["$defs"].items():
         del one["title"]
         one["additionalProperties"] = name in open_types
-        if text := one.get("description"):
-            one["description"] = " ".join(text.replace("``", "").split())
+        for described in (one, *one["properties"].values()):
+            if text := described.get("description"):
+                described["description"] = " ".join(text.replace("``", "").split())
     return schema

@@ -3,7 +3,7 @@
     python scripts/simulate_verdicts.py --runs 1000      # the tables of docs/eval.md
 
 Marks are drawn for the items of nekobench, with its slices and clusters: an item's difficulty comes from
-a Beta distribution, the arms' answers are independent given it. `compare` and `summarise` then make
+a Beta distribution, the arms' answers are independent given it. `compare_arms` and `summarize` then make
 the report's first line of these marks. Only their random draws are kept from run to run.
 tests/eval/test_eval_rates.py runs a smaller version.
 """
@@ -20,9 +20,9 @@ import numpy as np
 
 from ktbridge.eval import load_bench, stats
 from ktbridge.eval.bench import Bench
+from ktbridge.eval.report.sentences import summarize
 from ktbridge.eval.results.build import bench_card
-from ktbridge.eval.results.compare import compare
-from ktbridge.eval.verdict import OVERALL, summarise
+from ktbridge.eval.results.compare import OVERALL, compare_arms
 
 SMALL = Path(__file__).parents[1] / "tests/eval/small"  # 84 of nekobench's 300 items
 BENCHES = {84: SMALL, 300: "nekobench"}
@@ -143,8 +143,8 @@ def simulate(scenario: Scenario, runs: int, seed: int = 33) -> dict[str, float]:
     found = dict.fromkeys(("lost", "gained", "may", "right", "below", "covered"), 0)
     for _ in range(runs):
         rows = report_rows(bench, scenario, rng)
-        tables, contrasts = compare(card, scenario.arms, rows)
-        verdict = summarise(
+        tables, contrasts = compare_arms(card, scenario.arms, rows)
+        verdict = summarize(
             {
                 "bench": card,
                 "arms": [{"name": name} for name in scenario.arms],

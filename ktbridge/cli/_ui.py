@@ -24,7 +24,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.table import Table as Grid
 
+from ktbridge.document import Block, FactList, Phrase, ProblemList, Section, Sentences, Table
 from ktbridge.errors import NOTES_FILE, Problem, worst_first
 from ktbridge.files import digests
 
@@ -127,6 +129,61 @@ def _print_each(problems: Iterable[Problem]) -> None:
             stderr.print(f"    expected  {shown(problem.expected)}", soft_wrap=True)
         if problem.next_step:
             stderr.print(f"    next      {shown(problem.next_step)}", soft_wrap=True)
+
+
+_TONES = {"improved": "green", "dropped": "red", "calm": "dim"}
+_SENTENCES = {"strong": "[bold]{}[/]", "soft": "[dim]{}[/]", "error": "[bold red]error:[/] {}"}
+
+
+def print_blocks(blocks: Iterable[Block]) -> None:
+    """Print what the terminal shows of a document."""
+    after_table = False
+    for block in blocks:
+        if "terminal" not in block.media:
+            continue
+        if after_table or isinstance(block, (Section, FactList, Table)):
+            console.print()
+        after_table = isinstance(block, Table)
+        match block:
+            case Section():
+                console.rule(shown(block.title), align="left")
+                print_blocks(block.blocks)
+            case FactList():
+                for name, value in block.facts:
+                    console.print(f"[dim]{name.lower():<8}[/] {shown(value)}")
+            case ProblemList():
+                for one in block.problems:
+                    text = shown(f"{one.severity} {one.code}: {one.where}: {one.found}")
+                    console.print(f"[{STYLES[one.severity]}]{text}[/]")
+            case Sentences():
+                for text in block.texts:
+                    console.print(_SENTENCES.get(block.style, "{}").format(shown(text)))
+            case Table():
+                console.print(_grid(block))
+
+
+def _grid(table: Table) -> Grid:
+    """Return the table as rich draws it; names of rows are not folded."""
+    title = f"[bold]{escape(table.title)}[/]" + (f": {shown(table.note)}" if table.note else "")
+    grid = Grid(title=title, title_justify="left", title_style="")
+    width = max((len(str(row.cells[0]).split(" ")[0]) for row in table.rows), default=0)
+    for number, name in enumerate(table.head):
+        left = number == 0 or name in table.words
+        grid.add_column(
+            shown(name),
+            justify="left" if left else "right",
+            min_width=None if number else width,
+            overflow="fold",
+        )
+    for row in table.rows:
+        cells = [
+            f"[{_TONES[cell.tone]}]{shown(cell.text)}[/]"
+            if isinstance(cell, Phrase)
+            else shown(cell)
+            for cell in row.cells
+        ]
+        grid.add_row(*cells, style="dim" if row.minor else "")
+    return grid
 
 
 def print_readings(readings: Iterable[str]) -> None:

@@ -112,11 +112,11 @@ def _show_end(
     seconds: float,
 ) -> None:
     """The runs side by side and where things are. Raises KtbridgeError where a run of a sweep failed."""
-    from ktbridge.cli._ui import console
+    from ktbridge.cli._ui import console, print_blocks
     from ktbridge.errors import KtbridgeError
 
     if comparison:
-        _print_comparison(comparison)
+        print_blocks(comparison.blocks)
     kept = sum(one.kept for one in runner.done)
     console.rule("[bold]Done", align="left")
     results = [*_results(plan), *(["sweep/comparison.md"] if comparison else [])]
@@ -258,18 +258,3 @@ def _results(plan: Sequence[Item]) -> list[str]:
     steps = [item for item in plan if isinstance(item, Step)]
     found = [path for step in steps if step.command == "train" for path in step.writes]
     return found + [f"{step.words[1]}/report.html" for step in steps if step.command == "report"]
-
-
-def _print_comparison(comparison: Comparison) -> None:
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console, shown
-
-    table = Table(title="The runs side by side", title_justify="left")
-    for heading in comparison.headings:
-        table.add_column(shown(heading), overflow="fold")
-    for row in comparison.rows:
-        table.add_row(*map(shown, row))
-    console.print(table)
-    for note in comparison.notes:
-        console.print(note, style="dim", markup=False)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from ktbridge.eval.arms import Arm, parse_arms
 from ktbridge.eval.bench import Bench, Item, load_bench
 from ktbridge.eval.request import EvalRequest
-from ktbridge.eval.results.build import score_run
-from ktbridge.eval.results.publish import failures, write_report
+from ktbridge.eval.results.build import failures, score_run, write_report
 from ktbridge.eval.run import Collected, RunEvents, collect
 
 __all__ = [

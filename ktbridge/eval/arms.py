@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity, UsageError
 from ktbridge.eval.client import Client
-from ktbridge.eval.results.cards import ArmCard, Json
+from ktbridge.eval.results.types import ArmCard, Json
 from ktbridge.files import digests
 from ktbridge.hosts import api_url
 from ktbridge.served_names import (

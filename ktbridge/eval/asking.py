@@ -19,8 +19,7 @@ from ktbridge.eval.arms import Arm
 from ktbridge.eval.bench import Bench, Item, Partner
 from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.failures import WHOLE, kind_of
-from ktbridge.eval.results.cards import ArmCard, Message, PartnerCard
-from ktbridge.eval.results.types import Outcome
+from ktbridge.eval.results.types import ArmCard, Message, Outcome, PartnerCard
 from ktbridge.eval.store import AnswerRecord, JudgementRecord, Ledger, request_key
 from ktbridge.openai_client import OTHER_LIMIT
 

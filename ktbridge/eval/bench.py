@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError
-from ktbridge.eval.results.cards import Json, Message
+from ktbridge.eval.results.types import Json, Message
 from ktbridge.eval.schema import (
     OURS,
     Axis,

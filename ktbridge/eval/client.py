@@ -30,8 +30,7 @@ from ktbridge.eval.failures import (
     describe_reply,
     kind_of,
 )
-from ktbridge.eval.results.cards import Json
-from ktbridge.eval.results.types import Outcome
+from ktbridge.eval.results.types import Json, Outcome
 from ktbridge.eval.transport import NotAReplyError, Reply, Transport
 from ktbridge.json_parts import has_more
 from ktbridge.openai_client import (

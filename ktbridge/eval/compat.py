@@ -23,7 +23,7 @@ import yaml
 
 from ktbridge.errors import UsageError
 from ktbridge.eval.bench import Bench, Item, make_files, parse_bench
-from ktbridge.eval.results.cards import DigitMeans
+from ktbridge.eval.results.types import DigitMeans
 from ktbridge.eval.sources import benches_root, read_source
 from ktbridge.files import digests
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.results.cards import Contamination, Hit, SliceOverlap
+from ktbridge.eval.results.types import Contamination, Hit, SliceOverlap
 from ktbridge.eval.sources import read_rows
 from ktbridge.eval.store import make_directory, read_document, write_json
 from ktbridge.eval.text import unicode_tokens

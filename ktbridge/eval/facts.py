@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ktbridge.eval.results.types import Measured
+from ktbridge.eval.results.types import Results
 from ktbridge.served_names import BASE, split_name
 
 TITLES = {"persona": "Persona", "task": "Task quality", "judge": "Judged quality"}
@@ -13,7 +13,7 @@ _METRICS |= {"bleu-4": "BLEU-4", "chrf": "chrF"}
 _SCORERS_NAMED = 6
 
 
-def report_header(results: Measured) -> list[tuple[str, str]]:
+def report_header(results: Results) -> list[tuple[str, str]]:
     """(label, value) pairs of the run: model, adapter, date, bench, arms, items."""
     bench, cards = results["bench"], results["arms"]
     models, adapters = [], []
@@ -36,7 +36,7 @@ def report_header(results: Measured) -> list[tuple[str, str]]:
     ]
 
 
-def axis_description(results: Measured, axis: str) -> str:
+def axis_description(results: Results, axis: str) -> str:
     """Return how an axis is measured, in a few words."""
     if axis == "persona":
         return "by rules for address, tics and character, not for sense"

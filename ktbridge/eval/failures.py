@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from ktbridge.eval.results.cards import Json
+from ktbridge.eval.results.types import Json
 from ktbridge.eval.text import shorten
 from ktbridge.openai_client import OTHER_LIMIT, refuses_limit
 

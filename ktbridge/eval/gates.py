@@ -12,9 +12,10 @@ from typing import TypeVar
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.eval.bench import Bench
+from ktbridge.eval.report.sentences import interval
+from ktbridge.eval.results.compare import OVERALL, find_contrast
 from ktbridge.eval.results.rows import has_persona
 from ktbridge.eval.results.types import Results
-from ktbridge.eval.verdict import OVERALL, find, interval
 
 _FORM = re.compile(
     r"\s*(?:(?P<side>low|high)\((?P<inside>[^()]+)\)|(?P<plain>[^()<>=]+))"
@@ -51,7 +52,9 @@ class Gate:
         slices = {one["name"]: one["primary"] for one in bench["slices"]}
         failed = []
         for axis, name in self.list_targets(bench["name"], slices, results["axes"]):
-            one = find(results, axis, name, names[-1], names[0]) if len(names) > 1 else None
+            one = (
+                find_contrast(results, axis, name, names[-1], names[0]) if len(names) > 1 else None
+            )
             if one is None:
                 failed.append(f"{axis}:{name} was not compared")
                 continue

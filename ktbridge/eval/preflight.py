@@ -37,8 +37,10 @@ from ktbridge.eval.failures import (
     think_only_remedy,
 )
 from ktbridge.eval.request import EvalRequest
-from ktbridge.eval.results.cards import ArmCard
-from ktbridge.eval.results.types import Identical
+from ktbridge.eval.results.types import (
+    ArmCard,
+    Identical,
+)
 from ktbridge.files import digests
 from ktbridge.served_names import BASE, adapter_name, bare_adapter, names_adapter, whole_name
 

@@ -28,8 +28,15 @@ from ktbridge.eval.bench import (
 from ktbridge.eval.compat import load_compat
 from ktbridge.eval.gates import Gate, parse_gate, refuse_unknown
 from ktbridge.eval.judge import JUDGE, Judge, check_judge, parse_judge
-from ktbridge.eval.results.cards import ArmCard, Json
-from ktbridge.eval.results.types import ArmAnswer, ArmPlan, ItemRow, PlanCounts, SlicePlan
+from ktbridge.eval.results.types import (
+    ArmAnswer,
+    ArmCard,
+    ArmPlan,
+    ItemRow,
+    Json,
+    PlanCounts,
+    SlicePlan,
+)
 from ktbridge.eval.store import (
     ANSWERS,
     FAILED,

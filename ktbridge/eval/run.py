@@ -26,8 +26,10 @@ from ktbridge.eval.client import Client
 from ktbridge.eval.failures import is_refusal, remedy
 from ktbridge.eval.preflight import Preflight, check_arms
 from ktbridge.eval.request import AnswerRequest, EvalRequest, plan_answers, update_plan
-from ktbridge.eval.results.cards import ArmCard
-from ktbridge.eval.results.types import Identical
+from ktbridge.eval.results.types import (
+    ArmCard,
+    Identical,
+)
 from ktbridge.eval.store import ANSWERS, AnswerRecord, Ledger, RunFile, read_run, write_run
 
 

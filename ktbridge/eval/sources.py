@@ -16,7 +16,7 @@ from pathlib import Path
 import ktbridge
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.eval.results.cards import Json
+from ktbridge.eval.results.types import Json
 from ktbridge.eval.schema import RowMap, SourceFile
 from ktbridge.eval.text import normalise
 from ktbridge.files import digests

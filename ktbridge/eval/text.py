@@ -78,16 +78,6 @@ def shorten(text: str, most: int) -> str:
     return (head[:cut] if cut > 0 else head).rstrip() + " …"
 
 
-# Unicode bidi controls that change the text direction, except those that a right-to-left text needs
-# (200e, 200f, 061c).
-_TURNING = re.compile("[\u202a-\u202e\u2066-\u2069]")
-
-
-def show_direction(text: str) -> str:
-    """``text`` with bidi controls shown as their code points, so that it reads in storage order."""
-    return _TURNING.sub(lambda one: f"[U+{ord(one[0]):04X}]", text)
-
-
 def shown_lines(text: str, enough: int, width: int = 44) -> int:
     """Return how many lines ``text`` takes in a column of ``width`` Latin letters (an ideograph is two wide);
     counted until there are more than ``enough``."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktbridge import __version__
+from ktbridge.document import Block, Sentences, Table, TableRow, to_markdown
 from ktbridge.files.publish import write_text
 from ktbridge.files.sizes import size_text
 from ktbridge.recipe.plan import EVALUATION, Item, Step
@@ -27,23 +27,13 @@ _REVERSED = {
     "may have dropped": "may have improved",
     "within margin": "inconclusive",
 }
-Numbers = Mapping[str, float]
-"""``mean``, ``low``, ``high`` of a 95 % interval, and ``n`` items."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A sweep's table: ``headings``, a row of texts a run, and what is written to comparison.json."""
+class Comparison(NamedTuple):
+    """A sweep's table with its notes, and what is written to comparison.json."""
 
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
+    blocks: Sequence[Block]
     document: Mapping[str, object]
-
-    def markdown(self) -> str:
-        lines = ["| " + " | ".join(row) + " |" for row in (self.headings, *self.rows)]
-        lines.insert(1, "|" + " --- |" * len(self.headings))
-        return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
 
 
 def compare(directory: Path, cells: Sequence[Cell], plan: Sequence[Item]) -> Comparison:
@@ -69,12 +59,12 @@ def compare(directory: Path, cells: Sequence[Cell], plan: Sequence[Item]) -> Com
     document = {
         "schema": SCHEMA, "ktbridge": __version__, "compared_with": first, "runs": runs, "marks": tables,
     }  # fmt: skip
-    table = _table(runs, tables, first, document)
+    blocks = _blocks(runs, tables, first)
     room = directory / ROOM
     room.mkdir(exist_ok=True)
     write_text(room / "comparison.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    write_text(room / "comparison.md", table.markdown())
-    return table
+    write_text(room / "comparison.md", to_markdown(blocks))
+    return Comparison(blocks, document)
 
 
 def _trained(adapter: Path, cell: Cell) -> dict[str, Any]:
@@ -129,67 +119,64 @@ def _difference(
 ) -> dict[str, Any] | None:
     """``arm`` minus ``minus``, paired by item; the results have each pair once, in one direction."""
     for one in results["contrasts"]:
-        if (one["axis"], one["slice"]) != (axis, OVERALL) or {one["of"], one["minus"]} != {
-            arm,
-            minus,
-        }:
+        place = (one["axis"], one["slice"], one["of"], one["minus"])
+        if place == (axis, OVERALL, arm, minus):
+            mean, low, high, verdict = one["mean"], one["low"], one["high"], one["verdict"]
+        elif place == (axis, OVERALL, minus, arm):
+            mean, low, high = -one["mean"], -one["high"], -one["low"]
+            verdict = _REVERSED.get(one["verdict"], one["verdict"])
+        else:
             continue
-        sign, ends = (1, ("low", "high")) if one["of"] == arm else (-1, ("high", "low"))
-        low, high = (sign * one[end] for end in ends)
         return {
-            "mean": sign * one["mean"], "low": low, "high": high, "n": one["n"], "p": one["p_holm"],
-            "verdict": one["verdict"] if sign > 0 else _REVERSED.get(one["verdict"], one["verdict"]),
+            "mean": mean, "low": low, "high": high, "n": one["n"], "p": one["p_holm"], "verdict": verdict,
         }  # fmt: skip
     return None
 
 
-def _table(
+def _blocks(
     runs: Sequence[Mapping[str, Any]],
     marks: Mapping[str, Mapping[str, Mapping[str, Any]]],
     first: str,
-    document: Mapping[str, object],
-) -> Comparison:
-    held_out = any(run["held_out_loss"] is not None for run in runs)
-    headings = [
-        *runs[0]["settings"],
-        "train loss",
-        *(["held-out loss"] if held_out else []),
-        "size",
-    ]
-    headings += [text for axis in marks for text in (axis, f"Δ {axis} to the first run")]
+) -> list[Block]:
+    settings = [*runs[0]["settings"]]
+    losses = {"train loss": "late_loss"}
+    notes = ["train loss: the mean of what was logged over the last tenth of a run."]
+    if any(run["held_out_loss"] is not None for run in runs):
+        losses["held-out loss"] = "held_out_loss"
+        notes.append("held-out loss: of the last evaluation.")
+    axes = [heading for axis in marks for heading in (axis, f"Δ {axis} to the first run")]
     rows = []
     if marks:
-        blank = [""] * (len(headings) - 2 * len(marks) - 1)
-        rows.append([BASE, *blank, *_cells(marks, BASE)])
-    for run in runs:
-        losses = [run["late_loss"], *([run["held_out_loss"]] if held_out else [])]
-        texts = ["–" if loss is None else f"{loss:.4f}" for loss in losses]
-        size = size_text(run["bytes"]) if run["bytes"] else "–"
-        rows.append([*run["settings"].values(), *texts, size, *_cells(marks, run["name"])])
-    notes = ["train loss: the mean of what was logged over the last tenth of a run."]
-    if held_out:
-        notes.append("held-out loss: of the last evaluation.")
-    if marks:
+        blank = [""] * (len(settings) + len(losses))
+        rows.append(TableRow([BASE, *blank, *_cells(marks, BASE)]))
         notes.append(
             f"Marks are means in 0..1 with 95 % intervals; differences are to {first}, over the same items; "
             "the verdict is the report's, p is corrected by Holm over all pairs of arms. Differences to the "
             "base are in comparison.json."
         )
-    return Comparison(tuple(headings), tuple(tuple(row) for row in rows), tuple(notes), document)
+    for run in runs:
+        numbers = ["–" if run[key] is None else f"{run[key]:.4f}" for key in losses.values()]
+        size = size_text(run["bytes"]) if run["bytes"] else "–"
+        values = [*run["settings"].values(), *numbers, size]
+        rows.append(TableRow([*values, *_cells(marks, run["name"])]))
+    head = [*settings, *losses, "size", *axes]
+    return [
+        Table("The runs side by side", head, rows, words=[*settings, *axes]),
+        Sentences(notes, "soft"),
+    ]
 
 
 def _cells(marks: Mapping[str, Mapping[str, Mapping[str, Any]]], arm: str) -> Iterator[str]:
     for table in marks.values():
         found = table.get(arm)
         yield "–" if found is None else _interval(found["mean"])
-        difference = found and found["minus_first"]
-        if not difference:
+        if difference := found and found["minus_first"]:
+            words = f"{difference['verdict']}, p = {difference['p']:.2g}"
+            yield f"{_interval(difference, '+')} {words}"
+        else:
             yield "–"
-            continue
-        words = f"{difference['verdict']}, p = {difference['p']:.2g}"
-        yield f"{_interval(difference, '+')} {words}"
 
 
-def _interval(numbers: Numbers, sign: str = "") -> str:
+def _interval(numbers: Mapping[str, float], sign: str = "") -> str:
     mean, low, high = (format(numbers[key], f"{sign}.2f") for key in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]".replace("-", "−")

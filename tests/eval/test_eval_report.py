@@ -12,19 +12,21 @@ from pathlib import Path
 import pytest
 from evalruns import BENCH, EVIL, Page, knows, run, stored, validate
 
+from ktbridge.document import to_markdown
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval import failures, load_bench, score_run, write_report
 from ktbridge.eval.bench import parse_bench
 from ktbridge.eval.contamination import find_contamination
-from ktbridge.eval.doubts import warnings_of
 from ktbridge.eval.gates import check_gates, parse_gate, refuse_unknown
-from ktbridge.eval.html import diff_words, render_html
 from ktbridge.eval.judge import Judgements, JudgeScore
-from ktbridge.eval.markdown import render_markdown
-from ktbridge.eval.results.build import Gathered, assemble, bench_card, mark_judged
+from ktbridge.eval.report.document import build_report
+from ktbridge.eval.report.html import diff_words, render_report
+from ktbridge.eval.report.sentences import clause_text, interval, signed
+from ktbridge.eval.results import build
+from ktbridge.eval.results.compare import decide_verdict
+from ktbridge.eval.results.validity import check_validity
 from ktbridge.eval.stats import power, smallest_seen, unseen_share
-from ktbridge.eval.store import read_run, write_benches
-from ktbridge.eval.verdict import finding, interval, judge_contrast, signed
+from ktbridge.eval.store import write_benches
 
 ARMS = ("base", "expert", "full")
 
@@ -90,10 +92,10 @@ def test_no_name_can_break_out_of_page_or_markdown(tmp_path):
     results["arms"][1]["model"] = "x | `y` | <b>"
     results["verdict"]["line"] = EVIL
     results["verdict"]["clauses"] = [{"text": EVIL, "verdict": "improved"}]
-    page = Page(render_html(results))
+    page = Page(render_report(results))
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
-    text = render_markdown(results)
+    text = to_markdown([build_report(results)])
     assert not {"script", "img", "b"} & set(Page(text).tags)
     rows = [line for line in text.splitlines() if line.startswith("| expert")]
     assert len(rows) == 1
@@ -212,11 +214,11 @@ def test_a_headline_within_the_noise_is_warned_about(tmp_path):
         one["verdict"], one["mean"] = "improved", 0.09
     for arm in ("base", "full"):
         results["repeat"]["noise"][arm]["task"]["floor"] = 0.14  # of two means of two: 0.14/sqrt(2)
-    told = [one for one in warnings_of(results) if one.code == "KTB826"]
+    told = [one for one in check_validity(results) if one.code == "KTB826"]
     assert [one.where for one in told] == ["task: full − base"]
     assert "(0.10)" in told[0].found
     results["repeat"]["n"] = 4
-    assert not [one for one in warnings_of(results) if one.code == "KTB826"]
+    assert not [one for one in check_validity(results) if one.code == "KTB826"]
 
 
 def test_texts_parse_rates_and_what_would_have_been_seen(tmp_path):
@@ -240,18 +242,16 @@ def test_texts_parse_rates_and_what_would_have_been_seen(tmp_path):
     validate(results)
 
 
-def test_a_judge_is_an_axis_of_its_own(tmp_path):
-    def bench_of(judged):
-        bench = replace(BENCH, items=BENCH.items[:24])
-        rows = score_run(stored(tmp_path, dict.fromkeys(ARMS, knows), bench))["items"]
-        if judged:
-            mark_judged(rows, judged)
-        cards = {one["name"]: one for one in read_run(tmp_path)["arms"].values()}
-        results = assemble(Gathered(bench_card(bench), cards, rows, judged=judged))
+def test_a_judge_is_an_axis_of_its_own(tmp_path, monkeypatch):
+    out = stored(tmp_path, dict.fromkeys(ARMS, knows), items=BENCH.items[:24])
+
+    def results_with(judged):
+        monkeypatch.setattr(build, "read_judgements", lambda *_: judged)
+        results = score_run(out)
         validate(results)
         return results
 
-    plain = bench_of(None)
+    plain = results_with(None)
     assert plain["axes"] == ["task", "persona"]
     shares = {"base": 0.2, "expert": 0.6, "full": 0.8}
     check = {"id": "q1", "question": "Is it kind?", "yes": True, "evidence": EVIL}
@@ -284,15 +284,14 @@ def test_a_judge_is_an_axis_of_its_own(tmp_path):
         "pairs_refused": False,
     }
     judged = Judgements(scores, pairs, card, [Problem("KTB899", "warning", "judge", "says yes")])
-    results = bench_of(judged)
+    results = results_with(judged)
     assert results["tables"]["judge"]["overall"]["full"] == {
         **results["tables"]["judge"]["overall"]["full"],
         "mean": 0.8,
         "n": 23,
     }
-    assert results["costs"] == {
-        "@judge": {"prompt_tokens": 70, "completion_tokens": 30, "answers": 10}
-    }
+    cost = {"prompt_tokens": 70, "completion_tokens": 30, "answers": 10}
+    assert results["costs"] == {"@judge": cost, **plain["costs"]}
     assert results["verdict"]["judge"] == "improved"
     assert "judged quality ↑ 0.60 [" in results["verdict"]["line"]
     counted = results["pairs"][0]
@@ -302,7 +301,7 @@ def test_a_judge_is_an_axis_of_its_own(tmp_path):
     assert results["tables"]["task"] == plain["tables"]["task"]
     assert results["tables"]["persona"] == plain["tables"]["persona"]
 
-    page = Page(render_html(results))
+    page = Page(render_report(results))
     assert page.text.count(EVIL) == 24 * 3 - 1
     assert "judge: parse-fail" in page.text
 
@@ -457,7 +456,7 @@ def test_gates_that_no_result_can_answer(tmp_path, text):
 )
 def test_words_for_a_contrast(axis, low, high, p, clusters, word):
     contrast = {"low": low, "high": high, "clusters": clusters}
-    assert judge_contrast("overall", axis, contrast, p, p, 0.1) == word
+    assert decide_verdict("overall", axis, contrast, p, p, 0.1) == word
 
 
 @pytest.mark.parametrize(
@@ -473,12 +472,12 @@ def test_words_for_a_contrast(axis, low, high, p, clusters, word):
 )
 def test_a_finding_in_few_words(verdict, mean, low, high, text):
     contrast = {"verdict": verdict, "mean": mean, "low": low, "high": high}
-    assert finding(contrast | {"detectable": 0.2}, 0.1) == text
+    assert clause_text(contrast | {"detectable": 0.2}, 0.1) == text
 
 
 def test_a_null_that_could_show_nothing_says_so():
     contrast = {"verdict": "inconclusive", "mean": 0.0, "low": -1.0, "high": 1.0, "n": 3}
-    assert "too few items" in finding(contrast | {"detectable": None}, 0.1)
+    assert "too few items" in clause_text(contrast | {"detectable": None}, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ from evalruns import BENCH, Page, knows, stored, validate
 from rich.console import Console
 
 from ktbridge.cli.report import command, print_results
+from ktbridge.document import to_markdown
 from ktbridge.eval import load_bench, score_run, write_report
-from ktbridge.eval.html import render_html
-from ktbridge.eval.markdown import render_markdown
-from ktbridge.eval.verdict import SEEN, in_headline, judge_contrast, summarise
+from ktbridge.eval.report.document import build_report
+from ktbridge.eval.report.html import render_report
+from ktbridge.eval.report.sentences import SEEN, summarize
+from ktbridge.eval.results.compare import decide_verdict, is_in_headline
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +34,11 @@ def changed(results, axis, slice_, of="full", minus="base", **values):
         if (one["axis"], one["slice"], one["of"], one["minus"]) == (axis, slice_, of, minus):
             one = {**one, **values}
             role = one["role"]
-            word = judge_contrast(role, axis, one, one["p"], one["p_adjusted"], 0.1)
-            one |= {"verdict": word, "headline": in_headline(role, word)}
+            word = decide_verdict(role, axis, one, one["p"], one["p_adjusted"], 0.1)
+            one |= {"verdict": word, "headline": is_in_headline(role, word)}
         contrasts.append(one)
     results = {**results, "contrasts": contrasts}
-    return {**results, "verdict": summarise(results)}
+    return {**results, "verdict": summarize(results)}
 
 
 LOSS = {"mean": -0.12, "low": -0.23, "high": -0.02}
@@ -51,7 +53,7 @@ def forms(results, tmp_path, monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr("ktbridge.cli._ui.console", Console(file=stream, width=200))
     print_results(results, tmp_path)
-    return render_html(results), render_markdown(results), stream.getvalue()
+    return render_report(results), to_markdown([build_report(results)]), stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -149,8 +151,8 @@ def test_both_directions_follow_one_rule(role, p, adjusted):
     for low, high in ((-0.3, -0.1), (-0.3, -0.001), (-0.3, 0.0), (-0.3, 0.3), (-0.01, 0.01)):
         down = {"mean": (low + high) / 2, "low": low, "high": high, "clusters": 40}
         up = {"mean": -down["mean"], "low": -high, "high": -low, "clusters": 40}
-        word = judge_contrast(role, "persona", down, p, adjusted, 0.1)
-        mirrored = judge_contrast(role, "persona", up, p, adjusted, 0.1)
+        word = decide_verdict(role, "persona", down, p, adjusted, 0.1)
+        mirrored = decide_verdict(role, "persona", up, p, adjusted, 0.1)
         assert mirrored == word.replace("dropped", "improved")
         if word == "dropped":
             assert high < 0
@@ -181,8 +183,8 @@ def test_a_persona_is_not_missed_where_it_does_not_belong(calm):
 def test_answers_judged_side_by_side_follow_the_same_rule(calm, mean, low, high, p, line, sentence):
     pair = {"of": "full", "minus": "base", "win": 1, "tie": 2, "loss": 9, "flipped": 0}
     pair |= {"mean": mean, "low": low, "high": high, "n": 12, "clusters": 12, "p": p}
-    pair["verdict"] = judge_contrast("overall", "judge", pair, p, p, 0.0)
-    told = summarise({**calm, "pairs": [pair]})
+    pair["verdict"] = decide_verdict("overall", "judge", pair, p, p, 0.0)
+    told = summarize({**calm, "pairs": [pair]})
     assert line in told["line"]
     assert sentence in told["headline"]
     assert told["line"].startswith("base → full: side") == (mean < 0)
@@ -271,7 +273,7 @@ def test_the_top_of_the_page_says_what_this_is_about(tmp_path):
         | {"expected": "", "next_step": ""}
         for i, severity in enumerate(("warning", "error"))
     ]
-    page = render_html(results)
+    page = render_report(results)
     places = [page.index(words) for words in ("KTB991", "<h1>", "At a glance", "KTB990")]
     assert places == sorted(places)
     # One name for a slice everywhere, and every term leads to its meaning.

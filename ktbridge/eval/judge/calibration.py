@@ -15,17 +15,17 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
 from ktbridge.eval.judge.plan import Judge, JudgeRequest, JudgeScore, JudgingPlan, Kind
 from ktbridge.eval.judge.prompts import Winner
-from ktbridge.eval.results.cards import (
+from ktbridge.eval.results.types import (
     AnchorTallies,
     ArmCard,
     Json,
     JudgeFacts,
     KindTallies,
     LengthBias,
+    PairResult,
     PositionBias,
     Tally,
 )
-from ktbridge.eval.results.types import PairResult
 from ktbridge.eval.stats import mean_interval
 from ktbridge.eval.store import JudgementRecord
 from ktbridge.served_names import split_name

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ktbridge.eval.bench import Item
-from ktbridge.eval.results.cards import Message
-from ktbridge.eval.results.types import JudgeCheck
+from ktbridge.eval.results.types import (
+    JudgeCheck,
+    Message,
+)
 from ktbridge.eval.text import delimit_untrusted
 
 VERSION = "1"

@@ -18,8 +18,11 @@ from ktbridge.eval.failures import remedy, think_only_remedy
 from ktbridge.eval.judge.plan import Judge, JudgeRequest, check_judge, digit_question, plan_judging
 from ktbridge.eval.judge.prompts import VERSION, JsonSchema, ReplyError, ShownAnswer
 from ktbridge.eval.judge.score import JUDGE, named_judge, read_card, read_judgements
-from ktbridge.eval.results.cards import Json, Message
 from ktbridge.eval.results.rows import read_rows
+from ktbridge.eval.results.types import (
+    Json,
+    Message,
+)
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
 from ktbridge.openai_client import OTHER_LIMIT
 

@@ -31,8 +31,14 @@ from ktbridge.eval.judge.plan import (
     plan_judging,
 )
 from ktbridge.eval.judge.prompts import VERSION, ReplyError
-from ktbridge.eval.results.cards import DigitMeans, Json, JudgeCard, JudgeFacts
-from ktbridge.eval.results.types import ItemRow, JudgedPair
+from ktbridge.eval.results.types import (
+    DigitMeans,
+    ItemRow,
+    Json,
+    JudgeCard,
+    JudgedPair,
+    JudgeFacts,
+)
 from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger, read_run
 from ktbridge.schemas import fits
 

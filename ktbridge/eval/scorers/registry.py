@@ -21,8 +21,10 @@ from typing import Annotated, NamedTuple, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.results.cards import Json
-from ktbridge.eval.results.types import CheckRow
+from ktbridge.eval.results.types import (
+    CheckRow,
+    Json,
+)
 from ktbridge.eval.schema import Text
 from ktbridge.eval.text import shorten
 

@@ -1,0 +1,394 @@
+"""Sentences about results: the first line, the headline, and what stands below them.
+
+The first line names the overall contrast of each axis, the last arm minus the first, with its interval, and
+the slices that improved or dropped. Everything else stands below it and is called "may have" at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ktbridge.document import Tone
+from ktbridge.eval.results.compare import (
+    CONFIRMED,
+    LOSSES,
+    NULLS,
+    OVERALL,
+    find_contrast,
+    own_slices,
+)
+from ktbridge.eval.results.types import (
+    AXES_SHOWN,
+    Axis,
+    Clause,
+    Contrast,
+    Numbers,
+    PairCounts,
+    Results,
+    Verdict,
+    VerdictWord,
+)
+
+AXIS_WORDS: Mapping[Axis, str] = {
+    "persona": "persona",
+    "task": "task quality",
+    "judge": "judged quality",
+}
+# A drop counts as detectable if the smallest detectable effect is at most this (scale 0..1).
+SEEN = 0.25
+
+
+# --- numbers and names
+
+
+def signed(value: float) -> str:
+    """+0.42, −0.10, 0.00 (U+2212 minus sign, no sign if the value rounds to zero)."""
+    rounded = round(value, 2)
+    return f"{rounded:+.2f}".replace("-", "−") if rounded else "0.00"
+
+
+def interval(numbers: Numbers, signs: bool = True) -> str:
+    """ "+0.42 [+0.30, +0.55]", or without signs, for one that excludes 0: "0.10 [0.01, 0.20]"."""
+    mean, low, high = _numbers(numbers, signs)
+    return f"{mean} [{low}, {high}]"
+
+
+def _interval_in_words(numbers: Numbers, signs: bool = True, p: str = "") -> str:
+    """ "−0.02 (95 %: −0.10 to +0.06)", or without signs; with p if one is given."""
+    mean, low, high = _numbers(numbers, signs)
+    return f"{mean} (95 %: {low} to {high}{p})"
+
+
+def _numbers(numbers: Numbers, signs: bool) -> list[str]:
+    """Mean and both ends; an end near 0 has three digits, so that it is seen on which side it is.
+
+    Without signs the smaller end comes first.
+    """
+    ends = [
+        f"{end:+.3f}".replace("-", "−") if 0.0005 <= abs(end) < 0.005 else signed(end)
+        for end in (numbers["low"], numbers["high"])
+    ]
+    if signs:
+        return [signed(numbers["mean"]), *ends]
+    sizes = [end.lstrip("+−") for end in ends]
+    return [f"{abs(numbers['mean']):.2f}", *(sizes if numbers["low"] > 0 else sizes[::-1])]
+
+
+def detectable(contrast: Contrast) -> str:
+    """The smallest effect that would be confirmed, beside a contrast that isn't: "0.12", or "none" with
+    too few items; else ''."""
+    if contrast["verdict"] in CONFIRMED:
+        return ""
+    return "none" if contrast["detectable"] is None else f"{contrast['detectable']:.2f}"
+
+
+def contrast_tone(contrast: Contrast) -> Tone:
+    """The color of a contrast everywhere: green or red for what the first line calls improved or
+    dropped, grey for the rest."""
+    return verdict_tone(contrast["verdict"]) if contrast["headline"] else "calm"
+
+
+def verdict_tone(verdict: VerdictWord) -> Tone:
+    return verdict if verdict == "improved" or verdict == "dropped" else "calm"
+
+
+def slice_title(results: Results, name: str) -> str:
+    """A slice's name and label, the same everywhere: "KRI-K (knowledge)"."""
+    labels = {one["name"]: one["label"] for one in results["bench"]["slices"]}
+    label = labels.get(name, name)
+    return name if label == name else f"{name} ({label})"
+
+
+def ordered_slices(results: Results, axis: Axis) -> list[tuple[str, bool]]:
+    """Return the slices of an axis's table, and whether each is a minor one: there for another axis. Those
+    come last."""
+    own = [OVERALL, *own_slices(results["bench"], axis)]
+    return sorted(
+        ((name, name not in own) for name in results["tables"][axis]), key=lambda one: one[1]
+    )
+
+
+def contrast_title(results: Results, contrast: Contrast) -> str:
+    """A contrast's title: "task quality", "KRI-K (knowledge)", "task quality of PES (…)"."""
+    axis, name = contrast["axis"], contrast["slice"]
+    if name == OVERALL:
+        return AXIS_WORDS[axis]
+    title = slice_title(results, name)
+    return title if axis == primary_axes(results).get(name) else f"{AXIS_WORDS[axis]} of {title}"
+
+
+def primary_axes(results: Results) -> dict[str, str]:
+    """Return the axis that each slice is there for."""
+    return {one["name"]: one["primary"] for one in results["bench"]["slices"]}
+
+
+# --- the first line
+
+
+def summarize(results: Results) -> Verdict:
+    """Return the line, the headline and the sentences below it, for the last arm against the first.
+
+    ``line`` lists the contrasts in a few words ("task quality ↓ 0.15 [0.04, 0.27]; persona ↑ 0.62
+    [0.48, 0.75]"), and ``clauses`` are its parts; ``headline`` says the same in a sentence;
+    ``persona``, ``task`` and ``judge`` hold the verdicts of the overall contrasts, None if there is
+    none.
+    """
+    names = [card["name"] for card in results["arms"]]
+    plan = results.get("plan")
+    total = max(results["asked"], plan["items"] if plan else 0)
+    over = f" over {results['valid']} of {total} items" if results["valid"] < total else ""
+    if len(names) < 2:
+        means = "; ".join(
+            f"{AXIS_WORDS[axis]} {table[OVERALL][names[0]]['mean']:.2f}"
+            for axis, table in results["tables"].items()
+            if OVERALL in table
+        )
+        found = f"{means}{over}" if means else "no valid answers"
+        return make_verdict(
+            f"One arm ({', '.join(names) or 'none'}): {found}. Nothing to compare it with."
+        )
+    first, last = names[0], names[-1]
+    main = main_contrasts(results)
+    overall = {one["axis"]: one["verdict"] for one in main if one["slice"] == OVERALL}
+    if not overall:
+        return make_verdict("No item has an ok answer from every arm; nothing can be compared.")
+    named = [one for one in _distinct(results, main) if one["headline"]]
+    pairs = [one for one in results["pairs"] if (one["of"], one["minus"]) == (last, first)]
+    said = [_contrast_texts(results, one) for one in named] + [_pair_texts(one) for one in pairs]
+    # Whole axes before slices, and losses first among each.
+    said.sort(key=lambda one: (one.of_slice, one.verdict != "dropped", one.verdict not in LOSSES))
+    return make_verdict(
+        f"{first} → {last}{over}: " + "; ".join(one.clause for one in said),
+        f"From {first} to {last}{over}: " + "; ".join(one.sentence for one in said) + ".",
+        [
+            {"text": one.clause, "verdict": one.verdict, "loss": one.verdict in LOSSES}
+            for one in said
+        ],
+        [
+            *_steps(results, names),
+            *_unconfirmed_slices(results, main),
+            *_missed(results, main),
+            *_exploratory(results, names),
+            *_judged(results, names),
+        ],
+        overall,
+    )
+
+
+def make_verdict(
+    line: str,
+    headline: str = "",
+    clauses: Sequence[Clause] = (),
+    details: Sequence[str] = (),
+    overall: Mapping[Axis, VerdictWord] = MappingProxyType({}),
+) -> Verdict:
+    """Return a verdict as results.json has it; without a headline the line is that, too."""
+    return {
+        "line": line,
+        "clauses": [*clauses],
+        "headline": headline or line,
+        "details": [*details],
+        "persona": overall.get("persona"),
+        "task": overall.get("task"),
+        "judge": overall.get("judge"),
+    }
+
+
+def main_contrasts(results: Results) -> list[Contrast]:
+    """Return the contrasts of the last arm minus the first: whole axes before slices, in the order of axes
+    and of the bench."""
+    ends = (results["arms"][-1]["name"], results["arms"][0]["name"])
+    return [one for one in _ranked(results) if (one["of"], one["minus"]) == ends]
+
+
+def _ranked(results: Results) -> list[Contrast]:
+    slices = [OVERALL, *primary_axes(results)]
+    return sorted(
+        results["contrasts"],
+        key=lambda one: (slices.index(one["slice"]), AXES_SHOWN.index(one["axis"])),
+    )
+
+
+def _distinct(results: Results, contrasts: Iterable[Contrast]) -> list[Contrast]:
+    """Omit a slice that is the only one of its axis: the whole axis has the same numbers."""
+    return [one for one in contrasts if own_slices(results["bench"], one["axis"]) != [one["slice"]]]
+
+
+class _Said(NamedTuple):
+    """Parts of the line and of the headline about one contrast, or about judged pairs."""
+
+    of_slice: bool
+    verdict: VerdictWord
+    clause: str
+    sentence: str
+
+
+def _contrast_texts(results: Results, contrast: Contrast) -> _Said:
+    title, verdict = contrast_title(results, contrast), contrast["verdict"]
+    if verdict not in NULLS:
+        p = "" if verdict in CONFIRMED else f", p = {contrast['p']:.2g}"
+        words = f"{verdict} by {_interval_in_words(contrast, False, p)}"
+    else:
+        if contrast["axis"] == "persona" and contrast["mean"] <= 0:
+            words = "did not rise"
+        elif verdict == "within margin":
+            words = "held within the margin"
+        elif contrast["detectable"] is None:
+            words = "cannot be judged from so few items"
+        else:
+            words = "is inconclusive"
+        words += f", {_interval_in_words(contrast)}"
+    clause = title + clause_text(contrast, results["bench"]["margin"])
+    return _Said(contrast["slice"] != OVERALL, verdict, clause, f"{title} {words}")
+
+
+def clause_text(contrast: Contrast, margin: float) -> str:
+    """The text after a contrast's title in the line: " ↑ 0.62 [0.48, 0.75]", ": inconclusive, …".
+
+    "beyond margin" marks a loss whose whole interval lies beyond it.
+    """
+    if contrast["verdict"] == "inconclusive" and contrast["detectable"] is None:
+        return f": too few items to tell (n = {contrast['n']}), {interval(contrast)}"
+    beyond = contrast["verdict"] == "dropped" and contrast["high"] < -margin
+    return _brief(contrast, contrast["verdict"]) + (" beyond margin" if beyond else "")
+
+
+def _brief(numbers: Numbers, verdict: VerdictWord) -> str:
+    if verdict in NULLS:
+        return f": {verdict}, {interval(numbers)}"
+    arrow = {"improved": " ↑ ", "dropped": " ↓ "}.get(verdict, f": {verdict} by ")
+    return arrow + interval(numbers, signs=False)
+
+
+def _pair_texts(pair: PairCounts) -> _Said:
+    """Answers judged side by side; the size is the balance of pairs won and lost."""
+    verdict, title = pair["verdict"], f"side by side with {pair['minus']}"
+    if verdict == "inconclusive":
+        sentence = f"{title} it is inconclusive, balance {_interval_in_words(pair)}"
+    else:
+        verb = "lost to" if verdict in LOSSES else "won against"
+        verb = verb if verdict in CONFIRMED else f"may have {verb}"
+        p = "" if verdict in CONFIRMED else f", p = {pair['p']:.2g}"
+        size = _interval_in_words(pair, False, p)
+        sentence = f"{pair['of']} {verb} {pair['minus']} side by side, by a balance of {size}"
+    return _Said(False, verdict, title + _brief(pair, verdict), sentence)
+
+
+# --- the sentences below it
+
+
+def _steps(results: Results, names: Sequence[str]) -> list[str]:
+    """Return which step brought the persona, if there is more than one."""
+    if len(names) != 3:
+        return []
+    steps = [
+        f"{of} − {minus} {interval(contrast)} ({contrast['verdict']})"
+        for minus, of in itertools.pairwise(names)
+        if (contrast := find_contrast(results, "persona", OVERALL, of, minus))
+    ]
+    return ["Persona by step: " + "; ".join(steps) + "."] if steps else []
+
+
+def _by_chance(count: int) -> str:
+    """Return how many of ``count`` intervals exclude 0 in one direction if nothing changed: one in 40."""
+    return f"{count / 40:.1g}" if count < 40 else f"{count / 40:.0f}"
+
+
+def _unconfirmed_slices(results: Results, main: Sequence[Contrast]) -> list[str]:
+    """Slices whose interval excludes 0, but which the correction does not confirm."""
+    own = [one for one in _distinct(results, main) if one["role"] == "slice"]
+
+    def text(one: Contrast) -> str:
+        p = f", adjusted p = {one['p_adjusted']:.2g}"
+        return f"{contrast_title(results, one)} by {_interval_in_words(one, False, p)}"
+
+    return [
+        f"{verdict.capitalize()}: {', '.join(found)}. Of {len(own)} slices chance alone would "
+        f"put about {_by_chance(len(own))} here."
+        for verdict in ("may have dropped", "may have improved")
+        if (found := [text(one) for one in own if one["verdict"] == verdict])
+    ]
+
+
+def _exploratory(results: Results, names: Sequence[str]) -> list[str]:
+    """Changes that the run was not made to find, by pair of arms: in slices on another axis than their
+    own, and between other arms than the last and the first."""
+    primary = primary_axes(results)
+    pairs = [(later, earlier) for earlier, later in itertools.combinations(names, 2)]
+    pairs.sort(key=lambda pair: pair != (names[-1], names[0]))
+    texts = []
+    for of, minus in pairs:
+        looked_at = [
+            one
+            for one in _distinct(results, _ranked(results))
+            if (one["of"], one["minus"]) == (of, minus)
+            and one["role"] in ("pair", "exploratory")
+            # A persona where it isn't wanted is neither a merit nor a loss: the tables have it.
+            and (one["axis"] != "persona" or primary.get(one["slice"], "persona") == "persona")
+        ]
+        moved: dict[str, list[str]] = {}
+        for one in looked_at:
+            text = f"{contrast_title(results, one)} by {interval(one, signs=False)}"
+            moved.setdefault(one["verdict"], []).append(text)
+        found = [
+            f"{verdict}: {', '.join(moved[verdict])}"
+            for verdict in (*LOSSES, "improved", "may have improved")
+            if verdict in moved
+        ]
+        if found:
+            texts.append(
+                f"Exploratory, {of} − {minus}: {'; '.join(found)}. Of {len(looked_at)} contrasts "
+                f"chance alone would put about {_by_chance(len(looked_at))} here in each direction."
+            )
+    return texts
+
+
+def _missed(results: Results, main: Sequence[Contrast]) -> list[str]:
+    """Slices in which a drop would have been seen, and those in which it could be missed."""
+    primary = primary_axes(results)
+    lost = [one for one in main if one["role"] == "slice" and one["verdict"] in LOSSES]
+    # If the interval excludes a drop, or one of the margin's size, none was missed.
+    could_drop = [
+        (one["detectable"], contrast_title(results, one))
+        for one in main
+        if primary.get(one["slice"]) == one["axis"]
+        and one["low"] <= 0
+        and one["verdict"] != "within margin"
+        and one not in lost
+    ]
+    seen = [(size, title) for size, title in could_drop if size is not None and size <= SEEN]
+    texts = []
+    if seen and not lost:
+        texts.append(
+            f"No drop was seen in {', '.join(title for _, title in seen)}, where one of "
+            f"{max(size for size, _ in seen):.2f} shows in 8 of 10 runs."
+        )
+    sizes = [
+        f"{size:.2f} in {title}" for size, title in could_drop if size is not None and size > SEEN
+    ]
+    never = [title for size, title in could_drop if size is None]
+    missed = [f"of up to {', '.join(sizes)}"] * bool(sizes)
+    missed += [f"of any size in {', '.join(never)}"] * bool(never)
+    if missed:
+        texts.append(f"Too few items: a real drop {', or '.join(missed)} could be missed.")
+    return texts
+
+
+def _judged(results: Results, names: Sequence[str]) -> list[str]:
+    """The judge's means on the public scale, and its pair verdicts, last arm against first and full
+    against expert."""
+    judge = results["judge"]
+    digits = judge.get("digits", {}) if judge is not None else {}
+    means = ", ".join(
+        f"{arm} {one['mean']:.2f} ({one['answers']} answers, {one['unread']} without a digit)"
+        for arm in names
+        if (one := digits.get(arm)) and one["mean"] is not None
+    )
+    return [f"On the public scale from 0 to 5: {means}."] * bool(means) + [
+        f"Judged side by side, {one['of']} against {one['minus']}: {one['win']} won, {one['tie']} "
+        f"tied, {one['loss']} lost."
+        for one in results["pairs"]
+    ]
