@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, FiniteFloat, NonNegativeInt
 
-from ktbridge.eval.persona import Persona
-from ktbridge.eval.schema import Text
+from ktbridge.eval.schema import Persona, Text
 from ktbridge.eval.scorers.numbers import find_answer_number
 from ktbridge.eval.scorers.registry import Mark, Words, mark, scorer
 from ktbridge.eval.text import (
