@@ -1,4 +1,4 @@
-"""Read recipe.yaml: few keys, the commands' options as they are typed, everything wrong reported at once."""
+"""Read recipe.yaml: few keys, the commands' options as they are typed, all problems reported at once."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from ktbridge.codes import Problems, problem
-from ktbridge.errors import Problem, UsageError, did_you_mean
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+
+from ktbridge.codes import Problems
+from ktbridge.errors import UsageError, did_you_mean
 from ktbridge.files.yamlfile import read_yaml, shown
 
-STEPS = ("convert", "validate", "serve", "verify", "eval", "report")
+RECIPE = "recipe.yaml"
+COMMANDS = ("convert", "validate", "serve", "verify", "eval", "report")
 """The commands behind `train`, in order; each is a key whose value is that command's options."""
-ABOUT = ("teaches", "hardware", "before")
-"""Keys for people: one line each, and the commands to type before `ktbridge run`."""
-KEYS = (*ABOUT, "name", "train", *STEPS, "sweep")
 CONFIG = "config"
 """The key below ``train`` that names the training configuration; the others override its keys."""
 ENGINE_FLAGS = "engine-flags"
 """The key below ``serve`` with what `ktbridge serve` takes after --."""
-_OWN = {
+_DECIDED = {
     "server": "the address is that of the server which the recipe starts",
     "arm": "the arms are those of the server which the recipe starts",
     "model": "the name is that of the adapter which the recipe serves",
@@ -33,7 +33,8 @@ _OWN = {
     "resume": "every step goes on by itself",
 }
 """Options that `ktbridge run` sets, or that make no sense in a file."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FIXED = ("output_dir", "model_name_or_path", "overwrite_output_dir", "resume_from_checkpoint")
+"""Training keys that a sweep doesn't vary: its runs have one base, and directories of their own."""
 
 
 class Option(NamedTuple):
@@ -50,13 +51,75 @@ Given = Mapping[str, tuple[str, ...]]
 """Option -> its values as typed; a flag has none."""
 
 
+def _check_name(name: str) -> str:
+    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == "base":
+        raise ValueError("no name for an adapter")
+    return name
+
+
+_Typed = Annotated[Annotated[str, Field(min_length=1)] | int | float, AfterValidator(str)]
+"""A value as it is typed."""
+_Values = Annotated[
+    list[_Typed],
+    BeforeValidator(lambda value: value if isinstance(value, list) else [value]),
+    Field(min_length=1),
+]
+_Setting = (
+    Annotated[bool, AfterValidator(lambda value: str(value).lower())]
+    | _Typed
+    | Annotated[list[_Typed], Field(min_length=1), AfterValidator(",".join)]
+)
+"""A value of the training configuration as it is typed behind key=."""
+
+
+class Kind(NamedTuple):
+    """Values that a key takes: their type, the phrase for it, and the next step after another value."""
+
+    type: TypeAdapter[Any]
+    expected: str
+    step: str | None = None
+
+
+_ANY = Kind(TypeAdapter(object), "")
+_NAME = Kind(
+    TypeAdapter(Annotated[str, AfterValidator(_check_name)]),
+    "letters, digits, '.', '_' and '-', and not base",
+)
+_FLAG = Kind(TypeAdapter(bool), "true or false")
+_VALUE = Kind(TypeAdapter(Annotated[_Values, Field(max_length=1)]), "one value")
+_VALUES = Kind(TypeAdapter(_Values), "a value, or a list of values")
+_SETTING = Kind(TypeAdapter(_Setting), "one value, or a list of texts")
+_SWEPT = Kind(TypeAdapter(Annotated[list[_Setting], Field(min_length=1)]), "a list of values")
+_SWEEP = Kind(
+    TypeAdapter(dict[Any, Any] | None),
+    "keys of the training configuration",
+    "Write its keys below it, each with a list of values.",
+)
+_KEYS = {
+    # For people: a line each, and the commands to type before `ktbridge run`.
+    **dict.fromkeys(("teaches", "hardware", "before"), _ANY),
+    "name": _NAME,
+    "train": _ANY,
+    **{
+        command: Kind(
+            TypeAdapter(dict[Any, Any] | bool | None),
+            "options of the command",
+            f"Write its options below it, or `{command}: false` to leave it out.",
+        )
+        for command in COMMANDS
+    },
+    "sweep": _SWEEP,
+}
+"""The keys of recipe.yaml."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A recipe.yaml as read. Paths are as written: relative to ``directory``, where all commands run.
 
     ``settings`` override keys of the training configuration ``config``; ``training`` has its keys with
-    these. ``steps`` has the options of each command, None for one that is left out; ``name`` is what the
-    adapter is served as.
+    these. ``steps`` has the options of each command that isn't left out; ``name`` is what the adapter is
+    served as.
     """
 
     path: Path
@@ -64,7 +127,7 @@ class Recipe:
     name: str
     settings: Mapping[str, str]
     training: Mapping[str, object]
-    steps: Mapping[str, Given | None]
+    steps: Mapping[str, Given]
     sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -72,8 +135,8 @@ class Recipe:
         return self.path.parent
 
     def option(self, command: str, name: str, default: str = "") -> str:
-        """The last value of an option, or ``default``."""
-        return (*(self.steps.get(command) or {}).get(name, ()), default)[0]
+        """Return the first value of an option, or ``default``."""
+        return (*self.steps.get(command, {}).get(name, ()), default)[0]
 
 
 def read_recipe(
@@ -87,15 +150,71 @@ def read_recipe(
     """
     path = Path(path)
     if path.is_dir():
-        path /= "recipe.yaml"
+        path /= RECIPE
     if not path.is_file():
         raise UsageError(
             f"there is no recipe {str(path)!r}.", "`ktbridge init` lists recipes and copies one."
         )
-    reader = _Reader(path.resolve(), options)
-    recipe = reader.recipe(read_yaml(path), trained, settings)
-    reader.problems.raise_if_any("the recipe has {count}; nothing was started.")
-    return recipe
+    problems = Problems(path.name, "KTR002")
+    keys = _read_block("", read_yaml(path), _KEYS, problems)
+    config, own = _read_train(keys.get("train"), trained, problems)
+    for text in settings:
+        key, sign, own[key] = text.partition("=")
+        if not sign or not key:
+            step = "Write key=value, as in lora_rank=16."
+            raise UsageError(f"{text!r} is not an override.", step)
+    file = path.resolve().parent / config
+    if config and not file.is_file():
+        found = f"there is no {config} in {file.parent}"
+        problems.error("train", found, "a file", None, "KTR004")
+    training = read_yaml(file) if config and file.is_file() else {}
+    steps = {
+        command: _read_options(command, keys.get(command) or {}, options[command], problems)
+        for command in COMMANDS
+        if keys.get(command) is not False
+    }
+    if "eval" in steps and not steps["eval"].keys() & {"bench", "compat"}:
+        step = "Write `eval: {bench: NAME}`, or `eval: false`."
+        problems.error("eval: bench", "missing", "a bench", step, "KTR003")
+    if "serve" not in steps and steps.keys() & {"verify", "eval"}:
+        step = "Leave `serve: false` out, or write verify: false and eval: false as well."
+        problems.error("serve", "false", "a server, which verify and eval ask", step)
+    swept = keys.get("sweep") or {}
+    sweep = _read_block("sweep: ", swept, dict.fromkeys(map(str, swept), _SWEPT), problems)
+    _check_sweep(sweep, trained, "sweep: ", problems)
+    problems.raise_if_any("the recipe has {count}; nothing was started.")
+    return Recipe(
+        path=path.resolve(),
+        config=config,
+        name=keys.get("name", "tuned"),
+        settings=own,
+        training={**{str(key): value for key, value in training.items()}, **own},
+        steps=steps,
+        sweep={key: tuple(values) for key, values in sweep.items()},
+    )
+
+
+def parse_sweep(texts: Sequence[str], trained: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Read KEY=VALUE,VALUE options as a mapping; datasets that are mixed are joined by +.
+
+    Raises UsageError for another form, ProblemsError for keys that can't be varied.
+    """
+    sweep: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        key, sign, values = text.partition("=")
+        parts = [part.strip() for part in values.split(",")]
+        if not sign or not key or not all(parts) or key in sweep:
+            raise UsageError(
+                f"--sweep {text!r} is not KEY=VALUE,VALUE, each key once.",
+                "Write --sweep lora_rank=8,16; --sweep dataset=neko,neko+general mixes two datasets.",
+            )
+        if key == "dataset":
+            parts = [part.replace("+", ",") for part in parts]
+        sweep[key] = tuple(parts)
+    problems = Problems("--sweep")
+    _check_sweep(sweep, trained, "", problems)
+    problems.raise_if_any("the sweep can't be run; nothing was started.")
+    return sweep
 
 
 def near(key: str, known: Iterable[str]) -> str:
@@ -104,176 +223,84 @@ def near(key: str, known: Iterable[str]) -> str:
     return did_you_mean(key, known) or f"Known: {', '.join(known)}."
 
 
-class _Reader:
-    """One recipe.yaml; what is wrong with it is added to ``problems``."""
+def _read_block(
+    place: str,
+    values: Mapping[Any, object],
+    kinds: Mapping[str, Kind],
+    problems: Problems,
+    known: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return the values in a block's keys, in their order, but for those that are unknown or wrong.
 
-    def __init__(self, path: Path, options: Options) -> None:
-        self._path, self._options = path, options
-        self.problems = Problems()
-
-    def wrong(
-        self, code: str, key: str, found: str, expected: str = "", step: str | None = None
-    ) -> None:
-        self.problems.append(problem(code, f"{self._path.name}: {key}", found, expected, step))
-
-    def recipe(
-        self, values: Mapping[object, object], trained: Collection[str], settings: Sequence[str]
-    ) -> Recipe:
-        keys = {str(key): value for key, value in values.items()}
-        for key in keys.keys() - set(KEYS):
-            self.wrong("KTR001", key, "unknown key", "", near(key, KEYS))
-        name = keys.get("name", "tuned")
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "base":
-            expected = "letters, digits, '.', '_' and '-', and not base"
-            self.wrong("KTR002", "name", shown(name), expected)
-            name = "tuned"
-        config, own = self._train(keys.get("train"), trained)
-        own |= dict(_setting(text) for text in settings)
-        training = self._training(config)
-        steps = {step: self._step(step, keys.get(step)) for step in STEPS}
-        asked = steps["eval"]
-        if asked is not None and not asked.keys() & {"bench", "compat"}:
-            step = "Write `eval: {bench: NAME}`, or `eval: false`."
-            self.wrong("KTR003", "eval: bench", "missing", "a bench", step)
-        if steps["serve"] is None and (steps["verify"] is not None or asked is not None):
-            step = "Leave `serve: false` out, or write verify: false and eval: false as well."
-            self.wrong("KTR002", "serve", "false", "a server, which verify and eval ask", step)
-        sweep = self._sweep(keys.get("sweep"), trained)
-        return Recipe(self._path, config, name, own, {**training, **own}, steps, sweep)
-
-    def _train(self, value: object, trained: Collection[str]) -> tuple[str, dict[str, str]]:
-        """The training configuration's path, and what overrides its keys."""
-        values = {CONFIG: value} if isinstance(value, str) else value
-        if not isinstance(values, Mapping) or not isinstance(values.get(CONFIG), str):
-            found = "missing" if value is None else shown(value)
-            self.wrong("KTR003", "train", found, "the training configuration's file")
-            return "", {}
-        own = {}
-        for key, each in values.items():
-            if key == CONFIG:
-                continue
-            if key not in trained:
-                self.wrong("KTR001", f"train: {key}", "unknown key", "", near(str(key), trained))
-            elif (text := _typed(each)) is None:
-                self.wrong("KTR002", f"train: {key}", shown(each), "one value, or a list of texts")
-            else:
-                own[str(key)] = text
-        return values[CONFIG], own
-
-    def _training(self, config: str) -> dict[str, object]:
-        path = self._path.parent / config
-        if not config:
-            return {}
-        if not path.is_file():
-            self.wrong("KTR004", "train", f"there is no {config} in {path.parent}", "a file")
-            return {}
-        return {str(key): value for key, value in read_yaml(path).items()}
-
-    def _step(self, command: str, value: object) -> Given | None:
-        """The options of a command; None where it is left out."""
-        if value is False:
-            return None
-        if value is None or value is True:
-            # Without an evaluation, nothing is asked and reported.
-            return {} if command != "report" else None
-        if not isinstance(value, Mapping):
-            step = f"Write its options below it, or `{command}: false` to leave it out."
-            self.wrong("KTR002", command, shown(value), "options of the command", step)
-            return {}
-        given: dict[str, tuple[str, ...]] = {}
-        for key, each in value.items():
-            self._option(command, str(key), each, given)
-        return given
-
-    def _option(
-        self, command: str, key: str, value: object, given: dict[str, tuple[str, ...]]
-    ) -> None:
-        where, written = f"{command}: {key}", key.replace("_", "-")
-        if written in _OWN and not (command == "serve" and written == "model"):
-            self.wrong("KTR005", where, "an option that a recipe doesn't have", "", _OWN[written])
-            return
-        if command == "serve" and written == ENGINE_FLAGS:
-            option = Option(ENGINE_FLAGS, flag=False, many=True)
-        elif written in self._options[command]:
-            option = self._options[command][written]
-        else:
-            known = [name for name in self._options[command] if name not in _OWN]
-            self.wrong(
-                "KTR001", where, f"no option of `ktbridge {command}`", "", near(written, known)
-            )
-            return
-        if option.flag:
-            if not isinstance(value, bool):
-                self.wrong("KTR002", where, shown(value), "true or false")
-            elif value:
-                given[option.name] = ()
-            return
-        texts = [_text(each) for each in (value if isinstance(value, list) else [value])]
-        if None in texts or not texts or (len(texts) > 1 and not option.many):
-            expected = "a value, or a list of values" if option.many else "one value"
-            self.wrong("KTR002", where, shown(value), expected)
-            return
-        given[option.name] = tuple(text for text in texts if text is not None)
-
-    def _sweep(self, value: object, trained: Collection[str]) -> dict[str, tuple[str, ...]]:
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            step = "Write its keys below it, each with a list of values."
-            self.wrong("KTR002", "sweep", shown(value), "keys of the training configuration", step)
-            return {}
-        found = {}
-        for key, each in value.items():
-            texts = [_typed(one) for one in each] if isinstance(each, list) else []
-            if not texts or None in texts:
-                self.wrong("KTR002", f"sweep: {key}", shown(each), "a list of values")
-            else:
-                found[str(key)] = tuple(text for text in texts if text is not None)
-        self.problems += sweep_problems(found, trained, f"{self._path.name}: sweep")
-        return found
-
-
-FIXED = ("output_dir", "model_name_or_path", "overwrite_output_dir", "resume_from_checkpoint")
-"""Training keys that a sweep doesn't vary: what is compared has one base, and directories of its own."""
-
-
-def sweep_problems(
-    sweep: Mapping[str, Sequence[str]], trained: Collection[str], where: str
-) -> list[Problem]:
-    """Keys that a sweep can't vary, and values that stand twice."""
-    found = []
-    for key, values in sweep.items():
-        place = f"{where}: {key}"
-        if key in FIXED:
-            step = "Write a recipe for each."
-            found.append(problem("KTR006", place, "a key that all runs share", "", step))
-        elif key not in trained:
-            step = near(key, trained)
-            found.append(problem("KTR006", place, "no key of a training configuration", "", step))
-        elif len(set(values)) < len(values):
-            found.append(problem("KTR006", place, "a value that stands twice", "different values"))
+    ``place`` begins the location of each problem; ``known`` are the keys to suggest, if not all ``kinds``.
+    """
+    found = {}
+    for key, value in values.items():
+        kind = kinds.get(str(key))
+        if kind is None:
+            step = near(str(key), known or kinds)
+            problems.error(f"{place}{key}", "unknown key", "", step, "KTR001")
+            continue
+        try:
+            found[str(key)] = kind.type.validate_python(value, strict=True)
+        except ValidationError:
+            problems.error(f"{place}{key}", shown(value), kind.expected, kind.step)
     return found
 
 
-def _setting(text: str) -> tuple[str, str]:
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise UsageError(f"{text!r} is not an override.", "Write key=value, as in lora_rank=16.")
-    return key, value
+def _read_train(
+    value: object, trained: Collection[str], problems: Problems
+) -> tuple[str, dict[str, str]]:
+    """Return the training configuration's path, and what overrides its keys."""
+    values = {CONFIG: value} if isinstance(value, str) else value
+    if not isinstance(values, Mapping) or not isinstance(values.get(CONFIG), str):
+        found = "missing" if value is None else shown(value)
+        problems.error("train", found, "the training configuration's file", None, "KTR003")
+        return "", {}
+    own = {key: each for key, each in values.items() if key != CONFIG}
+    return values[CONFIG], _read_block("train: ", own, dict.fromkeys(trained, _SETTING), problems)
 
 
-def _text(value: object) -> str | None:
-    """A value as typed; None for what can't be."""
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != "":
-        return str(value)
-    return None
+def _read_options(
+    command: str,
+    value: Mapping[Any, object] | bool,
+    options: Mapping[str, Option],
+    problems: Problems,
+) -> Given:
+    """Return the options of a command."""
+    if command == "serve":
+        options = {**options, ENGINE_FLAGS: Option(ENGINE_FLAGS, flag=False, many=True)}
+    given: dict[str, object] = {}
+    kinds: dict[str, Kind] = {}
+    for key, each in value.items() if isinstance(value, Mapping) else ():
+        key, name = str(key), str(key).replace("_", "-")
+        if name in _DECIDED and (command, name) != ("serve", "model"):
+            found = "an option that a recipe doesn't have"
+            problems.error(f"{command}: {key}", found, "", _DECIDED[name], "KTR005")
+            continue
+        given[key] = each
+        if option := options.get(name):
+            kinds[key] = _FLAG if option.flag else _VALUES if option.many else _VALUE
+    known = [name for name in options if name not in _DECIDED]
+    typed = _read_block(f"{command}: ", given, kinds, problems, known)
+    return {
+        options[key.replace("_", "-")].name: () if each is True else tuple(each)
+        for key, each in typed.items()
+        if each is not False
+    }
 
 
-def _typed(value: object) -> str | None:
-    """A value of the training configuration as typed behind key=; several texts are comma-separated."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        texts = [_text(each) for each in value]
-        return None if None in texts or not texts else ",".join(map(str, texts))
-    return _text(value)
+def _check_sweep(
+    sweep: Mapping[str, Sequence[str]], trained: Collection[str], place: str, problems: Problems
+) -> None:
+    """Report the keys that a sweep can't vary, and values that stand twice."""
+    for key, values in sweep.items():
+        about: tuple[str, str, str | None] = ("", "", None)
+        if key in _FIXED:
+            about = ("a key that all runs share", "", "Write a recipe for each.")
+        elif key not in trained:
+            about = ("no key of a training configuration", "", near(key, trained))
+        elif len({*values}) < len(values):
+            about = ("a value that stands twice", "different values", None)
+        if about[0]:
+            problems.error(place + key, *about, "KTR006")

@@ -44,7 +44,7 @@ class Step:
 
     def wrote(self) -> str:
         """The digest of what it wrote; of an evaluation how much it holds."""
-        return written([self.writes], self.writes if self.evaluation else None)
+        return written([self.writes], self.evaluation)
 
 
 class Steps:
@@ -109,7 +109,7 @@ class Steps:
         if before is None or before.made_from != self._made_from(step):
             return False
         now = step.wrote()
-        return now != "" and is_whole(before.wrote, now, step.writes if step.evaluation else None)
+        return now != "" and is_whole(before.wrote, now, step.evaluation)
 
     @staticmethod
     def _made_from(step: Step) -> str:

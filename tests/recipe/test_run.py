@@ -22,7 +22,15 @@ from tinyserver import save_model
 from ktbridge.cli import main
 from ktbridge.cli.run import command_options, training_keys
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.recipe import Listener, Runner, cells, compare, make_plan, parse_sweep, read_recipe
+from ktbridge.recipe import (
+    Listener,
+    Runner,
+    compare,
+    expand_sweep,
+    make_plan,
+    parse_sweep,
+    read_recipe,
+)
 
 QUESTIONS = [
     {"prompt": f"What is {n} times {7 * n}?", "reference": "I don't know."} for n in range(24)
@@ -103,7 +111,7 @@ class Heard(Listener):
     def __init__(self, interrupt=False):
         self.urls, self._interrupt = [], interrupt
 
-    def ready(self, step, url, log):
+    def server_ready(self, step, url, log):
         self.urls.append(url)
         if self._interrupt:
             raise KeyboardInterrupt
@@ -226,7 +234,7 @@ def test_ctrl_c_reaches_the_command_that_runs(place, python):
     (place / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "max_steps": 5000}))
 
     class Impatient(Listener):
-        def begins(self, step, line):
+        def step_started(self, step, line):
             main_thread = threading.main_thread().ident
             threading.Timer(1.0, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
 
@@ -255,8 +263,8 @@ def test_a_killed_run_leaves_no_command_at_work(place):
 def test_a_sweep_is_compared_over_the_same_items(place, python):
     write(place, verify=False, validate=False)
     recipe = read(place)
-    runs = cells(parse_sweep(["lora_rank=2,4", "kt_lora_rank=2,4096"], training_keys()))[:2]
-    runs += cells(parse_sweep(["lora_rank=4"], training_keys()))
+    runs = expand_sweep(parse_sweep(["lora_rank=2,4", "kt_lora_rank=2,4096"], training_keys()))[:2]
+    runs += expand_sweep(parse_sweep(["lora_rank=4"], training_keys()))
     plan = make_plan(recipe, "local", runs)
     with open(place / "said.txt", "w") as output:
         runner = Runner(recipe, python=python, output=output)
@@ -330,7 +338,7 @@ def test_a_configuration_that_cant_be_trained_stops_a_sweep_before_it_starts(pla
 def test_a_sweep_of_which_every_training_fails_ends_there(place, python):
     (place / "rows.jsonl").write_text('{"messages": []}\n')
     recipe = read(place)
-    runs = cells(parse_sweep(["lora_rank=2,4"], training_keys()))
+    runs = expand_sweep(parse_sweep(["lora_rank=2,4"], training_keys()))
     plan = make_plan(recipe, "local", runs)
     with open(place / "said.txt", "w") as output:
         runner = Runner(recipe, python=python, output=output)
@@ -384,11 +392,11 @@ def test_every_mistake_is_named_before_anything_is_started(tmp_path):
 
 def test_a_sweep_of_datasets_and_alike_names():
     sweep = parse_sweep(["dataset=neko,neko+general", "seed=1,2"], ["dataset", "seed"])
-    assert [(cell.name, cell.settings["dataset"]) for cell in cells(sweep)] == [
+    assert [(cell.name, cell.settings["dataset"]) for cell in expand_sweep(sweep)] == [
         ("dataset-neko_seed-1", "neko"), ("dataset-neko_seed-2", "neko"),
         ("dataset-neko-general_seed-1", "neko,general"), ("dataset-neko-general_seed-2", "neko,general"),
     ]  # fmt: skip
-    alike = cells({"dataset": ["a/b.json", "a-b.json"]})
+    alike = expand_sweep({"dataset": ["a/b.json", "a-b.json"]})
     assert [cell.name for cell in alike] == ["dataset-a-b.json", "dataset-a-b.json-2"]
 
 
