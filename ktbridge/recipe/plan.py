@@ -100,39 +100,51 @@ def make_plan(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list[S
     that they are paired by item. SGLang-KT applies an adapter's experts to every request: there the base is
     asked in a launch of its own.
     """
-    steps: list[Step] = []
     given, local = recipe.steps, engine == "local"
     output = f"{ROOM}/{EVALUATION}" if cells else recipe.option("eval", "output", EVALUATION)
     shared = _Run(recipe, None)
     runs = [_Run(recipe, cell) for cell in cells] or [shared]
+    steps: list[Step] = []
     for run in runs:
-        steps.append(run.train())
+        settings = dict(recipe.settings)
+        if run.cell:
+            settings |= {**run.cell.settings, "output_dir": run.raw}
+        words = ("train", recipe.config, *(f"{key}={value}" for key, value in settings.items()))
+        again = ("overwrite_output_dir=true",)
+        steps.append(Step(run.key("train"), words, None, again, (run.raw,)))
         if "convert" in given:
-            steps.append(run.convert())
+            words = run.words("convert", run.raw, more=run.converted)
+            overwrite = () if "--overwrite" in words else ("--overwrite",)
+            writes = tuple(run.outputs.values())[1:]
+            steps.append(Step(run.key("convert"), words, None, overwrite, writes))
         if "validate" in given:
             directories = (run.raw, *run.converted.values())
             words = run.words("validate", *directories, more={"base-model": run.base})
             steps.append(Step(run.key("validate"), words))
         if given.keys() & {"verify", "eval"}:
-            steps.append(server := run.serve(engine))
+            steps.append(server := run.serve("serve", engine, run.adapters()))
         if "verify" in given:
             more = {"server": URL, "model": run.adapter, "adapter": run.raw, "base-model": run.base}
             steps.append(Step(run.key("verify"), run.words("verify", more=more), server))
         if "eval" in given:
+            arms = (
+                {run.cell.name: run.adapter} if run.cell else {} if local else {"full": run.adapter}
+            )
+            if local and run.cell and run is runs[0]:
+                arms = {"base": base_name(run.served), **arms}
             # The last evaluation prints the tables of all.
-            log = None if run is runs[-1] and local else run.key("eval.log")
-            steps.append(run.evaluate(run.arms(local, run is runs[0]), server, output, log))
+            log = None if local and run is runs[-1] else run.key("eval.log")
+            steps.append(run.evaluate("eval", server, arms, output, log))
     if "eval" in given and not local:
-        steps.append(server := shared.serve(engine, alone=True))
-        arms = {"base": shared.served}
-        steps.append(shared.evaluate(arms, server, output, key="eval-base"))
+        steps.append(server := shared.serve("serve-base", engine, {}, without=ADAPTERS))
+        steps.append(shared.evaluate("eval-base", server, {"base": shared.served}, output, None))
     if "eval" in given:
         steps.append(Step("report", shared.words("report", output)))
     return steps
 
 
 class _Run:
-    """The commands of one run: of the recipe as it is, or of one cell of a sweep.
+    """Names and places of one run: of the recipe as it is, or of one cell of a sweep.
 
     ``outputs`` has each output of the recipe, and its place in this run.
     """
@@ -155,7 +167,8 @@ class _Run:
         self.served = served or os.path.basename(self.base.rstrip("/"))
         given = recipe.steps.get("serve", {})
         named = [value for key in ADAPTERS for value in given.get(key, ()) if "=" in value]
-        self.adapter = adapter_name(self.served, (*named, recipe.name)[0].split("=", 1)[0])
+        self.name = (*named, recipe.name)[0].split("=", 1)[0]
+        self.adapter = adapter_name(self.served, self.name)
 
     def _place(self, path: str) -> str:
         if self.cell is None:
@@ -191,56 +204,29 @@ class _Run:
             words += [word for value in typed for word in (f"--{key}", value)] or [f"--{key}"]
         return (*words, "--", *flags) if flags else tuple(words)
 
-    def train(self) -> Step:
-        settings = dict(self.recipe.settings)
-        if self.cell:
-            settings |= {**self.cell.settings, "output_dir": self.raw}
-        given = [f"{key}={value}" for key, value in settings.items()]
-        words = ("train", self.recipe.config, *given)
-        overwrite = ("overwrite_output_dir=true",)
-        return Step(self.key("train"), words, overwrite=overwrite, writes=(self.raw,))
+    def adapters(self) -> dict[str, str]:
+        """Return what to serve unless the recipe says: the converted adapter, or training's own."""
+        made = self.converted
+        if self.recipe.steps.get("serve", {}).keys() & {*ADAPTERS}:
+            return {}
+        if "merged-output-dir" in made:
+            return {"merged-adapter": f"{self.name}={made['merged-output-dir']}"}
+        if {"expert-output-dir", "nonexpert-output-dir"} <= made.keys():
+            nonexpert = f"{self.name}={made['nonexpert-output-dir']}"
+            return {"expert-adapter": made["expert-output-dir"], "nonexpert-adapter": nonexpert}
+        return {"adapter": f"{self.name}={self.raw}"}
 
-    def convert(self) -> Step:
-        words = self.words("convert", self.raw, more=self.converted)
-        overwrite = () if "--overwrite" in words else ("--overwrite",)
-        writes = tuple(self.outputs.values())[1:]
-        return Step(self.key("convert"), words, overwrite=overwrite, writes=writes)
-
-    def serve(self, engine: str, alone: bool = False) -> Step:
-        """A server with the adapter; ``alone``: with the base alone."""
-        name, made = self.adapter.partition(":")[2], self.converted
-        adapters = {}
-        if alone or self.recipe.steps["serve"].keys() & {*ADAPTERS}:
-            pass
-        elif "merged-output-dir" in made:
-            adapters["merged-adapter"] = f"{name}={made['merged-output-dir']}"
-        elif {"expert-output-dir", "nonexpert-output-dir"} <= made.keys():
-            adapters["expert-adapter"] = made["expert-output-dir"]
-            adapters["nonexpert-adapter"] = f"{name}={made['nonexpert-output-dir']}"
-        else:
-            adapters["adapter"] = f"{name}={self.raw}"
+    def serve(
+        self, key: str, engine: str, adapters: Mapping[str, str], without: Sequence[str] = ()
+    ) -> Step:
         more = {"base-model": self.base, **adapters, "served-model-name": self.served}
         more |= {"engine": engine, "port": "0"}
-        without = ("engine", *(ADAPTERS if alone else ()))
-        words = self.words("serve", more=more, without=without)
-        return Step(self.key("serve-base" if alone else "serve"), words)
-
-    def arms(self, local: bool, first: bool) -> dict[str, str]:
-        """Return what to ask of the run's server, by arm; {} for every arm that it has."""
-        if self.cell is None:
-            return {} if local else {"full": self.adapter}
-        base = {"base": base_name(self.served)} if first and local else {}
-        return {**base, self.cell.name: self.adapter}
+        return Step(self.key(key), self.words("serve", more=more, without=("engine", *without)))
 
     def evaluate(
-        self,
-        arms: Mapping[str, str],
-        server: Step,
-        output: str,
-        log: str | None = None,
-        key: str = "eval",
+        self, key: str, server: Step, arms: Mapping[str, str], output: str, log: str | None
     ) -> Step:
-        """One evaluation of ``arms`` (name -> model); without any, of all that the server has."""
+        """Evaluate ``arms`` (name -> model); without any, all that the server has."""
         asked = [
             word for name, model in arms.items() for word in ("--arm", f"{name}={model}@{URL}")
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -57,6 +57,12 @@ def _check_name(name: str) -> str:
     return name
 
 
+def _check_train(block: dict[Any, Any]) -> dict[Any, Any]:
+    if not isinstance(block.get(CONFIG), str):
+        raise ValueError("no training configuration")
+    return block
+
+
 _Typed = Annotated[Annotated[str, Field(min_length=1)] | int | float, AfterValidator(str)]
 """A value as it is typed."""
 _Values = Annotated[
@@ -70,36 +76,35 @@ _Setting = (
     | Annotated[list[_Typed], Field(min_length=1), AfterValidator(",".join)]
 )
 """A value of the training configuration as it is typed behind key=."""
+_Train = Annotated[
+    dict[Any, Any],
+    BeforeValidator(lambda value: {CONFIG: value} if isinstance(value, str) else value),
+    AfterValidator(_check_train),
+]
 
 
 class Kind(NamedTuple):
-    """Values that a key takes: their type, the phrase for it, and the next step after another value."""
+    """Values that a key takes: their type, the phrase for it, and next step and code of other values."""
 
     type: TypeAdapter[Any]
     expected: str
     step: str | None = None
+    code: str = "KTR002"
 
 
-_ANY = Kind(TypeAdapter(object), "")
-_NAME = Kind(
-    TypeAdapter(Annotated[str, AfterValidator(_check_name)]),
-    "letters, digits, '.', '_' and '-', and not base",
-)
 _FLAG = Kind(TypeAdapter(bool), "true or false")
 _VALUE = Kind(TypeAdapter(Annotated[_Values, Field(max_length=1)]), "one value")
 _VALUES = Kind(TypeAdapter(_Values), "a value, or a list of values")
 _SETTING = Kind(TypeAdapter(_Setting), "one value, or a list of texts")
 _SWEPT = Kind(TypeAdapter(Annotated[list[_Setting], Field(min_length=1)]), "a list of values")
-_SWEEP = Kind(
-    TypeAdapter(dict[Any, Any] | None),
-    "keys of the training configuration",
-    "Write its keys below it, each with a list of values.",
-)
 _KEYS = {
     # For people: a line each, and the commands to type before `ktbridge run`.
-    **dict.fromkeys(("teaches", "hardware", "before"), _ANY),
-    "name": _NAME,
-    "train": _ANY,
+    **dict.fromkeys(("teaches", "hardware", "before"), Kind(TypeAdapter(object), "")),
+    "name": Kind(
+        TypeAdapter(Annotated[str, AfterValidator(_check_name)]),
+        "letters, digits, '.', '_' and '-', and not base",
+    ),
+    "train": Kind(TypeAdapter(_Train), "the training configuration's file", None, "KTR003"),
     **{
         command: Kind(
             TypeAdapter(dict[Any, Any] | bool | None),
@@ -108,7 +113,11 @@ _KEYS = {
         )
         for command in COMMANDS
     },
-    "sweep": _SWEEP,
+    "sweep": Kind(
+        TypeAdapter(dict[Any, Any] | None),
+        "keys of the training configuration",
+        "Write its keys below it, each with a list of values.",
+    ),
 }
 """The keys of recipe.yaml."""
 
@@ -128,7 +137,7 @@ class Recipe:
     settings: Mapping[str, str]
     training: Mapping[str, object]
     steps: Mapping[str, Given]
-    sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sweep: Mapping[str, tuple[str, ...]]
 
     @property
     def directory(self) -> Path:
@@ -155,9 +164,11 @@ def read_recipe(
         raise UsageError(
             f"there is no recipe {str(path)!r}.", "`ktbridge init` lists recipes and copies one."
         )
-    problems = Problems(path.name, "KTR002")
-    keys = _read_block("", read_yaml(path), _KEYS, problems)
-    config, own = _read_train(keys.get("train"), trained, problems)
+    problems = Problems(path.name)
+    keys = _read_block("", {"train": None, **read_yaml(path)}, _KEYS, problems)
+    train = keys.get("train", {CONFIG: ""})
+    config = train.pop(CONFIG)
+    own = _read_block("train: ", train, dict.fromkeys(trained, _SETTING), problems)
     for text in settings:
         key, sign, own[key] = text.partition("=")
         if not sign or not key:
@@ -178,7 +189,7 @@ def read_recipe(
         problems.error("eval: bench", "missing", "a bench", step, "KTR003")
     if "serve" not in steps and steps.keys() & {"verify", "eval"}:
         step = "Leave `serve: false` out, or write verify: false and eval: false as well."
-        problems.error("serve", "false", "a server, which verify and eval ask", step)
+        problems.error("serve", "false", "a server, which verify and eval ask", step, "KTR002")
     swept = keys.get("sweep") or {}
     sweep = _read_block("sweep: ", swept, dict.fromkeys(map(str, swept), _SWEPT), problems)
     _check_sweep(sweep, trained, "sweep: ", problems)
@@ -244,21 +255,10 @@ def _read_block(
         try:
             found[str(key)] = kind.type.validate_python(value, strict=True)
         except ValidationError:
-            problems.error(f"{place}{key}", shown(value), kind.expected, kind.step)
+            missing = value is None and kind.code == "KTR003"
+            given = "missing" if missing else shown(value)
+            problems.error(f"{place}{key}", given, kind.expected, kind.step, kind.code)
     return found
-
-
-def _read_train(
-    value: object, trained: Collection[str], problems: Problems
-) -> tuple[str, dict[str, str]]:
-    """Return the training configuration's path, and what overrides its keys."""
-    values = {CONFIG: value} if isinstance(value, str) else value
-    if not isinstance(values, Mapping) or not isinstance(values.get(CONFIG), str):
-        found = "missing" if value is None else shown(value)
-        problems.error("train", found, "the training configuration's file", None, "KTR003")
-        return "", {}
-    own = {key: each for key, each in values.items() if key != CONFIG}
-    return values[CONFIG], _read_block("train: ", own, dict.fromkeys(trained, _SETTING), problems)
 
 
 def _read_options(
@@ -295,12 +295,12 @@ def _check_sweep(
 ) -> None:
     """Report the keys that a sweep can't vary, and values that stand twice."""
     for key, values in sweep.items():
-        about: tuple[str, str, str | None] = ("", "", None)
         if key in _FIXED:
-            about = ("a key that all runs share", "", "Write a recipe for each.")
+            found, expected, step = "a key that all runs share", "", "Write a recipe for each."
         elif key not in trained:
-            about = ("no key of a training configuration", "", near(key, trained))
+            found, expected, step = "no key of a training configuration", "", near(key, trained)
         elif len({*values}) < len(values):
-            about = ("a value that stands twice", "different values", None)
-        if about[0]:
-            problems.error(place + key, *about, "KTR006")
+            found, expected, step = "a value that stands twice", "different values", ""
+        else:
+            continue
+        problems.error(place + key, found, expected, step or None, "KTR006")
