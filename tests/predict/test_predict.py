@@ -13,7 +13,7 @@ from trainrun import conversation, pair
 from transformers import AutoTokenizer
 
 from ktbridge.eval.scorers import measure_texts
-from ktbridge.predict.results import measure
+from ktbridge.predict.output import measure
 
 jieba.setLogLevel(40)
 
