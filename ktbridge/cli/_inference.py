@@ -62,13 +62,13 @@ def from_file(context: click.Context, option: str) -> bool:
 def for_chat(found: Inference) -> dict[str, Any]:
     """Defaults of `ktbridge chat`."""
     return {
-        "base_model": found.model,
-        "adapter": found.adapter,
-        "from_format": found.from_format,
-        "system": found.system,
+        "base_model": found.model_name_or_path,
+        "adapter": found.adapter_name_or_path,
+        "from_format": found.adapter_format,
+        "system": found.default_system,
         "temperature": found.temperature,
-        "max_tokens": found.max_tokens,
-        "threads": found.threads,
+        "max_tokens": found.max_new_tokens,
+        "threads": found.cpu_infer or None,
         "engine": found.engine,
     }
 
@@ -76,14 +76,15 @@ def for_chat(found: Inference) -> dict[str, Any]:
 def for_serve(found: Inference) -> dict[str, Any]:
     """Defaults of `ktbridge serve`, with LLaMA-Factory's environment variables."""
     environment = {name: os.environ.get(key) or None for name, key in _ENVIRONMENT.items()}
+    adapter = found.adapter_name_or_path
     if (port := environment["port"]) and not port.isdecimal():
         raise UsageError(f"API_PORT in the environment is {port!r}.", "Set it to a port's number.")
     return {
-        "model": found.model,
-        "adapters": [f"{ADAPTER}={found.adapter}"] if found.adapter else None,
-        "from_format": found.from_format,
+        "model": found.model_name_or_path,
+        "adapters": [f"{ADAPTER}={adapter}"] if adapter else None,
+        "from_format": found.adapter_format,
         "engine": found.engine,
         "trust_remote_code": found.trust_remote_code or None,
-        "threads": found.threads,
+        "threads": found.cpu_infer or None,
         **environment,
     }

@@ -5,8 +5,8 @@ the run's fingerprint; each further line is an answer, in any order, and durable
 
 Keys, text forms and metrics of the files are those of LLaMA-Factory's ``predict_with_generate`` (the family
 "lf" of ``ktbridge.eval.scorers``: BLEU-4 over characters with nltk's smoothing method 3, ROUGE's F1 over
-jieba's words, each row x 100 rounded to 4 digits, then the mean). Added are ``predict_samples``;
-``predict_accuracy`` if every label is a letter of a choice; and ``predict_unanswered`` if rows have no answer.
+jieba's words, each row x 100 rounded to 4 digits, then the mean). Added are ``predict_samples``,
+``predict_accuracy`` if every label is a choice's letter, and ``predict_unanswered`` if rows have no answer.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _shorten(setting: object) -> str:
 
 
 def measure(rows: Sequence[Row], unanswered: int, seconds: float) -> dict[str, float]:
-    """Return the metrics of answered ``rows``, which took ``seconds``; in per cent but for counts and times."""
+    """Return the metrics of ``rows``, answered in ``seconds``; in per cent but for counts and times."""
     found: dict[str, float] = {}
     if rows:
         answers = [row["predict"] for row in rows]

@@ -37,7 +37,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class PredictResult:
-    """The result of a run. ``cut``: answers that ``max_new_tokens`` ended; ``resumed``: rows answered before."""
+    """Result of a run. ``cut``: answers that ``max_new_tokens`` ended; ``resumed``: rows answered before."""
 
     output_dir: str
     adapter: str | None
