@@ -151,7 +151,7 @@ class _Run:
 
     def __init__(self, recipe: Recipe, cell: Cell | None) -> None:
         self.recipe, self.cell = recipe, cell
-        raw = _beside_config(recipe, "output_dir", "adapter")
+        raw, self.base = recipe.output, recipe.base
         given = recipe.steps.get("convert", {})
         converted = {key: values[0] for key, values in given.items() if key.endswith("output-dir")}
         if "convert" in recipe.steps and not converted and "output" not in given:
@@ -160,9 +160,6 @@ class _Run:
         self.outputs = {path: self._place(path) for path in paths}
         self.raw = self.outputs[raw]
         self.converted = {key: self.outputs[path] for key, path in converted.items()}
-        path = _beside_config(recipe, "model_name_or_path", "")
-        here = (recipe.directory / path).exists()
-        self.base = path if here else str(recipe.training.get("model_name_or_path", ""))
         served = recipe.option("serve", "served-model-name")
         self.served = served or os.path.basename(self.base.rstrip("/"))
         given = recipe.steps.get("serve", {})
@@ -233,11 +230,3 @@ class _Run:
         words = self.words("eval", without=["output"])
         words = (*words, *(asked or ("--server", URL)), "--output", output)
         return Step(self.key(key), words, server, (), (output,), True, log)
-
-
-def _beside_config(recipe: Recipe, key: str, default: str) -> str:
-    """Return a path of the training configuration, relative to the recipe; overrides are so already."""
-    value = str(recipe.training.get(key, default))
-    if key in recipe.settings:
-        return value
-    return os.path.normpath(os.path.join(os.path.dirname(recipe.config), value))

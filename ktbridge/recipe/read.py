@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 
 from ktbridge.codes import Problems
 from ktbridge.errors import UsageError, did_you_mean
@@ -51,18 +58,6 @@ Given = Mapping[str, tuple[str, ...]]
 """Option -> its values as typed; a flag has none."""
 
 
-def _check_name(name: str) -> str:
-    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]*", name) or name == "base":
-        raise ValueError("no name for an adapter")
-    return name
-
-
-def _check_train(block: dict[Any, Any]) -> dict[Any, Any]:
-    if not isinstance(block.get(CONFIG), str):
-        raise ValueError("no training configuration")
-    return block
-
-
 _Typed = Annotated[Annotated[str, Field(min_length=1)] | int | float, AfterValidator(str)]
 """A value as it is typed."""
 _Values = Annotated[
@@ -76,20 +71,14 @@ _Setting = (
     | Annotated[list[_Typed], Field(min_length=1), AfterValidator(",".join)]
 )
 """A value of the training configuration as it is typed behind key=."""
-_Train = Annotated[
-    dict[Any, Any],
-    BeforeValidator(lambda value: {CONFIG: value} if isinstance(value, str) else value),
-    AfterValidator(_check_train),
-]
 
 
 class Kind(NamedTuple):
-    """Values that a key takes: their type, the phrase for it, and next step and code of other values."""
+    """Values that a key takes: their type, the phrase for it, and the next step after another value."""
 
     type: TypeAdapter[Any]
     expected: str
     step: str | None = None
-    code: str = "KTR002"
 
 
 _FLAG = Kind(TypeAdapter(bool), "true or false")
@@ -97,22 +86,23 @@ _VALUE = Kind(TypeAdapter(Annotated[_Values, Field(max_length=1)]), "one value")
 _VALUES = Kind(TypeAdapter(_Values), "a value, or a list of values")
 _SETTING = Kind(TypeAdapter(_Setting), "one value, or a list of texts")
 _SWEPT = Kind(TypeAdapter(Annotated[list[_Setting], Field(min_length=1)]), "a list of values")
+_NAME = Annotated[str, Field(pattern=r"\A(?!base\Z)[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
 _KEYS = {
     # For people: a line each, and the commands to type before `ktbridge run`.
     **dict.fromkeys(("teaches", "hardware", "before"), Kind(TypeAdapter(object), "")),
     "name": Kind(
-        TypeAdapter(Annotated[str, AfterValidator(_check_name)]),
+        TypeAdapter(_NAME, config=ConfigDict(regex_engine="python-re")),
         "letters, digits, '.', '_' and '-', and not base",
     ),
-    "train": Kind(TypeAdapter(_Train), "the training configuration's file", None, "KTR003"),
-    **{
-        command: Kind(
+    "train": Kind(TypeAdapter(object), ""),
+    **dict.fromkeys(
+        COMMANDS,
+        Kind(
             TypeAdapter(dict[Any, Any] | bool | None),
             "options of the command",
-            f"Write its options below it, or `{command}: false` to leave it out.",
-        )
-        for command in COMMANDS
-    },
+            "Write its options below it, or false to leave it out.",
+        ),
+    ),
     "sweep": Kind(
         TypeAdapter(dict[Any, Any] | None),
         "keys of the training configuration",
@@ -143,6 +133,25 @@ class Recipe:
     def directory(self) -> Path:
         return self.path.parent
 
+    @property
+    def output(self) -> str:
+        """The directory that training writes."""
+        return self._path_of("output_dir", "adapter")
+
+    @property
+    def base(self) -> str:
+        """The base model as commands name it: a path if there is one, else what the configuration has."""
+        path = self._path_of("model_name_or_path", "")
+        here = (self.directory / path).exists()
+        return path if here else str(self.training.get("model_name_or_path", ""))
+
+    def _path_of(self, key: str, default: str) -> str:
+        """Return a path of the training configuration, relative to the recipe as overrides are."""
+        value = str(self.training.get(key, default))
+        if key in self.settings:
+            return value
+        return os.path.normpath(os.path.join(os.path.dirname(self.config), value))
+
     def option(self, command: str, name: str, default: str = "") -> str:
         """Return the first value of an option, or ``default``."""
         return (*self.steps.get(command, {}).get(name, ()), default)[0]
@@ -164,11 +173,16 @@ def read_recipe(
         raise UsageError(
             f"there is no recipe {str(path)!r}.", "`ktbridge init` lists recipes and copies one."
         )
-    problems = Problems(path.name)
-    keys = _read_block("", {"train": None, **read_yaml(path)}, _KEYS, problems)
-    train = keys.get("train", {CONFIG: ""})
-    config = train.pop(CONFIG)
-    own = _read_block("train: ", train, dict.fromkeys(trained, _SETTING), problems)
+    problems = Problems(path.name, "KTR002")
+    keys = _read_block("", read_yaml(path), _KEYS, problems)
+    config, own, train = "", {}, keys.get("train")
+    train = {CONFIG: train} if isinstance(train, str) else train
+    if isinstance(train, dict) and isinstance(train.get(CONFIG), str):
+        config = train.pop(CONFIG)
+        own = _read_block("train: ", train, dict.fromkeys(trained, _SETTING), problems)
+    else:
+        found = "missing" if train is None else shown(train)
+        problems.error("train", found, "the training configuration's file", None, "KTR003")
     for text in settings:
         key, sign, own[key] = text.partition("=")
         if not sign or not key:
@@ -189,7 +203,7 @@ def read_recipe(
         problems.error("eval: bench", "missing", "a bench", step, "KTR003")
     if "serve" not in steps and steps.keys() & {"verify", "eval"}:
         step = "Leave `serve: false` out, or write verify: false and eval: false as well."
-        problems.error("serve", "false", "a server, which verify and eval ask", step, "KTR002")
+        problems.error("serve", "false", "a server, which verify and eval ask", step)
     swept = keys.get("sweep") or {}
     sweep = _read_block("sweep: ", swept, dict.fromkeys(map(str, swept), _SWEPT), problems)
     _check_sweep(sweep, trained, "sweep: ", problems)
@@ -255,9 +269,7 @@ def _read_block(
         try:
             found[str(key)] = kind.type.validate_python(value, strict=True)
         except ValidationError:
-            missing = value is None and kind.code == "KTR003"
-            given = "missing" if missing else shown(value)
-            problems.error(f"{place}{key}", given, kind.expected, kind.step, kind.code)
+            problems.error(f"{place}{key}", shown(value), kind.expected, kind.step)
     return found
 
 

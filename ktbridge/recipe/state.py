@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from ktbridge import __version__
 from ktbridge.files import digests
@@ -26,7 +29,8 @@ _PATHS = ("model_name_or_path", "adapter_name_or_path", "kt_weight_path")
 _INFO = "dataset_info.json"
 
 
-class Record(NamedTuple):
+@dataclass(frozen=True)
+class Record:
     """A step as it was finished: digests of its inputs, and of what it wrote.
 
     ``places``: the directories that it wrote, this time and before.
@@ -37,20 +41,18 @@ class Record(NamedTuple):
     places: Sequence[str] = ()
 
 
+_RECORDS = TypeAdapter(dict[str, Record])
+
+
 class State:
     """The records of a recipe's directory; a damaged file counts as none, so that all is made again."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / STATE
         self._steps: dict[str, Record] = {}
-        try:
-            steps = json.loads(self._path.read_text(encoding="utf-8"))["steps"]
-            self._steps = {
-                key: Record(step["made_from"], step["wrote"], step.get("places", ()))
-                for key, step in steps.items()
-            }
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            pass
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            state = json.loads(self._path.read_text(encoding="utf-8"))
+            self._steps = _RECORDS.validate_python(state["steps"])
 
     def get(self, key: str) -> Record | None:
         """Return the record of a step, if it was ever finished."""
@@ -59,7 +61,7 @@ class State:
     def put(self, key: str, record: Record) -> None:
         """Record a step as finished; the file is replaced atomically."""
         self._steps[key] = record
-        steps = {name: step._asdict() for name, step in self._steps.items()}
+        steps = {name: asdict(step) for name, step in self._steps.items()}
         state = {"made_by": "ktbridge run", "version": __version__, "steps": steps}
         write_text(self._path, json.dumps(state, indent=1) + "\n")
 
