@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktbridge.cli._ui import shown
-from ktbridge.recipe import Listener, Step
+from ktbridge.recipe import RunListener, Step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,7 @@ WHY = {
 }
 
 
-class StepPrinter(Listener):
+class StepPrinter(RunListener):
     """Prints a heading, the purpose and the command of each step. ``before``: how many headings precede
     these; ``on_ready(url)`` is called when a server answers."""
 

@@ -66,7 +66,7 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
     from ktbridge.cli.run import command_options, training_keys
     from ktbridge.demo import loop
     from ktbridge.files.locks import lock_directory
-    from ktbridge.recipe import Runner, make_plan, read_recipe
+    from ktbridge.recipe import Runner, plan_recipe, read_recipe
 
     demo = loop.TINY if tiny else loop.REAL
     if dry_run:
@@ -82,7 +82,7 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
         directory = directory.resolve()
         path = loop.provide_inputs(directory, demo)
         recipe = read_recipe(path, command_options(), training_keys())
-        plan = make_plan(recipe, "local")
+        plan = plan_recipe(recipe, "local")
         shown = StepPrinter(console, plan, before=1, on_ready=lambda url: _show_answers(url, demo))
         shown.headline("A base model")
         with lock_directory(directory, "`ktbridge run`"):
@@ -102,7 +102,7 @@ def _show_plan(demo: Demo) -> None:
     from ktbridge.cli.run import command_options, training_keys
     from ktbridge.demo import loop
     from ktbridge.demo.package import PACKAGE
-    from ktbridge.recipe import Runner, make_plan, read_recipe
+    from ktbridge.recipe import Runner, plan_recipe, read_recipe
 
     if demo is loop.TINY:
         click.echo("# make a tiny base model, pre-trained from a seed, and neko.jsonl")
@@ -114,7 +114,7 @@ def _show_plan(demo: Demo) -> None:
         loop.prepare(Path(made), demo)
         path = loop.provide_inputs(Path(made), demo)
         recipe = read_recipe(path, command_options(), training_keys())
-        for line, _ in Runner(recipe).lines(make_plan(recipe, "local")):
+        for line, _ in Runner(recipe).preview(plan_recipe(recipe, "local")):
             click.echo(f"$ {line}")
 
 

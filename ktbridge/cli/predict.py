@@ -11,7 +11,7 @@ import click
 from ktbridge.cli._app import Command, from_option, told_format
 
 if TYPE_CHECKING:
-    from ktbridge.predict.prompts import Prepared
+    from ktbridge.predict.prompts import PredictionInputs
     from ktbridge.predict.run import PredictResult
     from ktbridge.sft.config import TrainConfig
 
@@ -77,20 +77,20 @@ def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool) -> None:
     sys.exit(1 if result.problems else 0)
 
 
-def read(parsed: TrainConfig, before_training: bool = False) -> Prepared:
+def read(parsed: TrainConfig, before_training: bool = False) -> PredictionInputs:
     """Everything that needs neither weights nor the adapter; prints what is to be noted."""
     from ktbridge.cli._ui import print_problems, progress_bar, stderr
     from ktbridge.cli.train import stdout_for_results
 
     with stdout_for_results(), stderr.status("Loading torch …"):
-        from ktbridge.predict.prompts import prepare
+        from ktbridge.predict.prompts import prepare_predictions
     with progress_bar("reading rows", unit="rows") as bar:
-        ready = prepare(parsed, bar, before_training)
+        ready = prepare_predictions(parsed, bar, before_training)
     print_problems(ready.notes)
     return ready
 
 
-def answer(ready: Prepared) -> PredictResult:
+def answer(ready: PredictionInputs) -> PredictResult:
     """Predict with a bar showing rows and ETA. Raises KeyboardInterrupt saying how far it came."""
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import print_problems, print_readings, progress_bar, stderr
@@ -146,7 +146,7 @@ def show(result: PredictResult) -> None:
         console.print(f"  {result.output_dir}/{name}", markup=False, soft_wrap=True)
 
 
-def _show_plan(ready: Prepared, as_json: bool) -> None:
+def _show_plan(ready: PredictionInputs, as_json: bool) -> None:
     """--dry-run: who answers, how, the first prompt with its label, refused rows."""
     from ktbridge.cli._train_plan import show_refused
     from ktbridge.cli._ui import console, emit_json, print_readings, shown

@@ -69,8 +69,8 @@ def command(
         Runner,
         compare,
         expand_sweep,
-        make_plan,
         parse_sweep,
+        plan_recipe,
         read_recipe,
     )
 
@@ -80,7 +80,7 @@ def command(
     found = read_recipe(recipe, command_options(), trained, list(map(_absolute, overrides)))
     swept = parse_sweep(sweep, trained) or found.sweep
     runs = expand_sweep(swept)
-    plan = make_plan(found, _engine(engine or found.option("serve", "engine", "auto")), runs)
+    plan = plan_recipe(found, _engine(engine or found.option("serve", "engine", "auto")), runs)
     shown = stderr if as_json else console
     runner = Runner(found, StepPrinter(shown, plan), output=sys.stderr if as_json else None)
     configs, wrong = _read_trainings(found, plan)
@@ -240,7 +240,7 @@ def _show(runner: Runner, plan: Sequence[Step], as_json: bool, wrong: ProblemsEr
     from ktbridge.cli._ui import emit_json
     from ktbridge.recipe.plan import URL
 
-    lines = runner.lines(plan)
+    lines = runner.preview(plan)
     if as_json:
         steps = [{"command": line, "kept": kept} for line, kept in lines]
         problems = [problem.as_dict() for problem in wrong.problems] if wrong else []

@@ -118,7 +118,7 @@ def _shorten(setting: object) -> str:
     return text if len(text) < 40 else f"{text[:13]}…"
 
 
-def measure(rows: Sequence[Row], unanswered: int, seconds: float) -> dict[str, float]:
+def measure_answers(rows: Sequence[Row], unanswered: int, seconds: float) -> dict[str, float]:
     """Return the metrics of ``rows``, answered in ``seconds``; in per cent but for counts and times."""
     found: dict[str, float] = {}
     if rows:
@@ -150,7 +150,7 @@ def _measure_choices(rows: Sequence[Row]) -> float | None:
     return round(100 * sum(marks) / len(marks), 4)
 
 
-def write_output(
+def write_predictions(
     output_dir: Path,
     rows: Sequence[Row],
     metrics: Mapping[str, float],

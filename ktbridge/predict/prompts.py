@@ -41,7 +41,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PredictionInputs:
     """Predictions that are ready to be made. ``context``: tokens of the model, prompt and answer together;
     ``vision``: the model's image processor, if rows have images."""
 
@@ -55,9 +55,9 @@ class Prepared:
     vision: Vision | None = None
 
 
-def prepare(
+def prepare_predictions(
     config: TrainConfig, on_rows: OnProgress | None = None, before_training: bool = False
-) -> Prepared:
+) -> PredictionInputs:
     """Check everything that needs neither weights nor the adapter, and read the rows.
 
     Calls ``on_rows(done, total)``, and leaves nothing on disk. ``before_training``: the adapter is trained
@@ -89,7 +89,9 @@ def prepare(
     refused = all_refused(rows, refused, config)
     notes = [*rows.notes, *refused_note(refused, rows.total, "eval_dataset", REFUSED)]
     notes += _note_experts(config)
-    return Prepared(config, base, context, prompts, refused, rows.total, tuple(notes), vision)
+    return PredictionInputs(
+        config, base, context, prompts, refused, rows.total, tuple(notes), vision
+    )
 
 
 def _check_output(config: TrainConfig, before_training: bool) -> None:

@@ -17,8 +17,14 @@ from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files import digests
 from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import OnProgress
-from ktbridge.predict.output import Answered, Fingerprint, Journal, measure, write_output
-from ktbridge.predict.prompts import Prepared, Prompt
+from ktbridge.predict.output import (
+    Answered,
+    Fingerprint,
+    Journal,
+    measure_answers,
+    write_predictions,
+)
+from ktbridge.predict.prompts import PredictionInputs, Prompt
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.plan import ServePlan, fingerprints, plan_local
 from ktbridge.serve.local.sampling import SEED_STEP, Delta, Event, Finish, Sampling
@@ -72,7 +78,7 @@ def choose_adapter(config: TrainConfig) -> str | None:
     return config.adapter_name_or_path
 
 
-def plan_engine(prepared: Prepared) -> ServePlan:
+def plan_engine(prepared: PredictionInputs) -> ServePlan:
     """Plan the engine with the one arm that answers: the whole adapter, or the base.
 
     Raises as ``plan_local``.
@@ -90,7 +96,7 @@ def plan_engine(prepared: Prepared) -> ServePlan:
     return replace(plan, arms=tuple(arm for arm in plan.arms if arm.name == wanted))
 
 
-def make_fingerprint(prepared: Prepared, plan: ServePlan) -> Fingerprint:
+def make_fingerprint(prepared: PredictionInputs, plan: ServePlan) -> Fingerprint:
     """Return all that decides the answers, by the name of the key that decides it."""
     config = prepared.config
     pictures = [[picture.identity for picture in prompt.pictures] for prompt in prepared.prompts]
@@ -108,7 +114,7 @@ def make_fingerprint(prepared: Prepared, plan: ServePlan) -> Fingerprint:
     }
 
 
-def choose_sampling(prepared: Prepared, row: int) -> Sampling:
+def choose_sampling(prepared: PredictionInputs, row: int) -> Sampling:
     """Return the sampling of a row's answer: each row has random numbers of its own."""
     config = prepared.config
     return Sampling(
@@ -121,7 +127,7 @@ def choose_sampling(prepared: Prepared, row: int) -> Sampling:
 
 
 def predict(
-    prepared: Prepared,
+    prepared: PredictionInputs,
     plan: ServePlan,
     on_progress: OnProgress | None = None,
     on_loading: Callable[[], None] | None = None,
@@ -146,8 +152,8 @@ def predict(
             for row, prompt in enumerate(prompts)
             if row in answers
         ]
-        metrics = measure(rows, len(failed), journal.seconds)
-        files = write_output(output, rows, metrics, prepared.refused)
+        metrics = measure_answers(rows, len(failed), journal.seconds)
+        files = write_predictions(output, rows, metrics, prepared.refused)
         if not failed:
             journal.path.unlink(missing_ok=True)
     problems = Problems(code="KTP001")
@@ -171,7 +177,7 @@ def predict(
 
 
 def _answer(
-    prepared: Prepared, plan: ServePlan, journal: Journal, on_progress: OnProgress
+    prepared: PredictionInputs, plan: ServePlan, journal: Journal, on_progress: OnProgress
 ) -> dict[int, str]:
     """Ask for what ``journal`` lacks; return why rows couldn't be answered, by their number."""
     from transformers.utils import logging
@@ -214,7 +220,7 @@ def _answer(
     return failed
 
 
-def _read_images(prepared: Prepared, prompt: Prompt) -> dict[str, torch.Tensor]:
+def _read_images(prepared: PredictionInputs, prompt: Prompt) -> dict[str, torch.Tensor]:
     import torch
 
     assert prepared.vision is not None

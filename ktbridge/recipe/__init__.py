@@ -7,24 +7,24 @@ sets the runs of a sweep side by side, and ``catalog`` lists and copies the reci
 
 from ktbridge.recipe.catalog import copy_recipe, list_recipes
 from ktbridge.recipe.compare import Comparison, compare
-from ktbridge.recipe.plan import Cell, Step, expand_sweep, make_plan
+from ktbridge.recipe.plan import Cell, Step, expand_sweep, plan_recipe
 from ktbridge.recipe.read import Option, Options, Recipe, parse_sweep, read_recipe
-from ktbridge.recipe.run import Listener, Runner
+from ktbridge.recipe.run import RunListener, Runner
 
 __all__ = [
     "Cell",
     "Comparison",
-    "Listener",
     "Option",
     "Options",
     "Recipe",
+    "RunListener",
     "Runner",
     "Step",
     "compare",
     "copy_recipe",
     "expand_sweep",
     "list_recipes",
-    "make_plan",
     "parse_sweep",
+    "plan_recipe",
     "read_recipe",
 ]

@@ -11,7 +11,7 @@ import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.files.publish import Staging
 from ktbridge.files.yamlfile import read_yaml
-from ktbridge.recipe.read import RECIPE, near
+from ktbridge.recipe.read import RECIPE, suggest_key
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def copy_recipe(
     """
     known = {recipe.name: recipe for recipe in list_recipes()}
     if name not in known:
-        raise UsageError(f"there is no recipe {name!r}.", near(name, known))
+        raise UsageError(f"there is no recipe {name!r}.", suggest_key(name, known))
     place = Path(target or name).absolute()
     if os.path.lexists(place) and not (place.is_dir() and not os.listdir(place)):
         raise KtbridgeError(

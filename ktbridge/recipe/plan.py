@@ -79,7 +79,7 @@ class Step:
         """The name of its run in a sweep; "" elsewhere."""
         return os.path.dirname(self.key).removeprefix(f"{ROOM}/")
 
-    def typed(self, url: str = URL, anew: bool = False) -> list[str]:
+    def resolve(self, url: str = URL, anew: bool = False) -> list[str]:
         """Return the words with the server's address; ``anew``: to replace what the step made before."""
         words = [
             word.removesuffix(URL) + url if word == URL or word.endswith(f"@{URL}") else word
@@ -87,13 +87,13 @@ class Step:
         ]
         return [*words, *(self.overwrite if anew else ())]
 
-    def line(self, url: str = URL, anew: bool = False) -> str:
+    def format(self, url: str = URL, anew: bool = False) -> str:
         """Return the command as it is typed in the recipe's directory."""
-        line = shlex.join(["ktbridge", *self.typed(url, anew)])
+        line = shlex.join(["ktbridge", *self.resolve(url, anew)])
         return f"{line} > {shlex.quote(self.log)}" if self.log else line
 
 
-def make_plan(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list[Step]:
+def plan_recipe(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list[Step]:
     """Return a recipe's commands with ``engine`` ("local" or "sglang"), in order; a run for each cell.
 
     Behind a server's step follow those that ask it. The evaluations of a sweep are one, with an arm a run, so

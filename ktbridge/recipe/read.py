@@ -73,7 +73,7 @@ _Setting = (
 """A value of the training configuration as it is typed behind key=."""
 
 
-class Kind(NamedTuple):
+class KeyType(NamedTuple):
     """Values that a key takes: their type, the phrase for it, and the next step after another value."""
 
     type: TypeAdapter[Any]
@@ -81,29 +81,29 @@ class Kind(NamedTuple):
     step: str | None = None
 
 
-_FLAG = Kind(TypeAdapter(bool), "true or false")
-_VALUE = Kind(TypeAdapter(Annotated[_Values, Field(max_length=1)]), "one value")
-_VALUES = Kind(TypeAdapter(_Values), "a value, or a list of values")
-_SETTING = Kind(TypeAdapter(_Setting), "one value, or a list of texts")
-_SWEPT = Kind(TypeAdapter(Annotated[list[_Setting], Field(min_length=1)]), "a list of values")
+_FLAG = KeyType(TypeAdapter(bool), "true or false")
+_VALUE = KeyType(TypeAdapter(Annotated[_Values, Field(max_length=1)]), "one value")
+_VALUES = KeyType(TypeAdapter(_Values), "a value, or a list of values")
+_SETTING = KeyType(TypeAdapter(_Setting), "one value, or a list of texts")
+_SWEPT = KeyType(TypeAdapter(Annotated[list[_Setting], Field(min_length=1)]), "a list of values")
 _NAME = Annotated[str, Field(pattern=r"\A(?!base\Z)[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
 _KEYS = {
     # For people: a line each, and the commands to type before `ktbridge run`.
-    **dict.fromkeys(("teaches", "hardware", "before"), Kind(TypeAdapter(object), "")),
-    "name": Kind(
+    **dict.fromkeys(("teaches", "hardware", "before"), KeyType(TypeAdapter(object), "")),
+    "name": KeyType(
         TypeAdapter(_NAME, config=ConfigDict(regex_engine="python-re")),
         "letters, digits, '.', '_' and '-', and not base",
     ),
-    "train": Kind(TypeAdapter(object), ""),
+    "train": KeyType(TypeAdapter(object), ""),
     **dict.fromkeys(
         COMMANDS,
-        Kind(
+        KeyType(
             TypeAdapter(dict[Any, Any] | bool | None),
             "options of the command",
             "Write its options below it, or false to leave it out.",
         ),
     ),
-    "sweep": Kind(
+    "sweep": KeyType(
         TypeAdapter(dict[Any, Any] | None),
         "keys of the training configuration",
         "Write its keys below it, each with a list of values.",
@@ -242,7 +242,7 @@ def parse_sweep(texts: Sequence[str], trained: Collection[str]) -> dict[str, tup
     return sweep
 
 
-def near(key: str, known: Iterable[str]) -> str:
+def suggest_key(key: str, known: Iterable[str]) -> str:
     """Return what to write instead of an unknown key."""
     known = list(known)
     return did_you_mean(key, known) or f"Known: {', '.join(known)}."
@@ -251,7 +251,7 @@ def near(key: str, known: Iterable[str]) -> str:
 def _read_block(
     place: str,
     values: Mapping[Any, object],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, KeyType],
     problems: Problems,
     known: Collection[str] = (),
 ) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _read_block(
     for key, value in values.items():
         kind = kinds.get(str(key))
         if kind is None:
-            step = near(str(key), known or kinds)
+            step = suggest_key(str(key), known or kinds)
             problems.error(f"{place}{key}", "unknown key", "", step, "KTR001")
             continue
         try:
@@ -283,7 +283,7 @@ def _read_options(
     if command == "serve":
         options = {**options, ENGINE_FLAGS: Option(ENGINE_FLAGS, flag=False, many=True)}
     given: dict[str, object] = {}
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, KeyType] = {}
     for key, each in value.items() if isinstance(value, Mapping) else ():
         key, name = str(key), str(key).replace("_", "-")
         if name in _DECIDED and (command, name) != ("serve", "model"):
@@ -310,7 +310,11 @@ def _check_sweep(
         if key in _FIXED:
             found, expected, step = "a key that all runs share", "", "Write a recipe for each."
         elif key not in trained:
-            found, expected, step = "no key of a training configuration", "", near(key, trained)
+            found, expected, step = (
+                "no key of a training configuration",
+                "",
+                suggest_key(key, trained),
+            )
         elif len({*values}) < len(values):
             found, expected, step = "a value that stands twice", "different values", ""
         else:

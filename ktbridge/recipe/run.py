@@ -23,7 +23,14 @@ from ktbridge.hosts import bind
 from ktbridge.machine import end_with_parent
 from ktbridge.recipe.plan import URL, Step
 from ktbridge.recipe.read import Recipe
-from ktbridge.recipe.state import Record, State, digest_of, find_inputs, is_whole, written
+from ktbridge.recipe.state import (
+    Record,
+    State,
+    digest_inputs,
+    digest_output,
+    find_inputs,
+    is_unchanged,
+)
 
 READY = "ready: "
 """The start of the line that `ktbridge serve` prints when every arm has answered."""
@@ -48,7 +55,7 @@ class Done(NamedTuple):
     seconds: float
 
 
-class Listener:
+class RunListener:
     """Shows a run; the base class shows nothing."""
 
     def step_started(self, step: Step, line: str) -> None:
@@ -67,7 +74,7 @@ class Runner:
     commands print (default: this process's stdout)."""
 
     recipe: Recipe
-    listener: Listener = field(default_factory=Listener)
+    listener: RunListener = field(default_factory=RunListener)
     python: Sequence[str] = field(default_factory=lambda: [sys.executable])
     output: IO[str] | None = None
     done: list[Done] = field(default_factory=list)
@@ -78,13 +85,13 @@ class Runner:
     def __post_init__(self) -> None:
         self._state = State(self.recipe.directory)
 
-    def lines(self, plan: Sequence[Step]) -> list[tuple[str, bool]]:
+    def preview(self, plan: Sequence[Step]) -> list[tuple[str, bool]]:
         """Return the commands in order, and whether each would be kept now."""
         found: list[tuple[Step, bool]] = []
         for steps in _by_server(plan):
             made = [step for step, kept in found if not kept]
             found += self._decide(steps, made, {step.run for step in made})
-        return [(step.line(anew=not kept and self._owns(step)), kept) for step, kept in found]
+        return [(step.format(anew=not kept and self._owns(step)), kept) for step, kept in found]
 
     def run(self, plan: Sequence[Step]) -> list[Done]:
         """Run what isn't finished; a server is started only for what asks it.
@@ -103,8 +110,7 @@ class Runner:
                 if run in self.failed or (runs and runs <= self.failed.keys()):
                     continue
                 try:
-                    if decided := self._decide(steps, self.ran):
-                        self._run(*decided)
+                    self._run(self._decide(steps, self.ran))
                 except KtbridgeError as error:
                     if not runs:
                         raise
@@ -133,15 +139,17 @@ class Runner:
         record = self._state.get(step.key)
         if record is None or record.made_from != self._made_from(step):
             return False
-        return is_whole(record.wrote, self._written(step), step.evaluation)
+        return is_unchanged(record.wrote, self._digest_output(step), step.evaluation)
 
     def _made_from(self, step: Step) -> str:
         both = [step, step.server] if step.server else [step]
         paths = [path for each in both for path in find_inputs(each, self.recipe)]
-        return digest_of([word for each in both for word in each.words], paths)
+        return digest_inputs([word for each in both for word in each.words], paths)
 
-    def _written(self, step: Step) -> str:
-        return written([self.recipe.directory / path for path in step.writes], step.evaluation)
+    def _digest_output(self, step: Step) -> str:
+        return digest_output(
+            [self.recipe.directory / path for path in step.writes], step.evaluation
+        )
 
     def _owns(self, step: Step) -> bool:
         """Return whether the recipe has made all that a step would replace."""
@@ -150,43 +158,33 @@ class Runner:
 
     # --- what is run
 
-    def _run(self, first: tuple[Step, bool], *asking: tuple[Step, bool]) -> None:
-        if not asking:
-            self._run_or_keep(*first)
-        elif first[1]:
+    def _run(self, decided: Sequence[tuple[Step, bool]]) -> None:
+        served = [step for step, kept in decided if step.command == "serve" and not kept]
+        asking = [(step, kept) for step, kept in decided if step.command != "serve"]
+        with self._server(served[0], asking[-1][0]) if served else nullcontext(URL) as url:
             for step, kept in asking:
-                self._run_or_keep(step, kept)
-        else:
-            made_from = self._made_from(asking[-1][0])
-            serve = _reuse_port(first[0], self._state.get(first[0].key), made_from)
-            self.listener.step_started(serve, serve.line())
-            log = self.recipe.directory / f"{serve.key}.log"
-            with self._server(serve, log) as url:
-                self._state.put(serve.key, Record(made_from, str(urlsplit(url).port)))
-                self.listener.server_ready(serve, url, log)
-                for step, kept in asking:
-                    self._run_or_keep(step, kept, url)
+                self._run_or_keep(step, kept, url)
 
-    def _run_or_keep(self, step: Step, kept: bool, url: str = URL) -> None:
+    def _run_or_keep(self, step: Step, kept: bool, url: str) -> None:
         if kept:
-            self.listener.step_kept(step, step.line())
-            self.done.append(Done(step.key, step.line(), True, 0.0))
+            self.listener.step_kept(step, step.format())
+            self.done.append(Done(step.key, step.format(), True, 0.0))
             return
         directory, anew, began = self.recipe.directory, self._owns(step), time.monotonic()
-        if step.command == "report" and not written([directory / step.words[1]], True):
+        if step.command == "report" and not digest_output([directory / step.words[1]], True):
             return  # nothing was evaluated
-        line = step.line(url, anew)
+        line = step.format(url, anew)
         self.listener.step_started(step, line)
         self.ran.append(step)
         if step.log:
             (directory / step.log).parent.mkdir(parents=True, exist_ok=True)
         with open(directory / step.log, "w") if step.log else nullcontext(self.output) as output:
-            code = self._call(step.typed(url, anew), output)
+            code = self._call(step.resolve(url, anew), output)
         if code:
             meaning = MEANINGS.get(
                 code, f"signal {code - 128}" if code > 128 else "an unknown reason"
             )
-            server = f", and start its server: {step.server.line()}" if step.server else ""
+            server = f", and start its server: {step.server.format()}" if step.server else ""
             raise KtbridgeError(
                 f"`{line}` ended with exit code {code}: {meaning}.",
                 "Mend it and run the same command again: the steps before it are kept. To try that command "
@@ -195,7 +193,9 @@ class Runner:
         if step.command != "report":
             before = self._state.get(step.key)
             places = sorted({*step.writes, *(before.places if before else ())})
-            self._state.put(step.key, Record(self._made_from(step), self._written(step), places))
+            self._state.put(
+                step.key, Record(self._made_from(step), self._digest_output(step), places)
+            )
         self.done.append(Done(step.key, line, False, round(time.monotonic() - began, 1)))
 
     # --- processes
@@ -225,17 +225,24 @@ class Runner:
         return code if code >= 0 else 128 - code
 
     @contextmanager
-    def _server(self, step: Step, log: Path) -> Iterator[str]:
-        """Start a server, yield its address once it is ready, and end it.
+    def _server(self, step: Step, last: Step) -> Iterator[str]:
+        """Start a server, yield its address once it is ready, and end it. ``last`` asks it last.
 
         Raises KtbridgeError with the log's last lines if it ends before it is ready.
         """
+        made_from = self._made_from(last)
+        step = _reuse_port(step, self._state.get(step.key), made_from)
+        self.listener.step_started(step, step.format())
+        log = self.recipe.directory / f"{step.key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "w") as output, self._start(step.words, output, both=True) as server:
+        with open(log, "w") as output, self._start(step.words, output, both=True) as process:
             try:
-                yield _wait_until_ready(server, log)
+                url = _wait_until_ready(process, log)
+                self._state.put(step.key, Record(made_from, str(urlsplit(url).port)))
+                self.listener.server_ready(step, url, log)
+                yield url
             finally:
-                _end(server, signal.SIGTERM, PATIENCE)
+                _end(process, signal.SIGTERM, PATIENCE)
 
 
 def _by_server(plan: Sequence[Step]) -> Iterator[list[Step]]:

@@ -66,12 +66,12 @@ class State:
         write_text(self._path, json.dumps(state, indent=1) + "\n")
 
 
-def digest_of(texts: Iterable[str], paths: Iterable[Path]) -> str:
+def digest_inputs(texts: Iterable[str], paths: Iterable[Path]) -> str:
     """Return the digest of ktbridge's version, of texts, and of files and directories."""
     return digests.of_trees(paths, _WHOLE, start=json.dumps([__version__, *texts]))
 
 
-def written(paths: Sequence[Path], evaluation: bool) -> str:
+def digest_output(paths: Sequence[Path], evaluation: bool) -> str:
     """Return what a step left: a digest of ``paths``, or how much an evaluation there has stored.
 
     "" if something isn't there, or an evaluation has no answers.
@@ -79,10 +79,10 @@ def written(paths: Sequence[Path], evaluation: bool) -> str:
     if evaluation:
         files = [file for path in paths for file in path.rglob(_ANSWERS)]
         return str(sum(file.stat().st_size for file in files) or "")
-    return digest_of((), paths) if all(path.exists() for path in paths) else ""
+    return digest_inputs((), paths) if all(path.exists() for path in paths) else ""
 
 
-def is_whole(recorded: str, now: str, evaluation: bool) -> bool:
+def is_unchanged(recorded: str, now: str, evaluation: bool) -> bool:
     """Return whether what a step wrote is there as it left it; an evaluation may have grown since."""
     if evaluation:
         return bool(now and recorded) and int(now) >= int(recorded)

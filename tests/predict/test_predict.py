@@ -13,7 +13,7 @@ from trainrun import conversation, pair
 from transformers import AutoTokenizer
 
 from ktbridge.eval.scorers import measure_texts
-from ktbridge.predict.output import measure
+from ktbridge.predict.output import measure_answers
 
 jieba.setLogLevel(40)
 
@@ -205,8 +205,10 @@ def test_accuracy_of_choices():
     def rows(*pairs):
         return [{"prompt": "", "predict": predict, "label": label} for predict, label in pairs]
 
-    found = measure(rows(("B", "B"), ("The answer is C.", "(C)"), ("A", "D"), ("?", "A.")), 0, 2.0)
+    found = measure_answers(
+        rows(("B", "B"), ("The answer is C.", "(C)"), ("A", "D"), ("?", "A.")), 0, 2.0
+    )
     assert found["predict_accuracy"] == 50
     assert found["predict_samples_per_second"] == 2
-    assert "predict_accuracy" not in measure(rows(("B", "B"), ("A", "A cat")), 0, 1.0)
-    assert measure([], 3, 0.0)["predict_unanswered"] == 3
+    assert "predict_accuracy" not in measure_answers(rows(("B", "B"), ("A", "A cat")), 0, 1.0)
+    assert measure_answers([], 3, 0.0)["predict_unanswered"] == 3

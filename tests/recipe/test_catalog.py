@@ -20,7 +20,7 @@ from trainrun import quiet
 from ktbridge.cli import main
 from ktbridge.cli.run import command_options, training_keys
 from ktbridge.eval import load_bench
-from ktbridge.recipe import list_recipes, make_plan, read_recipe
+from ktbridge.recipe import list_recipes, plan_recipe, read_recipe
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import load_rows
 
@@ -79,8 +79,8 @@ def trained(place, base, **settings):
 def planned(place):
     """The bench of the recipe's evaluation, and how many items of each slice `ktbridge eval` would ask."""
     recipe = read_recipe(place, command_options(), training_keys())
-    asked = [step for step in make_plan(recipe, "local") if step.command == "eval"]
-    words = asked[0].typed("http://127.0.0.1:1/v1")
+    asked = [step for step in plan_recipe(recipe, "local") if step.command == "eval"]
+    words = asked[0].resolve("http://127.0.0.1:1/v1")
     at = words.index("--server")
     words[at : at + 2] = ["--arm", "full=m@http://127.0.0.1:1"]
     done = CliRunner().invoke(main, [*words, "--dry-run", "--json"])

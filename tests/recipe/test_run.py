@@ -23,12 +23,12 @@ from ktbridge.cli import main
 from ktbridge.cli.run import command_options, training_keys
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.recipe import (
-    Listener,
+    RunListener,
     Runner,
     compare,
     expand_sweep,
-    make_plan,
     parse_sweep,
+    plan_recipe,
     read_recipe,
 )
 
@@ -105,7 +105,7 @@ def read(directory, *settings):
     return read_recipe(directory, command_options(), training_keys(), settings)
 
 
-class Heard(Listener):
+class Heard(RunListener):
     """The server's addresses, and Ctrl-C when one is ready."""
 
     def __init__(self, interrupt=False):
@@ -121,13 +121,14 @@ def run(directory, python, listener=None, engine="local"):
     recipe = read(directory)
     with open(directory / "said.txt", "w") as output:
         runner = Runner(recipe, listener or Heard(), python, output)
-        return [(one.key, one.kept) for one in runner.run(make_plan(recipe, engine))]
+        return [(one.key, one.kept) for one in runner.run(plan_recipe(recipe, engine))]
 
 
 def shown(directory, engine="local"):
     recipe = read(directory)
     return [
-        (line.split()[1], kept) for line, kept in Runner(recipe).lines(make_plan(recipe, engine))
+        (line.split()[1], kept)
+        for line, kept in Runner(recipe).preview(plan_recipe(recipe, engine))
     ]
 
 
@@ -195,7 +196,7 @@ def all_is_kept_until_something_changes(place, python):
     elsewhere = ({"train": training}, {"convert": {"merged-output-dir": "mine"}})
     for number, changes in enumerate(elsewhere):
         write(place, **changes)
-        line, _ = Runner(read(place)).lines(make_plan(read(place), "local"))[number]
+        line, _ = Runner(read(place)).preview(plan_recipe(read(place), "local"))[number]
         assert ("mine" in line, "overwrite" in line) == (True, False)
     write(place)
 
@@ -206,7 +207,7 @@ def all_is_kept_until_something_changes(place, python):
         assert next(key for key, kept in shown(place) if not kept) == first, name
         (place / name).write_text(before)
     (place / ".ktbridge-run.json").write_text("{")
-    again = [line for line, _ in Runner(read(place)).lines(make_plan(read(place), "local"))]
+    again = [line for line, _ in Runner(read(place)).preview(plan_recipe(read(place), "local"))]
     assert not any(
         "overwrite" in line for line in again
     )  # not known to be ours: nothing is written over
@@ -233,7 +234,7 @@ def test_commands_of_a_dry_run_can_be_typed_and_nothing_is_run(place):
 def test_ctrl_c_reaches_the_command_that_runs(place, python):
     (place / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "max_steps": 5000}))
 
-    class Impatient(Listener):
+    class Impatient(RunListener):
         def step_started(self, step, line):
             main_thread = threading.main_thread().ident
             threading.Timer(1.0, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
@@ -265,7 +266,7 @@ def test_a_sweep_is_compared_over_the_same_items(place, python):
     recipe = read(place)
     runs = expand_sweep(parse_sweep(["lora_rank=2,4", "kt_lora_rank=2,4096"], training_keys()))[:2]
     runs += expand_sweep(parse_sweep(["lora_rank=4"], training_keys()))
-    plan = make_plan(recipe, "local", runs)
+    plan = plan_recipe(recipe, "local", runs)
     with open(place / "said.txt", "w") as output:
         runner = Runner(recipe, python=python, output=output)
         done = [(one.key, one.kept) for one in runner.run(plan)]
@@ -305,7 +306,7 @@ def test_a_sweep_is_compared_over_the_same_items(place, python):
     assert len(lines[2:6]) == 4
     assert all(
         kept
-        for line, kept in Runner(recipe).lines(plan)
+        for line, kept in Runner(recipe).preview(plan)
         if f"/{larger}/" in line and "serve" not in line
     )
 
@@ -339,7 +340,7 @@ def test_a_sweep_of_which_every_training_fails_ends_there(place, python):
     (place / "rows.jsonl").write_text('{"messages": []}\n')
     recipe = read(place)
     runs = expand_sweep(parse_sweep(["lora_rank=2,4"], training_keys()))
-    plan = make_plan(recipe, "local", runs)
+    plan = plan_recipe(recipe, "local", runs)
     with open(place / "said.txt", "w") as output:
         runner = Runner(recipe, python=python, output=output)
         assert runner.run(plan) == []
