@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from ktbridge.codes import Problems
 from ktbridge.errors import UsageError, did_you_mean
 from ktbridge.files.yamlfile import read_yaml, shown
+from ktbridge.schemas import Refusal, check_fields
 
 RECIPE = "recipe.yaml"
 COMMANDS = ("convert", "validate", "serve", "verify", "eval", "report")
@@ -58,58 +52,66 @@ Given = Mapping[str, tuple[str, ...]]
 """Option -> its values as typed; a flag has none."""
 
 
+def _check_twice(values: list[str]) -> list[str]:
+    if len({*values}) < len(values):
+        raise Refusal("a value that stands twice", "different values")
+    return values
+
+
 _Typed = Annotated[Annotated[str, Field(min_length=1)] | int | float, AfterValidator(str)]
 """A value as it is typed."""
 _Values = Annotated[
     list[_Typed],
     BeforeValidator(lambda value: value if isinstance(value, list) else [value]),
-    Field(min_length=1),
+    Field(min_length=1, description="a value, or a list of values"),
 ]
-_Setting = (
+_Value = Annotated[_Values, Field(max_length=1, description="one value")]
+_Flag = Annotated[bool, Field(description="true or false")]
+_Setting = Annotated[
     Annotated[bool, AfterValidator(lambda value: str(value).lower())]
     | _Typed
-    | Annotated[list[_Typed], Field(min_length=1), AfterValidator(",".join)]
-)
+    | Annotated[list[_Typed], Field(min_length=1), AfterValidator(",".join)],
+    Field(description="one value, or a list of texts"),
+]
 """A value of the training configuration as it is typed behind key=."""
+_Swept = Annotated[
+    list[_Setting],
+    Field(min_length=1, description="a list of values"),
+    AfterValidator(_check_twice),
+]
+_Command = Annotated[
+    dict[object, object] | bool | None,
+    Field(description="options of the command, or false to leave it out"),
+]
+_STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), regex_engine="python-re")
 
 
-class KeyType(NamedTuple):
-    """Values that a key takes: their type, the phrase for it, and the next step after another value."""
+class RecipeFile(BaseModel):
+    """The keys of recipe.yaml; what may stand below a command are the options of that command.
 
-    type: TypeAdapter[Any]
-    expected: str
-    step: str | None = None
+    The first three are for people: a line each, and the commands to type before `ktbridge run`.
+    """
 
+    model_config = _STRICT
 
-_FLAG = KeyType(TypeAdapter(bool), "true or false")
-_VALUE = KeyType(TypeAdapter(Annotated[_Values, Field(max_length=1)]), "one value")
-_VALUES = KeyType(TypeAdapter(_Values), "a value, or a list of values")
-_SETTING = KeyType(TypeAdapter(_Setting), "one value, or a list of texts")
-_SWEPT = KeyType(TypeAdapter(Annotated[list[_Setting], Field(min_length=1)]), "a list of values")
-_NAME = Annotated[str, Field(pattern=r"\A(?!base\Z)[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
-_KEYS = {
-    # For people: a line each, and the commands to type before `ktbridge run`.
-    **dict.fromkeys(("teaches", "hardware", "before"), KeyType(TypeAdapter(object), "")),
-    "name": KeyType(
-        TypeAdapter(_NAME, config=ConfigDict(regex_engine="python-re")),
-        "letters, digits, '.', '_' and '-', and not base",
-    ),
-    "train": KeyType(TypeAdapter(object), ""),
-    **dict.fromkeys(
-        COMMANDS,
-        KeyType(
-            TypeAdapter(dict[Any, Any] | bool | None),
-            "options of the command",
-            "Write its options below it, or false to leave it out.",
-        ),
-    ),
-    "sweep": KeyType(
-        TypeAdapter(dict[Any, Any] | None),
-        "keys of the training configuration",
-        "Write its keys below it, each with a list of values.",
-    ),
-}
-"""The keys of recipe.yaml."""
+    teaches: object = None
+    hardware: object = None
+    before: object = None
+    name: str = Field(
+        "tuned",
+        pattern=r"\A(?!base\Z)[A-Za-z0-9][A-Za-z0-9._-]*\Z",
+        description="letters, digits, '.', '_' and '-', and not base",
+    )
+    train: object = None
+    convert: _Command = None
+    validate_: _Command = Field(None, alias="validate")  # pydantic has a method of this name
+    serve: _Command = None
+    verify: _Command = None
+    eval: _Command = None
+    report: _Command = None
+    sweep: dict[object, object] | None = Field(
+        None, description="keys of the training configuration, each with a list of values"
+    )
 
 
 @dataclass(frozen=True)
@@ -174,14 +176,17 @@ def read_recipe(
             f"there is no recipe {str(path)!r}.", "`ktbridge init` lists recipes and copies one."
         )
     problems = Problems(path.name, "KTR002")
-    keys = _read_block("", read_yaml(path), _KEYS, problems)
-    config, own, train = "", {}, keys.get("train")
-    train = {CONFIG: train} if isinstance(train, str) else train
-    if isinstance(train, dict) and isinstance(train.get(CONFIG), str):
-        config = train.pop(CONFIG)
-        own = _read_block("train: ", train, dict.fromkeys(trained, _SETTING), problems)
+    values = _named(read_yaml(path))
+    keys = ("teaches", "hardware", "before", "name", "train", *COMMANDS, "sweep")
+    head = _check(RecipeFile, values, "", keys, problems)
+    config, own, train = "", {}, values.get("train")
+    train = _named({CONFIG: train} if isinstance(train, str) else train)
+    if isinstance(train.get(CONFIG), str):
+        config = str(train.pop(CONFIG))
+        model = _model({key: _Setting for key in train if key in trained})
+        own = _check(model, train, "train: ", trained, problems)
     else:
-        found = "missing" if train is None else shown(train)
+        found = shown(values["train"]) if values.get("train") is not None else "missing"
         problems.error("train", found, "the training configuration's file", None, "KTR003")
     for text in settings:
         key, sign, own[key] = text.partition("=")
@@ -192,11 +197,11 @@ def read_recipe(
     if config and not file.is_file():
         found = f"there is no {config} in {file.parent}"
         problems.error("train", found, "a file", None, "KTR004")
-    training = read_yaml(file) if config and file.is_file() else {}
+    training = _named(read_yaml(file)) if config and file.is_file() else {}
     steps = {
-        command: _read_options(command, keys.get(command) or {}, options[command], problems)
+        command: _read_options(command, _named(values.get(command)), options[command], problems)
         for command in COMMANDS
-        if keys.get(command) is not False
+        if values.get(command) is not False
     }
     if "eval" in steps and not steps["eval"].keys() & {"bench", "compat"}:
         step = "Write `eval: {bench: NAME}`, or `eval: false`."
@@ -204,19 +209,10 @@ def read_recipe(
     if "serve" not in steps and steps.keys() & {"verify", "eval"}:
         step = "Leave `serve: false` out, or write verify: false and eval: false as well."
         problems.error("serve", "false", "a server, which verify and eval ask", step)
-    swept = keys.get("sweep") or {}
-    sweep = _read_block("sweep: ", swept, dict.fromkeys(map(str, swept), _SWEPT), problems)
-    _check_sweep(sweep, trained, "sweep: ", problems)
+    sweep = _check_sweep(_named(values.get("sweep")), trained, "sweep: ", problems)
     problems.raise_if_any("the recipe has {count}; nothing was started.")
-    return Recipe(
-        path=path.resolve(),
-        config=config,
-        name=keys.get("name", "tuned"),
-        settings=own,
-        training={**{str(key): value for key, value in training.items()}, **own},
-        steps=steps,
-        sweep={key: tuple(values) for key, values in sweep.items()},
-    )
+    name = head.get("name", "tuned")
+    return Recipe(path.resolve(), config, name, own, {**training, **own}, steps, sweep)
 
 
 def parse_sweep(texts: Sequence[str], trained: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -224,7 +220,7 @@ def parse_sweep(texts: Sequence[str], trained: Collection[str]) -> dict[str, tup
 
     Raises UsageError for another form, ProblemsError for keys that can't be varied.
     """
-    sweep: dict[str, tuple[str, ...]] = {}
+    sweep: dict[str, list[str]] = {}
     for text in texts:
         key, sign, values = text.partition("=")
         parts = [part.strip() for part in values.split(",")]
@@ -235,11 +231,11 @@ def parse_sweep(texts: Sequence[str], trained: Collection[str]) -> dict[str, tup
             )
         if key == "dataset":
             parts = [part.replace("+", ",") for part in parts]
-        sweep[key] = tuple(parts)
+        sweep[key] = parts
     problems = Problems("--sweep")
-    _check_sweep(sweep, trained, "", problems)
+    checked = _check_sweep(sweep, trained, "", problems)
     problems.raise_if_any("the sweep can't be run; nothing was started.")
-    return sweep
+    return checked
 
 
 def suggest_key(key: str, known: Iterable[str]) -> str:
@@ -248,75 +244,76 @@ def suggest_key(key: str, known: Iterable[str]) -> str:
     return did_you_mean(key, known) or f"Known: {', '.join(known)}."
 
 
-def _read_block(
-    place: str,
-    values: Mapping[Any, object],
-    kinds: Mapping[str, KeyType],
-    problems: Problems,
-    known: Collection[str] = (),
-) -> dict[str, Any]:
-    """Return the values in a block's keys, in their order, but for those that are unknown or wrong.
+def _named(block: object) -> dict[str, object]:
+    """Return a block's keys as texts; {} for what isn't a block."""
+    return {str(key): value for key, value in block.items()} if isinstance(block, dict) else {}
 
-    ``place`` begins the location of each problem; ``known`` are the keys to suggest, if not all ``kinds``.
+
+def _model(kinds: Mapping[str, object]) -> type[BaseModel]:
+    fields: dict[str, Any] = {key: (kind, None) for key, kind in kinds.items()}
+    return create_model("Block", __config__=_STRICT, **fields)
+
+
+def _check(
+    model: type[BaseModel],
+    values: Mapping[str, object],
+    place: str,
+    known: Collection[str],
+    problems: Problems,
+) -> dict[str, Any]:
+    """Return a block's values as ``model`` has them, in their order; None for all if one is wrong.
+
+    Unknown keys and wrong values aren't among them; ``known`` are the keys to suggest.
     """
-    found = {}
-    for key, value in values.items():
-        kind = kinds.get(str(key))
-        if kind is None:
-            step = suggest_key(str(key), known or kinds)
-            problems.error(f"{place}{key}", "unknown key", "", step, "KTR001")
-            continue
-        try:
-            found[str(key)] = kind.type.validate_python(value, strict=True)
-        except ValidationError:
-            problems.error(f"{place}{key}", shown(value), kind.expected, kind.step)
-    return found
+    parsed, faults = check_fields(model, values)
+    for key, kind, _, expected in faults:
+        if kind == "unknown":
+            problems.error(place + key, "unknown key", "", suggest_key(key, known), "KTR001")
+        else:
+            problems.error(place + key, shown(values[key]), expected, None)
+    wrong = {fault.key for fault in faults}
+    return {key: getattr(parsed, key, None) for key in values if key not in wrong}
 
 
 def _read_options(
-    command: str,
-    value: Mapping[Any, object] | bool,
-    options: Mapping[str, Option],
-    problems: Problems,
+    command: str, values: Mapping[str, object], options: Mapping[str, Option], problems: Problems
 ) -> Given:
-    """Return the options of a command."""
     if command == "serve":
         options = {**options, ENGINE_FLAGS: Option(ENGINE_FLAGS, flag=False, many=True)}
     given: dict[str, object] = {}
-    kinds: dict[str, KeyType] = {}
-    for key, each in value.items() if isinstance(value, Mapping) else ():
-        key, name = str(key), str(key).replace("_", "-")
+    kinds: dict[str, object] = {}
+    for key, value in values.items():
+        name = key.replace("_", "-")
         if name in _DECIDED and (command, name) != ("serve", "model"):
             found = "an option that a recipe doesn't have"
             problems.error(f"{command}: {key}", found, "", _DECIDED[name], "KTR005")
             continue
-        given[key] = each
+        given[key] = value
         if option := options.get(name):
-            kinds[key] = _FLAG if option.flag else _VALUES if option.many else _VALUE
+            kinds[key] = _Flag if option.flag else _Values if option.many else _Value
     known = [name for name in options if name not in _DECIDED]
-    typed = _read_block(f"{command}: ", given, kinds, problems, known)
+    typed = _check(_model(kinds), given, f"{command}: ", known, problems)
     return {
-        options[key.replace("_", "-")].name: () if each is True else tuple(each)
-        for key, each in typed.items()
-        if each is not False
+        options[key.replace("_", "-")].name: () if value is True else tuple(value or ())
+        for key, value in typed.items()
+        if value is not False
     }
 
 
 def _check_sweep(
-    sweep: Mapping[str, Sequence[str]], trained: Collection[str], place: str, problems: Problems
-) -> None:
-    """Report the keys that a sweep can't vary, and values that stand twice."""
-    for key, values in sweep.items():
+    values: Mapping[str, object], trained: Collection[str], place: str, problems: Problems
+) -> dict[str, tuple[str, ...]]:
+    """Return a sweep's values, with a problem for each key that it can't vary."""
+    kinds = {key: _Swept for key in values if key in trained and key not in _FIXED}
+    sweep, faults = check_fields(_model(kinds), values)
+    for key, kind, found, expected in faults:
+        about: tuple[str, str, str | None, str] = (found, expected, None, "KTR006")
         if key in _FIXED:
-            found, expected, step = "a key that all runs share", "", "Write a recipe for each."
-        elif key not in trained:
-            found, expected, step = (
-                "no key of a training configuration",
-                "",
-                suggest_key(key, trained),
-            )
-        elif len({*values}) < len(values):
-            found, expected, step = "a value that stands twice", "different values", ""
-        else:
-            continue
-        problems.error(place + key, found, expected, step or None, "KTR006")
+            about = ("a key that all runs share", "", "Write a recipe for each.", "KTR006")
+        elif kind == "unknown":
+            step = suggest_key(key, trained)
+            about = ("no key of a training configuration", "", step, "KTR006")
+        elif not found:
+            about = (shown(values[key]), expected, None, "KTR002")
+        problems.error(place + key, *about)
+    return {key: tuple(getattr(sweep, key, ())) for key in values}
