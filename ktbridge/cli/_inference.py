@@ -19,7 +19,7 @@ ADAPTER = "adapter"
 _META = "ktbridge.inference"
 _ENVIRONMENT = {"host": "API_HOST", "port": "API_PORT", "api_key": "API_KEY"}
 """Variables that LLaMA-Factory's API reads, by our option."""
-Defaults = Callable[["Inference"], dict[str, Any]]
+Defaults = Callable[["Inference"], dict[str, object]]
 
 
 def inference_argument(
@@ -59,7 +59,7 @@ def from_file(context: click.Context, option: str) -> bool:
     return context.get_parameter_source(option) is ParameterSource.DEFAULT_MAP
 
 
-def for_chat(found: Inference) -> dict[str, Any]:
+def for_chat(found: Inference) -> dict[str, object]:
     """Defaults of `ktbridge chat`."""
     return {
         "base_model": found.model_name_or_path,
@@ -73,7 +73,7 @@ def for_chat(found: Inference) -> dict[str, Any]:
     }
 
 
-def for_serve(found: Inference) -> dict[str, Any]:
+def for_serve(found: Inference) -> dict[str, object]:
     """Defaults of `ktbridge serve`, with LLaMA-Factory's environment variables."""
     environment = {name: os.environ.get(key) or None for name, key in _ENVIRONMENT.items()}
     adapter = found.adapter_name_or_path

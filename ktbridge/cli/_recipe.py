@@ -1,4 +1,4 @@
-"""How `ktbridge run` and `ktbridge demo` show the commands of a recipe while they run."""
+"""Commands of a recipe as `ktbridge run` and `ktbridge demo` show them while they run."""
 
 from __future__ import annotations
 

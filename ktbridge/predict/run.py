@@ -191,7 +191,7 @@ def _answer(
     began = time.monotonic() - journal.seconds
 
     def finish(row: int, text: str, cut: bool, error: BaseException | None = None) -> None:
-        if error:
+        if error is not None:
             failed[row] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         else:
             seconds = round(time.monotonic() - began, 3)

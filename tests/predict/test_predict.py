@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from contextlib import closing
 
 import jieba
 import pytest
@@ -13,7 +14,7 @@ from trainrun import conversation, pair
 from transformers import AutoTokenizer
 
 from ktbridge.eval.scorers import measure_texts
-from ktbridge.predict.output import measure_answers
+from ktbridge.predict.output import Answered, Journal, journal_path, measure_answers
 
 jieba.setLogLevel(40)
 
@@ -119,6 +120,22 @@ def test_a_killed_run_goes_on_to_the_same_files(write, predict, predictions, war
     for timed in ("predict_runtime", "predict_samples_per_second"):
         assert found.pop(timed) > 0 < wanted.pop(timed)
     assert found == wanted
+
+
+@pytest.mark.parametrize(
+    "line", ['{"row": 1}', '{"row": 1e400, "predict": "", "cut": 0, "seconds": 1}', "[" * 100_000]
+)
+def test_a_journal_counts_up_to_a_line_that_is_no_answer(tmp_path, line):
+    answers = [Answered(row=row, predict="é", cut=False, seconds=row) for row in range(3)]
+    with closing(Journal(tmp_path / "out", {"seed": 1})) as journal:
+        for answer in answers:
+            journal.store(answer)
+    lines = journal_path(tmp_path / "out").read_text().splitlines(keepends=True)
+    journal_path(tmp_path / "out").write_text("".join([*lines[:3], f"{line}\n", lines[3]]))
+    with closing(Journal(tmp_path / "out", {"seed": 1})) as journal:
+        assert journal.answers == {0: answers[0], 1: answers[1]}
+        assert journal.seconds == 1
+    assert journal_path(tmp_path / "out").read_text() == "".join(lines[:3])
 
 
 def test_rows_that_fail_are_named_and_asked_again(

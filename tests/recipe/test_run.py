@@ -401,6 +401,15 @@ def test_a_sweep_of_datasets_and_alike_names():
     assert [cell.name for cell in alike] == ["dataset-a-b.json", "dataset-a-b.json-2"]
 
 
+def test_each_run_of_a_sweep_converts_into_its_own_directory(place):
+    write(place, convert={"to": "vllm", "output": "out/vllm"})
+    plan = plan_recipe(read(place), "local", expand_sweep({"seed": ["1", "2"]}))
+    for run in ("seed-1", "seed-2"):
+        (step,) = (step for step in plan if step.key == f"sweep/{run}/convert")
+        assert f" --output sweep/{run}/out/vllm " in step.format()
+        assert step.writes == (f"sweep/{run}/out/vllm",)
+
+
 def test_two_runs_at_a_time_in_one_directory_are_refused(place):
     from ktbridge.files.locks import lock_directory
 
