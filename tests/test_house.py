@@ -18,8 +18,8 @@ TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(
 AT_MOST = {
     "lines": 70_544,
     "modules": 345,
-    "public names that several modules define": 111,
-    "docstrings that begin with a relative clause": 185,
+    "public names that several modules define": 109,
+    "docstrings that begin with a relative clause": 181,
     "modules in circles of imports, for types too": 18,
     "uses of Any": 342,
 }
