@@ -1,4 +1,4 @@
-"""Contract of the clients of servers: each kind of reply as eval, verify and chat take it, and in a ledger."""
+"""Contract of the clients: each kind of reply as eval, verify and chat take it, and in a run's ledger."""
 
 from __future__ import annotations
 
