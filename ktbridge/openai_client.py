@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import is_loopback, is_loopback_url, server_url
-from ktbridge.served_names import (
+from ktbridge.server_api.hosts import is_loopback, is_loopback_url, server_url
+from ktbridge.server_api.served_names import (
     APPLIED_PATHS,
     ModelEntry,
     ServedModel,

@@ -16,8 +16,8 @@ from ktbridge.errors import Problem, Severity, UsageError
 from ktbridge.eval.client import Client
 from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.files import digests
-from ktbridge.hosts import api_url
-from ktbridge.served_names import (
+from ktbridge.server_api.hosts import api_url
+from ktbridge.server_api.served_names import (
     ModelEntry,
     ServedModel,
     adapter_name,

@@ -42,7 +42,12 @@ from ktbridge.openai_client import (
     refuses_limit,
     rename_limit,
 )
-from ktbridge.served_names import APPLIED_PATHS, ModelEntry, applied_adapter, listed_models
+from ktbridge.server_api.served_names import (
+    APPLIED_PATHS,
+    ModelEntry,
+    applied_adapter,
+    listed_models,
+)
 
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
 

@@ -39,7 +39,13 @@ from ktbridge.eval.failures import (
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
 from ktbridge.files import digests
-from ktbridge.served_names import BASE, adapter_name, bare_adapter, names_adapter, whole_name
+from ktbridge.server_api.served_names import (
+    BASE,
+    adapter_name,
+    bare_adapter,
+    names_adapter,
+    whole_name,
+)
 
 PROBES = 8
 PROBE_TOKENS = 32

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import ktbridge
 from ktbridge.errors import KtbridgeError
-from ktbridge.hosts import is_loopback_url
+from ktbridge.server_api.hosts import is_loopback_url
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, StreamReader

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ktbridge.recipe.read import ENGINE_FLAGS, Recipe
 from ktbridge.recipe.sweep import ROOM, Cell
-from ktbridge.served_names import adapter_name, base_name
+from ktbridge.server_api.served_names import adapter_name, base_name
 
 URL = "URL"
 """Stands in commands for the address of the server that is started for them."""

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 
 from ktbridge.errors import NOTES_FILE, KtbridgeError
 from ktbridge.files.locks import lock_directory
-from ktbridge.hosts import bind
 from ktbridge.machine import end_with_parent
 from ktbridge.recipe.plan import URL, Item, Serving, Step
 from ktbridge.recipe.read import Recipe
 from ktbridge.recipe.state import Record, State, digest_of, is_whole, named_files, written
+from ktbridge.server_api.hosts import bind
 
 READY = "ready: "
 """The start of the line that `ktbridge serve` prints when every arm has answered."""

@@ -19,7 +19,7 @@ from ktbridge.eval.results.cards import (
     Tally,
 )
 from ktbridge.eval.store import JudgementRecord
-from ktbridge.served_names import split_name
+from ktbridge.server_api.served_names import split_name
 
 PASS = 0.7  # share of known verdicts that must be right, for good and for bad answers each
 _SLICE_PASS = 0.5  # below this a judge is no better than chance in a slice

@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.experts.inject import IMPLEMENTATION
 from ktbridge.experts.modules import experts_modules
-from ktbridge.served_names import ServedArm
+from ktbridge.server_api.served_names import ServedArm
 
 BY_ROW = "ktbridge-by-row"
 Output = torch.Tensor | tuple[torch.Tensor, ...]
