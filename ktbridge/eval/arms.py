@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity, UsageError
-from ktbridge.eval.client import Client
 from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.files import digests
+from ktbridge.server_api.answers import Client
 from ktbridge.server_api.hosts import api_url
 from ktbridge.server_api.served_names import (
     ModelEntry,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.eval.failures import AGAIN, remedies, think_only_remedy
+from ktbridge.eval.remedies import AGAIN, remedies, think_only_remedy
 from ktbridge.eval.results.rows import SCORE_ERROR
 from ktbridge.eval.results.types import Measured
 from ktbridge.eval.rundir import NOT_RUN

@@ -26,19 +26,12 @@ from ktbridge.eval.arms import (
 )
 from ktbridge.eval.asking import build_request, with_limit
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.client import Answer, Client
-from ktbridge.eval.failures import (
-    TRANSIENT,
-    WHOLE,
-    Kind,
-    kind_of,
-    remedies,
-    remedy,
-    think_only_remedy,
-)
+from ktbridge.eval.remedies import remedies, remedy, think_only_remedy
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
 from ktbridge.files import digests
+from ktbridge.server_api.answers import Answer, Client
+from ktbridge.server_api.failures import TRANSIENT, WHOLE, Kind, kind_of
 from ktbridge.server_api.served_names import (
     BASE,
     adapter_name,

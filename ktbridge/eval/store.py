@@ -18,12 +18,11 @@ from types import TracebackType
 from typing import Generic, TypedDict, TypeVar
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.client import OUTCOMES
 from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
-from ktbridge.eval.results.types import Outcome
 from ktbridge.files import digests, publish
 from ktbridge.files.ledger import LedgerFile, whole_lines, writing
 from ktbridge.files.locks import lock_open
+from ktbridge.server_api.answers import OUTCOMES, Outcome
 
 FAILED = "http-error"
 JUDGE_FAILED: JudgeOutcome = "judge-error"

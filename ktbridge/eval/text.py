@@ -69,15 +69,6 @@ def language_of(text: str) -> str:
     return "zh" if share is not None and share >= 0.5 else "en"
 
 
-def shorten(text: str, most: int) -> str:
-    """At most ``most`` characters of ``text`` and "…", cut between words if possible."""
-    if len(text) <= most:
-        return text
-    head = text[:most]
-    cut = head.rfind(" ", most - 40)
-    return (head[:cut] if cut > 0 else head).rstrip() + " …"
-
-
 # Unicode bidi controls that change the text direction, except those that a right-to-left text needs
 # (200e, 200f, 061c).
 _TURNING = re.compile("[\u202a-\u202e\u2066-\u2069]")

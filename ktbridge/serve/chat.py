@@ -17,7 +17,7 @@ from typing import IO
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.machine import end_with_parent
-from ktbridge.openai_client import Message, OpenAIClient, Refused
+from ktbridge.server_api.client import Message, OpenAIClient, Refused
 from ktbridge.server_api.served_names import (
     BASE,
     ModelEntry,

@@ -16,10 +16,10 @@ import pytest
 from mockserver import answering
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
-from ktbridge.openai_client import OpenAIClient
 from ktbridge.serve.sglang.logs import Pump
+from ktbridge.server_api.answers import Answer, Client
+from ktbridge.server_api.client import OpenAIClient
 
 KEY = "sk-0123456789abcdef"
 DEEP = b"[" * 100_000

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.client import BadReplyError, Client, read_completion
+from ktbridge.server_api.answers import Client, read_completion
+from ktbridge.server_api.replies import BadReplyError
 
 BODY = json.dumps(
     {"choices": [{"message": {"content": "好的。"}, "finish_reason": "stop"}]}, ensure_ascii=False

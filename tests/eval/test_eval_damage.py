@@ -13,9 +13,10 @@ from evalruns import SMALL, is_item
 from ktbridge.cli.eval import command
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import load_bench, score_run, write_report
-from ktbridge.eval.client import BadReplyError, read_completion
 from ktbridge.eval.numerals import find_answer_number
 from ktbridge.eval.scorers import SCORERS
+from ktbridge.server_api.answers import read_completion
+from ktbridge.server_api.replies import BadReplyError
 
 
 def run(server, out, **options):

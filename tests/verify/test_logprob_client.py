@@ -12,7 +12,7 @@ import pytest
 from mockserver import JsonServer
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.openai_client import OpenAIClient
+from ktbridge.server_api.client import OpenAIClient
 from ktbridge.verify.logprobs import LogprobClient
 
 

@@ -11,16 +11,16 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import VOLATILE
 from ktbridge.eval.asking import Asked, AskingLoop, is_silent, run_until_interrupt
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.compat import HIGHEST, is_compat
-from ktbridge.eval.failures import remedy, think_only_remedy
 from ktbridge.eval.judging.plan import Ask, Judge, check_judge, digit_question, make_plan
 from ktbridge.eval.judging.prompts import VERSION, JsonSchema, ReplyError, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
+from ktbridge.eval.remedies import remedy, think_only_remedy
 from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
 from ktbridge.eval.results.rows import read_rows
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
-from ktbridge.openai_client import OTHER_LIMIT
+from ktbridge.server_api.answers import Answer, Client
+from ktbridge.server_api.replies import OTHER_LIMIT
 
 OnProgress = Callable[[int, int], None]
 

@@ -16,7 +16,6 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
 from ktbridge.eval.asking import answer_key
 from ktbridge.eval.bench import Bench, Item, read_snapshot
-from ktbridge.eval.client import OUTCOMES
 from ktbridge.eval.persona import NO_PERSONA_NAME, score_persona
 from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.eval.results.types import (
@@ -34,6 +33,7 @@ from ktbridge.eval.rundir import BENCH, NOT_RUN, RunFile, read_run
 from ktbridge.eval.scorers import FAMILIES, ScorerError, measure_texts, score_task
 from ktbridge.eval.store import ANSWERS, AnswerRecord, read_ledger
 from ktbridge.eval.time_limit import time_limit
+from ktbridge.server_api.answers import OUTCOMES
 
 SCORE_ERROR: AnyOutcome = "score-error"  # the answer exists, but one of our scorers failed on it
 _MARKS: tuple[Literal["task", "persona"], ...] = ("task", "persona")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.results.types import CheckRow
-from ktbridge.eval.text import shorten
+from ktbridge.server_api.replies import shorten
 
 # Characters. Patterns may take quadratic time; no meaningful answer is this long.
 LONGEST_SEARCHED = 20_000

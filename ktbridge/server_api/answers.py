@@ -1,15 +1,8 @@
-"""A client for one OpenAI-compatible server: bounded retries with backoff, strict validation.
-
-We parse replies as plain JSON, so that a reply with nulls, HTML or a truncated document becomes a
-named outcome instead of an exception somewhere else, or worse, an answer.
-"""
+"""Answers of one server to many questions at once: bounded retries with backoff, strict validation."""
 
 from __future__ import annotations
 
 import asyncio
-import email.utils
-import json
-import os
 import random
 import re
 import time
@@ -17,38 +10,43 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.failures import (
+from ktbridge.server_api.failures import (
     BAD_REPLY,
     KEY,
     LONG_WAIT,
     RETRIED,
-    TIMED_OUT,
     TRANSIENT,
-    describe_reply,
     kind_of,
+    name_fault,
+    read_retry_after,
 )
-from ktbridge.eval.results.cards import Json
-from ktbridge.eval.results.types import Outcome
-from ktbridge.eval.transport import NotAReplyError, Reply, Transport
-from ktbridge.json_parts import has_more
-from ktbridge.openai_client import (
+from ktbridge.server_api.replies import (
     OTHER_LIMIT,
+    TIMED_OUT,
+    BadReplyError,
+    NotAReplyError,
+    check_key,
+    describe_failure,
+    describe_reply,
     hide_key,
     read_content,
+    read_json,
+    read_list,
+    read_object,
     read_thinking,
+    refuse_surrogates,
     refuses_limit,
     rename_limit,
 )
-from ktbridge.server_api.served_names import (
-    APPLIED_PATHS,
-    ModelEntry,
-    applied_adapter,
-    listed_models,
-)
+from ktbridge.server_api.served_names import APPLIED_PATHS, ModelEntry, applied_adapter
 
+if TYPE_CHECKING:
+    from ktbridge.server_api.connection import Reply
+
+Outcome = Literal["ok", "truncated", "think-only", "empty", "http-error"]
 OUTCOMES: tuple[Outcome, ...] = ("ok", "truncated", "think-only", "empty", "http-error")
 
 LONGEST_ANSWER = 200_000
@@ -77,9 +75,7 @@ _STOP_TOKENS = (
     *("<|return|>", "</s>", "<eos>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "[EOS]"),
     *("<｜end▁of▁sentence｜>", "[|endofturn|]", "<|endofturn|>", "<|eos|>"),
 )
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _STOP_TOKEN_TAKEN = "the stop token at the end was taken off:"
-_MOST_PARTS = 100_000  # lists and objects in a reply
 _THINK = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 
@@ -99,10 +95,6 @@ class Answer:
     completion_tokens: int | None = None
     seconds: float | None = None
     cut: bool = False
-
-
-class BadReplyError(Exception):
-    """A reply with status 200 that violates the API."""
 
 
 class Client:
@@ -125,63 +117,59 @@ class Client:
         backoff: float = 0.5,
         on_wait: Callable[[str], None] = lambda told: None,
     ) -> None:
+        """Raises KtbridgeError for a key, a URL or a proxy that can't be used."""
+        from ktbridge.server_api.connection import AsyncConnection
+
         self.url = url
-        self._on_wait = on_wait
         self.faults: Counter[str] = Counter()
         self.notes: dict[str, None] = {}
-        self._limit_renamed: set[object] = set()  # models that want max_completion_tokens
+        self._key = check_key(api_key)
+        self._connection = AsyncConnection(url, self._key)
+        self._timeout = timeout
         self._attempts = attempts
         self._backoff = backoff
-        self._timeout = timeout
-        self._not_before = 0.0
-        self._random = random.Random()
-        self._transport = Transport(url, api_key)
-        self._key = api_key
+        self._on_wait = on_wait
+        self._paused_until = 0.0
+        self._limit_renamed: set[object] = set()  # models that want max_completion_tokens
 
     async def __aenter__(self) -> Client:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._transport.close()
+        await self._connection.aclose()
 
     async def models(self) -> list[ModelEntry]:
         """The entries of /v1/models; raises KtbridgeError if the list is not available."""
+        url = f"{self.url}/models"
         try:
-            reply = await self._transport.models(min(self._timeout, _LIST_TIMEOUT))
-            if not 200 <= reply.status < 300:
-                raise KtbridgeError(
-                    hide_key(
-                        f"{self.url}/models answered {describe_reply(reply.status, reply.body)}.",
-                        self._key,
-                    ),
-                    _NEXT_STEPS.get(reply.status, "see the server's log"),
-                )
-            entries = listed_models(_read_json(reply))
-            if self._key:
-                entries = json.loads(hide_key(_encode(entries), self._key))
-            _refuse_surrogates(entries)
+            reply = await self._connection.get(url, min(self._timeout, _LIST_TIMEOUT))
+            if not reply.is_success:
+                said = hide_key(describe_reply(reply.status, reply.body), self._key)
+                step = _NEXT_STEPS.get(reply.status, "see the server's log")
+                raise KtbridgeError(f"{url} answered {said}.", step)
+            return read_list(reply.body, self._key)
         except OSError as error:
             raise KtbridgeError(
-                f"{self.url} does not answer ({_cause(error)}).",
+                f"{self.url} does not answer ({describe_failure(error)}).",
                 "start the server, or correct its URL",
             ) from None
         except (BadReplyError, TypeError) as error:
             raise KtbridgeError(
-                f"{self.url}/models is not a list of models ({error}).",
+                f"{url} is not a list of models ({error}).",
                 "give the base URL of a server that speaks OpenAI's API",
             ) from None
-        return list(entries)
 
     async def applied_adapter(self, engine: str) -> str:
         """The adapter that the server applies to every request, as far as ``engine`` tells; "" for none."""
         for path in APPLIED_PATHS.get(engine, ()):
-            with suppress(OSError, ValueError, RecursionError):
-                reply = await self._transport.native(path, min(self._timeout, _LIST_TIMEOUT))
+            with suppress(OSError, BadReplyError):
+                place = self.url.removesuffix("/v1") + path
+                reply = await self._connection.get(place, min(self._timeout, _LIST_TIMEOUT))
                 if reply.status == 200:
-                    return applied_adapter(engine, json.loads(reply.body))
+                    return applied_adapter(engine, read_json(reply.body))
         return ""
 
-    async def chat(self, request: Json, attempts: int | None = None) -> Answer:
+    async def chat(self, request: Mapping[str, object], attempts: int | None = None) -> Answer:
         """One chat completion. Server faults never raise: they are reported as the outcome.
 
         An API key that the server repeats is taken out. ``attempts`` instead of the client's own.
@@ -193,86 +181,80 @@ class Client:
         text, thinking, detail = shown
         return replace(answer, text=text, thinking=thinking, detail=detail)
 
-    async def _chat(self, request: Json, attempts: int) -> Answer:
-        timeouts = attempt = 0
+    async def _chat(self, request: Mapping[str, object], attempts: int) -> Answer:
+        failed = timeouts = 0
         model = request.get("model")
         while True:
-            await self._wait_until(self._not_before)
-            pause = self._random.uniform(0, self._backoff * 2**attempt)
+            await self._wait()
             start = time.monotonic()
             sent = rename_limit(request) if model in self._limit_renamed else request
             answer, asked = await self._try(sent)
             if answer.outcome != "http-error":
                 return replace(answer, seconds=round(time.monotonic() - start, 3))
-            if (
-                answer.status in (400, 422)
-                and "max_tokens" in sent
-                and refuses_limit(answer.detail)
-            ):
+            renames = answer.status in (400, 422) and refuses_limit(answer.detail)
+            if renames and "max_tokens" in sent:
                 self._limit_renamed.add(model)
                 self.notes[f"{model} takes its limit of tokens as {OTHER_LIMIT}"] = None
                 continue
-            self.faults[_fault(answer)] += 1
+            self.faults[name_fault(answer.status, answer.detail)] += 1
             if kind_of(answer.status, answer.detail) not in TRANSIENT:
                 return answer
-            if asked is not None:
-                if asked > _LONGEST_WAIT:
-                    return replace(answer, detail=f"{answer.detail}{LONG_WAIT} {asked:.0f} s")
-                until = time.monotonic() + asked
-                if asked >= _LONG_WAIT and until > self._not_before + 1:
-                    where = f"{self.url} wants to be asked again in {asked:g} s"
-                    self._on_wait(hide_key(f"{where} ({answer.detail})", self._key))
-                self._not_before = max(self._not_before, until)
+            if asked is not None and asked > _LONGEST_WAIT:
+                return replace(answer, detail=f"{answer.detail}{LONG_WAIT} {asked:.0f} s")
+            self._hold_back(asked or 0.0, answer.detail)
             # A request that timed out once will probably do so again: one retry, not six.
             timeouts += answer.detail == TIMED_OUT
-            attempt += 1
-            if attempt >= attempts or timeouts == _TIMEOUTS:
+            failed += 1
+            if failed >= attempts or timeouts == _TIMEOUTS:
                 return answer
-            await asyncio.sleep(pause)
+            await asyncio.sleep(random.uniform(0, self._backoff * 2 ** (failed - 1)))
 
-    async def _try(self, request: Json) -> tuple[Answer, float | None]:
+    async def _try(self, request: Mapping[str, object]) -> tuple[Answer, float | None]:
         """The answer, or what failed, and the seconds after which the server wants to be asked again."""
         try:
-            reply = await self._transport.chat(request, self._timeout)
-            status, body = reply.status, reply.body
-            if 200 <= status < 300:
-                value = _read_reply(reply)
+            reply = await self._connection.chat(request, self._timeout)
+            status = reply.status
+            if reply.is_success:
+                value = read_object(reply.body)
                 if not value.get("error") or value.get("choices"):
                     return self._noted(read_completion(value)), None
-                # Gateways put an error of the server behind them into a reply with status 200.
-                code = value["error"].get("code") if isinstance(value["error"], dict) else None
-                if type(code) is not int or not 400 <= code < 600:
-                    said = describe_reply(status, body)
-                    raise BadReplyError(f"an error instead of an answer: {said}")
-                status = code
-            detail = describe_reply(status, body)
-            wait = _retry_after(reply.headers) if status in RETRIED else None
+                status = _hidden_status(value, reply)
+            detail = describe_reply(status, reply.body)
+            wait = read_retry_after(reply.headers) if status in RETRIED else None
             return Answer("http-error", detail=detail, status=status), wait
         except (BadReplyError, NotAReplyError) as error:
             return Answer("http-error", detail=f"{BAD_REPLY}{error}", status=200), None
-        except TimeoutError:
-            return Answer("http-error", detail=TIMED_OUT), None
         except OSError as error:
-            return Answer("http-error", detail=_cause(error)), None
+            return Answer("http-error", detail=describe_failure(error)), None
 
     def _noted(self, answer: Answer) -> Answer:
         if answer.detail.startswith(_STOP_TOKEN_TAKEN):
             self.notes[f"answers: {answer.detail}"] = None
         return answer
 
-    async def _wait_until(self, moment: float) -> None:
-        while (left := moment - time.monotonic()) > 0:
+    def _hold_back(self, seconds: float, detail: str) -> None:
+        """Let every request to this server wait as long as it wants."""
+        until = time.monotonic() + seconds
+        if seconds >= _LONG_WAIT and until > self._paused_until + 1:
+            told = f"{self.url} wants to be asked again in {seconds:g} s ({detail})"
+            self._on_wait(hide_key(told, self._key))
+        self._paused_until = max(self._paused_until, until)
+
+    async def _wait(self) -> None:
+        while (left := self._paused_until - time.monotonic()) > 0:
             await asyncio.sleep(left)
-            moment = self._not_before
 
 
-def _fault(answer: Answer) -> str:
-    """The kind under which ``faults`` counts a failed attempt."""
-    if answer.status >= 400:
-        return f"HTTP {answer.status}"
-    if answer.status:
-        return "bad reply" if BAD_REPLY in answer.detail else "unfinished answer"
-    return "timed out" if answer.detail == TIMED_OUT else "connection"
+def _hidden_status(value: Mapping[str, Any], reply: Reply) -> int:
+    """The status of an error that a gateway has from the server behind it, and puts into a reply with 200.
+
+    Raises BadReplyError if there is none.
+    """
+    code = value["error"].get("code") if isinstance(value["error"], dict) else None
+    if type(code) is not int or not 400 <= code < 600:
+        said = describe_reply(reply.status, reply.body)
+        raise BadReplyError(f"an error instead of an answer: {said}")
+    return code
 
 
 def read_completion(body: Mapping[str, Any]) -> Answer:
@@ -285,14 +267,12 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
         told_thinking = next(filter(None, map(read_thinking, told)), "")
         finish = choice.get("finish_reason")
         usage = body.get("usage")
-    except ValueError as error:
-        raise BadReplyError(str(error)) from None
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise BadReplyError(f"no message in it ({type(error).__name__})") from None
     thinking = "\n".join(filter(None, (told_thinking, thinking)))
     usage = usage if isinstance(usage, Mapping) else {}
     tokens = [usage.get(key) for key in ("prompt_tokens", "completion_tokens")]
-    _refuse_surrogates([content, thinking])
+    refuse_surrogates([content, thinking])
     reason = finish.lower() if isinstance(finish, str) else finish
     if not (reason is None or isinstance(reason, str)) or reason not in _FINISHED | _CUT:
         # An aborted or filtered answer carries no information on the arm: the next run asks again.
@@ -331,55 +311,3 @@ def _take_stops(text: str) -> tuple[str, str]:
         taken.insert(0, stop)
         text = text.removesuffix(stop).rstrip()
     return text, " ".join(taken)
-
-
-def _read_reply(reply: Reply) -> dict[str, Any]:
-    """The reply's JSON object. Raises BadReplyError for anything else."""
-    value = _read_json(reply)
-    if not isinstance(value, dict):
-        raise BadReplyError(f"a JSON {type(value).__name__} instead of an object")
-    return value
-
-
-def _read_json(reply: Reply) -> object:
-    """The reply's JSON value. Raises BadReplyError if it is none."""
-    coding = reply.headers.get("content-encoding", "identity")
-    if coding.lower() != "identity":
-        raise BadReplyError(f"content-encoding {coding!r}, which was not asked for")
-    if has_more(reply.body, b"[{", _MOST_PARTS):
-        raise BadReplyError(f"JSON of more than {_MOST_PARTS} parts")
-    try:
-        return json.loads(reply.body)
-    except (ValueError, RecursionError):
-        start = " ".join(reply.body[:40].decode("utf-8", "replace").split())
-        events = re.match(rb"\s*(?:data|event|id|:)", reply.body)
-        what = "a stream of events and not JSON" if events else "not JSON"
-        raise BadReplyError(f"{what}, it begins with {start!r}") from None
-
-
-def _refuse_surrogates(value: object) -> None:
-    """Raise BadReplyError if a text contains a lone surrogate, which UTF-8 can't encode."""
-    try:
-        _encode(value).encode()
-    except (UnicodeEncodeError, RecursionError):
-        raise BadReplyError("a lone surrogate, half of a character, in its text") from None
-
-
-def _cause(error: OSError) -> str:
-    """The cause of a failed connection, without Python's errno."""
-    if isinstance(error, TimeoutError):
-        return TIMED_OUT
-    if error.errno and error.errno > 0:
-        return os.strerror(error.errno).lower()
-    return error.strerror or str(error) or type(error).__name__
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a Retry-After header asks for (RFC 9110, 10.2.3: a number or an HTTP date)."""
-    value = headers.get("retry-after", "").strip()
-    if re.fullmatch(r"\d+(?:\.\d+)?", value):
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError, OverflowError, IndexError):
-        return None
