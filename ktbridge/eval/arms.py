@@ -15,7 +15,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity, UsageError
 from ktbridge.eval.results.cards import ArmCard, Json
 from ktbridge.files import digests
-from ktbridge.server_api.answers import Client
+from ktbridge.server_api.client import Client
 from ktbridge.server_api.hosts import api_url
 from ktbridge.server_api.served_names import (
     ModelEntry,
@@ -153,7 +153,7 @@ class Listing:
 async def list_models(client: Client) -> Listing:
     """Read a server's list. Raises KtbridgeError if there is none."""
     entries = {str(entry["id"]): entry for entry in await client.models()}
-    applied = await client.applied_adapter(engine_of(entries))
+    applied = await client.applied_adapter(engine_of(entries)) or ""
     return Listing(entries, read_models(entries, applied))
 
 

@@ -31,7 +31,7 @@ from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
 from ktbridge.eval.rundir import RunFile, read_run, write_run
 from ktbridge.eval.store import ANSWERS, AnswerRecord, Ledger
-from ktbridge.server_api.answers import Client
+from ktbridge.server_api.client import Client
 from ktbridge.server_api.failures import is_refusal
 
 

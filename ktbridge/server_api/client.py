@@ -1,23 +1,38 @@
-"""The client that chat, verify, the demo and the launcher ask a server with: one request after the other.
+"""The client of OpenAI servers: eval asks many requests at once, and chat, verify and the launcher one by one.
 
-eval asks many at once, by ``answers``. Both have their connection from ``connection`` and read replies by
-``replies``.
+``Client`` is for asyncio, ``OpenAIClient`` its face for everyone else.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.server_api.failures import BAD_REPLY
+from ktbridge.server_api.completions import STOP_TOKEN_TAKEN, Answer, read_completion
+from ktbridge.server_api.failures import (
+    BAD_REPLY,
+    KEY,
+    LONG_WAIT,
+    RETRIED,
+    TRANSIENT,
+    kind_of,
+    name_fault,
+    read_retry_after,
+)
 from ktbridge.server_api.hosts import is_loopback, server_url
 from ktbridge.server_api.replies import (
+    OTHER_LIMIT,
+    TIMED_OUT,
     BadReplyError,
+    NotAReplyError,
     check_key,
     describe_failure,
     describe_reply,
@@ -26,21 +41,25 @@ from ktbridge.server_api.replies import (
     read_error,
     read_json,
     read_list,
+    read_object,
     refuses_limit,
     rename_limit,
 )
-from ktbridge.server_api.served_names import (
-    APPLIED_PATHS,
-    ModelEntry,
-    applied_adapter,
-)
-
-if TYPE_CHECKING:
-    from httpx2 import Response
-
-    from ktbridge.server_api.connection import Connection
+from ktbridge.server_api.served_names import APPLIED_PATHS, ModelEntry, applied_adapter
 
 Message = dict[str, str]
+Body = Mapping[str, object]
+_Result = TypeVar("_Result")
+_LIST_TIMEOUT = 60.0  # seconds; listing models generates nothing
+_LONG_WAIT = 5.0  # seconds that a server asks to wait and a user should hear of
+_LONGEST_WAIT = 300.0  # the longest Retry-After in seconds that we accept before giving up
+_TIMEOUTS = 2
+# The next step if a server returns no list of models.
+_NEXT_STEPS = {
+    401: KEY,
+    403: "see whether the key may list models",
+    404: "give the server's base URL, the part before /v1",
+}
 
 
 class Refused(KtbridgeError):
@@ -53,87 +72,287 @@ class Refused(KtbridgeError):
         self.status, self.reason = status, said.partition(": ")[2]
 
 
+class Client:
+    """Requests to one base URL, ending in /v1; use inside ``async with``.
+
+    ``timeout`` (seconds) suits experts on slow CPUs. ``attempts`` bounds the tries of a completion;
+    between them the client waits ``backoff * 2**k`` seconds with full jitter, or for the server's
+    Retry-After; then every request to this server waits. Only what may pass is tried again. ``faults``
+    counts the failed attempts by kind, including those that a retry fixed; ``notes`` are sentences on what
+    was done because this server needs it. ``on_wait`` is told of long waits that the server asks for.
+    ``direct``: never through a proxy, as for this machine's own addresses, which no proxy can reach.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float = 900.0,
+        attempts: int = 6,
+        backoff: float = 0.5,
+        on_wait: Callable[[str], None] = lambda told: None,
+        direct: bool = False,
+    ) -> None:
+        """Raises KtbridgeError for a key, a URL or a proxy that can't be used."""
+        from ktbridge.server_api.connection import Connection
+
+        self.url = url
+        self.faults: Counter[str] = Counter()
+        self.notes: dict[str, None] = {}
+        self._key = check_key(api_key)
+        self._connection = Connection(url, self._key, direct)
+        self._timeout = timeout
+        self._attempts = attempts
+        self._backoff = backoff
+        self._on_wait = on_wait
+        self._paused_until = 0.0
+        self._limit_renamed: set[object] = set()  # models that want max_completion_tokens
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._connection.aclose()
+
+    # --- one request: the reply, or KtbridgeError
+
+    async def is_healthy(self) -> bool:
+        """Return whether the server answers /health with 200."""
+        with suppress(OSError, BadReplyError):
+            url = self._place("/health", native=True)
+            return (await self._connection.ask(url, None, self._timeout)).status == 200
+        return False
+
+    async def models(self) -> list[ModelEntry]:
+        """The entries of /v1/models; raises KtbridgeError if the list is not available."""
+        url = f"{self.url}/models"
+        try:
+            reply = await self._connection.ask(url, None, min(self._timeout, _LIST_TIMEOUT))
+            if not reply.is_success:
+                refused = Refused(url, reply.status, self._said(reply.status, reply.body))
+                refused.next_step = _NEXT_STEPS.get(reply.status, "see the server's log")
+                raise refused
+            return read_list(reply.body, self._key)
+        except OSError as error:
+            raise KtbridgeError(
+                f"{self.url} does not answer ({describe_failure(error)}).",
+                "start the server, or correct its URL",
+            ) from None
+        except (BadReplyError, TypeError) as error:
+            raise KtbridgeError(
+                f"{url} is not a list of models ({error}).",
+                "give the base URL of a server that speaks OpenAI's API",
+            ) from None
+
+    async def applied_adapter(self, engine: str) -> str | None:
+        """The adapter that the server applies to every request, "" for none; None: it doesn't tell."""
+        for path in APPLIED_PATHS.get(engine, ()):
+            with suppress(KtbridgeError):
+                document = await self.ask(path, native=True)
+                if isinstance(document, dict | list):
+                    return applied_adapter(engine, document)
+        return None
+
+    async def ask(self, path: str, body: Body | None = None, *, native: bool = False) -> Any:
+        """The JSON document that the server answers with. ``native``: a path beside /v1, not below it."""
+        url = self._place(path, native)
+        try:
+            while True:
+                sent = self._with_name_of_limit(body)
+                reply = await self._connection.ask(url, sent, self._timeout)
+                if reply.is_success:
+                    return read_json(reply.body)
+                said = self._said(reply.status, reply.body)
+                if not self._renames_limit(sent, reply.status, said):
+                    raise Refused(url, reply.status, said)
+        except (OSError, BadReplyError) as error:
+            raise self._no_reply(url, error) from error
+
+    async def stream(self, body: Body, ended: Callable[[str], None]) -> AsyncIterator[str]:
+        """The pieces of an answer as they come; ``ended`` is called with the finish reason."""
+        url = self._place("/chat/completions")
+        refused = True
+        try:
+            while refused:
+                sent = self._with_name_of_limit({**body, "stream": True})
+                async with self._connection.stream(url, sent, self._timeout) as response:
+                    refused = not response.is_success
+                    if not refused:
+                        async for piece in self._pieces(response.aiter_lines(), ended):
+                            yield piece
+                        return
+                    said = self._said(response.status_code, response.content)
+                    if not self._renames_limit(sent, response.status_code, said):
+                        raise Refused(url, response.status_code, said)
+        except (OSError, BadReplyError) as error:
+            raise self._no_reply(url, error) from error
+
+    async def _pieces(
+        self, lines: AsyncIterator[str], ended: Callable[[str], None]
+    ) -> AsyncIterator[str]:
+        page: str | None = ""  # the first line, until there is an event
+        async for line in lines:
+            if not line.startswith("data:"):
+                page = page if page or page is None else line.strip()
+                continue
+            page = None
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            event = read_json(data.encode())
+            if not isinstance(event, dict) or "error" in event:
+                said = hide_key(read_error(data)[0], self._key)
+                raise KtbridgeError(f"the answer broke off: {said}.")
+            try:
+                for choice in event.get("choices") or ():
+                    if text := read_content((choice.get("delta") or {}).get("content"))[0]:
+                        yield text
+                    if reason := choice.get("finish_reason"):
+                        ended(str(reason))
+            except (AttributeError, TypeError):
+                raise BadReplyError("an event that is no part of an answer") from None
+        if page:
+            raise BadReplyError(f"no stream of events, it begins with {page[:40]!r}")
+        raise KtbridgeError("the answer broke off: the server closed the connection.")
+
+    def _place(self, path: str, native: bool = False) -> str:
+        return (self.url.removesuffix("/v1") if native else self.url) + path
+
+    def _said(self, status: int, body: bytes) -> str:
+        return hide_key(describe_reply(status, body), self._key)
+
+    def _no_reply(self, url: str, error: OSError | BadReplyError) -> KtbridgeError:
+        bad = BAD_REPLY if isinstance(error, BadReplyError) else ""
+        reason = hide_key(bad + describe_failure(error), self._key)
+        step = "check that the server runs and that --server is its URL"
+        return KtbridgeError(f"{url} cannot be asked: {reason}.", step)
+
+    def _with_name_of_limit(self, body: Body | None) -> Any:
+        renamed = body is not None and body.get("model") in self._limit_renamed
+        return rename_limit(body) if body is not None and renamed else body
+
+    def _renames_limit(self, sent: Body | None, status: int, said: str) -> bool:
+        """Return whether the server wants the limit of tokens in ``sent`` by its other name: it gets that."""
+        if status not in (400, 422) or "max_tokens" not in (sent or ()) or not refuses_limit(said):
+            return False
+        model = (sent or {}).get("model")
+        self._limit_renamed.add(model)
+        self.notes[f"{model} takes its limit of tokens as {OTHER_LIMIT}"] = None
+        return True
+
+    # --- completions, of which some are tried again
+
+    async def chat(self, request: Body, attempts: int | None = None) -> Answer:
+        """One chat completion. Server faults never raise: they are reported as the outcome.
+
+        An API key that the server repeats is taken out. ``attempts`` instead of the client's own.
+        """
+        answer = await self._chat(request, attempts or self._attempts)
+        shown = (
+            hide_key(text, self._key) for text in (answer.text, answer.thinking, answer.detail)
+        )
+        text, thinking, detail = shown
+        return replace(answer, text=text, thinking=thinking, detail=detail)
+
+    async def _chat(self, request: Body, attempts: int) -> Answer:
+        failed = timeouts = 0
+        while True:
+            await self._wait()
+            start = time.monotonic()
+            sent = self._with_name_of_limit(request)
+            answer, asked = await self._try(sent)
+            if answer.outcome != "http-error":
+                return replace(answer, seconds=round(time.monotonic() - start, 3))
+            if self._renames_limit(sent, answer.status, answer.detail):
+                continue
+            self.faults[name_fault(answer.status, answer.detail)] += 1
+            if kind_of(answer.status, answer.detail) not in TRANSIENT:
+                return answer
+            if asked > _LONGEST_WAIT:
+                return replace(answer, detail=f"{answer.detail}{LONG_WAIT} {asked:.0f} s")
+            self._hold_back(asked, answer.detail)
+            # A request that timed out once will probably do so again: one retry, not six.
+            timeouts += answer.detail == TIMED_OUT
+            failed += 1
+            if failed >= attempts or timeouts == _TIMEOUTS:
+                return answer
+            await asyncio.sleep(random.uniform(0, self._backoff * 2 ** (failed - 1)))
+
+    async def _try(self, request: Body) -> tuple[Answer, float]:
+        """The answer, or what failed, and the seconds after which the server wants to be asked again."""
+        try:
+            reply = await self._connection.chat(request, self._timeout)
+            status = reply.status
+            if reply.is_success:
+                value = read_object(reply.body)
+                if not value.get("error") or value.get("choices"):
+                    return self._noted(read_completion(value)), 0.0
+                # Gateways put an error of the server behind them into a reply with status 200.
+                code = value["error"].get("code") if isinstance(value["error"], dict) else None
+                if type(code) is not int or not 400 <= code < 600:
+                    said = describe_reply(status, reply.body)
+                    raise BadReplyError(f"an error instead of an answer: {said}")
+                status = code
+            detail = describe_reply(status, reply.body)
+            wait = read_retry_after(reply.headers) if status in RETRIED else 0.0
+            return Answer("http-error", detail=detail, status=status), wait
+        except (BadReplyError, NotAReplyError) as error:
+            return Answer("http-error", detail=f"{BAD_REPLY}{error}", status=200), 0.0
+        except OSError as error:
+            return Answer("http-error", detail=describe_failure(error)), 0.0
+
+    def _noted(self, answer: Answer) -> Answer:
+        if answer.detail.startswith(STOP_TOKEN_TAKEN):
+            self.notes[f"answers: {answer.detail}"] = None
+        return answer
+
+    def _hold_back(self, seconds: float, detail: str) -> None:
+        """Let every request to this server wait for as long as it wants."""
+        until = time.monotonic() + seconds
+        if seconds >= _LONG_WAIT and until > self._paused_until + 1:
+            told = f"{self.url} wants to be asked again in {seconds:g} s ({detail})"
+            self._on_wait(hide_key(told, self._key))
+        self._paused_until = max(self._paused_until, until)
+
+    async def _wait(self) -> None:
+        while (left := self._paused_until - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+
+
 class OpenAIClient:
-    """One server. Every failure raises KtbridgeError."""
+    """One server, asked one request after the other, from any thread. Every failure raises KtbridgeError."""
 
     def __init__(
         self, url: str, api_key: str | None = None, timeout: float = 600, direct: bool = False
     ) -> None:
-        """``url`` with or without /v1; ``timeout``: seconds without a byte after which a request has failed.
-
-        ``direct``: never through a proxy, as for this machine's own addresses, which no proxy can reach.
-        """
+        """``url`` with or without /v1; the rest as of ``Client``. A stream's ``timeout`` begins anew with
+        each byte."""
         self.url = server_url(url)
         self._key = check_key(api_key)
         self._timeout = timeout
         self._direct = direct or is_loopback(urlsplit(self.url).hostname or "")
-        self._limit_renamed = False
-
-    @functools.cached_property
-    def _connection(self) -> Connection:
-        from ktbridge.server_api.connection import Connection
-
-        return Connection(self.url, self._key, self._timeout, self._direct)
-
-    # --- what it is and has
+        self._limit_renamed: set[object] = set()
 
     def is_healthy(self) -> bool:
         """Return whether the server answers /health with 200, all of it within the timeout."""
-        return self._get_in_time("/health", native=True) is not None
-
-    def models_in_time(self) -> list[str] | None:
-        """As ``models``, or None where no list comes, all of it within the timeout."""
-        body = self._get_in_time("/models")
-        with suppress(BadReplyError, TypeError):
-            return None if body is None else [str(one["id"]) for one in read_list(body, self._key)]
-        return None
-
-    def _get_in_time(self, path: str, native: bool = False) -> bytes | None:
-        """The body of a reply with status 200. In other requests the timeout begins anew with each byte."""
-        from ktbridge.server_api.connection import AsyncConnection
-
-        async def get() -> bytes | None:
-            async with aclosing(AsyncConnection(self.url, self._key, self._direct)) as connection:
-                reply = await connection.get(self._place(path, native), self._timeout)
-            return reply.body if reply.status == 200 else None
-
-        with suppress(OSError, BadReplyError):
-            return asyncio.run(get())
-        return None
+        return self._run(lambda client: client.is_healthy())
 
     def models(self) -> list[str]:
         """The model names that the server lists."""
         return list(self.entries())
 
-    def applied_adapter(self, engine: str) -> str | None:
-        """The adapter that the server applies to every request, "" for none; None: it doesn't tell."""
-        for path in APPLIED_PATHS.get(engine, ()):
-            with suppress(KtbridgeError):
-                document = self.ask(path, native=True)
-                if isinstance(document, dict | list):
-                    return applied_adapter(engine, document)
-        return None
-
     def entries(self) -> dict[str, ModelEntry]:
         """The server's list of models by id."""
-        with self._open("/models") as response:
-            body = response.read()
-        try:
-            return {str(model["id"]): dict(model) for model in read_list(body, self._key)}
-        except (BadReplyError, TypeError) as error:
-            raise KtbridgeError(
-                f"{self.url}/models is not a list of models ({error}).",
-                "give the URL of an OpenAI-compatible API: what stands before /v1/models",
-            ) from None
+        return {str(one["id"]): dict(one) for one in self._run(lambda client: client.models())}
 
-    # --- requests
+    def applied_adapter(self, engine: str) -> str | None:
+        """The adapter that the server applies to every request, "" for none; None: it doesn't tell."""
+        return self._run(lambda client: client.applied_adapter(engine))
 
-    def ask(
-        self, path: str, body: Mapping[str, object] | None = None, *, native: bool = False
-    ) -> Any:
-        """The JSON document that the server answers with."""
-        with self._open(path, body, native) as response:
-            return read_json(response.read())
+    def ask(self, path: str, body: Body | None = None, *, native: bool = False) -> Any:
+        """The JSON document that the server answers with. ``native``: a path beside /v1, not below it."""
+        return self._run(lambda client: client.ask(path, body, native=native))
 
     def chat(
         self,
@@ -143,70 +362,35 @@ class OpenAIClient:
         **options: object,
     ) -> Iterator[str]:
         """Stream the answer in pieces; ``ended`` is called with the finish reason."""
-        body: dict[str, object] = {"model": model, "messages": list(messages), "stream": True}
-        body |= {name: value for name, value in options.items() if value is not None}
-        with self._open("/chat/completions", body, stream=True) as response:
-            page: str | None = ""  # the first line, until there is an event
-            for line in response.iter_lines():
-                if not line.startswith("data:"):
-                    page = page if page or page is None else line.strip()
-                    continue
-                page = None
-                data = line.removeprefix("data:").strip()
-                if data == "[DONE]":
-                    return
-                event = read_json(data.encode())
-                if not isinstance(event, dict) or "error" in event:
-                    said = hide_key(read_error(data)[0], self._key)
-                    raise KtbridgeError(f"the answer broke off: {said}.")
-                try:
-                    for choice in event.get("choices") or ():
-                        if text := read_content((choice.get("delta") or {}).get("content"))[0]:
-                            yield text
-                        if reason := choice.get("finish_reason"):
-                            ended(str(reason))
-                except (AttributeError, TypeError):
-                    raise BadReplyError("an event that is no part of an answer") from None
-            if page:
-                raise BadReplyError(f"no stream of events, it begins with {page[:40]!r}")
-        raise KtbridgeError("the answer broke off: the server closed the connection.")
+        from anyio.from_thread import start_blocking_portal
 
-    def _place(self, path: str, native: bool = False) -> str:
-        """The URL of a ``path``. ``native``: one beside /v1, not below it."""
-        return (self.url.removesuffix("/v1") if native else self.url) + path
+        body = {name: value for name, value in options.items() if value is not None}
+        body |= {"model": model, "messages": list(messages)}
+        with (
+            start_blocking_portal() as portal,
+            portal.wrap_async_context_manager(self._client()) as client,
+        ):
+            pieces = client.stream(body, ended)
 
-    @contextmanager
-    def _open(
-        self,
-        path: str,
-        body: Mapping[str, object] | None = None,
-        native: bool = False,
-        stream: bool = False,
-    ) -> Iterator[Response]:
-        """GET ``path``, or POST ``body`` to it, for a reply that is yet to be read.
+            async def next_piece() -> str | None:
+                return await anext(pieces, None)
 
-        A second time with the limit of tokens by its other name, where the server wants that.
-        """
-        url = self._place(path, native)
-        try:
-            with ExitStack() as stack:
-                for again in (True, False):
-                    if body is not None and self._limit_renamed:
-                        body = rename_limit(body)
-                    response = stack.enter_context(self._connection.open(url, body, stream))
-                    if response.is_success:
-                        break
-                    status = response.status_code
-                    said = hide_key(describe_reply(status, response.read()), self._key)
-                    unnamed = again and status in (400, 422) and "max_tokens" in (body or ())
-                    if not (unnamed and refuses_limit(said)):
-                        raise Refused(url, status, said)
-                    self._limit_renamed = True
-                yield response
-        except (OSError, ValueError) as error:
-            bad = BAD_REPLY if isinstance(error, BadReplyError) else ""
-            reason = hide_key(bad + describe_failure(error), self._key)
-            raise KtbridgeError(
-                f"{url} cannot be asked: {reason}.",
-                "check that the server runs and that --server is its URL",
-            ) from error
+            while (piece := portal.call(next_piece)) is not None:
+                yield piece
+
+    def _client(self) -> Client:
+        timeout, direct = self._timeout, self._direct
+        client = Client(self.url, api_key=self._key, timeout=timeout, direct=direct)
+        client._limit_renamed = self._limit_renamed
+        return client
+
+    def _run(self, work: Callable[[Client], Awaitable[_Result]]) -> _Result:
+        """Do ``work`` in an event loop of a thread of its own: the caller may have a loop, or get Ctrl-C."""
+        from anyio.from_thread import start_blocking_portal
+
+        async def run() -> _Result:
+            async with self._client() as client:
+                return await work(client)
+
+        with start_blocking_portal() as portal:
+            return portal.call(run)

@@ -1,11 +1,10 @@
-"""Connections to one server, by the openai package's clients: whom they ask, how, and how much they read.
+"""Connections to one server, by the openai package's client: whom it asks, how, and how much it reads.
 
 The package owns what a connection is: base URL, key, the environment's proxies and certificates, kept
-connections, and aiohttp's transport for many requests at once. It makes no retries: the table in ``failures``
-decides what is asked again. No redirect is followed, as the key would go along, and a reply is bounded while
-it is read.
+connections, aiohttp's transport. It makes no retries: the table in ``failures`` decides what is asked again.
+No redirect is followed, as the key would go along, and a reply is bounded while it is read.
 
-This module alone imports openai, httpx2 and aiohttp. That takes a second: the first connection imports it.
+This module alone imports openai, httpx2 and aiohttp. That takes a second: the first client imports it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import functools
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -31,15 +30,20 @@ from ktbridge.server_api.replies import TIMED_OUT, BadReplyError, NotAReplyError
 LONGEST_REPLY = 1 << 23
 """Bytes of a whole reply: no list and no completion is as long, and many may be read at once."""
 LONGEST_STREAM = 1 << 28
-"""Bytes of a streamed one: tens of thousands of tokens."""
+"""Bytes of a streamed one, which isn't kept."""
 _STREAM = "text/event-stream"
 _CONNECT_SECONDS = 60.0
-_KEPT_SECONDS = 15.0  # of an idle connection
+_HEADERS = {
+    "User-Agent": f"ktbridge/{ktbridge.__version__}",
+    "Accept": "application/json",
+    "Accept-Encoding": "identity",
+    "Content-Type": "application/json",
+}
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-# What is raised by any of the packages where there is no reply.
+# What any of the packages raises where there is no reply.
 _FAILURES = (
     *(openai.APIConnectionError, httpx2.HTTPError, httpx2.StreamError, aiohttp.ClientError),
-    *(OSError, ValueError),
+    *(OSError, asyncio.TimeoutError, ValueError),
 )
 
 
@@ -56,93 +60,79 @@ class Reply(NamedTuple):
 
 
 class Connection:
-    """Connections to one server, a new one for each request, so that none is stale.
-
-    ``timeout``: seconds without a byte; ``direct``: never through a proxy.
-    """
-
-    def __init__(self, url: str, key: str, timeout: float, direct: bool) -> None:
-        """Raises KtbridgeError for a URL or a proxy that can't be used."""
-        with _usable(url):
-            http = openai.DefaultHttpxClient(
-                **_http_settings(url, direct),
-                limits=httpx2.Limits(max_keepalive_connections=0),
-                event_hooks={"response": [_bound]},
-            )
-            self._sdk = openai.OpenAI(**_settings(url, key), timeout=timeout, http_client=http)
-
-    @contextmanager
-    def open(
-        self, url: str, body: Mapping[str, object] | None, stream: bool = False
-    ) -> Iterator[httpx2.Response]:
-        """GET ``url``, or POST ``body`` to it: the reply of any status, yet to be read.
-
-        Raises, and makes of what is raised while it is read, BadReplyError or an OSError.
-        """
-        how: Any = {"cast_to": httpx2.Response, "stream": True, "stream_cls": openai.Stream}
-        if stream:
-            how["options"] = {"headers": {"Accept": _STREAM}}
-        try:
-            try:
-                response = (
-                    self._sdk.get(url, **how)
-                    if body is None
-                    else self._sdk.post(url, body=body, **how)
-                )
-            except openai.APIStatusError as error:
-                response = error.response
-            with closing(response):
-                yield response
-        except _FAILURES as error:
-            raise failure_of(error) from None
-
-
-class AsyncConnection:
-    """Kept connections to one server, for many requests at once; ``aclose`` at the end.
+    """Kept connections to one server; ``aclose`` at the end.
 
     A request returns the server's reply with any status. It raises TimeoutError if that isn't complete within
     ``seconds``, another OSError if there is none, BadReplyError for an encoding that wasn't asked for.
     """
 
     def __init__(self, url: str, key: str, direct: bool = False) -> None:
-        """Raises KtbridgeError for a URL or a proxy that can't be used."""
-
-        async def bound(response: httpx2.Response) -> None:
-            _bound(response)
-
-        timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
+        """``direct``: never through a proxy. Raises KtbridgeError for a URL or a proxy that can't be used."""
+        self._timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
         with _usable(url):
             self._http = openai.DefaultAioHttpClient(
-                **_http_settings(url, direct),
+                follow_redirects=False,
+                # No proxy can reach this machine.
+                trust_env=not (direct or is_loopback_url(url)),
+                verify=_certificates(),
                 # Callers bound what is in flight; without a number aiohttp's own 100 would.
-                limits=httpx2.Limits(max_connections=1 << 16, keepalive_expiry=_KEPT_SECONDS),
-                event_hooks={"response": [bound]},
+                limits=httpx2.Limits(max_connections=1 << 16, keepalive_expiry=15.0),
+                event_hooks={"response": [_bound]},
             )
-            settings = _settings(url, key)
-            self._sdk = openai.AsyncOpenAI(**settings, timeout=timeout, http_client=self._http)
+            self._sdk = openai.AsyncOpenAI(
+                base_url=url,
+                api_key=key or "none",  # else OPENAI_API_KEY, which is for another server
+                max_retries=0,
+                timeout=self._timeout,
+                default_headers=_HEADERS,
+                http_client=self._http,
+            )
         self._chat_url = httpx2.URL(f"{url.rstrip('/')}/chat/completions")
-        self._headers = httpx2.Headers({**self._sdk.auth_headers, **settings["default_headers"]})
-        self._extensions = {"timeout": timeout.as_dict()}
+        self._chat_headers = httpx2.Headers({**self._sdk.auth_headers, **_HEADERS})
 
-    async def get(self, url: str, seconds: float) -> Reply:
-        """GET a path below the base URL, or a whole URL."""
-        return await self._reply(lambda: self._sdk.get(url, cast_to=httpx2.Response), seconds)
-
-    async def chat(self, body: Mapping[str, object], seconds: float) -> Reply:
-        """POST to /chat/completions.
-
-        The request is put together here, for pace: by ``AsyncOpenAI.post`` one takes three times the
-        processor time (scripts/bench_eval_client.py).
-        """
-        content, headers, more = _encode(body).encode(), self._headers, self._extensions
+    async def ask(self, url: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
+        """GET ``url``, a whole one, or POST ``body`` to it."""
 
         def send() -> Awaitable[httpx2.Response]:
-            request = httpx2.Request(
-                "POST", self._chat_url, headers=headers, content=content, extensions=more
-            )
+            if body is None:
+                return self._sdk.get(url, cast_to=httpx2.Response)
+            return self._sdk.post(url, cast_to=httpx2.Response, body=body)
+
+        return await self._reply(send, seconds)
+
+    async def chat(self, body: Mapping[str, object], seconds: float) -> Reply:
+        """POST to /chat/completions, at pace: ``AsyncOpenAI.post`` puts the same request together in three
+        times the processor time (scripts/bench_eval_client.py)."""
+        content = _encode(body).encode()
+        more = {"timeout": self._timeout.as_dict()}
+
+        def send() -> Awaitable[httpx2.Response]:
+            url, headers = self._chat_url, self._chat_headers
+            request = httpx2.Request("POST", url, headers=headers, content=content, extensions=more)
             return self._http.send(request)
 
         return await self._reply(send, seconds)
+
+    @asynccontextmanager
+    async def stream(
+        self, url: str, body: Mapping[str, object], seconds: float
+    ) -> AsyncIterator[httpx2.Response]:
+        """POST ``body`` for a stream of events, which is yet to be read; ``seconds``: without a byte.
+
+        Errors of reading it are those of every request.
+        """
+        timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS)
+        how: Any = {"cast_to": httpx2.Response, "stream": True, "stream_cls": openai.AsyncStream}
+        how["options"] = {"headers": {"Accept": _STREAM}, "timeout": timeout}
+        try:
+            try:
+                response = await self._sdk.post(url, body=body, **how)
+            except openai.APIStatusError as error:
+                response = error.response
+            async with aclosing(response):
+                yield response
+        except _FAILURES as error:
+            raise failure_of(error) from None
 
     async def aclose(self) -> None:
         await self._sdk.close()
@@ -168,74 +158,42 @@ class _EndedError(ConnectionError):
 
 
 def failure_of(error: BaseException) -> OSError | ValueError:
-    """What is behind an error of ``_FAILURES``, in words of our own where the system has none.
+    """What is behind an error of ``_FAILURES``.
 
-    The packages wrap each other's errors, and call a refused connection timed out: the innermost of ours,
+    The packages wrap each other's errors, and call a refused connection timed out: the outermost of ours,
     aiohttp's or the system's tells.
     """
-    chain: list[BaseException] = [error]
-    while (deeper := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(deeper)
-    for one in chain:
-        if isinstance(one, BadReplyError | NotAReplyError):
-            return one
-        if isinstance(one, httpx2.HTTPStatusError):  # of which no more could be read
-            return ConnectionError(
-                f"HTTP {one.response.status_code}, and the message body is incomplete"
-            )
-        if isinstance(one, ssl.SSLError) and one.reason:
-            told = getattr(one, "verify_message", "") or one.reason.replace("_", " ").lower()
+    said = str(error)
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, BadReplyError | NotAReplyError):
+            return cause
+        if isinstance(cause, ssl.SSLError) and cause.reason:
+            told = getattr(cause, "verify_message", "") or cause.reason.replace("_", " ").lower()
             return ConnectionError(f"no TLS connection: {told}")
-        if isinstance(one, aiohttp.ServerDisconnectedError | ConnectionResetError):
+        if isinstance(cause, aiohttp.ServerDisconnectedError | ConnectionResetError):
             return _EndedError("the server ended the connection without a reply")
-        if isinstance(one, aiohttp.ClientPayloadError):
+        if isinstance(cause, aiohttp.ClientPayloadError):
             return ConnectionError("the message body is incomplete")
-        if isinstance(one, aiohttp.ClientResponseError):
-            return NotAReplyError(f"not HTTP: {_line(one.message)}")
-        if isinstance(one, TimeoutError | asyncio.TimeoutError):  # two before Python 3.11
+        if isinstance(cause, aiohttp.ClientResponseError):
+            return NotAReplyError(f"not HTTP: {_line(cause.message)}")
+        if isinstance(cause, TimeoutError | asyncio.TimeoutError):  # two before Python 3.11
             return TimeoutError(TIMED_OUT)
-        if isinstance(one, OSError) and not isinstance(one, ssl.SSLError):
-            return one
-    told = _line(str(error)) or type(error).__name__
-    for one in chain:
-        if isinstance(one, httpx2.TimeoutException):
-            return TimeoutError(TIMED_OUT)
-        if isinstance(one, httpx2.RemoteProtocolError):
-            told = _line(str(one))
-            if told.startswith("Server disconnected"):
-                return _EndedError("the server ended the connection without a reply")
-            if "message body" in told or "chunk" in told:
-                return ConnectionError("the message body is incomplete")
-            return NotAReplyError(f"not HTTP: {told}")
-    return ConnectionError(told)
+        if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError):
+            return cause
+        said = str(cause) or said
+        cause = cause.__cause__ or cause.__context__
+    return ConnectionError(_line(said) or type(error).__name__)
 
 
 def _line(text: str) -> str:
     return " ".join(text.split())[:200]
 
 
-def _http_settings(url: str, direct: bool) -> dict[str, Any]:
-    """A proxy from the environment is for other machines: none can reach this one."""
-    trusts = not (direct or is_loopback_url(url))
-    return {"follow_redirects": False, "trust_env": trusts, "verify": _certificates()}
-
-
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Certificates that are trusted: reading them takes longer than a hundred requests."""
+    """The certificates that are trusted: reading them takes longer than a hundred requests."""
     return httpx2.create_ssl_context()
-
-
-def _settings(url: str, key: str) -> dict[str, Any]:
-    headers = {
-        "User-Agent": f"ktbridge/{ktbridge.__version__}",
-        "Accept": "application/json",
-        "Accept-Encoding": "identity",
-        "Content-Type": "application/json",
-    }
-    # Without a key the package would take OPENAI_API_KEY, which is for another server.
-    settings = {"base_url": url, "api_key": key or "none", "max_retries": 0}
-    return {**settings, "default_headers": headers}
 
 
 @contextmanager
@@ -249,7 +207,7 @@ def _usable(url: str) -> Iterator[None]:
         ) from None
 
 
-def _bound(response: httpx2.Response) -> None:
+async def _bound(response: httpx2.Response) -> None:
     """Let ``response`` be read as it comes, up to a number of bytes."""
     coding = response.headers.pop("content-encoding", "identity")
     if coding.lower() != "identity" and response.is_success:
@@ -258,26 +216,17 @@ def _bound(response: httpx2.Response) -> None:
     response.stream = _BoundedStream(response.stream, LONGEST_STREAM if streamed else LONGEST_REPLY)
 
 
-class _BoundedStream(httpx2.SyncByteStream, httpx2.AsyncByteStream):
+class _BoundedStream(httpx2.AsyncByteStream):
     def __init__(self, stream: Any, most: int) -> None:
-        self._stream, self._left, self._most = stream, most, most
-
-    def __iter__(self) -> Iterator[bytes]:
-        for part in self._stream:
-            yield self._counted(part)
+        self._stream, self._most = stream, most
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        read = 0
         async for part in self._stream:
-            yield self._counted(part)
-
-    def _counted(self, part: bytes) -> bytes:
-        self._left -= len(part)
-        if self._left < 0:
-            raise NotAReplyError(f"a reply longer than {self._most} bytes")
-        return part
-
-    def close(self) -> None:
-        self._stream.close()
+            read += len(part)
+            if read > self._most:
+                raise NotAReplyError(f"a reply longer than {self._most} bytes")
+            yield part
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -111,12 +111,12 @@ def name_fault(status: int, detail: str) -> str:
     return "timed out" if detail == TIMED_OUT else "connection"
 
 
-def read_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a Retry-After header asks for (RFC 9110, 10.2.3: a number or an HTTP date)."""
+def read_retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that a Retry-After header asks for (RFC 9110, 10.2.3: a number or an HTTP date); 0 for none."""
     value = headers.get("retry-after", "").strip()
     if re.fullmatch(r"\d+(?:\.\d+)?", value):
         return float(value)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError, IndexError):
-        return None
+        return 0.0

@@ -98,7 +98,7 @@ class Eval(AskingClient):
 
 class OurRequests(AskingClient):
     def ask_all(self) -> int:
-        from ktbridge.server_api.answers import Client
+        from ktbridge.server_api.client import Client
 
         async def run() -> int:
             async with Client(f"{self.url}/v1", timeout=60) as client:

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.server_api.answers import Client, read_completion
+from ktbridge.server_api.client import Client
+from ktbridge.server_api.completions import read_completion
 from ktbridge.server_api.replies import BadReplyError
 
 BODY = json.dumps(

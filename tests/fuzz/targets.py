@@ -336,7 +336,7 @@ def _mutate_request(data: bytes, rng: random.Random) -> bytes:
 
 def _reply(folder: Path) -> Target:
     """What servers answer to eval, verify and chat."""
-    from ktbridge.server_api.answers import read_completion
+    from ktbridge.server_api.completions import read_completion
     from ktbridge.server_api.replies import BadReplyError, describe_reply, read_object
 
     reply = {

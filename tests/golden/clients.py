@@ -20,8 +20,7 @@ from golden.store import contract
 from mockserver import MockServer, completion
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.server_api.answers import Client
-from ktbridge.server_api.client import OpenAIClient
+from ktbridge.server_api.client import Client, OpenAIClient
 
 KEY = "sk-0123456789abcdef"
 SHORTEST = 200

@@ -19,7 +19,8 @@ from ktbridge.eval.remedies import remedy, think_only_remedy
 from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
 from ktbridge.eval.results.rows import read_rows
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
-from ktbridge.server_api.answers import Answer, Client
+from ktbridge.server_api.client import Client
+from ktbridge.server_api.completions import Answer
 from ktbridge.server_api.replies import OTHER_LIMIT
 
 OnProgress = Callable[[int, int], None]

@@ -75,8 +75,9 @@ class Progress:
         if not self.healthy:
             self.healthy = client.is_healthy()
         if self.healthy and not self.ready:
-            listed = client.models_in_time()
-            self.listed = None if listed is None else set(listed)
+            self.listed = None
+            with suppress(KtbridgeError):
+                self.listed = set(client.models())
 
     @property
     def missing_layers(self) -> tuple[int, ...]:
