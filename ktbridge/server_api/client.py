@@ -1,4 +1,4 @@
-"""The client of OpenAI servers: eval asks many requests at once, and chat, verify and the launcher one by one.
+"""The client of OpenAI servers: eval asks many requests at once; chat, verify and the launcher one by one.
 
 ``Client`` is for asyncio, ``OpenAIClient`` its face for everyone else.
 """
@@ -10,12 +10,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.server_api import replies
 from ktbridge.server_api.completions import STOP_TOKEN_TAKEN, Answer, read_completion
 from ktbridge.server_api.failures import (
     BAD_REPLY,
@@ -28,24 +29,11 @@ from ktbridge.server_api.failures import (
     read_retry_after,
 )
 from ktbridge.server_api.hosts import is_loopback, server_url
-from ktbridge.server_api.replies import (
-    OTHER_LIMIT,
-    TIMED_OUT,
-    BadReplyError,
-    NotAReplyError,
-    check_key,
-    describe_failure,
-    describe_reply,
-    hide_key,
-    read_content,
-    read_error,
-    read_json,
-    read_list,
-    read_object,
-    refuses_limit,
-    rename_limit,
-)
+from ktbridge.server_api.replies import BadReplyError, NoReplyError
 from ktbridge.server_api.served_names import APPLIED_PATHS, ModelEntry, applied_adapter
+
+if TYPE_CHECKING:
+    from httpx2 import Response
 
 Message = dict[str, str]
 Body = Mapping[str, object]
@@ -54,11 +42,10 @@ _LIST_TIMEOUT = 60.0  # seconds; listing models generates nothing
 _LONG_WAIT = 5.0  # seconds that a server asks to wait and a user should hear of
 _LONGEST_WAIT = 300.0  # the longest Retry-After in seconds that we accept before giving up
 _TIMEOUTS = 2
-# The next step if a server returns no list of models.
 _NEXT_STEPS = {
     401: KEY,
-    403: "see whether the key may list models",
-    404: "give the server's base URL, the part before /v1",
+    403: "see whether the key may do this",
+    404: "give the server's base URL, the part before /v1, and a model that it lists",
 }
 
 
@@ -66,8 +53,7 @@ class Refused(KtbridgeError):
     """The server answered with an error. ``status``: HTTP's; ``reason``: the server's own message."""
 
     def __init__(self, url: str, status: int, said: str) -> None:
-        key_is_wrong = "set KTBRIDGE_API_KEY to the server's key"
-        step = key_is_wrong if status == 401 else "check --server, --model and the server's log"
+        step = _NEXT_STEPS.get(status, "see the server's log, and check --server and --model")
         super().__init__(f"{url} answered {said.rstrip('.')}.", step)
         self.status, self.reason = status, said.partition(": ")[2]
 
@@ -100,7 +86,7 @@ class Client:
         self.url = url
         self.faults: Counter[str] = Counter()
         self.notes: dict[str, None] = {}
-        self._key = check_key(api_key)
+        self._key = replies.check_key(api_key)
         self._connection = Connection(url, self._key, direct)
         self._timeout = timeout
         self._attempts = attempts
@@ -118,30 +104,20 @@ class Client:
     # --- one request: the reply, or KtbridgeError
 
     async def is_healthy(self) -> bool:
-        """Return whether the server answers /health with 200."""
-        with suppress(OSError, BadReplyError):
-            url = self._place("/health", native=True)
-            return (await self._connection.ask(url, None, self._timeout)).status == 200
+        """Return whether the server answers /health with a status of success."""
+        with suppress(KtbridgeError):
+            await self._ask("/health", None, native=True)
+            return True
         return False
 
     async def models(self) -> list[ModelEntry]:
-        """The entries of /v1/models; raises KtbridgeError if the list is not available."""
-        url = f"{self.url}/models"
+        """The entries of /v1/models."""
+        body = await self._ask("/models", None, seconds=min(self._timeout, _LIST_TIMEOUT))
         try:
-            reply = await self._connection.ask(url, None, min(self._timeout, _LIST_TIMEOUT))
-            if not reply.is_success:
-                refused = Refused(url, reply.status, self._said(reply.status, reply.body))
-                refused.next_step = _NEXT_STEPS.get(reply.status, "see the server's log")
-                raise refused
-            return read_list(reply.body, self._key)
-        except OSError as error:
-            raise KtbridgeError(
-                f"{self.url} does not answer ({describe_failure(error)}).",
-                "start the server, or correct its URL",
-            ) from None
+            return replies.read_list(body, self._key)
         except (BadReplyError, TypeError) as error:
             raise KtbridgeError(
-                f"{url} is not a list of models ({error}).",
+                f"{self.url}/models is not a list of models ({error}).",
                 "give the base URL of a server that speaks OpenAI's API",
             ) from None
 
@@ -156,37 +132,53 @@ class Client:
 
     async def ask(self, path: str, body: Body | None = None, *, native: bool = False) -> Any:
         """The JSON document that the server answers with. ``native``: a path beside /v1, not below it."""
-        url = self._place(path, native)
-        try:
-            while True:
-                sent = self._with_name_of_limit(body)
-                reply = await self._connection.ask(url, sent, self._timeout)
-                if reply.is_success:
-                    return read_json(reply.body)
-                said = self._said(reply.status, reply.body)
-                if not self._renames_limit(sent, reply.status, said):
-                    raise Refused(url, reply.status, said)
-        except (OSError, BadReplyError) as error:
-            raise self._no_reply(url, error) from error
+        reply = await self._ask(path, body, native)
+        with self._telling(self._place(path, native)):
+            return replies.read_json(reply)
 
     async def stream(self, body: Body, ended: Callable[[str], None]) -> AsyncIterator[str]:
         """The pieces of an answer as they come; ``ended`` is called with the finish reason."""
-        url = self._place("/chat/completions")
-        refused = True
-        try:
+        url, refused = self._place("/chat/completions"), True
+        with self._telling(url):
             while refused:
                 sent = self._with_name_of_limit({**body, "stream": True})
                 async with self._connection.stream(url, sent, self._timeout) as response:
-                    refused = not response.is_success
+                    refused = self._refuses(response, sent)
                     if not refused:
                         async for piece in self._pieces(response.aiter_lines(), ended):
                             yield piece
-                        return
-                    said = self._said(response.status_code, response.content)
-                    if not self._renames_limit(sent, response.status_code, said):
-                        raise Refused(url, response.status_code, said)
-        except (OSError, BadReplyError) as error:
-            raise self._no_reply(url, error) from error
+
+    async def _ask(
+        self, path: str, body: Body | None, native: bool = False, seconds: float | None = None
+    ) -> bytes:
+        url = self._place(path, native)
+        with self._telling(url):
+            while True:
+                sent = self._with_name_of_limit(body)
+                reply = await self._connection.ask(url, sent, seconds or self._timeout)
+                if not self._refuses(reply, sent):
+                    return reply.content
+
+    def _refuses(self, reply: Response, sent: Body | None) -> bool:
+        """Return whether the request is to be sent again, with its limit by the other name."""
+        if reply.is_success:
+            return False
+        said = self._hidden(replies.describe_reply(reply.status_code, reply.content))
+        if self._renames_limit(sent, reply.status_code, said):
+            return True
+        raise Refused(str(reply.url), reply.status_code, said)
+
+    @contextmanager
+    def _telling(self, url: str) -> Iterator[None]:
+        try:
+            yield
+        except (NoReplyError, BadReplyError) as error:
+            bad = isinstance(error, BadReplyError)
+            told = f"gave a bad reply: {error}." if bad else f"does not answer ({error})."
+            step = "see that the URL is that of an OpenAI-compatible API, and the server's log"
+            if not bad:
+                step = "start the server, or correct its URL"
+            raise KtbridgeError(f"{url} {self._hidden(told)}", step) from None
 
     async def _pieces(
         self, lines: AsyncIterator[str], ended: Callable[[str], None]
@@ -200,13 +192,13 @@ class Client:
             data = line.removeprefix("data:").strip()
             if data == "[DONE]":
                 return
-            event = read_json(data.encode())
+            event = replies.read_json(data.encode())
             if not isinstance(event, dict) or "error" in event:
-                said = hide_key(read_error(data)[0], self._key)
+                said = self._hidden(replies.read_error(data)[0])
                 raise KtbridgeError(f"the answer broke off: {said}.")
             try:
                 for choice in event.get("choices") or ():
-                    if text := read_content((choice.get("delta") or {}).get("content"))[0]:
+                    if text := replies.read_content((choice.get("delta") or {}).get("content"))[0]:
                         yield text
                     if reason := choice.get("finish_reason"):
                         ended(str(reason))
@@ -219,26 +211,24 @@ class Client:
     def _place(self, path: str, native: bool = False) -> str:
         return (self.url.removesuffix("/v1") if native else self.url) + path
 
-    def _said(self, status: int, body: bytes) -> str:
-        return hide_key(describe_reply(status, body), self._key)
-
-    def _no_reply(self, url: str, error: OSError | BadReplyError) -> KtbridgeError:
-        bad = BAD_REPLY if isinstance(error, BadReplyError) else ""
-        reason = hide_key(bad + describe_failure(error), self._key)
-        step = "check that the server runs and that --server is its URL"
-        return KtbridgeError(f"{url} cannot be asked: {reason}.", step)
+    def _hidden(self, text: str) -> str:
+        return replies.hide_key(text, self._key)
 
     def _with_name_of_limit(self, body: Body | None) -> Any:
         renamed = body is not None and body.get("model") in self._limit_renamed
-        return rename_limit(body) if body is not None and renamed else body
+        return replies.rename_limit(body) if body is not None and renamed else body
 
     def _renames_limit(self, sent: Body | None, status: int, said: str) -> bool:
         """Return whether the server wants the limit of tokens in ``sent`` by its other name: it gets that."""
-        if status not in (400, 422) or "max_tokens" not in (sent or ()) or not refuses_limit(said):
+        if (
+            status not in (400, 422)
+            or "max_tokens" not in (sent or ())
+            or not replies.refuses_limit(said)
+        ):
             return False
         model = (sent or {}).get("model")
         self._limit_renamed.add(model)
-        self.notes[f"{model} takes its limit of tokens as {OTHER_LIMIT}"] = None
+        self.notes[f"{model} takes its limit of tokens as {replies.OTHER_LIMIT}"] = None
         return True
 
     # --- completions, of which some are tried again
@@ -249,9 +239,7 @@ class Client:
         An API key that the server repeats is taken out. ``attempts`` instead of the client's own.
         """
         answer = await self._chat(request, attempts or self._attempts)
-        shown = (
-            hide_key(text, self._key) for text in (answer.text, answer.thinking, answer.detail)
-        )
+        shown = map(self._hidden, (answer.text, answer.thinking, answer.detail))
         text, thinking, detail = shown
         return replace(answer, text=text, thinking=thinking, detail=detail)
 
@@ -273,7 +261,7 @@ class Client:
                 return replace(answer, detail=f"{answer.detail}{LONG_WAIT} {asked:.0f} s")
             self._hold_back(asked, answer.detail)
             # A request that timed out once will probably do so again: one retry, not six.
-            timeouts += answer.detail == TIMED_OUT
+            timeouts += answer.detail == replies.TIMED_OUT
             failed += 1
             if failed >= attempts or timeouts == _TIMEOUTS:
                 return answer
@@ -283,24 +271,24 @@ class Client:
         """The answer, or what failed, and the seconds after which the server wants to be asked again."""
         try:
             reply = await self._connection.chat(request, self._timeout)
-            status = reply.status
+            status = reply.status_code
             if reply.is_success:
-                value = read_object(reply.body)
+                value = replies.read_object(reply.content)
                 if not value.get("error") or value.get("choices"):
                     return self._noted(read_completion(value)), 0.0
                 # Gateways put an error of the server behind them into a reply with status 200.
                 code = value["error"].get("code") if isinstance(value["error"], dict) else None
                 if type(code) is not int or not 400 <= code < 600:
-                    said = describe_reply(status, reply.body)
+                    said = replies.describe_reply(status, reply.content)
                     raise BadReplyError(f"an error instead of an answer: {said}")
                 status = code
-            detail = describe_reply(status, reply.body)
+            detail = replies.describe_reply(status, reply.content)
             wait = read_retry_after(reply.headers) if status in RETRIED else 0.0
             return Answer("http-error", detail=detail, status=status), wait
-        except (BadReplyError, NotAReplyError) as error:
+        except BadReplyError as error:
             return Answer("http-error", detail=f"{BAD_REPLY}{error}", status=200), 0.0
-        except OSError as error:
-            return Answer("http-error", detail=describe_failure(error)), 0.0
+        except NoReplyError as error:
+            return Answer("http-error", detail=str(error)), 0.0
 
     def _noted(self, answer: Answer) -> Answer:
         if answer.detail.startswith(STOP_TOKEN_TAKEN):
@@ -312,7 +300,7 @@ class Client:
         until = time.monotonic() + seconds
         if seconds >= _LONG_WAIT and until > self._paused_until + 1:
             told = f"{self.url} wants to be asked again in {seconds:g} s ({detail})"
-            self._on_wait(hide_key(told, self._key))
+            self._on_wait(self._hidden(told))
         self._paused_until = max(self._paused_until, until)
 
     async def _wait(self) -> None:
@@ -329,7 +317,7 @@ class OpenAIClient:
         """``url`` with or without /v1; the rest as of ``Client``. A stream's ``timeout`` begins anew with
         each byte."""
         self.url = server_url(url)
-        self._key = check_key(api_key)
+        self._key = replies.check_key(api_key)
         self._timeout = timeout
         self._direct = direct or is_loopback(urlsplit(self.url).hostname or "")
         self._limit_renamed: set[object] = set()

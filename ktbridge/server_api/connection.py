@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import aiohttp
 import anyio
@@ -25,7 +26,7 @@ import openai
 import ktbridge
 from ktbridge.errors import KtbridgeError
 from ktbridge.server_api.hosts import is_loopback_url
-from ktbridge.server_api.replies import TIMED_OUT, BadReplyError, NotAReplyError
+from ktbridge.server_api.replies import TIMED_OUT, BadReplyError, NoReplyError
 
 LONGEST_REPLY = 1 << 23
 """Bytes of a whole reply: no list and no completion is as long, and many may be read at once."""
@@ -47,32 +48,19 @@ _FAILURES = (
 )
 
 
-class Reply(NamedTuple):
-    """One HTTP response: status, headers by lower-case name, and the whole body."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    @property
-    def is_success(self) -> bool:
-        return 200 <= self.status < 300
-
-
 class Connection:
     """Kept connections to one server; ``aclose`` at the end.
 
-    A request returns the server's reply with any status. It raises TimeoutError if that isn't complete within
-    ``seconds``, another OSError if there is none, BadReplyError for an encoding that wasn't asked for.
+    A request has a reply with any status. It raises NoReplyError if there is none within ``seconds``, and
+    BadReplyError for what is no HTTP, is longer than it may be, or is encoded, which wasn't asked for.
     """
 
-    def __init__(self, url: str, key: str, direct: bool = False) -> None:
+    def __init__(self, url: str, key: str, direct: bool) -> None:
         """``direct``: never through a proxy. Raises KtbridgeError for a URL or a proxy that can't be used."""
         self._timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
-        with _usable(url):
+        try:
             self._http = openai.DefaultAioHttpClient(
                 follow_redirects=False,
-                # No proxy can reach this machine.
                 trust_env=not (direct or is_loopback_url(url)),
                 verify=_certificates(),
                 # Callers bound what is in flight; without a number aiohttp's own 100 would.
@@ -87,11 +75,18 @@ class Connection:
                 default_headers=_HEADERS,
                 http_client=self._http,
             )
-        self._chat_url = httpx2.URL(f"{url.rstrip('/')}/chat/completions")
+            self._chat_url = httpx2.URL(f"{url.rstrip('/')}/chat/completions")
+        except (ValueError, ImportError, httpx2.InvalidURL) as error:
+            raise KtbridgeError(
+                f"{url} cannot be asked: {_line(error)}.",
+                "correct the URL, or the proxy in HTTP_PROXY, HTTPS_PROXY and ALL_PROXY",
+            ) from None
         self._chat_headers = httpx2.Headers({**self._sdk.auth_headers, **_HEADERS})
 
-    async def ask(self, url: str, body: Mapping[str, object] | None, seconds: float) -> Reply:
-        """GET ``url``, a whole one, or POST ``body`` to it."""
+    async def ask(
+        self, url: str, body: Mapping[str, object] | None, seconds: float
+    ) -> httpx2.Response:
+        """GET ``url``, or POST ``body`` to it."""
 
         def send() -> Awaitable[httpx2.Response]:
             if body is None:
@@ -100,7 +95,7 @@ class Connection:
 
         return await self._reply(send, seconds)
 
-    async def chat(self, body: Mapping[str, object], seconds: float) -> Reply:
+    async def chat(self, body: Mapping[str, object], seconds: float) -> httpx2.Response:
         """POST to /chat/completions, at pace: ``AsyncOpenAI.post`` puts the same request together in three
         times the processor time (scripts/bench_eval_client.py)."""
         content = _encode(body).encode()
@@ -137,74 +132,64 @@ class Connection:
     async def aclose(self) -> None:
         await self._sdk.close()
 
-    async def _reply(self, send: Callable[[], Awaitable[httpx2.Response]], seconds: float) -> Reply:
+    async def _reply(
+        self, send: Callable[[], Awaitable[httpx2.Response]], seconds: float
+    ) -> httpx2.Response:
         for again in (True, False):
             try:
                 with anyio.fail_after(seconds):
-                    response = await send()
+                    return await send()
             except openai.APIStatusError as error:
-                response = error.response
+                return error.response
             except _FAILURES as error:
                 failure = failure_of(error)
-                if again and isinstance(failure, _EndedError):
-                    continue  # a kept connection that had been idle for too long is replaced once
-                raise failure from None
-            return Reply(response.status_code, response.headers, response.content)
+                if not (again and isinstance(failure, _EndedError)):
+                    raise failure from None
+                # A kept connection that had been idle for too long is replaced once.
         raise AssertionError
 
 
-class _EndedError(ConnectionError):
-    """The connection's end where a reply was due."""
+class _EndedError(NoReplyError):
+    pass
 
 
-def failure_of(error: BaseException) -> OSError | ValueError:
+def failure_of(error: BaseException) -> BadReplyError | NoReplyError:
     """What is behind an error of ``_FAILURES``.
 
     The packages wrap each other's errors, and call a refused connection timed out: the outermost of ours,
     aiohttp's or the system's tells.
     """
-    said = str(error)
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, BadReplyError | NotAReplyError):
-            return cause
-        if isinstance(cause, ssl.SSLError) and cause.reason:
-            told = getattr(cause, "verify_message", "") or cause.reason.replace("_", " ").lower()
-            return ConnectionError(f"no TLS connection: {told}")
-        if isinstance(cause, aiohttp.ServerDisconnectedError | ConnectionResetError):
-            return _EndedError("the server ended the connection without a reply")
-        if isinstance(cause, aiohttp.ClientPayloadError):
-            return ConnectionError("the message body is incomplete")
-        if isinstance(cause, aiohttp.ClientResponseError):
-            return NotAReplyError(f"not HTTP: {_line(cause.message)}")
-        if isinstance(cause, TimeoutError | asyncio.TimeoutError):  # two before Python 3.11
-            return TimeoutError(TIMED_OUT)
-        if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError):
-            return cause
-        said = str(cause) or said
-        cause = cause.__cause__ or cause.__context__
-    return ConnectionError(_line(said) or type(error).__name__)
+        match cause:
+            case BadReplyError():
+                return cause
+            case ssl.SSLError(reason=str(reason)):
+                told = getattr(cause, "verify_message", "") or reason.replace("_", " ").lower()
+                return NoReplyError(f"no TLS connection: {told}")
+            case aiohttp.ServerDisconnectedError() | ConnectionResetError():
+                return _EndedError("the server ended the connection without a reply")
+            case aiohttp.ClientPayloadError():
+                return NoReplyError("the message body is incomplete")
+            case aiohttp.ClientResponseError():
+                return BadReplyError(f"not HTTP: {_line(cause.message)}")
+            case TimeoutError() | asyncio.TimeoutError():  # two before Python 3.11
+                return NoReplyError(TIMED_OUT)
+            case OSError(errno=int(number)) if not isinstance(cause, ssl.SSLError):
+                known = os.strerror(number).lower() if number > 0 else cause.strerror
+                return NoReplyError(known or _line(cause))
+        error, cause = cause, cause.__cause__ or cause.__context__
+    return NoReplyError(_line(error) or type(error).__name__)
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())[:200]
+def _line(text: object) -> str:
+    return " ".join(str(text).split())[:200]
 
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     """The certificates that are trusted: reading them takes longer than a hundred requests."""
     return httpx2.create_ssl_context()
-
-
-@contextmanager
-def _usable(url: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, ImportError, httpx2.InvalidURL) as error:
-        raise KtbridgeError(
-            f"{url} cannot be asked: {_line(str(error))}.",
-            "correct --server, or the proxy in HTTP_PROXY, HTTPS_PROXY and ALL_PROXY",
-        ) from None
 
 
 async def _bound(response: httpx2.Response) -> None:
@@ -225,7 +210,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         async for part in self._stream:
             read += len(part)
             if read > self._most:
-                raise NotAReplyError(f"a reply longer than {self._most} bytes")
+                raise BadReplyError(f"a reply longer than {self._most} bytes")
             yield part
 
     async def aclose(self) -> None:

@@ -7,7 +7,6 @@ instead of an exception somewhere else, or worse, an answer.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -34,11 +33,11 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class BadReplyError(ValueError):
-    """A reply with status 200 that violates the API."""
+    """A reply that violates HTTP, or the API with status 200: asking again won't help."""
 
 
-class NotAReplyError(ConnectionError):
-    """What came is no HTTP response, or one without an end: asking again won't help."""
+class NoReplyError(Exception):
+    """There is no reply, or half of one. The error's text says why."""
 
 
 # --- the key
@@ -206,17 +205,6 @@ def _fault(row: object) -> str:
     field = place[-1] if isinstance(place, list) and len(place) == 2 else None
     said = str(row.get("msg", ""))
     return f"{field}: {said}" if isinstance(field, str) and said else said
-
-
-def describe_failure(error: OSError | ValueError) -> str:
-    """Why there is no reply, without Python's errno; of a bad one, what is wrong with it."""
-    if isinstance(error, TimeoutError):
-        return TIMED_OUT
-    if isinstance(error, OSError):
-        if error.errno and error.errno > 0:
-            return os.strerror(error.errno).lower()
-        return error.strerror or str(error) or type(error).__name__
-    return str(error)
 
 
 def shorten(text: str, most: int) -> str:
