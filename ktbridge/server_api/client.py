@@ -10,7 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -88,6 +88,7 @@ class Client:
         self.notes: dict[str, None] = {}
         self._key = replies.check_key(api_key)
         self._connection = Connection(url, self._key, direct)
+        self._chat_url = f"{url}/chat/completions"
         self._timeout = timeout
         self._attempts = attempts
         self._backoff = backoff
@@ -106,20 +107,14 @@ class Client:
     async def is_healthy(self) -> bool:
         """Return whether the server answers /health with a status of success."""
         with suppress(KtbridgeError):
-            await self._ask("/health", None, native=True)
-            return True
+            async with self._reply("/health", native=True):
+                return True
         return False
 
     async def models(self) -> list[ModelEntry]:
         """The entries of /v1/models."""
-        body = await self._ask("/models", None, seconds=min(self._timeout, _LIST_TIMEOUT))
-        try:
-            return replies.read_list(body, self._key)
-        except (BadReplyError, TypeError) as error:
-            raise KtbridgeError(
-                f"{self.url}/models is not a list of models ({error}).",
-                "give the base URL of a server that speaks OpenAI's API",
-            ) from None
+        async with self._reply("/models") as reply:
+            return replies.read_list(reply.content, self._key)
 
     async def applied_adapter(self, engine: str) -> str | None:
         """The adapter that the server applies to every request, "" for none; None: it doesn't tell."""
@@ -132,53 +127,43 @@ class Client:
 
     async def ask(self, path: str, body: Body | None = None, *, native: bool = False) -> Any:
         """The JSON document that the server answers with. ``native``: a path beside /v1, not below it."""
-        reply = await self._ask(path, body, native)
-        with self._telling(self._place(path, native)):
-            return replies.read_json(reply)
+        async with self._reply(path, body, native) as reply:
+            return replies.read_json(reply.content)
 
     async def stream(self, body: Body, ended: Callable[[str], None]) -> AsyncIterator[str]:
         """The pieces of an answer as they come; ``ended`` is called with the finish reason."""
-        url, refused = self._place("/chat/completions"), True
-        with self._telling(url):
-            while refused:
-                sent = self._with_name_of_limit({**body, "stream": True})
-                async with self._connection.stream(url, sent, self._timeout) as response:
-                    refused = self._refuses(response, sent)
-                    if not refused:
-                        async for piece in self._pieces(response.aiter_lines(), ended):
-                            yield piece
+        body = {**body, "stream": True}
+        async with self._reply("/chat/completions", body, stream=True) as reply:
+            async for piece in self._pieces(reply.aiter_lines(), ended):
+                yield piece
 
-    async def _ask(
-        self, path: str, body: Body | None, native: bool = False, seconds: float | None = None
-    ) -> bytes:
-        url = self._place(path, native)
-        with self._telling(url):
-            while True:
-                sent = self._with_name_of_limit(body)
-                reply = await self._connection.ask(url, sent, seconds or self._timeout)
-                if not self._refuses(reply, sent):
-                    return reply.content
-
-    def _refuses(self, reply: Response, sent: Body | None) -> bool:
-        """Return whether the request is to be sent again, with its limit by the other name."""
-        if reply.is_success:
-            return False
-        said = self._hidden(replies.describe_reply(reply.status_code, reply.content))
-        if self._renames_limit(sent, reply.status_code, said):
-            return True
-        raise Refused(str(reply.url), reply.status_code, said)
-
-    @contextmanager
-    def _telling(self, url: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def _reply(
+        self, path: str, body: Body | None = None, native: bool = False, stream: bool = False
+    ) -> AsyncIterator[Response]:
+        url = (self.url.removesuffix("/v1") if native else self.url) + path
+        seconds = self._timeout if body else min(self._timeout, _LIST_TIMEOUT)
         try:
-            yield
-        except (NoReplyError, BadReplyError) as error:
-            bad = isinstance(error, BadReplyError)
-            told = f"gave a bad reply: {error}." if bad else f"does not answer ({error})."
-            step = "see that the URL is that of an OpenAI-compatible API, and the server's log"
-            if not bad:
-                step = "start the server, or correct its URL"
-            raise KtbridgeError(f"{url} {self._hidden(told)}", step) from None
+            async with AsyncExitStack() as stack:
+                while True:
+                    sent = self._with_name_of_limit(body)
+                    opened = self._connection.open(url, sent, seconds, stream)
+                    reply = await stack.enter_async_context(opened)
+                    if reply.is_success:
+                        break
+                    said = self._hidden(
+                        replies.describe_reply(reply.status_code, await reply.aread())
+                    )
+                    if not self._renames_limit(sent, reply.status_code, said):
+                        raise Refused(url, reply.status_code, said)
+                yield reply
+        except NoReplyError as error:
+            told = self._hidden(f"{url} does not answer ({error}).")
+            raise KtbridgeError(told, "start the server, or correct its URL") from None
+        except BadReplyError as error:
+            told = self._hidden(f"{url} gave a bad reply: {error}.")
+            step = "give the URL of an OpenAI-compatible API: what stands before /v1"
+            raise KtbridgeError(told, step) from None
 
     async def _pieces(
         self, lines: AsyncIterator[str], ended: Callable[[str], None]
@@ -208,25 +193,20 @@ class Client:
             raise BadReplyError(f"no stream of events, it begins with {page[:40]!r}")
         raise KtbridgeError("the answer broke off: the server closed the connection.")
 
-    def _place(self, path: str, native: bool = False) -> str:
-        return (self.url.removesuffix("/v1") if native else self.url) + path
-
     def _hidden(self, text: str) -> str:
         return replies.hide_key(text, self._key)
 
     def _with_name_of_limit(self, body: Body | None) -> Any:
-        renamed = body is not None and body.get("model") in self._limit_renamed
-        return replies.rename_limit(body) if body is not None and renamed else body
+        renamed = body and body.get("model") in self._limit_renamed
+        return replies.rename_limit(body) if body and renamed else body
 
     def _renames_limit(self, sent: Body | None, status: int, said: str) -> bool:
         """Return whether the server wants the limit of tokens in ``sent`` by its other name: it gets that."""
-        if (
-            status not in (400, 422)
-            or "max_tokens" not in (sent or ())
-            or not replies.refuses_limit(said)
-        ):
+        if status not in (400, 422) or not sent or "max_tokens" not in sent:
             return False
-        model = (sent or {}).get("model")
+        if not replies.refuses_limit(said):
+            return False
+        model = sent.get("model")
         self._limit_renamed.add(model)
         self.notes[f"{model} takes its limit of tokens as {replies.OTHER_LIMIT}"] = None
         return True
@@ -270,8 +250,8 @@ class Client:
     async def _try(self, request: Body) -> tuple[Answer, float]:
         """The answer, or what failed, and the seconds after which the server wants to be asked again."""
         try:
-            reply = await self._connection.chat(request, self._timeout)
-            status = reply.status_code
+            async with self._connection.open(self._chat_url, request, self._timeout) as reply:
+                status = reply.status_code
             if reply.is_success:
                 value = replies.read_object(reply.content)
                 if not value.get("error") or value.get("choices"):

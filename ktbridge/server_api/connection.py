@@ -1,8 +1,10 @@
 """Connections to one server, by the openai package's client: whom it asks, how, and how much it reads.
 
-The package owns what a connection is: base URL, key, the environment's proxies and certificates, kept
-connections, aiohttp's transport. It makes no retries: the table in ``failures`` decides what is asked again.
-No redirect is followed, as the key would go along, and a reply is bounded while it is read.
+The package owns what a connection is: the key, the environment's proxies and certificates, kept connections,
+aiohttp's transport. Requests are put together here: ``AsyncOpenAI.post`` takes three times the processor time
+for one (scripts/bench_eval_client.py), of which ``ktbridge eval`` has thousands. There are no retries: the
+table in ``failures`` decides what is asked again. No redirect is followed, as the key would go along, and a
+reply is bounded while it is read.
 
 This module alone imports openai, httpx2 and aiohttp. That takes a second: the first client imports it.
 """
@@ -14,7 +16,7 @@ import functools
 import json
 import os
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -32,7 +34,7 @@ LONGEST_REPLY = 1 << 23
 """Bytes of a whole reply: no list and no completion is as long, and many may be read at once."""
 LONGEST_STREAM = 1 << 28
 """Bytes of a streamed one, which isn't kept."""
-_STREAM = "text/event-stream"
+_MOST = "ktbridge.most"  # an extension of our requests: bytes of the reply
 _CONNECT_SECONDS = 60.0
 _HEADERS = {
     "User-Agent": f"ktbridge/{ktbridge.__version__}",
@@ -43,21 +45,16 @@ _HEADERS = {
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 # What any of the packages raises where there is no reply.
 _FAILURES = (
-    *(openai.APIConnectionError, httpx2.HTTPError, httpx2.StreamError, aiohttp.ClientError),
+    *(httpx2.HTTPError, httpx2.StreamError, aiohttp.ClientError),
     *(OSError, asyncio.TimeoutError, ValueError),
 )
 
 
 class Connection:
-    """Kept connections to one server; ``aclose`` at the end.
-
-    A request has a reply with any status. It raises NoReplyError if there is none within ``seconds``, and
-    BadReplyError for what is no HTTP, is longer than it may be, or is encoded, which wasn't asked for.
-    """
+    """Kept connections to one server; ``aclose`` at the end."""
 
     def __init__(self, url: str, key: str, direct: bool) -> None:
         """``direct``: never through a proxy. Raises KtbridgeError for a URL or a proxy that can't be used."""
-        self._timeout = httpx2.Timeout(None, connect=_CONNECT_SECONDS)
         try:
             self._http = openai.DefaultAioHttpClient(
                 follow_redirects=False,
@@ -67,63 +64,41 @@ class Connection:
                 limits=httpx2.Limits(max_connections=1 << 16, keepalive_expiry=15.0),
                 event_hooks={"response": [_bound]},
             )
-            self._sdk = openai.AsyncOpenAI(
-                base_url=url,
-                api_key=key or "none",  # else OPENAI_API_KEY, which is for another server
-                max_retries=0,
-                timeout=self._timeout,
-                default_headers=_HEADERS,
-                http_client=self._http,
-            )
-            self._chat_url = httpx2.URL(f"{url.rstrip('/')}/chat/completions")
+            # Without a key the package takes OPENAI_API_KEY, which is for another server.
+            key = key or "none"
+            self._sdk = openai.AsyncOpenAI(base_url=url, api_key=key, http_client=self._http)
         except (ValueError, ImportError, httpx2.InvalidURL) as error:
             raise KtbridgeError(
                 f"{url} cannot be asked: {_line(error)}.",
                 "correct the URL, or the proxy in HTTP_PROXY, HTTPS_PROXY and ALL_PROXY",
             ) from None
-        self._chat_headers = httpx2.Headers({**self._sdk.auth_headers, **_HEADERS})
-
-    async def ask(
-        self, url: str, body: Mapping[str, object] | None, seconds: float
-    ) -> httpx2.Response:
-        """GET ``url``, or POST ``body`` to it."""
-
-        def send() -> Awaitable[httpx2.Response]:
-            if body is None:
-                return self._sdk.get(url, cast_to=httpx2.Response)
-            return self._sdk.post(url, cast_to=httpx2.Response, body=body)
-
-        return await self._reply(send, seconds)
-
-    async def chat(self, body: Mapping[str, object], seconds: float) -> httpx2.Response:
-        """POST to /chat/completions, at pace: ``AsyncOpenAI.post`` puts the same request together in three
-        times the processor time (scripts/bench_eval_client.py)."""
-        content = _encode(body).encode()
-        more = {"timeout": self._timeout.as_dict()}
-
-        def send() -> Awaitable[httpx2.Response]:
-            url, headers = self._chat_url, self._chat_headers
-            request = httpx2.Request("POST", url, headers=headers, content=content, extensions=more)
-            return self._http.send(request)
-
-        return await self._reply(send, seconds)
+        self._headers = httpx2.Headers({**self._sdk.auth_headers, **_HEADERS})
 
     @asynccontextmanager
-    async def stream(
-        self, url: str, body: Mapping[str, object], seconds: float
+    async def open(
+        self, url: str, body: Mapping[str, object] | None, seconds: float, stream: bool = False
     ) -> AsyncIterator[httpx2.Response]:
-        """POST ``body`` for a stream of events, which is yet to be read; ``seconds``: without a byte.
+        """GET ``url``, or POST ``body`` to it: the reply of any status. ``seconds``: until all of it is there.
 
-        Errors of reading it are those of every request.
+        A ``stream`` is yet to be read, and ``seconds`` are those without a byte. Raises NoReplyError, and
+        BadReplyError for what is no HTTP, is longer than it may be, or is encoded, which wasn't asked for.
         """
-        timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS)
-        how: Any = {"cast_to": httpx2.Response, "stream": True, "stream_cls": openai.AsyncStream}
-        how["options"] = {"headers": {"Accept": _STREAM}, "timeout": timeout}
+        method, content = ("GET", None) if body is None else ("POST", _encode(body).encode())
+        timeout = httpx2.Timeout(seconds if stream else None, connect=_CONNECT_SECONDS).as_dict()
+        more = {"timeout": timeout, _MOST: LONGEST_STREAM if stream else LONGEST_REPLY}
         try:
-            try:
-                response = await self._sdk.post(url, body=body, **how)
-            except openai.APIStatusError as error:
-                response = error.response
+            for again in (True, False):
+                request = httpx2.Request(
+                    method, url, headers=self._headers, content=content, extensions=more
+                )
+                try:
+                    with anyio.fail_after(None if stream else seconds):
+                        response = await self._http.send(request, stream=stream)
+                    break
+                except _FAILURES as error:
+                    if not (again and isinstance(failure_of(error), _EndedError)):
+                        raise
+                    # A kept connection that had been idle for too long is replaced once.
             async with aclosing(response):
                 yield response
         except _FAILURES as error:
@@ -131,22 +106,6 @@ class Connection:
 
     async def aclose(self) -> None:
         await self._sdk.close()
-
-    async def _reply(
-        self, send: Callable[[], Awaitable[httpx2.Response]], seconds: float
-    ) -> httpx2.Response:
-        for again in (True, False):
-            try:
-                with anyio.fail_after(seconds):
-                    return await send()
-            except openai.APIStatusError as error:
-                return error.response
-            except _FAILURES as error:
-                failure = failure_of(error)
-                if not (again and isinstance(failure, _EndedError)):
-                    raise failure from None
-                # A kept connection that had been idle for too long is replaced once.
-        raise AssertionError
 
 
 class _EndedError(NoReplyError):
@@ -197,8 +156,7 @@ async def _bound(response: httpx2.Response) -> None:
     coding = response.headers.pop("content-encoding", "identity")
     if coding.lower() != "identity" and response.is_success:
         raise BadReplyError(f"content-encoding {coding!r}, which was not asked for")
-    streamed = response.is_success and response.request.headers["accept"] == _STREAM
-    response.stream = _BoundedStream(response.stream, LONGEST_STREAM if streamed else LONGEST_REPLY)
+    response.stream = _BoundedStream(response.stream, response.request.extensions[_MOST])
 
 
 class _BoundedStream(httpx2.AsyncByteStream):

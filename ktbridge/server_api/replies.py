@@ -13,7 +13,7 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.json_parts import has_more
-from ktbridge.server_api.served_names import ModelEntry, listed_models
+from ktbridge.server_api.served_names import ModelEntry
 
 SHORTEST_SECRET = 8
 OTHER_LIMIT = "max_completion_tokens"
@@ -148,10 +148,18 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def read_list(body: bytes, key: str | None) -> list[ModelEntry]:
-    """The models in a reply of /models, without ``key``. Raises BadReplyError, or TypeError for no list."""
-    entries = listed_models(read_json(body))
-    refuse_surrogates(entries)
-    return list(json.loads(hide_key(_encode(entries), key)) if key else entries)
+    """The models in a reply of /models, without ``key``: under "data", or in some gateways' bare list.
+
+    Raises BadReplyError if there are none.
+    """
+    document = read_json(body)
+    listed = document.get("data") if isinstance(document, Mapping) else document
+    if not isinstance(listed, list):
+        raise BadReplyError("no list of models")
+    if not all(isinstance(one, Mapping) and isinstance(one.get("id"), str) for one in listed):
+        raise BadReplyError("no list of models (an entry has no id)")
+    refuse_surrogates(listed)
+    return list(json.loads(hide_key(_encode(listed), key)))
 
 
 def refuse_surrogates(value: object) -> None:

@@ -118,19 +118,6 @@ def applied_adapter(owner: str, document: object) -> str:
     return ""
 
 
-def listed_models(document: object) -> list[ModelEntry]:
-    """The models in a reply of /v1/models: under "data", or the list that some gateways send without it.
-
-    Raises TypeError with the reason if there are none.
-    """
-    listed = document.get("data") if isinstance(document, Mapping) else document
-    if not isinstance(listed, list):
-        raise TypeError("no list of them")
-    if not all(isinstance(one, Mapping) and isinstance(one.get("id"), str) for one in listed):
-        raise TypeError("an entry without an id")
-    return listed
-
-
 def read_models(entries: Mapping[str, ModelEntry], applied: str = "") -> dict[str, ServedModel]:
     """A server's models by the names that requests must use.
 
