@@ -44,10 +44,7 @@ _HEADERS = {
 }
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 # What any of the packages raises where there is no reply.
-_FAILURES = (
-    *(httpx2.HTTPError, httpx2.StreamError, aiohttp.ClientError),
-    *(OSError, asyncio.TimeoutError, ValueError),
-)
+_FAILURES = (httpx2.HTTPError, aiohttp.ClientError, OSError, asyncio.TimeoutError)
 
 
 class Connection:
@@ -78,7 +75,7 @@ class Connection:
     async def open(
         self, url: str, body: Mapping[str, object] | None, seconds: float, stream: bool = False
     ) -> AsyncIterator[httpx2.Response]:
-        """GET ``url``, or POST ``body`` to it: the reply of any status. ``seconds``: until all of it is there.
+        """GET ``url``, or POST ``body`` to it; the reply has any status, and is whole within ``seconds``.
 
         A ``stream`` is yet to be read, and ``seconds`` are those without a byte. Raises NoReplyError, and
         BadReplyError for what is no HTTP, is longer than it may be, or is encoded, which wasn't asked for.
@@ -86,19 +83,20 @@ class Connection:
         method, content = ("GET", None) if body is None else ("POST", _encode(body).encode())
         timeout = httpx2.Timeout(seconds if stream else None, connect=_CONNECT_SECONDS).as_dict()
         more = {"timeout": timeout, _MOST: LONGEST_STREAM if stream else LONGEST_REPLY}
+        for again in (True, False):
+            request = httpx2.Request(
+                method, _url(url), headers=self._headers, content=content, extensions=more
+            )
+            try:
+                with anyio.fail_after(None if stream else seconds):
+                    response = await self._http.send(request, stream=stream)
+                break
+            except (*_FAILURES, ValueError) as error:
+                failure = failure_of(error)
+                # A kept connection that had been idle for too long is replaced once.
+                if not (again and isinstance(failure, _EndedError)):
+                    raise failure from None
         try:
-            for again in (True, False):
-                request = httpx2.Request(
-                    method, url, headers=self._headers, content=content, extensions=more
-                )
-                try:
-                    with anyio.fail_after(None if stream else seconds):
-                        response = await self._http.send(request, stream=stream)
-                    break
-                except _FAILURES as error:
-                    if not (again and isinstance(failure_of(error), _EndedError)):
-                        raise
-                    # A kept connection that had been idle for too long is replaced once.
             async with aclosing(response):
                 yield response
         except _FAILURES as error:
@@ -139,6 +137,9 @@ def failure_of(error: BaseException) -> BadReplyError | NoReplyError:
                 return NoReplyError(known or _line(cause))
         error, cause = cause, cause.__cause__ or cause.__context__
     return NoReplyError(_line(error) or type(error).__name__)
+
+
+_url = functools.lru_cache(maxsize=64)(httpx2.URL)
 
 
 def _line(text: object) -> str:
