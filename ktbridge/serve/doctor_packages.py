@@ -34,7 +34,7 @@ PACKAGES = {
     "datasets": ("datasets", "train", "train"),
     "fastapi": ("fastapi", "serve --engine local", "serve"),
     "uvicorn": ("uvicorn", "serve --engine local", "serve"),
-    "openai": ("openai", "demo", "demo"),
+    "openai": ("openai", "eval, verify and chat", "eval"),
 }
 ENGINE_PACKAGES = {"sglang-kt": "sglang", "kt-kernel": "kt_kernel"}
 ENGINE_STEP = (

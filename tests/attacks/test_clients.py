@@ -92,7 +92,7 @@ def test_half_a_character_in_an_error_can_be_stored(hostile: str, tmp_path: Path
 
 
 def test_json_that_no_one_can_read_is_a_sentence(hostile: str) -> None:
-    with pytest.raises(KtbridgeError, match="nested too deep"):
+    with pytest.raises(KtbridgeError, match="gave a bad reply: not JSON"):
         OpenAIClient(f"{hostile}/deep/v1").models()
 
 
