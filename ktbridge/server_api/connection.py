@@ -81,8 +81,7 @@ class Connection:
         BadReplyError for what is no HTTP, is longer than it may be, or is encoded, which wasn't asked for.
         """
         method, content = ("GET", None) if body is None else ("POST", _encode(body).encode())
-        timeout = httpx2.Timeout(seconds if stream else None, connect=_CONNECT_SECONDS).as_dict()
-        more = {"timeout": timeout, _MOST: LONGEST_STREAM if stream else LONGEST_REPLY}
+        more = _limits(seconds, LONGEST_STREAM) if stream else _WHOLE
         for again in (True, False):
             request = httpx2.Request(
                 method, _url(url), headers=self._headers, content=content, extensions=more
@@ -139,6 +138,12 @@ def failure_of(error: BaseException) -> BadReplyError | NoReplyError:
     return NoReplyError(_line(error) or type(error).__name__)
 
 
+def _limits(seconds: float | None, most: int) -> dict[str, Any]:
+    """Extensions of a request: seconds without a byte, and bytes of the reply."""
+    return {"timeout": httpx2.Timeout(seconds, connect=_CONNECT_SECONDS).as_dict(), _MOST: most}
+
+
+_WHOLE = _limits(None, LONGEST_REPLY)
 _url = functools.lru_cache(maxsize=64)(httpx2.URL)
 
 
@@ -157,7 +162,10 @@ async def _bound(response: httpx2.Response) -> None:
     coding = response.headers.pop("content-encoding", "identity")
     if coding.lower() != "identity" and response.is_success:
         raise BadReplyError(f"content-encoding {coding!r}, which was not asked for")
-    response.stream = _BoundedStream(response.stream, response.request.extensions[_MOST])
+    most = response.request.extensions[_MOST]
+    length = response.headers.get("content-length", "")
+    if not (length.isdecimal() and int(length) <= most):  # which aiohttp would hold it to
+        response.stream = _BoundedStream(response.stream, most)
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
