@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.eval.remedies import AGAIN, remedies, think_only_remedy
 from ktbridge.eval.results.rows import SCORE_ERROR
 from ktbridge.eval.results.types import Measured
 from ktbridge.eval.rundir import NOT_RUN
 from ktbridge.eval.verdict import NULLS, OVERALL, signed, slice_title
+from ktbridge.server_api.failures import AGAIN, remedies, think_only_remedy
 
 # Share of an arm's items: fewer ok answers give a warning, fewer than half an error; more failed
 # requests than the rest give an error.

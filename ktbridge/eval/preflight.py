@@ -26,13 +26,20 @@ from ktbridge.eval.arms import (
 )
 from ktbridge.eval.asking import build_request, with_limit
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.remedies import remedies, remedy, think_only_remedy
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
 from ktbridge.files import digests
 from ktbridge.server_api.client import Client
-from ktbridge.server_api.completions import Answer
-from ktbridge.server_api.failures import TRANSIENT, WHOLE, Kind, kind_of
+from ktbridge.server_api.failures import (
+    TRANSIENT,
+    WHOLE,
+    Kind,
+    kind_of,
+    remedies,
+    remedy,
+    think_only_remedy,
+)
+from ktbridge.server_api.replies import Answer
 from ktbridge.server_api.served_names import (
     BASE,
     adapter_name,

@@ -26,13 +26,12 @@ from ktbridge.eval.asking import (
 from ktbridge.eval.bench import Bench, Item, answer_limit
 from ktbridge.eval.plan import Ask, list_asks, make_plan
 from ktbridge.eval.preflight import Preflight, check_arms
-from ktbridge.eval.remedies import remedy
 from ktbridge.eval.results.cards import ArmCard
 from ktbridge.eval.results.types import Identical
 from ktbridge.eval.rundir import RunFile, read_run, write_run
 from ktbridge.eval.store import ANSWERS, AnswerRecord, Ledger
 from ktbridge.server_api.client import Client
-from ktbridge.server_api.failures import is_refusal
+from ktbridge.server_api.failures import is_refusal, remedy
 
 
 @dataclass

@@ -22,7 +22,7 @@ from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
 from ktbridge.files import digests, publish
 from ktbridge.files.ledger import LedgerFile, whole_lines, writing
 from ktbridge.files.locks import lock_open
-from ktbridge.server_api.completions import OUTCOMES, Outcome
+from ktbridge.server_api.replies import OUTCOMES, Outcome
 
 FAILED = "http-error"
 JUDGE_FAILED: JudgeOutcome = "judge-error"

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.server_api import replies
-from ktbridge.server_api.completions import STOP_TOKEN_TAKEN, Answer, read_completion
 from ktbridge.server_api.failures import (
     BAD_REPLY,
     KEY,
@@ -29,7 +28,7 @@ from ktbridge.server_api.failures import (
     read_retry_after,
 )
 from ktbridge.server_api.hosts import is_loopback, server_url
-from ktbridge.server_api.replies import BadReplyError, NoReplyError
+from ktbridge.server_api.replies import Answer, BadReplyError, NoReplyError
 from ktbridge.server_api.served_names import APPLIED_PATHS, ModelEntry, applied_adapter
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class Client:
         try:
             async with AsyncExitStack() as stack:
                 while True:
-                    sent = self._with_name_of_limit(body)
+                    sent = body and self._with_name_of_limit(body)
                     opened = self._connection.open(url, sent, seconds, stream)
                     reply = await stack.enter_async_context(opened)
                     if reply.is_success:
@@ -196,9 +195,9 @@ class Client:
     def _hidden(self, text: str) -> str:
         return replies.hide_key(text, self._key)
 
-    def _with_name_of_limit(self, body: Body | None) -> Any:
-        renamed = body and body.get("model") in self._limit_renamed
-        return replies.rename_limit(body) if body and renamed else body
+    def _with_name_of_limit(self, body: Body) -> Body:
+        renamed = body.get("model") in self._limit_renamed
+        return replies.rename_limit(body) if renamed else body
 
     def _renames_limit(self, sent: Body | None, status: int, said: str) -> bool:
         """Return whether the server wants the limit of tokens in ``sent`` by its other name: it gets that."""
@@ -255,7 +254,7 @@ class Client:
             if reply.is_success:
                 value = replies.read_object(reply.content)
                 if not value.get("error") or value.get("choices"):
-                    return self._noted(read_completion(value)), 0.0
+                    return self._noted(replies.read_completion(value)), 0.0
                 # Gateways put an error of the server behind them into a reply with status 200.
                 code = value["error"].get("code") if isinstance(value["error"], dict) else None
                 if type(code) is not int or not 400 <= code < 600:
@@ -271,7 +270,7 @@ class Client:
             return Answer("http-error", detail=str(error)), 0.0
 
     def _noted(self, answer: Answer) -> Answer:
-        if answer.detail.startswith(STOP_TOKEN_TAKEN):
+        if answer.detail.startswith(replies.STOP_TOKEN_TAKEN):
             self.notes[f"answers: {answer.detail}"] = None
         return answer
 

@@ -18,7 +18,6 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 import aiohttp
 import anyio
@@ -138,7 +137,7 @@ def failure_of(error: BaseException) -> BadReplyError | NoReplyError:
     return NoReplyError(_line(error) or type(error).__name__)
 
 
-def _limits(seconds: float | None, most: int) -> dict[str, Any]:
+def _limits(seconds: float | None, most: int) -> dict[str, object]:
     """Extensions of a request: seconds without a byte, and bytes of the reply."""
     return {"timeout": httpx2.Timeout(seconds, connect=_CONNECT_SECONDS).as_dict(), _MOST: most}
 
@@ -162,6 +161,7 @@ async def _bound(response: httpx2.Response) -> None:
     coding = response.headers.pop("content-encoding", "identity")
     if coding.lower() != "identity" and response.is_success:
         raise BadReplyError(f"content-encoding {coding!r}, which was not asked for")
+    assert isinstance(response.stream, httpx2.AsyncByteStream)
     most = response.request.extensions[_MOST]
     length = response.headers.get("content-length", "")
     if not (length.isdecimal() and int(length) <= most):  # which aiohttp would hold it to
@@ -169,7 +169,7 @@ async def _bound(response: httpx2.Response) -> None:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, stream: Any, most: int) -> None:
+    def __init__(self, stream: httpx2.AsyncByteStream, most: int) -> None:
         self._stream, self._most = stream, most
 
     async def __aiter__(self) -> AsyncIterator[bytes]:

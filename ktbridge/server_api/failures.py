@@ -1,4 +1,4 @@
-"""Failed requests: of which kind a failure is, which decides who is at fault and what is asked again.
+"""Failed requests: of which kind a failure is, who is at fault, what is asked again, and what to do about it.
 
 A kind is read from the status and the detail, which a run stores, so that a report says of a failure what the
 run said.
@@ -16,10 +16,10 @@ from __future__ import annotations
 import email.utils
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from ktbridge.server_api.replies import TIMED_OUT, refuses_limit
+from ktbridge.server_api.replies import OTHER_LIMIT, TIMED_OUT, refuses_limit
 
 Kind = Literal[
     "key", "quota", "reply", "model", "parameter", "length", "request", "answer",
@@ -31,6 +31,16 @@ WHOLE: frozenset[Kind] = frozenset({"key", "quota", "reply", "model", "parameter
 BAD_REPLY = "bad reply: "
 LONG_WAIT = "; the server wants to be asked again in"
 KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
+AGAIN = "run the same command again, which asks only for what is missing"
+FEWER_TOKENS = "give fewer answer tokens with --max-tokens N, or serve with a larger context"
+_REMEDIES: Mapping[Kind, str] = {
+    "key": KEY,
+    "quota": "add credit or quota to the account of the key in KTBRIDGE_API_KEY (a judge's: "
+    f"KTBRIDGE_JUDGE_API_KEY), and {AGAIN}",
+    "model": "see whether the server still lists the arm's model name, and correct --arm",
+    "length": FEWER_TOKENS,
+    "busy": f"give a lower --concurrency and {AGAIN}",
+}
 # The same request may succeed later: RFC 9110's, and those of proxies and gateways (520 to 524, 529).
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
 _QUOTA = re.compile(
@@ -120,3 +130,77 @@ def read_retry_after(headers: Mapping[str, str]) -> float:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError, IndexError):
         return 0.0
+
+
+# --- what to do about it
+
+
+def remedy(status: int, detail: str, option: str = "--extra-body") -> str:
+    """The remedy for a failed request; ``option`` sets fields of the requests that failed."""
+    kind = kind_of(status, detail)
+    if kind in TRANSIENT and LONG_WAIT in detail:
+        return f"wait as long as the server says, and {AGAIN}"
+    if kind == "silence" and detail.endswith(TIMED_OUT):
+        return f"give more seconds with --timeout or a lower --concurrency, and {AGAIN}"
+    if kind == "parameter":
+        field = refused_field(detail)
+        if field == "max_tokens":
+            return f"""name the limit otherwise: {option} '{{"max_tokens": null, "{OTHER_LIMIT}": N}}'"""
+        sampled = (
+            "; its answers are then sampled, and differ from run to run"
+            if field == "temperature"
+            else ""
+        )
+        return f"""leave the field out: {option} '{{"{field}": null}}'{sampled}"""
+    if kind == "reply":
+        return _other_reply(status, detail)
+    if kind in _REMEDIES:
+        return _REMEDIES[kind]
+    if kind == "request":
+        return f"the server refuses these requests: change what its answer names ({option}, --arm)"
+    return f"see the server's log and {AGAIN}"
+
+
+def _other_reply(status: int, detail: str) -> str:
+    if status >= 300:
+        return "give the URL of the API itself, what stands before /v1: this one takes no questions"
+    if "begins with '<" in detail:
+        return (
+            "give the URL of the API itself, what stands before /v1: this one answers with a page, as a "
+            "gateway's login does"
+        )
+    if "stream" in detail:
+        return "have the server, or the gateway before it, answer without streaming"
+    return "see the server's log: what it answers is no chat completion of OpenAI's API"
+
+
+def remedies(failed: Iterable[tuple[int, str]]) -> str:
+    """The remedies of several failures (status, detail), each once."""
+    return "; ".join(dict.fromkeys(remedy(status, detail) for status, detail in failed))
+
+
+def thinking_is_off(fields: Mapping[str, object]) -> bool:
+    """Return whether ``fields`` of a request switch thinking off, in any of the ways that servers know."""
+    template = fields.get("chat_template_kwargs")
+    switches = [fields, template] if isinstance(template, Mapping) else [fields]
+    names = ("enable_thinking", "thinking", "think")
+    if any(one.get(name) is False for one in switches for name in names):
+        return True
+    thinking, reasoning = fields.get("thinking"), fields.get("reasoning")
+    if isinstance(thinking, Mapping) and thinking.get("type") == "disabled":
+        return True
+    effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
+    off = isinstance(reasoning, Mapping) and reasoning.get("enabled") is False
+    return off or "none" in (effort, fields.get("reasoning_effort"))
+
+
+def think_only_remedy(fields: Mapping[str, object], option: str = "--extra-body") -> str:
+    """What helps where answers are thinking alone, given the ``fields`` that were sent with each request."""
+    if thinking_is_off(fields):
+        return (
+            "start the server without its reasoning parser: the request switches thinking off, and the "
+            "parser takes the answer for thoughts"
+        )
+    off = """{"chat_template_kwargs": {"enable_thinking": false}}"""
+    more = "give --max-tokens N" if option == "--extra-body" else "raise max_tokens there"
+    return f"switch thinking off with {option} '{off}', or {more}"

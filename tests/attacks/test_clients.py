@@ -19,7 +19,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
 from ktbridge.serve.sglang.logs import Pump
 from ktbridge.server_api.client import Client, OpenAIClient
-from ktbridge.server_api.completions import Answer
+from ktbridge.server_api.replies import Answer
 
 KEY = "sk-0123456789abcdef"
 DEEP = b"[" * 100_000

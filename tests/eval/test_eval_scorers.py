@@ -9,8 +9,7 @@ from ktbridge.eval.numerals import find_answer_number
 from ktbridge.eval.persona import score_persona
 from ktbridge.eval.scorers import SCORERS, check_faults, score_task, scorer
 from ktbridge.eval.text import sentences
-from ktbridge.server_api.completions import read_completion
-from ktbridge.server_api.replies import BadReplyError
+from ktbridge.server_api.replies import BadReplyError, read_completion
 
 NEKO = load_bench("nekobench").persona
 PERSON = {

@@ -336,8 +336,12 @@ def _mutate_request(data: bytes, rng: random.Random) -> bytes:
 
 def _reply(folder: Path) -> Target:
     """What servers answer to eval, verify and chat."""
-    from ktbridge.server_api.completions import read_completion
-    from ktbridge.server_api.replies import BadReplyError, describe_reply, read_object
+    from ktbridge.server_api.replies import (
+        BadReplyError,
+        describe_reply,
+        read_completion,
+        read_object,
+    )
 
     reply = {
         "id": "1", "object": "chat.completion", "model": "m",

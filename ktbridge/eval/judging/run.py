@@ -15,13 +15,12 @@ from ktbridge.eval.compat import HIGHEST, is_compat
 from ktbridge.eval.judging.plan import Ask, Judge, check_judge, digit_question, make_plan
 from ktbridge.eval.judging.prompts import VERSION, JsonSchema, ReplyError, checklist_messages
 from ktbridge.eval.judging.read import JUDGE, named_judge, read_card, read_judgements
-from ktbridge.eval.remedies import remedy, think_only_remedy
 from ktbridge.eval.results.cards import Json, JudgeOutcome, Message
 from ktbridge.eval.results.rows import read_rows
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
 from ktbridge.server_api.client import Client
-from ktbridge.server_api.completions import Answer
-from ktbridge.server_api.replies import OTHER_LIMIT
+from ktbridge.server_api.failures import remedy, think_only_remedy
+from ktbridge.server_api.replies import OTHER_LIMIT, Answer
 
 OnProgress = Callable[[int, int], None]
 

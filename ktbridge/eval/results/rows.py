@@ -31,9 +31,9 @@ from ktbridge.eval.results.types import (
 )
 from ktbridge.eval.rundir import BENCH, NOT_RUN, RunFile, read_run
 from ktbridge.eval.scorers import FAMILIES, ScorerError, measure_texts, score_task
+from ktbridge.eval.scorers.registry import time_limit
 from ktbridge.eval.store import ANSWERS, AnswerRecord, read_ledger
-from ktbridge.eval.time_limit import time_limit
-from ktbridge.server_api.completions import OUTCOMES
+from ktbridge.server_api.replies import OUTCOMES
 
 SCORE_ERROR: AnyOutcome = "score-error"  # the answer exists, but one of our scorers failed on it
 _MARKS: tuple[Literal["task", "persona"], ...] = ("task", "persona")

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
@@ -23,6 +27,7 @@ from ktbridge.server_api.replies import shorten
 
 # Characters. Patterns may take quadratic time; no meaningful answer is this long.
 LONGEST_SEARCHED = 20_000
+_SECONDS = 2.0  # of a check's patterns
 _LONGEST_REASON = 300  # a reason may quote the answer
 
 
@@ -151,6 +156,29 @@ def _score(known: Scorer, text: str, check: Check, gold: Gold) -> Mark:
 
 
 # --- predicates on parameters and golds
+
+
+@contextmanager
+def time_limit(seconds: float = _SECONDS) -> Iterator[None]:
+    """TimeoutError once the block has taken so many seconds of the process's CPU time.
+
+    For patterns that a bench brings, and that an answer may make exponential. It comes as a signal, which
+    ``re`` looks for while it matches. Only the main thread gets signals: in another one nothing is limited.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it took more than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def is_text(value: object) -> bool:

@@ -23,6 +23,7 @@ from ktbridge.eval.scorers.registry import (
     is_words,
     mark,
     scorer,
+    time_limit,
 )
 from ktbridge.eval.text import (
     cjk_share,
@@ -32,7 +33,6 @@ from ktbridge.eval.text import (
     normalise,
     sentences,
 )
-from ktbridge.eval.time_limit import time_limit
 
 # --- against a gold answer: exact, aliases, numeric, choice
 
