@@ -16,10 +16,10 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 71_350,
+    "lines": 71_322,
     "modules": 349,
-    "public names that several modules define": 114,
-    "docstrings that begin with a relative clause": 191,
+    "public names that several modules define": 113,
+    "docstrings that begin with a relative clause": 189,
     "modules in circles of imports, for types too": 18,
     "uses of Any": 348,
 }

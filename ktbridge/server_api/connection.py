@@ -109,7 +109,7 @@ class _EndedError(NoReplyError):
 
 
 def failure_of(error: BaseException) -> BadReplyError | NoReplyError:
-    """What is behind an error of ``_FAILURES``.
+    """Return what is behind an error of ``_FAILURES``.
 
     The packages wrap each other's errors, and call a refused connection timed out: the outermost of ours,
     aiohttp's or the system's tells.
