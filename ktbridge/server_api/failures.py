@@ -195,7 +195,7 @@ def thinking_is_off(fields: Mapping[str, object]) -> bool:
 
 
 def think_only_remedy(fields: Mapping[str, object], option: str = "--extra-body") -> str:
-    """What helps where answers are thinking alone, given the ``fields`` that were sent with each request."""
+    """The remedy for answers of thinking alone, given the ``fields`` that were sent with each request."""
     if thinking_is_off(fields):
         return (
             "start the server without its reasoning parser: the request switches thinking off, and the "

@@ -1,4 +1,4 @@
-"""What servers reply, read in one way for every command: completions, lists of models, errors, keys.
+"""Replies of servers, read in one way for every command: completions, lists of models, errors, keys.
 
 Replies are read as plain JSON, so that a reply with nulls, HTML or half a document becomes a named failure
 instead of an exception somewhere else, or worse, an answer.
@@ -18,7 +18,7 @@ from ktbridge.server_api.served_names import ModelEntry
 
 SHORTEST_SECRET = 8
 OTHER_LIMIT = "max_completion_tokens"
-"""What newer servers call ``max_tokens``, some of them alone."""
+"""The name that newer servers have for ``max_tokens``, some of them alone."""
 TIMED_OUT = "timed out"
 _UNSUPPORTED = r"(?:un|not )supported|not permitted|deprecated|un(?:known|recognized|expected)"
 _REFUSED_LIMIT = re.compile(

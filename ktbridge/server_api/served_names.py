@@ -81,10 +81,10 @@ class ServedArm:
 
 
 Variant = Literal["base", "expert", "full", "adapter"]
-"""What a served model is: the base, with its expert LoRA alone, with the whole adapter, with some adapter."""
+"""A served model: the base, with its expert LoRA alone, with the whole adapter, with some adapter."""
 ModelEntry = Mapping[str, object]
 APPLIED_PATHS = {"sglang": ("/server_info", "/get_server_info"), "llamacpp": ("/lora-adapters",)}
-"""Where engines that can apply an adapter to every request tell it, by their name in ``owned_by``."""
+"""Paths at which engines tell which adapter they apply to every request, by their name in ``owned_by``."""
 
 
 @dataclass(frozen=True)
