@@ -25,12 +25,12 @@ _IN_EXTRAS = {
     "hub": "huggingface_hub tqdm",
     "gguf": "gguf",
     "liger": "liger_kernel",
-    "eval": "aiohttp jieba jinja2 jsonschema markupsafe pydantic regex rouge_score sacrebleu",
-    "serve": "accelerate fastapi h11 huggingface_hub jinja2 peft pydantic safetensors starlette tokenizers "
-    "torch transformers uvicorn",
+    "eval": "aiohttp anyio httpx2 jieba jinja2 jsonschema markupsafe openai pydantic regex rouge_score "
+    "sacrebleu",
+    "serve": "accelerate aiohttp anyio fastapi h11 httpx2 huggingface_hub jinja2 openai peft pydantic "
+    "safetensors starlette tokenizers torch transformers uvicorn",
     "train": "accelerate datasets huggingface_hub jinja2 matplotlib peft PIL pyarrow safetensors "
     "tokenizers torch transformers trl",
-    "demo": "openai",
 }
 """Modules that each extra of pyproject.toml installs, the smallest extra first."""
 _WRONG_TRITON = ((3, 4), (3, 7, 1))  # from, and below; on GPUs of this capability:

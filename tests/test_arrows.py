@@ -10,8 +10,8 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 # From the ground up. What shares a line doesn't import each other, but for the ground itself.
 FLOORS = (
-    "__init__ _kernels errors codes document files hosts install machine served_names openai_client "
-    "json_parts kernel_choice schemas",
+    "__init__ _kernels errors codes document files install machine server_api json_parts "
+    "kernel_choice schemas",
     "model",
     "adapter",
     "experts",

@@ -11,7 +11,7 @@ import click
 from ktbridge.cli._app import TitledOption
 from ktbridge.errors import UsageError
 from ktbridge.serve.request import Limits, ServeRequest
-from ktbridge.served_names import plain_name_warning
+from ktbridge.server_api.served_names import plain_name_warning
 
 if TYPE_CHECKING:
     from ktbridge.serve.local.plan import ServePlan

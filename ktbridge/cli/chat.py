@@ -152,9 +152,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversation:
     """With the engine ``child`` that was started for this chat, or with the server in the options."""
-    from ktbridge.openai_client import OpenAIClient
     from ktbridge.serve.chat import ADAPTER, Conversation, arms_of, default_model
-    from ktbridge.served_names import adapter_name, engine_of, read_models, split_name
+    from ktbridge.server_api.client import OpenAIClient
+    from ktbridge.server_api.served_names import adapter_name, engine_of, read_models, split_name
 
     asked = {name: options[name] for name in ("temperature", "top_p", "max_tokens", "seed")}
     if child is None:

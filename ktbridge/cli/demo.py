@@ -195,12 +195,12 @@ def _make_tiny(directory: Path, shown: StepPrinter) -> None:
 
 def _show_answers(url: str, demo: Demo) -> None:
     """The same prompts to the model without and with the adapter, side by side, before any scoring."""
-    from openai import OpenAI
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown
+    from ktbridge.server_api.client import OpenAIClient
 
-    client = OpenAI(base_url=f"{url.removesuffix('/v1')}/v1", api_key="none", max_retries=0)
+    client = OpenAIClient(url)
     headings = {"base": "base model", "full": "with the adapter"}
     table = Table(title="The same questions, without and with the adapter", title_justify="left")
     for heading in ("prompt", *headings.values()):
@@ -208,14 +208,12 @@ def _show_answers(url: str, demo: Demo) -> None:
     for prompt in SAMPLES[demo.served]:
         answers = []
         for arm in headings:
-            choice = client.chat.completions.create(
-                model=demo.arms[arm],
-                messages=[{"role": "user", "content": prompt}],
-                max_tokens=48,
-                temperature=0,
-            ).choices[0]
-            cut = " …" if choice.finish_reason == "length" else ""
-            answers.append(f"{choice.message.content or ''}{cut}")
+            ends: list[str] = []
+            messages = [{"role": "user", "content": prompt}]
+            pieces = client.chat(
+                demo.arms[arm], messages, ends.append, max_tokens=48, temperature=0
+            )
+            answers.append("".join(pieces) + " …" * ("length" in ends))
         table.add_row(prompt, *map(shown, answers))
     console.print(table)
     console.print(

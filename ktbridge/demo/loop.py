@@ -16,7 +16,7 @@ from ktbridge.errors import UsageError
 from ktbridge.eval import load_bench
 from ktbridge.files import digests
 from ktbridge.files.publish import write_text
-from ktbridge.served_names import adapter_name, base_name
+from ktbridge.server_api.served_names import adapter_name, base_name
 
 from .persona import persona_rows
 

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity, UsageError
-from ktbridge.eval.client import Client
 from ktbridge.eval.results.types import ArmCard, Json
 from ktbridge.files import digests
-from ktbridge.hosts import api_url
-from ktbridge.served_names import (
+from ktbridge.server_api.client import (
+    Client,
+)
+from ktbridge.server_api.hosts import (
+    api_url,
+)
+from ktbridge.server_api.served_names import (
     BASE,
     ModelEntry,
     ServedModel,
@@ -152,7 +156,7 @@ class Listing:
 async def list_models(client: Client) -> Listing:
     """Read a server's list. Raises KtbridgeError if there is none."""
     entries = {str(entry["id"]): entry for entry in await client.models()}
-    applied = await client.applied_adapter(engine_of(entries))
+    applied = await client.applied_adapter(engine_of(entries)) or ""
     return Listing(entries, read_models(entries, applied))
 
 

@@ -38,9 +38,9 @@ from ktbridge.eval.sources import benches_root, last_text, read_source
 from ktbridge.eval.text import is_json, language_of
 from ktbridge.files.records import parse_json_lines
 from ktbridge.files.yamlfile import load_yaml
-from ktbridge.hosts import is_loopback_url
-from ktbridge.openai_client import OTHER_LIMIT
 from ktbridge.schemas import check_fields
+from ktbridge.server_api.hosts import is_loopback_url
+from ktbridge.server_api.replies import OTHER_LIMIT
 
 __all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]
 

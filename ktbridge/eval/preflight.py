@@ -26,8 +26,16 @@ from ktbridge.eval.arms import (
 )
 from ktbridge.eval.asking import build_request, with_limit
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.client import Answer, Client
-from ktbridge.eval.failures import (
+from ktbridge.eval.request import EvalRequest
+from ktbridge.eval.results.types import (
+    ArmCard,
+    Identical,
+)
+from ktbridge.files import digests
+from ktbridge.server_api.client import (
+    Client,
+)
+from ktbridge.server_api.failures import (
     TRANSIENT,
     WHOLE,
     Kind,
@@ -36,13 +44,16 @@ from ktbridge.eval.failures import (
     remedy,
     think_only_remedy,
 )
-from ktbridge.eval.request import EvalRequest
-from ktbridge.eval.results.types import (
-    ArmCard,
-    Identical,
+from ktbridge.server_api.replies import (
+    Answer,
 )
-from ktbridge.files import digests
-from ktbridge.served_names import BASE, adapter_name, bare_adapter, names_adapter, whole_name
+from ktbridge.server_api.served_names import (
+    BASE,
+    adapter_name,
+    bare_adapter,
+    names_adapter,
+    whole_name,
+)
 
 PROBES = 8
 PROBE_TOKENS = 32

@@ -30,13 +30,13 @@ from ktbridge.eval.results.types import (
     Json,
     JudgeOutcome,
     Message,
-    Outcome,
     Positive,
 )
 from ktbridge.eval.text import is_json
 from ktbridge.files import digests, publish
 from ktbridge.files.ledger import LedgerFile, whole_lines, writing
 from ktbridge.schemas import fits
+from ktbridge.server_api.replies import Outcome
 
 RUN = "run.json"
 BENCH = "bench"

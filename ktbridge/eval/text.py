@@ -69,13 +69,14 @@ def language_of(text: str) -> str:
     return "zh" if share is not None and share >= 0.5 else "en"
 
 
-def shorten(text: str, most: int) -> str:
-    """At most ``most`` characters of ``text`` and "…", cut between words if possible."""
-    if len(text) <= most:
-        return text
-    head = text[:most]
-    cut = head.rfind(" ", most - 40)
-    return (head[:cut] if cut > 0 else head).rstrip() + " …"
+# Unicode bidi controls that change the text direction, except those that a right-to-left text needs
+# (200e, 200f, 061c).
+_TURNING = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
+def show_direction(text: str) -> str:
+    """``text`` with bidi controls shown as their code points, so that it reads in storage order."""
+    return _TURNING.sub(lambda one: f"[U+{ord(one[0]):04X}]", text)
 
 
 def shown_lines(text: str, enough: int, width: int = 44) -> int:

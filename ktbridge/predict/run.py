@@ -29,7 +29,7 @@ from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.plan import ServePlan, fingerprints, plan_local
 from ktbridge.serve.local.sampling import SEED_STEP, Delta, Event, Finish, Sampling
 from ktbridge.serve.request import ServeRequest
-from ktbridge.served_names import adapter_name
+from ktbridge.server_api.served_names import adapter_name
 from ktbridge.sft.config import TrainConfig
 
 if TYPE_CHECKING:

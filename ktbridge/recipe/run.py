@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from ktbridge.errors import NOTES_FILE, KtbridgeError
 from ktbridge.files.locks import lock_directory
-from ktbridge.hosts import bind
 from ktbridge.machine import end_with_parent
 from ktbridge.recipe.plan import URL, Step
 from ktbridge.recipe.read import Recipe
@@ -31,6 +30,7 @@ from ktbridge.recipe.state import (
     find_inputs,
     is_unchanged,
 )
+from ktbridge.server_api.hosts import bind
 
 READY = "ready: "
 """The start of the line that `ktbridge serve` prints when every arm has answered."""

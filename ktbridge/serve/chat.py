@@ -17,8 +17,8 @@ from typing import IO
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.machine import end_with_parent
-from ktbridge.openai_client import Message, OpenAIClient, Refused
-from ktbridge.served_names import (
+from ktbridge.server_api.client import Message, OpenAIClient, Refused
+from ktbridge.server_api.served_names import (
     BASE,
     ModelEntry,
     adapters_of,

@@ -22,8 +22,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.openai_client import OpenAIClient, Refused
-from ktbridge.served_names import split_name
+from ktbridge.server_api.client import OpenAIClient, Refused
+from ktbridge.server_api.served_names import split_name
 from ktbridge.verify.references import mean_distance
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ktbridge.adapter.lora_config import half_numbers
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import read_model_config, resolve_model
-from ktbridge.served_names import (
+from ktbridge.server_api.served_names import (
     ModelEntry,
     bare_adapter,
     base_name,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ktbridge.openai_client import Refused
+from ktbridge.server_api.client import Refused
 from ktbridge.verify.logprobs import (
     ENOUGH,
     Asked,

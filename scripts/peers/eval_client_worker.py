@@ -2,7 +2,8 @@
 
 ``way`` of the spec: "eval" is `ktbridge eval`'s own asking loop with all that it does until the report
 (preflight, keys, requests, every answer on disk), "client" its client's requests alone, "openai" requests
-alone through the openai package's AsyncOpenAI, and "lm-eval" is lm-evaluation-harness's client, which stores
+alone through the openai package's AsyncOpenAI, "openai-post" the same by its ``post``, on aiohttp and with
+replies that are read as plain JSON, and "lm-eval" is lm-evaluation-harness's client, which stores
 nothing and runs under an interpreter that has lm_eval[api] and nothing of ours.
 """
 
@@ -96,7 +97,7 @@ class Eval(AskingClient):
 
 class OurRequests(AskingClient):
     def ask_all(self) -> int:
-        from ktbridge.eval.client import Client
+        from ktbridge.server_api.client import Client
 
         async def run() -> int:
             async with Client(f"{self.url}/v1", timeout=60) as client:
@@ -121,6 +122,27 @@ class OpenaiPackage(AskingClient):
                 async def ask(body: dict[str, Any]) -> bool:
                     answer = await client.chat.completions.create(**body)
                     return bool(answer.choices[0].message.content)
+
+                return await self.in_flight(ask)
+
+        return asyncio.run(run())
+
+
+class OpenaiPost(AskingClient):
+    def ask_all(self) -> int:
+        import httpx2
+        import openai
+
+        async def run() -> int:
+            limits = httpx2.Limits(max_connections=1 << 16)
+            http = openai.DefaultAioHttpClient(trust_env=False, limits=limits)
+            settings = {"api_key": "none", "max_retries": 0, "timeout": 60, "http_client": http}
+            async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", **settings) as client:
+
+                async def ask(body: dict[str, Any]) -> bool:
+                    place = "/chat/completions"
+                    reply = await client.post(place, cast_to=httpx2.Response, body=body)
+                    return bool(json.loads(reply.content)["choices"][0]["message"]["content"])
 
                 return await self.in_flight(ask)
 
@@ -159,7 +181,13 @@ class LmEval(AskingClient):
         return sum(map(bool, answers))
 
 
-WAYS = {"eval": Eval, "client": OurRequests, "openai": OpenaiPackage, "lm-eval": LmEval}
+WAYS = {
+    "eval": Eval,
+    "client": OurRequests,
+    "openai": OpenaiPackage,
+    "openai-post": OpenaiPost,
+    "lm-eval": LmEval,
+}
 
 if __name__ == "__main__":
     serve(lambda spec: WAYS[spec["way"]](spec))

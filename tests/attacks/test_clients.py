@@ -16,10 +16,10 @@ import pytest
 from mockserver import answering
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
-from ktbridge.openai_client import OpenAIClient
 from ktbridge.serve.sglang.logs import Pump
+from ktbridge.server_api.client import Client, OpenAIClient
+from ktbridge.server_api.replies import Answer
 
 KEY = "sk-0123456789abcdef"
 DEEP = b"[" * 100_000
@@ -92,7 +92,7 @@ def test_half_a_character_in_an_error_can_be_stored(hostile: str, tmp_path: Path
 
 
 def test_json_that_no_one_can_read_is_a_sentence(hostile: str) -> None:
-    with pytest.raises(KtbridgeError, match="nested too deep"):
+    with pytest.raises(KtbridgeError, match="gave a bad reply: not JSON"):
         OpenAIClient(f"{hostile}/deep/v1").models()
 
 

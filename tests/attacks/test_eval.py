@@ -26,9 +26,10 @@ from readercommands import measured
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval import load_bench, store, write_report
-from ktbridge.eval.client import LONGEST_ANSWER, Client, read_completion
 from ktbridge.eval.scorers import SCORERS, ScorerError, score_task
-from ktbridge.eval.time_limit import time_limit
+from ktbridge.eval.scorers.registry import time_limit
+from ktbridge.server_api.client import Client
+from ktbridge.server_api.replies import LONGEST_ANSWER, read_completion
 
 CHECKS: dict[str, tuple[dict[str, Any], Any]] = {
     "exact": ({}, "x"), "aliases": ({}, ["four", "四"]), "numeric": ({}, 4),

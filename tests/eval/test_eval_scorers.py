@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ktbridge.eval import load_bench
-from ktbridge.eval.client import BadReplyError, read_completion
 from ktbridge.eval.scorers import SCORERS, check_faults, score_task, scorer
 from ktbridge.eval.scorers.numbers import find_answer_number
 from ktbridge.eval.text import sentences
+from ktbridge.server_api.replies import (
+    BadReplyError,
+    read_completion,
+)
 
 NEKO = load_bench("nekobench").persona
 PERSON = {

@@ -335,9 +335,12 @@ def _mutate_request(data: bytes, rng: random.Random) -> bytes:
 
 def _reply(folder: Path) -> Target:
     """What servers answer to eval, verify and chat."""
-    from ktbridge.eval.client import BadReplyError, _read_reply, read_completion
-    from ktbridge.eval.failures import describe_reply
-    from ktbridge.eval.transport import Reply
+    from ktbridge.server_api.replies import (
+        BadReplyError,
+        describe_reply,
+        read_completion,
+        read_object,
+    )
 
     reply = {
         "id": "1", "object": "chat.completion", "model": "m",
@@ -349,7 +352,7 @@ def _reply(folder: Path) -> Target:
     def read(data: bytes) -> str:
         attacks.check_text(describe_reply(500, data))
         try:
-            read_completion(_read_reply(Reply(200, {}, data)))
+            read_completion(read_object(data))
         except BadReplyError as error:
             attacks.check_text(str(error))
             return "refused"

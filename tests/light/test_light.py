@@ -112,23 +112,28 @@ def test_an_evaluation_is_made_and_reported(evaluating: Run, tmp_path: Path) -> 
     assert "<html" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_verify_asks_the_server_before_it_wants_torch(light: Run, models: Path) -> None:
+def test_verify_asks_the_server_before_it_wants_torch(
+    light: Run, evaluating: Run, models: Path
+) -> None:
+    """And whoever has no client of servers is told what has it."""
     server = MockServer()
-    try:
-        done = light(
-            "verify", "--server", server.url, "--model", "other", "--adapter", "raw",
-            "--base-model", "base", cwd=models,
-        )  # fmt: skip
+
+    def verify(run: Run, model: str) -> str:
+        words = ["verify", "--server", server.url, "--model", model, "--adapter", "raw"]
+        done = run(*words, "--base-model", "base", cwd=models)
         assert done.returncode == 1
-        assert "the server does not list 'other'; it lists tiny" in done.stderr
-        done = light(
-            "verify", "--server", server.url, "--model", "tiny:neko", "--adapter", "raw",
-            "--base-model", "base", cwd=models,
-        )  # fmt: skip
+        return done.stderr
+
+    try:
+        assert "the server does not list 'other'; it lists tiny" in verify(evaluating, "other")
+        said = {verify(light, "tiny:neko"), verify(evaluating, "tiny:neko")}
+        chat = light("chat", "--server", server.url, "--model", "tiny")
     finally:
         server.close()
-    assert "error: the Python package " in done.stderr
-    assert "[serve]" in done.stderr
+    for text in said:
+        assert "error: the Python package " in text
+        assert "[serve]" in text
+    assert (chat.returncode, "[eval]" in chat.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("words", [("train",), ("train", "--dry-run"), ("plan",)])

@@ -21,7 +21,7 @@ from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.loading import pack_linears, worth_packing
 from ktbridge.serve.local.sampling import HEAD, Finish, Sampler, Sampling
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
-from ktbridge.served_names import ServedArm
+from ktbridge.server_api.served_names import ServedArm
 
 BASE, EXPERT = ServedArm("s:base", False, None), ServedArm("s", True, None)
 BOTH, OTHER = ServedArm("s:a", True, "a"), ServedArm("s:b", False, "b")

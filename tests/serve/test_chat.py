@@ -85,7 +85,12 @@ def test_what_goes_wrong_is_said_and_counted(chat, server):
         "--base-model starts an engine": ("--model", "tiny", "--base-model", "x"),
         "is not a server's URL": ("--server", "127.0.0.1:8000", "--model", "tiny"),
         "does not list 'tiny:nya'; it offers 'tiny'": (*rest[:2], "--model", "tiny:nya"),
-        "cannot be asked": ("--base-url", "http://127.0.0.1:9/v1", "--model", "tiny"),
+        "does not answer (connection refused)": (
+            "--base-url",
+            "http://127.0.0.1:9/v1",
+            "--model",
+            "tiny",
+        ),
     }
     for words, args in cases.items():
         done = chat(["hi"], *args)

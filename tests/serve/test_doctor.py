@@ -233,6 +233,6 @@ def test_a_package_that_is_too_old_and_an_engine_that_does_not_run(report, tmp_p
     write(info, {"METADATA": "Metadata-Version: 2.1\nName: openai\nVersion: 1.99\n"})
     python = str(tmp_path / "python")
     checks = report("--quick", "--engine-python", python, code=1, PYTHONPATH=str(tmp_path))
-    assert checks["openai"]["found"].startswith("1.99 is too old; ktbridge needs 2.0")
-    assert checks["openai"]["remedy"] == "pip install 'openai>=2.0'"
+    assert checks["openai"]["found"].startswith("1.99 is too old; ktbridge needs 3.0")
+    assert checks["openai"]["remedy"] == "pip install 'openai>=3.0'"
     assert f"{python} does not run" in checks["sglang-kt"]["found"]

@@ -23,7 +23,7 @@ from ktbridge.experts.loading import load_for_kernels, load_mapped
 from ktbridge.experts.tensors import to_torch
 from ktbridge.serve.local.loading import load_engine
 from ktbridge.serve.local.plan import ServePlan
-from ktbridge.served_names import ServedArm
+from ktbridge.server_api.served_names import ServedArm
 from ktbridge.sft import load_raw_adapter
 from ktbridge.verify.reference_model import ReferenceModel
 from ktbridge.verify.verdict import Variant

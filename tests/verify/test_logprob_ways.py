@@ -452,7 +452,7 @@ def test_a_wrong_key_ends_the_search(start) -> None:
         def respond(self, request: dict[str, Any]) -> Any:
             return 401, {}, {"error": {"message": "who are you?"}}
 
-    with pytest.raises(KtbridgeError, match=r"answered 401: who are you\?"):
+    with pytest.raises(KtbridgeError, match=r"answered HTTP 401: who are you\?"):
         start(Locked)
 
 

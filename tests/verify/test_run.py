@@ -212,7 +212,12 @@ def test_adapter_that_goes_nowhere_is_an_error(server, base, make_adapter):
 def test_unavailable_is_never_a_pass(ktbridge, server, servers, base, adapter):
     rest = ("--adapter", str(adapter), "--base-model", str(base))
     cases = {
-        "cannot be asked": ("--base-url", "http://127.0.0.1:9", "--model", "tiny:neko"),
+        "does not answer (connection refused)": (
+            "--base-url",
+            "http://127.0.0.1:9",
+            "--model",
+            "tiny:neko",
+        ),
         "does not list 'tiny:nya'": ("--base-url", server.url, "--model", "tiny:nya"),
         "API key is missing": ("--base-url", servers["zero"].url, "--model", "tiny"),
     }

@@ -12,9 +12,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import VOLATILE
 from ktbridge.eval.asking import Asked, AskingLoop, is_silent, run_until_interrupt
 from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.client import Answer, Client
 from ktbridge.eval.compat import HIGHEST, is_compat
-from ktbridge.eval.failures import remedy, think_only_remedy
 from ktbridge.eval.judge.plan import Judge, JudgeRequest, check_judge, digit_question, plan_judging
 from ktbridge.eval.judge.prompts import VERSION, JsonSchema, ReplyError, ShownAnswer
 from ktbridge.eval.judge.score import JUDGE, named_judge, read_card, read_judgements
@@ -24,7 +22,12 @@ from ktbridge.eval.results.types import (
     Message,
 )
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
-from ktbridge.openai_client import OTHER_LIMIT
+from ktbridge.server_api.client import Client
+from ktbridge.server_api.failures import (
+    remedy,
+    think_only_remedy,
+)
+from ktbridge.server_api.replies import OTHER_LIMIT, Answer
 
 
 @dataclass(frozen=True)

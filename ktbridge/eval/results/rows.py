@@ -16,7 +16,6 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
 from ktbridge.eval.asking import answer_key
 from ktbridge.eval.bench import NO_PERSONA_NAME, Bench, Item
-from ktbridge.eval.client import OUTCOMES
 from ktbridge.eval.results.types import (
     ArmAnswer,
     ArmCard,
@@ -29,6 +28,7 @@ from ktbridge.eval.results.types import (
     Texts,
 )
 from ktbridge.eval.scorers import FAMILIES, ScorerError, measure_texts, score_task
+from ktbridge.eval.scorers.registry import time_limit
 from ktbridge.eval.store import (
     ANSWERS,
     NOT_RUN,
@@ -38,7 +38,9 @@ from ktbridge.eval.store import (
     read_run,
     read_snapshot,
 )
-from ktbridge.eval.time_limit import time_limit
+from ktbridge.server_api.replies import (
+    OUTCOMES,
+)
 
 SCORE_ERROR: Final = "score-error"  # the answer exists, but one of our scorers failed on it
 _MARKS: tuple[Literal["task", "persona"], ...] = ("task", "persona")

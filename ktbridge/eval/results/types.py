@@ -551,4 +551,3 @@ class IndexFile(TypedDict):
 
 
 Document = Results | Index | IndexFile  # what docs/results.schema.json describes
-Outcome = Literal["ok", "empty", "truncated", "think-only", "http-error"]

@@ -10,12 +10,16 @@ from collections.abc import Iterator, Mapping
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
-from ktbridge.eval.failures import AGAIN, remedies, think_only_remedy
 from ktbridge.eval.report.sentences import signed, slice_title
 from ktbridge.eval.results.compare import NULLS, OVERALL
 from ktbridge.eval.results.rows import SCORE_ERROR
 from ktbridge.eval.results.types import Results
 from ktbridge.eval.store import NOT_RUN
+from ktbridge.server_api.failures import (
+    AGAIN,
+    remedies,
+    think_only_remedy,
+)
 
 # Share of an arm's items: fewer ok answers give a warning, fewer than half an error; more failed
 # requests than the rest give an error.

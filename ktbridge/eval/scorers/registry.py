@@ -13,9 +13,13 @@ A check is a mapping ``{"scorer": name, ...parameters}`` in an item of a bench.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from types import FrameType
 from typing import Annotated, NamedTuple, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -26,10 +30,12 @@ from ktbridge.eval.results.types import (
     Json,
 )
 from ktbridge.eval.schema import Text
-from ktbridge.eval.text import shorten
+from ktbridge.server_api.replies import shorten
 
 _LONGEST_REASON = 300  # a reason may quote the answer
 Words = Annotated[Sequence[Text], Field(min_length=1)]
+
+_SECONDS = 2.0  # of a check's patterns
 
 
 class Mark(NamedTuple):
@@ -152,3 +158,26 @@ def score_task(text: str, checks: Sequence[Json], gold: object) -> tuple[float, 
             row["parsed"] = parsed
         rows.append(row)
     return sum(row["mark"] for row in rows) / len(rows), rows
+
+
+@contextmanager
+def time_limit(seconds: float = _SECONDS) -> Iterator[None]:
+    """TimeoutError once the block has taken so many seconds of the process's CPU time.
+
+    For patterns that a bench brings, and that an answer may make exponential. It comes as a signal, which
+    ``re`` looks for while it matches. Only the main thread gets signals: in another one nothing is limited.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it took more than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -25,7 +25,7 @@ from ktbridge.serve.local.schema import (
 )
 from ktbridge.serve.local.service import Service
 from ktbridge.serve.request import Limits
-from ktbridge.served_names import ServedArm
+from ktbridge.server_api.served_names import ServedArm
 
 
 def create_app(

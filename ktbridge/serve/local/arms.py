@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktbridge.experts.modules import experts_modules
-from ktbridge.served_names import ServedArm
+from ktbridge.server_api.served_names import ServedArm
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., Output]

@@ -26,7 +26,7 @@ from ktbridge.serve.local.sampling import (
     TokenLogprob,
     prompt_logprobs,
 )
-from ktbridge.served_names import ServedArm
+from ktbridge.server_api.served_names import ServedArm
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from ktbridge.machine import read_machine
 from ktbridge.serve.local.arms import Mixer
 from ktbridge.serve.local.caches import ATTENTION, batchable, bytes_held, take_rows
 from ktbridge.serve.local.detokenize import Tokens
-from ktbridge.served_names import ServedArm
+from ktbridge.server_api.served_names import ServedArm
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from types import FrameType
 
 import uvicorn
 
-from ktbridge import hosts
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.local.plan import ServePlan, fingerprints
+from ktbridge.server_api import hosts
 
 GRACE_SECONDS = 5  # for what is left after aborting everything
 

@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ktbridge import hosts
 from ktbridge.serve.local.schema import ApiError
+from ktbridge.server_api import hosts
 
 OPEN_PATHS = frozenset({"/health"})
 LINGER_SECONDS = 2.0

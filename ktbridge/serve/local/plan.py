@@ -12,14 +12,19 @@ from ktbridge.adapter import Adapter, validate_adapter
 from ktbridge.adapter.opening import store_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.files import digests
-from ktbridge.hosts import is_loopback
 from ktbridge.install import install_hint, without_kernels
 from ktbridge.kernel_choice import has_bf16_instructions, has_kernels
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.hub import short_name
 from ktbridge.serve.doctor import PACKAGES
 from ktbridge.serve.request import OPTION_OF_LAYOUT, Limits, ServeRequest
-from ktbridge.served_names import ServedArm, check_adapter_name, check_served_name, list_arms
+from ktbridge.server_api.hosts import is_loopback
+from ktbridge.server_api.served_names import (
+    ServedArm,
+    check_adapter_name,
+    check_served_name,
+    list_arms,
+)
 
 
 @dataclass(frozen=True)

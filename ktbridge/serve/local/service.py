@@ -25,7 +25,7 @@ from ktbridge.serve.local.sampling import Sampling
 from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 from ktbridge.serve.request import Limits
-from ktbridge.served_names import ServedArm, base_name, split_name
+from ktbridge.server_api.served_names import ServedArm, base_name, split_name
 
 
 class Service:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktbridge.hosts import url_from_here
 from ktbridge.machine import Machine
 from ktbridge.model import ModelConfig
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Choice, cached
 from ktbridge.serve.sglang.facts import Facts, served_name
-from ktbridge.served_names import names_adapter
+from ktbridge.server_api.hosts import url_from_here
+from ktbridge.server_api.served_names import names_adapter
 
 # --kt-method by the format the checkpoint stores its experts in.
 METHOD_OF = {"bf16": "BF16", "fp8": "FP8", "rawint4": "RAWINT4", "mxfp4": "MXFP4"}

@@ -16,7 +16,6 @@ from pathlib import Path
 from ktbridge.adapter.opening import cache_root
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.sizes import size_text
-from ktbridge.hosts import bind
 from ktbridge.machine import Described, Gpu, Machine, read_gpus, read_machine
 from ktbridge.model import (
     Checkpoint,
@@ -29,6 +28,7 @@ from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Source, read_sources
+from ktbridge.server_api.hosts import bind
 
 LOGGING = "SGLANG_LOGGING_CONFIG_PATH"
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from ktbridge.adapter import validate_adapter
 from ktbridge.adapter.engines import ENGINE
 from ktbridge.errors import Problem, ProblemsError, has_errors
-from ktbridge.hosts import url_from_here
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import convert
 from ktbridge.serve.sglang.facts import Facts
 from ktbridge.serve.sglang.leftovers import place
 from ktbridge.serve.sglang.plan import Plan
 from ktbridge.serve.sglang.supervise import GRACE_SECONDS, Engine, Progress
+from ktbridge.server_api.hosts import url_from_here
 
 # Problems that a conversion fixes: the layout isn't served as it is.
 _LAYOUT = "KTB901"

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
-from ktbridge.hosts import is_loopback
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import (
     Choice,
@@ -46,7 +45,8 @@ from ktbridge.serve.sglang.preflight import (
     unknown_flags,
 )
 from ktbridge.serve.sglang.supervise import Conditions
-from ktbridge.served_names import ServedArm, adapter_name
+from ktbridge.server_api.hosts import is_loopback
+from ktbridge.server_api.served_names import ServedArm, adapter_name
 
 # These read experts as kt-kernel's own converter writes them; the others read the checkpoint.
 _CONVERTED_WEIGHTS = ("AMXBF16", "AMXINT8", "AMXINT4")

@@ -16,12 +16,12 @@ from ktbridge.codes import problem
 from ktbridge.codes.serving import LAUNCH
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.sizes import size_text
-from ktbridge.hosts import is_loopback
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Choice
 from ktbridge.serve.sglang.facts import LOGGING, Facts, served_name
 from ktbridge.serve.sglang.flags import EngineFlag, value_of
-from ktbridge.served_names import BASE
+from ktbridge.server_api.hosts import is_loopback
+from ktbridge.server_api.served_names import BASE
 
 _ROTATED_SINCE = version_order("0.7.0")
 _NOT_ROTATED = "qwen3_moe"

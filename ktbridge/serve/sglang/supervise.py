@@ -20,7 +20,6 @@ from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.machine import end_with_parent
-from ktbridge.openai_client import OpenAIClient
 from ktbridge.serve.processes import (
     MARK,
     adopt_orphans,
@@ -30,6 +29,7 @@ from ktbridge.serve.processes import (
 )
 from ktbridge.serve.sglang.leftovers import Place
 from ktbridge.serve.sglang.logs import Pump, diagnose, readable
+from ktbridge.server_api.client import OpenAIClient
 
 GRACE_SECONDS = 20.0
 # Log lines may still be in the pipe when the server already answers.
@@ -75,8 +75,9 @@ class Progress:
         if not self.healthy:
             self.healthy = client.is_healthy()
         if self.healthy and not self.ready:
-            listed = client.models_in_time()
-            self.listed = None if listed is None else set(listed)
+            self.listed = None
+            with suppress(KtbridgeError):
+                self.listed = set(client.models())
 
     @property
     def missing_layers(self) -> tuple[int, ...]:

@@ -81,10 +81,10 @@ class ServedArm:
 
 
 Variant = Literal["base", "expert", "full", "adapter"]
-"""What a served model is: the base, with its expert LoRA alone, with the whole adapter, with some adapter."""
+"""A served model: the base, with its expert LoRA alone, with the whole adapter, with some adapter."""
 ModelEntry = Mapping[str, object]
 APPLIED_PATHS = {"sglang": ("/server_info", "/get_server_info"), "llamacpp": ("/lora-adapters",)}
-"""Where engines that can apply an adapter to every request tell it, by their name in ``owned_by``."""
+"""Paths at which engines tell which adapter they apply to every request, by their name in ``owned_by``."""
 
 
 @dataclass(frozen=True)
@@ -116,19 +116,6 @@ def applied_adapter(owner: str, document: object) -> str:
         rows = [row for row in document if isinstance(row, Mapping) and row.get("scale")]
         return ", ".join(str(row.get("path", "an adapter")) for row in rows)
     return ""
-
-
-def listed_models(document: object) -> list[ModelEntry]:
-    """The models in a reply of /v1/models: under "data", or the list that some gateways send without it.
-
-    Raises TypeError with the reason if there are none.
-    """
-    listed = document.get("data") if isinstance(document, Mapping) else document
-    if not isinstance(listed, list):
-        raise TypeError("no list of them")
-    if not all(isinstance(one, Mapping) and isinstance(one.get("id"), str) for one in listed):
-        raise TypeError("an entry without an id")
-    return listed
 
 
 def read_models(entries: Mapping[str, ModelEntry], applied: str = "") -> dict[str, ServedModel]:

@@ -3,7 +3,7 @@
 import pytest
 
 from ktbridge.eval.arms import parse_arm
-from ktbridge.hosts import api_url, url_from_here
+from ktbridge.server_api.hosts import api_url, url_from_here
 
 
 @pytest.mark.parametrize(

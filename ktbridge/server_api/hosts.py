@@ -22,7 +22,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_loopback_url(url: str) -> bool:
-    """Whether ``url`` names this machine by itself ("localhost", 127.0.0.0/8, ::1); no name is looked up."""
+    """Return whether ``url`` names this machine by itself: "localhost", 127.0.0.0/8, ::1."""
     try:
         host = urllib.parse.urlsplit(url).hostname or ""
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -1,10 +1,9 @@
-"""The client against a server that speaks whatever bytes it likes."""
+"""The client against servers that send whatever bytes they like; tests/golden has what becomes of them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import json
 import subprocess
 import sys
@@ -12,9 +11,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from mockserver import JsonServer, MockServer
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.client import BadReplyError, Client, read_completion
+from ktbridge.server_api.client import Client, OpenAIClient
 
 BODY = json.dumps(
     {"choices": [{"message": {"content": "好的。"}, "finish_reason": "stop"}]}, ensure_ascii=False
@@ -103,21 +103,10 @@ GOOD = {
     "after-100": b"HTTP/1.1 100 Continue\r\n\r\n" + whole(BODY),
     "closing": whole(BODY, b"connection: close\r\n"),
 }
-BAD = {
-    "not-http": (b"SSH-2.0-OpenSSH_9.6\r\n" + b"x" * 60, "not HTTP"),
-    "endless-head": (b"HTTP/1.1 200 OK\r\n" + b"x-y: " + b"z" * 70_000, "not HTTP"),
-    "half-a-body": (whole(BODY)[:-5], "message body"),
-    "half-a-chunk": (chunked(BODY, 30)[:-9], ""),
-    "nothing": (b"", "without a reply"),
-    "gzip": (whole(gzip.compress(BODY), b"content-encoding: gzip\r\n"), "content-encoding 'gzip'"),
-    "latin-1": (whole(BODY.decode().encode("gb18030")), "not JSON"),
-    "html": (whole(b"<html>gateway</html>"), "not JSON, it begins with '<html>"),
-    "redirect": (whole(b"", b"location: /elsewhere\r\n", b"307 Elsewhere"), "HTTP 307"),
-    "null": (whole(b"null"), "NoneType instead of an object"),
-}
 
 
-def test_replies_in_any_framing_are_read():
+def test_replies_in_any_framing_are_read(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another-server")
     replies = list(GOOD.values())
     ends = [i for i, name in enumerate(GOOD) if name in ("until-the-end", "http-1.0", "closing")]
     answers, seen, faults = ask(replies, end_after=ends)
@@ -129,38 +118,7 @@ def test_replies_in_any_framing_are_read():
     question = {"role": "user", "content": "问题 0"}
     assert seen[0][2] == {"model": "m", "messages": [question], "seed": 0}
     assert seen[0][1].startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
-    assert b"authorization: bearer none" in seen[0][1].lower()
-
-
-def test_a_list_of_models_is_had_or_its_lack_is_explained():
-    listed = whole(json.dumps({"data": [{"id": "模型"}]}).encode())
-
-    async def models(reply):
-        async with (
-            speaking([reply], end_after=[0]) as (url, seen),
-            Client(url, timeout=20, api_key=" key\n") as client,
-        ):
-            try:
-                return await client.models()
-            finally:
-                assert seen[0][1].startswith(b"GET /v1/models HTTP/1.1\r\n")
-                assert b"authorization: bearer key\r\n" in seen[0][1].lower()
-
-    bare = whole(json.dumps([{"id": "模型"}]).encode())  # some gateways' list
-    for reply in (listed, bare):
-        assert asyncio.run(models(reply)) == [{"id": "模型"}]
-    for reply, words, next_step in (
-        (whole(b"{}", status=b"401 No"), "answered HTTP 401", "KTBRIDGE_API_KEY"),
-        (whole(b"{}", status=b"404 No"), "answered HTTP 404", "base URL"),
-        (whole(b"<html>"), "not a list of models", "base URL"),
-        (whole(b'["a"]'), "an entry without an id", "base URL"),
-        (whole(b'{"data": [{}]}'), "not a list of models", "base URL"),
-    ):
-        with pytest.raises(KtbridgeError, match=words) as caught:
-            asyncio.run(models(reply))
-        assert next_step in caught.value.next_step
-    with pytest.raises(KtbridgeError, match="no request can carry"):
-        Client("http://127.0.0.1:9/v1", api_key="schlüssel")
+    assert b"authorization: bearer none\r\n" in seen[0][1].lower()  # not OPENAI_API_KEY's
 
 
 def test_the_openai_package_is_loaded_only_where_it_is_needed():
@@ -170,17 +128,6 @@ import ktbridge.eval, ktbridge.eval.judge
 assert not {"aiohttp", "openai", "jieba", "nltk", "rouge_score", "sacrebleu"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_whatever_else_comes_is_named(name):
-    reply, words = BAD[name]
-    (answer,), _, faults = ask([reply], end_after=[0])
-    assert answer.outcome == "http-error"
-    assert answer.text == ""
-    assert words in answer.detail
-    assert answer.detail
-    assert sum(faults.values()) == 1
 
 
 def test_a_kept_connection_that_the_server_ended_is_replaced():
@@ -201,26 +148,6 @@ def test_bytes_that_nobody_asked_for_answer_nothing():
     assert [one[0] for one in seen] == [1, 2]
 
 
-def test_a_hang_is_timed_out_twice_and_no_more():
-    (answer,), seen, faults = ask([None] * 6, times=1, attempts=6, timeout=0.15)
-    assert (answer.outcome, answer.detail, answer.status) == ("http-error", "timed out", 0)
-    assert len(seen) == 2
-    assert faults == {"timed out": 2}
-
-
-def test_a_storm_of_429_is_waited_out_or_named():
-    busy = whole(b"{}", b"retry-after: 0\r\n", b"429 Too Many Requests")
-    (answer,), seen, faults = ask([busy] * 4 + [whole(BODY)], times=1, attempts=6)
-    assert answer.outcome == "ok"
-    assert faults == {"HTTP 429": 4}
-    (answer,), seen, faults = ask([busy] * 6, times=1, attempts=6)
-    assert (answer.outcome, answer.status) == ("http-error", 429)
-    assert len(seen) == 6
-    never = whole(b"{}", b"retry-after: 86400\r\n", b"429 Too Many Requests")
-    (answer,), seen, _ = ask([never] * 6, times=1, attempts=6)
-    assert len(seen) == 1, "a day is too long to wait"
-
-
 def test_retry_after_is_waited_for(monkeypatch):
     now = [0.0]
 
@@ -228,8 +155,8 @@ def test_retry_after_is_waited_for(monkeypatch):
         now[0] += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
-    monkeypatch.setattr("ktbridge.eval.client.asyncio", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr("ktbridge.eval.client.time", clock)
+    monkeypatch.setattr("ktbridge.server_api.client.asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("ktbridge.server_api.client.time", clock)
     busy = whole(b"{}", b"retry-after: 7\r\n", b"429 Too Many Requests")
     told = []
     (answer,), seen, _ = ask([busy, whole(BODY)], times=1, attempts=2, on_wait=told.append)
@@ -268,51 +195,6 @@ def test_no_more_in_flight_than_wanted_and_a_connection_each():
     asyncio.run(scenario())
 
 
-# --- servers that answer otherwise than most
-
-
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
-        ({"content": "It is 4."}, ("ok", "It is 4.", "")),
-        ({"content": [{"type": "text", "text": "It "}, {"type": "text", "text": "is 4."}]},
-         ("ok", "It is 4.", "")),
-        ({"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
-                      {"type": "text", "text": "It is 4."}]}, ("ok", "It is 4.", "hm")),
-        ({"content": [{"type": "thinking", "thinking": "hm"}]}, ("think-only", "", "hm")),
-        ({"content": None, "reasoning_content": "It is 4."}, ("think-only", "", "It is 4.")),
-        ({"content": "4", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}]},
-         ("ok", "4", "hm")),
-        ({"content": "4", "reasoning": {"text": "hm"}}, ("ok", "4", "hm")),
-        ({"content": None, "refusal": "I won't."}, ("ok", "I won't.", "")),
-        ({"content": "It is 4.<|im_end|>"}, ("ok", "It is 4.", "")),
-        ({"content": "It is 4.</s>\n"}, ("ok", "It is 4.", "")),
-        ({"content": "It is 4.<|im_end|>\n<|endoftext|>"}, ("ok", "It is 4.", "")),
-        ({"content": "<s>5</s>"}, ("ok", "<s>5</s>", "")),
-        ({"content": "<|im_end|>"}, ("empty", "", "")),
-        ({"content": []}, ("empty", "", "")),
-    ],
-)  # fmt: skip
-def test_a_message_in_any_form_is_text_and_thinking(message, expected):
-    answer = read_completion({"choices": [{"message": message, "finish_reason": "stop"}]})
-    assert (answer.outcome, answer.text, answer.thinking) == expected
-    assert ("stop token" in answer.detail) == (
-        "<|im_end|>" in str(message) or "4.</s>" in str(message)
-    )
-
-
-@pytest.mark.parametrize("usage", ["many", [1], 3, {"prompt_tokens": "9"}])
-def test_a_count_that_is_none_costs_no_answer(usage):
-    answer = read_completion({"choices": [{"message": {"content": "4"}}], "usage": usage})
-    assert (answer.outcome, answer.prompt_tokens) == ("ok", None)
-
-
-@pytest.mark.parametrize("content", [42, {"text": "4"}, [{"type": "image_url"}], [7]])
-def test_a_content_that_is_no_text_is_said_to_be_none(content):
-    with pytest.raises(BadReplyError, match=r"no text|not text"):
-        read_completion({"choices": [{"message": {"content": content}}]})
-
-
 def test_a_limit_by_its_other_name_is_asked_for_once():
     said = (
         "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."
@@ -334,3 +216,72 @@ def test_a_limit_by_its_other_name_is_asked_for_once():
     assert sent == [{"model": "m", "messages": [], "max_tokens": 7}, renamed, renamed]
     assert not client.faults
     assert [*client.notes] == ["m takes its limit of tokens as max_completion_tokens"]
+
+
+# --- one request after the other
+
+
+def test_an_address_key_or_proxy_that_is_none_is_said(monkeypatch):
+    for url in ("http://127.0.0.1:abc", "http://[::1", "http://a b/", "http://:1"):
+        with pytest.raises(
+            KtbridgeError, match=r"not a server's URL|cannot be asked|not known|in name"
+        ):
+            OpenAIClient(url, timeout=1).models()
+    for key in ("hush\nhush", "schlüssel-hush"):
+        with pytest.raises(KtbridgeError, match="no request can carry") as caught:
+            OpenAIClient("http://127.0.0.1:9", key)
+        assert "hush" not in str(caught.value)
+    monkeypatch.setenv("all_proxy", "socks4://proxy:9")
+    with pytest.raises(KtbridgeError, match="socks4") as caught:
+        OpenAIClient("http://192.0.2.1", timeout=1).models()
+    assert "ALL_PROXY" in caught.value.next_step
+
+
+def test_this_machine_is_asked_without_the_proxy(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server = MockServer()
+    assert "tiny" in OpenAIClient(server.url, timeout=10).models()
+    with pytest.raises(KtbridgeError, match="no TLS connection"):
+        OpenAIClient(server.url.replace("http:", "https:"), timeout=10).models()
+    server.close()
+
+
+def test_who_has_an_event_loop_may_ask():
+    """As a notebook has."""
+    server = MockServer()
+
+    async def notebook():
+        return OpenAIClient(server.url, timeout=10).models()
+
+    assert "tiny" in asyncio.run(notebook())
+    server.close()
+
+
+class Odd(JsonServer):
+    """Wants ``max_completion_tokens``, and gives its answer in parts, slowly."""
+
+    def respond(self, request):
+        if "max_tokens" in request:
+            return 400, {}, {"error": {"message": "Use 'max_completion_tokens' instead."}}
+        if not request.get("stream"):
+            return 200, {}, {"limit": request["max_completion_tokens"]}
+        thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+        pieces = [[thinking, {"type": "text", "text": "It "}], "is 4."]
+        events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in [*events, {"choices": None}])
+        return 200, {"content-type": "text/event-stream"}, f"{text}data: [DONE]\n\n"
+
+
+def test_a_server_that_wants_another_limit_and_answers_in_parts():
+    server = Odd([{"id": "m"}])
+    client = OpenAIClient(server.url, timeout=10)
+    message = {"role": "user", "content": "2 + 2?"}
+    assert "".join(client.chat("m", [message], max_tokens=7)) == "It is 4."
+    assert client.ask("/completions", {"model": "m", "max_tokens": 7}) == {"limit": 7}
+    answer = client.chat("m", [message])
+    assert next(answer) == "It "
+    answer.close()  # in the middle
+    server.close()

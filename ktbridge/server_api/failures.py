@@ -1,19 +1,29 @@
-"""Failed requests: what the server said, of which kind a failure is, and what to do about it.
+"""Failed requests: of which kind a failure is, who is at fault, what is asked again, and what to do about it.
 
 A kind is read from the status and the detail, which a run stores, so that a report says of a failure what the
-run said. Transient kinds may pass when the same request is sent again; the others never do.
+run said.
+
+| kind | whose fault | asked again |
+| --- | --- | --- |
+| busy, server, silence | the server's, for now | yes, later |
+| key, quota, reply, model, parameter | ours: any other question would fail in the same way | no |
+| length, request | this question's | no |
+| answer | the model's: a reply, but no answer | no |
 """
 
 from __future__ import annotations
 
-import json
+import email.utils
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from ktbridge.eval.results.types import Json
-from ktbridge.eval.text import shorten
-from ktbridge.openai_client import OTHER_LIMIT, refuses_limit
+from ktbridge.server_api.replies import (
+    OTHER_LIMIT,
+    TIMED_OUT,
+    refuses_limit,
+)
 
 Kind = Literal[
     "key", "quota", "reply", "model", "parameter", "length", "request", "answer",
@@ -23,13 +33,10 @@ TRANSIENT: frozenset[Kind] = frozenset({"busy", "server", "silence"})
 WHOLE: frozenset[Kind] = frozenset({"key", "quota", "reply", "model", "parameter"})
 """Kinds that have nothing to do with the question: the next one would fail in the same way."""
 BAD_REPLY = "bad reply: "
-TIMED_OUT = "timed out"
 LONG_WAIT = "; the server wants to be asked again in"
-AGAIN = "run the same command again, which asks only for what is missing"
 KEY = "set KTBRIDGE_API_KEY (a judge's: KTBRIDGE_JUDGE_API_KEY) to the key that it wants"
+AGAIN = "run the same command again, which asks only for what is missing"
 FEWER_TOKENS = "give fewer answer tokens with --max-tokens N, or serve with a larger context"
-# The same request may succeed later: RFC 9110's, and those of proxies and gateways (520 to 524, 529).
-RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
 _REMEDIES: Mapping[Kind, str] = {
     "key": KEY,
     "quota": "add credit or quota to the account of the key in KTBRIDGE_API_KEY (a judge's: "
@@ -38,8 +45,8 @@ _REMEDIES: Mapping[Kind, str] = {
     "length": FEWER_TOKENS,
     "busy": f"give a lower --concurrency and {AGAIN}",
 }
-_SHOWN = 300  # characters of a server's reply
-_LONGEST_ERROR = 100_000  # characters of an error's body that are read as JSON
+# The same request may succeed later: RFC 9110's, and those of proxies and gateways (520 to 524, 529).
+RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529})
 _QUOTA = re.compile(
     r"(?i)insufficient[_ ](?:quota|balance|credits?|funds)|billing[_ ](?:hard[_ ]limit|not[_ ]active)|"
     r"(?:exceeded|out of)[^.]{0,40}\b(?:quota|credits?|budget)|budget[^.]{0,30}exceeded|"
@@ -67,48 +74,6 @@ _NAMED = re.compile(
     r"repetition_penalty|reasoning_effort|enable_thinking|logprobs)\b"
 )
 _NO_FIELD = {"model", "messages", "content", "role", "system", "user", "assistant", "text", "type"}
-
-
-def describe_reply(status: int, body: bytes) -> str:
-    """ "HTTP 400: the prompt has ...": the message of an error's body, else the body's text."""
-    text = body.decode("utf-8", "replace")
-    message, code = _message(text)
-    if status in (402, 403, 429) and code and code not in message:
-        message = f"{message} ({code})" if message else code
-    return f"HTTP {status}" + (f": {shorten(message, _SHOWN)}" if message else "")
-
-
-def _message(text: str) -> tuple[str, str]:
-    """Message and code of a JSON error ({"error": {"message": ...}}, {"message": ...}, {"detail": ...})."""
-    code = ""
-    if len(text) > _LONGEST_ERROR:
-        return " ".join(text[:_LONGEST_ERROR].split()), code
-    try:
-        value: object = json.loads(text)
-        for _ in range(3):
-            if not isinstance(value, dict):
-                break
-            code = next((c for key in ("code", "type") if isinstance(c := value.get(key), str)), "")
-            value = next((value[k] for k in ("error", "message", "detail") if value.get(k)), None)
-        if isinstance(value, str):
-            text = value
-        elif isinstance(value, list):  # FastAPI's list of errors
-            text = "; ".join(filter(None, map(_fault, value))) or text
-    except (ValueError, RecursionError):
-        pass
-    # JSON can name half a character, which can't be stored.
-    words = (" ".join(one.split()).encode("utf-8", "replace").decode() for one in (text, code))
-    return next(words), next(words)
-
-
-def _fault(row: object) -> str:
-    """An error of FastAPI's list, with the request's field that it is about."""
-    if not isinstance(row, dict):
-        return ""
-    place = row.get("loc")
-    field = place[-1] if isinstance(place, list) and len(place) == 2 else None
-    said = str(row.get("msg", ""))
-    return f"{field}: {said}" if isinstance(field, str) and said else said
 
 
 def kind_of(status: int, detail: str) -> Kind:
@@ -149,6 +114,29 @@ def refused_field(detail: str) -> str:
         return ""
     names = ("".join(found) for found in _NAMED.findall(detail))
     return next((name for name in names if name not in _NO_FIELD), "")
+
+
+def name_fault(status: int, detail: str) -> str:
+    """The name under which a failed attempt is counted."""
+    if status >= 400:
+        return f"HTTP {status}"
+    if status:
+        return "bad reply" if BAD_REPLY in detail else "unfinished answer"
+    return "timed out" if detail == TIMED_OUT else "connection"
+
+
+def read_retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that a Retry-After header asks for (RFC 9110, 10.2.3: a number or an HTTP date); 0 for none."""
+    value = headers.get("retry-after", "").strip()
+    if re.fullmatch(r"\d+(?:\.\d+)?", value):
+        return float(value)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError, OverflowError, IndexError):
+        return 0.0
+
+
+# --- what to do about it
 
 
 def remedy(status: int, detail: str, option: str = "--extra-body") -> str:
@@ -195,10 +183,7 @@ def remedies(failed: Iterable[tuple[int, str]]) -> str:
     return "; ".join(dict.fromkeys(remedy(status, detail) for status, detail in failed))
 
 
-# --- answers of nothing but thinking
-
-
-def thinking_is_off(fields: Json) -> bool:
+def thinking_is_off(fields: Mapping[str, object]) -> bool:
     """Return whether ``fields`` of a request switch thinking off, in any of the ways that servers know."""
     template = fields.get("chat_template_kwargs")
     switches = [fields, template] if isinstance(template, Mapping) else [fields]
@@ -213,8 +198,8 @@ def thinking_is_off(fields: Json) -> bool:
     return off or "none" in (effort, fields.get("reasoning_effort"))
 
 
-def think_only_remedy(fields: Json, option: str = "--extra-body") -> str:
-    """What helps where answers are thinking alone, given the ``fields`` that were sent with each request."""
+def think_only_remedy(fields: Mapping[str, object], option: str = "--extra-body") -> str:
+    """The remedy for answers of thinking alone, given the ``fields`` that were sent with each request."""
     if thinking_is_off(fields):
         return (
             "start the server without its reasoning parser: the request switches thinking off, and the "

@@ -3,7 +3,7 @@
 import pytest
 
 from ktbridge.errors import UsageError
-from ktbridge.served_names import (
+from ktbridge.server_api.served_names import (
     ServedArm,
     adapters_of,
     applied_adapter,
