@@ -48,7 +48,7 @@ def check_fields(
         return model.model_validate(named, context=dict(context or {})), []
     except ValidationError as error:
         details = error.errors(include_url=False)
-    fields = model.model_fields
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
     own = [(str(one["loc"][0]), one["type"]) for one in details if len(one["loc"]) == 1]
     missing = sorted(key for key, kind in own if kind == "missing")
     unknown = sorted(key for key, kind in own if kind == "extra_forbidden")

@@ -1,4 +1,4 @@
-"""How `ktbridge run` and `ktbridge demo` show the commands of a recipe while they run."""
+"""Commands of a recipe as `ktbridge run` and `ktbridge demo` show them while they run."""
 
 from __future__ import annotations
 
@@ -7,25 +7,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktbridge.cli._ui import shown
-from ktbridge.recipe import Item, Listener, Serving, Step
+from ktbridge.recipe import RunListener, Step
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+WHY = {
+    "train": "Routed experts on our C++ kernels or the GPU, attention by PEFT, the trainer of trl.",
+    "convert": "What training left becomes the directories that engines load.",
+    "validate": "What an engine would load without complaint and compute wrongly is an error here.",
+    "serve": "An OpenAI-compatible server in a process of its own.",
+    "verify": "Served logprobs against references computed without our kernels: did each half take effect?",
+    "eval": "The same questions with and without the adapter, scored alike.",
+    "report": "Its tables; report.html and results.json have every answer.",
+}
 
-class Shown(Listener):
+
+class StepPrinter(RunListener):
     """Prints a heading, the purpose and the command of each step. ``before``: how many headings precede
     these; ``on_ready(url)`` is called when a server answers."""
 
     def __init__(
         self,
         console: Console,
-        plan: Sequence[Item],
+        plan: Sequence[Step],
         before: int = 0,
         on_ready: Callable[[str], None] | None = None,
     ) -> None:
         self._console, self._number, self._on_ready = console, 0, on_ready
-        self.total = before + count(plan)
+        self.total = before + sum(step.command != "report" for step in plan)
 
     def headline(self, title: str) -> None:
         """The next heading, numbered."""
@@ -35,27 +45,25 @@ class Shown(Listener):
     def note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, soft_wrap=True)
 
-    def begins(self, step: Step, line: str) -> None:
+    def step_started(self, step: Step, line: str) -> None:
         if step.command == "report":
             self._console.rule("[bold]Report", align="left")
         else:
-            self.headline(step.title)
-        self.note(step.why)
+            self.headline(_title(step))
+        self.note(WHY[step.command])
         self._console.print(f"[bold]$[/] {shown(line)}", style="cyan", soft_wrap=True)
 
-    def keeps(self, step: Step, line: str) -> None:
-        self.headline(step.title)
+    def step_kept(self, step: Step, line: str) -> None:
+        self.headline(_title(step))
         self._console.print(f"[bold]#[/] {shown(line)}", style="dim", soft_wrap=True)
         self.note("kept: nothing that it depends on has changed since")
 
-    def ready(self, step: Step, url: str, log: Path) -> None:
+    def server_ready(self, step: Step, url: str, log: Path) -> None:
         self.note(f"ready at {url}; its log is {log.name}")
         if self._on_ready is not None:
             self._on_ready(url)
 
 
-def count(plan: Sequence[Item]) -> int:
-    """The steps of a plan that have a number: all but the report."""
-    items = [len(item.asking) + 1 if isinstance(item, Serving) else 1 for item in plan]
-    report = sum(isinstance(item, Step) and item.command == "report" for item in plan)
-    return sum(items) - report
+def _title(step: Step) -> str:
+    """The command and, in a sweep, the run."""
+    return f"{step.command.capitalize()} {step.run}".rstrip()

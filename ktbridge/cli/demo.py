@@ -13,7 +13,7 @@ import click
 from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
-    from ktbridge.cli._recipe import Shown
+    from ktbridge.cli._recipe import StepPrinter
     from ktbridge.demo.loop import Demo
 
 # By the name that a demo's base is served as. Easy to judge at a glance; the evaluation uses other, not
@@ -61,12 +61,12 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
     and evaluates it. Where the package can't be had, the same on a tiny model. Running it again keeps what is
     finished.
     """
-    from ktbridge.cli._recipe import Shown
+    from ktbridge.cli._recipe import StepPrinter
     from ktbridge.cli._ui import console
     from ktbridge.cli.run import command_options, training_keys
     from ktbridge.demo import loop
     from ktbridge.files.locks import lock_directory
-    from ktbridge.recipe import Runner, make_plan, read_recipe
+    from ktbridge.recipe import Runner, plan_recipe, read_recipe
 
     demo = loop.TINY if tiny else loop.REAL
     if dry_run:
@@ -82,8 +82,8 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
         directory = directory.resolve()
         path = loop.provide_inputs(directory, demo)
         recipe = read_recipe(path, command_options(), training_keys())
-        plan = make_plan(recipe, "local")
-        shown = Shown(console, plan, before=1, on_ready=lambda url: _show_answers(url, demo))
+        plan = plan_recipe(recipe, "local")
+        shown = StepPrinter(console, plan, before=1, on_ready=lambda url: _show_answers(url, demo))
         shown.headline("A base model")
         with lock_directory(directory, "`ktbridge run`"):
             if demo is loop.TINY:
@@ -102,7 +102,7 @@ def _show_plan(demo: Demo) -> None:
     from ktbridge.cli.run import command_options, training_keys
     from ktbridge.demo import loop
     from ktbridge.demo.package import PACKAGE
-    from ktbridge.recipe import Runner, make_plan, read_recipe
+    from ktbridge.recipe import Runner, plan_recipe, read_recipe
 
     if demo is loop.TINY:
         click.echo("# make a tiny base model, pre-trained from a seed, and neko.jsonl")
@@ -114,7 +114,7 @@ def _show_plan(demo: Demo) -> None:
         loop.prepare(Path(made), demo)
         path = loop.provide_inputs(Path(made), demo)
         recipe = read_recipe(path, command_options(), training_keys())
-        for line, _ in Runner(recipe).lines(make_plan(recipe, "local")):
+        for line, _ in Runner(recipe).preview(plan_recipe(recipe, "local")):
             click.echo(f"$ {line}")
 
 
@@ -144,7 +144,7 @@ def _package(demo: Demo, directory: Path) -> tuple[Demo, Path | None]:
         return loop.TINY, None
 
 
-def _make_mixture(directory: Path, wheel: Path | None, shown: Shown) -> None:
+def _make_mixture(directory: Path, wheel: Path | None, shown: StepPrinter) -> None:
     from ktbridge.cli._ui import console, progress_bar
     from ktbridge.demo.base import read_record
     from ktbridge.demo.package import LICENSE_NAME
@@ -169,7 +169,7 @@ def _make_mixture(directory: Path, wheel: Path | None, shown: Shown) -> None:
     console.print("  base/model.safetensors", markup=False)
 
 
-def _make_tiny(directory: Path, shown: Shown) -> None:
+def _make_tiny(directory: Path, shown: StepPrinter) -> None:
     from ktbridge.cli._ui import console, progress_bar
 
     shown.note(

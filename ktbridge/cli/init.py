@@ -43,9 +43,9 @@ def _list(as_json: bool) -> None:
     from rich.table import Table
 
     from ktbridge.cli._ui import console, emit_json, shown
-    from ktbridge.recipe import shelved
+    from ktbridge.recipe import list_recipes
 
-    found = shelved()
+    found = list_recipes()
     if as_json:
         keys = ("name", "teaches", "model", "hardware", "before")
         emit_json([{key: getattr(one, key) for key in keys} for one in found])

@@ -16,8 +16,7 @@ from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
     from ktbridge.errors import ProblemsError
-    from ktbridge.recipe import Comparison, Item, Recipe, Runner
-    from ktbridge.recipe.read import Options
+    from ktbridge.recipe import Comparison, Options, Recipe, Runner, Step
     from ktbridge.sft.config import TrainConfig
 
 PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "output_dir")
@@ -64,19 +63,26 @@ def command(
       ktbridge run nekoqa model_name_or_path=/models/DeepSeek-V2-Lite-Chat
       ktbridge run nekoqa --sweep lora_rank=8,16 --sweep learning_rate=1e-4,2e-4
     """
-    from ktbridge.cli._recipe import Shown
+    from ktbridge.cli._recipe import StepPrinter
     from ktbridge.cli._ui import console, emit_json, stderr
-    from ktbridge.recipe import Runner, cells, compare, make_plan, parse_sweep, read_recipe
+    from ktbridge.recipe import (
+        Runner,
+        compare,
+        expand_sweep,
+        parse_sweep,
+        plan_recipe,
+        read_recipe,
+    )
 
     if "=" in recipe and not Path(recipe).exists():  # an override; the recipe is the one here
         recipe, overrides = "recipe.yaml", (recipe, *overrides)
     trained = training_keys()
     found = read_recipe(recipe, command_options(), trained, list(map(_absolute, overrides)))
     swept = parse_sweep(sweep, trained) or found.sweep
-    runs = cells(swept)
-    plan = make_plan(found, _engine(engine or found.option("serve", "engine", "auto")), runs)
+    runs = expand_sweep(swept)
+    plan = plan_recipe(found, _engine(engine or found.option("serve", "engine", "auto")), runs)
     shown = stderr if as_json else console
-    runner = Runner(found, Shown(shown, plan), output=sys.stderr if as_json else None)
+    runner = Runner(found, StepPrinter(shown, plan), output=sys.stderr if as_json else None)
     configs, wrong = _read_trainings(found, plan)
     for note in scale_notes(configs, swept):
         stderr.print(f"[yellow]warning[/] {note}", markup=True, soft_wrap=True)
@@ -106,7 +112,7 @@ def command(
 
 def _show_end(
     runner: Runner,
-    plan: Sequence[Item],
+    plan: Sequence[Step],
     comparison: Comparison | None,
     runs: int,
     seconds: float,
@@ -136,17 +142,16 @@ def _show_end(
 
 
 def _read_trainings(
-    recipe: Recipe, plan: Sequence[Item]
+    recipe: Recipe, plan: Sequence[Step]
 ) -> tuple[list[TrainConfig], ProblemsError | None]:
     """The configurations of a plan's trainings, read as `ktbridge train` does; and all that is wrong in them.
 
     Overrides are relative to the recipe's directory, in which the commands run.
     """
     from ktbridge.errors import Problem, ProblemsError
-    from ktbridge.recipe import Step
     from ktbridge.sft.config import load_config
 
-    steps = [one for one in plan if isinstance(one, Step) and one.command == "train"]
+    steps = [step for step in plan if step.command == "train"]
     configs, problems, failed = [], dict[Problem, None](), 0
     here = Path.cwd()
     os.chdir(recipe.directory)
@@ -199,10 +204,10 @@ def training_keys() -> list[str]:
 def command_options() -> Options:
     """The options of the commands that a recipe runs."""
     from ktbridge.cli import main
-    from ktbridge.recipe.read import STEPS, Option
+    from ktbridge.recipe.read import COMMANDS, Option
 
     table: dict[str, dict[str, Option]] = {}
-    for name in STEPS:
+    for name in COMMANDS:
         found = main.get_command(click.Context(main), name)
         assert found is not None
         table[name] = {}
@@ -230,13 +235,12 @@ def _engine(name: str) -> str:
     return name
 
 
-def _show(runner: Runner, plan: Sequence[Item], as_json: bool, wrong: ProblemsError | None) -> None:
+def _show(runner: Runner, plan: Sequence[Step], as_json: bool, wrong: ProblemsError | None) -> None:
     """Print the commands; raise ``wrong`` behind them."""
     from ktbridge.cli._ui import emit_json
-    from ktbridge.recipe import Serving
     from ktbridge.recipe.plan import URL
 
-    lines = runner.lines(plan)
+    lines = runner.preview(plan)
     if as_json:
         steps = [{"command": line, "kept": kept} for line, kept in lines]
         problems = [problem.as_dict() for problem in wrong.problems] if wrong else []
@@ -246,18 +250,15 @@ def _show(runner: Runner, plan: Sequence[Item], as_json: bool, wrong: ProblemsEr
     click.echo(f"$ cd {runner.recipe.directory}")
     for line, kept in lines:
         click.echo(f"# kept: {line}" if kept else f"$ {line}")
-    if any(isinstance(item, Serving) for item in plan):
+    if any(step.server for step in plan):
         click.echo(f"# {URL}: the address that `ktbridge serve` prints when it is ready")
     if wrong:
         raise wrong
 
 
-def _results(plan: Sequence[Item]) -> list[str]:
-    from ktbridge.recipe import Step
-
-    steps = [item for item in plan if isinstance(item, Step)]
-    found = [path for step in steps if step.command == "train" for path in step.writes]
-    return found + [f"{step.words[1]}/report.html" for step in steps if step.command == "report"]
+def _results(plan: Sequence[Step]) -> list[str]:
+    found = [path for step in plan if step.command == "train" for path in step.writes]
+    return found + [f"{step.words[1]}/report.html" for step in plan if step.command == "report"]
 
 
 def _print_comparison(comparison: Comparison) -> None:

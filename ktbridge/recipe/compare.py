@@ -12,8 +12,7 @@ from typing import Any
 from ktbridge import __version__
 from ktbridge.files.publish import write_text
 from ktbridge.files.sizes import size_text
-from ktbridge.recipe.plan import EVALUATION, Item, Step
-from ktbridge.recipe.sweep import ROOM, Cell
+from ktbridge.recipe.plan import EVALUATION, ROOM, Cell, Step
 
 _LATE = 10
 """The part of a run's records whose mean is its training loss: one step's loss is noise."""
@@ -46,7 +45,7 @@ class Comparison:
         return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
 
 
-def compare(directory: Path, cells: Sequence[Cell], plan: Sequence[Item]) -> Comparison:
+def compare(directory: Path, cells: Sequence[Cell], plan: Sequence[Step]) -> Comparison:
     """Read what the runs of a sweep left below ``directory``, and write sweep/comparison.json and .md.
 
     Marks and their differences are those of the evaluation's results.json: means with 95 % intervals, and

@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ktbridge.recipe.read import ENGINE_FLAGS, Recipe
-from ktbridge.recipe.sweep import ROOM, Cell
 from ktbridge.served_names import adapter_name, base_name
 
 URL = "URL"
 """Stands in commands for the address of the server that is started for them."""
 EVALUATION = "eval"
 """Where an evaluation is stored unless the recipe has a place."""
+ROOM = "sweep"
+"""The directory, beside the recipe, of a sweep's runs, their evaluation and the comparison."""
 ADAPTERS = ("adapter", "expert-adapter", "nonexpert-adapter", "merged-adapter")
-WHY = {
-    "train": "Routed experts on our C++ kernels or the GPU, attention by PEFT, the trainer of trl.",
-    "convert": "What training left becomes the directories that engines load.",
-    "validate": "What an engine would load without complaint and compute wrongly is an error here.",
-    "serve": "An OpenAI-compatible server in a process of its own.",
-    "verify": "Served logprobs against references computed without our kernels: did each half take effect?",
-    "eval": "The same questions with and without the adapter, scored alike.",
-    "report": "Its tables; report.html and results.json have every answer.",
-}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep: the settings that make it, and the name of its directory and of its arm."""
+
+    name: str
+    settings: Mapping[str, str]
+
+    @property
+    def directory(self) -> str:
+        return f"{ROOM}/{self.name}"
+
+
+def expand_sweep(sweep: Mapping[str, Sequence[str]]) -> list[Cell]:
+    """Return the runs in order, the last key's values changing first; none without a sweep.
+
+    Names are of letters, digits, '.', '_' and '-'; those that would be alike are numbered.
+    """
+    cells: list[Cell] = []
+    names: dict[str, int] = {}
+    for values in itertools.product(*sweep.values()) if sweep else ():
+        settings = dict(zip(sweep, values, strict=True))
+        name = _plain("_".join(f"{key}-{_plain(value)}" for key, value in settings.items()))[:80]
+        names[name] = names.get(name, 0) + 1
+        cells.append(Cell(name if names[name] == 1 else f"{name}-{names[name]}", settings))
+    return cells
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-._")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command. ``words`` follow `ktbridge`; URL among them is the server's address.
+    """One command. ``words`` follow `ktbridge`; URL among them is the address of ``server``.
 
-    ``again`` is added where what the step makes was made by it before. ``writes`` are the directories
-    that it makes, ``evaluation`` one that it adds answers to, ``log`` the file that its tables go to where a
-    later step prints them all.
+    ``overwrite`` is added if the recipe has made the step's outputs before. ``writes`` are the directories
+    that the step makes, or with ``evaluation`` adds answers to; ``log`` is the file that its tables go to if
+    a later step prints them all.
     """
 
     key: str
     words: tuple[str, ...]
-    again: tuple[str, ...] = ()
+    server: Step | None = None
+    overwrite: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    evaluation: str | None = None
+    evaluation: bool = False
     log: str | None = None
 
     @property
@@ -53,229 +79,154 @@ class Step:
         """The name of its run in a sweep; "" elsewhere."""
         return os.path.dirname(self.key).removeprefix(f"{ROOM}/")
 
-    @property
-    def title(self) -> str:
-        """The command and, in a sweep, the run."""
-        return f"{self.command.capitalize()} {self.run}".rstrip()
-
-    @property
-    def why(self) -> str:
-        return WHY[self.command]
-
-    def typed(self, url: str = URL, anew: bool = False) -> list[str]:
-        """The words with the server's address; ``anew``: with those of a step that is made again."""
+    def resolve(self, url: str = URL, anew: bool = False) -> list[str]:
+        """Return the words with the server's address; ``anew``: to replace what the step made before."""
         words = [
-            word.removesuffix(URL) + url if word.endswith(f"@{URL}") else word
+            word.removesuffix(URL) + url if word == URL or word.endswith(f"@{URL}") else word
             for word in self.words
         ]
-        return [url if word == URL else word for word in words] + list(self.again if anew else ())
+        return [*words, *(self.overwrite if anew else ())]
 
-    def line(self, url: str = URL, anew: bool = False) -> str:
-        """The command as it is typed in the recipe's directory."""
-        line = shlex.join(["ktbridge", *self.typed(url, anew)])
+    def format(self, url: str = URL, anew: bool = False) -> str:
+        """Return the command as it is typed in the recipe's directory."""
+        line = shlex.join(["ktbridge", *self.resolve(url, anew)])
         return f"{line} > {shlex.quote(self.log)}" if self.log else line
 
 
-@dataclass(frozen=True)
-class Serving:
-    """A server, and the commands that are run while it answers."""
+def plan_recipe(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list[Step]:
+    """Return a recipe's commands with ``engine`` ("local" or "sglang"), in order; a run for each cell.
 
-    step: Step
-    asking: tuple[Step, ...]
+    Behind a server's step follow those that ask it. The evaluations of a sweep are one, with an arm a run, so
+    that they are paired by item. SGLang-KT applies an adapter's experts to every request: there the base is
+    asked in a launch of its own.
+    """
+    given, local = recipe.steps, engine == "local"
+    output = f"{ROOM}/{EVALUATION}" if cells else recipe.option("eval", "output", EVALUATION)
+    shared = _Run(recipe, None)
+    runs = [_Run(recipe, cell) for cell in cells] or [shared]
+    steps: list[Step] = []
+    for run in runs:
+        settings = dict(recipe.settings)
+        if run.cell:
+            settings |= {**run.cell.settings, "output_dir": run.raw}
+        words = ("train", recipe.config, *(f"{key}={value}" for key, value in settings.items()))
+        again = ("overwrite_output_dir=true",)
+        steps.append(Step(run.key("train"), words, None, again, (run.raw,)))
+        if "convert" in given:
+            words = run.words("convert", run.raw, more=run.converted)
+            overwrite = () if "--overwrite" in words else ("--overwrite",)
+            writes = tuple(run.outputs.values())[1:]
+            steps.append(Step(run.key("convert"), words, None, overwrite, writes))
+        if "validate" in given:
+            directories = (run.raw, *run.converted.values())
+            words = run.words("validate", *directories, more={"base-model": run.base})
+            steps.append(Step(run.key("validate"), words))
+        if given.keys() & {"verify", "eval"}:
+            steps.append(server := run.serve("serve", engine, run.adapters()))
+        if "verify" in given:
+            more = {"server": URL, "model": run.adapter, "adapter": run.raw, "base-model": run.base}
+            steps.append(Step(run.key("verify"), run.words("verify", more=more), server))
+        if "eval" in given:
+            arms = (
+                {run.cell.name: run.adapter} if run.cell else {} if local else {"full": run.adapter}
+            )
+            if local and run.cell and run is runs[0]:
+                arms = {"base": base_name(run.served), **arms}
+            # The last evaluation prints the tables of all.
+            log = None if local and run is runs[-1] else run.key("eval.log")
+            steps.append(run.evaluate("eval", server, arms, output, log))
+    if "eval" in given and not local:
+        steps.append(server := shared.serve("serve-base", engine, {}, without=ADAPTERS))
+        steps.append(shared.evaluate("eval-base", server, {"base": shared.served}, output, None))
+    if "eval" in given:
+        steps.append(Step("report", shared.words("report", output)))
+    return steps
 
 
-Item = Step | Serving
-
-
-@dataclass
 class _Run:
-    """The words of one run's commands: of the recipe as it is, or of one cell of a sweep."""
+    """Names and places of one run: of the recipe as it is, or of one cell of a sweep.
 
-    recipe: Recipe
-    engine: str
-    cell: Cell | None
-    outputs: list[str] = field(default_factory=list)
+    ``outputs`` has each output of the recipe, and its place in this run.
+    """
 
-    def __post_init__(self) -> None:
-        self.raw = self.place(_output(self.recipe))
-        self.base = _base(self.recipe)
-        named = self.recipe.option("serve", "served-model-name")
-        self.served = named or os.path.basename(self.base.rstrip("/"))
-        given = self.recipe.steps["serve"] or {}
-        names = [
-            value.split("=", 1)[0]
-            for key in ADAPTERS
-            for value in given.get(key, ())
-            if "=" in value
-        ]
-        self.adapter = adapter_name(self.served, (*names, self.recipe.name)[0])
+    def __init__(self, recipe: Recipe, cell: Cell | None) -> None:
+        self.recipe, self.cell = recipe, cell
+        raw, self.base = recipe.output, recipe.base
+        given = recipe.steps.get("convert", {})
+        converted = {key: values[0] for key, values in given.items() if key.endswith("output-dir")}
+        if "convert" in recipe.steps and not converted and "output" not in given:
+            converted = {"merged-output-dir": f"{raw}-merged"}
+        paths = (raw, *converted.values(), *given.get("output", ()))
+        self.outputs = {path: self._place(path) for path in paths}
+        self.raw = self.outputs[raw]
+        self.converted = {key: self.outputs[path] for key, path in converted.items()}
+        served = recipe.option("serve", "served-model-name")
+        self.served = served or os.path.basename(self.base.rstrip("/"))
+        given = recipe.steps.get("serve", {})
+        named = [value for key in ADAPTERS for value in given.get(key, ()) if "=" in value]
+        self.name = (*named, recipe.name)[0].split("=", 1)[0]
+        self.adapter = adapter_name(self.served, self.name)
 
-    def place(self, path: str) -> str:
-        """Return where an output of the recipe is: in a sweep, in the run's own directory."""
-        self.outputs.append(path)
+    def _place(self, path: str) -> str:
         if self.cell is None:
             return path
         inner = os.path.basename(path) if path.startswith(("/", "..")) else path
         return f"{self.cell.directory}/{inner}"
 
-    def moved(self, value: str) -> str:
-        """A value that is an output of the recipe, or NAME= and one, as :meth:`place` has it."""
-        name, sign, path = value.rpartition("=")
-        return f"{name}{sign}{self.place(path)}" if path in self.outputs else value
+    def key(self, name: str) -> str:
+        return f"{self.cell.directory}/{name}" if self.cell else name
 
-    def key(self, command: str) -> str:
-        return f"{self.cell.directory}/{command}" if self.cell else command
+    def words(
+        self,
+        command: str,
+        *arguments: str,
+        more: Mapping[str, str] | None = None,
+        without: Sequence[str] = (),
+    ) -> tuple[str, ...]:
+        """Return a command with the recipe's options but ``without``, and ``more`` where it has none.
 
-    def options(
-        self, command: str, more: Mapping[str, Sequence[str]], without: Sequence[str] = ()
-    ) -> list[str]:
-        """The options of a command as words: the recipe's but ``without``, and ``more`` where it has none."""
-        given = self.recipe.steps[command] or {}
-        merged = {
-            key: tuple(map(self.moved, values))
-            for key, values in given.items()
-            if key not in without
-        }
-        merged |= {key: tuple(values) for key, values in more.items() if key not in merged}
-        flags = merged.pop(ENGINE_FLAGS, ())
-        words = []
-        for key, values in merged.items():
-            words += [word for value in values for word in (f"--{key}", value)] or [f"--{key}"]
-        return [*words, "--", *flags] if flags else words
+        A value that is an output of the recipe, or NAME= and one, is in the run's own place.
+        """
+        options: dict[str, Sequence[str]] = {}
+        for key, values in self.recipe.steps.get(command, {}).items():
+            if key not in without:
+                parts = [value.rpartition("=") for value in values]
+                options[key] = [
+                    name + sign + self.outputs.get(path, path) for name, sign, path in parts
+                ]
+        options |= {key: [value] for key, value in (more or {}).items() if key not in options}
+        flags = options.pop(ENGINE_FLAGS, ())
+        words = [command, *arguments]
+        for key, typed in options.items():
+            words += [word for value in typed for word in (f"--{key}", value)] or [f"--{key}"]
+        return (*words, "--", *flags) if flags else tuple(words)
 
-    def train(self) -> Step:
-        settings = dict(self.recipe.settings)
-        if self.cell:
-            settings |= {**self.cell.settings, "output_dir": self.raw}
-        words = (
-            "train",
-            self.recipe.config,
-            *(f"{key}={value}" for key, value in settings.items()),
-        )
-        again = ("overwrite_output_dir=true",)
-        return Step(self.key("train"), words, again, writes=(self.raw,))
-
-    def converted(self) -> dict[str, str]:
-        """The outputs of the conversion by option; without any the merged directory."""
-        given = self.recipe.steps["convert"]
-        if given is None:
+    def adapters(self) -> dict[str, str]:
+        """Return what to serve unless the recipe says: the converted adapter, or training's own."""
+        made = self.converted
+        if self.recipe.steps.get("serve", {}).keys() & {*ADAPTERS}:
             return {}
-        found = {key: values[0] for key, values in given.items() if key.endswith("output-dir")}
-        if not found and "output" not in given:
-            found = {"merged-output-dir": f"{_output(self.recipe)}-merged"}
-        return {key: self.place(path) for key, path in found.items()}
+        if "merged-output-dir" in made:
+            return {"merged-adapter": f"{self.name}={made['merged-output-dir']}"}
+        if {"expert-output-dir", "nonexpert-output-dir"} <= made.keys():
+            nonexpert = f"{self.name}={made['nonexpert-output-dir']}"
+            return {"expert-adapter": made["expert-output-dir"], "nonexpert-adapter": nonexpert}
+        return {"adapter": f"{self.name}={self.raw}"}
 
-    def convert(self) -> Step:
-        outputs = {key: (path,) for key, path in self.converted().items()}
-        words = self.options("convert", outputs)
-        again = () if "--overwrite" in words else ("--overwrite",)
-        other = self.recipe.option("convert", "output")
-        writes = [*(path for (path,) in outputs.values()), *([self.place(other)] if other else [])]
-        return Step(self.key("convert"), ("convert", self.raw, *words), again, tuple(writes))
-
-    def validate(self) -> Step:
-        words = self.options("validate", {"base-model": (self.base,)})
-        return Step(
-            self.key("validate"), ("validate", self.raw, *self.converted().values(), *words)
-        )
-
-    def serve(self) -> Step:
-        given, outputs = self.recipe.steps["serve"] or {}, self.converted()
-        name, more = self.adapter.partition(":")[2], {}
-        if not any(key in given for key in ADAPTERS):
-            if "merged-output-dir" in outputs:
-                more = {"merged-adapter": [f"{name}={outputs['merged-output-dir']}"]}
-            elif {"expert-output-dir", "nonexpert-output-dir"} <= outputs.keys():
-                more["expert-adapter"] = [outputs["expert-output-dir"]]
-                more["nonexpert-adapter"] = [f"{name}={outputs['nonexpert-output-dir']}"]
-            else:
-                more = {"adapter": [f"{name}={self.raw}"]}
-        return self._serve("serve", more)
-
-    def serve_base(self) -> Step:
-        """The base alone, for engines that apply the adapter's experts to every request."""
-        return self._serve("serve-base", {}, without=ADAPTERS)
-
-    def _serve(
-        self, key: str, more: Mapping[str, Sequence[str]], without: Sequence[str] = ()
+    def serve(
+        self, key: str, engine: str, adapters: Mapping[str, str], without: Sequence[str] = ()
     ) -> Step:
-        usual = {"base-model": [self.base], **more, "served-model-name": [self.served]}
-        usual |= {"engine": [self.engine], "port": ["0"]}
-        words = self.options("serve", usual, (*without, "engine"))
-        return Step(self.key(key), ("serve", *words))
+        more = {"base-model": self.base, **adapters, "served-model-name": self.served}
+        more |= {"engine": engine, "port": "0"}
+        return Step(self.key(key), self.words("serve", more=more, without=("engine", *without)))
 
-    def verify(self) -> Step:
-        more = {
-            "server": [URL],
-            "model": [self.adapter],
-            "adapter": [self.raw],
-            "base-model": [self.base],
-        }
-        return Step(self.key("verify"), ("verify", *self.options("verify", more)))
-
-    def eval(self, key: str, arms: Mapping[str, str], output: str, log: str | None) -> Step:
-        """One evaluation of ``arms`` (name -> model); without any, of all that the server has."""
-        asked = {"arm": [f"{name}={model}@{URL}" for name, model in arms.items()]}
-        more = {**(asked if arms else {"server": [URL]}), "output": [output]}
-        words = ("eval", *self.options("eval", more, ["output"]))
-        return Step(self.key(key), words, evaluation=output, log=log)
-
-
-def make_plan(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list[Item]:
-    """The commands of a recipe with ``engine`` ("local" or "sglang"), in order; a run for each of ``cells``.
-
-    The evaluations of a sweep are one, with an arm a run, so that they are paired by item. SGLang-KT applies
-    an adapter's experts to every request: there the base is asked in a launch of its own.
-    """
-    items: list[Item] = []
-    asked = recipe.steps["eval"] is not None
-    output = f"{ROOM}/{EVALUATION}" if cells else recipe.option("eval", "output", EVALUATION)
-    each: Sequence[Cell | None] = cells or [None]
-    runs = [_Run(recipe, engine, cell) for cell in each]
-    for number, run in enumerate(runs):
-        items.append(run.train())
-        if recipe.steps["convert"] is not None:
-            items.append(run.convert())
-        if recipe.steps["validate"] is not None:
-            items.append(run.validate())
-        asking = [run.verify()] if recipe.steps["verify"] is not None else []
-        if asked:
-            last = number == len(runs) - 1 and engine == "local"
-            log = None if last else run.key("eval.log")
-            asking.append(run.eval("eval", _arms(run, engine, number == 0), output, log))
-        if recipe.steps["serve"] is not None and asking:
-            items.append(Serving(run.serve(), tuple(asking)))
-    if asked and engine != "local":
-        base = _Run(recipe, engine, None)
-        arm = base.eval("eval-base", {"base": base.served}, output, None)
-        items.append(Serving(base.serve_base(), (arm,)))
-    if asked:
-        words = _Run(recipe, engine, None).options("report", {})
-        items.append(Step("report", ("report", output, *words)))
-    return items
-
-
-def _arms(run: _Run, engine: str, first: bool) -> dict[str, str]:
-    """Return what to ask of a run's server, by arm; {} for every arm that it has."""
-    if run.cell is None:
-        return {} if engine == "local" else {"full": run.adapter}
-    base = {"base": base_name(run.served)} if first and engine == "local" else {}
-    return {**base, run.cell.name: run.adapter}
-
-
-def _beside_config(recipe: Recipe, key: str, value: str) -> str:
-    """A path of the training configuration, relative to the recipe; overrides are so already."""
-    if key in recipe.settings:
-        return value
-    return os.path.normpath(os.path.join(os.path.dirname(recipe.config), value))
-
-
-def _output(recipe: Recipe) -> str:
-    return _beside_config(recipe, "output_dir", str(recipe.training.get("output_dir", "adapter")))
-
-
-def _base(recipe: Recipe) -> str:
-    """The base model as commands name it: a path if there is one, else what the configuration has."""
-    name = str(recipe.training.get("model_name_or_path", ""))
-    path = _beside_config(recipe, "model_name_or_path", name)
-    return path if (recipe.directory / path).exists() else name
+    def evaluate(
+        self, key: str, server: Step, arms: Mapping[str, str], output: str, log: str | None
+    ) -> Step:
+        """Evaluate ``arms`` (name -> model); without any, all that the server has."""
+        asked = [
+            word for name, model in arms.items() for word in ("--arm", f"{name}={model}@{URL}")
+        ]
+        words = self.words("eval", without=["output"])
+        words = (*words, *(asked or ("--server", URL)), "--output", output)
+        return Step(self.key(key), words, server, (), (output,), True, log)

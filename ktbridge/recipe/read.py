@@ -1,27 +1,28 @@
-"""Read recipe.yaml: few keys, the commands' options as they are typed, everything wrong reported at once."""
+"""Read recipe.yaml: few keys, the commands' options as they are typed, all problems reported at once."""
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from ktbridge.codes import Problems, problem
-from ktbridge.errors import Problem, UsageError, did_you_mean
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+
+from ktbridge.codes import Problems
+from ktbridge.errors import UsageError, did_you_mean
 from ktbridge.files.yamlfile import read_yaml, shown
+from ktbridge.schemas import Refusal, check_fields
 
-STEPS = ("convert", "validate", "serve", "verify", "eval", "report")
+RECIPE = "recipe.yaml"
+COMMANDS = ("convert", "validate", "serve", "verify", "eval", "report")
 """The commands behind `train`, in order; each is a key whose value is that command's options."""
-ABOUT = ("teaches", "hardware", "before")
-"""Keys for people: one line each, and the commands to type before `ktbridge run`."""
-KEYS = (*ABOUT, "name", "train", *STEPS, "sweep")
 CONFIG = "config"
 """The key below ``train`` that names the training configuration; the others override its keys."""
 ENGINE_FLAGS = "engine-flags"
 """The key below ``serve`` with what `ktbridge serve` takes after --."""
-_OWN = {
+_DECIDED = {
     "server": "the address is that of the server which the recipe starts",
     "arm": "the arms are those of the server which the recipe starts",
     "model": "the name is that of the adapter which the recipe serves",
@@ -33,7 +34,8 @@ _OWN = {
     "resume": "every step goes on by itself",
 }
 """Options that `ktbridge run` sets, or that make no sense in a file."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FIXED = ("output_dir", "model_name_or_path", "overwrite_output_dir", "resume_from_checkpoint")
+"""Training keys that a sweep doesn't vary: its runs have one base, and directories of their own."""
 
 
 class Option(NamedTuple):
@@ -50,13 +52,75 @@ Given = Mapping[str, tuple[str, ...]]
 """Option -> its values as typed; a flag has none."""
 
 
+def _check_twice(values: list[str]) -> list[str]:
+    if len({*values}) < len(values):
+        raise Refusal("a value that stands twice", "different values")
+    return values
+
+
+_Typed = Annotated[Annotated[str, Field(min_length=1)] | int | float, AfterValidator(str)]
+"""A value as it is typed."""
+_Values = Annotated[
+    list[_Typed],
+    BeforeValidator(lambda value: value if isinstance(value, list) else [value]),
+    Field(min_length=1, description="a value, or a list of values"),
+]
+_Value = Annotated[_Values, Field(max_length=1, description="one value")]
+_Flag = Annotated[bool, Field(description="true or false")]
+_Setting = Annotated[
+    Annotated[bool, AfterValidator(lambda value: str(value).lower())]
+    | _Typed
+    | Annotated[list[_Typed], Field(min_length=1), AfterValidator(",".join)],
+    Field(description="one value, or a list of texts"),
+]
+"""A value of the training configuration as it is typed behind key=."""
+_Swept = Annotated[
+    list[_Setting],
+    Field(min_length=1, description="a list of values"),
+    AfterValidator(_check_twice),
+]
+_Command = Annotated[
+    dict[object, object] | bool | None,
+    Field(description="options of the command, or false to leave it out"),
+]
+_STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), regex_engine="python-re")
+
+
+class RecipeFile(BaseModel):
+    """The keys of recipe.yaml; what may stand below a command are the options of that command.
+
+    The first three are for people: a line each, and the commands to type before `ktbridge run`.
+    """
+
+    model_config = _STRICT
+
+    teaches: object = None
+    hardware: object = None
+    before: object = None
+    name: str = Field(
+        "tuned",
+        pattern=r"\A(?!base\Z)[A-Za-z0-9][A-Za-z0-9._-]*\Z",
+        description="letters, digits, '.', '_' and '-', and not base",
+    )
+    train: object = None
+    convert: _Command = None
+    validate_: _Command = Field(None, alias="validate")  # pydantic has a method of this name
+    serve: _Command = None
+    verify: _Command = None
+    eval: _Command = None
+    report: _Command = None
+    sweep: dict[object, object] | None = Field(
+        None, description="keys of the training configuration, each with a list of values"
+    )
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A recipe.yaml as read. Paths are as written: relative to ``directory``, where all commands run.
 
     ``settings`` override keys of the training configuration ``config``; ``training`` has its keys with
-    these. ``steps`` has the options of each command, None for one that is left out; ``name`` is what the
-    adapter is served as.
+    these. ``steps`` has the options of each command that isn't left out; ``name`` is what the adapter is
+    served as.
     """
 
     path: Path
@@ -64,16 +128,35 @@ class Recipe:
     name: str
     settings: Mapping[str, str]
     training: Mapping[str, object]
-    steps: Mapping[str, Given | None]
-    sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    steps: Mapping[str, Given]
+    sweep: Mapping[str, tuple[str, ...]]
 
     @property
     def directory(self) -> Path:
         return self.path.parent
 
+    @property
+    def output(self) -> str:
+        """The directory that training writes."""
+        return self._path_of("output_dir", "adapter")
+
+    @property
+    def base(self) -> str:
+        """The base model as commands name it: a path if there is one, else what the configuration has."""
+        path = self._path_of("model_name_or_path", "")
+        here = (self.directory / path).exists()
+        return path if here else str(self.training.get("model_name_or_path", ""))
+
+    def _path_of(self, key: str, default: str) -> str:
+        """Return a path of the training configuration, relative to the recipe as overrides are."""
+        value = str(self.training.get(key, default))
+        if key in self.settings:
+            return value
+        return os.path.normpath(os.path.join(os.path.dirname(self.config), value))
+
     def option(self, command: str, name: str, default: str = "") -> str:
-        """The last value of an option, or ``default``."""
-        return (*(self.steps.get(command) or {}).get(name, ()), default)[0]
+        """Return the first value of an option, or ``default``."""
+        return (*self.steps.get(command, {}).get(name, ()), default)[0]
 
 
 def read_recipe(
@@ -87,193 +170,149 @@ def read_recipe(
     """
     path = Path(path)
     if path.is_dir():
-        path /= "recipe.yaml"
+        path /= RECIPE
     if not path.is_file():
         raise UsageError(
             f"there is no recipe {str(path)!r}.", "`ktbridge init` lists recipes and copies one."
         )
-    reader = _Reader(path.resolve(), options)
-    recipe = reader.recipe(read_yaml(path), trained, settings)
-    reader.problems.raise_if_any("the recipe has {count}; nothing was started.")
-    return recipe
+    problems = _Problems(path.name, "KTR002")
+    values = _named(read_yaml(path))
+    keys = ("teaches", "hardware", "before", "name", "train", *COMMANDS, "sweep")
+    head = problems.check(RecipeFile, values, "", keys)
+    config, own = problems.read_train(values.get("train"), trained)
+    for text in settings:
+        key, sign, own[key] = text.partition("=")
+        if not sign or not key:
+            step = "Write key=value, as in lora_rank=16."
+            raise UsageError(f"{text!r} is not an override.", step)
+    file = path.resolve().parent / config
+    if config and not file.is_file():
+        found = f"there is no {config} in {file.parent}"
+        problems.error("train", found, "a file", None, "KTR004")
+    training = _named(read_yaml(file)) if config and file.is_file() else {}
+    steps = {
+        command: problems.read_options(command, values.get(command), options[command])
+        for command in COMMANDS
+        if values.get(command) is not False
+    }
+    if "eval" in steps and not steps["eval"].keys() & {"bench", "compat"}:
+        step = "Write `eval: {bench: NAME}`, or `eval: false`."
+        problems.error("eval: bench", "missing", "a bench", step, "KTR003")
+    if "serve" not in steps and steps.keys() & {"verify", "eval"}:
+        step = "Leave `serve: false` out, or write verify: false and eval: false as well."
+        problems.error("serve", "false", "a server, which verify and eval ask", step)
+    sweep = problems.read_sweep(values.get("sweep"), trained, "sweep: ")
+    problems.raise_if_any("the recipe has {count}; nothing was started.")
+    name = head.get("name", "tuned")
+    return Recipe(path.resolve(), config, name, own, {**training, **own}, steps, sweep)
 
 
-def near(key: str, known: Iterable[str]) -> str:
+def parse_sweep(texts: Sequence[str], trained: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Read KEY=VALUE,VALUE options as a mapping; datasets that are mixed are joined by +.
+
+    Raises UsageError for another form, ProblemsError for keys that can't be varied.
+    """
+    sweep: dict[str, list[str]] = {}
+    for text in texts:
+        key, sign, values = text.partition("=")
+        parts = [part.strip() for part in values.split(",")]
+        if not sign or not key or not all(parts) or key in sweep:
+            raise UsageError(
+                f"--sweep {text!r} is not KEY=VALUE,VALUE, each key once.",
+                "Write --sweep lora_rank=8,16; --sweep dataset=neko,neko+general mixes two datasets.",
+            )
+        if key == "dataset":
+            parts = [part.replace("+", ",") for part in parts]
+        sweep[key] = parts
+    problems = _Problems("--sweep", "KTR002")
+    checked = problems.read_sweep(sweep, trained)
+    problems.raise_if_any("the sweep can't be run; nothing was started.")
+    return checked
+
+
+def suggest_key(key: str, known: Iterable[str]) -> str:
     """Return what to write instead of an unknown key."""
     known = list(known)
     return did_you_mean(key, known) or f"Known: {', '.join(known)}."
 
 
-class _Reader:
-    """One recipe.yaml; what is wrong with it is added to ``problems``."""
+def _named(block: object) -> dict[str, object]:
+    """Return a block's keys as texts; {} for what isn't a block."""
+    return {str(key): value for key, value in block.items()} if isinstance(block, dict) else {}
 
-    def __init__(self, path: Path, options: Options) -> None:
-        self._path, self._options = path, options
-        self.problems = Problems()
 
-    def wrong(
-        self, code: str, key: str, found: str, expected: str = "", step: str | None = None
-    ) -> None:
-        self.problems.append(problem(code, f"{self._path.name}: {key}", found, expected, step))
+def _model(kinds: Mapping[str, object]) -> type[BaseModel]:
+    fields: dict[str, Any] = {key: (kind, None) for key, kind in kinds.items()}
+    return create_model("Block", __config__=_STRICT, **fields)
 
-    def recipe(
-        self, values: Mapping[object, object], trained: Collection[str], settings: Sequence[str]
-    ) -> Recipe:
-        keys = {str(key): value for key, value in values.items()}
-        for key in keys.keys() - set(KEYS):
-            self.wrong("KTR001", key, "unknown key", "", near(key, KEYS))
-        name = keys.get("name", "tuned")
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "base":
-            expected = "letters, digits, '.', '_' and '-', and not base"
-            self.wrong("KTR002", "name", shown(name), expected)
-            name = "tuned"
-        config, own = self._train(keys.get("train"), trained)
-        own |= dict(_setting(text) for text in settings)
-        training = self._training(config)
-        steps = {step: self._step(step, keys.get(step)) for step in STEPS}
-        asked = steps["eval"]
-        if asked is not None and not asked.keys() & {"bench", "compat"}:
-            step = "Write `eval: {bench: NAME}`, or `eval: false`."
-            self.wrong("KTR003", "eval: bench", "missing", "a bench", step)
-        if steps["serve"] is None and (steps["verify"] is not None or asked is not None):
-            step = "Leave `serve: false` out, or write verify: false and eval: false as well."
-            self.wrong("KTR002", "serve", "false", "a server, which verify and eval ask", step)
-        sweep = self._sweep(keys.get("sweep"), trained)
-        return Recipe(self._path, config, name, own, {**training, **own}, steps, sweep)
 
-    def _train(self, value: object, trained: Collection[str]) -> tuple[str, dict[str, str]]:
-        """The training configuration's path, and what overrides its keys."""
-        values = {CONFIG: value} if isinstance(value, str) else value
-        if not isinstance(values, Mapping) or not isinstance(values.get(CONFIG), str):
+class _Problems(Problems):
+    """What is wrong with the blocks of a recipe that are read by it."""
+
+    def check(
+        self, model: type[BaseModel], values: Mapping[str, object], place: str, known: Iterable[str]
+    ) -> dict[str, Any]:
+        """Return a block's values as ``model`` has them, in their order; None for all if one is wrong.
+
+        Unknown keys and wrong values aren't among them; ``known`` are the keys to suggest.
+        """
+        parsed, faults = check_fields(model, values)
+        for key, kind, _, expected in faults:
+            if kind == "unknown":
+                self.error(place + key, "unknown key", "", suggest_key(key, known), "KTR001")
+            else:
+                self.error(place + key, shown(values[key]), expected, None)
+        wrong = {fault.key for fault in faults}
+        return {key: getattr(parsed, key, None) for key in values if key not in wrong}
+
+    def read_train(self, value: object, trained: Collection[str]) -> tuple[str, dict[str, str]]:
+        """Return the training configuration's path, and what overrides its keys."""
+        block = _named({CONFIG: value} if isinstance(value, str) else value)
+        config = block.pop(CONFIG, None)
+        if not isinstance(config, str):
             found = "missing" if value is None else shown(value)
-            self.wrong("KTR003", "train", found, "the training configuration's file")
+            self.error("train", found, "the training configuration's file", None, "KTR003")
             return "", {}
-        own = {}
-        for key, each in values.items():
-            if key == CONFIG:
+        model = _model({key: _Setting for key in block if key in trained})
+        return config, self.check(model, block, "train: ", trained)
+
+    def read_options(self, command: str, value: object, options: Mapping[str, Option]) -> Given:
+        if command == "serve":
+            options = {**options, ENGINE_FLAGS: Option(ENGINE_FLAGS, flag=False, many=True)}
+        given: dict[str, object] = {}
+        kinds: dict[str, object] = {}
+        for key, each in _named(value).items():
+            name = key.replace("_", "-")
+            if name in _DECIDED and (command, name) != ("serve", "model"):
+                found = "an option that a recipe doesn't have"
+                self.error(f"{command}: {key}", found, "", _DECIDED[name], "KTR005")
                 continue
-            if key not in trained:
-                self.wrong("KTR001", f"train: {key}", "unknown key", "", near(str(key), trained))
-            elif (text := _typed(each)) is None:
-                self.wrong("KTR002", f"train: {key}", shown(each), "one value, or a list of texts")
+            given[key] = each
+            if option := options.get(name):
+                kinds[key] = _Flag if option.flag else _Values if option.many else _Value
+        known = [name for name in options if name not in _DECIDED]
+        return {
+            options[key.replace("_", "-")].name: () if each is True else tuple(each or ())
+            for key, each in self.check(_model(kinds), given, f"{command}: ", known).items()
+            if each is not False
+        }
+
+    def read_sweep(
+        self, value: object, trained: Collection[str], place: str = ""
+    ) -> dict[str, tuple[str, ...]]:
+        """Return a sweep's values, with a problem for each key that it can't vary."""
+        block = _named(value)
+        kinds = {key: _Swept for key in block if key in trained and key not in _FIXED}
+        sweep, faults = check_fields(_model(kinds), block)
+        for key, kind, found, expected in faults:
+            if key in _FIXED:
+                step = "Write a recipe for each."
+                self.error(place + key, "a key that all runs share", "", step, "KTR006")
+            elif kind == "unknown":
+                step = suggest_key(key, trained)
+                self.error(place + key, "no key of a training configuration", "", step, "KTR006")
+            elif found:
+                self.error(place + key, found, expected, None, "KTR006")
             else:
-                own[str(key)] = text
-        return values[CONFIG], own
-
-    def _training(self, config: str) -> dict[str, object]:
-        path = self._path.parent / config
-        if not config:
-            return {}
-        if not path.is_file():
-            self.wrong("KTR004", "train", f"there is no {config} in {path.parent}", "a file")
-            return {}
-        return {str(key): value for key, value in read_yaml(path).items()}
-
-    def _step(self, command: str, value: object) -> Given | None:
-        """The options of a command; None where it is left out."""
-        if value is False:
-            return None
-        if value is None or value is True:
-            # Without an evaluation, nothing is asked and reported.
-            return {} if command != "report" else None
-        if not isinstance(value, Mapping):
-            step = f"Write its options below it, or `{command}: false` to leave it out."
-            self.wrong("KTR002", command, shown(value), "options of the command", step)
-            return {}
-        given: dict[str, tuple[str, ...]] = {}
-        for key, each in value.items():
-            self._option(command, str(key), each, given)
-        return given
-
-    def _option(
-        self, command: str, key: str, value: object, given: dict[str, tuple[str, ...]]
-    ) -> None:
-        where, written = f"{command}: {key}", key.replace("_", "-")
-        if written in _OWN and not (command == "serve" and written == "model"):
-            self.wrong("KTR005", where, "an option that a recipe doesn't have", "", _OWN[written])
-            return
-        if command == "serve" and written == ENGINE_FLAGS:
-            option = Option(ENGINE_FLAGS, flag=False, many=True)
-        elif written in self._options[command]:
-            option = self._options[command][written]
-        else:
-            known = [name for name in self._options[command] if name not in _OWN]
-            self.wrong(
-                "KTR001", where, f"no option of `ktbridge {command}`", "", near(written, known)
-            )
-            return
-        if option.flag:
-            if not isinstance(value, bool):
-                self.wrong("KTR002", where, shown(value), "true or false")
-            elif value:
-                given[option.name] = ()
-            return
-        texts = [_text(each) for each in (value if isinstance(value, list) else [value])]
-        if None in texts or not texts or (len(texts) > 1 and not option.many):
-            expected = "a value, or a list of values" if option.many else "one value"
-            self.wrong("KTR002", where, shown(value), expected)
-            return
-        given[option.name] = tuple(text for text in texts if text is not None)
-
-    def _sweep(self, value: object, trained: Collection[str]) -> dict[str, tuple[str, ...]]:
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            step = "Write its keys below it, each with a list of values."
-            self.wrong("KTR002", "sweep", shown(value), "keys of the training configuration", step)
-            return {}
-        found = {}
-        for key, each in value.items():
-            texts = [_typed(one) for one in each] if isinstance(each, list) else []
-            if not texts or None in texts:
-                self.wrong("KTR002", f"sweep: {key}", shown(each), "a list of values")
-            else:
-                found[str(key)] = tuple(text for text in texts if text is not None)
-        self.problems += sweep_problems(found, trained, f"{self._path.name}: sweep")
-        return found
-
-
-FIXED = ("output_dir", "model_name_or_path", "overwrite_output_dir", "resume_from_checkpoint")
-"""Training keys that a sweep doesn't vary: what is compared has one base, and directories of its own."""
-
-
-def sweep_problems(
-    sweep: Mapping[str, Sequence[str]], trained: Collection[str], where: str
-) -> list[Problem]:
-    """Keys that a sweep can't vary, and values that stand twice."""
-    found = []
-    for key, values in sweep.items():
-        place = f"{where}: {key}"
-        if key in FIXED:
-            step = "Write a recipe for each."
-            found.append(problem("KTR006", place, "a key that all runs share", "", step))
-        elif key not in trained:
-            step = near(key, trained)
-            found.append(problem("KTR006", place, "no key of a training configuration", "", step))
-        elif len(set(values)) < len(values):
-            found.append(problem("KTR006", place, "a value that stands twice", "different values"))
-    return found
-
-
-def _setting(text: str) -> tuple[str, str]:
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise UsageError(f"{text!r} is not an override.", "Write key=value, as in lora_rank=16.")
-    return key, value
-
-
-def _text(value: object) -> str | None:
-    """A value as typed; None for what can't be."""
-    if isinstance(value, (str, int, float)) and not isinstance(value, bool) and value != "":
-        return str(value)
-    return None
-
-
-def _typed(value: object) -> str | None:
-    """A value of the training configuration as typed behind key=; several texts are comma-separated."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        texts = [_text(each) for each in value]
-        return None if None in texts or not texts else ",".join(map(str, texts))
-    return _text(value)
+                self.error(place + key, shown(block[key]), expected, None)
+        return {key: tuple(getattr(sweep, key, ())) for key in block}

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, NamedTuple
@@ -20,9 +21,16 @@ from ktbridge.errors import NOTES_FILE, KtbridgeError
 from ktbridge.files.locks import lock_directory
 from ktbridge.hosts import bind
 from ktbridge.machine import end_with_parent
-from ktbridge.recipe.plan import URL, Item, Serving, Step
+from ktbridge.recipe.plan import URL, Step
 from ktbridge.recipe.read import Recipe
-from ktbridge.recipe.state import Record, State, digest_of, is_whole, named_files, written
+from ktbridge.recipe.state import (
+    Record,
+    State,
+    digest_inputs,
+    digest_output,
+    find_inputs,
+    is_unchanged,
+)
 
 READY = "ready: "
 """The start of the line that `ktbridge serve` prints when every arm has answered."""
@@ -35,6 +43,7 @@ MEANINGS = {
     137: "it was killed, most often because memory ran out",
     143: "it was ended from outside",
 }
+_Process = subprocess.Popen[bytes]
 
 
 class Done(NamedTuple):
@@ -46,16 +55,16 @@ class Done(NamedTuple):
     seconds: float
 
 
-class Listener:
+class RunListener:
     """Shows a run; the base class shows nothing."""
 
-    def begins(self, step: Step, line: str) -> None:
+    def step_started(self, step: Step, line: str) -> None:
         """A step is about to be run as ``line``."""
 
-    def keeps(self, step: Step, line: str) -> None:
+    def step_kept(self, step: Step, line: str) -> None:
         """A step is kept as it was finished before."""
 
-    def ready(self, step: Step, url: str, log: Path) -> None:
+    def server_ready(self, step: Step, url: str, log: Path) -> None:
         """A server answers at ``url``."""
 
 
@@ -65,7 +74,7 @@ class Runner:
     commands print (default: this process's stdout)."""
 
     recipe: Recipe
-    listener: Listener = field(default_factory=Listener)
+    listener: RunListener = field(default_factory=RunListener)
     python: Sequence[str] = field(default_factory=lambda: [sys.executable])
     output: IO[str] | None = None
     done: list[Done] = field(default_factory=list)
@@ -73,137 +82,121 @@ class Runner:
     failed: dict[str, KtbridgeError] = field(default_factory=dict)
     _environment: Mapping[str, str] | None = None
 
-    def run(self, plan: Sequence[Item]) -> list[Done]:
+    def __post_init__(self) -> None:
+        self._state = State(self.recipe.directory)
+
+    def preview(self, plan: Sequence[Step]) -> list[tuple[str, bool]]:
+        """Return the commands in order, and whether each would be kept now."""
+        found: list[tuple[Step, bool]] = []
+        for steps in _by_server(plan):
+            made = [step for step, kept in found if not kept]
+            found += self._decide(steps, made, {step.run for step in made})
+        return [(step.format(anew=not kept and self._owns(step)), kept) for step, kept in found]
+
+    def run(self, plan: Sequence[Step]) -> list[Done]:
         """Run what isn't finished; a server is started only for what asks it.
 
         A step that fails ends its run. Of a sweep the other runs go on, and ``failed`` has the errors by run;
         when all have failed, nothing is evaluated or reported. Elsewhere KtbridgeError is raised, which names
         what the exit code means.
         """
-        runs = {step.run for step in map(_step_of, plan)} - {""}
+        runs = {step.run for step in plan} - {""}
         with lock_directory(self.recipe.directory, "`ktbridge run`"), TemporaryDirectory() as notes:
             self._environment = os.environ | {NOTES_FILE: f"{notes}/printed"}
-            state = State(self.recipe.directory)
-            for item in plan:
-                step = _step_of(item)
+            self._state = State(self.recipe.directory)
+            for steps in _by_server(plan):
+                run = steps[0].run
                 # What all runs share is done for those that are left.
-                if step.run in self.failed or (runs and runs <= self.failed.keys()):
+                if run in self.failed or (runs and runs <= self.failed.keys()):
                     continue
                 try:
-                    self._item(item, state)
+                    self._run(self._decide(steps, self.ran))
                 except KtbridgeError as error:
                     if not runs:
                         raise
-                    self.failed[step.run] = error
+                    self.failed[run] = error
         return self.done
-
-    def _item(self, item: Item, state: State) -> None:
-        if isinstance(item, Serving):
-            self._served(item, state)
-        elif item.command == "report":
-            self._report(item)
-        else:
-            self._step(item, state)
-
-    def lines(self, plan: Sequence[Item]) -> list[tuple[str, bool]]:
-        """The commands in order, and whether each would be kept now."""
-        state = State(self.recipe.directory)
-        found: list[tuple[Step, bool]] = []
-        anew: dict[str, bool] = {}  # by run: what comes behind something made anew is made anew
-        for item in plan:
-            steps = (item.step, *item.asking) if isinstance(item, Serving) else (item,)
-            run = steps[0].run
-            asking = [step for step in steps if step.command != "serve"]
-            keep = {
-                step.key: not anew.get(run) and self._kept(step, state, item) for step in asking
-            }
-            for step in steps:
-                if step.command == "serve":
-                    kept = all(keep.values())
-                elif step.command == "report":
-                    if not _needed(step, [one for one, kept in found if not kept]):
-                        continue
-                    kept = False
-                else:
-                    kept = keep[step.key]
-                    anew[run] = anew.get(run, False) or not kept
-                found.append((step, kept))
-        return [(step.line(anew=not kept and _is_ours(step, state)), kept) for step, kept in found]
-
-    def _step(self, step: Step, state: State, url: str = URL, item: Item | None = None) -> None:
-        if self._kept(step, state, item):
-            self._keep(step)
-            return
-        anew = _is_ours(step, state)
-        line = step.line(url, anew)
-        self.listener.begins(step, line)
-        words = step.typed(url, anew)
-        self.ran.append(step)
-        began = time.monotonic()
-        if step.log:
-            log = self.recipe.directory / step.log
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with open(log, "w") as output:
-                code = self._call(words, output)
-        else:
-            code = self._call(words, self.output)
-        if code:
-            raise self._failed(step, line, code, item)
-        before = state.get(step.key)
-        places = sorted({*step.writes, *(before.places if before else ())})
-        state.put(step.key, Record(self._made_from(step, item), self._written(step), places))
-        self.done.append(Done(step.key, line, False, round(time.monotonic() - began, 1)))
-
-    def _keep(self, step: Step) -> None:
-        line = step.line()
-        self.listener.keeps(step, line)
-        self.done.append(Done(step.key, line, True, 0.0))
-
-    def _served(self, item: Serving, state: State) -> None:
-        if all(self._kept(step, state, item) for step in item.asking):
-            for step in item.asking:
-                self._keep(step)
-            return
-        made_from = self._made_from(item.asking[-1], item)
-        serve = _on_port_of(item.step, state.get(item.step.key), made_from)
-        self.listener.begins(serve, serve.line())
-        log = self.recipe.directory / f"{serve.key}.log"
-        with self._server(serve, log) as url:
-            state.put(serve.key, Record(made_from, str(urlsplit(url).port)))
-            self.listener.ready(serve, url, log)
-            for step in item.asking:
-                self._step(step, state, url, item)
-
-    def _report(self, step: Step) -> None:
-        evaluated = written((), self.recipe.directory / step.words[1])
-        if evaluated and _needed(step, self.ran):
-            line = step.line()
-            self.listener.begins(step, line)
-            if code := self._call(step.words, self.output):
-                raise self._failed(step, line, code)
-            self.done.append(Done(step.key, line, False, 0.0))
 
     # --- what is kept
 
-    def _kept(self, step: Step, state: State, item: Item | None = None) -> bool:
-        record = state.get(step.key)
-        if record is None or record.made_from != self._made_from(step, item):
+    def _decide(
+        self, steps: Sequence[Step], made: Sequence[Step], remade: Collection[str] = ()
+    ) -> list[tuple[Step, bool]]:
+        """Return the steps that are needed after those ``made`` by this run, and whether each is kept.
+
+        A server is kept, and so not started, if all that ask it are. ``remade`` are runs of which something
+        will be made again: then what follows is, too.
+        """
+        first, *asking = steps
+        if first.command == "report":
+            # An evaluation that was just made has printed the tables.
+            printed = any(step.evaluation and step.log is None for step in made)
+            return [(first, False)] if len(first.words) > 2 or not printed else []
+        kept = [first.run not in remade and self._is_finished(step) for step in asking or steps]
+        return [*zip(steps, [all(kept), *kept] if asking else kept, strict=True)]
+
+    def _is_finished(self, step: Step) -> bool:
+        record = self._state.get(step.key)
+        if record is None or record.made_from != self._made_from(step):
             return False
-        return is_whole(record.wrote, self._written(step), self._evaluation(step))
+        return is_unchanged(record.wrote, self._digest_output(step), step.evaluation)
 
-    def _made_from(self, step: Step, item: Item | None) -> str:
-        server = item.step.words if isinstance(item, Serving) else ()
-        paths = named_files(step, self.recipe)
-        if isinstance(item, Serving):
-            paths += named_files(item.step, self.recipe)
-        return digest_of([*step.words, *server], paths)
+    def _made_from(self, step: Step) -> str:
+        both = [step, step.server] if step.server else [step]
+        paths = [path for each in both for path in find_inputs(each, self.recipe)]
+        return digest_inputs([word for each in both for word in each.words], paths)
 
-    def _written(self, step: Step) -> str:
-        paths = [self.recipe.directory / path for path in step.writes]
-        return written(paths, self._evaluation(step))
+    def _digest_output(self, step: Step) -> str:
+        return digest_output(
+            [self.recipe.directory / path for path in step.writes], step.evaluation
+        )
 
-    def _evaluation(self, step: Step) -> Path | None:
-        return self.recipe.directory / step.evaluation if step.evaluation else None
+    def _owns(self, step: Step) -> bool:
+        """Return whether the recipe has made all that a step would replace."""
+        record = self._state.get(step.key)
+        return record is not None and {*step.writes} <= {*record.places}
+
+    # --- what is run
+
+    def _run(self, decided: Sequence[tuple[Step, bool]]) -> None:
+        served = [step for step, kept in decided if step.command == "serve" and not kept]
+        asking = [(step, kept) for step, kept in decided if step.command != "serve"]
+        with self._server(served[0], asking[-1][0]) if served else nullcontext(URL) as url:
+            for step, kept in asking:
+                self._run_or_keep(step, kept, url)
+
+    def _run_or_keep(self, step: Step, kept: bool, url: str) -> None:
+        if kept:
+            self.listener.step_kept(step, step.format())
+            self.done.append(Done(step.key, step.format(), True, 0.0))
+            return
+        directory, anew, began = self.recipe.directory, self._owns(step), time.monotonic()
+        if step.command == "report" and not digest_output([directory / step.words[1]], True):
+            return  # nothing was evaluated
+        line = step.format(url, anew)
+        self.listener.step_started(step, line)
+        self.ran.append(step)
+        if step.log:
+            (directory / step.log).parent.mkdir(parents=True, exist_ok=True)
+        with open(directory / step.log, "w") if step.log else nullcontext(self.output) as output:
+            code = self._call(step.resolve(url, anew), output)
+        if code:
+            meaning = MEANINGS.get(
+                code, f"signal {code - 128}" if code > 128 else "an unknown reason"
+            )
+            server = f", and start its server: {step.server.format()}" if step.server else ""
+            raise KtbridgeError(
+                f"`{line}` ended with exit code {code}: {meaning}.",
+                "Mend it and run the same command again: the steps before it are kept. To try that command "
+                f"alone: cd {directory}{server}",
+            )
+        if step.command != "report":
+            before = self._state.get(step.key)
+            places = sorted({*step.writes, *(before.places if before else ())})
+            self._state.put(
+                step.key, Record(self._made_from(step), self._digest_output(step), places)
+            )
+        self.done.append(Done(step.key, line, False, round(time.monotonic() - began, 1)))
 
     # --- processes
 
@@ -227,58 +220,56 @@ class Runner:
             try:
                 code = process.wait()
             except BaseException:
-                _signal(process, signal.SIGINT)
-                try:
-                    process.wait()
-                except KeyboardInterrupt:  # a second Ctrl-C
-                    _signal(process, signal.SIGKILL)
+                _end(process, signal.SIGINT)  # a second Ctrl-C kills it
                 raise
         return code if code >= 0 else 128 - code
 
     @contextmanager
-    def _server(self, step: Step, log: Path) -> Iterator[str]:
-        """Start a server, yield its address once it is ready, and end it.
+    def _server(self, step: Step, last: Step) -> Iterator[str]:
+        """Start a server, yield its address once it is ready, and end it. ``last`` asks it last.
 
         Raises KtbridgeError with the log's last lines if it ends before it is ready.
         """
+        made_from = self._made_from(last)
+        step = _reuse_port(step, self._state.get(step.key), made_from)
+        self.listener.step_started(step, step.format())
+        log = self.recipe.directory / f"{step.key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "w") as output, self._start(step.words, output, both=True) as server:
+        with open(log, "w") as output, self._start(step.words, output, both=True) as process:
             try:
-                yield self._ready_url(server, step, log)
+                url = _wait_until_ready(process, log)
+                self._state.put(step.key, Record(made_from, str(urlsplit(url).port)))
+                self.listener.server_ready(step, url, log)
+                yield url
             finally:
-                _signal(server, signal.SIGTERM)
-                try:
-                    server.wait(PATIENCE)
-                except subprocess.TimeoutExpired:
-                    _signal(server, signal.SIGKILL)
-
-    def _ready_url(self, server: _Process, step: Step, log: Path) -> str:
-        while True:
-            code = server.poll()
-            lines = log.read_text(errors="replace").splitlines()
-            for line in lines:
-                if line.startswith(READY):
-                    return line.removeprefix(READY).strip()
-            if code is not None:
-                tail = " | ".join(line for line in lines[-6:] if line.strip())
-                raise KtbridgeError(
-                    f"the server ended with exit code {code} before it was ready: {tail}",
-                    f"See {log}; mend it and run the same command again: what is finished is kept.",
-                )
-            time.sleep(0.1)
-
-    def _failed(self, step: Step, line: str, code: int, item: Item | None = None) -> KtbridgeError:
-        meaning = MEANINGS.get(code, f"signal {code - 128}" if code > 128 else "an unknown reason")
-        return KtbridgeError(
-            f"`{line}` ended with exit code {code}: {meaning}.",
-            "Mend it and run the same command again: the steps before it are kept. To try that command "
-            f"alone: cd {self.recipe.directory}"
-            + (f", and start its server: {item.step.line()}" if isinstance(item, Serving) else ""),
-        )
+                _end(process, signal.SIGTERM, PATIENCE)
 
 
-def _on_port_of(serve: Step, before: Record | None, made_from: str) -> Step:
-    """A server's step on the port that it had when it served the same before, if that is free.
+def _by_server(plan: Sequence[Step]) -> Iterator[list[Step]]:
+    """Yield each step by itself, but a server's together with those that ask it."""
+    for _, steps in groupby(plan, key=lambda step: step.server or step):
+        yield [*steps]
+
+
+def _wait_until_ready(server: _Process, log: Path) -> str:
+    """Return the address that a server prints when it is ready."""
+    while True:
+        code = server.poll()
+        lines = log.read_text(errors="replace").splitlines()
+        for line in lines:
+            if line.startswith(READY):
+                return line.removeprefix(READY).strip()
+        if code is not None:
+            tail = " | ".join(line for line in lines[-6:] if line.strip())
+            raise KtbridgeError(
+                f"the server ended with exit code {code} before it was ready: {tail}",
+                f"See {log}; mend it and run the same command again: what is finished is kept.",
+            )
+        time.sleep(0.1)
+
+
+def _reuse_port(serve: Step, before: Record | None, made_from: str) -> Step:
+    """Return a server's step on the port that it had when it served the same before, if that is free.
 
     `ktbridge eval` knows the models of engines without a fingerprint by their address: with another port
     it would ask again what is stored.
@@ -293,27 +284,10 @@ def _on_port_of(serve: Step, before: Record | None, made_from: str) -> Step:
     return replace(serve, words=(*serve.words[:at], before.wrote, *serve.words[at + 1 :]))
 
 
-def _step_of(item: Item) -> Step:
-    return item.step if isinstance(item, Serving) else item
-
-
-def _is_ours(step: Step, state: State) -> bool:
-    """Whether a step may replace all that it makes: where it makes it, the recipe has finished it before."""
-    record = state.get(step.key)
-    return record is not None and {*step.writes} <= {*record.places}
-
-
-def _needed(report: Step, ran: Sequence[Step]) -> bool:
-    """Whether the tables are still to be printed: an evaluation that was just made has printed them."""
-    printed = any(step.command == "eval" and step.log is None for step in ran)
-    return len(report.words) > 2 or not printed
-
-
-_Process = subprocess.Popen[bytes]
-
-
-def _signal(process: _Process, number: int) -> None:
-    """Send a signal to a command and all that it started, as a terminal does."""
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+def _end(process: _Process, number: int, patience: float | None = None) -> None:
+    """Send a signal to a command and all that it started, as a terminal does; kill them in the end."""
+    for sent, seconds in ((number, patience), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError, KeyboardInterrupt, subprocess.TimeoutExpired):
+            if process.poll() is None:
+                os.killpg(process.pid, sent)
+                process.wait(seconds)

@@ -1,15 +1,18 @@
-"""What a recipe has done: one file with a record of each finished step, and digests of files to find changes.
+"""State of a recipe: one file with a record of each finished step, and digests of files to find changes.
 
-A step is kept if its command, ktbridge's version and what it reads are as recorded, and what it wrote is
-still there as it left it.
+A step is kept if its command, ktbridge's version and the files that it reads are as recorded, and what it
+wrote is still there as it left it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from ktbridge import __version__
 from ktbridge.files import digests
@@ -17,17 +20,18 @@ from ktbridge.files.publish import write_text
 from ktbridge.recipe.plan import Step
 from ktbridge.recipe.read import Recipe
 
-INFO = "dataset_info.json"
-_PATHS = ("model_name_or_path", "adapter_name_or_path", "kt_weight_path")
 STATE = ".ktbridge-run.json"
-ANSWERS = "answers.jsonl"
-"""What `ktbridge eval` only appends to: a later arm of the same evaluation leaves it whole."""
-WHOLE = 1 << 20
-"""Files up to so many bytes are hashed whole; of others the size, the first and the last so many bytes."""
+_ANSWERS = "answers.jsonl"
+"""The file that `ktbridge eval` only appends to: a later arm of the same evaluation leaves it whole."""
+_WHOLE = 1 << 20
+"""Files up to this size are hashed completely; larger ones by size, head and tail."""
+_PATHS = ("model_name_or_path", "adapter_name_or_path", "kt_weight_path")
+_INFO = "dataset_info.json"
 
 
-class Record(NamedTuple):
-    """A step as it was finished: digests of what it was made from, and of what it wrote.
+@dataclass(frozen=True)
+class Record:
+    """A step as it was finished: digests of its inputs, and of what it wrote.
 
     ``places``: the directories that it wrote, this time and before.
     """
@@ -37,100 +41,93 @@ class Record(NamedTuple):
     places: Sequence[str] = ()
 
 
+_RECORDS = TypeAdapter(dict[str, Record])
+
+
 class State:
     """The records of a recipe's directory; a damaged file counts as none, so that all is made again."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / STATE
         self._steps: dict[str, Record] = {}
-        try:
-            steps = json.loads(self._path.read_text(encoding="utf-8"))["steps"]
-            self._steps = {
-                key: Record(one["made_from"], one["wrote"], one.get("places", ()))
-                for key, one in steps.items()
-            }
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            pass
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            state = json.loads(self._path.read_text(encoding="utf-8"))
+            self._steps = _RECORDS.validate_python(state["steps"])
 
     def get(self, key: str) -> Record | None:
-        """The record of a step, if it was ever finished."""
+        """Return the record of a step, if it was ever finished."""
         return self._steps.get(key)
 
     def put(self, key: str, record: Record) -> None:
         """Record a step as finished; the file is replaced atomically."""
         self._steps[key] = record
-        steps = {name: one._asdict() for name, one in self._steps.items()}
+        steps = {name: asdict(step) for name, step in self._steps.items()}
         state = {"made_by": "ktbridge run", "version": __version__, "steps": steps}
         write_text(self._path, json.dumps(state, indent=1) + "\n")
 
 
-def digest_of(texts: Iterable[str], paths: Iterable[Path]) -> str:
-    """Digest of ktbridge's version, of texts, and of files and directories."""
-    return digests.of_trees(paths, WHOLE, start=json.dumps([__version__, *texts]))
+def digest_inputs(texts: Iterable[str], paths: Iterable[Path]) -> str:
+    """Return the digest of ktbridge's version, of texts, and of files and directories."""
+    return digests.of_trees(paths, _WHOLE, start=json.dumps([__version__, *texts]))
 
 
-def written(paths: Iterable[Path], evaluation: Path | None) -> str:
-    """Return what a step left: a digest of its directories, or how much an evaluation has stored.
+def digest_output(paths: Sequence[Path], evaluation: bool) -> str:
+    """Return what a step left: a digest of ``paths``, or how much an evaluation there has stored.
 
     "" if something isn't there, or an evaluation has no answers.
     """
-    if evaluation is not None:
-        stored = sum(file.stat().st_size for file in sorted(evaluation.rglob(ANSWERS)))
-        return str(stored or "")
-    if not all(path.exists() for path in paths):
-        return ""
-    return digest_of((), paths)
+    if evaluation:
+        files = [file for path in paths for file in path.rglob(_ANSWERS)]
+        return str(sum(file.stat().st_size for file in files) or "")
+    return digest_inputs((), paths) if all(path.exists() for path in paths) else ""
 
 
-def is_whole(recorded: str, now: str, evaluation: Path | None) -> bool:
+def is_unchanged(recorded: str, now: str, evaluation: bool) -> bool:
     """Return whether what a step wrote is there as it left it; an evaluation may have grown since."""
-    if evaluation is not None:
+    if evaluation:
         return bool(now and recorded) and int(now) >= int(recorded)
     return now == recorded
 
 
-def named_files(step: Step, recipe: Recipe) -> list[Path]:
-    """The files and directories that a step reads: those that its words name, and for training those that its
-    configuration does. What isn't there is left out."""
-    made = {*step.writes, step.evaluation, step.log}
-    found: dict[Path, None] = {}
-    for word in step.words:
-        for name in (word, word.rpartition("=")[2]):
-            if name and name not in made and (path := recipe.directory / name).exists():
-                found[path] = None
+def find_inputs(step: Step, recipe: Recipe) -> list[Path]:
+    """Return the files and directories that a step reads: those that its words name, and for training those
+    that its configuration does. What isn't there is left out."""
+    made = {*step.writes, step.log}
+    names = [name for word in step.words for name in (word, word.rpartition("=")[2])]
+    paths = [recipe.directory / name for name in names if name and name not in made]
+    found = [path for path in paths if path.exists()]
     if step.command == "train":
         settings = dict(word.split("=", 1) for word in step.words if "=" in word)
-        found |= dict.fromkeys(_of_training(recipe, {**recipe.training, **settings}))
-    return list(found)
+        found += _find_training_inputs(recipe, {**recipe.training, **settings})
+    return [*dict.fromkeys(found)]
 
 
-def _of_training(recipe: Recipe, training: dict[str, object]) -> Iterator[Path]:
-    """The model, the datasets and whatever else a training configuration names."""
+def _find_training_inputs(recipe: Recipe, training: dict[str, object]) -> Iterator[Path]:
+    """Yield the model, the datasets and whatever else a training configuration names."""
     roots = [(recipe.directory / recipe.config).parent, recipe.directory]
 
-    def places(name: object, *inside: Path) -> Iterator[Path]:
-        for root in (*roots, *inside):
-            if isinstance(name, str) and (path := root / name).exists():
-                yield path
+    def find(name: object, *folders: Path) -> list[Path]:
+        paths = [root / name for root in (*roots, *folders)] if isinstance(name, str) else []
+        return [path for path in paths if path.exists()]
 
     for key in _PATHS:
-        yield from places(training.get(key))
-    folders = [*places(training.get("dataset_dir") or "data")][:1]
+        yield from find(training.get(key))
+    folders = find(training.get("dataset_dir") or "data")[:1]
     for key in ("dataset", "eval_dataset"):
         value = training.get(key) or []
         names = value.split(",") if isinstance(value, str) else value
         for name in names if isinstance(names, list) else ():
-            files = [*places(str(name).strip(), *folders)][:1]
-            yield from files or _described(str(name).strip(), folders)
+            name = str(name).strip()
+            yield from find(name, *folders)[:1] or _find_described(name, folders)
 
 
-def _described(name: str, folders: list[Path]) -> Iterator[Path]:
-    """The files of an entry in dataset_info.json, and that file."""
+def _find_described(name: str, folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files of an entry in dataset_info.json, and that file."""
     for folder in folders:
         try:
-            entry = json.loads((folder / INFO).read_text(encoding="utf-8"))[name]
+            entry = json.loads((folder / _INFO).read_text(encoding="utf-8"))[name]
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        yield folder / INFO
+        yield folder / _INFO
         if isinstance(entry, dict) and isinstance(entry.get("file_name"), str):
             yield folder / entry["file_name"]

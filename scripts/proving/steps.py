@@ -20,7 +20,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.files.publish import write_text
 from ktbridge.machine import end_with_parent
 from ktbridge.openai_client import OpenAIClient
-from ktbridge.recipe.state import Record, State, digest_of, is_whole, written
+from ktbridge.recipe.state import Record, State, digest_inputs, digest_output, is_unchanged
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 URL = "URL"
@@ -44,7 +44,7 @@ class Step:
 
     def wrote(self) -> str:
         """The digest of what it wrote; of an evaluation how much it holds."""
-        return written([self.writes], self.writes if self.evaluation else None)
+        return digest_output([self.writes], self.evaluation)
 
 
 class Steps:
@@ -109,11 +109,11 @@ class Steps:
         if before is None or before.made_from != self._made_from(step):
             return False
         now = step.wrote()
-        return now != "" and is_whole(before.wrote, now, step.writes if step.evaluation else None)
+        return now != "" and is_unchanged(before.wrote, now, step.evaluation)
 
     @staticmethod
     def _made_from(step: Step) -> str:
-        return digest_of(step.words, step.reads)
+        return digest_inputs(step.words, step.reads)
 
     def _shown(self, step: Step) -> str:
         line = " ".join(step.words).replace(f"{sys.executable} -m ktbridge", "ktbridge")

@@ -72,7 +72,7 @@ def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ],
         "of an answer": request_key("f", request),
         "of a repeated answer": request_key("f", request, 1),
-        "of what a step wrote": state.digest_of(
+        "of what a step wrote": state.digest_inputs(
             ["a", "é"], [Path("tree"), Path("base/config.json")]
         ),
         "of served models": fingerprints(cast(Any, plan))["full"],

@@ -22,7 +22,15 @@ from tinyserver import save_model
 from ktbridge.cli import main
 from ktbridge.cli.run import command_options, training_keys
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.recipe import Listener, Runner, cells, compare, make_plan, parse_sweep, read_recipe
+from ktbridge.recipe import (
+    RunListener,
+    Runner,
+    compare,
+    expand_sweep,
+    parse_sweep,
+    plan_recipe,
+    read_recipe,
+)
 
 QUESTIONS = [
     {"prompt": f"What is {n} times {7 * n}?", "reference": "I don't know."} for n in range(24)
@@ -97,13 +105,13 @@ def read(directory, *settings):
     return read_recipe(directory, command_options(), training_keys(), settings)
 
 
-class Heard(Listener):
+class Heard(RunListener):
     """The server's addresses, and Ctrl-C when one is ready."""
 
     def __init__(self, interrupt=False):
         self.urls, self._interrupt = [], interrupt
 
-    def ready(self, step, url, log):
+    def server_ready(self, step, url, log):
         self.urls.append(url)
         if self._interrupt:
             raise KeyboardInterrupt
@@ -113,13 +121,14 @@ def run(directory, python, listener=None, engine="local"):
     recipe = read(directory)
     with open(directory / "said.txt", "w") as output:
         runner = Runner(recipe, listener or Heard(), python, output)
-        return [(one.key, one.kept) for one in runner.run(make_plan(recipe, engine))]
+        return [(one.key, one.kept) for one in runner.run(plan_recipe(recipe, engine))]
 
 
 def shown(directory, engine="local"):
     recipe = read(directory)
     return [
-        (line.split()[1], kept) for line, kept in Runner(recipe).lines(make_plan(recipe, engine))
+        (line.split()[1], kept)
+        for line, kept in Runner(recipe).preview(plan_recipe(recipe, engine))
     ]
 
 
@@ -187,7 +196,7 @@ def all_is_kept_until_something_changes(place, python):
     elsewhere = ({"train": training}, {"convert": {"merged-output-dir": "mine"}})
     for number, changes in enumerate(elsewhere):
         write(place, **changes)
-        line, _ = Runner(read(place)).lines(make_plan(read(place), "local"))[number]
+        line, _ = Runner(read(place)).preview(plan_recipe(read(place), "local"))[number]
         assert ("mine" in line, "overwrite" in line) == (True, False)
     write(place)
 
@@ -198,7 +207,7 @@ def all_is_kept_until_something_changes(place, python):
         assert next(key for key, kept in shown(place) if not kept) == first, name
         (place / name).write_text(before)
     (place / ".ktbridge-run.json").write_text("{")
-    again = [line for line, _ in Runner(read(place)).lines(make_plan(read(place), "local"))]
+    again = [line for line, _ in Runner(read(place)).preview(plan_recipe(read(place), "local"))]
     assert not any(
         "overwrite" in line for line in again
     )  # not known to be ours: nothing is written over
@@ -225,8 +234,8 @@ def test_commands_of_a_dry_run_can_be_typed_and_nothing_is_run(place):
 def test_ctrl_c_reaches_the_command_that_runs(place, python):
     (place / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "max_steps": 5000}))
 
-    class Impatient(Listener):
-        def begins(self, step, line):
+    class Impatient(RunListener):
+        def step_started(self, step, line):
             main_thread = threading.main_thread().ident
             threading.Timer(1.0, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
 
@@ -255,9 +264,9 @@ def test_a_killed_run_leaves_no_command_at_work(place):
 def test_a_sweep_is_compared_over_the_same_items(place, python):
     write(place, verify=False, validate=False)
     recipe = read(place)
-    runs = cells(parse_sweep(["lora_rank=2,4", "kt_lora_rank=2,4096"], training_keys()))[:2]
-    runs += cells(parse_sweep(["lora_rank=4"], training_keys()))
-    plan = make_plan(recipe, "local", runs)
+    runs = expand_sweep(parse_sweep(["lora_rank=2,4", "kt_lora_rank=2,4096"], training_keys()))[:2]
+    runs += expand_sweep(parse_sweep(["lora_rank=4"], training_keys()))
+    plan = plan_recipe(recipe, "local", runs)
     with open(place / "said.txt", "w") as output:
         runner = Runner(recipe, python=python, output=output)
         done = [(one.key, one.kept) for one in runner.run(plan)]
@@ -297,7 +306,7 @@ def test_a_sweep_is_compared_over_the_same_items(place, python):
     assert len(lines[2:6]) == 4
     assert all(
         kept
-        for line, kept in Runner(recipe).lines(plan)
+        for line, kept in Runner(recipe).preview(plan)
         if f"/{larger}/" in line and "serve" not in line
     )
 
@@ -330,8 +339,8 @@ def test_a_configuration_that_cant_be_trained_stops_a_sweep_before_it_starts(pla
 def test_a_sweep_of_which_every_training_fails_ends_there(place, python):
     (place / "rows.jsonl").write_text('{"messages": []}\n')
     recipe = read(place)
-    runs = cells(parse_sweep(["lora_rank=2,4"], training_keys()))
-    plan = make_plan(recipe, "local", runs)
+    runs = expand_sweep(parse_sweep(["lora_rank=2,4"], training_keys()))
+    plan = plan_recipe(recipe, "local", runs)
     with open(place / "said.txt", "w") as output:
         runner = Runner(recipe, python=python, output=output)
         assert runner.run(plan) == []
@@ -384,12 +393,21 @@ def test_every_mistake_is_named_before_anything_is_started(tmp_path):
 
 def test_a_sweep_of_datasets_and_alike_names():
     sweep = parse_sweep(["dataset=neko,neko+general", "seed=1,2"], ["dataset", "seed"])
-    assert [(cell.name, cell.settings["dataset"]) for cell in cells(sweep)] == [
+    assert [(cell.name, cell.settings["dataset"]) for cell in expand_sweep(sweep)] == [
         ("dataset-neko_seed-1", "neko"), ("dataset-neko_seed-2", "neko"),
         ("dataset-neko-general_seed-1", "neko,general"), ("dataset-neko-general_seed-2", "neko,general"),
     ]  # fmt: skip
-    alike = cells({"dataset": ["a/b.json", "a-b.json"]})
+    alike = expand_sweep({"dataset": ["a/b.json", "a-b.json"]})
     assert [cell.name for cell in alike] == ["dataset-a-b.json", "dataset-a-b.json-2"]
+
+
+def test_each_run_of_a_sweep_converts_into_its_own_directory(place):
+    write(place, convert={"to": "vllm", "output": "out/vllm"})
+    plan = plan_recipe(read(place), "local", expand_sweep({"seed": ["1", "2"]}))
+    for run in ("seed-1", "seed-2"):
+        (step,) = (step for step in plan if step.key == f"sweep/{run}/convert")
+        assert f" --output sweep/{run}/out/vllm " in step.format()
+        assert step.writes == (f"sweep/{run}/out/vllm",)
 
 
 def test_two_runs_at_a_time_in_one_directory_are_refused(place):

@@ -20,8 +20,7 @@ from trainrun import quiet
 from ktbridge.cli import main
 from ktbridge.cli.run import command_options, training_keys
 from ktbridge.eval import load_bench
-from ktbridge.recipe import make_plan, read_recipe, shelved
-from ktbridge.recipe.plan import Serving
+from ktbridge.recipe import list_recipes, plan_recipe, read_recipe
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import load_rows
 
@@ -80,8 +79,8 @@ def trained(place, base, **settings):
 def planned(place):
     """The bench of the recipe's evaluation, and how many items of each slice `ktbridge eval` would ask."""
     recipe = read_recipe(place, command_options(), training_keys())
-    serving = next(item for item in make_plan(recipe, "local") if isinstance(item, Serving))
-    words = serving.asking[-1].typed("http://127.0.0.1:1/v1")
+    asked = [step for step in plan_recipe(recipe, "local") if step.command == "eval"]
+    words = asked[0].resolve("http://127.0.0.1:1/v1")
     at = words.index("--server")
     words[at : at + 2] = ["--arm", "full=m@http://127.0.0.1:1"]
     done = CliRunner().invoke(main, [*words, "--dry-run", "--json"])
@@ -195,7 +194,7 @@ def test_llemr_is_asked_with_its_record(tmp_path, monkeypatch, base):
 
 
 def test_each_recipe_says_what_it_needs_and_whence_its_data_come():
-    found = {one.name: one for one in shelved()}
+    found = {one.name: one for one in list_recipes()}
     assert set(found) == {"nekoqa", "translational-style", "afrimed-qa", "beyond-dialogue", "llemr"}
     listed = CliRunner().invoke(main, ["init", "--json"])
     assert [one["name"] for one in json.loads(listed.stdout)] == sorted(found)
