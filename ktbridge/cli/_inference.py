@@ -19,7 +19,7 @@ ADAPTER = "adapter"
 _META = "ktbridge.inference"
 _ENVIRONMENT = {"host": "API_HOST", "port": "API_PORT", "api_key": "API_KEY"}
 """Variables that LLaMA-Factory's API reads, by our option."""
-Defaults = Callable[["Inference"], dict[str, Any]]
+Defaults = Callable[["Inference"], dict[str, object]]
 
 
 def inference_argument(
@@ -59,31 +59,32 @@ def from_file(context: click.Context, option: str) -> bool:
     return context.get_parameter_source(option) is ParameterSource.DEFAULT_MAP
 
 
-def for_chat(found: Inference) -> dict[str, Any]:
+def for_chat(found: Inference) -> dict[str, object]:
     """Defaults of `ktbridge chat`."""
     return {
-        "base_model": found.model,
-        "adapter": found.adapter,
-        "from_format": found.from_format,
-        "system": found.system,
+        "base_model": found.model_name_or_path,
+        "adapter": found.adapter_name_or_path,
+        "from_format": found.adapter_format,
+        "system": found.default_system,
         "temperature": found.temperature,
-        "max_tokens": found.max_tokens,
-        "threads": found.threads,
+        "max_tokens": found.max_new_tokens,
+        "threads": found.cpu_infer or None,
         "engine": found.engine,
     }
 
 
-def for_serve(found: Inference) -> dict[str, Any]:
+def for_serve(found: Inference) -> dict[str, object]:
     """Defaults of `ktbridge serve`, with LLaMA-Factory's environment variables."""
     environment = {name: os.environ.get(key) or None for name, key in _ENVIRONMENT.items()}
+    adapter = found.adapter_name_or_path
     if (port := environment["port"]) and not port.isdecimal():
         raise UsageError(f"API_PORT in the environment is {port!r}.", "Set it to a port's number.")
     return {
-        "model": found.model,
-        "adapters": [f"{ADAPTER}={found.adapter}"] if found.adapter else None,
-        "from_format": found.from_format,
+        "model": found.model_name_or_path,
+        "adapters": [f"{ADAPTER}={adapter}"] if adapter else None,
+        "from_format": found.adapter_format,
         "engine": found.engine,
         "trust_remote_code": found.trust_remote_code or None,
-        "threads": found.threads,
+        "threads": found.cpu_infer or None,
         **environment,
     }

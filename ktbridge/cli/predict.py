@@ -11,7 +11,7 @@ import click
 from ktbridge.cli._app import Command, from_option, told_format
 
 if TYPE_CHECKING:
-    from ktbridge.predict.prompts import Prepared
+    from ktbridge.predict.prompts import PredictionInputs
     from ktbridge.predict.run import PredictResult
     from ktbridge.sft.config import TrainConfig
 
@@ -77,25 +77,25 @@ def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool) -> None:
     sys.exit(1 if result.problems else 0)
 
 
-def read(parsed: TrainConfig, before_training: bool = False) -> Prepared:
+def read(parsed: TrainConfig, before_training: bool = False) -> PredictionInputs:
     """Everything that needs neither weights nor the adapter; prints what is to be noted."""
     from ktbridge.cli._ui import print_problems, progress_bar, stderr
     from ktbridge.cli.train import stdout_for_results
 
     with stdout_for_results(), stderr.status("Loading torch …"):
-        from ktbridge.predict.prompts import prepare
+        from ktbridge.predict.prompts import prepare_predictions
     with progress_bar("reading rows", unit="rows") as bar:
-        ready = prepare(parsed, bar, before_training)
+        ready = prepare_predictions(parsed, bar, before_training)
     print_problems(ready.notes)
     return ready
 
 
-def answer(ready: Prepared) -> PredictResult:
+def answer(ready: PredictionInputs) -> PredictResult:
     """Predict with a bar showing rows and ETA. Raises KeyboardInterrupt saying how far it came."""
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import print_problems, print_readings, progress_bar, stderr
     from ktbridge.cli.train import stdout_for_results
-    from ktbridge.predict.run import adapter_of, plan_engine, predict
+    from ktbridge.predict.run import choose_adapter, plan_engine, predict
 
     # A row that fails is a problem of the result; its traceback is for --debug.
     if not click.get_current_context().meta.get("ktbridge.debug"):
@@ -106,7 +106,7 @@ def answer(ready: Prepared) -> PredictResult:
     come = 0
 
     def on_loading() -> None:
-        who = adapter_of(ready.config)
+        who = choose_adapter(ready.config)
         beside = f"with {who}" if who else "without an adapter"
         stderr.print(f"loading {plan.model} {beside} ...", markup=False, soft_wrap=True)
 
@@ -146,20 +146,20 @@ def show(result: PredictResult) -> None:
         console.print(f"  {result.output_dir}/{name}", markup=False, soft_wrap=True)
 
 
-def _show_plan(ready: Prepared, as_json: bool) -> None:
+def _show_plan(ready: PredictionInputs, as_json: bool) -> None:
     """--dry-run: who answers, how, the first prompt with its label, refused rows."""
     from ktbridge.cli._train_plan import show_refused
     from ktbridge.cli._ui import console, emit_json, print_readings, shown
-    from ktbridge.predict.run import adapter_of, plan_engine, sampling_of
+    from ktbridge.predict.run import choose_adapter, choose_sampling, plan_engine
 
     plan, first = plan_engine(ready), ready.prompts[0]
     print_readings(plan.readings)
-    sampling = sampling_of(ready.config, 0, ready.context - len(first.ids))
+    sampling = choose_sampling(ready, 0)
     refused = [{"where": item.where, "why": item.why} for item in ready.refused]
     document = {
         "base": str(ready.base),
         "arm": plan.arms[0].description,
-        "adapter": adapter_of(ready.config),
+        "adapter": choose_adapter(ready.config),
         "rows": ready.total,
         "prompts": len(ready.prompts),
         "prompt_tokens": sum(len(prompt.ids) for prompt in ready.prompts),

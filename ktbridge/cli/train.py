@@ -17,7 +17,7 @@ from ktbridge.cli._app import Command, from_option, told_format
 from ktbridge.cli._train_plan import rows_lines, show_plan
 
 if TYPE_CHECKING:
-    from ktbridge.predict.prompts import Prepared as Asked
+    from ktbridge.predict.prompts import PredictionInputs
     from ktbridge.sft.best_step import HeldOutResult
     from ktbridge.sft.config import TrainConfig
     from ktbridge.sft.prepare import Prepared
@@ -122,7 +122,7 @@ def _train(
 
 
 def _report(
-    result: TrainResult, notes: list[dict[str, str]], asked: Asked | None, as_json: bool
+    result: TrainResult, notes: list[dict[str, str]], asked: PredictionInputs | None, as_json: bool
 ) -> None:
     """Show what was trained, then predict what is ``asked``; exit with 1 where rows have no answer."""
     from ktbridge.cli import predict

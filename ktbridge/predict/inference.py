@@ -1,27 +1,26 @@
 """LLaMA-Factory's inference YAML: which model and adapter, and which engine answers.
 
-Read as strictly as a training configuration: unknown keys and wrong values are reported all at once. Keys of
-LLaMA-Factory that mean nothing to a server are noted.
+Read as strictly as a training configuration, by its reader: unknown keys and wrong values are reported all at
+once. Keys of training, and keys of LLaMA-Factory that mean nothing to a server, are noted.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktbridge.adapter.dialects import READABLE
 from ktbridge.codes import Problems
-from ktbridge.errors import Problem, UsageError, did_you_mean
+from ktbridge.errors import Problem, UsageError
 from ktbridge.files.yamlfile import read_yaml, shown
 from ktbridge.sft.config import KtConfig, TrainConfig
-from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign
+from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign, Row
 from ktbridge.sft.config.reading import parse_keys
 from ktbridge.sft.config.values import (
     CONTRADICTION,
     MEANINGLESS,
     NOT_THERE,
-    UNKNOWN,
     WRONG,
     Values,
     flag,
@@ -35,21 +34,14 @@ from ktbridge.sft.config.values import (
 )
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
-_NOTED = {
-    "template": "conversations are written with the tokenizer's own chat template",
-    "kt_optimize_rule": "the engine places the modules itself",
-    "chunk_size": "the engine divides tokens among threads itself",
-}
 _ACCEPTED = ("use_kt", "finetuning_type", "stage")
-"""What such files usually have, and what holds anyway."""
+"""Keys that such files usually have, and that hold anyway."""
 _PER_REQUEST = ("default_system", "do_sample", "temperature", "top_p", "max_new_tokens")
-_KNOWN = {"kt_config", *options(TrainConfig), *options(KtConfig)}
-"""Keys of training, which a file may share with it."""
 
 
 @dataclass(frozen=True)
-class InferenceConfig:
-    """The keys that mean something, by LLaMA-Factory's names."""
+class Inference:
+    """The keys that mean something, by LLaMA-Factory's names; None: the command's own choice."""
 
     model_name_or_path: str = option(text)
     adapter_name_or_path: str | None = option(text, None)
@@ -62,23 +54,31 @@ class InferenceConfig:
     temperature: float | None = option(number, None)
     top_p: float | None = option(fraction, None)
     max_new_tokens: int | None = option(whole(1), None)
+    notes: tuple[Problem, ...] = ()
+
+    @property
+    def engine(self) -> str | None:
+        """The engine that answers: local or sglang."""
+        return _ENGINES[self.infer_backend] if self.infer_backend else None
 
 
-@dataclass(frozen=True)
-class Inference:
-    """What a file asks of `ktbridge chat` or `serve`; None: their choice. ``engine``: local or sglang."""
-
-    model: str
-    adapter: str | None
-    from_format: str
-    engine: str | None
-    trust_remote_code: bool
-    threads: int | None
-    system: str | None
-    temperature: float | None
-    top_p: float | None
-    max_tokens: int | None
-    notes: tuple[Problem, ...]
+_UNUSED = Foreign(
+    Row(tuple(keys), why, "Leave it out.")
+    for keys, why in (
+        (
+            (
+                "kt_config",
+                *(key for kind in (TrainConfig, KtConfig) for key in options(kind)),
+                *(key for table in (OUTSIDE, IN_BLOCK) for row in table.rows for key in row.keys),
+            ),
+            "a server has no use for it",
+        ),
+        (["template"], "conversations are written with the tokenizer's own chat template"),
+        (["kt_optimize_rule"], "the engine places the modules itself"),
+        (["chunk_size"], "the engine divides tokens among threads itself"),
+    )
+)
+"""Keys that are noted: those of training, which a file may share with it, and some of a server's."""
 
 
 def load_inference(path: str | Path, chat: bool = True) -> Inference:
@@ -96,51 +96,28 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
             "Give a file with model_name_or_path, as LLaMA-Factory's examples/inference have them.",
         )
     problems = Problems(str(path), WRONG, MEANINGLESS)
-    values = {str(key): value for key, value in read_yaml(path).items()}
-    own = _own(values, problems)
-    main = parse_keys(InferenceConfig, own, Foreign(()), "", problems)
+    given = {str(key): each for key, each in read_yaml(path).items() if key not in _ACCEPTED}
+    main = parse_keys(Inference, given, _UNUSED, "", problems, page="docs/predict.md")
     _resolve(main, path.resolve().parent, problems)
-    config = InferenceConfig(**{"model_name_or_path": "", **main})
-    _check_backend(config, problems)
+    config = Inference(**{"model_name_or_path": "", **main})
+    if config.infer_backend == "vllm":
+        _refuse_vllm(config, problems)
+    if config.infer_backend == "huggingface":
+        found = (
+            "huggingface: the embedded engine answers, transformers' model on ktbridge's kernels"
+        )
+        problems.warn("infer_backend", found)
+        if config.trust_remote_code:
+            found = "true: models are transformers' own classes, and no code of a checkpoint is run"
+            problems.warn("trust_remote_code", found, "", "Leave it out.")
+    if not config.do_sample and config.temperature:
+        found = f"{config.temperature:g} with do_sample: false"
+        problems.warn("temperature", found, "one of the two", "Leave one out.", CONTRADICTION)
     problems.raise_if_any("the configuration has {count}; nothing was started.")
-    greedy = not config.do_sample
-    for key in () if chat else _PER_REQUEST:
-        if key in main:
-            problems.warn(
-                key, f"{shown(main[key])}: each request brings its own", "", "Leave it out."
-            )
-    return Inference(
-        model=config.model_name_or_path,
-        adapter=config.adapter_name_or_path,
-        from_format=config.adapter_format,
-        engine=_ENGINES[config.infer_backend] if config.infer_backend else None,
-        trust_remote_code=config.trust_remote_code,
-        threads=config.cpu_infer or None,
-        system=config.default_system,
-        temperature=0.0 if greedy else config.temperature,
-        top_p=config.top_p,
-        max_tokens=config.max_new_tokens,
-        notes=tuple(problems.warnings),
-    )
-
-
-def _own(values: Values, problems: Problems) -> Values:
-    """The keys of ``InferenceConfig``; others are noted, or unknown."""
-    own: Values = {}
-    known = (*options(InferenceConfig), *_NOTED, *_ACCEPTED)
-    for key, value in values.items():
-        if key in options(InferenceConfig):
-            own[key] = value
-        elif key in _NOTED:
-            problems.warn(key, f"{shown(value)}: {_NOTED[key]}", "", "Leave it out.")
-        elif key in _ACCEPTED:
-            continue
-        elif key in _KNOWN or OUTSIDE.foreign(key, known) or IN_BLOCK.foreign(key, known):
-            problems.warn(key, f"{shown(value)}: a server has no use for it", "", "Leave it out.")
-        else:
-            step = did_you_mean(key, known) or "docs/predict.md lists the keys."
-            problems.error(key, "unknown key", "", step, code=UNKNOWN)
-    return own
+    for key in () if chat else [key for key in _PER_REQUEST if key in main]:
+        problems.warn(key, f"{shown(main[key])}: each request brings its own", "", "Leave it out.")
+    temperature = config.temperature if config.do_sample else 0.0
+    return replace(config, temperature=temperature, notes=tuple(problems.warnings))
 
 
 def _resolve(main: Values, root: Path, problems: Problems) -> None:
@@ -157,29 +134,17 @@ def _resolve(main: Values, root: Path, problems: Problems) -> None:
         elif "," in name and key.startswith("adapter"):
             problems.error(key, "several adapters", "one", "Merge the others first.")
         elif key.startswith("adapter") or name.startswith(("/", ".", "~")):
-            found = f"there is no {' or '.join(str(each) for each in dict.fromkeys(places))}"
+            found = f"there is no {' or '.join(map(str, dict.fromkeys(places)))}"
             problems.error(key, found, code=NOT_THERE)
 
 
-def _check_backend(config: InferenceConfig, problems: Problems) -> None:
-    if config.infer_backend == "vllm":
-        adapter = config.adapter_name_or_path
-        step = f"vLLM serves it by itself: `vllm serve {config.model_name_or_path}`."
-        if adapter:
-            step = (
-                f"`ktbridge convert {adapter} --to vllm --output DIR` makes what vLLM loads: `vllm serve "
-                f"{config.model_name_or_path} --enable-lora --lora-modules NAME=DIR`."
-            )
-        expected = "huggingface (the embedded engine), sglang or ktransformers (SGLang-KT)"
-        problems.error("infer_backend", "vllm, which ktbridge doesn't start", expected, step)
-    if config.infer_backend == "huggingface":
-        found = (
-            "huggingface: the embedded engine answers, transformers' model on ktbridge's kernels"
+def _refuse_vllm(config: Inference, problems: Problems) -> None:
+    model, adapter = config.model_name_or_path, config.adapter_name_or_path
+    step = f"vLLM serves it by itself: `vllm serve {model}`."
+    if adapter:
+        step = (
+            f"`ktbridge convert {adapter} --to vllm --output DIR` makes what vLLM loads: `vllm serve {model} "
+            "--enable-lora --lora-modules NAME=DIR`."
         )
-        problems.warn("infer_backend", found)
-    if config.infer_backend == "huggingface" and config.trust_remote_code:
-        found = "true: models are transformers' own classes, and no code of a checkpoint is run"
-        problems.warn("trust_remote_code", found, "", "Leave it out.")
-    if not config.do_sample and config.temperature:
-        found = f"{config.temperature:g} with do_sample: false"
-        problems.warn("temperature", found, "one of the two", "Leave one out.", CONTRADICTION)
+    expected = "huggingface (the embedded engine), sglang or ktransformers (SGLang-KT)"
+    problems.error("infer_backend", "vllm, which ktbridge doesn't start", expected, step)

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktbridge.codes import problem
+from ktbridge.codes import Problems
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files import digests
 from ktbridge.files.locks import lock_target
-from ktbridge.predict import results
-from ktbridge.predict.journal import Answered, Identity, Journal, journal_of
-from ktbridge.predict.prompts import Prepared, Prompt
+from ktbridge.files.publish import OnProgress
+from ktbridge.predict.output import (
+    Answered,
+    Fingerprint,
+    Journal,
+    measure_answers,
+    write_predictions,
+)
+from ktbridge.predict.prompts import PredictionInputs, Prompt
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.plan import ServePlan, fingerprints, plan_local
 from ktbridge.serve.local.sampling import SEED_STEP, Delta, Event, Finish, Sampling
@@ -36,7 +43,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class PredictResult:
-    """What a run left. ``cut``: answers that ``max_new_tokens`` ended; ``resumed``: rows answered before."""
+    """Result of a run. ``cut``: answers that ``max_new_tokens`` ended; ``resumed``: rows answered before."""
 
     output_dir: str
     adapter: str | None
@@ -50,15 +57,15 @@ class PredictResult:
     problems: tuple[Problem, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-ready; ``ok`` is false where rows have no answer."""
-        found = [each.as_dict() for each in self.problems]
+        """Return the result as JSON; ``ok`` is false if rows have no answer."""
+        found = [problem.as_dict() for problem in self.problems]
         return {**asdict(self), "ok": not found, "problems": found}
 
 
-def adapter_of(config: TrainConfig) -> str | None:
-    """The adapter that answers: what this configuration trains, else the one it names; None: the base.
+def choose_adapter(config: TrainConfig) -> str | None:
+    """Return the adapter that answers: what ``config`` trains, else the one it names; None: the base.
 
-    Raises KtbridgeError where it is still to be trained.
+    Raises KtbridgeError if it is still to be trained.
     """
     trained = (Path(config.output_dir) / ADAPTER_CONFIG).is_file()
     if config.do_train and not trained:
@@ -71,9 +78,12 @@ def adapter_of(config: TrainConfig) -> str | None:
     return config.adapter_name_or_path
 
 
-def plan_engine(prepared: Prepared) -> ServePlan:
-    """The engine with the one arm that answers: the whole adapter, or the base. Raises as ``plan_local``."""
-    config, adapter = prepared.config, adapter_of(prepared.config)
+def plan_engine(prepared: PredictionInputs) -> ServePlan:
+    """Plan the engine with the one arm that answers: the whole adapter, or the base.
+
+    Raises as ``plan_local``.
+    """
+    config, adapter = prepared.config, choose_adapter(prepared.config)
     request = ServeRequest(
         str(prepared.base),
         adapters={ADAPTER: adapter} if adapter else {},
@@ -86,31 +96,29 @@ def plan_engine(prepared: Prepared) -> ServePlan:
     return replace(plan, arms=tuple(arm for arm in plan.arms if arm.name == wanted))
 
 
-def identity(prepared: Prepared, plan: ServePlan) -> Identity:
-    """Return what the answers depend on, by the name of the key that decides it."""
+def make_fingerprint(prepared: PredictionInputs, plan: ServePlan) -> Fingerprint:
+    """Return all that decides the answers, by the name of the key that decides it."""
     config = prepared.config
     pictures = [[picture.identity for picture in prompt.pictures] for prompt in prepared.prompts]
     rows = json.dumps([[prompt.text, prompt.label] for prompt in prepared.prompts])
     rows += json.dumps(pictures) if any(pictures) else ""
-    (fingerprint,) = fingerprints(plan).values()
-    greedy = not config.do_sample or not config.temperature
-    sampling = {} if greedy else {key: getattr(config, key) for key in _SAMPLING}
+    (served,) = fingerprints(plan).values()
+    samples = config.do_sample and bool(config.temperature)
+    keys = ("temperature", "top_p", "top_k", "seed") if samples else ()
     return {
-        "model and adapter": fingerprint,
+        "model and adapter": served,
         "eval_dataset": digests.of_text(rows),
         "max_new_tokens": config.max_new_tokens,
-        "do_sample": not greedy,
-        **sampling,
+        "do_sample": samples,
+        **{key: getattr(config, key) for key in keys},
     }
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed")
-
-
-def sampling_of(config: TrainConfig, row: int, room: int) -> Sampling:
-    """How row number ``row`` is answered, within ``room`` tokens: each row has random numbers of its own."""
+def choose_sampling(prepared: PredictionInputs, row: int) -> Sampling:
+    """Return the sampling of a row's answer: each row has random numbers of its own."""
+    config = prepared.config
     return Sampling(
-        max_tokens=min(config.max_new_tokens, room),
+        max_tokens=min(config.max_new_tokens, prepared.context - len(prepared.prompts[row].ids)),
         temperature=config.temperature if config.do_sample else 0.0,
         top_p=config.top_p,
         top_k=config.top_k,
@@ -119,91 +127,90 @@ def sampling_of(config: TrainConfig, row: int, room: int) -> Sampling:
 
 
 def predict(
-    prepared: Prepared,
+    prepared: PredictionInputs,
     plan: ServePlan,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
     on_loading: Callable[[], None] | None = None,
 ) -> PredictResult:
     """Answer the rows that have no answer yet, and write the files; calls ``on_progress(done, total)``.
 
     A killed run goes on with the same call. Rows that can't be answered are among the result's
-    ``problems``, and are asked again by the same call. Raises ``ProblemsError`` where ``output_dir`` has
+    ``problems``, and are asked again by the same call. Raises ``ProblemsError`` if ``output_dir`` has
     unfinished answers of another configuration, and as ``load_engine``.
     """
-    config, prompts = prepared.config, prepared.prompts
-    output = Path(config.output_dir)
-    with lock_target(output), Journal(journal_of(output), identity(prepared, plan)) as journal:
-        resumed = len(journal.answers)
+    prompts, output = prepared.prompts, Path(prepared.config.output_dir)
+    fingerprint = make_fingerprint(prepared, plan)
+    with lock_target(output), closing(Journal(output, fingerprint)) as journal:
+        answers, resumed = journal.answers, len(journal.answers)
         failed: dict[int, str] = {}
         if resumed < len(prompts):
             if on_loading:
                 on_loading()
             failed = _answer(prepared, plan, journal, on_progress or (lambda done, total: None))
         rows = [
-            {"prompt": prompt.text, "predict": journal.answers[row].text, "label": prompt.label}
+            {"prompt": prompt.text, "predict": answers[row].predict, "label": prompt.label}
             for row, prompt in enumerate(prompts)
-            if row in journal.answers
+            if row in answers
         ]
-        metrics = results.measure(rows, len(failed), journal.seconds)
-        files = results.write(output, rows, metrics, prepared.refused)
+        metrics = measure_answers(rows, len(failed), journal.seconds)
+        files = write_predictions(output, rows, metrics, prepared.refused)
         if not failed:
-            journal.remove()
+            journal.path.unlink(missing_ok=True)
+    problems = Problems(code="KTP001")
+    for row, why in sorted(failed.items())[:SHOWN]:
+        problems.error(prompts[row].where, why, next_step=None)
+    if len(failed) > SHOWN:
+        more = f"{len(failed) - SHOWN:,} more rows alike"
+        problems.error("eval_dataset", more, next_step=None)
     return PredictResult(
         output_dir=str(output),
-        adapter=adapter_of(config),
+        adapter=choose_adapter(prepared.config),
         rows=prepared.total,
         answered=len(rows),
         resumed=resumed,
         refused=len(prepared.refused),
-        cut=sum(answer.cut for answer in journal.answers.values()),
+        cut=sum(answer.cut for answer in answers.values()),
         metrics=metrics,
         files=files,
-        problems=tuple(_unanswered(prepared, failed)),
+        problems=tuple(problems),
     )
 
 
-def _unanswered(prepared: Prepared, failed: dict[int, str]) -> Iterable[Problem]:
-    shown = sorted(failed.items())[:SHOWN]
-    for row, why in shown:
-        yield problem("KTP001", prepared.prompts[row].where, why)
-    if len(failed) > len(shown):
-        yield problem("KTP001", "eval_dataset", f"{len(failed) - len(shown):,} more rows alike")
-
-
 def _answer(
-    prepared: Prepared, plan: ServePlan, journal: Journal, on_progress: Callable[[int, int], None]
+    prepared: PredictionInputs, plan: ServePlan, journal: Journal, on_progress: OnProgress
 ) -> dict[int, str]:
-    """Ask for what ``journal`` lacks; why rows couldn't be answered, by their number."""
+    """Ask for what ``journal`` lacks; return why rows couldn't be answered, by their number."""
     from transformers.utils import logging
 
     from ktbridge.serve.local.loading import load_engine
 
     logging.disable_progress_bar()
-    config, prompts = prepared.config, prepared.prompts
+    prompts = prepared.prompts
     engine = load_engine(plan, prepared.vision is not None)
     failed: dict[int, str] = {}
-    before, started = journal.seconds, time.monotonic()
+    began = time.monotonic() - journal.seconds
 
-    def finished(row: int, answer: Answered | BaseException) -> None:
-        if isinstance(answer, BaseException):
-            failed[row] = f"{type(answer).__name__}: {' '.join(str(answer).split())}"
+    def finish(row: int, text: str, cut: bool, error: BaseException | None = None) -> None:
+        if error is not None:
+            failed[row] = f"{type(error).__name__}: {' '.join(str(error).split())}"
         else:
-            journal.add(row, answer, round(before + time.monotonic() - started, 3))
+            seconds = round(time.monotonic() - began, 3)
+            journal.store(Answered(row=row, predict=text, cut=cut, seconds=seconds))
         on_progress(len(journal.answers) + len(failed), len(prompts))
 
     waiting = deque(
         Ask(
             plan.arms[0],
             prompt.ids,
-            sampling_of(config, row, prepared.context - len(prompt.ids)),
-            _Listener(row, finished),
-            images=partial(_seen, prepared, prompt) if prompt.pictures else None,
+            choose_sampling(prepared, row),
+            _Listener(partial(finish, row)),
+            images=partial(_read_images, prepared, prompt) if prompt.pictures else None,
         )
         for row, prompt in enumerate(prompts)
         if row not in journal.answers
     )
     on_progress(len(journal.answers), len(prompts))
-    together = config.per_device_eval_batch_size if engine.batchable else 1
+    together = prepared.config.per_device_eval_batch_size if engine.batchable else 1
     batch = Batch(engine, together, engine.cells())
     while waiting or batch.rows or batch.pending:
         if waiting and batch.pending is None and batch.fits(waiting[0]):
@@ -213,8 +220,7 @@ def _answer(
     return failed
 
 
-def _seen(prepared: Prepared, prompt: Prompt) -> dict[str, torch.Tensor]:
-    """The prompt's images, read now."""
+def _read_images(prepared: PredictionInputs, prompt: Prompt) -> dict[str, torch.Tensor]:
     import torch
 
     assert prepared.vision is not None
@@ -226,15 +232,14 @@ class _Listener:
 
     cancelled = False
 
-    def __init__(self, row: int, finished: Callable[[int, Answered | BaseException], None]) -> None:
-        self._row, self._finished = row, finished
-        self._pieces: list[str] = []
+    def __init__(self, finish: Callable[..., None]) -> None:
+        self._finish, self._text = finish, ""
 
     def deliver(self, choice: int, event: Event) -> None:
         if isinstance(event, Delta):
-            self._pieces.append(event.text)
+            self._text += event.text
         elif isinstance(event, Finish):
-            self._finished(self._row, Answered("".join(self._pieces), event.reason == "length"))
+            self._finish(self._text, event.reason == "length")
 
     def fail(self, error: BaseException) -> None:
-        self._finished(self._row, error)
+        self._finish("", False, error)

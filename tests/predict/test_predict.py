@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from contextlib import closing
 
 import jieba
 import pytest
@@ -13,7 +14,7 @@ from trainrun import conversation, pair
 from transformers import AutoTokenizer
 
 from ktbridge.eval.scorers import measure_texts
-from ktbridge.predict.results import measure
+from ktbridge.predict.output import Answered, Journal, journal_path, measure_answers
 
 jieba.setLogLevel(40)
 
@@ -121,6 +122,22 @@ def test_a_killed_run_goes_on_to_the_same_files(write, predict, predictions, war
     assert found == wanted
 
 
+@pytest.mark.parametrize(
+    "line", ['{"row": 1}', '{"row": 1e400, "predict": "", "cut": 0, "seconds": 1}', "[" * 100_000]
+)
+def test_a_journal_counts_up_to_a_line_that_is_no_answer(tmp_path, line):
+    answers = [Answered(row=row, predict="é", cut=False, seconds=row) for row in range(3)]
+    with closing(Journal(tmp_path / "out", {"seed": 1})) as journal:
+        for answer in answers:
+            journal.store(answer)
+    lines = journal_path(tmp_path / "out").read_text().splitlines(keepends=True)
+    journal_path(tmp_path / "out").write_text("".join([*lines[:3], f"{line}\n", lines[3]]))
+    with closing(Journal(tmp_path / "out", {"seed": 1})) as journal:
+        assert journal.answers == {0: answers[0], 1: answers[1]}
+        assert journal.seconds == 1
+    assert journal_path(tmp_path / "out").read_text() == "".join(lines[:3])
+
+
 def test_rows_that_fail_are_named_and_asked_again(
     write, dataset, predict, predictions, base, tmp_path
 ):
@@ -205,8 +222,10 @@ def test_accuracy_of_choices():
     def rows(*pairs):
         return [{"prompt": "", "predict": predict, "label": label} for predict, label in pairs]
 
-    found = measure(rows(("B", "B"), ("The answer is C.", "(C)"), ("A", "D"), ("?", "A.")), 0, 2.0)
+    found = measure_answers(
+        rows(("B", "B"), ("The answer is C.", "(C)"), ("A", "D"), ("?", "A.")), 0, 2.0
+    )
     assert found["predict_accuracy"] == 50
     assert found["predict_samples_per_second"] == 2
-    assert "predict_accuracy" not in measure(rows(("B", "B"), ("A", "A cat")), 0, 1.0)
-    assert measure([], 3, 0.0)["predict_unanswered"] == 3
+    assert "predict_accuracy" not in measure_answers(rows(("B", "B"), ("A", "A cat")), 0, 1.0)
+    assert measure_answers([], 3, 0.0)["predict_unanswered"] == 3

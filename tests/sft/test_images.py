@@ -32,7 +32,7 @@ from visionmoe import (
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.experts.loading import load_tokenizer
-from ktbridge.predict.prompts import prepare
+from ktbridge.predict.prompts import prepare_predictions
 from ktbridge.predict.run import plan_engine, predict
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import describe, fit_rows, load_rows
@@ -258,7 +258,7 @@ def predicted(directory: Path, name: str, *overrides: str) -> list[str]:
     given = (f"output_dir={directory / name}", f"adapter_name_or_path={directory / 'raw'}")
     asked = (*given, "do_train=false", "do_predict=true", "do_sample=false", *overrides)
     config = load_config(directory / "run.yaml", asked)
-    prepared = prepare(config)
+    prepared = prepare_predictions(config)
     assert predict(prepared, plan_engine(prepared)).problems == ()
     found = (Path(config.output_dir) / "generated_predictions.jsonl").read_text().splitlines()
     return [json.loads(line)["predict"] for line in found]

@@ -103,17 +103,19 @@ def parse_keys(
     prefix: str,
     problems: Problems,
     unneeded: Sequence[str] = (),
+    page: str = "docs/train.md",
 ) -> Values:
     """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out.
 
-    Keys without a default that are missing are errors, but for those that are ``unneeded``.
+    Keys without a default that are missing are errors, but for those that are ``unneeded``; ``page`` lists
+    the keys.
     """
     known = options(cls)
     given = {key: value for key, value in values.items() if value is not None or key not in known}
     result: Values = {}
     for key, value in foreign.take(given, known, prefix, problems).items():
         if key not in known:
-            hint = _nearest(key, known, prefix)
+            hint = _nearest(key, known, prefix, page)
             problems.error(f"{prefix}{key}", "unknown key", "", hint, code=UNKNOWN)
             continue
         try:
@@ -140,14 +142,14 @@ def _unquoted(value: object, parse: Parser) -> str:
     return f"Write {value.strip()} without quotes."
 
 
-def _nearest(key: str, known: Iterable[str], prefix: str) -> str:
+def _nearest(key: str, known: Iterable[str], prefix: str, page: str) -> str:
     """Return what to write instead of an unknown key."""
     other, place = (TrainConfig, "outside") if prefix else (KtConfig, "inside")
     if key in options(other):
         return f"It stands {place} the kt_config block."
     if near := did_you_mean(key, known):
         return near
-    return f"Known keys: {', '.join(known)}." if prefix else "docs/train.md lists the keys."
+    return f"Known keys: {', '.join(known)}." if prefix else f"{page} lists the keys."
 
 
 def _override(values: dict[object, Any], text: str) -> None:
