@@ -175,19 +175,11 @@ def read_recipe(
         raise UsageError(
             f"there is no recipe {str(path)!r}.", "`ktbridge init` lists recipes and copies one."
         )
-    problems = Problems(path.name, "KTR002")
+    problems = _Problems(path.name, "KTR002")
     values = _named(read_yaml(path))
     keys = ("teaches", "hardware", "before", "name", "train", *COMMANDS, "sweep")
-    head = _check(RecipeFile, values, "", keys, problems)
-    config, own, train = "", {}, values.get("train")
-    train = _named({CONFIG: train} if isinstance(train, str) else train)
-    if isinstance(train.get(CONFIG), str):
-        config = str(train.pop(CONFIG))
-        model = _model({key: _Setting for key in train if key in trained})
-        own = _check(model, train, "train: ", trained, problems)
-    else:
-        found = shown(values["train"]) if values.get("train") is not None else "missing"
-        problems.error("train", found, "the training configuration's file", None, "KTR003")
+    head = problems.check(RecipeFile, values, "", keys)
+    config, own = problems.read_train(values.get("train"), trained)
     for text in settings:
         key, sign, own[key] = text.partition("=")
         if not sign or not key:
@@ -199,7 +191,7 @@ def read_recipe(
         problems.error("train", found, "a file", None, "KTR004")
     training = _named(read_yaml(file)) if config and file.is_file() else {}
     steps = {
-        command: _read_options(command, _named(values.get(command)), options[command], problems)
+        command: problems.read_options(command, values.get(command), options[command])
         for command in COMMANDS
         if values.get(command) is not False
     }
@@ -209,7 +201,7 @@ def read_recipe(
     if "serve" not in steps and steps.keys() & {"verify", "eval"}:
         step = "Leave `serve: false` out, or write verify: false and eval: false as well."
         problems.error("serve", "false", "a server, which verify and eval ask", step)
-    sweep = _check_sweep(_named(values.get("sweep")), trained, "sweep: ", problems)
+    sweep = problems.read_sweep(values.get("sweep"), trained, "sweep: ")
     problems.raise_if_any("the recipe has {count}; nothing was started.")
     name = head.get("name", "tuned")
     return Recipe(path.resolve(), config, name, own, {**training, **own}, steps, sweep)
@@ -232,8 +224,8 @@ def parse_sweep(texts: Sequence[str], trained: Collection[str]) -> dict[str, tup
         if key == "dataset":
             parts = [part.replace("+", ",") for part in parts]
         sweep[key] = parts
-    problems = Problems("--sweep")
-    checked = _check_sweep(sweep, trained, "", problems)
+    problems = _Problems("--sweep", "KTR002")
+    checked = problems.read_sweep(sweep, trained)
     problems.raise_if_any("the sweep can't be run; nothing was started.")
     return checked
 
@@ -254,66 +246,73 @@ def _model(kinds: Mapping[str, object]) -> type[BaseModel]:
     return create_model("Block", __config__=_STRICT, **fields)
 
 
-def _check(
-    model: type[BaseModel],
-    values: Mapping[str, object],
-    place: str,
-    known: Collection[str],
-    problems: Problems,
-) -> dict[str, Any]:
-    """Return a block's values as ``model`` has them, in their order; None for all if one is wrong.
+class _Problems(Problems):
+    """What is wrong with the blocks of a recipe that are read by it."""
 
-    Unknown keys and wrong values aren't among them; ``known`` are the keys to suggest.
-    """
-    parsed, faults = check_fields(model, values)
-    for key, kind, _, expected in faults:
-        if kind == "unknown":
-            problems.error(place + key, "unknown key", "", suggest_key(key, known), "KTR001")
-        else:
-            problems.error(place + key, shown(values[key]), expected, None)
-    wrong = {fault.key for fault in faults}
-    return {key: getattr(parsed, key, None) for key in values if key not in wrong}
+    def check(
+        self, model: type[BaseModel], values: Mapping[str, object], place: str, known: Iterable[str]
+    ) -> dict[str, Any]:
+        """Return a block's values as ``model`` has them, in their order; None for all if one is wrong.
 
+        Unknown keys and wrong values aren't among them; ``known`` are the keys to suggest.
+        """
+        parsed, faults = check_fields(model, values)
+        for key, kind, _, expected in faults:
+            if kind == "unknown":
+                self.error(place + key, "unknown key", "", suggest_key(key, known), "KTR001")
+            else:
+                self.error(place + key, shown(values[key]), expected, None)
+        wrong = {fault.key for fault in faults}
+        return {key: getattr(parsed, key, None) for key in values if key not in wrong}
 
-def _read_options(
-    command: str, values: Mapping[str, object], options: Mapping[str, Option], problems: Problems
-) -> Given:
-    if command == "serve":
-        options = {**options, ENGINE_FLAGS: Option(ENGINE_FLAGS, flag=False, many=True)}
-    given: dict[str, object] = {}
-    kinds: dict[str, object] = {}
-    for key, value in values.items():
-        name = key.replace("_", "-")
-        if name in _DECIDED and (command, name) != ("serve", "model"):
-            found = "an option that a recipe doesn't have"
-            problems.error(f"{command}: {key}", found, "", _DECIDED[name], "KTR005")
-            continue
-        given[key] = value
-        if option := options.get(name):
-            kinds[key] = _Flag if option.flag else _Values if option.many else _Value
-    known = [name for name in options if name not in _DECIDED]
-    typed = _check(_model(kinds), given, f"{command}: ", known, problems)
-    return {
-        options[key.replace("_", "-")].name: () if value is True else tuple(value or ())
-        for key, value in typed.items()
-        if value is not False
-    }
+    def read_train(self, value: object, trained: Collection[str]) -> tuple[str, dict[str, str]]:
+        """Return the training configuration's path, and what overrides its keys."""
+        block = _named({CONFIG: value} if isinstance(value, str) else value)
+        config = block.pop(CONFIG, None)
+        if not isinstance(config, str):
+            found = "missing" if value is None else shown(value)
+            self.error("train", found, "the training configuration's file", None, "KTR003")
+            return "", {}
+        model = _model({key: _Setting for key in block if key in trained})
+        return config, self.check(model, block, "train: ", trained)
 
+    def read_options(self, command: str, value: object, options: Mapping[str, Option]) -> Given:
+        if command == "serve":
+            options = {**options, ENGINE_FLAGS: Option(ENGINE_FLAGS, flag=False, many=True)}
+        given: dict[str, object] = {}
+        kinds: dict[str, object] = {}
+        for key, each in _named(value).items():
+            name = key.replace("_", "-")
+            if name in _DECIDED and (command, name) != ("serve", "model"):
+                found = "an option that a recipe doesn't have"
+                self.error(f"{command}: {key}", found, "", _DECIDED[name], "KTR005")
+                continue
+            given[key] = each
+            if option := options.get(name):
+                kinds[key] = _Flag if option.flag else _Values if option.many else _Value
+        known = [name for name in options if name not in _DECIDED]
+        return {
+            options[key.replace("_", "-")].name: () if each is True else tuple(each or ())
+            for key, each in self.check(_model(kinds), given, f"{command}: ", known).items()
+            if each is not False
+        }
 
-def _check_sweep(
-    values: Mapping[str, object], trained: Collection[str], place: str, problems: Problems
-) -> dict[str, tuple[str, ...]]:
-    """Return a sweep's values, with a problem for each key that it can't vary."""
-    kinds = {key: _Swept for key in values if key in trained and key not in _FIXED}
-    sweep, faults = check_fields(_model(kinds), values)
-    for key, kind, found, expected in faults:
-        about: tuple[str, str, str | None, str] = (found, expected, None, "KTR006")
-        if key in _FIXED:
-            about = ("a key that all runs share", "", "Write a recipe for each.", "KTR006")
-        elif kind == "unknown":
-            step = suggest_key(key, trained)
-            about = ("no key of a training configuration", "", step, "KTR006")
-        elif not found:
-            about = (shown(values[key]), expected, None, "KTR002")
-        problems.error(place + key, *about)
-    return {key: tuple(getattr(sweep, key, ())) for key in values}
+    def read_sweep(
+        self, value: object, trained: Collection[str], place: str = ""
+    ) -> dict[str, tuple[str, ...]]:
+        """Return a sweep's values, with a problem for each key that it can't vary."""
+        block = _named(value)
+        kinds = {key: _Swept for key in block if key in trained and key not in _FIXED}
+        sweep, faults = check_fields(_model(kinds), block)
+        for key, kind, found, expected in faults:
+            if key in _FIXED:
+                step = "Write a recipe for each."
+                self.error(place + key, "a key that all runs share", "", step, "KTR006")
+            elif kind == "unknown":
+                step = suggest_key(key, trained)
+                self.error(place + key, "no key of a training configuration", "", step, "KTR006")
+            elif found:
+                self.error(place + key, found, expected, None, "KTR006")
+            else:
+                self.error(place + key, shown(block[key]), expected, None)
+        return {key: tuple(getattr(sweep, key, ())) for key in block}
