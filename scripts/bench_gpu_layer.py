@@ -37,11 +37,10 @@ from peers.report import plain_table
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from ktbridge.experts import checkpointing
+from ktbridge.experts import recompute
 from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.copying import Staged
-from ktbridge.experts.gpu.executor import GpuExperts
-from ktbridge.experts.gpu.gpu_call import OnGpu
+from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
 from ktbridge.experts.gpu.layer_math import Bordered
 from ktbridge.experts.gpu.layout import layer_groups
 from ktbridge.experts.gpu.operations import Into, Seen, Weighing
@@ -401,7 +400,7 @@ def step(run: Contestant, layer: Layer, ids: torch.Tensor, again: bool) -> Calla
     def work() -> None:
         x.grad = w.grad = None
         if again:
-            out = checkpoint(run, x, ids, w, use_reentrant=False, context_fn=checkpointing.contexts)
+            out = checkpoint(run, x, ids, w, use_reentrant=False, context_fn=recompute.contexts)
         else:
             out = run(x, ids, w)
         out.backward(d_out)

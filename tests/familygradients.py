@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 
 from ktbridge.experts.gpu.place import Placed, give_to_gpu
 from ktbridge.experts.gpu.placement import Placement
-from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.load_model import load_mapped
+from ktbridge.experts.lora_targets import adaptable
 from ktbridge.experts.modules import LAYER, experts_modules
-from ktbridge.experts.nonexpert_lora import adaptable
 from ktbridge.sft import expert_layers
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.plan.shape import read_shape

@@ -8,8 +8,7 @@ from expertmoe import describe, make_weights, randomise
 
 from ktbridge.experts.gpu import placement
 from ktbridge.experts.gpu.copying import InPlace
-from ktbridge.experts.gpu.executor import GpuExperts
-from ktbridge.experts.gpu.gpu_call import OnGpu
+from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
 from ktbridge.sft import MoELoRAExperts
 

@@ -11,8 +11,8 @@ from expertmoe import to_mxfp4
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from ktbridge.experts.lora_targets import adaptable, own_names
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.nonexpert_lora import adaptable, own_names
 from ktbridge.sft.config import TrainConfig, parse_config
 
 SIZES = {

@@ -7,13 +7,14 @@ tests/experts/test_compat.py fails where a version of a library does without one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
+from torch.optim import optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _waiting: dict[object, int] = {}
@@ -100,3 +101,19 @@ def translate_for_fused_experts(lora: LoraConfig, model: nn.Module) -> None:
     is asked so that a raw adapter lists its modules by names that PEFT leaves as they are.
     """
     convert_peft_config_for_transformers(lora, model, None)
+
+
+_steps = 0
+
+
+def _count(*_: object) -> None:
+    global _steps
+    _steps += 1
+
+
+optimizer.register_optimizer_step_post_hook(_count)
+
+
+def state_of(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Return what is another tuple once one of ``tensors`` has been changed, replaced or moved."""
+    return _steps, *(n for tensor in tensors for n in (tensor.data_ptr(), tensor._version))

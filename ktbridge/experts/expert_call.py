@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing, compat, crossing, queued
+from ktbridge.experts import compat, crossing, queued, recompute
 from ktbridge.experts.dropout import Dropout
 from ktbridge.experts.weights import PROJECTIONS, SILU, ExpertWeights
 from ktbridge.kernel_choice import choose_isa, choose_threads, places
@@ -161,7 +161,7 @@ class ExpertFunction(torch.autograd.Function):
                 call.layer, stream, (host, ids, weights), out, used, call.keep, call
             )
             # What stays on the CPU is the caller's, who may change it in place.
-            checkpointing.record(out if crosses else out.clone())
+            recompute.record(out if crosses else out.clone())
             if call.saved is not None and crosses:
                 call.host = host, weights
         if call.keep != _kernels.Keep.nothing:

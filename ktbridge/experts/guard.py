@@ -22,7 +22,7 @@ from ktbridge.experts import compat
 from ktbridge.experts.expert_call import LORA_NAMES
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.peft_layer import MERGE_STEP, first_tuner
-from ktbridge.experts.raw_adapter import save_beside
+from ktbridge.experts.save_adapter import save_beside
 from ktbridge.experts.wrapped_layers import layers_of
 
 ORDERS = "docs/library.md lists the orders of calls that work."

@@ -20,14 +20,15 @@ from ktbridge.adapter import Adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts.expert_call import LORA_NAMES
-from ktbridge.experts.gating import gated_experts, unserved_gating
 from ktbridge.experts.guard import has_peft, watch
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.modules import (
     ExpertsModule,
     experts_modules,
+    gated_experts,
     given_experts,
     take_experts,
+    unserved_gating,
 )
 from ktbridge.experts.tensors import to_torch
 from ktbridge.experts.weights import PROJECTIONS

@@ -19,7 +19,7 @@ from torch import nn
 
 from ktbridge import _kernels
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts import MAX_EXPERT_RANK, checkpointing
+from ktbridge.experts import MAX_EXPERT_RANK, recompute
 from ktbridge.experts.dropout import draw
 from ktbridge.experts.expert_call import (
     LORA_NAMES,
@@ -29,7 +29,7 @@ from ktbridge.experts.expert_call import (
     float_zeros,
     kernels_of,
 )
-from ktbridge.experts.gpu.gpu_call import GpuCall, GpuFunction, OnGpu
+from ktbridge.experts.gpu.executor import GpuCall, GpuFunction, OnGpu
 from ktbridge.experts.peft_layer import PeftLayer
 from ktbridge.experts.weights import (
     PROJECTIONS,
@@ -254,7 +254,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
                 used,
                 needed,
                 self.accumulate_grad,
-                checkpointing.replayed(),
+                recompute.replayed(),
             )
             result: torch.Tensor = GpuFunction.apply(there, hidden, topk_ids, topk_weights, *lora)
             return result
@@ -271,7 +271,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
             keep,
             self.accumulate_grad,
             self.run_ahead,
-            checkpointing.replayed(),
+            recompute.replayed(),
         )
         out = ExpertFunction.apply(call, hidden, topk_ids, topk_weights, *lora)
         if call.replayed is None:

@@ -21,7 +21,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts.guard import has_peft
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
-from ktbridge.experts.nonexpert_lora import Adaptable, TunedModel, adaptable
+from ktbridge.experts.lora_targets import Adaptable, TunedModel, adaptable
 from ktbridge.experts.tensors import to_torch
 from ktbridge.experts.wrapped_layers import layers_of
 from ktbridge.model import resolve_model

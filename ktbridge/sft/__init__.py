@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     )
     from ktbridge.experts.layer import MoELoRAExperts
     from ktbridge.experts.load_adapter import load_raw_adapter
-    from ktbridge.experts.loading import load_for_kernels
-    from ktbridge.experts.raw_adapter import save_raw_adapter
+    from ktbridge.experts.load_model import load_for_kernels
+    from ktbridge.experts.save_adapter import save_raw_adapter
     from ktbridge.experts.weights import ExpertWeights
     from ktbridge.experts.wrapped_layers import Trainable, expert_layers, trainable_parameters
     from ktbridge.sft.callback import RawAdapterCallback
@@ -77,7 +77,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "checkpointing":  # docs/library.md calls ktbridge.sft.checkpointing.enable
-        return importlib.import_module("ktbridge.experts.checkpointing")
+        return importlib.import_module("ktbridge.experts.recompute")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"ktbridge.{_HOMES[name]}"), name)

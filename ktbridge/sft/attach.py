@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
 from ktbridge.experts.load_adapter import copy_nonexpert
+from ktbridge.experts.lora_targets import TunedModel, adaptable, chosen_modules, convert_masters
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.nonexpert_lora import TunedModel, adaptable, chosen_modules, convert_masters
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.kernel_choice import choose_threads
 from ktbridge.sft.base_model import Start, find_start

@@ -21,9 +21,8 @@ from ktbridge.adapter.opening import reading_note
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts.load_adapter import Start, fit, misfit, read_start
-from ktbridge.experts.loading import skeleton
-from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.nonexpert_lora import (
+from ktbridge.experts.load_model import skeleton
+from ktbridge.experts.lora_targets import (
     Adaptable,
     adaptable,
     chosen_modules,
@@ -32,6 +31,7 @@ from ktbridge.experts.nonexpert_lora import (
     left_out_of_all,
     own_names,
 )
+from ktbridge.experts.modules import experts_modules
 from ktbridge.model import Checkpoint, find_model, open_checkpoint, read_model_config
 from ktbridge.sft.compat import has_balancing_loss
 from ktbridge.sft.config import TrainConfig

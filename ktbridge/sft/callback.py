@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.raw_adapter import required_base_name, save_raw_adapter
+from ktbridge.experts.save_adapter import required_base_name, save_raw_adapter
 from ktbridge.experts.wrapped_layers import layers_of, trained_elsewhere
 
 IN_CHECKPOINT = Path("ktbridge", "raw_adapter")

@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.raw_adapter import save_beside
+from ktbridge.experts.save_adapter import save_beside
 from ktbridge.files.publish import fsync_directory
 from ktbridge.files.sizes import size_text
 from ktbridge.model.jsonfile import read_json_file

@@ -20,7 +20,7 @@ from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.gpu.operations import has_cores
 from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
 from ktbridge.experts.gpu.placement import Costs, Limits, Placement, Scored, Sizes, evenly
-from ktbridge.experts.gpu.probes import costs_of, time_experts, time_update
+from ktbridge.experts.gpu.timing import costs_of, time_experts, time_update
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed

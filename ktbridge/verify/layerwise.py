@@ -20,7 +20,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import readable_load_errors, skeleton
+from ktbridge.experts.load_model import readable_load_errors, skeleton
 from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.model import read_model_config
 from ktbridge.verify.weight_reader import ExpertReader, WeightReader

@@ -109,7 +109,7 @@ def verify(
     entries = server.entries()
     arms = _arms(server, entries, model, expert_model)
 
-    from ktbridge.experts.loading import load_tokenizer
+    from ktbridge.experts.load_model import load_tokenizer
     from ktbridge.verify.reference_model import ReferenceModel, compute_references
 
     tokenizer = load_tokenizer(base)

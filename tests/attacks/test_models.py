@@ -10,7 +10,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import skeleton
+from ktbridge.experts.load_model import skeleton
 from ktbridge.model import read_model_config
 from ktbridge.verify.run import fixed_prompts
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing
+from ktbridge.experts import recompute
 from ktbridge.experts.gpu import executor, layer_math, masters, operations, routing
 from ktbridge.experts.gpu.copying import InPlace
 
@@ -349,7 +349,7 @@ def test_a_resident_layer_takes_at_most_30_launches_and_waits_for_none(keep, mos
         x, weights = hidden.clone().requires_grad_(), by_slot.clone().requires_grad_()
         with Launches(monkeypatch) as launches:
             region = checkpoint(
-                layer, x, ids, weights, use_reentrant=False, context_fn=checkpointing.contexts
+                layer, x, ids, weights, use_reentrant=False, context_fn=recompute.contexts
             )
             region.backward(d_out)
         assert not launches.waits

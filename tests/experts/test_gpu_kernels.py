@@ -65,7 +65,7 @@ def routed(tokens=41, experts=EXPERTS):
     [(41, 5, 3, torch.int64), (300, 9, 2, torch.int32), (1, 512, 1, torch.int64), (0, 4, 2, torch.int64)],
 )  # fmt: skip
 def test_routing_in_kernels_is_torchs(kernels, tokens, experts, top_k, dtype):
-    from ktbridge.experts.gpu import triton_routing
+    from ktbridge.experts.gpu import triton_kernels
 
     torch.manual_seed(1)
     ids = torch.randint(experts, (tokens, top_k), dtype=dtype)
@@ -75,7 +75,7 @@ def test_routing_in_kernels_is_torchs(kernels, tokens, experts, top_k, dtype):
     for place in (None, torch.randperm(experts)):
         expected = operations.route(ids, place, experts)
         rows = operations.rows_for(ids.numel(), experts)
-        found = triton_routing.route(there(ids), there(place), experts, rows)
+        found = triton_kernels.route(there(ids), there(place), experts, rows)
         for one, other in zip(found, vars(expected).values(), strict=True):
             assert torch.equal(one.cpu(), other)
 

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from ktbridge.experts.gpu import copying, operations, probe
 from ktbridge.experts.gpu.copying import InPlace, Registration, pages_are_ours, regions, without
 from ktbridge.experts.gpu.layer_math import Bordered
-from ktbridge.experts.gpu.layout import Group, Span, layer_groups
+from ktbridge.experts.gpu.layout import Group, Span, dequantise, layer_groups, unpack
 from ktbridge.experts.gpu.operations import rows_for
 from ktbridge.experts.gpu.placement import PAD
 from ktbridge.experts.gpu.ring import Ring
 from ktbridge.experts.gpu.routing import Routing
-from ktbridge.experts.gpu.unpack import dequantise, unpack
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 HIDDEN, INNER = 40, 24

@@ -15,7 +15,7 @@ from tinymoe import tiny_config, tiny_model
 from transformers import Qwen3MoeForCausalLM
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import (
+from ktbridge.experts.load_model import (
     load_for_kernels,
     load_mapped,
     load_model,
@@ -116,7 +116,7 @@ import ktbridge.sft
 import torch
 from pathlib import Path
 from ktbridge.sft import wrap_experts
-from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.load_model import load_mapped
 model = wrap_experts(load_mapped(Path(sys.argv[1]), torch.bfloat16), 4, 8, threads=1)
 with torch.no_grad():
     assert model(torch.tensor([[1]])).logits.isfinite().all()

@@ -23,8 +23,7 @@ from gpuexperts import chain, give, least_slot, mapped_layer
 from ktbridge.experts.dropout import Dropout, Mask
 from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.copying import Registered, Registration, Staged, register
-from ktbridge.experts.gpu.layout import Group, Span, layer_groups
-from ktbridge.experts.gpu.unpack import dequantise
+from ktbridge.experts.gpu.layout import Group, Span, dequantise, layer_groups
 from ktbridge.experts.weights import Gating
 
 TOLERANCE = 0.008  # as the CPU kernels'

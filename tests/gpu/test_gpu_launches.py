@@ -23,7 +23,7 @@ from expertmoe import (
 from gpuexperts import chain, give, least_slot, mapped_layer
 from torch.utils.checkpoint import checkpoint
 
-from ktbridge.experts import checkpointing
+from ktbridge.experts import recompute
 from ktbridge.experts.gpu.copying import Registered, Staged, copier_for
 from ktbridge.experts.gpu.layout import layer_groups
 
@@ -172,7 +172,7 @@ def test_one_resident_layer_takes_at_most_30_launches(keep, capsys):
 
     def both():
         out = checkpoint(
-            layer, hidden, ids, weights, use_reentrant=False, context_fn=checkpointing.contexts
+            layer, hidden, ids, weights, use_reentrant=False, context_fn=recompute.contexts
         )
         out.backward(d_out)
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from ktbridge.experts.nonexpert_lora import adaptable, convert_masters, inject_lora
+from ktbridge.experts.lora_targets import adaptable, convert_masters, inject_lora
 from ktbridge.sft import liger
 
 TOKENS = 8192

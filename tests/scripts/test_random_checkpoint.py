@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.loading import load_mapped, load_tokenizer
+from ktbridge.experts.load_model import load_mapped, load_tokenizer
 from ktbridge.experts.modules import experts_modules, given_experts
 from ktbridge.sft.config import parse_config
 from ktbridge.sft.data import fit_rows, load_rows

@@ -13,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from ktbridge.experts.inject import wrap_experts
-from ktbridge.experts.nonexpert_lora import adaptable, inject_lora
+from ktbridge.experts.lora_targets import adaptable, inject_lora
 from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.serve.local.arms import Mixer
 from ktbridge.serve.local.batch import Ask, Batch

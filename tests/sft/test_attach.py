@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.experts.loading import load_mapped
-from ktbridge.experts.nonexpert_lora import (
+from ktbridge.experts.load_model import load_mapped
+from ktbridge.experts.lora_targets import (
     adaptable,
     as_peft_finds_them,
     chosen_modules,
     in_layer,
     left_out_of_all,
 )
-from ktbridge.experts.raw_adapter import nonexpert_tensors
+from ktbridge.experts.save_adapter import nonexpert_tensors
 from ktbridge.experts.tensors import to_torch
 from ktbridge.model import family_of
 from ktbridge.sft import attach, expert_layers, save_raw_adapter, set_expert_lora, wrap_experts

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ktbridge.adapter import merge_adapter, read_adapter
-from ktbridge.experts.loading import load_model, load_tokenizer
+from ktbridge.experts.load_model import load_model, load_tokenizer
 from ktbridge.verify.hypotheses import explain
 from ktbridge.verify.reference_model import ReferenceModel, compute_references
 from ktbridge.verify.run import facts_of, fixed_prompts

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ktbridge.experts import compat
-from ktbridge.experts.changes import state_of
+from ktbridge.experts.compat import state_of
 from ktbridge.experts.dropout import Dropout
 from ktbridge.experts.expert_call import LoraUse, accumulates
 from ktbridge.experts.gpu import operations

@@ -256,10 +256,10 @@ def route(ids: torch.Tensor, place: torch.Tensor | None, experts: int) -> Routed
     ``place`` [E] int64 is each expert's place in the order of computing, None: its own number.
     """
     if kernels(ids) is not None:
-        from ktbridge.experts.gpu import triton_routing
+        from ktbridge.experts.gpu import triton_kernels
 
         rows = rows_for(ids.numel(), experts)
-        return Routed(*triton_routing.route(ids, place, experts, rows, PAD))
+        return Routed(*triton_kernels.route(ids, place, experts, rows, PAD))
     slots = ids.numel()
     flat = ids.reshape(-1)
     inside = (flat >= 0) & (flat < experts)

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from ktbridge.experts.gpu.copying import copied_once, copier_for
-from ktbridge.experts.gpu.executor import GpuExperts
-from ktbridge.experts.gpu.gpu_call import OnGpu
+from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
 from ktbridge.experts.gpu.layout import layer_groups
 from ktbridge.experts.gpu.placement import Placement, Sizes
 from ktbridge.experts.gpu.ring import Copier
-from ktbridge.experts.loading import release_layers
+from ktbridge.experts.load_model import release_layers
 from ktbridge.experts.wrapped_layers import expert_layers
 
 

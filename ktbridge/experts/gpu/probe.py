@@ -130,7 +130,7 @@ def _link(device: torch.device) -> float:
     """Bytes a second from pinned memory to ``device``."""
     import torch
 
-    from ktbridge.experts.gpu.probes import median_seconds
+    from ktbridge.experts.gpu.timing import median_seconds
 
     pinned = torch.empty(_CROSSING, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_CROSSING, dtype=torch.uint8, device=device)

@@ -15,8 +15,8 @@ from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.errors import ProblemsError
 from ktbridge.experts.inject import load_expert_lora, wrap_experts
 from ktbridge.experts.load_adapter import acting, copy_nonexpert, place
-from ktbridge.experts.loading import load_for_kernels, load_tokenizer
-from ktbridge.experts.nonexpert_lora import adaptable, inject_lora
+from ktbridge.experts.load_model import load_for_kernels, load_tokenizer
+from ktbridge.experts.lora_targets import adaptable, inject_lora
 from ktbridge.machine import read_machine
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.plan import ServePlan

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts import checkpointing, crossing
+from ktbridge.experts import crossing, recompute
 from ktbridge.experts.compat import graph_is_kept
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.sft.distributed.group import collect, distribute, exchange
@@ -57,7 +57,7 @@ def run_experts(
     hidden [T, H] bfloat16, ids [T, K] int64, weights [T, K] float32 -> [T, H] bfloat16; T is each rank's
     own and may be 0. Raises ``KtbridgeError`` when the ranks are not at the same call, or one is lost.
     """
-    call = _Call(layer, ids, checkpointing.replayed())
+    call = _Call(layer, ids, recompute.replayed())
     if call.replayed is not None:
         call.training = True
         if is_main():
@@ -83,7 +83,7 @@ class _Dispatched(torch.autograd.Function):
         else:
             out = _forward(call, *crossing.to_host(hidden, call.ids, weights))
             # What stays on the CPU is the caller's, who may change it in place.
-            checkpointing.record(out if crosses else out.clone())
+            recompute.record(out if crosses else out.clone())
         return crossing.to_device(out, hidden.device)
 
     @staticmethod
@@ -146,7 +146,7 @@ def _forward(
         # a checkpointed layer around it, which would count it and find nothing of it the second time.
         with (
             torch.set_grad_enabled(call.training),
-            checkpointing.aside(),
+            recompute.aside(),
             saved_tensors_hooks(_as_it_is, _as_it_is),
         ):
             inputs = [whole[0].requires_grad_(call.training), whole[1]]

@@ -228,7 +228,7 @@ def _shapes(path: Path) -> dict[str, Shape]:
         import torch
         import transformers
 
-        from ktbridge.experts.loading import model_config, readable_load_errors, skeleton
+        from ktbridge.experts.load_model import model_config, readable_load_errors, skeleton
     except ModuleNotFoundError as error:
         raise KtbridgeError(
             f"{path} has no weights, and without them sizes come from transformers, which needs {error.name}",

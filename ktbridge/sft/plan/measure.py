@@ -96,7 +96,7 @@ def measure_costs(setting: Setting, limits: Limits) -> Costs | None:
     import torch
 
     from ktbridge.experts.gpu.operations import has_cores
-    from ktbridge.experts.gpu.probes import costs_of, time_experts, time_update
+    from ktbridge.experts.gpu.timing import costs_of, time_experts, time_update
     from ktbridge.experts.layer import MoELoRAExperts
     from ktbridge.sft.plan.outside import measure_outside
 

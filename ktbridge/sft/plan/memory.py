@@ -163,7 +163,7 @@ def nonexpert_lora_elements(setting: Setting) -> int:
 
 
 def lora_paths(setting: Setting, layer: LayerShape) -> frozenset[str]:
-    """Paths in a layer that non-expert LoRA goes to, as ``ktbridge.experts.nonexpert_lora`` chooses them."""
+    """Paths in a layer that non-expert LoRA goes to, as ``ktbridge.experts.lora_targets`` chooses them."""
     family = family_of(setting.shape.config.model_type)
     served = family.nonexpert_targets if family else ()
     taken: set[str] = set()

@@ -20,10 +20,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ktbridge.experts.gpu.copying import copier_for
-from ktbridge.experts.gpu.executor import GpuExperts
-from ktbridge.experts.gpu.gpu_call import OnGpu
+from ktbridge.experts.gpu.executor import GpuExperts, OnGpu
 from ktbridge.experts.gpu.layer_math import Bordered
-from ktbridge.experts.gpu.layout import Group, layer_groups
+from ktbridge.experts.gpu.layout import Group, layer_groups, unpack
 from ktbridge.experts.gpu.masters import clip_to_norm
 from ktbridge.experts.gpu.placement import (
     MICRO_BATCH_SECONDS,
@@ -32,7 +31,6 @@ from ktbridge.experts.gpu.placement import (
     Line,
 )
 from ktbridge.experts.gpu.ring import Copier
-from ktbridge.experts.gpu.unpack import unpack
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.wrapped_layers import expert_layers
 

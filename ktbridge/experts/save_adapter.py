@@ -23,7 +23,7 @@ from ktbridge.adapter.keys import fused_key
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.layer import MoELoRAExperts, lora_shapes
-from ktbridge.experts.nonexpert_lora import is_named
+from ktbridge.experts.lora_targets import is_named
 from ktbridge.experts.tensors import from_torch
 from ktbridge.experts.wrapped_layers import expert_layers, trained_elsewhere
 from ktbridge.files.publish import fsync_directory

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import compat
-from ktbridge.experts.changes import state_of
+from ktbridge.experts.compat import state_of
 from ktbridge.experts.modules import LAYER, experts_modules
 from ktbridge.model import Family, family_of
 from ktbridge.model.families import UNREACHED
