@@ -1,4 +1,4 @@
-"""A checkpoint into transformers, whole or not at all; its experts mapped where the kernels can read them.
+"""Loading a checkpoint into transformers; its experts are mapped where the kernels can read them.
 
 The routed experts stay on the CPU, whatever device the rest goes to.
 """
@@ -36,11 +36,12 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+from ktbridge.adapter.keys import LAYER
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.experts import compat
-from ktbridge.experts.mapped import CantMap, MappedExperts, experts_left_out
-from ktbridge.experts.modules import LAYER, experts_modules, give_experts, keep_on_cpu
+from ktbridge.experts.mapped import MappedExperts, UnmappableError, leave_experts_out
+from ktbridge.experts.modules import ModuleExperts, experts_modules
 from ktbridge.model import check_served, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 
@@ -66,7 +67,7 @@ CPU = torch.device("cpu")
 def load_model(
     path: Path, dtype: torch.dtype, attention: str | None = None, whole: bool = False
 ) -> PreTrainedModel:
-    """The language model in ``path`` on the CPU, experts and all, in eval mode, without gradients.
+    """Load the language model in ``path`` on the CPU, experts and all, in eval mode, without gradients.
 
     ``whole``: with the vision tower around it.
 
@@ -86,7 +87,7 @@ def load_for_kernels(
     attention: str | None = None,
     whole: bool = False,
 ) -> PreTrainedModel:
-    """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
+    """Load the language model in ``path`` for ``wrap_experts``; experts are mapped if kernels can read them.
 
     Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``device`` where it
     goes, ``experts`` names another checkpoint of the same experts to map, ``attention`` transformers'
@@ -96,12 +97,12 @@ def load_for_kernels(
     path = Path(path)
     try:
         return load_mapped(path, dtype, device, experts, attention, whole)
-    except CantMap:
+    except UnmappableError:
         if experts is not None:
             raise  # asked for by name, and the ones in `path` may be stored otherwise
         model = load_model(path, dtype, attention, whole)
     for _, module in experts_modules(model):
-        keep_on_cpu(module)
+        ModuleExperts(module).detach_loaded()
     nn.Module.to(model, device)
     return model
 
@@ -114,16 +115,16 @@ def load_mapped(
     attention: str | None = None,
     whole: bool = False,
 ) -> PreTrainedModel:
-    """The same without its routed experts, which ``wrap_experts`` then reads where the files have them.
+    """Load the model without its routed experts, which ``wrap_experts`` then reads where the files have them.
 
     ``dtype`` and ``device`` are those of everything else; the experts keep the checkpoint's storage.
-    Until it is wrapped the model can't run. Raises ``CantMap`` where the kernels can't read the checkpoint's
-    experts in place, and KtbridgeError as ``load_model`` does.
+    Until it is wrapped the model can't run. Raises ``UnmappableError`` where the kernels can't read the
+    checkpoint's experts in place, and KtbridgeError as ``load_model`` does.
     """
     mapped = MappedExperts(experts or path)
     with readable_load_errors(path):
         own, config = model_class(model_config(path), whole)
-        with experts_left_out(own) as cls:
+        with leave_experts_out(own) as cls:
             options = _unquantised(config, mapped) | _attending(attention)
             if device != CPU:
                 options["device_map"] = {"": device}
@@ -131,10 +132,10 @@ def load_mapped(
     for name, module in experts_modules(model):
         match = LAYER.search(name)
         if match is None:
-            raise CantMap(
+            raise UnmappableError(
                 f"{name} of {path} is not in a decoder layer", "load it with transformers"
             )
-        give_experts(module, mapped.layer(int(match.group(1))))
+        ModuleExperts(module).attach(mapped.layer(int(match.group(1))))
     object.__setattr__(model, "expert_files", mapped)  # not a tensor, whatever its type
     return model
 
@@ -150,7 +151,7 @@ def release_layers(model: torch.nn.Module, layers: Iterable[int]) -> None:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``path``. Raises KtbridgeError when it does not load.
+    """Load the tokenizer in ``path``. Raises KtbridgeError when it does not load.
 
     Without its files transformers would silently make an empty one.
     """
@@ -166,7 +167,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def model_config(path: Path) -> PreTrainedConfig:
-    """transformers' configuration of the model in ``path``, without running code that came with it."""
+    """Read transformers' configuration of the model in ``path``, without running code that came with it."""
     settings = read_json_file(path / "config.json")
     alias = _ALIASES.get(str(settings.get("model_type")))
     if alias is None:
@@ -177,14 +178,14 @@ def model_config(path: Path) -> PreTrainedConfig:
 def model_class(
     config: PreTrainedConfig, whole: bool = False
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class of a configuration's language model, and the part of the configuration it takes.
+    """Return the class of a configuration's language model, and the part of the configuration it takes.
 
     As transformers' own Auto classes choose: the text model alone where it can be had from a multimodal
     checkpoint, else the multimodal model around it; ``whole``: that one in any case.
     """
     text_first = (AutoModelForCausalLM, AutoModelForImageTextToText)
     for auto in text_first[::-1] if whole else text_first:
-        cls = compat.class_chosen_by(auto, config)
+        cls = compat.find_model_class(auto, config)
         if cls is not None:
             text = config.sub_configs.get("text_config")
             own = text is not None and cls.config_class == text
@@ -202,7 +203,7 @@ def _unquantised(config: PreTrainedConfig, mapped: MappedExperts) -> dict[str, o
         return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
     packed = [name for name in mapped.checkpoint if name.endswith((".weight_packed", "_blocks"))]
     if any(".experts." not in name for name in packed):
-        raise CantMap(
+        raise UnmappableError(
             f"{mapped.path} has packed weights outside its routed experts",
             "dequantise the checkpoint to bfloat16 first",
         )
@@ -253,8 +254,8 @@ def readable_load_errors(path: Path, what: str = "model") -> Iterator[None]:
         ) from error
 
 
-def skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
-    """The language model in ``base`` as its class makes it, all tensors on the "meta" device.
+def make_skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
+    """Make the language model in ``base`` as its class does, all tensors on the "meta" device.
 
     ``whole``: with the vision tower around it.
 
@@ -273,6 +274,12 @@ def skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
         with torch.device("meta"):
             return cls(own)
 
+
+# --- Kimi's tokenizer ---------------------------------------------------------------------------------
+#
+# Moonshot's models ship tiktoken's file (a line for each token: its bytes in base64, and its rank) and Python
+# code that says where text is split before tokens are merged. That code isn't run: the pattern is known here,
+# and compared with what the file says.
 
 FILE = "tiktoken.model"
 _CASED = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -298,7 +305,7 @@ def has_only_tiktoken(path: Path) -> bool:
 
 
 def kimi_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Kimi checkpoint. Raises ``ProblemsError`` for a damaged or another one."""
+    """Make the tokenizer of a Kimi checkpoint. Raises ``ProblemsError`` for a damaged or another one."""
     settings = read_json_file(path / "tokenizer_config.json")
     _check_splits(path, settings)
     tokenizer: Tokenizer = _Ranks(vocab_file=str(path / FILE), pattern="|".join(SPLITS)).converted()

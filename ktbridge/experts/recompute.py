@@ -1,4 +1,4 @@
-"""Gradient checkpointing around CPU experts: what the GPU computed is computed again, the experts are not.
+"""Gradient checkpointing around experts: everything else is computed again, the experts are not.
 
 A checkpointed decoder layer drops its activations and runs forward once more in backward. For the experts
 that would be the most expensive part of a step, and needless: what their backward needs (``activation``: how
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -25,12 +24,14 @@ class _Mode(AbstractContextManager[None]):
     Entered once for the forward of a checkpointed region, and once for each backward through it.
     """
 
-    def __init__(self, name: Literal["record", "replay", "aside"], outputs: list[object]) -> None:
+    def __init__(
+        self, name: Literal["record", "replay", "unrecorded"], outputs: list[object]
+    ) -> None:
         self.name, self.outputs = name, outputs
 
     def __enter__(self) -> None:
         self._before = _mode()
-        self.coming = iter(self.outputs)
+        self.remaining = iter(self.outputs)
         _here.mode = self
 
     def __exit__(self, *_: object) -> None:
@@ -42,13 +43,13 @@ def _mode() -> _Mode | None:
     return found
 
 
-def aside() -> AbstractContextManager[None]:
-    """A block whose experts have nothing to do with the region around it: not recorded, not replayed."""
-    return _Mode("aside", [])
+def unrecorded() -> AbstractContextManager[None]:
+    """Return a context whose experts are neither recorded in the region around it nor replayed."""
+    return _Mode("unrecorded", [])
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For ``torch.utils.checkpoint``'s ``context_fn``: around the first forward, around the second."""
+    """Return ``torch.utils.checkpoint``'s contexts: around the first forward, around the second."""
     outputs: list[object] = []
     return _Mode("record", outputs), _Mode("replay", outputs)
 
@@ -87,26 +88,10 @@ def record(out: object) -> None:
 def replayed() -> Any:
     """Return what the same call recorded in the first forward; None outside a second one."""
     mode = _mode()
-    return next(mode.coming) if mode is not None and mode.name == "replay" else None
+    return next(mode.remaining) if mode is not None and mode.name == "replay" else None
 
 
-class Coming:
-    """Tensors that another stream is making until the event ``ready``, or that are there (None)."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event | None) -> None:
-        self._tensors, self._ready = tuple(tensors), ready
-
-    def get(self) -> tuple[torch.Tensor, ...]:
-        """The tensors, which the current stream may use from here on."""
-        if self._ready is not None:
-            stream = torch.cuda.current_stream(self._tensors[0].device)
-            stream.wait_event(self._ready)
-            for tensor in self._tensors:
-                tensor.record_stream(stream)
-        return self._tensors
-
-
-class Kept:
+class SavedOutput:
     """One layer's output [T, H], to be had again any number of times."""
 
     def __init__(
@@ -114,62 +99,65 @@ class Kept:
     ) -> None:
         """``out`` may be changed by its owner afterwards. ``streams``: to the host and back; None: stay."""
         self._streams, self._device = streams, out.device
-        self._coming: Coming | None = None
-        copy = out.clone()  # its owner needn't wait for the crossing
+        self._fetched: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        copy = out.clone()  # its owner needn't wait for the transfer
         if streams is None:
-            self._kept = copy
+            self._saved = copy
             return
         leaving, _ = streams
-        self._kept = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=True)
+        self._saved = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=True)
         leaving.wait_stream(torch.cuda.current_stream(out.device))
         with torch.cuda.stream(leaving):
-            self._kept.copy_(copy, non_blocking=True)
+            self._saved.copy_(copy, non_blocking=True)
             copy.record_stream(leaving)
         self._left = leaving.record_event()
 
     def fetch(self) -> None:
         """Begin to bring it back, if it is on the host."""
-        if self._streams is None or self._coming is not None:
+        if self._streams is None or self._fetched is not None:
             return
         back = self._streams[1]
         with torch.cuda.stream(back):
             back.wait_event(self._left)
-            there = self._kept.to(self._device, non_blocking=True)
-            self._coming = Coming([there], back.record_event())
+            there = self._saved.to(self._device, non_blocking=True)
+            self._fetched = there, back.record_event()
 
     def get(self) -> torch.Tensor:
-        """A copy for the current stream, which its taker may change."""
+        """Return a copy for the current stream, which its taker may change."""
         if self._streams is None:
-            return self._kept.clone()
+            return self._saved.clone()
         self.fetch()
-        assert self._coming is not None
-        (there,) = self._coming.get()
-        self._coming = None
+        assert self._fetched is not None
+        there, ready = self._fetched
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(ready)
+        there.record_stream(stream)
+        self._fetched = None
         return there
 
 
-class Outputs:
+class SavedOutputs:
     """Layers' outputs between a checkpointed forward and its second one, which wants them once more.
 
-    Over all layers they are as large as the layers' inputs (``ktbridge.experts.recompute``), so where GPU
-    memory is short they wait in pinned memory of the host: one crossing each way, on streams of their own.
+    Over all layers they are as large as the layers' inputs, so where GPU memory is short they wait in pinned
+    memory of the host: one transfer each way, on streams of their own.
     """
 
     def __init__(self, device: torch.device, on_host: bool) -> None:
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if on_host and device.type == "cuda":
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._last: dict[int, weakref.ref[Kept]] = {}
+        self._last: dict[int, weakref.ref[SavedOutput]] = {}
 
-    def keep(self, layer: int, out: torch.Tensor) -> Kept:
-        """The output of a layer, for its second forward."""
-        kept = Kept(out, self._streams)
-        self._last[layer] = weakref.ref(kept)
-        return kept
+    def save(self, layer: int, out: torch.Tensor) -> SavedOutput:
+        """Save the output of a layer for its second forward."""
+        saved = SavedOutput(out, self._streams)
+        self._last[layer] = weakref.ref(saved)
+        return saved
 
     def fetch_before(self, layer: int) -> None:
         """Begin to bring back the output of the layer before ``layer``, whose second forward comes next."""
         before = [other for other in self._last if other < layer]
-        kept = self._last[max(before)]() if before else None
-        if kept is not None:
-            kept.fetch()
+        saved = self._last[max(before)]() if before else None
+        if saved is not None:
+            saved.fetch()

@@ -40,11 +40,11 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.experts import recompute
-from ktbridge.experts.expert_call import kernel_seconds
+from ktbridge.experts.autograd import kernel_seconds
+from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.load_model import load_mapped
 from ktbridge.experts.lora_targets import convert_masters
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import distributed
 from ktbridge.sft.attach import threads_beside_python
 from ktbridge.sft.config import KtConfig, TrainConfig

@@ -10,8 +10,8 @@ from tinymoe import tiny_model
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from ktbridge.experts import recompute
+from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.load_model import load_for_kernels
-from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import wrap_experts
 
 IDS = torch.arange(96).reshape(3, 32) % 64
@@ -162,7 +162,7 @@ LEAVING = """
 import sys, torch
 from pathlib import Path
 from ktbridge.sft import wrap_experts
-from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.load_model import load_for_kernels
 cuda = torch.device("cuda", 0)
 model = wrap_experts(load_for_kernels(Path(sys.argv[1]), torch.bfloat16, lambda name: cuda), threads=1)

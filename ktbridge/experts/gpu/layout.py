@@ -2,8 +2,8 @@
 
 A *group* is as many experts of one layer as fit a slot; its experts follow each other in host memory as far
 as the checkpoint allows. A *span* is one copy: a range of host memory and its place in the slot. A ``Layer``
-is what the executor knows of one. ``unpack`` makes the bordered bfloat16 matrices of a group from a slot's
-bytes, which are as the checkpoint stores them.
+is what the executor knows of one. ``unpack_group`` makes the bordered bfloat16 matrices of a group from a
+slot's bytes, which are as the checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu import operations
-from ktbridge.experts.gpu.layer_math import Biases, Bordered
+from ktbridge.experts.gpu.layer_math import Biases, BorderedMatrices
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Triple, from_mxfp4
 
 ALIGNED = 256  # where spans begin in a slot: what CUDA's own allocations are aligned to
@@ -26,7 +26,7 @@ _GAP = 64  # bytes between two tensors that are still one copy; a shard's header
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredMatrix:
     """One expert's matrix, or its scales, in host memory."""
 
     kind: str
@@ -48,7 +48,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Span:
+class CopySpan:
     """One copy: ``bytes`` from ``address`` in host memory to ``offset`` in the slot."""
 
     address: int
@@ -58,11 +58,11 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Experts of a layer that cross together."""
+    """Experts of a layer that are transferred together."""
 
     experts: tuple[int, ...]
     """Their numbers in the layer, in the order in which they are computed."""
-    spans: tuple[Span, ...]
+    spans: tuple[CopySpan, ...]
     places: Mapping[str, tuple[int, ...]]
     """Where in a slot each expert's tensor of a kind ("gate", "gate.scale" and so on) begins, in bytes."""
     bytes: int
@@ -71,7 +71,7 @@ class Group:
     """The host tensors, so that their memory outlives the copies."""
 
 
-def layer_groups(
+def group_experts(
     weights: Sequence[ExpertWeights],
     slot_bytes: int,
     where: str = "a layer",
@@ -86,7 +86,7 @@ def layer_groups(
         raise UsageError(
             f"the experts of {where} have gaps between their rows: they can't be streamed."
         )
-    by_expert: dict[int, list[Piece]] = {}
+    by_expert: dict[int, list[StoredMatrix]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.address):
         by_expert.setdefault(piece.expert, []).append(piece)
     order = list(by_expert)  # of first addresses
@@ -106,18 +106,18 @@ def layer_groups(
         count += 1
 
 
-def _pieces(weights: Sequence[ExpertWeights], experts: Sequence[int]) -> Iterator[Piece]:
+def _pieces(weights: Sequence[ExpertWeights], experts: Sequence[int]) -> Iterator[StoredMatrix]:
     for name, stored in zip(PROJECTIONS, weights, strict=True):
         for kind, stack in ((name, stored.weight), (f"{name}.scale", stored.scale)):
             if stack is None:
                 continue
             for expert in experts:
                 tensor = stack[expert]
-                yield Piece(kind, expert, tensor.data_ptr(), tensor)
+                yield StoredMatrix(kind, expert, tensor.data_ptr(), tensor)
 
 
 def _take_turns(weights: Sequence[ExpertWeights]) -> bool:
-    """Return whether gate's and up's rows lie one after the other's, so that both cross as one."""
+    """Return whether gate's and up's rows lie one after the other's, so that one copy has both."""
     gate, up, down = weights
     pairs = [(gate.weight, up.weight)]
     if gate.scale is not None and up.scale is not None:
@@ -134,7 +134,7 @@ def _take_turns(weights: Sequence[ExpertWeights]) -> bool:
     )
 
 
-def _group(experts: Sequence[int], by_expert: dict[int, list[Piece]]) -> Group:
+def _group(experts: Sequence[int], by_expert: dict[int, list[StoredMatrix]]) -> Group:
     pieces = sorted(
         (piece for expert in experts for piece in by_expert[expert]),
         key=lambda piece: piece.address,
@@ -146,9 +146,9 @@ def _group(experts: Sequence[int], by_expert: dict[int, list[Piece]]) -> Group:
     return Group(tuple(experts), spans, places, size, tuple(piece.tensor for piece in pieces))
 
 
-def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int, list[int]]:
+def _placed(pieces: Sequence[StoredMatrix]) -> tuple[tuple[CopySpan, ...], int, list[int]]:
     """Spans, the bytes that they take, and where each of the pieces, sorted by address, begins."""
-    spans: list[Span] = []
+    spans: list[CopySpan] = []
     offsets = []
     end = 0
     for piece in pieces:
@@ -159,13 +159,13 @@ def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int, list[int]]:
         aligned = (end + behind) % piece.tensor.element_size() == 0
         if last and behind <= _GAP and aligned:
             offsets.append(end + behind)
-            spans[-1] = Span(
+            spans[-1] = CopySpan(
                 last.address, last.offset, max(last.bytes, last.bytes + behind + piece.bytes)
             )
         else:
             begin = -(-end // ALIGNED) * ALIGNED
             offsets.append(begin)
-            spans.append(Span(piece.address, begin, piece.bytes))
+            spans.append(CopySpan(piece.address, begin, piece.bytes))
         end = spans[-1].offset + spans[-1].bytes
     return tuple(spans), -(-end // ALIGNED) * ALIGNED, offsets
 
@@ -188,16 +188,16 @@ class Layer:
     """On the device, in that order."""
     first: int = -1
     """Number of its first group in the ring; -1 where it is resident."""
-    resident: Bordered | None = None
+    resident: BorderedMatrices | None = None
     """All its matrices, where they stay on the device."""
 
 
 def lay_out(weights: Triple, slot_bytes: int, device: torch.device, where: str) -> Layer:
-    """The layer of ``weights`` in groups of at most ``slot_bytes``; ``where`` names it.
+    """Make the layer of ``weights`` in groups of at most ``slot_bytes``; ``where`` names it.
 
-    Raises ``UsageError`` as ``layer_groups``.
+    Raises ``UsageError`` as ``group_experts``.
     """
-    groups = layer_groups(weights, slot_bytes, where)
+    groups = group_experts(weights, slot_bytes, where)
     experts = tuple(expert for group in groups for expert in group.experts)
     place = torch.empty(len(experts), dtype=torch.int64)
     place[torch.tensor(experts)] = torch.arange(len(experts))
@@ -227,14 +227,14 @@ def _biases(weights: Triple, experts: Sequence[int], device: torch.device) -> Bi
     return Biases(of(gate, up), of(down))
 
 
-def unpack(
-    group: Group, raw: torch.Tensor, weights: Sequence[ExpertWeights], into: Bordered
+def unpack_group(
+    group: Group, raw: torch.Tensor, weights: Sequence[ExpertWeights], into: BorderedMatrices
 ) -> None:
     """Fill ``into``, matrices of the group's experts, from ``raw`` [bytes] uint8, in the current stream.
 
     ``weights`` are the layer's gate, up and down, for dtypes and shapes. Borders are left as they are.
     """
-    kernels = operations.kernels(into.down)
+    kernels = operations.triton_for(into.down)
     for name, stored, target in zip(PROJECTIONS, weights, into.weights, strict=True):
         if kernels:
             _unpack_at_once(kernels, name, group, raw, stored, target)
@@ -244,7 +244,7 @@ def unpack(
             scale = None
             if stored.scale is not None:
                 scale = _view(raw, group.places[f"{name}.scale"][number], stored.scale[0])
-            dequantise(stored, value, scale, out)
+            dequantize(stored, value, scale, out)
 
 
 def _unpack_at_once(
@@ -255,7 +255,7 @@ def _unpack_at_once(
     stored: ExpertWeights,
     out: torch.Tensor,
 ) -> None:
-    """One projection of a group in one kernel, wherever its experts are in ``raw``."""
+    """Unpack one projection of a group in one kernel, wherever its experts are in ``raw``."""
     value = stored.weight[0]
     scale = value if stored.scale is None else stored.scale[0]
     of_scales = name if scale is value else f"{name}.scale"
@@ -285,10 +285,10 @@ def _view(raw: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
     return own.as_strided(like.shape, like.stride())
 
 
-def dequantise(
+def dequantize(
     weights: ExpertWeights, stored: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """One expert's matrix ``out`` [rows, columns] bfloat16 from what is ``stored`` of it.
+    """Fill one expert's matrix ``out`` [rows, columns] bfloat16 from what is ``stored`` of it.
 
     ``stored`` [rows, columns], [rows, words] for int4 or [rows, bytes] for mxfp4; ``scale`` [row groups,
     column groups] or [rows], None for bfloat16. Values are multiplied by their scales in float32 and rounded

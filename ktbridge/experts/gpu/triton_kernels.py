@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ktbridge.experts.dropout import Mask
+from ktbridge.experts.lora import Mask
 from ktbridge.experts.weights import SILU, ExpertWeights, Gating
 
 
@@ -107,12 +107,12 @@ def activation(gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SI
     if len(gate_up):
         block = min(triton.next_power_of_2(inner), 2048)
         _activation[(len(gate_up), triton.cdiv(inner, block))](
-            gate_up, out, inner, inner + wide, *numbers_of(gating), block
+            gate_up, out, inner, inner + wide, *gating_numbers(gating), block
         )
     return out
 
 
-def numbers_of(gating: Gating) -> tuple[float | None, float, float]:
+def gating_numbers(gating: Gating) -> tuple[float | None, float, float]:
     return None if gating == SILU else gating.limit, gating.alpha, gating.offset
 
 
@@ -161,14 +161,14 @@ def activation_backward(
         block = min(triton.next_power_of_2(inner), 2048)
         _activation_backward[(len(gate_up),)](
             gate_up, d_h, h, weights, out, d_weights, inner, h.stride(0), 2 * inner + wide,
-            *numbers_of(gating), block,
+            *gating_numbers(gating), block,
         )  # fmt: skip
     return out, d_weights
 
 
 @triton.jit
 def _kept(key, number, projection, pairs, threshold):  # type: ignore[no-untyped-def]
-    """Whether a mask keeps each column of ``pairs`` of a row: ``Mask.kept``."""
+    """Tell whether a mask keeps each column of ``pairs`` of a row: ``Mask.kept``."""
     z = (3 * number + projection + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -337,7 +337,7 @@ def fill_at(
     row_steps: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    """``unpack.dequantise`` into ``out`` [n, rows, columns], from anywhere in ``stored`` and ``scales``.
+    """Dequantize ``out`` [n, rows, columns], as ``layout`` does, from anywhere in ``stored``, ``scales``.
 
     ``places`` and ``scale_places`` [n] int64 on the device are where each expert's begin, ``row_steps`` how
     far apart their rows are, all in elements. For bfloat16 ``scales`` is not read.
@@ -392,7 +392,7 @@ def _count(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["blocks"])
 def _scan(counts, totals, blocks, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many slots of a place the blocks before each have, in place of its own; and of all blocks."""
+    """Replace each block's slots of a place by those of the blocks before; sum up those of all blocks."""
     own = counts + tl.program_id(0).to(tl.int64) * blocks
     total = tl.zeros((), tl.int32)
     for start in range(0, blocks, block):
@@ -438,7 +438,7 @@ def _place(  # type: ignore[no-untyped-def]
 def route(
     ids: torch.Tensor, place: torch.Tensor | None, experts: int, rows: int, pad: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what ``operations.Routed`` has, in three launches."""
+    """Return what ``operations.RoutedRows`` has, in three launches."""
     ids, device, count = ids.contiguous(), ids.device, ids.numel()
     blocks = max(1, triton.cdiv(count, _SLOTS))
     bins = triton.next_power_of_2(experts + 2)

@@ -68,7 +68,7 @@ def measure_outside(setting: Setting, tokens: int) -> OutsideTimes | None:
 def outside_times(
     model: Any, setting: Setting, sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> OutsideTimes:
-    """Time a run's ``model`` without its routed experts, with trl's loss (``probes.time_outside``).
+    """Time a run's ``model`` without its routed experts, with trl's loss (``timing.time_outside``).
 
     The model is as before: its fused head is there while it is timed.
     """

@@ -9,7 +9,7 @@ from tinymoe import tiny_model
 from torch.utils.checkpoint import checkpoint
 
 from ktbridge.experts import recompute
-from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.experts.layer import expert_layers
 from ktbridge.sft import wrap_experts
 
 IDS = torch.arange(60).reshape(3, 20) % 64
@@ -32,7 +32,7 @@ def trained(checkpointed, passes=1, on_gpu=False, **options):
         loss.backward(retain_graph=turn + 1 < passes)
     named = model.named_parameters()
     found = {name: value.grad for name, value in named if value.grad is not None}
-    runs = executor.ring.crossings if executor else sum(each.runs for each in counting)
+    runs = executor.ring.transfers if executor else sum(each.runs for each in counting)
     return {"loss": loss.detach(), **found}, runs
 
 

@@ -20,7 +20,7 @@ from trl.trainer.utils import disable_dropout_in_model
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import recompute
-from ktbridge.experts.dropout import Dropout, Mask
+from ktbridge.experts.lora import Dropout, Mask
 
 TOLERANCE = 0.008  # as without
 SHAPES = [
