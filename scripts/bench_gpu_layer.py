@@ -34,17 +34,18 @@ import click
 import torch
 from peers.driver import Record, console, new_run, write_run
 from peers.report import plain_table
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from ktbridge.experts import checkpointing
+from ktbridge.experts import recompute
 from ktbridge.experts.gpu import operations
-from ktbridge.experts.gpu.copying import Staged
-from ktbridge.experts.gpu.executor import GpuExperts
-from ktbridge.experts.gpu.gpu_call import OnGpu
-from ktbridge.experts.gpu.layer_math import Bordered
-from ktbridge.experts.gpu.layout import layer_groups
-from ktbridge.experts.gpu.operations import Into, Seen, Weighing
+from ktbridge.experts.gpu.copying import StagedCopier
+from ktbridge.experts.gpu.executor import GpuBinding, GpuExperts
+from ktbridge.experts.gpu.layer_math import BorderedMatrices
+from ktbridge.experts.gpu.layout import group_experts
+from ktbridge.experts.gpu.operations import GradientTargets, LoraInputs, RowWeights
+from ktbridge.experts.gpu.placement import Placement
 from ktbridge.experts.layer import MoELoRAExperts
 
 CUDA = torch.device("cuda")
@@ -98,7 +99,7 @@ def uneven_ids(layer: Layer, tokens: int) -> torch.Tensor:
 @contextmanager
 def in_torch() -> Iterator[None]:
     """Have ``operations`` compute in torch, on the GPU too."""
-    with mock.patch.object(operations, "kernels", return_value=None):
+    with mock.patch.object(operations, "triton_for", return_value=None):
         yield
 
 
@@ -120,7 +121,7 @@ def cases(layer: Layer, tokens: int, rank: int) -> list[Case]:
     made = operations.route(ids, place, experts)
     torch.cuda.synchronize()
     filled, rows, ends = int(made.ends[-1]), len(made.tokens), made.ends
-    w = Bordered.empty(experts, hidden, inner, rank, CUDA)
+    w = BorderedMatrices.empty(experts, hidden, inner, rank, CUDA)
     for each in (w.gate_up, w.down):
         each.normal_(std=0.02)
     wide, less = w.gate_up.shape[2] - hidden, w.down.shape[2] - inner
@@ -131,8 +132,8 @@ def cases(layer: Layer, tokens: int, rank: int) -> list[Case]:
     source = torch.randn(tokens, hidden, device=CUDA).bfloat16()
     weights = torch.rand(ids.numel(), device=CUDA)
 
-    def weighing() -> Weighing:
-        return Weighing(weights, made.slots, torch.zeros_like(weights))
+    def weighing() -> RowWeights:
+        return RowWeights(weights, made.slots, torch.zeros_like(weights))
 
     below, lower = w.gate_up[:, 2 * inner :, :hidden], w.down[:, hidden:, :inner]
     right = w.gate_up[:, : 2 * inner, hidden:].transpose(1, 2)
@@ -194,21 +195,24 @@ def cases(layer: Layer, tokens: int, rank: int) -> list[Case]:
             if add:
                 for each in targets.values():
                     each.fill_(0.5)
-            into = Into(targets, rank, ALPHA / rank, add, place)
-            seen = Seen(source, source, h, made.tokens)
+            into = GradientTargets(targets, rank, ALPHA / rank, add, place)
+            seen = LoraInputs(source, source, h, made.tokens)
             thin = x[:, hidden:]
             operations.lora_gradients(seen, thin, h, d, d_gate_up, kept, ends, into)
             return tuple(each.clone() for each in targets.values())
 
         return run
 
+    def over_rows(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> None:
+        functional.grouped_mm(left.T, right, offs=ends)
+
     def old_gradients() -> None:
         z = (h[:, inner:] * by_row[:, None]).bfloat16()
         thin = (d[:, hidden:] * by_row[:, None]).bfloat16()
-        operations.over_rows(d[:, :hidden], z, ends)
-        operations.over_rows(thin, h[:, :inner], ends)
-        operations.over_rows(d_gate_up[:, : 2 * inner], x[:, hidden:].contiguous(), ends)
-        operations.over_rows(d_gate_up[:, 2 * inner :], x[:, :hidden], ends)
+        over_rows(d[:, :hidden], z, ends)
+        over_rows(thin, h[:, :inner], ends)
+        over_rows(d_gate_up[:, : 2 * inner], x[:, hidden:].contiguous(), ends)
+        over_rows(d_gate_up[:, 2 * inner :], x[:, :hidden], ends)
 
     def borders() -> tuple[torch.Tensor, ...]:
         for each in (w.gate_up, w.down):
@@ -306,15 +310,13 @@ class Ours:
         with torch.no_grad():
             for parameter in self.layer.parameters():
                 parameter.normal_(std=0.02)
-        groups = layer_groups(self.layer.weights, 1 << 40)
-        copier = Staged(CUDA, 2)
-        options = {"keep_gate_up": True} if keep else {}
-        experts = GpuExperts(
-            {0: self.layer.weights}, CUDA, 8, slot_bytes=groups[0].bytes, slots=1, copier=copier,
-            resident=(0,), **options,
-        )  # fmt: skip
+        groups = group_experts(self.layer.weights, 1 << 40)
+        copier = StagedCopier(CUDA, 2)
+        size = groups[0].bytes
+        placement = Placement(0, slot_bytes=size, slots=1, resident=(0,), keep_gate_up=keep)
+        experts = GpuExperts({0: self.layer.weights}, CUDA, 8, placement, copier)
         copier.close()
-        self.layer.gpu = OnGpu(experts, 0)
+        self.layer.gpu = GpuBinding(experts, 0)
         self.layer.move_lora(CUDA)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -401,7 +403,7 @@ def step(run: Contestant, layer: Layer, ids: torch.Tensor, again: bool) -> Calla
     def work() -> None:
         x.grad = w.grad = None
         if again:
-            out = checkpoint(run, x, ids, w, use_reentrant=False, context_fn=checkpointing.contexts)
+            out = checkpoint(run, x, ids, w, use_reentrant=False, context_fn=recompute.contexts)
         else:
             out = run(x, ids, w)
         out.backward(d_out)
@@ -489,7 +491,7 @@ def command(
     run["machine"]["gpu"] = torch.cuda.get_device_name()
     good = True
     if kernels:
-        if operations.kernels_on(CUDA) is None:
+        if operations.triton_on(CUDA) is None:
             raise click.UsageError("Triton doesn't work here, so there are no kernels to check.")
         for each in tokens or (2048, 8192):
             good &= check_kernels(run, each, ranks, repeats)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from ktbridge.experts.dropout import Mask, draw
+from ktbridge.experts.lora import Mask, draw_dropout
 from ktbridge.experts.weights import PROJECTIONS, Gating
 from ktbridge.sft import ExpertWeights, MoELoRAExperts
 
@@ -216,7 +216,7 @@ def exact_outcome(layer, plain, inputs, d_out=None, noise=lambda x: x):
     lora = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
     scale = layer.lora_alpha / max(layer.lora_rank, 1)
     state = torch.get_rng_state()
-    dropout = draw(layer.lora_dropout) if lora else None
+    dropout = draw_dropout(layer.lora_dropout) if lora else None
     torch.set_rng_state(state)
     out = reference(plain, lora, scale, hidden, inputs[1], routing, noise, dropout, layer.weights)
     if d_out is None:

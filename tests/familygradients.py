@@ -13,11 +13,12 @@ from moefamilies import IDS, everything, randomise, reference, with_images
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from ktbridge.experts.gpu.place import Placed, give_to_gpu
+from ktbridge.adapter.keys import LAYER
 from ktbridge.experts.gpu.placement import Placement
-from ktbridge.experts.loading import load_mapped
-from ktbridge.experts.modules import LAYER, experts_modules
-from ktbridge.experts.nonexpert_lora import adaptable
+from ktbridge.experts.inject import PlacedExperts, give_to_gpu
+from ktbridge.experts.load_model import load_mapped
+from ktbridge.experts.lora_targets import find_lora_targets
+from ktbridge.experts.modules import experts_modules
 from ktbridge.sft import expert_layers
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.plan.shape import read_shape
@@ -47,7 +48,9 @@ def check_family(
     batch = with_images(exact) if images else {"input_ids": IDS}
     assert not [name for name, _ in mapped.named_parameters() if name.endswith("gate_up_proj")]
     # A multimodal checkpoint's text model alone has other names in the same order.
-    modules = dict(zip(adaptable(mapped).modules, adaptable(exact).modules, strict=True))
+    modules = dict(
+        zip(find_lora_targets(mapped).modules, find_lora_targets(exact).modules, strict=True)
+    )
     tuned = attach_lora(mapped, everything(mapped, path))
     layers = expert_layers(tuned)
     placed = None if executor == "kernels" else given(tuned, device, executor == "resident")
@@ -97,7 +100,7 @@ def check_family(
     found = outcome(tuned(**there).logits, slope, ours)
     if placed is not None:
         placed.copier.close()
-        assert (placed.experts.ring.crossings > 0) == (executor == "streamed")
+        assert (placed.experts.ring.transfers > 0) == (executor == "streamed")
     choices.again()
     assert choices.others < 0.02 * choices.all
     assert expected.keys() == found.keys()
@@ -109,7 +112,7 @@ def check_family(
         assert distance(found[key], value) < 6 * max(noise[key], usual) + 1e-3, key
 
 
-def given(model: Any, device: torch.device, resident: bool) -> Placed:
+def given(model: Any, device: torch.device, resident: bool) -> PlacedExperts:
     """The experts given to the GPU's executor: all resident with their LoRA, or streamed in groups.
 
     LoRA of streamed ones stays on the host. The ring holds two groups of the two of each layer.

@@ -2,21 +2,21 @@
 
 import mmap
 import warnings
+from dataclasses import replace
 
 import torch
 from expertmoe import describe, make_weights, randomise
 
 from ktbridge.experts.gpu import placement
-from ktbridge.experts.gpu.copying import InPlace
-from ktbridge.experts.gpu.executor import GpuExperts
-from ktbridge.experts.gpu.gpu_call import OnGpu
-from ktbridge.experts.gpu.layout import layer_groups
+from ktbridge.experts.gpu.copying import HostCopier
+from ktbridge.experts.gpu.executor import GpuBinding, GpuExperts
+from ktbridge.experts.gpu.layout import group_experts
 from ktbridge.sft import MoELoRAExperts
 
 CPU = torch.device("cpu")
 
 
-class Breaking(InPlace):
+class Breaking(HostCopier):
     """Copies, or fails where it is told to and leaves garbage."""
 
     broken = False
@@ -50,9 +50,16 @@ def some_costs(cpu=None):
 
 def slot_for(layer, groups):
     """Bytes of a slot that make some ``groups`` groups of a layer."""
-    whole = sum(group.bytes for group in layer_groups(layer.weights, 1 << 40))
-    one = max(group.bytes for group in layer_groups(layer.weights, least_slot(layer)))
+    whole = sum(group.bytes for group in group_experts(layer.weights, 1 << 40))
+    one = max(group.bytes for group in group_experts(layer.weights, least_slot(layer)))
     return max(-(-whole // groups), one)
+
+
+def resize(experts, slots, resident, outputs_on_host=False):
+    """Have other slots and other layers resident."""
+    experts.resize(
+        replace(experts.placement, slots=slots, resident=resident, outputs_on_host=outputs_on_host)
+    )
 
 
 def least_slot(layer):
@@ -75,20 +82,24 @@ def chain(layers, inputs, d_out):
     return found
 
 
-def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None, **options):
-    """Have ``layers`` (a list) computed on ``device``, numbered in order."""
+def give(
+    layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None, loader=None, **options
+):
+    """Have ``layers`` (a list) computed on ``device``, numbered in order; ``options`` of the placement."""
+    size = max(slot_for(layer, groups) for layer in layers)
+    placed = placement.Placement(
+        0, slot_bytes=size, slots=slots, resident=tuple(resident), **options
+    )
     experts = GpuExperts(
         {index: layer.weights for index, layer in enumerate(layers)},
         device,
         layers[0].lora_rank,
-        slot_bytes=max(slot_for(layer, groups) for layer in layers),
-        slots=slots,
-        copier=copier or InPlace(),
-        resident=resident,
-        **options,
+        placed,
+        copier or HostCopier(),
+        loader=loader,
     )
     for index, layer in enumerate(layers):
-        layer.gpu = OnGpu(experts, index)
+        layer.gpu = GpuBinding(experts, index)
         layer.move_lora(device)
     return experts
 

@@ -11,8 +11,8 @@ from expertmoe import to_mxfp4
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from ktbridge.experts.lora_targets import find_lora_targets, own_names
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.nonexpert_lora import adaptable, own_names
 from ktbridge.sft.config import TrainConfig, parse_config
 
 SIZES = {
@@ -206,7 +206,7 @@ def mxfp4_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def everything(model: Any, path: Path, **settings: Any) -> TrainConfig:
     """A configuration that adapts all that can be: attention, shared experts, dense MLPs, routers."""
-    found = adaptable(model)
+    found = find_lora_targets(model)
     assert len(found.routers) == len(list(experts_modules(model)))
     return parse_config(
         {

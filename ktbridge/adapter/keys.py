@@ -52,7 +52,8 @@ _EXPERT_MODULE = re.compile(
 _EXPERTS = re.compile(
     rf"(?:base_model\.model\.)?((?:[^\n]*\.)?layers\.{_NUMBER}\.{_BLOCK}\.experts)"
 )
-_LAYER = re.compile(rf"(?:^|\.)layers\.{_NUMBER}\.")
+LAYER = re.compile(rf"(?:^|\.)layers\.{_NUMBER}\.")
+"""The layer in a module's or tensor's name, with its number."""
 _LE = re.compile(r"\.lora_experts\.[0-9]+\.le_(?:gate|up|down)\.")
 _HALF = {"lora_A": "A", "lora_B": "B"}
 CANONICAL = {
@@ -277,7 +278,7 @@ def _parse_foreign(name: str) -> Key:
 
 
 def _layer_of(module: str) -> int:
-    match = _LAYER.search(module)
+    match = LAYER.search(module)
     return int(match.group(1)) if match else -1
 
 

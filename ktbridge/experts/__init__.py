@@ -1,15 +1,16 @@
 """The routed experts at run time: what training and serving both stand on.
 
-- ``weights``: experts as a checkpoint stores them. ``layer``: a layer of them with LoRA, which our kernels
-  compute, or the GPU (``gpu``); ``peft_layer``: that layer as PEFT sees it.
-  ``expert_call``: one call of our kernels; ``crossing`` to the host and back; ``queued`` in a GPU stream's
-  own time; ``checkpointing`` is gradient checkpointing.
-- ``modules``: a transformers model's experts modules. ``inject`` puts them onto the kernels,
-  ``wrapped_layers`` finds them there; ``guard`` sees that their LoRA is trained and saved.
-- ``loading`` and ``mapped``: a model whose experts stay in the checkpoint's files, the rest of it on the
-  devices it is wanted on; or one without weights.
-- ``nonexpert_lora``: which other modules have LoRA, and PEFT's on just those. ``load_adapter``: a raw adapter
-  onto a model; ``raw_adapter``: out of one. ``tensors``: a file's to torch's.
+- The layer: ``weights`` (experts as a checkpoint stores them), ``lora``, ``layer`` (a layer of experts with
+  LoRA, also as PEFT sees it), ``autograd`` (one call of our kernels), ``recompute`` (gradient
+  checkpointing).
+- A model: ``modules`` (transformers' experts modules and the states of their weights), ``load_model`` and
+  ``mapped`` (a model whose experts stay in the checkpoint's files, its tokenizer), ``inject`` (experts onto
+  the kernels or the GPU), ``guard`` (their LoRA is trained and saved).
+- Adapters: ``lora_targets`` (LoRA on everything else), ``load_adapter`` and ``save_adapter``.
+- ``gpu``: ``placement`` (what fits and how fast it is), ``probe`` and ``timing`` (what this machine can
+  do), ``executor`` (the layers on a GPU), ``layer_math`` and ``operations`` (what is computed),
+  ``triton_kernels`` and ``triton_lora``, ``layout``, ``ring`` and ``copying`` (weights to the GPU),
+  ``masters`` (LoRA and gradients).
 - ``compat``: all private API of torch, transformers and PEFT.
 
 Import this before torch: it lets OpenMP's idle threads sleep, which otherwise compete with the kernels for

@@ -7,13 +7,14 @@ tests/experts/test_compat.py fails where a version of a library does without one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
+from torch.optim import optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _waiting: dict[object, int] = {}
@@ -42,7 +43,7 @@ def after_backward(key: object, callback: Callable[[], None]) -> bool:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward that is running was asked to retain_graph; True where torch can't report it.
+    """Return whether the running backward was asked to retain_graph; True where torch can't report it.
 
     torch tells this to its own compiled autograd only. Without it, a loss that lives on holds all
     activations.
@@ -60,8 +61,8 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(hooks)
 
 
-def class_chosen_by(auto: type, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of model that an Auto class of transformers makes for ``config``; None if it has none.
+def find_model_class(auto: type, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class of model that an Auto class of transformers makes for ``config``; None if it has none.
 
     The Auto classes themselves only make models, and the class is wanted before there is one: to leave the
     experts out, or to make it without memory.
@@ -74,8 +75,8 @@ def class_chosen_by(auto: type, config: PreTrainedConfig) -> type[PreTrainedMode
     return chosen
 
 
-def own_gate(experts: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """How a module of experts combines gate and up [..., 2I] to h [..., I]; None: as act_fn(gate) * up.
+def find_own_gate(experts: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return a module's own way from gate and up [..., 2I] to h [..., I]; None: act_fn(gate) * up.
 
     transformers' decorator gives each class of experts its method for that. Without it, experts with a way of
     their own would be computed wrongly instead of refused.
@@ -94,9 +95,29 @@ def is_adapted_by_transformers(model: nn.Module) -> bool:
 
 
 def translate_for_fused_experts(lora: LoraConfig, model: nn.Module) -> None:
-    """What PEFT makes of ``lora`` for a model whose experts were single modules before transformers 5.
+    """Translate ``lora`` as PEFT does for a model whose experts were single modules before transformers 5.
 
     In place, as ``get_peft_model`` does. Raises ValueError for half of a fused matrix. PEFT's own function
     is asked so that a raw adapter lists its modules by names that PEFT leaves as they are.
     """
     convert_peft_config_for_transformers(lora, model, None)
+
+
+_steps = 0
+
+
+def _count(*_: object) -> None:
+    global _steps
+    _steps += 1
+
+
+optimizer.register_optimizer_step_post_hook(_count)
+
+
+def parameter_state(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Return a tuple that is another one once a tensor has been changed, replaced or moved.
+
+    ``Tensor._version`` alone doesn't tell: torch's fused optimizers (2.13) and changes by way of ``.data``
+    leave it as it is. So optimizer steps count, too, whoever's optimizer it is.
+    """
+    return _steps, *(n for tensor in tensors for n in (tensor.data_ptr(), tensor._version))

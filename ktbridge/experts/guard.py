@@ -19,11 +19,9 @@ from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts import compat
-from ktbridge.experts.expert_call import LORA_NAMES
-from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.experts.peft_layer import MERGE_STEP, first_tuner
-from ktbridge.experts.raw_adapter import save_beside
-from ktbridge.experts.wrapped_layers import layers_of
+from ktbridge.experts.layer import MERGE_STEP, MoELoRAExperts, find_layers, first_tuner
+from ktbridge.experts.lora import LORA_NAMES
+from ktbridge.experts.save_adapter import save_into
 
 ORDERS = "docs/library.md lists the orders of calls that work."
 
@@ -36,7 +34,7 @@ def watch(base: PreTrainedModel) -> None:
         # PEFT asks each module for a way of its own to be unloaded, the model itself first of all, before it
         # has merged or taken away anything.
         unload_and_optionally_merge_module=_refuse_unload,
-        ktbridge_layers=tuple(layers_of(base)),  # to be found without a walk in every forward
+        ktbridge_layers=tuple(find_layers(base)),  # to be found without a walk in every forward
     )
     # PEFT warns for any model that has a tuner layer. A model it was really applied to before is
     # recognised by its configuration as well, which gives a second warning.
@@ -102,7 +100,7 @@ def _refuse_untrained(base: PreTrainedModel) -> None:
 # --- the optimizer ---------------------------------------------------------------------------------------
 
 STEPS_UNCHANGED = 8
-"""So many steps of an optimizer, and an expert LoRA with gradients that nothing changes, are a mistake."""
+"""Steps of an optimizer after which an unchanged expert LoRA with gradients is a mistake."""
 _watched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 _seen: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, list[float]]]] = (
     weakref.WeakKeyDictionary()
@@ -151,7 +149,7 @@ def freeze_expert_lora(model: nn.Module, frozen: bool = True) -> None:
     do is taken for a mistake, and the next forward pass in training raises ``KtbridgeError``. Call it before
     the optimizer is made. Raises ``KtbridgeError`` where nothing is wrapped.
     """
-    layers = layers_of(model)
+    layers = find_layers(model)
     if not layers:
         raise KtbridgeError(
             f"{type(model).__name__} has no wrapped experts.", "Call wrap_experts(model) first."
@@ -171,7 +169,7 @@ def _save_pretrained(
     *args: Any,
     **options: Any,
 ) -> None:
-    """In the place of transformers': the model's weights lack the experts', so its expert LoRA is saved."""
+    """Save the expert LoRA, in the place of transformers' method: the model's weights lack the experts'."""
     if compat.is_adapted_by_transformers(base):  # the adapter alone is saved
         type(base).save_pretrained(base, save_directory, is_main_process, *args, **options)
     elif has_peft(base):
@@ -181,7 +179,7 @@ def _save_pretrained(
             "Call save_pretrained of the PeftModel, or ktbridge.sft.save_raw_adapter(peft_model, directory).",
         )
     elif is_main_process:
-        save_beside(base, save_directory)
+        save_into(base, save_directory)
         warnings.warn(
             f"{save_directory} has the expert LoRA alone, as a raw adapter, and is no model that "
             "from_pretrained could load; ktbridge.sft.load_raw_adapter(base_model, directory) can.",

@@ -8,7 +8,8 @@ transformers' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from peft import PeftMixedModel, PeftModel
@@ -16,22 +17,18 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ktbridge.adapter import Adapter
-from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.experts.expert_call import LORA_NAMES
-from ktbridge.experts.gating import gated_experts, unserved_gating
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+from ktbridge.experts.gpu.copying import make_copier, make_staged_copier
+from ktbridge.experts.gpu.executor import GpuBinding, GpuExperts
+from ktbridge.experts.gpu.layout import group_experts
+from ktbridge.experts.gpu.placement import Placement, Sizes
+from ktbridge.experts.gpu.ring import Copier
 from ktbridge.experts.guard import has_peft, watch
-from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.experts.modules import (
-    ExpertsModule,
-    experts_modules,
-    given_experts,
-    take_experts,
-)
-from ktbridge.experts.tensors import to_torch
+from ktbridge.experts.layer import ExpertOptions, MoELoRAExperts, expert_layers, find_layers
+from ktbridge.experts.load_model import release_layers
+from ktbridge.experts.modules import ModuleExperts, experts_modules
+from ktbridge.experts.save_adapter import find_unsaved_parameters
 from ktbridge.experts.weights import PROJECTIONS
-from ktbridge.experts.wrapped_layers import expert_layers
 
 IMPLEMENTATION = "ktbridge"
 
@@ -60,54 +57,50 @@ def wrap_experts(
     ``get_peft_model`` may come before or after. Without PEFT, ``freeze_rest`` freezes what isn't expert
     LoRA, as PEFT does; False leaves ``requires_grad`` of the rest as it is, also when PEFT comes later.
 
-    The other options are ``MoELoRAExperts``'s.
+    The other options are those of ``ExpertOptions``.
 
     Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
     module that can't be served, and ``UsageError`` when the model is wrapped already, or isn't transformers'.
     """
     base = _base(model)
-    found = _wrappable(base)
-    layers = [
-        MoELoRAExperts(
-            *gated_experts(module),
-            lora_rank=lora_rank,
-            lora_alpha=lora_alpha,
-            isa=isa,
-            threads=threads,
-            lora_targets=lora_targets,
-            activation=activation,
-            accumulate_grad=accumulate_grad,
-            lora_dropout=lora_dropout,
-        )
-        for _, module in found
-    ]
+    found = _find_wrappable(base)
+    options = ExpertOptions(
+        lora_rank,
+        lora_alpha,
+        isa,
+        threads,
+        lora_targets=lora_targets,
+        activation=activation,
+        accumulate_grad=accumulate_grad,
+        lora_dropout=lora_dropout,
+    )
+    layers = [MoELoRAExperts(*experts.gated_weights(), options) for experts in found]
     # Nothing has been changed so far, and nothing fails from here on.
     if freeze_rest and not has_peft(base):
         base.requires_grad_(False)
-    for (_, module), layer in zip(found, layers, strict=True):
-        take_experts(module, layer.weights)
-        module.kt = layer.train(module.training)
+    for experts, layer in zip(found, layers, strict=True):
+        experts.wrap(layer)
     base.set_experts_implementation(IMPLEMENTATION)
     watch(base)
     return model
 
 
-def _wrappable(base: PreTrainedModel) -> list[tuple[str, ExpertsModule]]:
-    """Name and module of each experts module. Raises as ``wrap_experts`` for any that can't be wrapped."""
-    found = list(experts_modules(base))
+def _find_wrappable(base: PreTrainedModel) -> list[ModuleExperts]:
+    """Return the experts of each module. Raises as ``wrap_experts`` for any that can't be wrapped."""
+    found = [ModuleExperts(module, name) for name, module in experts_modules(base)]
     if not found:
         raise KtbridgeError(
             f"{type(base).__name__} has no fused-experts module that transformers dispatches.",
             "Check that the model is a mixture-of-experts model and that transformers is 5.x.",
         )
-    problems = [problem for name, module in found for problem in _unserved(name, module)]
+    problems = [problem for experts in found for problem in experts.problems()]
     if problems and all(problem.code == "KTL004" for problem in problems):
         raise ProblemsError(
             "PEFT has put LoRA of its own on this model's routed experts.", problems
         )
     if problems:
         raise ProblemsError("the kernels don't serve this model's experts.", problems)
-    if any(hasattr(module, "kt") for _, module in found):
+    if any(experts.is_wrapped for experts in found):
         raise UsageError(
             "this model's experts are wrapped already.",
             "Call wrap_experts once, on a model as it was loaded.",
@@ -121,68 +114,13 @@ def set_expert_lora(model: nn.Module, enabled: bool) -> None:
         layer.lora_enabled = enabled
 
 
-def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
-    """Copy an adapter's expert LoRA into a wrapped model; every tensor must have a place and a source.
-
-    Raises ``ProblemsError`` naming each layer or shape that doesn't fit.
-    """
-    layers, source = expert_layers(model), set(adapter.expert_layers())
-    where = str(adapter.path)
-    problems = [
-        problem(
-            "KTL001",
-            f"{where}: layer {layer}",
-            "expert LoRA for a layer that has no routed experts in the model"
-            if layer in source
-            else "no expert LoRA for a layer that has routed experts in the model",
-            f"layers {list(layers)}",
-        )
-        for layer in sorted(source ^ set(layers))
-    ]
-    loaded: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for index in sorted(source & set(layers)):
-        problems += _untargeted(layers[index], adapter, index)
-        for name in layers[index].lora_names:
-            tensor, parameter = adapter.expert_tensor(index, name), getattr(layers[index], name)
-            if tuple(tensor.shape) == tuple(parameter.shape):
-                loaded.append((parameter, to_torch(tensor)))
-            else:
-                problems.append(
-                    problem(
-                        "KTL002",
-                        f"{where}: layer {index} {name}",
-                        f"shape {list(tensor.shape)}",
-                        f"{list(parameter.shape)}",
-                    )
-                )
-    if problems:
-        raise ProblemsError("the adapter's expert LoRA doesn't fit this model.", problems)
-    with torch.no_grad():
-        for parameter, value in loaded:
-            parameter.copy_(value)
-
-
-def _untargeted(layer: MoELoRAExperts, adapter: Adapter, index: int) -> Iterator[Problem]:
-    """The projections that an adapter changes and the layer has no LoRA for."""
-    names = set(LORA_NAMES) - set(layer.lora_names)
-    for projection in PROJECTIONS:
-        b = f"{projection}_lora_b"
-        if b in names and bool(to_torch(adapter.expert_tensor(index, b)).any()):
-            yield problem(
-                "KTL005",
-                f"{adapter.path}: layer {index} {projection}",
-                "LoRA on a projection that the model has none for",
-                f"only {', '.join(layer.lora_targets) or 'the base'}",
-            )
-
-
 def _experts_forward(
     module: nn.Module,
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """The registered implementation: [T, H], [T, K], [T, K] -> [T, H] in the caller's dtype."""
+    """Compute experts, as registered: [T, H], [T, K], [T, K] -> [T, H] in the caller's dtype."""
     layer = getattr(module, "kt", None)
     if layer is None:
         raise KtbridgeError(
@@ -199,7 +137,7 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
 
 
 def _base(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PeftModel, or the model itself. Raises ``UsageError`` for any other."""
+    """Return transformers' model inside a PeftModel, or itself. Raises ``UsageError`` for any other."""
     base = model.get_base_model() if isinstance(model, PeftModel | PeftMixedModel) else model
     if isinstance(base, PreTrainedModel):
         return base
@@ -210,27 +148,106 @@ def _base(model: nn.Module) -> PreTrainedModel:
     )
 
 
-def _unserved(name: str, module: ExpertsModule) -> Iterator[Problem]:
-    """Why the kernels can't compute this experts module, if they can't."""
-    where = f"{name} ({type(module).__name__})"
-    if ".base_layer" in name:
-        yield problem(
-            "KTL004", name, "PEFT's own LoRA on the fused experts", "experts that PEFT left alone"
+@dataclass(frozen=True)
+class PlacedExperts:
+    """Experts that were given to the GPU."""
+
+    experts: GpuExperts
+    how: str
+    """The way of the weights' transfer, in words."""
+    copier: Copier
+    """To be closed before the checkpoint's maps go."""
+
+
+def read_sizes(model: nn.Module, top_k: int) -> Sizes:
+    """Read the sizes of a wrapped model's routed experts."""
+    layers = expert_layers(model)
+    first = next(iter(layers.values()))
+    stored = sum(each.stored_bytes for each in first.weights)
+    return Sizes(
+        len(layers),
+        first.num_experts,
+        top_k,
+        first.hidden_size,
+        first.intermediate_size,
+        first.lora_rank,
+        stored,
+    )
+
+
+def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) -> PlacedExperts:
+    """Have the experts of a wrapped model computed on ``device``, following ``placement``.
+
+    Expert LoRA moves there where ``placement.masters``: make the optimizer after this. On the CPU as device
+    the same is computed there, without streams. Raises ``UsageError`` where a layer can't be transferred.
+    """
+    layers = expert_layers(model)
+    numbers = list(layers)
+    first = next(iter(layers.values()))
+    resident = [numbers[place] for place in placement.resident]
+    groups = [
+        group
+        for index, layer in layers.items()
+        for group in group_experts(layer.weights, placement.slot_bytes, f"layer {index}")
+        if index not in resident
+    ]
+    copier, how = make_copier(groups, device)
+    loader = make_staged_copier(device) if resident and device.type == "cuda" else copier
+    experts = GpuExperts(
+        {index: layer.weights for index, layer in layers.items()},
+        device,
+        first.lora_rank,
+        placement,
+        copier,
+        loader=loader,
+        loaded=lambda index: release_layers(model, [index]),
+    )
+    if loader is not copier:
+        loader.close()
+    for index, layer in layers.items():
+        layer.gpu = GpuBinding(experts, index)
+        if placement.masters:
+            layer.move_lora(device)
+        elif device.type == "cuda":
+            layer.move_lora(torch.device("cpu"))
+    return PlacedExperts(experts, how, copier)
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Numbers of parameters. ``str()`` is a line to print."""
+
+    expert_lora: int
+    """Trained ones of the expert LoRA."""
+    other_lora: int
+    """Trained ones of PEFT's LoRA."""
+    others: int
+    """Trained ones that are no LoRA; a raw adapter doesn't hold them."""
+    total: int
+    """Of the whole model, the experts' frozen weights with it."""
+
+    @property
+    def trained(self) -> int:
+        return self.expert_lora + self.other_lora + self.others
+
+    def __str__(self) -> str:
+        return (
+            f"trained: {self.trained:,} of {self.total:,} parameters "
+            f"({100 * self.trained / max(self.total, 1):.2f} %): expert LoRA {self.expert_lora:,}, "
+            f"other LoRA {self.other_lora:,}, others {self.others:,}"
         )
-        return
-    if not module.has_gate:
-        yield problem("KTL003", where, "no gate", "gated experts")
-        return
-    if found := unserved_gating(module):
-        yield problem("KTL003", where, found, "silu(gate) * up, or gpt-oss's kind of it")
-    if getattr(module, "has_post_expert_norm", False):
-        yield problem("KTL003", where, "a norm of its own behind each expert", "none")
-    if given_experts(module) is not None:
-        return
-    weight = module.gate_up_proj
-    if weight.dtype != torch.bfloat16:
-        step = "Load the model with dtype=torch.bfloat16, then wrap its experts."
-        yield problem("KTL003", where, str(weight.dtype), "torch.bfloat16", step)
-    if weight.device.type != "cpu":
-        step = "Load the model without device_map, wrap its experts, then move it: they stay on the CPU."
-        yield problem("KTL003", where, f"weights on {weight.device}", "weights on the CPU", step)
+
+
+def trainable_parameters(model: nn.Module) -> Trainable:
+    """Count what is trained in a model, wrapped or not, PEFT's or not.
+
+    ``print_trainable_parameters()`` of PEFT has the same number of trained ones, and a smaller total: the
+    frozen weights of wrapped experts are no parameters of the model.
+    """
+    layers = find_layers(model)
+    frozen = sum(w.count * w.rows * w.columns for layer in layers for w in layer.weights)
+    total = frozen + sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    expert = sum(p.numel() for layer in layers for p in layer.parameters() if p.requires_grad)
+    others = sum(parameter.numel() for _, parameter in find_unsaved_parameters(model))
+    return Trainable(expert, trained - expert - others, others, total)

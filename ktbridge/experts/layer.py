@@ -10,36 +10,203 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 from numbers import Integral
 from typing import Any, NoReturn, SupportsIndex, TypeGuard
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ktbridge import _kernels
+from ktbridge.adapter.keys import LAYER
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts import MAX_EXPERT_RANK, checkpointing
-from ktbridge.experts.dropout import draw
-from ktbridge.experts.expert_call import (
-    LORA_NAMES,
-    ExpertCall,
-    ExpertFunction,
-    LoraUse,
-    float_zeros,
-    kernels_of,
-)
-from ktbridge.experts.gpu.gpu_call import GpuCall, GpuFunction, OnGpu
-from ktbridge.experts.peft_layer import PeftLayer
+from ktbridge.experts import MAX_EXPERT_RANK, recompute
+from ktbridge.experts.autograd import ExpertCall, ExpertFunction, kernels_of
+from ktbridge.experts.gpu.executor import GpuBinding, GpuCall, GpuFunction
+from ktbridge.experts.lora import LORA_NAMES, LoraUse, draw_dropout, float_zeros, lora_shapes
 from ktbridge.experts.weights import (
     PROJECTIONS,
     ExpertWeights,
     Stack,
-    checked_layer,
+    check_layer,
     describe_tensor,
 )
 
+MERGE_STEP = (
+    "Save with ktbridge.sft.save_raw_adapter, then `ktbridge merge` (or ktbridge.adapter.merge_adapter) "
+    "writes a checkpoint with both halves merged."
+)
+
+
+def _no_base() -> None:
+    return None
+
+
+class PeftLayer(BaseTunerLayer):
+    """Mixin that makes a layer of routed experts one of PEFT's tuner layers.
+
+    PEFT finds what is trained by walking over a model's tuner layers, and everything on one of them is the
+    adapter's. So with this mixin the expert LoRA is not frozen by ``get_peft_model``, whatever came first;
+    it is in ``save_pretrained`` and Trainer's checkpoints, and comes back from them; it is off within
+    ``disable_adapter()``; and ``print_trainable_parameters`` counts it. PEFT does so from 0.21 on (before, it
+    went by names); tests/sft/test_library_peft.py has a test of each.
+
+    A layer has one expert LoRA, while PEFT's layers have one for each adapter name: it goes with the adapter
+    ``peft_adapter`` and is off where that one isn't active. Nothing is wrapped, and no parameter is kept by
+    adapter name, so what PEFT does to either finds nothing.
+    """
+
+    _base: Callable[[], nn.Module | None] = staticmethod(_no_base)
+    _adapter: str = "default"
+
+    def belong_to(self, base: nn.Module) -> None:
+        """Take ``base``, held weakly, as the transformers model that the layer is in and PEFT works on."""
+        if self._base() is not base:
+            self._base = weakref.ref(base)
+        adapters = self.peft_adapters
+        if len(adapters) == 1:
+            (self._adapter,) = adapters
+
+    def belongs_to(self, base: nn.Module) -> bool:
+        """Return whether ``belong_to(base)`` would change nothing."""
+        adapters = self.peft_adapters
+        return self._base() is base and (len(adapters) != 1 or adapters == [self._adapter])
+
+    @property
+    def peft_adapters(self) -> list[str]:
+        """Names of all adapters that PEFT has put into the model."""
+        return list(getattr(self._base(), "peft_config", None) or ())
+
+    @property
+    def peft_adapter(self) -> str:
+        """Name of the one that the expert LoRA belongs to: the first that there was."""
+        adapters = self.peft_adapters
+        return adapters[0] if adapters and self._adapter not in adapters else self._adapter
+
+    @property
+    def peft_active(self) -> list[str]:
+        """Names of the active adapters, as PEFT's own layers have them: it doesn't set them on this one."""
+        base = self._base()
+        tuner = first_tuner(base) if base is not None and len(self.peft_adapters) > 1 else None
+        return list(tuner.active_adapters) if tuner is not None else [self.peft_adapter]
+
+    @property
+    def on_in_peft(self) -> bool:
+        """Return whether PEFT has the adapter on: it is active, and not within ``disable_adapter()``."""
+        if self.disable_adapters:
+            return False
+        return len(self.peft_adapters) < 2 or self.peft_adapter in self.peft_active
+
+    def set_requires_grad(
+        self, adapter_names: str | Sequence[str], requires_grad: bool = True
+    ) -> None:
+        """Let the parameters of the adapters named be trained, or not."""
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        assert isinstance(self, nn.Module)
+        if self.peft_adapter in names:
+            self.requires_grad_(requires_grad)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refused: the experts' weights belong to the checkpoint and aren't written to."""
+        raise KtbridgeError(
+            "PEFT can't merge the expert LoRA: the experts' weights are the checkpoint's, and read only.",
+            f"model.unmerge_adapter() takes back what was merged before. {MERGE_STEP}",
+        )
+
+    def unmerge(self) -> None:
+        """Do nothing: nothing is ever merged."""
+
+    # The base class has these of the module that it wraps, and would look for one for ever.
+    @property
+    def weight(self) -> NoReturn:
+        raise AttributeError("weight")
+
+    @property
+    def bias(self) -> NoReturn:
+        raise AttributeError("bias")
+
+
+def first_tuner(module: nn.Module) -> BaseTunerLayer | None:
+    """Return the first of PEFT's own layers in a module."""
+    for each in module.modules():
+        if isinstance(each, BaseTunerLayer) and not isinstance(each, PeftLayer):
+            return each
+    return None
+
+
 _KEEP = {"retain": _kernels.Keep.retain, "recompute": _kernels.Keep.recompute}
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Options of a layer of experts. Raises ``UsageError`` for the first that a layer doesn't take."""
+
+    lora_rank: int = 8
+    """Rank of the LoRA, at most 128; 0 for none."""
+    lora_alpha: float = 16
+    """α: the LoRA's product is scaled by α / rank."""
+    isa: str = "auto"
+    """Kernel path, a name from ``ktbridge doctor``; "auto": KTBRIDGE_ISA, else the best that the CPU has."""
+    threads: int | None = None
+    """Kernel threads; more than the usable CPUs are clipped.
+
+    None: KTBRIDGE_THREADS, else the physical cores this process may use, within its cgroup's limit.
+    """
+    _: KW_ONLY
+    lora_targets: Sequence[str] = PROJECTIONS
+    """Projections that have LoRA."""
+    activation: str = "retain"
+    """What a forward keeps for its backward.
+
+    "retain" keeps each expert's activations, "recompute" only the routing and the LoRA's thin products, for
+    one more gate and up product in backward. Both give the same bits.
+    """
+    accumulate_grad: bool = False
+    """Add LoRA gradients straight into float32 ``.grad`` buffers (made once, zeroed) in backward.
+
+    Else autograd adds new tensors. The price: autograd doesn't see these gradients, so
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` are no use for the LoRA. A parameter with hooks, with
+    a ``.grad`` of another layout, or in a process group of several (whose reducer is a hook we can't see)
+    takes the normal way.
+    With ``gpu`` set, a process group makes no difference: no reducer may be given these parameters then.
+    """
+    lora_dropout: float = 0.0
+    """Probability, in training mode, with which an element of A's input is left out."""
+
+    def __post_init__(self) -> None:
+        rank, alpha, dropout = self.lora_rank, self.lora_alpha, self.lora_dropout
+        if not _is_whole(rank) or not 0 <= rank <= MAX_EXPERT_RANK:
+            raise UsageError(
+                f"lora_rank must be from 0 to {MAX_EXPERT_RANK}, a whole number, not {rank!r}."
+            )
+        plain = _is_whole(alpha) or isinstance(alpha, float)  # numpy's float64 is one
+        if not plain or not 0 <= alpha <= sys.float_info.max:
+            raise UsageError(f"lora_alpha must be a number that is not negative, not {alpha!r}.")
+        if not isinstance(self.isa, str):
+            raise UsageError(f"isa must be a name such as 'auto', not {self.isa!r}.")
+        if self.threads is not None and not _is_whole(self.threads):
+            raise UsageError(f"threads must be a whole number or None, not {self.threads!r}.")
+        if not isinstance(self.activation, str) or self.activation not in _KEEP:
+            raise UsageError(f"activation must be {' or '.join(_KEEP)}, not {self.activation!r}.")
+        number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
+        if not number or not 0 <= dropout < 1:
+            raise UsageError(f"lora_dropout must be a number from 0 to below 1, not {dropout!r}.")
+        wanted = self.lora_targets
+        if (
+            isinstance(wanted, str)
+            or not isinstance(wanted, Collection)
+            or any(name not in PROJECTIONS for name in wanted)
+            or (rank > 0 and not wanted)
+        ):
+            raise UsageError(
+                f"lora_targets must be some of {', '.join(PROJECTIONS)}, not {wanted!r}.",
+                "Give a list of names, or lora_rank=0 for no LoRA on the experts.",
+            )
+        chosen = tuple(name for name in PROJECTIONS if name in wanted and rank > 0)
+        object.__setattr__(self, "lora_targets", chosen)
 
 
 class MoELoRAExperts(nn.Module, PeftLayer):
@@ -60,28 +227,18 @@ class MoELoRAExperts(nn.Module, PeftLayer):
     In training mode, ``lora_dropout`` is the probability p with which an element of A's input is left out, as
     in PEFT: y = W x + (α/r) · B A drop(x), where drop divides what is kept by 1 - p and is drawn anew for
     each projection, token and expert of a token. Masks follow from torch's seed, and are the same whoever
-    computes the layer (``ktbridge.experts.dropout``). ``layer.lora_dropout.p`` may be changed between passes.
+    computes the layer (``ktbridge.experts.lora``). ``layer.lora_dropout.p`` may be changed between passes.
 
-    ``activation`` decides what a forward keeps for its backward: "retain" keeps each expert's activations,
-    "recompute" only the routing and the LoRA's thin products, for one more gate and up product in backward.
-    Both give the same bits; ``saved_bytes`` is what the last forward kept (0
-    where it was queued in a GPU's stream, as it hasn't run yet). Gradient checkpointing has no effect
-    here: ``activation`` decides what the kernels keep. Switch it on with
-    ``ktbridge.experts.checkpointing.enable``, which spares the experts' second forward.
+    ``saved_bytes`` is what the last forward kept (0 where it was queued in a GPU's stream, as it hasn't run
+    yet). Gradient checkpointing has no effect here: ``activation`` decides what the kernels keep. Switch it
+    on with ``ktbridge.experts.recompute.enable``, which spares the experts' second forward.
 
     ``run_ahead = True`` queues passes whose inputs are on a GPU in its stream, so that Python goes on while
-    they run (``ktbridge.experts.queued``). The LoRA may then be changed, and its gradients read, only after a
-    backward pass has returned; without gradients to compute a pass is waited for.
+    they run (``ktbridge.experts.autograd``). The LoRA may then be changed, and its gradients read, only after
+    a backward pass has returned; without gradients to compute a pass is waited for.
 
     The parameters stay float32 on the CPU whatever the model around them is moved or converted to, and so
-    do the weights. Inputs may be on a GPU: they cross through pinned memory, and so does the output.
-
-    ``accumulate_grad = True`` lets backward add LoRA gradients straight into float32 ``.grad`` buffers (made
-    once, zeroed) instead of filling new tensors for autograd to add. The price: autograd doesn't see
-    these gradients, so ``torch.autograd.grad`` and ``backward(inputs=...)`` are no use for the LoRA. A
-    parameter with hooks, with a ``.grad`` of another layout, or in a process group of several (whose
-    reducer is a hook we can't see) takes the normal way. With ``gpu`` set, a process group makes no
-    difference: no reducer may be given these parameters then.
+    do the weights. Inputs may be on a GPU: they are copied through pinned memory, and so is the output.
 
     ``copy.deepcopy`` copies the LoRA and shares the frozen weights. A layer can't be pickled, since the
     kernels know its weights by address: save its ``state_dict()``.
@@ -92,19 +249,15 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         gate: ExpertWeights | Stack,
         up: ExpertWeights | Stack,
         down: ExpertWeights | Stack,
-        *,
-        lora_rank: int = 8,
-        lora_alpha: float = 16,
-        isa: str = "auto",
-        threads: int | None = None,
-        lora_targets: Sequence[str] = PROJECTIONS,
-        activation: str = "retain",
-        accumulate_grad: bool = False,
-        lora_dropout: float = 0.0,
+        options: ExpertOptions | None = None,
+        **named: Any,
     ) -> None:
-        weights = checked_layer(gate, up, down)
-        _check_options(lora_rank, lora_alpha, isa, threads, activation, lora_dropout)
+        """``options``, or its fields by their names. Raises as ``from_tensors``."""
+        weights = check_layer(gate, up, down)
+        options = options or ExpertOptions(**named)
         super().__init__()
+        self.options = options
+        """How the layer was made; the attributes of the same names may be changed later."""
         # No buffers: the weights belong to the checkpoint and are neither saved nor moved with the layer.
         self.weights = weights
         """The frozen weights of gate, up and down."""
@@ -112,9 +265,10 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         """Storage format of the frozen weights: "bf16", "fp8", "int8", "int4" or "mxfp4"."""
         self.num_experts = weights[0].count
         self.intermediate_size, self.hidden_size = weights[0].rows, weights[2].rows
-        self.lora_rank, self.lora_alpha = int(lora_rank), float(lora_alpha)
-        self.lora_targets, self.activation = _targets(lora_targets, self.lora_rank), activation
-        self.lora_dropout = nn.Dropout(lora_dropout)
+        self.lora_rank, self.lora_alpha = int(options.lora_rank), float(options.lora_alpha)
+        self.lora_targets = tuple(options.lora_targets)
+        self.activation = options.activation
+        self.lora_dropout = nn.Dropout(options.lora_dropout)
         """Its p and mode are the LoRA's: it is never called, but found by whoever looks for dropout."""
         self.lora_enabled = True
         self.lora_tokens: torch.Tensor | None = None
@@ -124,15 +278,15 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         self.lora_device = torch.device("cpu")
         """The device of the LoRA's masters: see ``move_lora``."""
         self.saved_bytes = 0
-        self.accumulate_grad = accumulate_grad
+        self.accumulate_grad = options.accumulate_grad
         self.run_ahead = False
-        self.gpu: OnGpu | None = None
+        self.gpu: GpuBinding | None = None
         """The GPU executor that computes this layer, where there is one."""
         sizes = self.num_experts, self.hidden_size, self.intermediate_size, self.lora_rank
         for name in self.lora_names:
             self.register_parameter(name, nn.Parameter(float_zeros(lora_shapes(*sizes)[name])))
         self.reset_lora()
-        self._layer = kernels_of(weights, isa, threads)
+        self._layer = kernels_of(weights, options.isa, options.threads)
 
     @classmethod
     def from_tensors(
@@ -140,41 +294,20 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         gate: ExpertWeights | Stack,
         up: ExpertWeights | Stack,
         down: ExpertWeights | Stack,
-        lora_rank: int = 8,
-        lora_alpha: float = 16,
-        isa: str = "auto",
-        threads: int | None = None,
-        *,
-        lora_targets: Sequence[str] = PROJECTIONS,
-        activation: str = "retain",
-        accumulate_grad: bool = False,
-        lora_dropout: float = 0.0,
+        *options: Any,
+        **named: Any,
     ) -> MoELoRAExperts:
-        """A layer over ``gate``, ``up`` [E, I, H] and ``down`` [E, H, I].
+        """Make a layer over ``gate``, ``up`` [E, I, H] and ``down`` [E, H, I], with ``ExpertOptions``.
 
         Each is a bfloat16 tensor, a list of E 2-D ones, or ``ExpertWeights`` for other storage formats (one
         format a layer). They are used in place: views into a fused [E, 2I, H] tensor or into a mapped
-        file are welcome, as long as each row is contiguous. ``isa`` is "auto" (KTBRIDGE_ISA, else the
-        best the CPU has) or a name from ``ktbridge doctor``; ``threads`` defaults to KTBRIDGE_THREADS,
-        else to the physical cores this process may use, within its cgroup's limit; more threads than
-        usable CPUs are clipped. The rest is explained above.
+        file are welcome, as long as each row is contiguous. The rest are the fields of ``ExpertOptions``,
+        the first four (lora_rank, lora_alpha, isa, threads) also by their place.
 
         Raises ``UsageError`` for wrong dtypes, shapes or strides (all at once), a missing ISA, a rank
         above 128, or targets that are no projections.
         """
-        return cls(
-            gate,
-            up,
-            down,
-            lora_rank=lora_rank,
-            lora_alpha=lora_alpha,
-            isa=isa,
-            threads=threads,
-            lora_targets=lora_targets,
-            activation=activation,
-            accumulate_grad=accumulate_grad,
-            lora_dropout=lora_dropout,
-        )
+        return cls(gate, up, down, ExpertOptions(*options, **named))
 
     @property
     def isa(self) -> str:
@@ -229,7 +362,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
                     "Leave the expert LoRA's parameters as wrap_experts made them: whatever the model is "
                     f"moved or converted to, they stay float32 on {where}.",
                 )
-        dropout = draw(self.lora_dropout) if names else None
+        dropout = draw_dropout(self.lora_dropout) if names else None
         scale = self.lora_alpha / self.lora_rank if names else 0.0
         growth = dropout.growth if dropout else 1
         return LoraUse(names, scale * growth, dropout, self.lora_tokens), lora
@@ -258,7 +391,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
                 used,
                 needed,
                 self.accumulate_grad,
-                checkpointing.replayed(),
+                recompute.replayed(),
             )
             result: torch.Tensor = GpuFunction.apply(there, hidden, topk_ids, topk_weights, *lora)
             return result
@@ -275,7 +408,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
             keep,
             self.accumulate_grad,
             self.run_ahead,
-            checkpointing.replayed(),
+            recompute.replayed(),
         )
         out = ExpertFunction.apply(call, hidden, topk_ids, topk_weights, *lora)
         if call.replayed is None:
@@ -321,7 +454,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         made.__dict__.update(self.__dict__)
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MoELoRAExperts:
+    def __deepcopy__(self, memo: dict[int, object]) -> MoELoRAExperts:
         made = type(self).__new__(type(self))
         # What no copy is made of: the frozen weights, and the kernels, which belong to one layer.
         memo.update({id(self): made, id(self.weights): self.weights})
@@ -347,20 +480,6 @@ class MoELoRAExperts(nn.Module, PeftLayer):
             f"threads={self.threads}, activation={self.activation}, "
             f"saved={self.saved_bytes / 2**20:.1f} MiB"
         )
-
-
-def lora_shapes(
-    experts: int, hidden: int, inner: int, rank: int
-) -> dict[str, tuple[int, int, int]]:
-    """Shapes of the fused expert LoRA of one layer, by name, in the order of ``LORA_NAMES``."""
-    return {
-        "gate_lora_a": (experts, rank, hidden),
-        "gate_lora_b": (experts, inner, rank),
-        "up_lora_a": (experts, rank, hidden),
-        "up_lora_b": (experts, inner, rank),
-        "down_lora_a": (experts, rank, inner),
-        "down_lora_b": (experts, hidden, rank),
-    }
 
 
 def _check_tokens(which: torch.Tensor | None, tokens: int, unable: bool) -> None:
@@ -403,41 +522,20 @@ def _check_inputs(
         )
 
 
-def _check_options(
-    rank: object, alpha: object, isa: object, threads: object, activation: object, dropout: object
-) -> None:
-    """Raise ``UsageError`` for the first option that a layer doesn't take."""
-    if not _is_whole(rank) or not 0 <= rank <= MAX_EXPERT_RANK:
-        raise UsageError(
-            f"lora_rank must be from 0 to {MAX_EXPERT_RANK}, a whole number, not {rank!r}."
-        )
-    plain = _is_whole(alpha) or isinstance(alpha, float)  # numpy's float64 is one
-    if not plain or not 0 <= alpha <= sys.float_info.max:  # type: ignore[operator]
-        raise UsageError(f"lora_alpha must be a number that is not negative, not {alpha!r}.")
-    if not isinstance(isa, str):
-        raise UsageError(f"isa must be a name such as 'auto', not {isa!r}.")
-    if threads is not None and not _is_whole(threads):
-        raise UsageError(f"threads must be a whole number or None, not {threads!r}.")
-    if not isinstance(activation, str) or activation not in _KEEP:
-        raise UsageError(f"activation must be {' or '.join(_KEEP)}, not {activation!r}.")
-    if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
-        raise UsageError(f"lora_dropout must be a number from 0 to below 1, not {dropout!r}.")
-
-
 def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _targets(wanted: object, rank: int) -> tuple[str, ...]:
-    """``wanted`` in the order of ``PROJECTIONS``; nothing when there is no LoRA."""
-    if (
-        isinstance(wanted, str)
-        or not isinstance(wanted, Collection)
-        or any(name not in PROJECTIONS for name in wanted)
-        or (rank > 0 and not wanted)
-    ):
-        raise UsageError(
-            f"lora_targets must be some of {', '.join(PROJECTIONS)}, not {wanted!r}.",
-            "Give a list of names, or lora_rank=0 for no LoRA on the experts.",
-        )
-    return tuple(name for name in PROJECTIONS if name in wanted and rank > 0)
+def find_layers(module: nn.Module) -> list[MoELoRAExperts]:
+    """Return the wrapped layers within a module, in its order."""
+    return [each for each in module.modules() if isinstance(each, MoELoRAExperts)]
+
+
+def expert_layers(model: nn.Module) -> dict[int, MoELoRAExperts]:
+    """Return the wrapped layers of a model by decoder layer index, in rising order."""
+    layers = {}
+    for name, module in model.named_modules():
+        match = LAYER.search(name)
+        if isinstance(module, MoELoRAExperts) and match:
+            layers[int(match.group(1))] = module
+    return dict(sorted(layers.items()))

@@ -1,4 +1,4 @@
-"""A raw adapter onto a transformers model, both halves, to train on or to run; and why it may not fit."""
+"""Loading a raw adapter onto a transformers model, expert and non-expert LoRA, to train on or to run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from ktbridge.adapter.manifest import trained_on
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.experts.guard import has_peft
-from ktbridge.experts.inject import load_expert_lora, wrap_experts
-from ktbridge.experts.nonexpert_lora import Adaptable, TunedModel, adaptable
-from ktbridge.experts.tensors import to_torch
-from ktbridge.experts.wrapped_layers import layers_of
+from ktbridge.experts.inject import wrap_experts
+from ktbridge.experts.layer import MoELoRAExperts, expert_layers, find_layers
+from ktbridge.experts.lora import LORA_NAMES, to_torch
+from ktbridge.experts.lora_targets import LoraTargets, TunedModel, find_lora_targets
+from ktbridge.experts.weights import PROJECTIONS
 from ktbridge.model import resolve_model
 from ktbridge.model.identity import config_differences
 from ktbridge.model.jsonfile import read_json_file
@@ -39,15 +40,15 @@ _ACTING = (
 )
 
 
-def acting(adapter: Adapter) -> dict[str, Any]:
-    """Return what decides how its tensors act, of adapter_config.json; the rest is about training."""
+def effective_settings(adapter: Adapter) -> dict[str, Any]:
+    """Return the part of adapter_config.json that decides how its tensors act."""
     config = adapter.config
     return {field: config[field] for field in _ACTING if config.get(field) is not None}
 
 
 @dataclass(frozen=True)
 class Start:
-    """An adapter that fits: ``keys`` are its non-expert tensors by full module name and half."""
+    """An adapter that fits: ``keys`` are its non-expert tensors by full module name, then "A" or "B"."""
 
     adapter: Adapter
     keys: dict[str, dict[str, str]]
@@ -64,7 +65,7 @@ class Start:
 def read_start(
     path: str | Path, from_format: str = "auto", base_model: str | Path | None = None
 ) -> Adapter:
-    """The adapter to put onto a model, of any format that is read, as a raw one.
+    """Open the adapter to put onto a model, of any format that is read, as a raw one.
 
     A raw adapter may have no expert LoRA, and then looks like any adapter of PEFT's. Raises UsageError for
     one half of a split pair, without which the other half would be lost, and as ``open_adapter``.
@@ -81,16 +82,16 @@ def read_start(
     return adapter
 
 
-def fit(
-    adapter: Adapter, base: Path | None, model: nn.Module, found: Adaptable
+def match_model(
+    adapter: Adapter, base: Path | None, model: nn.Module, found: LoraTargets
 ) -> tuple[Start, list[Problem]]:
-    """Return where the non-expert LoRA goes in a model, and what keeps the adapter from being put on it.
+    """Match an adapter with a model; return what keeps it from being put there, too.
 
     ``base`` is the model's directory, where it is known. Raises KtbridgeError for another base model.
     """
     if base is not None:
         _check_base(adapter, base)
-    # The keys of PEFT's half decide where it goes, whatever its configuration lists.
+    # The keys of the non-expert LoRA decide where it goes, whatever its configuration lists.
     problems = [
         problem
         for problem in validate_adapter([adapter], base_model=base).problems
@@ -98,23 +99,80 @@ def fit(
     ]
     if problems:
         return Start(adapter, _by_module(adapter, found)), problems
-    return place(adapter, model, found)
+    return match_modules(adapter, model, found)
 
 
-def place(adapter: Adapter, model: nn.Module, found: Adaptable) -> tuple[Start, list[Problem]]:
-    """Where the non-expert LoRA of a valid adapter goes, and what has no place there or another shape."""
+def match_modules(
+    adapter: Adapter, model: nn.Module, found: LoraTargets
+) -> tuple[Start, list[Problem]]:
+    """Match non-expert LoRA of a valid adapter with a model; return what has no place or shape there, too."""
     start = Start(adapter, _by_module(adapter, found))
     return start, list(_misplaced(start, model, found))
 
 
 def copy_nonexpert(model: nn.Module, start: Start, name_in_peft: str = "default") -> None:
     """Copy the adapter's non-expert LoRA to where ``inject_lora`` has made place for it."""
-    for name, halves in start.keys.items():
-        layer: Any = model.get_submodule(name)
-        for half, key in halves.items():
+    for name, keys in start.keys.items():
+        layer = model.get_submodule(name)
+        for half, key in keys.items():
             value = to_torch(start.adapter.nonexpert_tensor(key))
             with torch.no_grad():
                 getattr(layer, f"lora_{half}")[name_in_peft].weight.copy_(value)
+
+
+def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
+    """Copy an adapter's expert LoRA into a wrapped model; every tensor must have a place and a source.
+
+    Raises ``ProblemsError`` naming each layer or shape that doesn't fit.
+    """
+    layers, source = expert_layers(model), set(adapter.expert_layers())
+    where = str(adapter.path)
+    problems = [
+        problem(
+            "KTL001",
+            f"{where}: layer {layer}",
+            "expert LoRA for a layer that has no routed experts in the model"
+            if layer in source
+            else "no expert LoRA for a layer that has routed experts in the model",
+            f"layers {list(layers)}",
+        )
+        for layer in sorted(source ^ set(layers))
+    ]
+    loaded: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for index in sorted(source & set(layers)):
+        problems += _untargeted(layers[index], adapter, index)
+        for name in layers[index].lora_names:
+            tensor, parameter = adapter.expert_tensor(index, name), getattr(layers[index], name)
+            if tuple(tensor.shape) == tuple(parameter.shape):
+                loaded.append((parameter, to_torch(tensor)))
+            else:
+                problems.append(
+                    problem(
+                        "KTL002",
+                        f"{where}: layer {index} {name}",
+                        f"shape {list(tensor.shape)}",
+                        f"{list(parameter.shape)}",
+                    )
+                )
+    if problems:
+        raise ProblemsError("the adapter's expert LoRA doesn't fit this model.", problems)
+    with torch.no_grad():
+        for parameter, value in loaded:
+            parameter.copy_(value)
+
+
+def _untargeted(layer: MoELoRAExperts, adapter: Adapter, index: int) -> Iterator[Problem]:
+    """Yield the projections that an adapter changes and the layer has no LoRA for."""
+    names = set(LORA_NAMES) - set(layer.lora_names)
+    for projection in PROJECTIONS:
+        b = f"{projection}_lora_b"
+        if b in names and bool(to_torch(adapter.expert_tensor(index, b)).any()):
+            yield problem(
+                "KTL005",
+                f"{adapter.path}: layer {index} {projection}",
+                "LoRA on a projection that the model has none for",
+                f"only {', '.join(layer.lora_targets) or 'the base'}",
+            )
 
 
 def _check_base(adapter: Adapter, base: Path) -> None:
@@ -147,7 +205,7 @@ def _check_base(adapter: Adapter, base: Path) -> None:
         )
 
 
-def _by_module(adapter: Adapter, found: Adaptable) -> dict[str, dict[str, str]]:
+def _by_module(adapter: Adapter, found: LoraTargets) -> dict[str, dict[str, str]]:
     """The adapter's keys by the model's module and by half, in the model's order.
 
     A text model alone and the same in a multimodal model differ in what precedes ``layers.N``.
@@ -163,28 +221,28 @@ def _by_module(adapter: Adapter, found: Adaptable) -> dict[str, dict[str, str]]:
     return dict(sorted(keys.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _misplaced(start: Start, model: nn.Module, found: Adaptable) -> Iterator[Problem]:
-    """Modules that the model doesn't have, or has in another shape."""
+def _misplaced(start: Start, model: nn.Module, found: LoraTargets) -> Iterator[Problem]:
+    """Yield modules that the model doesn't have, or has in another shape."""
     adapter, known = start.adapter, {*found.modules}
-    for name, halves in start.keys.items():
-        where = next(iter(halves.values()))
+    for name, keys in start.keys.items():
+        where = next(iter(keys.values()))
         if name not in known:
             lacking = "a module of the decoder layers"
-            yield misfit("KTL007", adapter, where, "no such module", lacking)
+            yield mismatch("KTL007", adapter, where, "no such module", lacking)
             continue
-        weight: Any = model.get_submodule(name).weight
+        wanted = model.get_parameter(f"{name}.weight").shape
         for half, axis in (("A", 1), ("B", 0)):
-            shape = adapter.nonexpert_tensor(halves[half]).shape
-            if shape[axis] != weight.shape[axis]:
-                expected = f"{'in' if axis else 'out'} = {weight.shape[axis]}"
+            shape = adapter.nonexpert_tensor(keys[half]).shape
+            if shape[axis] != wanted[axis]:
+                expected = f"{'in' if axis else 'out'} = {wanted[axis]}"
                 found_shape = f"shape {list(shape)}"
-                yield misfit("KTL002", adapter, halves[half], found_shape, expected)
+                yield mismatch("KTL002", adapter, keys[half], found_shape, expected)
 
 
-def misfit(
+def mismatch(
     code: str, adapter: Adapter, where: str, found: str, expected: str, step: str | None = None
 ) -> Problem:
-    """A place in an adapter at which it doesn't go with a model or a configuration."""
+    """Make the problem of a place in an adapter that doesn't fit a model or a configuration."""
     return problem(code, f"{adapter.path}: {where}", found, expected, step)
 
 
@@ -202,25 +260,25 @@ def load_raw_adapter(
     ``model`` is as it was loaded, neither wrapped nor PEFT's; it is changed in place. Returns a PeftModel
     with PEFT's LoRA on the modules that the adapter has and the experts wrapped, both float32 copies of
     what is stored. Without ``trainable`` nothing requires gradients and it is in eval mode; with it both
-    halves are trained further. ``options`` are ``wrap_experts``'s, but for the LoRA's own.
+    are trained further. ``options`` are ``wrap_experts``'s, but for the LoRA's own.
 
     Raises ``ProblemsError`` naming everything that doesn't fit, ``KtbridgeError`` for another base model
     (where both are at hand), and ``UsageError`` for a wrapped model, half of a split pair, or an ambiguous
     format.
     """
-    if layers_of(model) or has_peft(model):
+    if find_layers(model) or has_peft(model):
         raise UsageError(
             "load_raw_adapter takes the base model, and this one has LoRA already.",
             "Load the model anew and give it without PEFT and without wrap_experts: both are done here.",
         )
-    base, found = _directory(model), adaptable(model)
+    base, found = _directory(model), find_lora_targets(model)
     adapter = read_start(directory, from_format, base)
-    start, problems = fit(adapter, base, model, found)
+    start, problems = match_model(adapter, base, model, found)
     if problems:
         raise ProblemsError(f"{adapter.path} can't be put on this model.", problems)
     dropout = float(adapter.config.get("lora_dropout") or 0)
     lora = LoraConfig(
-        **acting(adapter),
+        **effective_settings(adapter),
         lora_dropout=dropout,
         base_model_name_or_path=adapter.base_model,
         inference_mode=not trainable,

@@ -11,6 +11,7 @@ contiguous.
 
 from __future__ import annotations
 
+import resource
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,15 +21,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ktbridge.codes import CODES
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.faults import explain_faults
-from ktbridge.experts.modules import (
-    experts_modules,
-    halves,
+from ktbridge.experts.modules import ModuleExperts, experts_modules
+from ktbridge.experts.weights import (
+    PROJECTIONS,
+    ExpertWeights,
+    Triple,
     split_experts,
+    split_gate_up,
     with_biases,
 )
-from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Triple
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.locate import ExpertHome, expert_home
 
@@ -42,7 +45,7 @@ _DTYPES = {
 }
 
 
-class CantMap(KtbridgeError):
+class UnmappableError(KtbridgeError):
     """The kernels can't read this checkpoint's experts where they lie; transformers can load them."""
 
 
@@ -59,13 +62,13 @@ class MappedExperts:
         explain_faults()
 
     def layer(self, layer: int) -> Triple:
-        """gate, up [E, I, H] and down [E, H, I] of a layer, for ``MoELoRAExperts.from_tensors``.
+        """Return gate, up [E, I, H] and down [E, H, I] of a layer, for ``MoELoRAExperts.from_tensors``.
 
-        Raises ``CantMap`` where the checkpoint keeps them in a form that the kernels can't read in place.
+        Raises ``UnmappableError`` where the kernels can't read their form in place.
         """
         home = expert_home(self.checkpoint, self.config, layer)
         if home is None:
-            raise CantMap(
+            raise UnmappableError(
                 f"{self.path} has no routed experts for layer {layer}",
                 "download the checkpoint again, or load the model with transformers and wrap it",
             )
@@ -74,7 +77,7 @@ class MappedExperts:
                 return self._fused(home)
             gate, up, down = (self._stack(home, projection) for projection in PROJECTIONS)
         except UsageError as error:  # a dtype or shape that the kernels don't read as it lies
-            raise CantMap(
+            raise UnmappableError(
                 f"{home.base} of {self.path}: {error.sentence}", error.next_step
             ) from error
         return gate, up, down
@@ -96,7 +99,7 @@ class MappedExperts:
         gate_up, down = (self._tensor(name) for name in home.fused)
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
         if home.interleaved or gate_up.shape[1:] != (2 * inner, hidden):
-            raise CantMap(
+            raise UnmappableError(
                 f"{home.fused[0]} of {self.path} is {list(gate_up.shape)}, which the kernels "
                 f"can't read in place (expected [E, {2 * inner}, {hidden}], gate rows first)",
                 "load the model with transformers, which turns it round in memory, and wrap it",
@@ -111,7 +114,9 @@ class MappedExperts:
         gate, up = (
             ExpertWeights.mxfp4(*parts)
             for parts in zip(
-                halves(blocks, home.interleaved), halves(scales, home.interleaved), strict=True
+                split_gate_up(blocks, home.interleaved),
+                split_gate_up(scales, home.interleaved),
+                strict=True,
             )
         )
         return gate, up, ExpertWeights.mxfp4(*down)
@@ -120,7 +125,7 @@ class MappedExperts:
         stems = [home.stem(projection, expert) for expert in range(self.config.num_experts)]
         first = stems[0]
         if f"{first}.weight_zero_point" in self.checkpoint:
-            raise CantMap(
+            raise UnmappableError(
                 f"{first} of {self.path} has a zero point; the kernels read symmetric weights",
                 "dequantise the checkpoint to bfloat16 first",
             )
@@ -146,7 +151,7 @@ class MappedExperts:
         entry: Entry = self.checkpoint.entry(name)
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
-            raise CantMap(
+            raise UnmappableError(
                 f"{name} of {self.path} is {entry.dtype}, which the kernels don't read",
                 "convert the checkpoint's experts to BF16, FP8, INT8 or INT4",
             )
@@ -160,8 +165,8 @@ class MappedExperts:
 
 
 @contextmanager
-def experts_left_out(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
-    """A subclass of a transformers model whose experts modules have nothing to load.
+def leave_experts_out(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedModel]]:
+    """Make a subclass of a transformers model whose experts modules have nothing to load.
 
     Empty tensors stand where their parameters would be, so ``from_pretrained`` finds the checkpoint's
     experts unexpected and doesn't read them.
@@ -170,8 +175,46 @@ def experts_left_out(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedMode
     def build(self: PreTrainedModel, *args: Any, **options: Any) -> None:
         cls.__init__(self, *args, **options)
         for _, module in experts_modules(self):
-            for name, _ in list(module.named_parameters(recurse=False)):
-                delattr(module, name)
-                setattr(module, name, torch.empty(0, dtype=torch.bfloat16, device="cpu"))
+            ModuleExperts(module).leave_out()
 
     yield type(cls.__name__, (cls,), {"__init__": build, "__module__": cls.__module__})
+
+
+ENOUGH = 64
+"""Waits for the disk in one step that are no longer chance; each brings a page and some neighbours."""
+
+
+def explain_faults(last_good: str | None = None) -> None:
+    """Have the process end with a sentence and status 1 if a mapped file can't be read any more.
+
+    Otherwise it would die without a word: access to what was truncated, or what a disk or network fails to
+    deliver, is a SIGBUS. ``last_good``: the checkpoint that a run can go on from, "" for none so far.
+    """
+    behind = (
+        f": it was truncated, or it can't be read any more\n  next: {CODES['KTL021'].next_step}\n"
+    )
+    if last_good:
+        behind += f"  the last good checkpoint is {last_good}; resume_from_checkpoint=true goes on from it\n"
+    elif last_good is not None:
+        behind += "  there is no checkpoint to go on from\n"
+    from ktbridge import _kernels
+
+    _kernels.explain_faults("\nerror: KTL021  ", behind)
+
+
+class DiskReads:
+    """Counts this process's waits for the disk when it reads memory (major page faults), by step."""
+
+    def __init__(self) -> None:
+        self._before, self._steps = _major_faults(), 0
+
+    def step(self) -> int:
+        """Return those since the last call if it is at least the second in a row with ``ENOUGH``; else 0."""
+        before, self._before = self._before, _major_faults()
+        count = self._before - before
+        self._steps = self._steps + 1 if count >= ENOUGH else 0
+        return count if self._steps > 1 else 0
+
+
+def _major_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt

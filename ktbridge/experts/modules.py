@@ -1,21 +1,29 @@
-"""Finding a transformers model's experts modules, and where mapped weights hang on them."""
+"""Experts modules of a transformers model: finding them, and the states that their weights go through."""
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from ktbridge.experts.weights import ExpertWeights, Triple
+from ktbridge.codes import problem
+from ktbridge.errors import Problem
+from ktbridge.experts import compat
+from ktbridge.experts.weights import SILU, Gating, Triple, split_experts
 
 if TYPE_CHECKING:
     from ktbridge.experts.layer import MoELoRAExperts
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LIMITS = ("limit", "swiglu_limit")
+_ALPHAS = ("alpha", "swiglu_alpha")
+_WITHOUT_DEVICE_MAP = (
+    "Load the model without device_map, wrap its experts, then move it: they stay on the CPU."
+)
 
 
 class ExpertsModule(nn.Module):
@@ -34,96 +42,144 @@ class ExpertsModule(nn.Module):
     is_concatenated: bool
     num_experts: int
     mapped_experts: Triple
+    """Its weights, where they are no parameters."""
     kt: MoELoRAExperts
     """The layer that computes the experts, where they are wrapped."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Anything may be hung on one."""
+        """Accept anything: transformers' modules carry what is hung on them."""
 
 
 def experts_modules(model: nn.Module) -> Iterator[tuple[str, ExpertsModule]]:
-    """Name and module of each fused-experts module that transformers dispatches, wrapped or not."""
+    """Yield name and module of each fused-experts module that transformers dispatches, wrapped or not."""
     # `use_experts_implementation` leaves these attributes on each instance of a decorated class.
     for name, module in model.named_modules():
         if hasattr(module, "is_concatenated") and hasattr(module, "is_transposed"):
             yield name, cast(ExpertsModule, module)
 
 
-def give_experts(module: ExpertsModule, weights: Triple) -> None:
-    """Hand a module that was built without experts its gate, up and down."""
-    module.mapped_experts = weights
+@dataclass(frozen=True)
+class ModuleExperts:
+    """The routed experts of one module, in one of four states.
 
-
-def given_experts(module: ExpertsModule) -> Triple | None:
-    """The weights handed to a module that has none of its own; None for one that loaded them."""
-    found: Triple | None = getattr(module, "mapped_experts", None)
-    return found
-
-
-def keep_on_cpu(module: ExpertsModule) -> None:
-    """Turn a module's loaded experts into bfloat16 weights handed to it, which nothing moves any more.
-
-    A layout that the kernels don't serve is left alone, for ``wrap_experts`` to refuse by name.
+    *Loaded*: their weights are the module's parameters. *Left out*: the model was built without them.
+    *Attached*: they are a ``Triple`` that nothing moves, converts, copies or saves with the model. *Wrapped*:
+    attached, and a layer of ours computes them.
     """
-    if module.has_gate:
-        take_experts(module, own_experts(module))
+
+    module: ExpertsModule
+    name: str = ""
+
+    @property
+    def attached(self) -> Triple | None:
+        """Their weights, if they are no parameters of the module."""
+        found: Triple | None = getattr(self.module, "mapped_experts", None)
+        return found
+
+    @property
+    def is_wrapped(self) -> bool:
+        return hasattr(self.module, "kt")
+
+    def leave_out(self) -> None:
+        """Put empty tensors in the place of the parameters, so that nothing is loaded into them."""
+        for name, _ in list(self.module.named_parameters(recurse=False)):
+            delattr(self.module, name)
+            setattr(self.module, name, torch.empty(0, dtype=torch.bfloat16, device="cpu"))
+
+    def attach(self, weights: Triple) -> None:
+        """Hand the module ``weights`` in the place of the parameters that it loaded, if it did."""
+        loaded = dict(self.module.named_parameters(recurse=False))
+        for part in ("gate_up_proj", "down_proj"):
+            for name in loaded.keys() & {part, f"{part}_bias"}:
+                delattr(self.module, name)
+        self.module.mapped_experts = weights
+
+    def detach_loaded(self) -> None:
+        """Attach what was loaded, in bfloat16. Experts without a gate stay, for ``problems`` to name them."""
+        if self.module.has_gate:
+            self.attach(self._loaded())
+
+    def wrap(self, layer: MoELoRAExperts) -> None:
+        """Have ``layer``, made of ``gated_weights``, compute the experts."""
+        self.attach(layer.weights)
+        self.module.kt = layer.train(self.module.training)
+
+    def gated_weights(self) -> Triple:
+        """Return gate, up and down, of which gate has the module's gating, for a module without problems."""
+        gate, up, down = self.attached or self._loaded()
+        gating = find_gating(self.module)
+        assert gating is not None
+        return replace(gate, gating=gating), up, down
+
+    def _loaded(self) -> Triple:
+        """Return the parameters in bfloat16: views, but copies of transposed ones."""
+        module = self.module
+        bias = None
+        if module.has_bias:
+            bias = module.gate_up_proj_bias.data, module.down_proj_bias.data
+        whole, down = (
+            each.data.to(torch.bfloat16) for each in (module.gate_up_proj, module.down_proj)
+        )
+        if module.is_transposed:
+            whole, down = (each.transpose(1, 2).contiguous() for each in (whole, down))
+        return split_experts(whole, down, bias, not module.is_concatenated)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield why the kernels can't compute these experts, if they can't."""
+        module, where = self.module, f"{self.name} ({type(self.module).__name__})"
+        if ".base_layer" in self.name:
+            found, expected = "PEFT's own LoRA on the fused experts", "experts that PEFT left alone"
+            yield problem("KTL004", self.name, found, expected)
+        elif not module.has_gate:
+            yield problem("KTL003", where, "no gate", "gated experts")
+        elif find_gating(module) is None:
+            found = f"activation {_activation_name(module)}"
+            if compat.find_own_gate(module) is not None:
+                found = "a gating of its own"
+            yield problem("KTL003", where, found, "silu(gate) * up, or gpt-oss's kind of it")
+        elif getattr(module, "has_post_expert_norm", False):
+            yield problem("KTL003", where, "a norm of its own behind each expert", "none")
+        elif self.attached is None:
+            weight = module.gate_up_proj
+            if weight.dtype != torch.bfloat16:
+                step = "Load the model with dtype=torch.bfloat16, then wrap its experts."
+                yield problem("KTL003", where, str(weight.dtype), "torch.bfloat16", step)
+            if weight.device.type != "cpu":
+                found = f"weights on {weight.device}"
+                yield problem("KTL003", where, found, "weights on the CPU", _WITHOUT_DEVICE_MAP)
 
 
-def take_experts(module: ExpertsModule, weights: Triple) -> None:
-    """Give a module its weights as ``weights`` in the place of the parameters that it loaded, if it did.
-
-    From then on nothing that moves, converts, copies or saves the model does so to them.
-    """
-    loaded = dict(module.named_parameters(recurse=False))
-    for part in ("gate_up_proj", "down_proj"):
-        for name in loaded.keys() & {part, f"{part}_bias"}:
-            delattr(module, name)
-    give_experts(module, weights)
-
-
-def own_experts(module: ExpertsModule) -> Triple:
-    """gate, up and down of a module's loaded parameters, in bfloat16: views, where they lie as kernels read.
-
-    Transposed ones are turned round, which copies.
-    """
-    bias = (module.gate_up_proj_bias.data, module.down_proj_bias.data) if module.has_bias else None
-    whole, down = (each.data.to(torch.bfloat16) for each in (module.gate_up_proj, module.down_proj))
-    if module.is_transposed:
-        whole, down = (each.transpose(1, 2).contiguous() for each in (whole, down))
-    return split_experts(whole, down, bias, not module.is_concatenated)
-
-
-def split_experts(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    bias: tuple[torch.Tensor, torch.Tensor] | None,
-    interleaved: bool,
-) -> Triple:
-    """gate, up and down of fused bfloat16 experts [E, 2I, H] and [E, H, I]: views.
-
-    ``bias`` is [E, 2I] and [E, H]; ``interleaved``: gate and up rows take turns, and the bias's elements.
-    """
-    gate, up = (ExpertWeights.bf16(part) for part in halves(gate_up, interleaved))
-    return with_biases((gate, up, ExpertWeights.bf16(down)), bias, interleaved)
+def find_gating(module: ExpertsModule) -> Gating | None:
+    """Return the gating that computes what the module does, found by asking it; None if there is none."""
+    own = compat.find_own_gate(module)
+    if own is None:
+        return SILU if "silu" in _activation_name(module).lower() else None
+    numbers = [[_number(module, name) for name in names] for names in (_LIMITS, _ALPHAS)]
+    limits = [each for each in numbers[0] if each is not None and each > 0]
+    alphas = [each for each in numbers[1] if each is not None]
+    reach = 2 * max((limit for limit in limits if math.isfinite(limit)), default=4.0)
+    line = torch.linspace(-reach, reach, 41)
+    gate, up = (each.flatten() for each in torch.meshgrid(line, line, indexing="ij"))
+    joined = (
+        torch.cat((gate, up)) if module.is_concatenated else torch.stack((gate, up), 1).flatten()
+    )
+    with torch.no_grad():
+        theirs = own(joined[None])[0]
+    for limit, alpha, offset in product((*limits, math.inf), (*alphas, 1.0), (0.0, 1.0)):
+        gating = Gating(limit, alpha, offset)
+        if theirs.shape == gate.shape and torch.allclose(gating(gate, up), theirs, 1e-4, 1e-4):
+            return gating
+    return None
 
 
-def with_biases(
-    weights: Triple, bias: tuple[torch.Tensor, torch.Tensor] | None, interleaved: bool
-) -> Triple:
-    """``weights`` with the biases of gate and up together [E, 2I], and of down [E, H]."""
-    if bias is None:
-        return weights
-    gate, up, down = weights
-    of_gate, of_up = halves(bias[0], interleaved)
-    return replace(gate, bias=of_gate), replace(up, bias=of_up), replace(down, bias=bias[1])
+def _activation_name(module: ExpertsModule) -> str:
+    act = getattr(module, "act_fn", None)  # a function, or a module
+    return str(getattr(act, "__name__", type(act).__name__))
 
 
-def halves(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate's and up's part of [E, 2I, ...]: views."""
-    if interleaved:
-        return gate_up[:, ::2], gate_up[:, 1::2]
-    gate, up = gate_up.chunk(2, dim=1)
-    return gate, up
+def _number(module: ExpertsModule, name: str) -> float | None:
+    value = getattr(module, name, None)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def vision_towers(model: nn.Module) -> Iterator[nn.Module]:

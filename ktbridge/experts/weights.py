@@ -1,4 +1,4 @@
-"""What the expert kernels read: one projection's frozen weights over all experts, where they lie.
+"""Frozen weights that the expert kernels read in place: one projection over all experts.
 
 Nothing here copies. A projection is given as one 3-D tensor (a view into a fused tensor is fine) or as a list
 of E 2-D tensors (a checkpoint's own, in memory or mapped), and described to the kernels by addresses and
@@ -46,7 +46,7 @@ _CONTIGUOUS = "Make the tensors alike with .contiguous() (which copies), or load
 
 @dataclass(frozen=True)
 class Gating:
-    """How experts make h of gate's output g and up's u: ``g · σ(alpha · g) · (u + offset)``.
+    """Gating of gate's output g and up's u: h = ``g · σ(alpha · g) · (u + offset)``.
 
     g is at most ``limit`` and u within ± ``limit``, and no gradient passes a limit that was met. As it is
     made, that is SiLU: ``silu(g) · u``. gpt-oss has limit 7, alpha 1.702 and offset 1.
@@ -183,7 +183,7 @@ class ExpertWeights:
         return fits
 
     def only(self, experts: Sequence[int]) -> ExpertWeights:
-        """Some of the experts, in that order: views, nothing is copied."""
+        """Return some of the experts, in that order: views, nothing is copied."""
 
         def some(stack: Stack) -> tuple[torch.Tensor, ...]:
             return tuple(stack[expert] for expert in experts)
@@ -259,7 +259,7 @@ Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]
 """The weights of gate, up and down of a layer."""
 
 
-def checked_layer(
+def check_layer(
     gate: ExpertWeights | Stack, up: ExpertWeights | Stack, down: ExpertWeights | Stack
 ) -> Triple:
     """Return a layer's three projections; plain tensors are bfloat16.
@@ -300,6 +300,39 @@ def _layer_problems(gate: ExpertWeights, up: ExpertWeights, down: ExpertWeights)
         if len(set(values)) > 1:
             yield f"gate, up and down have {what} {values[0]}, {values[1]} and {values[2]}"
             return  # a different format has its own groups and scales
+
+
+def split_experts(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    bias: tuple[torch.Tensor, torch.Tensor] | None,
+    interleaved: bool,
+) -> Triple:
+    """Return gate, up and down of fused bfloat16 experts [E, 2I, H] and [E, H, I]: views.
+
+    ``bias`` is [E, 2I] and [E, H]; ``interleaved``: gate and up rows take turns, and the bias's elements.
+    """
+    gate, up = (ExpertWeights.bf16(part) for part in split_gate_up(gate_up, interleaved))
+    return with_biases((gate, up, ExpertWeights.bf16(down)), bias, interleaved)
+
+
+def with_biases(
+    weights: Triple, bias: tuple[torch.Tensor, torch.Tensor] | None, interleaved: bool
+) -> Triple:
+    """Return ``weights`` with the biases of gate and up together [E, 2I], and of down [E, H]."""
+    if bias is None:
+        return weights
+    gate, up, down = weights
+    of_gate, of_up = split_gate_up(bias[0], interleaved)
+    return replace(gate, bias=of_gate), replace(up, bias=of_up), replace(down, bias=bias[1])
+
+
+def split_gate_up(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gate's and up's part of [E, 2I, ...]: views."""
+    if interleaved:
+        return gate_up[:, ::2], gate_up[:, 1::2]
+    gate, up = gate_up.chunk(2, dim=1)
+    return gate, up
 
 
 def _checked(weights: ExpertWeights) -> ExpertWeights:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ktbridge.codes import Problems
 from ktbridge.errors import KtbridgeError, Problem, UsageError
-from ktbridge.experts.loading import load_tokenizer
+from ktbridge.experts.load_model import load_tokenizer
 from ktbridge.files.publish import OnProgress
 from ktbridge.install import install_hint
 from ktbridge.model import find_model, read_model_config, resolve_model

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from ktbridge.adapter.engines import ENGINE, REPLAY_HOLE, SERVER_HOLES, contract_for, install_engine
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.gpu.probe import MARK, NO_KERNEL, ONE_BY_ONE, GpuFacts, loops
+from ktbridge.experts.gpu.probe import MARK, NO_KERNEL, ONE_BY_ONE, GpuFacts, loops_over_experts
 from ktbridge.files.sizes import size_text
 from ktbridge.install import (
     install_hint,
@@ -323,7 +323,7 @@ def expert_check(gpu: GpuFacts, memlock: int | None) -> Check:
         return Check(topic, "missing", message, "stream and resident want sm80 or later")
     found = [f"kt_experts: stream and resident work: {model}, bfloat16 tensor cores"]
     steps: list[str] = []
-    if gpu.grouped_gemm and (gpu.one_by_one or loops(gpu.capability)):
+    if gpu.grouped_gemm and (gpu.one_by_one or loops_over_experts(gpu.capability)):
         found.append(ONE_BY_ONE)
         steps.append(NO_KERNEL)
     elif gpu.grouped_gemm:

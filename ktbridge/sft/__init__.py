@@ -31,31 +31,31 @@ import ktbridge.experts  # noqa: F401  before torch, whichever name is used firs
 if TYPE_CHECKING:
     from ktbridge.experts.guard import freeze_expert_lora
     from ktbridge.experts.inject import (
-        load_expert_lora,
+        Trainable,
         set_expert_lora,
+        trainable_parameters,
         wrap_experts,
     )
-    from ktbridge.experts.layer import MoELoRAExperts
-    from ktbridge.experts.load_adapter import load_raw_adapter
-    from ktbridge.experts.loading import load_for_kernels
-    from ktbridge.experts.raw_adapter import save_raw_adapter
+    from ktbridge.experts.layer import MoELoRAExperts, expert_layers
+    from ktbridge.experts.load_adapter import load_expert_lora, load_raw_adapter
+    from ktbridge.experts.load_model import load_for_kernels
+    from ktbridge.experts.save_adapter import save_raw_adapter
     from ktbridge.experts.weights import ExpertWeights
-    from ktbridge.experts.wrapped_layers import Trainable, expert_layers, trainable_parameters
     from ktbridge.sft.callback import RawAdapterCallback
 
 _HOMES = {
     "ExpertWeights": "experts.weights",
     "MoELoRAExperts": "experts.layer",
     "RawAdapterCallback": "sft.callback",
-    "Trainable": "experts.wrapped_layers",
-    "expert_layers": "experts.wrapped_layers",
+    "Trainable": "experts.inject",
+    "expert_layers": "experts.layer",
     "freeze_expert_lora": "experts.guard",
-    "load_expert_lora": "experts.inject",
-    "load_for_kernels": "experts.loading",
+    "load_expert_lora": "experts.load_adapter",
+    "load_for_kernels": "experts.load_model",
     "load_raw_adapter": "experts.load_adapter",
-    "save_raw_adapter": "experts.raw_adapter",
+    "save_raw_adapter": "experts.save_adapter",
     "set_expert_lora": "experts.inject",
-    "trainable_parameters": "experts.wrapped_layers",
+    "trainable_parameters": "experts.inject",
     "wrap_experts": "experts.inject",
 }
 __all__ = [
@@ -77,7 +77,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "checkpointing":  # docs/library.md calls ktbridge.sft.checkpointing.enable
-        return importlib.import_module("ktbridge.experts.checkpointing")
+        return importlib.import_module("ktbridge.experts.recompute")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"ktbridge.{_HOMES[name]}"), name)

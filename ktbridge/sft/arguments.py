@@ -14,7 +14,7 @@ from transformers.integrations import TensorBoardCallback
 from trl import DPOConfig, KTOConfig, SFTConfig
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.loading import CPU
+from ktbridge.experts.load_model import CPU
 from ktbridge.sft import distributed
 from ktbridge.sft.compat import on_one_gpu
 from ktbridge.sft.config import TrainConfig

@@ -10,11 +10,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.inject import load_expert_lora, wrap_experts
-from ktbridge.experts.load_adapter import copy_nonexpert
+from ktbridge.experts.inject import wrap_experts
+from ktbridge.experts.layer import expert_layers
+from ktbridge.experts.load_adapter import copy_nonexpert, load_expert_lora
+from ktbridge.experts.lora_targets import (
+    TunedModel,
+    choose_modules,
+    convert_masters,
+    find_lora_targets,
+)
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.nonexpert_lora import TunedModel, adaptable, chosen_modules, convert_masters
-from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.kernel_choice import choose_threads
 from ktbridge.sft.base_model import Start, find_start
 from ktbridge.sft.config import TrainConfig
@@ -36,7 +41,7 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
     which an adapter to go on from doesn't fit configuration or model, and what ``wrap_experts`` does.
     """
     device = attention_device(model)
-    start = find_start(config, model, adaptable(model))
+    start = find_start(config, model, find_lora_targets(model))
     tuned = attach_linear_lora(model, config, start)
     wrap_experts(
         tuned,
@@ -66,8 +71,8 @@ def attach_linear_lora(
     model: PreTrainedModel, config: TrainConfig, start: Start | None = None
 ) -> TunedModel:
     """PEFT on the non-experts alone; on the modules of ``start``, if an adapter is given."""
-    found = adaptable(model)
-    names = start.modules if start else chosen_modules(model, found, config.lora_target)
+    found = find_lora_targets(model)
+    names = start.modules if start else choose_modules(model, found, config.lora_target)
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT takes fractions, its annotation doesn't

@@ -20,18 +20,18 @@ from ktbridge.adapter.lora_config import half_numbers, numbers_of
 from ktbridge.adapter.opening import reading_note
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
-from ktbridge.experts.load_adapter import Start, fit, misfit, read_start
-from ktbridge.experts.loading import skeleton
-from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.nonexpert_lora import (
-    Adaptable,
-    adaptable,
-    chosen_modules,
-    in_layer,
+from ktbridge.experts.load_adapter import Start, match_model, mismatch, read_start
+from ktbridge.experts.load_model import make_skeleton
+from ktbridge.experts.lora_targets import (
+    LoraTargets,
+    choose_modules,
+    find_lora_targets,
     is_named,
     left_out_of_all,
     own_names,
+    path_in_layer,
 )
+from ktbridge.experts.modules import experts_modules
 from ktbridge.model import Checkpoint, find_model, open_checkpoint, read_model_config
 from ktbridge.sft.compat import has_balancing_loss
 from ktbridge.sft.config import TrainConfig
@@ -65,11 +65,11 @@ def check_model(
     ``stored`` has the names of the checkpoint's tensors, by default those of the files in ``base``;
     ``whole``: the model is loaded with its vision tower.
 
-    Raises KtbridgeError for a model that can't be trained here, and what ``chosen_modules`` and
+    Raises KtbridgeError for a model that can't be trained here, and what ``choose_modules`` and
     ``find_start`` raise.
     """
     _check_packed(config, base, stored or open_checkpoint(base))
-    model = skeleton(base, whole)
+    model = make_skeleton(base, whole)
     found = _adaptable(model, base)
     if config.moe_aux_loss_coef and not has_balancing_loss(model):
         raise UsageError(
@@ -79,7 +79,7 @@ def check_model(
     start = find_start(config, model, found)
     if start is not None:
         return _trainable(config, model, start.modules), _read_notes(start.adapter)
-    names = chosen_modules(model, found, config.lora_target)
+    names = choose_modules(model, found, config.lora_target)
     if not names and not config.expert_rank:
         raise UsageError(
             f"lora_target: {', '.join(config.lora_target)} names routed experts alone, and "
@@ -96,16 +96,16 @@ def _trainable(config: TrainConfig, model: PreTrainedModel, names: Sequence[str]
     # down_proj is [E, H, I] or [E, I, H]; gate and up have as many weights.
     expert_sizes = (m.down_proj.shape[0] * 3 * sum(m.down_proj.shape[1:]) for m in experts)
     return Trainable(
-        modules=dict(Counter(in_layer(name) for name in names)),
+        modules=dict(Counter(path_in_layer(name) for name in names)),
         expert_layers=len(experts),
         expert_parameters=config.expert_rank * sum(expert_sizes),
         nonexpert_parameters=config.lora_rank * sum(sum(size) for size in sizes),
     )
 
 
-def _adaptable(model: PreTrainedModel, base: Path) -> Adaptable:
+def _adaptable(model: PreTrainedModel, base: Path) -> LoraTargets:
     try:
-        return adaptable(model)
+        return find_lora_targets(model)
     except KtbridgeError:
         if read_model_config(base).is_moe:
             raise
@@ -137,7 +137,7 @@ def _check_packed(config: TrainConfig, base: Path, stored: Checkpoint) -> None:
     )
 
 
-def _left_out(config: TrainConfig, model: PreTrainedModel, found: Adaptable) -> list[Problem]:
+def _left_out(config: TrainConfig, model: PreTrainedModel, found: LoraTargets) -> list[Problem]:
     """Return what ``lora_target: all`` doesn't mean in this family, and nothing else named."""
     if "all" not in config.lora_target:
         return []
@@ -158,7 +158,7 @@ def _left_out(config: TrainConfig, model: PreTrainedModel, found: Adaptable) -> 
     ]
 
 
-def find_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start | None:
+def find_start(config: TrainConfig, model: nn.Module, found: LoraTargets) -> Start | None:
     """The adapter of ``config.adapter_name_or_path``, checked; None if there is none to go on from.
 
     Ranks and alphas must be the configuration's. ``lora_target: all`` takes the modules that the adapter
@@ -180,7 +180,7 @@ def find_start(config: TrainConfig, model: nn.Module, found: Adaptable) -> Start
             f"{adapter.path} has expert LoRA, which kt_skip_expert_lora_adaptation would lose.",
             "Leave that key out to go on with both.",
         )
-    start, problems = fit(adapter, base, model, found)
+    start, problems = match_model(adapter, base, model, found)
     if not problems:
         problems += _settings(adapter, config)
         problems += _chosen(start, config, model, found)
@@ -218,28 +218,28 @@ def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
     if odd:
         found = f"patterns give {odd[0]} a rank or scale of its own"
         step = f"Fold them: ktbridge convert {adapter.path} --to raw --output D (exact ones are)."
-        yield misfit("KTL006", adapter, "adapter_config.json", found, "one rank and alpha", step)
+        yield mismatch("KTL006", adapter, "adapter_config.json", found, "one rank and alpha", step)
     for name, theirs, ours in pairs:
         if theirs != ours:
             exact = int(theirs) if float(theirs).is_integer() else theirs
             step = f"Set {name}: {exact}."
             if config.use_rslora and "alpha" in name:
                 step = f"Leave use_rslora out and set {name}: {exact}."
-            yield misfit("KTL006", adapter, name, f"{theirs:g}", f"{ours:g}, as configured", step)
+            yield mismatch("KTL006", adapter, name, f"{theirs:g}", f"{ours:g}, as configured", step)
 
 
 def _chosen(
-    start: Start, config: TrainConfig, model: nn.Module, found: Adaptable
+    start: Start, config: TrainConfig, model: nn.Module, found: LoraTargets
 ) -> Iterator[Problem]:
     """Modules with unrequested LoRA, and requested modules without it."""
     adapter, keys = start.adapter, start.keys
     if config.lora_target != ("all",):
-        asked = {*chosen_modules(model, found, config.lora_target)}
+        asked = {*choose_modules(model, found, config.lora_target)}
         for names, expected, actual in (
             ({*keys} - asked, "no LoRA, as configured", "LoRA"),
             (asked - {*keys}, "LoRA, as configured", "no LoRA"),
         ):
             if names:
-                ends = sorted({in_layer(name) for name in names})
+                ends = sorted({path_in_layer(name) for name in names})
                 step = f"Set lora_target: {', '.join(own_names(keys))}, or all."
-                yield misfit("KTL006", adapter, ", ".join(ends), actual, expected, step)
+                yield mismatch("KTL006", adapter, ", ".join(ends), actual, expected, step)

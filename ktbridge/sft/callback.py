@@ -9,8 +9,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.raw_adapter import required_base_name, save_raw_adapter
-from ktbridge.experts.wrapped_layers import layers_of, trained_elsewhere
+from ktbridge.experts.layer import find_layers
+from ktbridge.experts.save_adapter import (
+    find_unsaved_parameters,
+    required_base_name,
+    save_raw_adapter,
+)
 
 IN_CHECKPOINT = Path("ktbridge", "raw_adapter")
 """Where in checkpoint-N. Not directly in it: Trainer would take the directory for one of PEFT's adapters."""
@@ -49,14 +53,14 @@ class RawAdapterCallback(TrainerCallback):
         model: Any = None,
         **_: object,
     ) -> None:
-        layers = layers_of(model)
+        layers = find_layers(model)
         if not layers:
             raise KtbridgeError(
                 "RawAdapterCallback found no wrapped experts in the Trainer's model.",
                 "Call ktbridge.sft.wrap_experts(model) before the Trainer is made.",
             )
         required_base_name(model, self.base_model, "RawAdapterCallback")
-        others = [name for name, _ in trained_elsewhere(model)]
+        others = [name for name, _ in find_unsaved_parameters(model)]
         if others:
             raise KtbridgeError(
                 f"training would change parameters that no raw adapter holds: {others[0]}"

@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.adapter.manifest import dump_json
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.raw_adapter import save_beside
+from ktbridge.experts.save_adapter import save_into
 from ktbridge.files.publish import fsync_directory
 from ktbridge.files.sizes import size_text
 from ktbridge.model.jsonfile import read_json_file
@@ -187,7 +187,7 @@ class Checkpoints:
             if whole and self.placement is not None:
                 (directory / PLACEMENT_FILE).write_bytes(dump_json(self.placement()))
             training = self._trainer.held_out.training(self._trainer.state.global_step)
-            save_beside(model, directory, self._base, tensors, training)
+            save_into(model, directory, self._base, tensors, training)
 
     def load(self, checkpoint: str) -> None:
         """Give the model what was saved of it. Raises KtbridgeError where something else is trained."""

@@ -17,11 +17,11 @@ from transformers import TrainerCallback
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
-from ktbridge.experts.gpu.operations import has_cores
-from ktbridge.experts.gpu.place import Placed, give_to_gpu, sizes_of
-from ktbridge.experts.gpu.placement import Costs, Limits, Placement, Scored, Sizes, evenly
-from ktbridge.experts.gpu.probes import costs_of, time_experts, time_update
-from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.experts.gpu.operations import has_tensor_cores
+from ktbridge.experts.gpu.placement import Costs, Limits, Placement, Scored, Sizes, spread_evenly
+from ktbridge.experts.gpu.timing import combine_costs, time_experts, time_update
+from ktbridge.experts.inject import PlacedExperts, give_to_gpu, read_sizes
+from ktbridge.experts.layer import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
 from ktbridge.sft.arguments import choose
@@ -75,7 +75,7 @@ class ExpertDevice:
     """Tokens of a micro-batch that there is memory for; None where that isn't known."""
     why: str = ""
     """The choice and its reason, for the user; "" where there was none to make."""
-    placed: Placed | None = None
+    placed: PlacedExperts | None = None
     ranking: Ranking | None = None
     predicted: float | None = None
     """Seconds of an optimizer step."""
@@ -158,9 +158,7 @@ class ExpertDevice:
     def _move(self, placement: Placement) -> None:
         assert self.placed is not None
         assert self.ranking is not None
-        layers = self.placed.numbers
-        resident = [layers[place] for place in placement.resident]
-        self.placed.experts.set_room(placement.slots, resident, placement.outputs_on_host)
+        self.placed.experts.resize(placement)
         self.ranking.taken = replace(self.ranking.taken, placement=placement)
         self.mode = placement.mode(self.ranking.sizes)
 
@@ -219,7 +217,7 @@ def _smaller(now: Placement, sizes: Sizes, short: int) -> tuple[Placement, str] 
         )
         layers = max(0, count - -(-(short + more) // sizes.matrices(sizes.experts)))
         what = f"{count - layers} of {count} resident layers"
-        kept = evenly(layers, sizes.layers)
+        kept = spread_evenly(layers, sizes.layers)
         return replace(now, slots=slots, resident=kept, keep_gate_up=False), what
     if not now.outputs_on_host:
         return replace(now, outputs_on_host=True), "the layers' outputs, which now wait in RAM"
@@ -245,7 +243,7 @@ def place_experts(
     device = choose(setting.config)
     if distributed.agree(bool(_obstacle(device))):
         return ExpertDevice("cpu", None)
-    sizes = sizes_of(model, setting.shape.config.experts_per_token)
+    sizes = read_sizes(model, setting.shape.config.experts_per_token)
     limits = _limits(setting, device)
     # The least that a rank has: then all of them place alike, masters on the same side.
     limits = replace(limits, free=-distributed.agree(-limits.free))
@@ -326,7 +324,7 @@ def _measure(
     experts = time_experts(layer, device, sizes.top_k, most, free=max(1, limits.free), cpu=short)
     outside = outside_times(model, setting, probe_sizes(setting, most), device)
     update = time_update(device), time_update(torch.device("cpu"))
-    costs = costs_of(experts, outside, update, 1 + setting.config.forwards_alone)
+    costs = combine_costs(experts, outside, update, 1 + setting.config.forwards_alone)
     if costs.cpu is not None:  # with the CPU that would be rank 0's for the rows of all
         costs = replace(costs, cpu=costs.cpu.scaled(distributed.world().size))
     if device.type == "cuda":
@@ -338,7 +336,7 @@ def _obstacle(device: torch.device) -> str:
     """Return why ``device`` can't compute the experts of a run, to follow "kt_experts: stream"; else ""."""
     if device.type != "cuda":
         return NO_GPU
-    if not has_cores(device):
+    if not has_tensor_cores(device):
         major, minor = torch.cuda.get_device_capability(device)
         return f"needs bfloat16 tensor cores (sm80 or later; this GPU is sm{major}{minor})"
     return ""

@@ -14,7 +14,7 @@ from torch import nn
 
 from ktbridge.adapter.outputs import LOG_FILE, PLOT_FILE, REFUSED_FILE
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.raw_adapter import save_raw_adapter
+from ktbridge.experts.save_adapter import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import Refused, refused_file
 

@@ -18,7 +18,7 @@ from transformers.utils import (
 
 from ktbridge.codes import Problems, problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
-from ktbridge.experts.loading import load_tokenizer
+from ktbridge.experts.load_model import load_tokenizer
 from ktbridge.install import linear_attention_gaps
 from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.sft.arguments import check_reporters, choose

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.expert_call import kernel_seconds
+from ktbridge.experts.autograd import kernel_seconds
 from ktbridge.files.publish import OnProgress
 from ktbridge.sft import distributed
 from ktbridge.sft.interrupts import Interrupts

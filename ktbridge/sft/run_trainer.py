@@ -23,7 +23,7 @@ from transformers import Trainer
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.masters import clip_to_norm
-from ktbridge.experts.wrapped_layers import layers_of
+from ktbridge.experts.layer import find_layers
 from ktbridge.sft import distributed
 from ktbridge.sft.checkpoints import Checkpoints
 from ktbridge.sft.compat import set_logged_rates
@@ -245,7 +245,7 @@ class RunTrainer(Trainer):
         # Before the experts, whose groups are last.
         separate_b(self.model, optimizer, self.ratio_of_b)
         distributed.separate_experts(self, optimizer)
-        self.deferred = DeferredAdam(optimizer, layers_of(self.model))
+        self.deferred = DeferredAdam(optimizer, find_layers(self.model))
         return optimizer
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,10 +20,10 @@ from transformers.utils import logging as transformers_logging
 
 from ktbridge.adapter.outputs import DATA_FILE
 from ktbridge.errors import Problem
-from ktbridge.experts import checkpointing
-from ktbridge.experts.loading import load_for_kernels
-from ktbridge.experts.nonexpert_lora import TunedModel
-from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.experts import recompute
+from ktbridge.experts.layer import expert_layers
+from ktbridge.experts.load_model import load_for_kernels
+from ktbridge.experts.lora_targets import TunedModel
 from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import OnProgress
 from ktbridge.install import has_linear_attention_kernels
@@ -277,7 +277,7 @@ def load_trainable(config: TrainConfig, base: Path, whole: bool = False) -> Tune
     )
     tuned = attach_lora(model, config)
     if not config.disable_gradient_checkpointing:
-        checkpointing.enable(tuned)
+        recompute.enable(tuned)
     return tuned
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import model_config, readable_load_errors
+from ktbridge.experts.load_model import model_config, readable_load_errors
 from ktbridge.install import install_hint
 from ktbridge.sft.data.chat import IGNORED
 from ktbridge.sft.data.pictures import IMAGE_FILES, Picture, load_picture

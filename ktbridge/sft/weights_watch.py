@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from ktbridge import _kernels
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.experts.faults import DiskReads, explain_faults
+from ktbridge.experts.mapped import DiskReads, explain_faults
 from ktbridge.sft.passes import OnNote
 
 

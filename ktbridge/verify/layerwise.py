@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ktbridge.adapter.keys import LAYER
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import readable_load_errors, skeleton
-from ktbridge.experts.modules import LAYER, experts_modules
+from ktbridge.experts.load_model import make_skeleton, readable_load_errors
+from ktbridge.experts.modules import experts_modules
 from ktbridge.model import read_model_config
 from ktbridge.verify.weight_reader import ExpertReader, WeightReader
 
@@ -64,7 +65,7 @@ class LayerwiseModel:
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self.path, self.dtype = path, dtype
-        self.skeleton = skeleton(path).eval().requires_grad_(False)
+        self.skeleton = make_skeleton(path).eval().requires_grad_(False)
         self.inner: Any = getattr(self.skeleton, self.skeleton.base_model_prefix)
         self.decoder: Any = self.skeleton.get_decoder()
         self.decoder_name = next(n for n, m in self.skeleton.named_modules() if m is self.decoder)

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from ktbridge.adapter import Adapter
-from ktbridge.adapter.keys import parse_key
+from ktbridge.adapter.keys import LAYER, parse_key
 from ktbridge.adapter.lora_config import expert_scales, numbers_of
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
-from ktbridge.experts.modules import LAYER
-from ktbridge.experts.tensors import to_torch
+from ktbridge.experts.lora import to_torch
 from ktbridge.verify.layerwise import ExpertCall, LayerwiseModel
 from ktbridge.verify.verdict import Variant
 

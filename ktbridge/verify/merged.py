@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktbridge.adapter import Adapter
-from ktbridge.experts.loading import load_tokenizer
+from ktbridge.experts.load_model import load_tokenizer
 from ktbridge.model import read_model_config
 from ktbridge.verify.reference_model import ReferenceModel
 from ktbridge.verify.run import fixed_prompts

@@ -109,7 +109,7 @@ def verify(
     entries = server.entries()
     arms = _arms(server, entries, model, expert_model)
 
-    from ktbridge.experts.loading import load_tokenizer
+    from ktbridge.experts.load_model import load_tokenizer
     from ktbridge.verify.reference_model import ReferenceModel, compute_references
 
     tokenizer = load_tokenizer(base)
@@ -136,7 +136,7 @@ def verify(
             vectors = reference_model.logprobs(variants, on_progress=on_progress)
             return [[vector[n] for n in places[model]] for vector in vectors]
 
-        facts = facts_of(adapter)
+        facts = probe_gpu(adapter)
         result = explain(result, asked[model].logprobs, references[model], facts, compute)
     result = replace(result, problems=(*_other_name(model, entries, halves), *result.problems))
     return _with_source(result, server.way, sampler, accepted=logprobs_from == SAMPLED)
@@ -226,7 +226,7 @@ def _with_source(result: Verification, way: str, sampler: Sampler, accepted: boo
     return replace(result, reason=reason, logprobs_from=way, asked=asked, problems=tuple(problems))
 
 
-def facts_of(adapter: Adapter) -> Facts:
+def probe_gpu(adapter: Adapter) -> Facts:
     """Ranks and layers of the halves of ``adapter``."""
     layers = {
         "expert": adapter.expert_layers(),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ktbridge.adapter.storages import KNOWN, Stored, find_stored
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.tensors import DTYPES
+from ktbridge.experts.lora import DTYPES
 from ktbridge.experts.weights import from_mxfp4
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint
 from ktbridge.model.config import quantization_of

@@ -71,7 +71,7 @@ class Generate:
         import torch
         import transformers
 
-        from ktbridge.experts.loading import load_for_kernels, load_model
+        from ktbridge.experts.load_model import load_for_kernels, load_model
         from ktbridge.kernel_choice import has_bf16_instructions
 
         torch.set_num_threads(spec["threads"])

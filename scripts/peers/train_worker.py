@@ -39,12 +39,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ktbridge.experts import checkpointing
-from ktbridge.experts.expert_call import kernel_seconds
-from ktbridge.experts.loading import load_mapped
+from ktbridge.experts import recompute
+from ktbridge.experts.autograd import kernel_seconds
+from ktbridge.experts.layer import expert_layers
+from ktbridge.experts.load_model import load_mapped
+from ktbridge.experts.lora_targets import convert_masters
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.nonexpert_lora import convert_masters
-from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft import distributed
 from ktbridge.sft.attach import threads_beside_python
 from ktbridge.sft.config import KtConfig, TrainConfig
@@ -146,7 +146,7 @@ def build(case: dict[str, Any]) -> nn.Module:
         for layer in expert_layers(model).values():
             layer.run_ahead = True
         if case["checkpointing"]:
-            checkpointing.enable(model)
+            recompute.enable(model)
         if who != "cpu":
             place(case, model)
             print(f"{who}: {case['placed']}", file=sys.stderr, flush=True)

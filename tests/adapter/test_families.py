@@ -21,7 +21,7 @@ from tinymoe import tiny_tokenizer
 
 from ktbridge.adapter import Tensor, convert_adapter, merge_adapter, read_adapter, validate_adapter
 from ktbridge.errors import ProblemsError
-from ktbridge.experts.loading import load_mapped, load_model
+from ktbridge.experts.load_model import load_mapped, load_model
 from ktbridge.model import read_model_config
 from ktbridge.serve.local.loading import load_engine
 from ktbridge.serve.local.plan import plan_local

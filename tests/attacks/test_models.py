@@ -10,7 +10,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import skeleton
+from ktbridge.experts.load_model import make_skeleton
 from ktbridge.model import read_model_config
 from ktbridge.verify.run import fixed_prompts
 
@@ -39,7 +39,7 @@ def write(folder: Path, **changes: object) -> Path:
 def test_no_model_can_be_made_of_it(tmp_path: Path, changes: dict[str, object]) -> None:
     """All but the third were tracebacks of train, verify, chat and serve."""
     with pytest.raises(KtbridgeError):
-        skeleton(write(tmp_path, **changes))
+        make_skeleton(write(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("size", ["missing", "many", -1, 2**60])

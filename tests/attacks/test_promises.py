@@ -70,7 +70,7 @@ def test_nothing_of_transformers_is_left_to_ask_whether_code_may_run() -> None:
 LOAD = """
 import sys
 from pathlib import Path
-from ktbridge.experts.loading import load_tokenizer, model_config
+from ktbridge.experts.load_model import load_tokenizer, model_config
 for load in (model_config, load_tokenizer):
     try:
         load(Path(sys.argv[1]))

@@ -83,20 +83,20 @@ def test_hooks_on_a_parameter_are_seen() -> None:
 
 def test_the_class_is_the_one_that_the_auto_class_makes() -> None:
     config = tiny_config()
-    assert compat.class_chosen_by(AutoModelForCausalLM, config) is Qwen3MoeForCausalLM
-    assert compat.class_chosen_by(AutoModelForImageTextToText, config) is None
+    assert compat.find_model_class(AutoModelForCausalLM, config) is Qwen3MoeForCausalLM
+    assert compat.find_model_class(AutoModelForImageTextToText, config) is None
 
 
 def test_experts_with_a_gate_of_their_own_are_told_from_others() -> None:
     (_, experts), *_ = experts_modules(tiny_model())
-    assert compat.own_gate(experts) is None
+    assert compat.find_own_gate(experts) is None
 
     class Own(type(experts)):
         def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
             return gate_up
 
     experts.__class__ = Own
-    assert compat.own_gate(experts)(torch.ones(2)).tolist() == [1, 1]
+    assert compat.find_own_gate(experts)(torch.ones(2)).tolist() == [1, 1]
     assert "_apply_gate(" in inspect.getsource(moe)
 
 

@@ -21,14 +21,15 @@ from expertmoe import (
     same_bits,
     some_d_out,
 )
-from gpuexperts import Breaking, chain, give, slot_for
+from gpuexperts import Breaking, chain, give, resize, slot_for
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing
-from ktbridge.experts.gpu import executor, layer_math, masters, operations, routing
-from ktbridge.experts.gpu.copying import InPlace
+from ktbridge.experts import recompute
+from ktbridge.experts.gpu import executor, layer_math, masters, operations
+from ktbridge.experts.gpu.copying import HostCopier
+from ktbridge.experts.gpu.placement import Placement
 
 TOLERANCE = 0.008  # as the CPU kernels'
 SHAPES = [
@@ -53,7 +54,7 @@ def test_outputs_and_gradients_equal_float32_autograd(storage):
             assert found.keys() == exact.keys()
             far = {name: error(found[name], exact[name]) for name in exact}
             assert max(far.values()) <= TOLERANCE, (str(shape), groups, far)
-            assert (experts.ring.crossings > 0) == (not resident)
+            assert (experts.ring.transfers > 0) == (not resident)
 
 
 @pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
@@ -141,15 +142,15 @@ def test_a_pass_moves_only_what_is_not_in_the_ring_at_its_turns():
         assert total == 8
         moved = []
         for _ in range(3):
-            before = experts.ring.crossings
+            before = experts.ring.transfers
             chain(layers, inputs, d_out)
-            moved.append(experts.ring.crossings - before)
+            moved.append(experts.ring.transfers - before)
         slots = min(slots, total)
         assert moved == [2 * total - slots, *[2 * (total - slots)] * 2], slots
     with torch.no_grad():
-        before = experts.ring.crossings
+        before = experts.ring.transfers
         layers[0](*inputs)
-    assert experts.ring.crossings == before
+    assert experts.ring.transfers == before
 
 
 def test_a_pass_that_breaks_off_leaves_the_next_one_whole(monkeypatch):
@@ -158,7 +159,7 @@ def test_a_pass_that_breaks_off_leaves_the_next_one_whole(monkeypatch):
     give(layers, groups=2, slots=2, copier=copier)
     inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
     expected = chain(layers, inputs, d_out)
-    unpack = executor.unpack
+    unpack = executor.unpack_group
     for broken in (0, 3, 7, 10):
         left = [broken]
 
@@ -168,10 +169,10 @@ def test_a_pass_that_breaks_off_leaves_the_next_one_whole(monkeypatch):
                 raise MemoryError("full")
             unpack(*args)
 
-        monkeypatch.setattr(executor, "unpack", breaks)
+        monkeypatch.setattr(executor, "unpack_group", breaks)
         with pytest.raises(MemoryError, match="full"):
             chain(layers, inputs, d_out)
-        monkeypatch.setattr(executor, "unpack", unpack)
+        monkeypatch.setattr(executor, "unpack_group", unpack)
         copier.broken = True
         with pytest.raises(OSError, match="no link"):
             chain(layers, inputs, d_out)
@@ -225,12 +226,12 @@ def test_other_room_between_steps_changes_no_bit():
     experts = give(layers, groups=2, slots=3, resident=(1, 2), keep_gate_up=True)
     expected = chain(layers, inputs, d_out)
     for slots, resident in ((1, ()), (2, (0, 1, 2, 3)), (4, (3,)), (2, (0, 3)), (9, (0, 1, 2, 3))):
-        experts.set_room(slots, resident, len(resident) % 2 == 0)
+        resize(experts, slots, resident, len(resident) % 2 == 0)
         assert experts.streamed == tuple(n for n in range(4) if n not in resident)
-        before = experts.ring.crossings
+        before = experts.ring.transfers
         for _ in range(2):
             assert same_bits([expected, chain(layers, inputs, d_out)])
-        assert (experts.ring.crossings > before) == (len(resident) < 4)
+        assert (experts.ring.transfers > before) == (len(resident) < 4)
 
 
 def test_room_that_can_not_be_had_leaves_what_there_is_in_order():
@@ -241,7 +242,7 @@ def test_room_that_can_not_be_had_leaves_what_there_is_in_order():
     expected = chain(layers, inputs, d_out)
     copier.broken = True
     with pytest.raises(OSError, match="no link"):
-        experts.set_room(1, (0, 1), False)
+        resize(experts, 1, (0, 1), False)
     copier.broken = False
     assert experts.streamed == (1, 2)
     assert same_bits([expected, chain(layers, inputs, d_out)])
@@ -349,7 +350,7 @@ def test_a_resident_layer_takes_at_most_30_launches_and_waits_for_none(keep, mos
         x, weights = hidden.clone().requires_grad_(), by_slot.clone().requires_grad_()
         with Launches(monkeypatch) as launches:
             region = checkpoint(
-                layer, x, ids, weights, use_reentrant=False, context_fn=checkpointing.contexts
+                layer, x, ids, weights, use_reentrant=False, context_fn=recompute.contexts
             )
             region.backward(d_out)
         assert not launches.waits
@@ -384,7 +385,7 @@ class Launches(TorchDispatchMode):
             self._patch.setattr(operations, name, self._counted(name, getattr(operations, name)))
         self._patch.setattr(layer_math, "by_row", operations.by_row)
         self._patch.setattr(
-            routing.OutsideIds, "note", lambda *_, **__: None
+            executor.InvalidIds, "note", lambda *_, **__: None
         )  # a pass's, not a layer's
         return super().__enter__()
 
@@ -423,10 +424,10 @@ def test_the_link_is_watched_once_it_is_asked_for():
     chain(layers, inputs, d_out)
     assert experts.link() == (0, 0.0)
     experts.watch_link()
-    before = experts.ring.crossings
+    before = experts.ring.transfers
     chain(layers, inputs, d_out)
     size, seconds = experts.link()
-    assert size == (experts.ring.crossings - before) * experts.ring.groups[0].bytes > 0
+    assert size == (experts.ring.transfers - before) * experts.ring.groups[0].bytes > 0
     assert seconds > 0
     chain(layers, inputs, d_out)
     assert experts.link() == (0, 0.0)
@@ -467,7 +468,11 @@ def test_a_slot_too_small_for_an_expert_and_layers_of_two_sizes_are_refused():
     other, _ = make_layer(SHAPES[4])
     with pytest.raises(UsageError, match="one expert of layer 0 takes 12,288 bytes"):
         executor.GpuExperts(
-            {0: layer.weights}, torch.device("cpu"), 8, slot_bytes=8192, slots=2, copier=InPlace()
+            {0: layer.weights},
+            torch.device("cpu"),
+            8,
+            Placement(0, slot_bytes=8192, slots=2),
+            HostCopier(),
         )
     with pytest.raises(UsageError, match="different sizes"):
         give([layer, other])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ktbridge.experts.gpu import operations
-from ktbridge.experts.gpu.operations import Into, Seen, Weighing
-from ktbridge.experts.gpu.placement import padded
+from ktbridge.experts.gpu.operations import GradientTargets, LoraInputs, RowWeights
+from ktbridge.experts.gpu.placement import pad_rank
 from ktbridge.experts.weights import SILU, Gating
 
 CLAMPED = Gating(limit=1.0, alpha=1.702, offset=1.0)
@@ -40,9 +40,9 @@ def there(value):
         return value.to(DEVICE)
     if isinstance(value, dict):
         return {name: there(each) for name, each in value.items()}
-    if isinstance(value, Seen | Weighing | Into):
+    if isinstance(value, LoraInputs | RowWeights | GradientTargets):
         moved = {name: there(each) for name, each in vars(value).items()}
-        if isinstance(value, Seen) and value.gate is value.up:
+        if isinstance(value, LoraInputs) and value.gate is value.up:
             moved["up"] = moved["gate"]
         return replace(value, **moved)
     return value
@@ -65,7 +65,7 @@ def routed(tokens=41, experts=EXPERTS):
     [(41, 5, 3, torch.int64), (300, 9, 2, torch.int32), (1, 512, 1, torch.int64), (0, 4, 2, torch.int64)],
 )  # fmt: skip
 def test_routing_in_kernels_is_torchs(kernels, tokens, experts, top_k, dtype):
-    from ktbridge.experts.gpu import triton_routing
+    from ktbridge.experts.gpu import triton_kernels
 
     torch.manual_seed(1)
     ids = torch.randint(experts, (tokens, top_k), dtype=dtype)
@@ -75,7 +75,7 @@ def test_routing_in_kernels_is_torchs(kernels, tokens, experts, top_k, dtype):
     for place in (None, torch.randperm(experts)):
         expected = operations.route(ids, place, experts)
         rows = operations.rows_for(ids.numel(), experts)
-        found = triton_routing.route(there(ids), there(place), experts, rows)
+        found = triton_kernels.route(there(ids), there(place), experts, rows)
         for one, other in zip(found, vars(expected).values(), strict=True):
             assert torch.equal(one.cpu(), other)
 
@@ -111,8 +111,8 @@ def test_activation_and_its_gradient_with_their_thin_products(kernels, gating):
     weights, more = torch.rand(ids.numel()), torch.randn(count)
     for extra in (None, more):
         for also in (None, below):
-            expected = Weighing(weights, rows.slots, torch.zeros_like(weights))
-            weighing = Weighing(there(weights), there(rows.slots), there(expected.gradients))
+            expected = RowWeights(weights, rows.slots, torch.zeros_like(weights))
+            weighing = RowWeights(there(weights), there(rows.slots), there(expected.gradients))
             safe = d_h.nan_to_num()
             d, again = operations.activation_backward_thin(
                 gate_up, safe, expected, above, rows.ends, also, extra, gating
@@ -141,7 +141,7 @@ def there_all(*values):
 @pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
 def test_borders_have_the_bits_of_a_saved_adapter(kernels, rank, ordered, dtype):
     torch.manual_seed(4)
-    half, count, first = padded(rank), 3, 2
+    half, count, first = pad_rank(rank), 3, 2
     lora = lora_like(rank, dtype)
     del lora["up_lora_a"]
     order = torch.randperm(EXPERTS) if ordered else None
@@ -171,7 +171,7 @@ def lora_like(rank, dtype=torch.float32):
 def test_lora_gradients_are_summed_in_float32(kernels, rank, form):
     torch.manual_seed(5)
     ids, _, rows = routed()
-    count, half = len(rows.tokens), padded(rank)
+    count, half = len(rows.tokens), pad_rank(rank)
     source = made(41, HIDDEN)
     x = source if form == "tokens" else made(count, HIDDEN + 2 * half)
     tokens = rows.tokens if form == "tokens" else None
@@ -179,12 +179,14 @@ def test_lora_gradients_are_summed_in_float32(kernels, rank, form):
     h, d = made(count, INNER + half), made(count, HIDDEN + half)
     d_gate_up, thin_x = made(count, 2 * INNER + 2 * half), made(count, 2 * half)
     weights = torch.rand(ids.numel())
-    weighing = Weighing(weights, rows.slots, weights)
+    weighing = RowWeights(weights, rows.slots, weights)
     order, before = torch.randperm(EXPERTS), lora_like(rank)
-    given = Seen(x, up, h, tokens), thin_x, h, d, d_gate_up, weighing
+    given = LoraInputs(x, up, h, tokens), thin_x, h, d, d_gate_up, weighing
     for add, first, some in ((False, 0, EXPERTS), (True, 1, EXPERTS - 1)):
         ends = rows.ends[first : first + some]
-        expected = Into({n: t.clone() for n, t in before.items()}, rank, 0.5, add, order, first)
+        expected = GradientTargets(
+            {n: t.clone() for n, t in before.items()}, rank, 0.5, add, order, first
+        )
         found = there(replace(expected, tensors={n: t.clone() for n, t in before.items()}))
         operations.lora_gradients(*given, ends, expected)
         kernels.lora_gradients(*there_all(*given), there(ends), found)

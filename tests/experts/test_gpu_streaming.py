@@ -12,14 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktbridge.experts.gpu import copying, operations, probe
-from ktbridge.experts.gpu.copying import InPlace, Registration, pages_are_ours, regions, without
-from ktbridge.experts.gpu.layer_math import Bordered
-from ktbridge.experts.gpu.layout import Group, Span, layer_groups
+from ktbridge.experts.gpu.copying import (
+    HostCopier,
+    Registration,
+    are_expert_pages,
+    page_regions,
+    subtract_regions,
+)
+from ktbridge.experts.gpu.layer_math import BorderedMatrices, Routing
+from ktbridge.experts.gpu.layout import CopySpan, Group, dequantize, group_experts, unpack_group
 from ktbridge.experts.gpu.operations import rows_for
 from ktbridge.experts.gpu.placement import PAD
 from ktbridge.experts.gpu.ring import Ring
-from ktbridge.experts.gpu.routing import Routing
-from ktbridge.experts.gpu.unpack import dequantise, unpack
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 HIDDEN, INNER = 40, 24
@@ -109,12 +113,12 @@ def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
         -(-stack[0].numel() * stack[0].element_size() // 256) * 256 for stack in tensors.values()
     )
     slot_bytes = int((one + 512) * fill)
-    groups = layer_groups(weights, slot_bytes)
+    groups = group_experts(weights, slot_bytes)
     assert sorted(itertools.chain(*(group.experts for group in groups))) == list(range(experts))
     for group in groups:
         assert group.bytes <= slot_bytes
         raw = torch.full((slot_bytes // 256 * 256,), 0x77, dtype=torch.uint8)
-        InPlace().start(group, raw, None)
+        HostCopier().start(group, raw, None)
         last = 0
         for span in group.spans:
             assert shards.holds(span)
@@ -129,14 +133,14 @@ def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
                 assert place % stack[expert].element_size() == 0
                 expected = stack[expert].flatten().view(torch.uint8)
                 assert torch.equal(raw[place : place + len(expected)], expected)
-        into = Bordered(
+        into = BorderedMatrices(
             torch.full((len(group.experts), 2 * INNER + 16, HIDDEN + 16), 7.0).bfloat16(),
             torch.full((len(group.experts), HIDDEN + 8, INNER + 8), 7.0).bfloat16(),
             HIDDEN,
             INNER,
             8,
         )
-        unpack(group, raw, weights, into)
+        unpack_group(group, raw, weights, into)
         for n, expert in enumerate(group.experts):
             above = torch.cat((plain["gate", expert], plain["up", expert]))
             assert torch.equal(into.gate_up[n, : 2 * INNER, :HIDDEN], above)
@@ -154,7 +158,7 @@ def test_fused_tensors_cross_in_two_spans():
     gate_up = torch.randn(6, 2 * INNER, HIDDEN).bfloat16()
     down = torch.randn(6, HIDDEN, INNER).bfloat16()
     views = [gate_up[:, :INNER], gate_up[:, INNER:], down]
-    (group,) = layer_groups([ExpertWeights.bf16(view) for view in views], 1 << 20)
+    (group,) = group_experts([ExpertWeights.bf16(view) for view in views], 1 << 20)
     assert len(group.spans) == 2
 
 
@@ -162,7 +166,7 @@ def test_every_e4m3_value_is_read_as_the_kernels_read_it():
     bits = torch.arange(256).to(torch.uint8).view(16, 16)
     weights = ExpertWeights.fp8([bits], [torch.ones(1, 1)])
     out = torch.empty(16, 16, dtype=torch.bfloat16)
-    dequantise(weights, bits, torch.ones(1, 1), out)
+    dequantize(weights, bits, torch.ones(1, 1), out)
     expected = bits.view(torch.float8_e4m3fn).float()
     expected[7, 15], expected[15, 15] = 480, -480  # where e4m3 has its NaN
     assert torch.equal(out.float(), expected)
@@ -171,7 +175,7 @@ def test_every_e4m3_value_is_read_as_the_kernels_read_it():
 def numbered(count):
     """Groups of one span, whose bytes say which they are."""
     tensors = [torch.full((16,), number, dtype=torch.uint8) for number in range(count)]
-    return [Group((0,), (Span(t.data_ptr(), 0, 16),), {}, 16, (t,)) for t in tensors]
+    return [Group((0,), (CopySpan(t.data_ptr(), 0, 16),), {}, 16, (t,)) for t in tensors]
 
 
 def visit(ring, index, forward, turns):
@@ -181,12 +185,12 @@ def visit(ring, index, forward, turns):
 
 def whole_pass(ring, backward):
     """How many groups crossed for a pass."""
-    before, count = ring.crossings, len(ring.groups)
+    before, count = ring.transfers, len(ring.groups)
     for index in range(count):
         visit(ring, index, True, backward)
     for index in reversed(range(count if backward else 0)):
         visit(ring, index, False, True)
-    return ring.crossings - before
+    return ring.transfers - before
 
 
 @settings(max_examples=80, deadline=None)
@@ -283,7 +287,7 @@ def test_sorted_rows_hold_every_slot_once_and_parts_every_row(data):
     ],
 )
 def test_regions_are_whole_pages_that_cover_all_spans_once(spans, expected):
-    assert regions([Span(address, 0, size) for address, size in spans]) == expected
+    assert page_regions([CopySpan(address, 0, size) for address, size in spans]) == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -297,14 +301,14 @@ def test_what_is_registered_already_is_left_out(wanted, there):
 
     apart = [(40 * n + at, size) for n, (at, size) in enumerate(wanted)]
     known = [(40 * n + at, size) for n, (at, size) in enumerate(there)]
-    left = without(apart, known)
+    left = subtract_regions(apart, known)
     assert numbers(left) == numbers(apart) - numbers(known)
     assert sum(size for _, size in left) == len(numbers(left))
 
 
 def test_copies_end_where_registrations_meet():
     memory = torch.arange(100, dtype=torch.uint8)
-    group = Group((0,), (Span(memory.data_ptr() + 10, 7, 80),), {}, 256, (memory,))
+    group = Group((0,), (CopySpan(memory.data_ptr() + 10, 7, 80),), {}, 256, (memory,))
     found = copying._Sources([memory.data_ptr() + at for at in (0, 30, 31, 90, 95)]).of(group)
     assert [(at, len(source)) for source, at in found] == [(7, 20), (27, 1), (28, 59)]
     assert torch.equal(torch.cat([source for source, _ in found]), memory[10:90])
@@ -321,19 +325,19 @@ def test_only_pages_that_hold_nothing_else_are_registered(tmp_path):
     own = mmap.mmap(-1, 3 * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages = torch.frombuffer(own, dtype=torch.uint8).data_ptr()
     heap = torch.zeros(50_000, dtype=torch.uint8).data_ptr()
-    assert pages_are_ours([Span(of_file + 1000, 0, 15_000)])
-    assert pages_are_ours([Span(pages, 0, 8192), Span(pages + 8192, 8192, 4096)])
-    assert not pages_are_ours([Span(pages + 8, 0, 8184)])
-    assert not pages_are_ours([Span(of_file, 0, 20_000), Span(heap, 20_224, 40_000)])
+    assert are_expert_pages([CopySpan(of_file + 1000, 0, 15_000)])
+    assert are_expert_pages([CopySpan(pages, 0, 8192), CopySpan(pages + 8192, 8192, 4096)])
+    assert not are_expert_pages([CopySpan(pages + 8, 0, 8184)])
+    assert not are_expert_pages([CopySpan(of_file, 0, 20_000), CopySpan(heap, 20_224, 40_000)])
 
 
 @pytest.mark.parametrize("answer", [Registration(), "not permitted"])
 def test_what_doctor_has_registered_is_a_mapped_file(answer, monkeypatch):
     def register(groups):
         (span,) = (span for group in groups for span in group.spans)
-        assert pages_are_ours([span])
-        assert (copying.host_bytes(span.address, span.bytes) == ord("x")).all()
+        assert are_expert_pages([span])
+        assert (copying.view_host_memory(span.address, span.bytes) == ord("x")).all()
         return answer
 
     monkeypatch.setattr(copying, "register", register)
-    assert probe.not_in_place() == ("" if isinstance(answer, Registration) else answer)
+    assert probe.in_place_obstacle() == ("" if isinstance(answer, Registration) else answer)

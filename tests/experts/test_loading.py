@@ -15,13 +15,13 @@ from tinymoe import tiny_config, tiny_model
 from transformers import Qwen3MoeForCausalLM
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import (
+from ktbridge.experts.load_model import (
     load_for_kernels,
     load_mapped,
     load_model,
     release_layers,
 )
-from ktbridge.experts.mapped import CantMap
+from ktbridge.experts.mapped import UnmappableError
 from ktbridge.model.tensorfile import build_header
 from ktbridge.sft import wrap_experts
 
@@ -66,7 +66,7 @@ def test_pages_of_resident_layers_are_released(tmp_path: Path) -> None:
 def test_wider_experts_are_loaded_and_rounded(tmp_path: Path, dtype: torch.dtype) -> None:
     tiny_model().to(dtype).save_pretrained(tmp_path / "wide")
     tiny_model().save_pretrained(tmp_path / "plain")
-    with pytest.raises(CantMap):
+    with pytest.raises(UnmappableError):
         load_mapped(tmp_path / "wide", torch.bfloat16)
     found = logits(load_for_kernels(tmp_path / "wide", torch.bfloat16))
     expected = logits(load_mapped(tmp_path / "plain", torch.bfloat16))
@@ -116,7 +116,7 @@ import ktbridge.sft
 import torch
 from pathlib import Path
 from ktbridge.sft import wrap_experts
-from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.load_model import load_mapped
 model = wrap_experts(load_mapped(Path(sys.argv[1]), torch.bfloat16), 4, 8, threads=1)
 with torch.no_grad():
     assert model(torch.tensor([[1]])).logits.isfinite().all()
@@ -169,7 +169,7 @@ def test_what_the_kernels_cant_read_in_place_is_said(tmp_path: Path) -> None:
         tensors[f"{base}.gate_up_proj"] = torch.cat((stacks["gate"], stacks["up"]), -1).contiguous()
         tensors[f"{base}.down_proj"] = stacks["down"].contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CantMap, match=r"gate_up_proj of .* can't read in place"):
+    with pytest.raises(UnmappableError, match=r"gate_up_proj of .* can't read in place"):
         load_mapped(tmp_path, torch.bfloat16)
 
 

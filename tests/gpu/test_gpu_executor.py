@@ -20,11 +20,10 @@ from expertmoe import (
 )
 from gpuexperts import chain, give, least_slot, mapped_layer
 
-from ktbridge.experts.dropout import Dropout, Mask
 from ktbridge.experts.gpu import operations
-from ktbridge.experts.gpu.copying import Registered, Registration, Staged, register
-from ktbridge.experts.gpu.layout import Group, Span, layer_groups
-from ktbridge.experts.gpu.unpack import dequantise
+from ktbridge.experts.gpu.copying import DirectCopier, Registration, StagedCopier, register
+from ktbridge.experts.gpu.layout import CopySpan, Group, dequantize, group_experts
+from ktbridge.experts.lora import Dropout, Mask
 from ktbridge.experts.weights import Gating
 
 TOLERANCE = 0.008  # as the CPU kernels'
@@ -46,15 +45,17 @@ def copier(request):
     def make(layers):
         key = tuple(map(id, layers))
         if request.param == "staged":
-            made.setdefault(key, (Staged(CUDA, 2), layers))
+            made.setdefault(key, (StagedCopier(CUDA, 2), layers))
             return made[key][0]
         if key not in made:
-            groups = [g for layer in layers for g in layer_groups(layer.weights, least_slot(layer))]
+            groups = [
+                g for layer in layers for g in group_experts(layer.weights, least_slot(layer))
+            ]
             done = register(groups)
             if not isinstance(done, Registration):
                 pytest.skip(f"the driver registers no pages here: {done}")
             made[key] = done, layers  # the pages must not go before
-        return Registered(CUDA)
+        return DirectCopier(CUDA)
 
     yield make
     torch.cuda.synchronize()
@@ -91,7 +92,7 @@ def test_biases_gating_and_rows_that_take_turns(storage):
         layer, plain = make_layer(shape, storage, gating=GPT_OSS, taking_turns=True)
         inputs = make_inputs(shape)
         exact, d_out = exact_outcome(layer, plain, inputs)
-        copier = Staged(CUDA, 2)
+        copier = StagedCopier(CUDA, 2)
         for groups, resident in ((3, ()), (1, (0,))):
             give([layer], CUDA, groups=groups, resident=resident, copier=copier)
             found = outcome(layer, there(inputs), d_out.to(CUDA))
@@ -143,10 +144,10 @@ def test_how_weights_come_and_a_second_run_change_no_bit(storage, copier, tmp_pa
         experts = give(layers, CUDA, groups=3, slots=slots, copier=copier(layers))
         for _ in range(5):
             assert same_bits([expected, chain(layers, inputs, d_out)])
-        before = experts.ring.crossings
+        before = experts.ring.transfers
         chain(layers, inputs, d_out)
-        assert experts.ring.crossings - before == 2 * (len(experts.ring.groups) - slots)
-    by = Staged(CUDA, 3)  # the two ways don't differ either
+        assert experts.ring.transfers - before == 2 * (len(experts.ring.groups) - slots)
+    by = StagedCopier(CUDA, 3)  # the two ways don't differ either
     give(layers, CUDA, groups=3, copier=by)
     assert same_bits([expected, chain(layers, inputs, d_out)])
     by.close()
@@ -176,7 +177,7 @@ def test_another_stream_and_memory_that_was_just_freed(copier, tmp_path):
 
 
 def test_pages_that_cant_be_registered_spoil_nothing():
-    nowhere = Group((0,), (Span(1 << 46, 0, 8192),), {}, 8192, ())
+    nowhere = Group((0,), (CopySpan(1 << 46, 0, 8192),), {}, 8192, ())
     reason = register([nowhere])
     assert isinstance(reason, str)
     assert reason
@@ -185,7 +186,7 @@ def test_pages_that_cant_be_registered_spoil_nothing():
 
 def test_a_failed_copy_is_raised_where_it_is_waited_for(monkeypatch):
     layer, _ = make_layer(SHAPES[0])
-    by = Staged(CUDA, 2)
+    by = StagedCopier(CUDA, 2)
     give([layer], CUDA, groups=2, slots=1, copier=by)
     inputs = there(make_inputs(SHAPES[0]))
     expected = layer(*inputs)
@@ -206,7 +207,7 @@ def test_the_lora_may_stay_on_the_host_and_gradients_add_up_there():
     layer, plain = make_layer(SHAPES[0], accumulate_grad=True)
     inputs = make_inputs(SHAPES[0])
     exact, d_out = exact_outcome(layer, plain, inputs)
-    by = Staged(CUDA, 2)
+    by = StagedCopier(CUDA, 2)
     give([layer], CUDA, groups=2, copier=by)
     layer.move_lora(torch.device("cpu"))
     outcome(layer, there(inputs), d_out.to(CUDA))
@@ -219,7 +220,7 @@ def test_the_lora_may_stay_on_the_host_and_gradients_add_up_there():
 
 @pytest.fixture
 def triton():
-    found = operations.kernels(torch.empty(0, device=CUDA))
+    found = operations.triton_for(torch.empty(0, device=CUDA))
     if found is None:
         pytest.skip("Triton doesn't work here")
     return found
@@ -289,7 +290,7 @@ def test_dropout_is_the_same_on_the_gpu(tmp_path):
     inputs = make_inputs(shape)
     torch.manual_seed(3)
     exact, d_out = exact_outcome(layer, plain, inputs)
-    copier = Staged(CUDA, 2)
+    copier = StagedCopier(CUDA, 2)
     for resident in ((), (0,)):
         give([layer], CUDA, groups=2, resident=resident, copier=copier)
         results = []
@@ -320,7 +321,7 @@ def test_the_kernel_that_unpacks_gives_torchs_bits(triton, storage):
         for expert in range(3):
             scale = None if weights.scale is None else scales[expert]
             out = expected[expert, 3 : rows + 3, 5 : columns + 5]
-            dequantise(weights, values[expert], scale, out)
+            dequantize(weights, values[expert], scale, out)
         found = found.to(CUDA)
         each = torch.arange(3, device=CUDA)
         triton.fill_at(

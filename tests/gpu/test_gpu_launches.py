@@ -20,12 +20,12 @@ from expertmoe import (
     same_bits,
     some_d_out,
 )
-from gpuexperts import chain, give, least_slot, mapped_layer
+from gpuexperts import chain, give, least_slot, mapped_layer, resize
 from torch.utils.checkpoint import checkpoint
 
-from ktbridge.experts import checkpointing
-from ktbridge.experts.gpu.copying import Registered, Staged, copier_for
-from ktbridge.experts.gpu.layout import layer_groups
+from ktbridge.experts import recompute
+from ktbridge.experts.gpu.copying import DirectCopier, StagedCopier, make_copier
+from ktbridge.experts.gpu.layout import group_experts
 
 TOLERANCE = 0.008  # as the CPU kernels'
 CUDA = torch.device("cuda", 0)
@@ -60,7 +60,7 @@ def there(inputs):
 
 @pytest.fixture
 def copier():
-    made = Staged(CUDA, 2)
+    made = StagedCopier(CUDA, 2)
     yield made
     torch.cuda.synchronize()
     made.close()
@@ -104,11 +104,11 @@ def test_other_room_between_steps_and_gradients_that_add_up(copier):
     experts.watch_link()
     expected = {name: value.clone() for name, value in chain(layers, inputs, d_out).items()}
     for slots, resident in ((1, ()), (2, (0, 1, 2, 3)), (4, (3,)), (2, (0, 3))):
-        experts.set_room(slots, resident, len(resident) % 2 == 0)
-        before = experts.ring.crossings
+        resize(experts, slots, resident, len(resident) % 2 == 0)
+        before = experts.ring.transfers
         for _ in range(2):
             assert same_bits([expected, chain(layers, inputs, d_out)]), (slots, resident)
-        assert (experts.ring.crossings > before) == (len(resident) < 4)
+        assert (experts.ring.transfers > before) == (len(resident) < 4)
     torch.cuda.synchronize()
     size, seconds = experts.link()
     assert size > 0
@@ -127,27 +127,27 @@ def test_other_room_between_steps_and_gradients_that_add_up(copier):
 def test_layers_that_are_given_back_have_their_pages_registered_then(tmp_path):
     layers = [mapped_layer(tmp_path / str(n), SHAPE, seed=n)[0] for n in range(4)]
     inputs, d_out = there(make_inputs(SHAPE)), some_d_out(SHAPE).to(CUDA)
-    streamed = [g for layer in layers[2:] for g in layer_groups(layer.weights, least_slot(layer))]
-    copier, how = copier_for(streamed, CUDA)
-    if not isinstance(copier, Registered):
+    streamed = [g for layer in layers[2:] for g in group_experts(layer.weights, least_slot(layer))]
+    copier, how = make_copier(streamed, CUDA)
+    if not isinstance(copier, DirectCopier):
         pytest.skip(how)
-    loader = Staged(CUDA, 2)
+    loader = StagedCopier(CUDA, 2)
     experts = give(layers, CUDA, groups=3, slots=2, resident=(0, 1), copier=copier, loader=loader)
     loader.close()
     expected = {name: value.clone() for name, value in chain(layers, inputs, d_out).items()}
     for resident in ((1,), (), (0, 1, 2, 3), (3,)):
-        experts.set_room(2, resident, False)
+        resize(experts, 2, resident, False)
         assert same_bits([expected, chain(layers, inputs, d_out)])
     copier._refused.update(g for each in experts._layers.values() for g in each.groups)
-    copier._staged = Staged(CUDA, 2)  # as where the driver refuses
-    experts.set_room(3, (), False)
+    copier._staged = StagedCopier(CUDA, 2)  # as where the driver refuses
+    resize(experts, 3, (), False)
     assert same_bits([expected, chain(layers, inputs, d_out)])
     copier.close()
 
 
 def test_an_id_outside_is_an_error_by_the_next_step():
     layer, _ = make_layer(SHAPE, accumulate_grad=True)
-    experts = give([layer], CUDA, resident=(0,), copier=Staged(CUDA, 1))
+    experts = give([layer], CUDA, resident=(0,), copier=StagedCopier(CUDA, 1))
     hidden, ids, weights = there(make_inputs(SHAPE))
     layer(hidden, ids, weights)
     experts.check()
@@ -163,7 +163,7 @@ def test_an_id_outside_is_an_error_by_the_next_step():
 @pytest.mark.parametrize("keep", [False, True])
 def test_one_resident_layer_takes_at_most_30_launches(keep, capsys):
     layer, _ = make_layer(ONE, accumulate_grad=True)
-    copier = Staged(CUDA, 4)
+    copier = StagedCopier(CUDA, 4)
     give([layer], CUDA, resident=(0,), copier=copier, keep_gate_up=keep)
     hidden, ids, weights = there(make_inputs(ONE))
     d_out = some_d_out(ONE).to(CUDA)
@@ -172,7 +172,7 @@ def test_one_resident_layer_takes_at_most_30_launches(keep, capsys):
 
     def both():
         out = checkpoint(
-            layer, hidden, ids, weights, use_reentrant=False, context_fn=checkpointing.contexts
+            layer, hidden, ids, weights, use_reentrant=False, context_fn=recompute.contexts
         )
         out.backward(d_out)
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-from ktbridge.experts.nonexpert_lora import adaptable, convert_masters, inject_lora
+from ktbridge.experts.lora_targets import convert_masters, find_lora_targets, inject_lora
 from ktbridge.sft import liger
 
 TOKENS = 8192
@@ -160,7 +160,7 @@ def test_layers_of_real_shapes_have_the_same_loss_and_gradients(family: str) -> 
         AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16
     ).cuda()
     model.requires_grad_(False)
-    found = adaptable(model)
+    found = find_lora_targets(model)
     lora = LoraConfig(r=8, lora_alpha=16, init_lora_weights=False)
     inject_lora(model, found.linears, found, lora)
     as_trained(model)

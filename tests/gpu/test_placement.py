@@ -9,9 +9,9 @@ import torch
 from tinymoe import tiny_model
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from ktbridge.experts import checkpointing
-from ktbridge.experts.loading import load_for_kernels
-from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.experts import recompute
+from ktbridge.experts.layer import expert_layers
+from ktbridge.experts.load_model import load_for_kernels
 from ktbridge.sft import wrap_experts
 
 IDS = torch.arange(96).reshape(3, 32) % 64
@@ -64,7 +64,7 @@ def step(path: Path, device: torch.device, checkpointed: bool = False, ahead: bo
         for name in layer.lora_names:
             torch.nn.init.normal_(getattr(layer, name), std=0.05)
     if checkpointed:
-        checkpointing.enable(model)
+        recompute.enable(model)
     ids = IDS.to(device)
     loss = model.train()(ids, labels=ids).loss
     loss.backward()
@@ -162,8 +162,8 @@ LEAVING = """
 import sys, torch
 from pathlib import Path
 from ktbridge.sft import wrap_experts
-from ktbridge.experts.wrapped_layers import expert_layers
-from ktbridge.experts.loading import load_for_kernels
+from ktbridge.experts.layer import expert_layers
+from ktbridge.experts.load_model import load_for_kernels
 cuda = torch.device("cuda", 0)
 model = wrap_experts(load_for_kernels(Path(sys.argv[1]), torch.bfloat16, lambda name: cuda), threads=1)
 layer = next(iter(expert_layers(model).values()))

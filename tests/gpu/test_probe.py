@@ -2,12 +2,12 @@
 
 import torch
 
-from ktbridge.experts.gpu.probe import look
+from ktbridge.experts.gpu.probe import probe_gpus
 from ktbridge.serve.doctor import check_gpus
 
 
 def test_each_gpu_is_tried_and_left_as_it_was():
-    found = list(look())
+    found = list(probe_gpus())
     assert [gpu.index for gpu in found] == list(range(torch.cuda.device_count()))
     for gpu in found:
         assert not gpu.error

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tinymoe import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.load_model import load_mapped
 from ktbridge.sft import wrap_experts
 
 ROOT = Path(__file__).resolve().parents[2]

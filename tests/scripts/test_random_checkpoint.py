@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.loading import load_mapped, load_tokenizer
-from ktbridge.experts.modules import experts_modules, given_experts
+from ktbridge.experts.load_model import load_mapped, load_tokenizer
+from ktbridge.experts.modules import experts_modules
 from ktbridge.sft.config import parse_config
 from ktbridge.sft.data import fit_rows, load_rows
 
@@ -70,7 +70,7 @@ def test_every_family_loads_strictly_and_maps(family, tmp_path):
     whole = list(experts_modules(model))
     assert len(mapped) == len(whole) == (3 if family == "deepseek_v2" else 4)
     for (_, mine), (_, theirs) in zip(mapped, whole, strict=True):
-        gate, up, down = (stack.weight for stack in given_experts(mine))
+        gate, up, down = (stack.weight for stack in mine.mapped_experts)
         for expert in range(6):
             both = torch.cat([gate[expert], up[expert]])
             assert torch.equal(both, theirs.gate_up_proj[expert])

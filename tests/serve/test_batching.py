@@ -13,8 +13,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from ktbridge.experts.inject import wrap_experts
-from ktbridge.experts.nonexpert_lora import adaptable, inject_lora
-from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.experts.layer import expert_layers
+from ktbridge.experts.lora_targets import find_lora_targets, inject_lora
 from ktbridge.serve.local.arms import Mixer
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.engine import Engine
@@ -64,7 +64,7 @@ def make_engine(kind: str) -> Engine:
                 parameter.mul_(10)  # choices that rounding does not turn over
             if "embed" in name or "lm_head" in name or ".experts." in name:
                 parameter.mul_(10)
-    found = adaptable(model)
+    found = find_lora_targets(model)
     for slot in ("slot0", "slot1"):
         lora = LoraConfig(r=4, lora_alpha=8, inference_mode=True)
         inject_lora(model, sorted(found.modules), found, lora, slot)

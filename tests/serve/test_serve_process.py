@@ -69,7 +69,7 @@ def test_model_without_a_weight(base, tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
 
-    from ktbridge.experts.loading import load_model
+    from ktbridge.experts.load_model import load_model
 
     shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.experts.loading import load_mapped
-from ktbridge.experts.nonexpert_lora import (
-    adaptable,
-    as_peft_finds_them,
-    chosen_modules,
-    in_layer,
+from ktbridge.experts.load_model import load_mapped
+from ktbridge.experts.lora import to_torch
+from ktbridge.experts.lora_targets import (
+    choose_modules,
+    find_lora_targets,
     left_out_of_all,
+    path_in_layer,
+    peft_targets,
 )
-from ktbridge.experts.raw_adapter import nonexpert_tensors
-from ktbridge.experts.tensors import to_torch
+from ktbridge.experts.save_adapter import nonexpert_tensors
 from ktbridge.model import family_of
 from ktbridge.sft import attach, expert_layers, save_raw_adapter, set_expert_lora, wrap_experts
 from ktbridge.sft.attach import attach_lora, attention_device, threads_beside_python
@@ -114,20 +114,20 @@ def test_what_is_saved_is_loaded_by_all(model_type: str, tmp_path: Path) -> None
 def test_all_is_what_the_engine_applies(model_type: str) -> None:
     with torch.device("meta"):
         model = made(model_type, FAMILIES[model_type])
-    found = adaptable(model)
+    found = find_lora_targets(model)
     every = {name for name, _ in model.named_modules() if ".layers." in name}
     assert {name for name in every if ".shared_expert" in name and name.endswith("_proj")} <= {
         *found.linears
     }
-    chosen = {in_layer(name) for name in chosen_modules(model, found, ("all",))}
+    chosen = {path_in_layer(name) for name in choose_modules(model, found, ("all",))}
     family = family_of(model_type)
     served = {*family.nonexpert_targets} if family else set()
     assert chosen == {
-        in_layer(name) for name in found.linears if not served or in_layer(name) in served
+        path_in_layer(name) for name in found.linears if not served or path_in_layer(name) in served
     }
-    linears = {in_layer(name) for name in found.linears}
+    linears = {path_in_layer(name) for name in found.linears}
     assert {*left_out_of_all(model, found)} == linears - chosen
-    assert not chosen & {"lm_head", *map(in_layer, found.routers)}
+    assert not chosen & {"lm_head", *map(path_in_layer, found.routers)}
     assert not any(".experts" in name or "visual" in name for name in chosen)
 
 
@@ -140,7 +140,7 @@ def test_what_is_saved_is_converted(model_type: str, tmp_path: Path) -> None:
     for targets, findings in (("all,gate", set()), ("all,gate,gate_proj,up_proj", {"KTB608"})):
         model = trained(base, configured(base, lora_target=targets))
         save_raw_adapter(model, raw, str(base), overwrite=True)
-        suffixes = {in_layer(key).rpartition(".lora_")[0] for key in nonexpert_tensors(model)}
+        suffixes = {path_in_layer(key).rpartition(".lora_")[0] for key in nonexpert_tensors(model)}
         beyond = suffixes - {*family.nonexpert_targets}
         assert bool(beyond) == bool(findings and model_type != "qwen3_5_moe")
         outputs = {name: tmp_path / name for name in ("expert", "nonexpert", "merged")}
@@ -157,10 +157,10 @@ def test_what_is_saved_is_converted(model_type: str, tmp_path: Path) -> None:
 def test_names_mean_what_they_say() -> None:
     with torch.device("meta"):
         model = made("deepseek_v3", FAMILIES["deepseek_v3"])
-    found = adaptable(model)
+    found = find_lora_targets(model)
 
     def chosen(*targets: str) -> set[str]:
-        return {in_layer(name) for name in chosen_modules(model, found, targets)}
+        return {path_in_layer(name) for name in choose_modules(model, found, targets)}
 
     assert chosen("gate_proj") == {"mlp.gate_proj", "mlp.shared_experts.gate_proj"}
     assert chosen("mlp.gate_proj") == {"mlp.gate_proj"}
@@ -180,12 +180,12 @@ def test_a_vision_tower_with_the_same_names_is_left_alone() -> None:
     text = {**FAMILIES["deepseek_v3"], "model_type": "deepseek_v3"}
     with torch.device("meta"):
         model = made("kimi_k25", {"text_config": text, "vision_config": vision})
-    found = adaptable(model)
+    found = find_lora_targets(model)
     beside = {name for name, _ in model.named_modules() if "vision" in name}
     assert any(".layers.0." in name for name in beside)
     assert not beside.intersection(found.modules)
     lora = LoraConfig(r=4, target_modules=[])
-    targets = as_peft_finds_them(model, found.linears, found, lora)
+    targets = peft_targets(model, found.linears, found, lora)
     ends = {*targets["target_modules"]}
     assert not [name for name in beside if any(name.endswith(f".{end}") for end in ends)]
 

@@ -39,7 +39,7 @@ from visionmoe import colour_rows, vision_base
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.experts import checkpointing
+from ktbridge.experts import recompute
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import agree, from_main, group, prepare, start, world
 from ktbridge.sft.distributed.same_run import differences
@@ -105,7 +105,7 @@ def check_what_follows(layer, rows, d_out):
         return layer(x, *rows[1:]) * torch.rand(1).bfloat16()
 
     found = []
-    for how in ({}, {"use_reentrant": False, "context_fn": checkpointing.contexts}):
+    for how in ({}, {"use_reentrant": False, "context_fn": recompute.contexts}):
         torch.manual_seed(5)
         x = rows[0].clone().requires_grad_()
         (checkpoint(region, x, **how) if how else region(x)).backward(d_out)

@@ -23,7 +23,7 @@ from torch import nn
 from trainrun import losses, quiet, train
 
 from ktbridge.experts.gpu.placement import Line
-from ktbridge.experts.gpu.probes import LayerTimes, OutsideTimes
+from ktbridge.experts.gpu.timing import LayerTimes, OutsideTimes
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import from_main, start, world

@@ -8,7 +8,7 @@ from torch.nn.functional import logsigmoid
 from trainrun import write_run
 
 from ktbridge.experts.inject import set_expert_lora
-from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.experts.layer import expert_layers
 from ktbridge.sft.config import load_config
 
 # trl's and transformers' advice, which `ktbridge train` silences too

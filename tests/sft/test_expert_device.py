@@ -189,19 +189,20 @@ def test_what_was_given_back_is_not_taken_again() -> None:
     taken = rank(sizes, cuts, limits, costs, mode="stream", gpu_experts=0)[0]
     moved = []
 
-    class Placed:
-        numbers = range(6)
-        experts = SimpleNamespace(set_room=lambda *given: moved.append(given))
+    class PlacedExperts:
+        experts = SimpleNamespace(resize=moved.append)
 
     ranking = expert_device.Ranking(None, limits, costs, sizes, taken)
-    device = expert_device.ExpertDevice("stream", 256, placed=Placed(), ranking=ranking)
+    device = expert_device.ExpertDevice("stream", 256, placed=PlacedExperts(), ranking=ranking)
     assert "slots" in device.shrink(1)
-    ((slots, resident, _),) = moved
-    assert slots < taken.placement.slots
-    assert not resident
+    (after,) = moved
+    assert after.slots < taken.placement.slots
+    assert not after.resident
     again = rank(sizes, cuts, ranking.limits, costs, mode="stream", gpu_experts=0)
     same = [each.placement for each in again if each.placement.groups == taken.placement.groups]
-    assert all(each.slots <= slots for each in same if each.masters == taken.placement.masters)
+    assert all(
+        each.slots <= after.slots for each in same if each.masters == taken.placement.masters
+    )
 
 
 @pytest.mark.usefixtures("run_dir")

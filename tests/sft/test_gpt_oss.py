@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from ktbridge.adapter import read_adapter
 from ktbridge.cli import main
-from ktbridge.experts.loading import load_for_kernels, load_mapped
-from ktbridge.experts.tensors import to_torch
+from ktbridge.experts.load_model import load_for_kernels, load_mapped
+from ktbridge.experts.lora import to_torch
 from ktbridge.serve.local.loading import load_engine
 from ktbridge.serve.local.plan import ServePlan
 from ktbridge.server_api.served_names import ServedArm

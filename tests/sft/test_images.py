@@ -31,7 +31,7 @@ from visionmoe import (
 
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.experts.loading import load_tokenizer
+from ktbridge.experts.load_model import load_tokenizer
 from ktbridge.predict.prompts import prepare_predictions
 from ktbridge.predict.run import plan_engine, predict
 from ktbridge.sft.config import TrainConfig, load_config

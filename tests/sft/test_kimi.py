@@ -18,8 +18,7 @@ from trainrun import conversation, quiet, train, write_run
 from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
-from ktbridge.experts.loading import load_tokenizer, model_class, model_config
-from ktbridge.experts.tiktoken_file import SPLITS
+from ktbridge.experts.load_model import SPLITS, load_tokenizer, model_class, model_config
 
 TEXTS = (
     "Hello, world! I'll say we've 12345 HTTPServers.\n\n  Bye   ",

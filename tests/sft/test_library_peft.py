@@ -1,7 +1,7 @@
 """A wrapped model in other people's hands: PEFT, Trainer, trl, accelerate, in any order, and nothing is lost.
 
 Most of what is tested here is done by PEFT, which takes the expert LoRA for one of its own layers
-(``ktbridge.experts.peft_layer``). A version of PEFT that does it otherwise fails here.
+(``ktbridge.experts.layer``). A version of PEFT that does it otherwise fails here.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from ktbridge.adapter import convert_adapter, merge_adapter, read_adapter, validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.loading import load_mapped
+from ktbridge.experts.load_model import load_mapped
 from ktbridge.sft import load_raw_adapter
 from ktbridge.sft.base_model import check_model
 from ktbridge.sft.config import load_config

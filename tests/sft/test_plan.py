@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ktbridge.cli import main
 from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts import nonexpert_lora
+from ktbridge.experts import lora_targets
 from ktbridge.files.sizes import parse_size, size_text
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
@@ -121,7 +121,7 @@ def test_autograd_keeps_what_the_formula_says(
     family, plain, lora, converted, tmp_path, monkeypatch
 ):
     if converted:  # as on a GPU: the masters, not the hidden states
-        monkeypatch.setattr(nonexpert_lora, "_DEVICES", ("cpu",))
+        monkeypatch.setattr(lora_targets, "_DEVICES", ("cpu",))
     torch.manual_seed(0)
     model, config = made_in(tmp_path, family)
     shape = read_shape(tmp_path / "base")

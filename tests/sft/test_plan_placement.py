@@ -13,7 +13,7 @@ from planshapes import QWEN3, QWEN3_5, V2_LITE
 from trainrun import conversation, write_lines
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.gpu.placement import Line, Placement, evenly, predict_seconds
+from ktbridge.experts.gpu.placement import Line, Placement, predict_seconds, spread_evenly
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.placement import (
@@ -90,7 +90,7 @@ def as_run(made, told, run):
     tokens = run["rows_a_pass"] * settings["length"]
     start = Placement(
         tokens, slot_bytes=sizes.slot(groups), groups=groups, masters=masters,
-        resident=evenly(kept, sizes.layers) if kept else (),
+        resident=spread_evenly(kept, sizes.layers) if kept else (),
         rows_at_once=sizes.rows_at_once(tokens, groups),
     )  # fmt: skip
     # The ring is what else was taken for experts.
@@ -203,12 +203,12 @@ def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
 
     def give(model, device, placement):
         given.append(placement)
-        return type("Placed", (), {"how": "read in place"})
+        return type("PlacedExperts", (), {"how": "read in place"})
 
     for name, value in (
         ("choose", lambda config: torch.device("cpu")),
         ("_obstacle", lambda *_: ""),
-        ("sizes_of", lambda *_: setting.expert_sizes),
+        ("read_sizes", lambda *_: setting.expert_sizes),
         ("_limits", lambda *_: limits),
         ("_measure", lambda *_: (assumed_costs(setting), 0)),
         ("give_to_gpu", give),

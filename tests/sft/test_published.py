@@ -17,7 +17,7 @@ from trainrun import write_run
 
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import load_mapped, model_class, model_config
+from ktbridge.experts.load_model import load_mapped, model_class, model_config
 from ktbridge.model.families import FAMILIES, UNSERVED
 from ktbridge.sft import expert_layers, wrap_experts
 from ktbridge.sft.plan.declared import declare

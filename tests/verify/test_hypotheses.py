@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ktbridge.adapter import merge_adapter, read_adapter
-from ktbridge.experts.loading import load_model, load_tokenizer
+from ktbridge.experts.load_model import load_model, load_tokenizer
 from ktbridge.verify.hypotheses import explain
 from ktbridge.verify.reference_model import ReferenceModel, compute_references
-from ktbridge.verify.run import facts_of, fixed_prompts
+from ktbridge.verify.run import fixed_prompts, probe_gpu
 from ktbridge.verify.verdict import Variant, Verification, judge
 
 FILES = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
@@ -62,7 +62,7 @@ class Bench:
             self.passes += 1
             return self.model.logprobs(variants)
 
-        facts = facts_of(read_adapter(self.adapter))
+        facts = probe_gpu(read_adapter(self.adapter))
         return explain(result, vector, self.references, facts, compute)
 
 

@@ -11,7 +11,7 @@ from moefamilies import IDS, reference
 from safetensors.torch import load_file, save_file
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.loading import load_model
+from ktbridge.experts.load_model import load_model
 from ktbridge.verify.layerwise import LayerwiseModel
 
 FAMILIES = ("qwen3_5_moe", "qwen2_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_vl_moe")

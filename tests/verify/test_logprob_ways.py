@@ -279,7 +279,7 @@ class Computed(Engine):
     """An engine whose answers have an adapter's real logprobs."""
 
     def __init__(self, base: Path, served_base: Path, adapter: Path) -> None:
-        from ktbridge.experts.loading import load_tokenizer
+        from ktbridge.experts.load_model import load_tokenizer
 
         super().__init__(load_tokenizer(base))
         self.base, self.adapter = served_base, read_adapter(adapter)

@@ -1,7 +1,7 @@
 """Host memory to the device: straight from the checkpoint's pages, or through pinned memory.
 
-Pages that are registered with the driver (``register``) cross at the link's full pace without a copy in RAM.
-Where that is refused, threads copy into a ring of pinned buffers first.
+Pages that are registered with the driver (``register``) are read at the link's full pace, without a copy in
+RAM. Where that is refused, threads copy into a ring of pinned buffers first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -18,8 +17,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ktbridge.experts.gpu.layout import Group, Span
-from ktbridge.experts.gpu.ring import Arrival
+from ktbridge.experts.gpu.layout import CopySpan, Group
+from ktbridge.experts.gpu.ring import Arrival, Copier, LinkMeter
 from ktbridge.files.sizes import size_text
 from ktbridge.machine import read_machine
 
@@ -27,96 +26,45 @@ _PAGE = 4096
 _OF_MEMORY = 0.9  # the part of RAM that registered pages may take: nothing moves them out
 _READ_ONLY = 8  # CU_MEMHOSTREGISTER_READ_ONLY
 _STAGING_THREADS = 8
-_PIECE = 32 << 20  # bytes of one copy: what else crosses needn't wait for a whole group
+_PIECE = 32 << 20  # bytes of one copy: other transfers needn't wait for a whole group
 
 
-def host_bytes(address: int, size: int) -> torch.Tensor:
+def view_host_memory(address: int, size: int) -> torch.Tensor:
     """[size] uint8 of host memory, which the caller keeps alive."""
     return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
 
 
-class Link:
-    """Bytes that crossed, and seconds that the link was busy with them, from ``watch`` to ``crossed``."""
-
-    def __init__(self) -> None:
-        self._watched = False
-        self._done: tuple[int, float] = (0, 0.0)
-        self._coming: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    def watch(self) -> None:
-        """Begin to count."""
-        self._watched = True
-
-    def crossed(self) -> tuple[int, float]:
-        """What has crossed since ``watch``, as far as it has come; nobody waits, and nobody watches on."""
-        total, seconds = self._done
-        while self._coming and self._coming[0][2].query():
-            size, begun, ended = self._coming.popleft()
-            total, seconds = total + size, seconds + begun.elapsed_time(ended) / 1000
-        self._watched, self._done = False, (0, 0.0)
-        self._coming.clear()
-        return total, seconds
-
-    def begin(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:
-        """The event before a copy in ``stream``; None where nobody watches."""
-        if not self._watched:
-            return None
-        return stream.record_event(torch.cuda.Event(enable_timing=True))
-
-    def end(
-        self, size: int, begun: torch.cuda.Event | None, stream: torch.cuda.Stream
-    ) -> torch.cuda.Event:
-        """The event behind that copy, of ``size`` bytes."""
-        if begun is None:
-            return stream.record_event()
-        ended = stream.record_event(torch.cuda.Event(enable_timing=True))
-        self._coming.append((size, begun, ended))
-        return ended
-
-    def add(self, size: int, seconds: float) -> None:
-        """Count a copy that was made at once."""
-        if self._watched:
-            self._done = self._done[0] + size, self._done[1] + seconds
-
-
 class _Done:
     def wait(self) -> None:
-        """It has been copied already."""
+        """Return: the copy was made at once."""
 
 
-class InPlace:
+class HostCopier(Copier):
     """Copies at once, for a device that is the CPU."""
-
-    def __init__(self) -> None:
-        self.link = Link()
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> _Done:
         began = time.perf_counter()
         for span in group.spans:
-            slot[span.offset : span.offset + span.bytes] = host_bytes(span.address, span.bytes)
+            slot[span.offset : span.offset + span.bytes] = view_host_memory(
+                span.address, span.bytes
+            )
         self.link.add(group.bytes, time.perf_counter() - began)
         return _Done()
 
-    def extend(self, groups: Iterable[Group]) -> None:
-        """Any group can be copied."""
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Registered:
+class DirectCopier(Copier):
     """Copies by the GPU itself from registered pages: ``registration``'s, or whoever's they are.
 
     Groups that ``extend`` could not register are copied through pinned memory.
     """
 
     def __init__(self, device: torch.device, registration: Registration | None = None) -> None:
-        self.link = Link()
+        super().__init__()
         self._stream = torch.cuda.Stream(device)
         self._registration = registration
         self._sources = _Sources()
         self._refused: WeakSet[Group] = WeakSet()
-        self._staged: Staged | None = None
+        self._staged: StagedCopier | None = None
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
         if group in self._refused and self._staged is not None:
@@ -131,18 +79,18 @@ class Registered:
             return self.link.end(group.bytes, begun, self._stream)
 
     def extend(self, groups: Iterable[Group]) -> None:
-        """Be able to copy ``groups``, too."""
+        """Register ``groups``, too, or copy them through pinned memory."""
         done = self._registration
         if done is None:
             return
         new = [group for group in groups if group not in self._refused and not done.holds(group)]
         if not new:
             return
-        reason = register_more(done, new)
+        reason = extend_registration(done, new)
         self._sources = _Sources([edge for at, size in done.regions for edge in (at, at + size)])
         if reason:
             self._refused.update(new)
-            self._staged = self._staged or copied_once(self._stream.device, self.link)
+            self._staged = self._staged or make_staged_copier(self._stream.device, self.link)
 
     def close(self) -> None:
         """Let go of the registered pages: before the checkpoint's maps go."""
@@ -152,13 +100,13 @@ class Registered:
             self._registration.close()
 
 
-class Staged:
+class StagedCopier(Copier):
     """Copies through ``buffers`` pinned buffers that ``threads`` threads fill, until ``close``."""
 
     def __init__(
-        self, device: torch.device, threads: int, buffers: int = 4, link: Link | None = None
+        self, device: torch.device, threads: int, buffers: int = 4, link: LinkMeter | None = None
     ) -> None:
-        self.link = link or Link()
+        super().__init__(link)
         self._stream = torch.cuda.Stream(device)
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, "ktbridge-copy")
@@ -173,9 +121,6 @@ class Staged:
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> _Staging:
         return _Staging(self._stage.submit(self._copy, group, slot, after))
-
-    def extend(self, groups: Iterable[Group]) -> None:
-        """Any group can be copied."""
 
     def close(self) -> None:
         """End the threads, once what was started has been copied. Nothing may be started after it."""
@@ -239,13 +184,13 @@ class _Sources:
         found = self._known.get(group)
         if found is None:
             found = self._known[group] = [
-                (host_bytes(span.address + start, end - start), span.offset + start)
+                (view_host_memory(span.address + start, end - start), span.offset + start)
                 for span in group.spans
                 for start, end in pairwise(self._edges(span))
             ]
         return found
 
-    def _edges(self, span: Span) -> list[int]:
+    def _edges(self, span: CopySpan) -> list[int]:
         cuts = (cut - span.address for cut in self._cuts)
         within = {cut for cut in cuts if 0 < cut < span.bytes}
         return sorted({*range(0, span.bytes, _PIECE), span.bytes, *within})
@@ -264,7 +209,7 @@ class Registration:
 
     def holds(self, group: Group) -> bool:
         """Return whether all pages of ``group`` are registered."""
-        return not without(regions(group.spans), self.regions)
+        return not subtract_regions(page_regions(group.spans), self.regions)
 
     def close(self) -> None:
         """Wait for the device and let go of the pages. Again: nothing."""
@@ -283,19 +228,19 @@ def register(groups: Iterable[Group]) -> Registration | str:
     left alone: a copy whose memory is registered in part is an error of CUDA's, whoever makes it.
     """
     done = Registration()
-    return register_more(done, groups) or done
+    return extend_registration(done, groups) or done
 
 
-def register_more(done: Registration, groups: Iterable[Group]) -> str:
+def extend_registration(done: Registration, groups: Iterable[Group]) -> str:
     """Register the pages of ``groups`` that are not in ``done``, too; "", or why that can't be done."""
     spans = [span for group in groups for span in group.spans]
-    if too_much := more_than_memory(spans, read_machine().usable_memory, done.bytes):
+    if too_much := memory_obstacle(spans, read_machine().usable_memory, done.bytes):
         return too_much
-    if not pages_are_ours(spans):
+    if not are_expert_pages(spans):
         return "the experts are in memory of this process whose pages hold other data too"
     torch.zeros(1, device="cuda")  # this thread has a context from here on
     more: list[tuple[int, int]] = []
-    for address, size in without(regions(spans), done.regions):
+    for address, size in subtract_regions(page_regions(spans), done.regions):
         code = _driver().cuMemHostRegister_v2(
             ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(_READ_ONLY)
         )
@@ -308,7 +253,7 @@ def register_more(done: Registration, groups: Iterable[Group]) -> str:
     return ""
 
 
-def without(
+def subtract_regions(
     wanted: Sequence[tuple[int, int]], there: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """Return what of the regions ``wanted`` isn't in those that are ``there``."""
@@ -327,12 +272,12 @@ def without(
     return left
 
 
-def more_than_memory(spans: Sequence[Span], memory: int | None, before: int = 0) -> str:
-    """Why so many pages, and ``before`` bytes, can't all stay in ``memory`` bytes; "" if they can.
+def memory_obstacle(spans: Sequence[CopySpan], memory: int | None, before: int = 0) -> str:
+    """Return why these pages and ``before`` bytes can't all stay in ``memory`` bytes; "" if they can.
 
     Registered ones do.
     """
-    whole = before + sum(size for _, size in regions(spans))
+    whole = before + sum(size for _, size in page_regions(spans))
     if memory is None or whole <= _OF_MEMORY * memory:
         return ""
     return f"{size_text(whole)} of experts can't stay in {size_text(memory)} of memory"
@@ -351,11 +296,11 @@ def _reason(code: int) -> str:
     return text.value.decode()
 
 
-def pages_are_ours(spans: Sequence[Span]) -> bool:
-    """Whether the pages of ``spans`` hold experts alone: they are a file's, or begin and end with a span."""
+def are_expert_pages(spans: Sequence[CopySpan]) -> bool:
+    """Return whether pages of ``spans`` hold experts alone: a file's, or pages between a span's ends."""
     files = _file_maps()
     ends = {span.address for span in spans} | {span.address + span.bytes for span in spans}
-    for address, size in regions(spans):
+    for address, size in page_regions(spans):
         if any(start <= address and address + size <= end for start, end in files):
             continue
         if address not in ends or address + size not in ends:
@@ -380,7 +325,7 @@ def _file_maps() -> list[tuple[int, int]]:
     return found
 
 
-def regions(spans: Sequence[Span]) -> list[tuple[int, int]]:
+def page_regions(spans: Sequence[CopySpan]) -> list[tuple[int, int]]:
     """(address, bytes) of whole pages that cover all spans, joined where they touch, in rising order."""
     found: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda span: span.address):
@@ -394,19 +339,19 @@ def regions(spans: Sequence[Span]) -> list[tuple[int, int]]:
     return found
 
 
-def copier_for(
+def make_copier(
     groups: list[Group], device: torch.device
-) -> tuple[InPlace | Registered | Staged, str]:
+) -> tuple[HostCopier | DirectCopier | StagedCopier, str]:
     """Return what moves ``groups`` to ``device``, to be closed by the caller, and how it does, in words."""
     if device.type == "cpu":
-        return InPlace(), "copied in memory"
+        return HostCopier(), "copied in memory"
     done = register(groups)
     if isinstance(done, Registration):
-        return Registered(device, done), f"read in place ({size_text(done.bytes)} registered)"
-    made = copied_once(device)
+        return DirectCopier(device, done), f"read in place ({size_text(done.bytes)} registered)"
+    made = make_staged_copier(device)
     return made, f"copied through pinned memory by {made.threads} threads: {done}"
 
 
-def copied_once(device: torch.device, link: Link | None = None) -> Staged:
+def make_staged_copier(device: torch.device, link: LinkMeter | None = None) -> StagedCopier:
     """Return what copies without registering pages, which would stay in RAM until the run ends."""
-    return Staged(device, min(_STAGING_THREADS, torch.get_num_threads()), link=link)
+    return StagedCopier(device, min(_STAGING_THREADS, torch.get_num_threads()), link=link)

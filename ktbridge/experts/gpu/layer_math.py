@@ -1,4 +1,4 @@
-"""What one group of experts computes on sorted rows, forward and backward, with its LoRA.
+"""Mathematics of one group of experts on sorted rows, forward and backward, with its LoRA.
 
 ``W x + s B A x`` costs one grouped product more than ``W x``, and a thin one: the matrices lie in memory
 with a border, s B to their right and A below them,
@@ -15,33 +15,150 @@ adds theirs where the input was kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
-from ktbridge.experts.dropout import Dropout, Mask
 from ktbridge.experts.gpu import operations
-from ktbridge.experts.gpu.operations import Into, Seen, Weighing, by_row
-from ktbridge.experts.gpu.placement import borders
-from ktbridge.experts.gpu.routing import Part
+from ktbridge.experts.gpu.operations import (
+    GradientTargets,
+    LoraInputs,
+    RoutedRows,
+    RowWeights,
+    by_row,
+)
+from ktbridge.experts.gpu.placement import border_widths
+from ktbridge.experts.lora import Dropout, Mask
 from ktbridge.experts.weights import SILU, Gating
+
+
+@dataclass(eq=False, slots=True)
+class RowPart:
+    """Experts of one group that are multiplied at once, and their share of the sorted rows."""
+
+    first: int
+    """The place, in the order of computing, of the first expert."""
+    end: int
+    tokens: torch.Tensor
+    """[R] int64: the token of each row."""
+    slots: torch.Tensor
+    """[R] int64: its place in the flat [T * K]; T * K for padding."""
+    ends: torch.Tensor
+    """[E] int32 on the device: where each expert's rows end, counted from the part's first."""
+    where: slice | None
+    """Where its rows are among all; None: they are all there are."""
+    bounds: tuple[int, ...] | None = None
+    """``ends`` on the host, after a 0, where they are known there."""
+    _owners: torch.Tensor | None = None
+
+    def owners(self) -> torch.Tensor:
+        """[R] int64: each row's expert, counted from the part's first; the last one's for rows behind."""
+        if self._owners is None:
+            rows = torch.arange(len(self.tokens), dtype=torch.int32, device=self.ends.device)
+            found = torch.searchsorted(self.ends, rows, right=True)
+            self._owners = found.clamp_(max=len(self.ends) - 1)
+        return self._owners
+
+
+class Routing:
+    """Rows, sorted by expert and padded, of T tokens with K experts each.
+
+    Every token has K slots, one for each of its experts. Slots are sorted by expert, in the order of
+    computing, and each expert's rows are padded to a multiple of ``PAD``, which grouped products
+    over rows ask for. Rows of padding stand for token 0 with weight 0, as do rows behind the last expert's:
+    the number of rows is on the device alone, so arrays have the most that there can be
+    (``operations.rows_for``). Where a layer is computed in parts, the host needs the number of rows of each:
+    then they are copied to it, and waited for when the first part is computed.
+    """
+
+    def __init__(self, routed: RoutedRows) -> None:
+        self.tokens, self.slots = routed.tokens, routed.slots
+        self.rows, self.ends = routed.rows, routed.ends
+        self._host: torch.Tensor | None = None
+        self._there: torch.cuda.Event | None = None
+        self._bounds: tuple[int, ...] | None = None
+        self._parts: dict[tuple[tuple[int, ...], int | None], tuple[tuple[RowPart, ...], ...]] = {}
+
+    def fetch(self) -> None:
+        """Begin to copy the ends to the host."""
+        if self.ends.device.type == "cuda":
+            shape = self.ends.shape
+            self._host = torch.empty(shape, dtype=torch.int32, device="cpu", pin_memory=True)
+            self._host.copy_(self.ends, non_blocking=True)
+            self._there = torch.cuda.current_stream(self.ends.device).record_event()
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The ends on the host, after a 0; waits for them the first time."""
+        if self._bounds is None:
+            if self._there is not None:
+                self._there.synchronize()
+            ends = self.ends if self._host is None else self._host
+            self._bounds = 0, *ends.tolist()
+            self._host = self._there = None
+        return self._bounds
+
+    def at_once(self, starts: tuple[int, ...], most: int | None) -> bool:
+        """Return whether there is one part, however the rows are distributed: see ``parts``."""
+        return len(starts) == 2 and (most is None or len(self.tokens) <= most)
+
+    def parts(self, starts: tuple[int, ...], most: int | None) -> tuple[tuple[RowPart, ...], ...]:
+        """The parts of each group: these begin at the places ``starts``, and are cut at ``most`` rows.
+
+        ``starts`` ends with the number of experts. An expert's rows are not cut: one that has more than
+        ``most`` is a part of its own. It has at most T, padded, where no token has it twice.
+        """
+        key = starts, most
+        found = self._parts.get(key)
+        if found is None:
+            if self.at_once(starts, most):
+                part = RowPart(0, starts[1], self.tokens, self.slots, self.ends, None)
+                found = ((part,),)
+            else:
+                found = tuple(tuple(self._cut(*ends, most)) for ends in pairwise(starts))
+            self._parts[key] = found
+        return found
+
+    def _cut(self, first: int, end: int, most: int | None) -> Iterator[RowPart]:
+        """The parts of the experts at the places ``first`` to ``end``."""
+        bounds = self.bounds
+        for place in range(first + 1, end + 1):
+            if place == end or (most is not None and bounds[place + 1] - bounds[first] > most):
+                yield self._part(first, place)
+                first = place
+
+    def _part(self, first: int, end: int) -> RowPart:
+        bounds = self.bounds
+        start, stop = bounds[first], bounds[end]
+        ends = self.ends[first:end]
+        return RowPart(
+            first,
+            end,
+            self.tokens[start:stop],
+            self.slots[start:stop],
+            ends - start if start else ends,
+            slice(start, stop),
+            tuple(bound - start for bound in bounds[first : end + 1]),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Biases:
-    """Of gate and up [E, 2I], and of down [E, H]."""
+    """Biases of gate and up [E, 2I], and of down [E, H]."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
 
     def of(self, some: slice) -> Biases:
-        """Those of some experts."""
+        """Return those of some experts."""
         return Biases(self.gate_up[some], self.down[some])
 
 
 @dataclass(eq=False)
-class Bordered:
+class BorderedMatrices:
     """Experts' matrices with their borders, bfloat16; its views are made once."""
 
     gate_up: torch.Tensor
@@ -56,30 +173,34 @@ class Bordered:
     biases: Biases | None = None
 
     @staticmethod
-    def empty(experts: int, hidden: int, inner: int, rank: int, device: torch.device) -> Bordered:
-        """Room for the matrices of so many experts, with their borders 0."""
-        more, less = borders(rank)
+    def empty(
+        experts: int, hidden: int, inner: int, rank: int, device: torch.device
+    ) -> BorderedMatrices:
+        """Allocate the matrices of ``experts`` experts, with their borders 0."""
+        more, less = border_widths(rank)
         shapes = (experts, 2 * inner + more, hidden + more), (experts, hidden + less, inner + less)
         gate_up, down = (torch.empty(each, dtype=torch.bfloat16, device=device) for each in shapes)
         gate_up[:, 2 * inner :].zero_()
         gate_up[:, :, hidden:].zero_()
         down[:, hidden:].zero_()
         down[:, :, inner:].zero_()
-        return Bordered(gate_up, down, hidden, inner, rank)
+        return BorderedMatrices(gate_up, down, hidden, inner, rank)
 
-    def like(self, gating: Gating, biases: Biases | None, count: int | None = None) -> Bordered:
+    def like(
+        self, gating: Gating, biases: Biases | None, count: int | None = None
+    ) -> BorderedMatrices:
         """The first ``count`` (None: all) of these matrices as those of a layer with its own gating."""
         sizes = self.hidden, self.inner, self.rank
-        return Bordered(self.gate_up[:count], self.down[:count], *sizes, gating, biases)
+        return BorderedMatrices(self.gate_up[:count], self.down[:count], *sizes, gating, biases)
 
-    def of(self, first: int, end: int) -> Bordered:
-        """Those of some experts."""
+    def of(self, first: int, end: int) -> BorderedMatrices:
+        """Return those of some experts."""
         if (first, end) == (0, len(self.down)):
             return self
         some = slice(first, end)
         biases = None if self.biases is None else self.biases.of(some)
         sizes = self.hidden, self.inner, self.rank
-        return Bordered(self.gate_up[some], self.down[some], *sizes, self.gating, biases)
+        return BorderedMatrices(self.gate_up[some], self.down[some], *sizes, self.gating, biases)
 
     @cached_property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,7 +252,7 @@ class Bordered:
 
 @dataclass(slots=True)
 class Activations:
-    """What of a part's forward is kept for its backward."""
+    """Intermediate results of a part that its backward can use."""
 
     gate_up: torch.Tensor
     """[R, 2I]"""
@@ -140,9 +261,9 @@ class Activations:
 
 
 def forward(
-    w: Bordered,
+    w: BorderedMatrices,
     hidden: torch.Tensor,
-    part: Part,
+    part: RowPart,
     dropout: Dropout | None = None,
     kept: list[Activations] | None = None,
 ) -> torch.Tensor:
@@ -166,14 +287,14 @@ def forward(
 
 
 def backward(
-    w: Bordered,
+    w: BorderedMatrices,
     hidden: torch.Tensor,
     d_out: torch.Tensor,
-    weighing: Weighing,
-    part: Part,
+    weighing: RowWeights,
+    part: RowPart,
     kept: Activations | None,
     dropout: Dropout | None,
-    into: Into | None,
+    into: GradientTargets | None,
 ) -> torch.Tensor:
     """The gradient of hidden by row, [R, H]; the weights' goes to ``weighing``, and the LoRA's ``into``.
 
@@ -217,7 +338,7 @@ def backward(
     if into is not None:
         h, h_down = own or (h, None)
         assert h is not None
-        seen = Seen(x_gate, x_up, h if h_down is None else h_down, tokens)
+        seen = LoraInputs(x_gate, x_up, h if h_down is None else h_down, tokens)
         operations.lora_gradients(seen, thin_x, h, d, d_gate_up, weighing, ends, into)
         del seen, h_down
     del x, x_gate, x_up, thin_x, d, h, own  # the largest rows are still to come
@@ -227,9 +348,9 @@ def backward(
 def _activation_backward(
     gate_up: torch.Tensor,
     d_h: torch.Tensor,
-    weighing: Weighing,
+    weighing: RowWeights,
     more: torch.Tensor | None,
-    w: Bordered,
+    w: BorderedMatrices,
 ) -> torch.Tensor:
     """``operations.activation_backward_thin`` without a LoRA."""
     h = operations.activation(gate_up, w.inner, 0, w.gating)
@@ -247,7 +368,7 @@ def _activation_backward(
 
 
 def _left(
-    left: torch.Tensor, d: torch.Tensor, width: int, part: Part, masks: tuple[Mask, ...]
+    left: torch.Tensor, d: torch.Tensor, width: int, part: RowPart, masks: tuple[Mask, ...]
 ) -> torch.Tensor:
     """``d`` times the left columns of bordered matrices, of which the first ``width`` rows are W's.
 
@@ -265,7 +386,7 @@ def _left(
     return total
 
 
-def _masks(w: Bordered, part: Part, dropout: Dropout | None) -> tuple[Mask, ...]:
+def _masks(w: BorderedMatrices, part: RowPart, dropout: Dropout | None) -> tuple[Mask, ...]:
     """Return what gate, up and down keep of their inputs; nothing where they keep all."""
     if dropout is None or not w.rank:
         return ()
@@ -273,10 +394,10 @@ def _masks(w: Bordered, part: Part, dropout: Dropout | None) -> tuple[Mask, ...]
 
 
 def _inputs(
-    w: Bordered, hidden: torch.Tensor, part: Part, masks: tuple[Mask, ...]
+    w: BorderedMatrices, hidden: torch.Tensor, part: RowPart, masks: tuple[Mask, ...]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """x with its z behind it, [R, H + R']; and with dropout, what gate's and up's A had of x, [R, H] each."""
-    size, (wide, half) = w.hidden, borders(w.rank)
+    size, (wide, half) = w.hidden, border_widths(w.rank)
     if not wide:
         return operations.gather(hidden, part.tokens, 0), ()
     if not masks:
@@ -290,7 +411,7 @@ def _inputs(
     return x, seen
 
 
-def _gate_up(w: Bordered, x: torch.Tensor, part: Part) -> torch.Tensor:
+def _gate_up(w: BorderedMatrices, x: torch.Tensor, part: RowPart) -> torch.Tensor:
     """Gate and up of x, [R, 2I]."""
     gate_up = by_row(x, w.gate_up_above, part.ends, part.bounds)
     if w.biases is not None:
@@ -299,10 +420,10 @@ def _gate_up(w: Bordered, x: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _activated(
-    w: Bordered, gate_up: torch.Tensor, part: Part, masks: tuple[Mask, ...]
+    w: BorderedMatrices, gate_up: torch.Tensor, part: RowPart, masks: tuple[Mask, ...]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """h with its z behind it, [R, I + Q]; and with dropout, what down's A had of h, [R, I]."""
-    inner, wide = w.inner, borders(w.rank)[1]
+    inner, wide = w.inner, border_widths(w.rank)[1]
     if not masks and wide:
         return operations.activation_thin(gate_up, w.down_below, part.ends, w.gating), None
     h = operations.activation(gate_up, inner, wide, w.gating)

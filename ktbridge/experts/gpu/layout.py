@@ -1,8 +1,9 @@
-"""Where a layer's stored experts lie in host memory, and how they travel: in groups of spans.
+"""Layout of a layer's stored experts: in host memory, in a slot on the device, and as unpacked matrices.
 
-Pure arithmetic over addresses. A *group* is as many experts of one layer as fit a slot; its experts follow
-each other in host memory as far as the checkpoint allows. A *span* is one copy: a range of host memory and
-its place in the slot. A ``Layer`` is what the executor knows of one.
+A *group* is as many experts of one layer as fit a slot; its experts follow each other in host memory as far
+as the checkpoint allows. A *span* is one copy: a range of host memory and its place in the slot. A ``Layer``
+is what the executor knows of one. ``unpack_group`` makes the bordered bfloat16 matrices of a group from a
+slot's bytes, which are as the checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import ModuleType
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.gpu.layer_math import Biases, Bordered
-from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Triple
+from ktbridge.experts.gpu import operations
+from ktbridge.experts.gpu.layer_math import Biases, BorderedMatrices
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Triple, from_mxfp4
 
 ALIGNED = 256  # where spans begin in a slot: what CUDA's own allocations are aligned to
 _GAP = 64  # bytes between two tensors that are still one copy; a shard's header is always longer
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredMatrix:
     """One expert's matrix, or its scales, in host memory."""
 
     kind: str
@@ -44,7 +48,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Span:
+class CopySpan:
     """One copy: ``bytes`` from ``address`` in host memory to ``offset`` in the slot."""
 
     address: int
@@ -54,11 +58,11 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Experts of a layer that cross together."""
+    """Experts of a layer that are transferred together."""
 
     experts: tuple[int, ...]
     """Their numbers in the layer, in the order in which they are computed."""
-    spans: tuple[Span, ...]
+    spans: tuple[CopySpan, ...]
     places: Mapping[str, tuple[int, ...]]
     """Where in a slot each expert's tensor of a kind ("gate", "gate.scale" and so on) begins, in bytes."""
     bytes: int
@@ -67,7 +71,7 @@ class Group:
     """The host tensors, so that their memory outlives the copies."""
 
 
-def layer_groups(
+def group_experts(
     weights: Sequence[ExpertWeights],
     slot_bytes: int,
     where: str = "a layer",
@@ -82,7 +86,7 @@ def layer_groups(
         raise UsageError(
             f"the experts of {where} have gaps between their rows: they can't be streamed."
         )
-    by_expert: dict[int, list[Piece]] = {}
+    by_expert: dict[int, list[StoredMatrix]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.address):
         by_expert.setdefault(piece.expert, []).append(piece)
     order = list(by_expert)  # of first addresses
@@ -102,18 +106,18 @@ def layer_groups(
         count += 1
 
 
-def _pieces(weights: Sequence[ExpertWeights], experts: Sequence[int]) -> Iterator[Piece]:
+def _pieces(weights: Sequence[ExpertWeights], experts: Sequence[int]) -> Iterator[StoredMatrix]:
     for name, stored in zip(PROJECTIONS, weights, strict=True):
         for kind, stack in ((name, stored.weight), (f"{name}.scale", stored.scale)):
             if stack is None:
                 continue
             for expert in experts:
                 tensor = stack[expert]
-                yield Piece(kind, expert, tensor.data_ptr(), tensor)
+                yield StoredMatrix(kind, expert, tensor.data_ptr(), tensor)
 
 
 def _take_turns(weights: Sequence[ExpertWeights]) -> bool:
-    """Return whether gate's and up's rows lie one after the other's, so that both cross as one."""
+    """Return whether gate's and up's rows lie one after the other's, so that one copy has both."""
     gate, up, down = weights
     pairs = [(gate.weight, up.weight)]
     if gate.scale is not None and up.scale is not None:
@@ -130,7 +134,7 @@ def _take_turns(weights: Sequence[ExpertWeights]) -> bool:
     )
 
 
-def _group(experts: Sequence[int], by_expert: dict[int, list[Piece]]) -> Group:
+def _group(experts: Sequence[int], by_expert: dict[int, list[StoredMatrix]]) -> Group:
     pieces = sorted(
         (piece for expert in experts for piece in by_expert[expert]),
         key=lambda piece: piece.address,
@@ -142,9 +146,9 @@ def _group(experts: Sequence[int], by_expert: dict[int, list[Piece]]) -> Group:
     return Group(tuple(experts), spans, places, size, tuple(piece.tensor for piece in pieces))
 
 
-def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int, list[int]]:
+def _placed(pieces: Sequence[StoredMatrix]) -> tuple[tuple[CopySpan, ...], int, list[int]]:
     """Spans, the bytes that they take, and where each of the pieces, sorted by address, begins."""
-    spans: list[Span] = []
+    spans: list[CopySpan] = []
     offsets = []
     end = 0
     for piece in pieces:
@@ -155,13 +159,13 @@ def _placed(pieces: Sequence[Piece]) -> tuple[tuple[Span, ...], int, list[int]]:
         aligned = (end + behind) % piece.tensor.element_size() == 0
         if last and behind <= _GAP and aligned:
             offsets.append(end + behind)
-            spans[-1] = Span(
+            spans[-1] = CopySpan(
                 last.address, last.offset, max(last.bytes, last.bytes + behind + piece.bytes)
             )
         else:
             begin = -(-end // ALIGNED) * ALIGNED
             offsets.append(begin)
-            spans.append(Span(piece.address, begin, piece.bytes))
+            spans.append(CopySpan(piece.address, begin, piece.bytes))
         end = spans[-1].offset + spans[-1].bytes
     return tuple(spans), -(-end // ALIGNED) * ALIGNED, offsets
 
@@ -184,16 +188,16 @@ class Layer:
     """On the device, in that order."""
     first: int = -1
     """Number of its first group in the ring; -1 where it is resident."""
-    resident: Bordered | None = None
+    resident: BorderedMatrices | None = None
     """All its matrices, where they stay on the device."""
 
 
 def lay_out(weights: Triple, slot_bytes: int, device: torch.device, where: str) -> Layer:
-    """The layer of ``weights`` in groups of at most ``slot_bytes``; ``where`` names it.
+    """Make the layer of ``weights`` in groups of at most ``slot_bytes``; ``where`` names it.
 
-    Raises ``UsageError`` as ``layer_groups``.
+    Raises ``UsageError`` as ``group_experts``.
     """
-    groups = layer_groups(weights, slot_bytes, where)
+    groups = group_experts(weights, slot_bytes, where)
     experts = tuple(expert for group in groups for expert in group.experts)
     place = torch.empty(len(experts), dtype=torch.int64)
     place[torch.tensor(experts)] = torch.arange(len(experts))
@@ -221,3 +225,95 @@ def _biases(weights: Triple, experts: Sequence[int], device: torch.device) -> Bi
 
     gate, up, down = weights
     return Biases(of(gate, up), of(down))
+
+
+def unpack_group(
+    group: Group, raw: torch.Tensor, weights: Sequence[ExpertWeights], into: BorderedMatrices
+) -> None:
+    """Fill ``into``, matrices of the group's experts, from ``raw`` [bytes] uint8, in the current stream.
+
+    ``weights`` are the layer's gate, up and down, for dtypes and shapes. Borders are left as they are.
+    """
+    kernels = operations.triton_for(into.down)
+    for name, stored, target in zip(PROJECTIONS, weights, into.weights, strict=True):
+        if kernels:
+            _unpack_at_once(kernels, name, group, raw, stored, target)
+            continue
+        for number, out in enumerate(target):  # float32 for one expert at a time
+            value = _view(raw, group.places[name][number], stored.weight[0])
+            scale = None
+            if stored.scale is not None:
+                scale = _view(raw, group.places[f"{name}.scale"][number], stored.scale[0])
+            dequantize(stored, value, scale, out)
+
+
+def _unpack_at_once(
+    kernels: ModuleType,
+    name: str,
+    group: Group,
+    raw: torch.Tensor,
+    stored: ExpertWeights,
+    out: torch.Tensor,
+) -> None:
+    """Unpack one projection of a group in one kernel, wherever its experts are in ``raw``."""
+    value = stored.weight[0]
+    scale = value if stored.scale is None else stored.scale[0]
+    of_scales = name if scale is value else f"{name}.scale"
+    places = _places(group, name, value.element_size(), out.device)
+    scale_places = _places(group, of_scales, scale.element_size(), out.device)
+    steps = value.stride(0), scale.stride(0)
+    kernels.fill_at(
+        stored, raw.view(value.dtype), raw.view(scale.dtype), places, scale_places, steps, out
+    )
+
+
+_known: WeakKeyDictionary[Group, dict[tuple[str, torch.device], torch.Tensor]] = WeakKeyDictionary()
+
+
+def _places(group: Group, kind: str, size: int, device: torch.device) -> torch.Tensor:
+    """[n] int64 on the device: ``group.places`` of a kind, in its elements of ``size`` bytes."""
+    known = _known.setdefault(group, {})
+    if (kind, device) not in known:
+        places = [place // size for place in group.places[kind]]
+        known[kind, device] = torch.tensor(places, device=device)
+    return known[kind, device]
+
+
+def _view(raw: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:
+    """One expert's tensor from byte ``place`` of ``raw``, in the dtype, shape and strides of ``like``."""
+    own = raw[place : place + extent(like)].view(like.dtype)
+    return own.as_strided(like.shape, like.stride())
+
+
+def dequantize(
+    weights: ExpertWeights, stored: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Fill one expert's matrix ``out`` [rows, columns] bfloat16 from what is ``stored`` of it.
+
+    ``stored`` [rows, columns], [rows, words] for int4 or [rows, bytes] for mxfp4; ``scale`` [row groups,
+    column groups] or [rows], None for bfloat16. Values are multiplied by their scales in float32 and rounded
+    to bfloat16 once, as in the CPU kernels. ``weights`` has the storage format.
+    """
+    if scale is None:
+        out.copy_(stored)
+        return
+    rows, columns = out.shape
+    if weights.storage == "mxfp4":
+        out.copy_(from_mxfp4(stored, scale, columns))
+        return
+    if weights.storage == "fp8":
+        # By bits, as float16 of a 256th, which holds it exactly; what e4m3 calls NaN reads as 480.
+        bits = stored.view(torch.uint8).to(torch.int16)
+        plain = (((bits & 128) << 8) | ((bits & 127) << 7)).view(torch.float16).float() * 256
+    elif weights.storage == "int4":
+        shifts = torch.arange(0, 32, 4, device=stored.device, dtype=torch.int32)
+        nibbles = (stored[:, :, None] >> shifts) & 15
+        plain = nibbles.to(torch.int8).reshape(rows, -1)[:, :columns].float() - 8
+    else:
+        plain = stored.float()
+    wide = scale.float() if scale.dim() == 2 else scale.float()[:, None]
+    if weights.row_group > 1:
+        wide = wide.repeat_interleave(weights.row_group, 0)[:rows]
+    if wide.shape[1] > 1:
+        wide = wide.repeat_interleave(weights.column_group, 1)[:, :columns]
+    out.copy_(plain.mul_(wide))

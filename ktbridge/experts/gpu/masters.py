@@ -1,8 +1,8 @@
 """A layer's LoRA between its masters, wherever these are, and the executor: values there, gradients back.
 
-Masters on the executor's device are read and their gradients written where they are. Those on the host cross
-as bfloat16, which is what the products take anyway: rounded in pinned memory once a change. Their gradients
-come back in float32 and are added before the backward pass returns.
+Masters on the executor's device are read and their gradients written where they are. Those on the host are
+sent as bfloat16, which is what the products take anyway: rounded in pinned memory once a change. Their
+gradients come back in float32 and are added before the backward pass returns.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from ktbridge.experts import compat
-from ktbridge.experts.changes import state_of
-from ktbridge.experts.dropout import Dropout
-from ktbridge.experts.expert_call import LoraUse, accumulates
+from ktbridge.experts.compat import parameter_state
 from ktbridge.experts.gpu import operations
-from ktbridge.experts.gpu.operations import Into
+from ktbridge.experts.gpu.operations import GradientTargets
+from ktbridge.experts.lora import Dropout, LoraUse, accumulates
 
 
 def is_there(parameter: torch.Tensor, device: torch.device) -> bool:
@@ -26,7 +25,7 @@ def is_there(parameter: torch.Tensor, device: torch.device) -> bool:
     return parameter.device == device
 
 
-class Staging:
+class LoraStaging:
     """Tensors of a layer on the host, as bfloat16 in pinned memory for ``device``."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +35,7 @@ class Staging:
         self._used: torch.cuda.Event | None = None
 
     def values(self, tensors: Sequence[torch.Tensor], state: tuple[int, ...]) -> list[torch.Tensor]:
-        """``tensors`` as the current stream may read them until ``used``; ``state`` tells a change.
+        """Return ``tensors`` as the current stream may read them until ``used``; ``state`` tells a change.
 
         Kernels read pinned memory by themselves: a copy would wait for those of the weights before it.
         """
@@ -53,13 +52,13 @@ class Staging:
                 part.copy_(tensor.reshape(-1))
             self._state = state
         flat = self._flat
-        if operations.kernels_on(self._device) is None:
+        if operations.triton_on(self._device) is None:
             flat = flat.to(self._device, non_blocking=True)
         parts = zip(flat.split(sizes), tensors, strict=True)
         return [part.view(tensor.shape) for part, tensor in parts]
 
     def used(self) -> None:
-        """The current stream has been asked to read them for the last time."""
+        """Note that the current stream has been asked to read them for the last time."""
         if self._device.type == "cuda" and len(self._flat):
             self._used = torch.cuda.current_stream(self._device).record_event()
 
@@ -73,13 +72,13 @@ class Masters:
         self.use, self.parameters = use, parameters
         self.scale: float = use.scale
         self.dropout: Dropout | None = use.dropout
-        self.state = state_of(parameters)
+        self.state = parameter_state(parameters)
 
     def differ(self, before: Masters) -> bool:
-        """Whether the same parameters have been changed since ``before``; steps of others don't count."""
+        """Return whether the same parameters have changed since ``before``; steps of others don't count."""
         return self.state[1:] != before.state[1:]
 
-    def on(self, device: torch.device, staging: Staging) -> dict[str, torch.Tensor]:
+    def on(self, device: torch.device, staging: LoraStaging) -> dict[str, torch.Tensor]:
         """The tensors [E, ...] by name: float32 where they are there already, else out of ``staging``."""
         if all(is_there(each, device) for each in self.parameters):
             there = [each.detach() for each in self.parameters]
@@ -89,7 +88,7 @@ class Masters:
 
 
 class Gradients:
-    """Where one backward's LoRA gradients go: float32 on the device, for the executor to fill.
+    """Targets of one backward's LoRA gradients: float32 on the device, for the executor to fill.
 
     They are written, or where ``add``, added to what is there.
     """
@@ -143,17 +142,19 @@ class Gradients:
                 target.zero_()
 
     def clear_rows(self, order: torch.Tensor | None, first: int, end: int) -> None:
-        """The same, for the experts at the places ``first`` to ``end`` of the ``order`` of computing."""
+        """Clear rows of the experts at the places ``first`` to ``end`` of the ``order`` of computing."""
         if not self.add:
             some = slice(first, end) if order is None else order[first:end]
             for target in self.targets.values():
                 target[some] = 0
 
-    def into(self, scale: float, rank: int, order: torch.Tensor | None, first: int) -> Into | None:
+    def into(
+        self, scale: float, rank: int, order: torch.Tensor | None, first: int
+    ) -> GradientTargets | None:
         """Return where those of the experts from the place ``first`` on go; None where none are wanted."""
         if not self.targets:
             return None
-        return Into(self.targets, rank, scale, self.add, order, first)
+        return GradientTargets(self.targets, rank, scale, self.add, order, first)
 
     def deliver(self) -> list[torch.Tensor | None]:
         """Give parameters their gradients, once the targets are filled; returns autograd's, in order."""

@@ -1,4 +1,4 @@
-"""What a layer of experts is computed with on sorted rows: grouped products, and the operations between them.
+"""Operations of a layer of experts on sorted rows: grouped products, and what is computed between them.
 
 Products are torch's grouped GEMM where the device has it (sm80 and later, bfloat16, widths that are multiples
 of 8), else one product per expert. Gathering rows, the activation and summing a token's slots are one kernel
@@ -20,8 +20,8 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
-from ktbridge.experts.dropout import Mask
-from ktbridge.experts.gpu.placement import PAD, padded
+from ktbridge.experts.gpu.placement import PAD, pad_rank
+from ktbridge.experts.lora import Mask
 from ktbridge.experts.weights import SILU, Gating
 
 _BYTES = 16  # grouped GEMM wants addresses and strides that are multiples of it
@@ -52,36 +52,11 @@ def by_row(
     return out
 
 
-def over_rows(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    ends: torch.Tensor,
-    bounds: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """[R, m] and [R, n] -> [E, m, n]: the sum over each expert's rows of left ⊗ right; 0 for no rows.
-
-    The number of rows of each expert is a multiple of 16.
-    """
-    if _grouped(left, right):
-        sums = functional.grouped_mm(left.T, right, offs=ends)
-        if bounds is None or any(start == end for start, end in pairwise(bounds)):
-            # Not every device's kernels write 0 there (pytorch issue 172439).
-            without = ends.diff(prepend=ends.new_zeros(1)) == 0
-            sums.masked_fill_(without[:, None, None], 0)
-        return sums
-    out = left.new_zeros(len(ends), left.shape[1], right.shape[1])
-    bounds = _bounds(ends) if bounds is None else bounds
-    for sums, (start, end) in zip(out, pairwise(bounds), strict=True):
-        if end > start:
-            torch.mm(left[start:end].T, right[start:end], out=sums)
-    return out
-
-
 def _bounds(ends: torch.Tensor) -> list[int]:
     return [0, *ends.tolist()]
 
 
-def has_cores(device: torch.device) -> bool:
+def has_tensor_cores(device: torch.device) -> bool:
     """Return whether a CUDA ``device`` multiplies bfloat16 in tensor cores: sm80 and later do."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -90,7 +65,7 @@ def _grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether grouped GEMM takes these operands."""
     if left.dtype != torch.bfloat16 or not IN_TORCH or not len(left):
         return False
-    if left.device.type == "cuda" and not has_cores(left.device):
+    if left.device.type == "cuda" and not has_tensor_cores(left.device):
         return False
     if any(tensor.data_ptr() % _BYTES for tensor in (left, right)):
         return False
@@ -101,21 +76,21 @@ def _grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
     )
 
 
-def kernels(tensor: torch.Tensor) -> ModuleType | None:
+def triton_for(tensor: torch.Tensor) -> ModuleType | None:
     """The Triton kernels for tensors that are where ``tensor`` is, or None."""
-    return kernels_on(tensor.device)
+    return triton_on(tensor.device)
 
 
-def kernels_on(device: torch.device) -> ModuleType | None:
+def triton_on(device: torch.device) -> ModuleType | None:
     """The Triton kernels for tensors on ``device``, or None."""
     if device.type != "cuda":
         return None
-    found = tried(device)
+    found = triton_or_reason(device)
     return None if isinstance(found, str) else found
 
 
 @functools.cache
-def tried(device: torch.device) -> ModuleType | str:
+def triton_or_reason(device: torch.device) -> ModuleType | str:
     """The Triton kernels, or why there are none on a CUDA ``device``: Triton wants a C compiler.
 
     Warns where it is there and doesn't work.
@@ -138,7 +113,7 @@ def tried(device: torch.device) -> ModuleType | str:
 
 def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tensor:
     """``source`` [T, H] by row: [R, H + wide], whose last ``wide`` columns are not filled."""
-    if fused := kernels(source):
+    if fused := triton_for(source):
         return fused.gather(source, tokens, wide)
     out = source.new_zeros(len(tokens), source.shape[1] + wide)
     out[:, : source.shape[1]] = source[tokens]
@@ -147,7 +122,7 @@ def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tenso
 
 def add_bias(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> None:
     """Add to each row [R, n] the bias [E, n] of its expert, ``owners`` [R] int64, in place."""
-    if fused := kernels(rows):
+    if fused := triton_for(rows):
         fused.add_bias(rows, bias, owners)
         return
     rows.copy_(rows.float() + bias.float()[owners])
@@ -155,14 +130,14 @@ def add_bias(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> No
 
 def bias_products(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
     """[R] float32: each row [R, n or more] times the bias [E, n] of its expert."""
-    if fused := kernels(rows):
+    if fused := triton_for(rows):
         return fused.bias_products(rows, bias, owners)
     return (rows[:, : bias.shape[1]].float() * bias.float()[owners]).sum(1)
 
 
 def activation(gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SILU) -> torch.Tensor:
     """h of gate and up [R, 2I]: [R, I + wide], whose last ``wide`` columns are not filled."""
-    if fused := kernels(gate_up):
+    if fused := triton_for(gate_up):
         return fused.activation(gate_up, inner, wide, gating)
     out = gate_up.new_zeros(len(gate_up), inner + wide)
     gate, up = gate_up.float().split(inner, dim=1)
@@ -184,7 +159,7 @@ def activation_backward(
     ``d_h`` [R, I] is the gradient of h [R, I or more] for a weight of 1, so the weights' gradient
     is <h, d_h>.
     """
-    if fused := kernels(gate_up):
+    if fused := triton_for(gate_up):
         return fused.activation_backward(gate_up, d_h, h, weights, inner, wide, gating)
     gate, up = gate_up.float().split(inner, dim=1)
     d = d_h.float()
@@ -201,7 +176,7 @@ def activation_backward(
 
 def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch.Tensor:
     """Rows [R, n] of ``source`` [T, n] with zeros where ``mask`` drops them; ``tokens`` None: as they are."""
-    if fused := kernels(source):
+    if fused := triton_for(source):
         return fused.keep(source, tokens, mask)
     rows = source if tokens is None else source[tokens]
     return rows * mask.kept(source.shape[1])
@@ -209,7 +184,7 @@ def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch
 
 def add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]) -> None:
     """Add each of ``parts`` [R, n], one or two, to ``total`` where its mask keeps it."""
-    if fused := kernels(total):
+    if fused := triton_for(total):
         fused.add_kept(total, parts, masks)
         return
     whole = total.float()
@@ -220,7 +195,7 @@ def add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence
 
 def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """Σ_k weights[t, k] · by_row[rows[t, k]] (weights None: 1): [T, H] in ``by_row``'s dtype."""
-    if fused := kernels(by_row):
+    if fused := triton_for(by_row):
         return fused.combine(by_row, rows, weights)
     total = torch.zeros(len(rows), by_row.shape[1], device=by_row.device)
     for slot in range(rows.shape[1]):
@@ -230,12 +205,12 @@ def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | No
 
 
 def rows_for(slots: int, experts: int) -> int:
-    """The most rows that so many slots of so many experts need, each expert's padded to ``PAD``."""
+    """Return the most rows that ``slots`` of ``experts`` need, each expert's padded to ``PAD``."""
     return (slots + (PAD - 1) * min(slots, experts)) // PAD * PAD
 
 
 @dataclass(frozen=True)
-class Routed:
+class RoutedRows:
     """Slots sorted by expert, in a number of rows that doesn't depend on the router: ``rows_for``."""
 
     tokens: torch.Tensor
@@ -250,16 +225,16 @@ class Routed:
     """[1] int32: how many ids are no expert's."""
 
 
-def route(ids: torch.Tensor, place: torch.Tensor | None, experts: int) -> Routed:
+def route(ids: torch.Tensor, place: torch.Tensor | None, experts: int) -> RoutedRows:
     """The rows of ``ids`` [T, K], by slot within an expert; nothing waits for the device.
 
     ``place`` [E] int64 is each expert's place in the order of computing, None: its own number.
     """
-    if kernels(ids) is not None:
-        from ktbridge.experts.gpu import triton_routing
+    if triton_for(ids) is not None:
+        from ktbridge.experts.gpu import triton_kernels
 
         rows = rows_for(ids.numel(), experts)
-        return Routed(*triton_routing.route(ids, place, experts, rows, PAD))
+        return RoutedRows(*triton_kernels.route(ids, place, experts, rows, PAD))
     slots = ids.numel()
     flat = ids.reshape(-1)
     inside = (flat >= 0) & (flat < experts)
@@ -279,7 +254,7 @@ def route(ids: torch.Tensor, place: torch.Tensor | None, experts: int) -> Routed
     by_row[row[kept]] = order[kept]
     rows_of[order[kept]] = row[kept]
     tokens = torch.where(by_row < slots, by_row // max(ids.shape[1], 1), 0)
-    return Routed(tokens, by_row, rows_of.view(ids.shape), ends.int(), counts[-1:].int())
+    return RoutedRows(tokens, by_row, rows_of.view(ids.shape), ends.int(), counts[-1:].int())
 
 
 def gather_thin(
@@ -322,8 +297,8 @@ def activation_thin(
 
 
 @dataclass(frozen=True)
-class Weighing:
-    """What each row counts in its token's output, and where the gradient of that goes."""
+class RowWeights:
+    """Weights of rows in their tokens' outputs, and the target of their gradients."""
 
     weights: torch.Tensor
     """[T * K] float32, contiguous."""
@@ -340,7 +315,7 @@ class Weighing:
 def activation_backward_thin(
     gate_up: torch.Tensor,
     d_h: torch.Tensor,
-    weighing: Weighing,
+    weighing: RowWeights,
     above: torch.Tensor,
     ends: torch.Tensor,
     below: torch.Tensor | None = None,
@@ -396,7 +371,7 @@ def write_borders(
     if fused := _lora_kernels(gate_up):
         fused.write_borders(gate_up, down, lora, rank, scale, order, first)
         return
-    half, count = padded(rank), len(down)
+    half, count = pad_rank(rank), len(down)
     hidden, inner = gate_up.shape[2] - 2 * half, down.shape[2] - half
     some = slice(first, first + count)
 
@@ -417,8 +392,8 @@ def write_borders(
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the LoRA's A had of their inputs, bfloat16; with dropout each something else."""
+class LoraInputs:
+    """Inputs of the LoRA's A matrices, bfloat16; with dropout each has its own."""
 
     gate: torch.Tensor
     """[R, H or more] by row, or [T, H] with ``tokens``."""
@@ -431,8 +406,8 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Into:
-    """Where a group's LoRA gradients go."""
+class GradientTargets:
+    """Targets of a group's LoRA gradients."""
 
     tensors: Mapping[str, torch.Tensor]
     """By name, contiguous float32 [E, ...] of all the layer's experts; absent ones are not wanted."""
@@ -448,14 +423,14 @@ class Into:
 
 
 def lora_gradients(
-    seen: Seen,
+    seen: LoraInputs,
     thin_x: torch.Tensor,
     h: torch.Tensor,
     d: torch.Tensor,
     d_gate_up: torch.Tensor,
-    weighing: Weighing,
+    weighing: RowWeights,
     ends: torch.Tensor,
-    into: Into,
+    into: GradientTargets,
 ) -> None:
     """The gradients of a group's LoRA, summed over each expert's rows in float32, in the rows' order.
 
@@ -465,7 +440,7 @@ def lora_gradients(
     if fused := _lora_kernels(d):
         fused.lora_gradients(seen, thin_x, h, d, d_gate_up, weighing, ends, into)
         return
-    half, rank = padded(into.rank), into.rank
+    half, rank = pad_rank(into.rank), into.rank
     hidden, inner = d.shape[1] - half, h.shape[1] - half
     column = weighing.by_row()[:, None]
     x, x_up = (
@@ -500,7 +475,7 @@ def lora_gradients(
 
 def _lora_kernels(tensor: torch.Tensor) -> ModuleType | None:
     """The Triton kernels of LoRA for tensors that are where ``tensor`` is, or None."""
-    if kernels(tensor) is None:
+    if triton_for(tensor) is None:
         return None
     from ktbridge.experts.gpu import triton_lora
 

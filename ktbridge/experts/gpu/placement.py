@@ -1,4 +1,4 @@
-"""Where a model's routed experts are computed: every placement that fits, and the fastest of them. Pure.
+"""Placements of a model's routed experts: all that fit, ranked by predicted time. Pure.
 
 ``rank`` scores whole optimizer steps. A micro-batch takes, forward and backward each, as long as the slowest
 of three that work beside each other: the link that transfers weights, the GPU, and Python that starts the
@@ -9,8 +9,9 @@ differs. The formulas are derived in docs/gpu-experts.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from typing import Any
 
 GROUPS = (1, 2, 3, 4, 6, 8, 12)
 """Numbers of groups that a streamed layer may be transferred in."""
@@ -32,18 +33,18 @@ _CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and bac
 _QUEUED, _TAKEN = 8, 3
 
 
-def padded(rank: int) -> int:
-    """``rank`` rounded up to what grouped GEMM takes."""
+def pad_rank(rank: int) -> int:
+    """Return ``rank`` rounded up to what grouped GEMM takes."""
     return -(-rank // 8) * 8
 
 
-def borders(rank: int) -> tuple[int, int]:
-    """R and Q of ``layer_math`` for a LoRA of ``rank``: widths of the borders of gate and up, and of down."""
-    return 2 * padded(rank), padded(rank)
+def border_widths(rank: int) -> tuple[int, int]:
+    """Return R and Q of ``layer_math`` for ``rank``: widths of the borders of gate and up, and of down."""
+    return 2 * pad_rank(rank), pad_rank(rank)
 
 
-def evenly(count: int, layers: int) -> tuple[int, ...]:
-    """``count`` of ``layers`` numbers, spread evenly, so that others are transferred while these compute."""
+def spread_evenly(count: int, layers: int) -> tuple[int, ...]:
+    """Choose ``count`` of ``layers`` numbers, evenly, so that others are transferred while these compute."""
     return tuple((2 * n + 1) * layers // (2 * count) for n in range(count))
 
 
@@ -69,8 +70,8 @@ class Sizes:
         return 3 * self.experts * self.rank * (self.hidden + self.inner)
 
     def matrices(self, experts: int) -> int:
-        """Bytes of so many experts' bfloat16 matrices with their borders."""
-        more, less = borders(self.rank)
+        """Bytes of the bfloat16 matrices of ``experts`` experts with their borders."""
+        more, less = border_widths(self.rank)
         gate_up = (2 * self.inner + more) * (self.hidden + more)
         return 2 * experts * (gate_up + (self.hidden + less) * (self.inner + less))
 
@@ -87,7 +88,7 @@ class Sizes:
     @property
     def row_bytes(self) -> int:
         """Bytes that a row takes while it is multiplied, in the backward of one layer."""
-        more, less = borders(self.rank)
+        more, less = border_widths(self.rank)
         width = 2 * (self.hidden + more) + 2 * (2 * self.inner + more) + 2 * (self.inner + less)
         return 2 * (width + self.hidden + less + self.inner)
 
@@ -104,7 +105,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where experts, their LoRA and what they compute are: what a run executes and a plan prints."""
+    """Places of experts, their LoRA and their activations: what a run executes and a plan prints."""
 
     tokens: int
     """The most tokens of a micro-batch, padding included."""
@@ -158,7 +159,7 @@ class Placement:
             kept = sizes.layers * sizes.rows(self.tokens) * 2 * 2 * sizes.inner
         return self.tokens * sizes.outputs(self.outputs_on_host) + kept + work
 
-    def spared(self, sizes: Sizes, limits: Limits) -> int:
+    def overlapped_gradient_bytes(self, sizes: Sizes, limits: Limits) -> int:
         """Return what the LoRA's gradients don't take on the GPU beside all else.
 
         In a step of one micro-batch they come while backward lets go of the layers' inputs and outputs, so
@@ -177,7 +178,7 @@ class Placement:
             sum(part(sizes) for part in parts)
             + self.tokens * limits.token_bytes
             + self.activation_bytes(sizes, limits.passing)
-            - self.spared(sizes, limits)
+            - self.overlapped_gradient_bytes(sizes, limits)
         )
 
 
@@ -272,30 +273,13 @@ class Costs:
     def scaled(self, factor: float, link: float | None = None) -> Costs:
         """Return costs ``factor`` times as high, but for the ``link`` where that was measured."""
 
-        def pair(of: tuple[float, float]) -> tuple[float, float]:
-            return of[0] * factor, of[1] * factor
+        def scale(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(scale, value))
+            return value.scaled(factor) if isinstance(value, Line) else value and value * factor
 
-        def lines(of: tuple[Line, Line]) -> tuple[Line, Line]:
-            return of[0].scaled(factor), of[1].scaled(factor)
-
-        return replace(
-            self,
-            link=link or self.link / factor,
-            experts=lines(self.experts),
-            again=self.again.scaled(factor),
-            unpack=self.unpack * factor,
-            launch=pair(self.launch),
-            launch_group=self.launch_group * factor,
-            outside=lines(self.outside),
-            launch_outside=pair(self.launch_outside),
-            loss=self.loss.scaled(factor),
-            update=pair(self.update),
-            deferred=self.deferred * factor,
-            add=self.add * factor,
-            others=self.others * factor,
-            micro_batch=self.micro_batch * factor,
-            cpu=self.cpu and self.cpu.scaled(factor),
-        )
+        numbers = {each.name: scale(getattr(self, each.name)) for each in fields(self)}
+        return Costs(**numbers | {"link": link or self.link / factor, "forwards": self.forwards})
 
 
 @dataclass(frozen=True)
@@ -357,10 +341,10 @@ def predict_seconds(placement: Placement, sizes: Sizes, cut: Cut, costs: Costs) 
                 assert costs.cpu is not None
                 # GPU and CPU wait for each other, while Python starts what comes next for both.
                 busy += layers * costs.cpu.at(tokens) * _CPU_SHARE[way]
-            crossing = transfers / costs.link
+            transfer = transfers / costs.link
             times = 1 if way else costs.forwards
-            link, gpu, host = link + times * crossing, gpu + times * busy, host + times * starting
-            waiting += times * _together(_together(busy, starting, _QUEUED), crossing, _TAKEN)
+            link, gpu, host = link + times * transfer, gpu + times * busy, host + times * starting
+            waiting += times * _together(_together(busy, starting, _QUEUED), transfer, _TAKEN)
         alone += costs.loss.at(tokens) + costs.micro_batch
     alone += costs.alone_in_update(placement) * lora + costs.others
     return Seconds(waiting + alone, link, gpu, host, alone)
@@ -386,7 +370,7 @@ def rank(
     """Rank every placement that fits by the predicted seconds of an optimizer step, the fastest first.
 
     ``cuts`` are the ways to cut a step. ``mode`` "cpu", "stream" or "resident" leaves the others out;
-    ``gpu_experts`` of each layer's experts are kept as so many whole layers. Placements of equal seconds are
+    ``gpu_experts`` of each layer's experts are kept, as whole layers. Placements of equal seconds are
     in a fixed order: the same arguments give the same list. Empty where nothing fits.
     """
     found = []
@@ -404,7 +388,7 @@ def rank(
 
 def least_bytes(sizes: Sizes, limits: Limits, mode: str) -> tuple[Placement, int]:
     """Return the placement on the GPU that takes least, and what it takes: for who has less."""
-    layers = evenly(sizes.layers, sizes.layers) if mode == "resident" else ()
+    layers = spread_evenly(sizes.layers, sizes.layers) if mode == "resident" else ()
     least = [
         _placed(sizes, limits.longest, 1 if layers else groups, resident=layers, outputs=True)
         for groups in _groups(sizes)
@@ -426,7 +410,7 @@ def _candidates(
         None if gpu_experts is None else min(layers, round(layers * gpu_experts / sizes.experts))
     )
     if wanted in (None, layers) or mode == "resident":
-        every = evenly(layers, layers)
+        every = spread_evenly(layers, layers)
         for masters, outputs, keep in product((True, False), (False, True), (True, False)):
             yield _placed(sizes, tokens, 1, masters, outputs, resident=every, keep=keep)
     if mode == "resident" or wanted == layers:
@@ -469,12 +453,12 @@ def _placed(
 def _filled(
     start: Placement, sizes: Sizes, limits: Limits, fill: str, layers: int
 ) -> Placement | None:
-    """``start`` with ``layers`` resident, then a ring, and what memory is left for; None: it doesn't fit.
+    """Fill ``start`` with ``layers`` resident, a ring, and what memory is left for; None: it doesn't fit.
 
     ``fill`` "resident": as many more layers, then slots; "ring": slots alone. A slot holds what is stored,
     a resident layer its bfloat16 matrices, which take more where experts are quantized.
     """
-    start = replace(start, resident=evenly(layers, sizes.layers))
+    start = replace(start, resident=spread_evenly(layers, sizes.layers))
     left = limits.free - start.bytes(sizes, limits)
     if left < 0:
         return None
@@ -489,5 +473,5 @@ def _filled(
         more = min(sizes.layers - 1 - layers, left // sizes.matrices(sizes.experts))
         layers, left = layers + more, left - more * sizes.matrices(sizes.experts)
     more = max(0, min(ring(layers) - slots, left // start.slot_bytes))
-    resident = evenly(layers, sizes.layers)
+    resident = spread_evenly(layers, sizes.layers)
     return replace(start, slots=slots + more, resident=resident)

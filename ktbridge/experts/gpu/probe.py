@@ -1,4 +1,4 @@
-"""What this machine's GPUs can do for routed experts, tried in a moment on each of them.
+"""Probes of this machine's GPUs: what each can do for routed experts, tried in a moment.
 
 ``python -m ktbridge.experts.gpu.probe`` prints torch's CUDA and the facts of each GPU, each as a line of JSON
 behind ``MARK``, for callers that don't import torch themselves. This module imports it only where GPUs are
@@ -23,7 +23,7 @@ ONE_BY_ONE = (
     "torch's grouped GEMM is a loop over experts there, which waits for the GPU in each call, so stream and "
     "resident are slower than the link and the GPU allow, the more so the fewer tokens a step has"
 )
-"""What a GPU of ``loops`` means for training."""
+"""What a GPU of ``loops_over_experts`` means for training."""
 NO_KERNEL = (
     "ktbridge has no kernel of its own for these GPUs yet, because it was never measured on one: try "
     "kt_experts: cpu beside it, and more tokens a step"
@@ -55,39 +55,39 @@ class GpuFacts:
     """Bytes."""
 
 
-def loops(capability: str) -> bool:
-    """Whether torch's grouped GEMM is known to be a loop over experts on GPUs of this compute capability.
+def loops_over_experts(capability: str) -> bool:
+    """Return whether torch's grouped GEMM is known to be a loop on GPUs of this compute capability.
 
     ``capability`` is as NVIDIA writes it ("8.6"; "" where unknown). So it is from sm80 to sm89.
     """
     return capability.startswith("8.")
 
 
-def look() -> Iterator[GpuFacts]:
-    """The facts of each GPU that torch sees. Raises nothing for what is tried on one."""
+def probe_gpus() -> Iterator[GpuFacts]:
+    """Yield the facts of each GPU that torch sees. Raises nothing for what is tried on one."""
     import torch
 
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         try:
-            yield facts_of(index)
+            yield _probe_gpu(index)
         except (OSError, RuntimeError) as error:  # CUDA's are of the latter
             reason = str(error).strip().partition("\n")[0]
             error_text = f"{type(error).__name__}: {reason}"
             yield GpuFacts(index, found.name, memory=found.total_memory, error=error_text)
 
 
-def facts_of(index: int) -> GpuFacts:
-    """The facts of one GPU. Raises what CUDA does (out of memory), and OSError without room in /tmp."""
+def _probe_gpu(index: int) -> GpuFacts:
+    """Probe one GPU. Raises what CUDA does (out of memory), and OSError without room in /tmp."""
     import torch
 
     from ktbridge.experts.gpu import operations
 
     device = torch.device("cuda", index)
     found = torch.cuda.get_device_properties(device)
-    cores = operations.has_cores(device)
+    cores = operations.has_tensor_cores(device)
     with torch.cuda.device(device):
-        kernels = operations.tried(device)
+        kernels = operations.triton_or_reason(device)
         return GpuFacts(
             index=index,
             name=found.name,
@@ -97,13 +97,13 @@ def facts_of(index: int) -> GpuFacts:
             grouped_gemm=cores and operations.IN_TORCH,
             one_by_one=cores and operations.IN_TORCH and _waits(device),
             link=_link(device),
-            not_in_place=not_in_place(),
+            not_in_place=in_place_obstacle(),
             no_triton=kernels if isinstance(kernels, str) else "",
         )
 
 
 def _waits(device: torch.device) -> bool:
-    """Whether a grouped product on ``device`` waits for the GPU, as the loop does to know its bounds."""
+    """Return whether a grouped product on ``device`` waits for it, as the loop does to know its bounds."""
     import torch
     from torch.nn import functional
 
@@ -130,26 +130,26 @@ def _link(device: torch.device) -> float:
     """Bytes a second from pinned memory to ``device``."""
     import torch
 
-    from ktbridge.experts.gpu.probes import median_seconds
+    from ktbridge.experts.gpu.timing import median_seconds
 
     pinned = torch.empty(_CROSSING, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_CROSSING, dtype=torch.uint8, device=device)
     return _CROSSING / median_seconds(lambda: there.copy_(pinned, non_blocking=True), device)
 
 
-def not_in_place() -> str:
-    """Why the current GPU can't read a file that is mapped as checkpoints are; "" if it can."""
+def in_place_obstacle() -> str:
+    """Return why the current GPU can't read a file that is mapped as checkpoints are; "" if it can."""
     import numpy as np
 
     from ktbridge.experts.gpu.copying import Registration, register
-    from ktbridge.experts.gpu.layout import Group, Span
+    from ktbridge.experts.gpu.layout import CopySpan, Group
 
     with tempfile.TemporaryFile() as file:
         file.write(b"x" * _FILE)
         file.flush()
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
             address = np.frombuffer(pages, np.uint8).ctypes.data
-            done = register([Group((0,), (Span(address, 0, _FILE),), {}, _FILE, ())])
+            done = register([Group((0,), (CopySpan(address, 0, _FILE),), {}, _FILE, ())])
             if isinstance(done, Registration):
                 done.close()  # before the map goes
                 return ""
@@ -163,7 +163,7 @@ def _main() -> None:
         print(f"\n{MARK}{json.dumps(facts)}", flush=True)
 
     answer({"cuda": torch.version.cuda})
-    for each in look():
+    for each in probe_gpus():
         answer(asdict(each))
 
 

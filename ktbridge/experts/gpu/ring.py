@@ -1,6 +1,6 @@
-"""A ring of slots on the GPU, into which groups of experts cross before they are needed.
+"""A ring of slots on the GPU, into which groups of experts are transferred before they are needed.
 
-Forward visits the groups in order, backward in reverse. Whatever is needed next and isn't there crosses as
+Forward visits the groups in order, backward in reverse. The next group that isn't there is transferred as
 soon as a slot is free, and the slot that gives way is the one needed last (Belady's rule; the order of use is
 known). So with S slots of N groups a pass of forward and backward moves 2 (N - S) groups: what is in the ring
 at a turn is used again.
@@ -8,6 +8,7 @@ at a turn is used again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,37 +22,71 @@ _NOW, _NEVER = -1, 1 << 60  # steps
 
 
 class Arrival(Protocol):
-    """What can be waited for: an event, or one that is still to be recorded."""
+    """An event that can be waited for, though it may be still to be recorded."""
 
     def wait(self) -> None:
         """Have the current stream wait for it."""
 
 
-class Meter(Protocol):
-    """Counts what crosses."""
+class LinkMeter:
+    """Bytes transferred, and seconds that the link was busy with them, from ``watch`` to ``transferred``."""
+
+    def __init__(self) -> None:
+        self._watched = False
+        self._done: tuple[int, float] = (0, 0.0)
+        self._coming: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def watch(self) -> None:
         """Begin to count."""
+        self._watched = True
 
-    def crossed(self) -> tuple[int, float]:
-        """Bytes, and seconds that the link was busy with them, since the last call."""
+    def transferred(self) -> tuple[int, float]:
+        """Return bytes and seconds since ``watch`` of the copies that have ended, and stop counting."""
+        total, seconds = self._done
+        while self._coming and self._coming[0][2].query():
+            size, begun, ended = self._coming.popleft()
+            total, seconds = total + size, seconds + begun.elapsed_time(ended) / 1000
+        self._watched, self._done = False, (0, 0.0)
+        self._coming.clear()
+        return total, seconds
+
+    def begin(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:
+        """The event before a copy in ``stream``; None where nobody watches."""
+        if not self._watched:
+            return None
+        return stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def end(
+        self, size: int, begun: torch.cuda.Event | None, stream: torch.cuda.Stream
+    ) -> torch.cuda.Event:
+        """The event behind that copy, of ``size`` bytes."""
+        if begun is None:
+            return stream.record_event()
+        ended = stream.record_event(torch.cuda.Event(enable_timing=True))
+        self._coming.append((size, begun, ended))
+        return ended
+
+    def add(self, size: int, seconds: float) -> None:
+        """Count a copy that was made at once."""
+        if self._watched:
+            self._done = self._done[0] + size, self._done[1] + seconds
 
 
-class Copier(Protocol):
+class Copier:
     """Moves a group's bytes to the device."""
 
-    @property
-    def link(self) -> Meter:
-        """Return what has crossed."""
-
-    def extend(self, groups: Iterable[Group]) -> None:
-        """Be able to copy ``groups``, too, which need not be those that it was made for."""
+    def __init__(self, link: LinkMeter | None = None) -> None:
+        self.link = link or LinkMeter()
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
-        """Begin to copy into ``slot``, once the event ``after`` (or None) has come; returns its end.
+        """Begin to copy into ``slot``, once the event ``after`` (or None) has come; return its end.
 
         Copies are made in the order of the calls. An error may be raised here or by the event's ``wait``.
         """
+        raise NotImplementedError
+
+    def extend(self, groups: Iterable[Group]) -> None:
+        """Prepare to copy ``groups``, too: nothing, unless a copier was made for certain groups."""
 
     def close(self) -> None:
         """Let go of threads and registered pages, once what was started has been copied. Again: nothing."""
@@ -78,21 +113,14 @@ class Ring:
     count: int
     device: torch.device
     copier: Copier
-    crossings: int = 0
-    """How many groups have crossed so far."""
+    transfers: int = 0
+    """Groups transferred so far."""
     _slots: list[_Slot] = field(default_factory=list)
     _there: dict[int, _Slot] = field(default_factory=dict)
     """The slot of each group that is in one."""
     _orders: dict[tuple[int, bool, bool], dict[int, int]] = field(default_factory=dict)
 
-    bytes: int = field(init=False)
-    """What all slots take."""
-
     def __post_init__(self) -> None:
-        self.bytes = self.slot_bytes * self.count
-        self._make_slots()
-
-    def _make_slots(self) -> None:
         self._slots = [
             _Slot(torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device))
             for _ in range(min(max(self.count, 1), len(self.groups)))
@@ -108,7 +136,7 @@ class Ring:
         are needed first; without it the next pass begins at group 0. Groups may be asked for in any order,
         one at a time; only the time that it takes depends on it.
 
-        Raises what the copy raised; the group crosses again when it is asked for again.
+        Raises what the copy raised; the group is transferred again when it is asked for again.
         """
         slot = self._there.get(index)
         if slot is None:
@@ -126,7 +154,7 @@ class Ring:
         return slot.buffer
 
     def give_back(self, index: int, forward: bool, turns: bool) -> None:
-        """What the current stream was asked to do with group ``index`` so far is all that needs its slot."""
+        """Free the slot of group ``index`` once the current stream has done what it was asked so far."""
         slot = self._there[index]
         slot.busy = False
         slot.free = self._event()
@@ -168,7 +196,7 @@ class Ring:
         latest.ready = self.copier.start(self.groups[coming], latest.buffer, latest.free)
         latest.holds = coming
         self._there[coming] = latest
-        self.crossings += 1
+        self.transfers += 1
         return latest
 
     def _forget(self, slot: _Slot) -> None:
@@ -177,7 +205,7 @@ class Ring:
         slot.holds = None
 
     def _order(self, now: int, forward: bool, turns: bool) -> dict[int, int]:
-        """When each group is needed after ``now``, in steps from it, soonest first."""
+        """Return in how many steps after ``now`` each group is needed, soonest first."""
         known = self._orders.get((now, forward, turns))
         if known is not None:
             return known

@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ktbridge.experts.gpu.placement import padded
-from ktbridge.experts.gpu.triton_kernels import numbers_of, within
+from ktbridge.experts.gpu.placement import pad_rank
+from ktbridge.experts.gpu.triton_kernels import gating_numbers, within
 from ktbridge.experts.weights import SILU, Gating
 
 if TYPE_CHECKING:
-    from ktbridge.experts.gpu.operations import Into, Seen, Weighing
+    from ktbridge.experts.gpu.operations import GradientTargets, LoraInputs, RowWeights
 
 _WINDOW = 32  # rows that a program of the thin products has
 _ROWS = 64  # that LoRA gradients take at a time
@@ -179,7 +179,7 @@ def activation_thin(
         )
         _activation_thin[(triton.cdiv(len(gate_up), _WINDOW),)](
             gate_up, below, ends, out, len(gate_up), experts, inner, wide, *steps,
-            *numbers_of(gating), turned, unit, triton.next_power_of_2(experts), _thin(wide), _WINDOW,
+            *gating_numbers(gating), turned, unit, triton.next_power_of_2(experts), _thin(wide), _WINDOW,
             64, num_warps=4 if wide <= 64 else 8, num_stages=3,
         )  # fmt: skip
     return out
@@ -276,7 +276,7 @@ def _activation_backward_thin(  # type: ignore[no-untyped-def]
 def activation_backward_thin(
     gate_up: torch.Tensor,
     d_h: torch.Tensor,
-    weighing: Weighing,
+    weighing: RowWeights,
     above: torch.Tensor,
     ends: torch.Tensor,
     below: torch.Tensor | None = None,
@@ -299,7 +299,7 @@ def activation_backward_thin(
         _activation_backward_thin[(triton.cdiv(rows, _WINDOW),)](
             gate_up, d_h, weighing.weights, weighing.slots, more, above, below, ends, out, h,
             weighing.gradients, rows, len(weighing.weights), experts, wide, h_wide, *steps, *h_steps,
-            *numbers_of(gating), turned, unit, h_turned, h_unit, triton.next_power_of_2(experts),
+            *gating_numbers(gating), turned, unit, h_turned, h_unit, triton.next_power_of_2(experts),
             _thin(wide), _thin(h_wide), _WINDOW, 64, num_warps=4 if wide <= 64 else 8, num_stages=2,
         )  # fmt: skip
     return out, h
@@ -366,7 +366,7 @@ def write_borders(
     order: torch.Tensor | None = None,
     first: int = 0,
 ) -> None:
-    half = padded(rank)
+    half = pad_rank(rank)
     hidden, inner = gate_up.shape[2] - 2 * half, down.shape[2] - half
     given = [lora[name].contiguous() if name in lora else None for name in _NAMES]
     if len(down) and rank:
@@ -455,16 +455,16 @@ def _gradient(  # type: ignore[no-untyped-def]
 
 
 def lora_gradients(
-    seen: Seen,
+    seen: LoraInputs,
     thin_x: torch.Tensor,
     h: torch.Tensor,
     d: torch.Tensor,
     d_gate_up: torch.Tensor,
-    weighing: Weighing,
+    weighing: RowWeights,
     ends: torch.Tensor,
-    into: Into,
+    into: GradientTargets,
 ) -> None:
-    half = padded(into.rank)
+    half = pad_rank(into.rank)
     hidden, inner = d.shape[1] - half, h.shape[1] - half
     weighed = weighing.weights, weighing.slots
     plain = None, None

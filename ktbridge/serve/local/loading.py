@@ -13,10 +13,15 @@ from transformers import PreTrainedModel
 
 from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.errors import ProblemsError
-from ktbridge.experts.inject import load_expert_lora, wrap_experts
-from ktbridge.experts.load_adapter import acting, copy_nonexpert, place
-from ktbridge.experts.loading import load_for_kernels, load_tokenizer
-from ktbridge.experts.nonexpert_lora import adaptable, inject_lora
+from ktbridge.experts.inject import wrap_experts
+from ktbridge.experts.load_adapter import (
+    copy_nonexpert,
+    effective_settings,
+    load_expert_lora,
+    match_modules,
+)
+from ktbridge.experts.load_model import load_for_kernels, load_tokenizer
+from ktbridge.experts.lora_targets import find_lora_targets, inject_lora
 from ktbridge.machine import read_machine
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.plan import ServePlan
@@ -68,14 +73,14 @@ def _load_nonexpert(model: PreTrainedModel, adapters: Mapping[str, Adapter]) -> 
     ``adapters``: PEFT's name for it -> adapter. Returns the layers that now have LoRA, each with a
     switch of its own. Raises ProblemsError for what has no place in the model.
     """
-    found = adaptable(model)
-    placed = {slot: place(adapter, model, found) for slot, adapter in adapters.items()}
+    found = find_lora_targets(model)
+    placed = {slot: match_modules(adapter, model, found) for slot, adapter in adapters.items()}
     if problems := [problem for _, problems in placed.values() for problem in problems]:
         raise ProblemsError("the non-expert LoRA does not match the base model.", problems)
     for slot, (start, _) in placed.items():
         # The modules come from the tensors' keys, not from target_modules, so that a pattern
         # cannot reach more or fewer modules than were trained.
-        config = LoraConfig(inference_mode=True, **acting(start.adapter))
+        config = LoraConfig(inference_mode=True, **effective_settings(start.adapter))
         inject_lora(model, start.modules, found, config, slot)
         copy_nonexpert(model, start, slot)
     tuned: list[LoraLayer] = [m for m in model.modules() if isinstance(m, LoraLayer)]

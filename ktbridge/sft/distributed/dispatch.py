@@ -2,7 +2,7 @@
 
 All ranks make the same calls in the same order. Each call starts with a row of whole numbers from every
 rank, so ranks out of step stop with an error before tokens of different layers are mixed. Gradient
-checkpointing repeats nothing here: outputs are kept and handed out again (``experts.checkpointing``).
+checkpointing repeats nothing here: outputs are kept and handed out again (``experts.recompute``).
 
 Scale: DDP and FSDP2 average gradients over W ranks, and the trainers scale losses for that. The expert
 LoRA's gradient is a sum over all tokens, so rank 0 runs backward on d_out / W, and multiplies what goes
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts import checkpointing, crossing
+from ktbridge.experts import autograd, recompute
 from ktbridge.experts.compat import graph_is_kept
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.sft.distributed.group import collect, distribute, exchange
@@ -57,7 +57,7 @@ def run_experts(
     hidden [T, H] bfloat16, ids [T, K] int64, weights [T, K] float32 -> [T, H] bfloat16; T is each rank's
     own and may be 0. Raises ``KtbridgeError`` when the ranks are not at the same call, or one is lost.
     """
-    call = _Call(layer, ids, checkpointing.replayed())
+    call = _Call(layer, ids, recompute.replayed())
     if call.replayed is not None:
         call.training = True
         if is_main():
@@ -81,17 +81,17 @@ class _Dispatched(torch.autograd.Function):
         if call.replayed is not None:
             out = call.replayed if crosses else call.replayed.clone()
         else:
-            out = _forward(call, *crossing.to_host(hidden, call.ids, weights))
+            out = _forward(call, *autograd.to_host(hidden, call.ids, weights))
             # What stays on the CPU is the caller's, who may change it in place.
-            checkpointing.record(out if crosses else out.clone())
-        return crossing.to_device(out, hidden.device)
+            recompute.record(out if crosses else out.clone())
+        return autograd.to_device(out, hidden.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        (d_out,) = crossing.to_host(d_out.to(torch.bfloat16))
+        (d_out,) = autograd.to_host(d_out.to(torch.bfloat16))
         d_hidden, d_weights = (
-            crossing.to_device(d, ctx.device) for d in _backward(ctx.call, d_out)
+            autograd.to_device(d, ctx.device) for d in _backward(ctx.call, d_out)
         )
         return None, None, d_hidden, d_weights
 
@@ -146,7 +146,7 @@ def _forward(
         # a checkpointed layer around it, which would count it and find nothing of it the second time.
         with (
             torch.set_grad_enabled(call.training),
-            checkpointing.aside(),
+            recompute.unrecorded(),
             saved_tensors_hooks(_as_it_is, _as_it_is),
         ):
             inputs = [whole[0].requires_grad_(call.training), whole[1]]

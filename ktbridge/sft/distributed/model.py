@@ -7,9 +7,8 @@ from types import MethodType
 import torch
 from torch import distributed, nn
 
-from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.layer import MoELoRAExperts, expert_layers
 from ktbridge.experts.modules import experts_modules
-from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.compat import leave_out_of_ddp
 from ktbridge.sft.distributed.dispatch import run_experts
 from ktbridge.sft.distributed.group import explain_lost_rank, group

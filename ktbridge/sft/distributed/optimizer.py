@@ -21,8 +21,8 @@ from torch import distributed, nn
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.masters import gradients_norm
+from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.modules import vision_towers
-from ktbridge.experts.wrapped_layers import expert_layers
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
 from ktbridge.sft.distributed.model import expert_names, full, replicated_lora
 from ktbridge.sft.launch import world

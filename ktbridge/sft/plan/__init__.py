@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ktbridge.adapter.quantise import STORAGES
-from ktbridge.experts.gpu.probe import NO_KERNEL, ONE_BY_ONE, loops
+from ktbridge.experts.gpu.probe import NO_KERNEL, ONE_BY_ONE, loops_over_experts
 from ktbridge.files.publish import CACHE
 from ktbridge.files.sizes import size_text
 from ktbridge.install import has_linear_attention_kernels, linear_attention_gaps
@@ -226,7 +226,9 @@ def _notes(
             f"what is listed here, each other process {each} of memory and its GPU's parts "
             "(docs/several-gpus.md)"
         )
-    if setting.placed and (old := [each for each in target.capabilities if loops(each)]):
+    if setting.placed and (
+        old := [each for each in target.capabilities if loops_over_experts(each)]
+    ):
         models = ", ".join(sorted({f"sm{each.replace('.', '')}" for each in old}))
         yield f"the GPU is {models}: {ONE_BY_ONE}; {NO_KERNEL}"
     if any(name.startswith("linear_attn.") for layer in shape.layers for name in layer.linears):

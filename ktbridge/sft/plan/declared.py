@@ -228,13 +228,13 @@ def _shapes(path: Path) -> dict[str, Shape]:
         import torch
         import transformers
 
-        from ktbridge.experts.loading import model_config, readable_load_errors, skeleton
+        from ktbridge.experts.load_model import make_skeleton, model_config, readable_load_errors
     except ModuleNotFoundError as error:
         raise KtbridgeError(
             f"{path} has no weights, and without them sizes come from transformers, which needs {error.name}",
             install_hint("train"),
         ) from error
-    model = skeleton(path)
+    model = make_skeleton(path)
     named = read_json_file(path / "config.json").get("architectures")
     cls: Any = (
         getattr(transformers, str(named[0]), None) if isinstance(named, list) and named else None

@@ -137,7 +137,7 @@ def fitted_lengths(
 def _tokenizer(config: TrainConfig, base: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
     """The model's tokenizer if training can use it, else the reason why not."""
     try:
-        from ktbridge.experts.loading import load_tokenizer
+        from ktbridge.experts.load_model import load_tokenizer
     except ImportError as error:
         return None, f"{error.name} is not installed"
     try:

@@ -95,12 +95,12 @@ def measure_costs(setting: Setting, limits: Limits) -> Costs | None:
     """
     import torch
 
-    from ktbridge.experts.gpu.operations import has_cores
-    from ktbridge.experts.gpu.probes import costs_of, time_experts, time_update
+    from ktbridge.experts.gpu.operations import has_tensor_cores
+    from ktbridge.experts.gpu.timing import combine_costs, time_experts, time_update
     from ktbridge.experts.layer import MoELoRAExperts
     from ktbridge.sft.plan.outside import measure_outside
 
-    if not torch.cuda.is_available() or not has_cores(torch.device("cuda")):
+    if not torch.cuda.is_available() or not has_tensor_cores(torch.device("cuda")):
         return None
     device, config = torch.device("cuda"), setting.config
     most = probe_tokens(limits)
@@ -117,7 +117,7 @@ def measure_costs(setting: Setting, limits: Limits) -> Costs | None:
     short = times_cpu(setting, limits)
     experts = time_experts(layer, device, size.top_k, most, free=max(1, limits.free), cpu=short)
     update = time_update(device), time_update(torch.device("cpu"))
-    return costs_of(experts, outside, update, 1 + config.forwards_alone)
+    return combine_costs(experts, outside, update, 1 + config.forwards_alone)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _steps(
     """Seconds of the kernels over all layers, in a step's first micro-batch and in others; of an update."""
     import torch
 
-    from ktbridge.experts.expert_call import kernel_seconds
+    from ktbridge.experts.autograd import kernel_seconds
 
     trained = [parameter for layer in layers for parameter in layer.parameters()]
     if not trained:  # the experts have no LoRA: as many weights as others may have stand for these

@@ -163,7 +163,7 @@ def nonexpert_lora_elements(setting: Setting) -> int:
 
 
 def lora_paths(setting: Setting, layer: LayerShape) -> frozenset[str]:
-    """Paths in a layer that non-expert LoRA goes to, as ``ktbridge.experts.nonexpert_lora`` chooses them."""
+    """Paths in a layer that non-expert LoRA goes to, as ``ktbridge.experts.lora_targets`` chooses them."""
     family = family_of(setting.shape.config.model_type)
     served = family.nonexpert_targets if family else ()
     taken: set[str] = set()
@@ -201,7 +201,7 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
     if setting.placed is not None:
         step = math.ceil(setting.step_rows * setting.sides * setting.lengths.mean)
         limits = Limits(0, 0, 0, 0, step, outside_bytes(setting).kept)
-        spared = setting.placed.spared(setting.expert_sizes, limits)
+        spared = setting.placed.overlapped_gradient_bytes(setting.expert_sizes, limits)
         how += "; the gradients come as activations go" if spared else ""
     if lora:
         yield Part("expert LoRA", masters, 16 * lora - spared, how)

@@ -18,7 +18,7 @@ from ktbridge.sft.plan.memory import Setting
 if TYPE_CHECKING:
     import torch
 
-    from ktbridge.experts.gpu.probes import OutsideTimes
+    from ktbridge.experts.gpu.timing import OutsideTimes
 
 _LAYERS = 4  # timed, after the first and the dense ones: with linear attention one in four is of another kind
 
@@ -68,13 +68,13 @@ def measure_outside(setting: Setting, tokens: int) -> OutsideTimes | None:
 def outside_times(
     model: Any, setting: Setting, sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> OutsideTimes:
-    """Time a run's ``model`` without its routed experts, with trl's loss (``probes.time_outside``).
+    """Time a run's ``model`` without its routed experts, with trl's loss (``timing.time_outside``).
 
     The model is as before: its fused head is there while it is timed.
     """
     from trl.trainer import add_fused_lm_head
 
-    from ktbridge.experts.gpu.probes import time_outside
+    from ktbridge.experts.gpu.timing import time_outside
 
     asked = {"dpo": ("log_probs",), "kto": ("log_probs", "entropy", "mean_logits")}
     # What trl's trainers have it compute beside the loss.
@@ -111,8 +111,8 @@ def _first_layers(setting: Setting, layers: int, device: torch.device) -> Any:
     import torch
     from torch import nn
 
-    from ktbridge.experts import checkpointing
-    from ktbridge.experts.loading import model_class, model_config
+    from ktbridge.experts import recompute
+    from ktbridge.experts.load_model import model_class, model_config
     from ktbridge.experts.modules import experts_modules
     from ktbridge.sft.attach import attach_linear_lora
     from ktbridge.sft.compat import set_attention
@@ -150,5 +150,5 @@ def _first_layers(setting: Setting, layers: int, device: torch.device) -> Any:
             tensor.zero_()
     tuned = attach_linear_lora(model, config)
     if not config.disable_gradient_checkpointing:
-        checkpointing.enable(tuned)
+        recompute.enable(tuned)
     return tuned.train()

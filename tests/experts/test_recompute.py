@@ -8,8 +8,8 @@ from moefamilies import randomise
 from tinymoe import tiny_model
 from torch.utils.checkpoint import checkpoint
 
-from ktbridge.experts import checkpointing
-from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.experts import recompute
+from ktbridge.experts.layer import expert_layers
 from ktbridge.sft import wrap_experts
 
 IDS = torch.arange(60).reshape(3, 20) % 64
@@ -23,7 +23,7 @@ def trained(checkpointed, passes=1, on_gpu=False, **options):
     layers = list(expert_layers(model).values())
     randomise(torch.nn.ModuleList(layers), torch.Generator().manual_seed(7))
     if checkpointed:
-        checkpointing.enable(model)
+        recompute.enable(model)
     executor = give(layers, groups=2, slots=1) if on_gpu else None
     counting = [count(layer) for layer in layers]
     torch.manual_seed(4)
@@ -32,7 +32,7 @@ def trained(checkpointed, passes=1, on_gpu=False, **options):
         loss.backward(retain_graph=turn + 1 < passes)
     named = model.named_parameters()
     found = {name: value.grad for name, value in named if value.grad is not None}
-    runs = executor.ring.crossings if executor else sum(each.runs for each in counting)
+    runs = executor.ring.transfers if executor else sum(each.runs for each in counting)
     return {"loss": loss.detach(), **found}, runs
 
 
@@ -84,10 +84,10 @@ def test_a_second_backward_through_a_kept_graph_replays_again():
 
 def test_without_gradients_nothing_is_recorded():
     model = wrap_experts(tiny_model(), lora_rank=4).train()
-    checkpointing.enable(model)
+    recompute.enable(model)
     with torch.no_grad():
         model(IDS)
-    assert checkpointing.replayed() is None
+    assert recompute.replayed() is None
     assert not model.config.use_cache
 
 
@@ -104,7 +104,7 @@ def test_an_output_changed_in_place_is_replayed_as_it_was():
         layer.zero_grad()
         x = hidden.clone().requires_grad_()
         if checkpointed:
-            out = checkpoint(region, x, use_reentrant=False, context_fn=checkpointing.contexts)
+            out = checkpoint(region, x, use_reentrant=False, context_fn=recompute.contexts)
         else:
             out = region(x)
         for turn in range(2):  # replayed twice

@@ -1,62 +1,41 @@
-"""One call of the expert kernels: what forward and backward share, bound to autograd."""
+"""The expert kernels in autograd: one call, its tensors' way to the host and back, and a GPU stream's queue.
+
+A training step with attention on a GPU launches some ten thousand small operations, which takes Python about
+as long as half of the experts' work. A call that waits for its inputs makes the two take turns; one that
+the stream itself starts (``queue``), between the copies to the host and back, lets them overlap.
+
+The price is that results on the CPU come later than the call that asks for them: LoRA gradients are
+there when ``backward()`` returns, and a failure is raised there or by the stream's next call. So whoever
+switches it on promises to change the LoRA only after a backward pass.
+"""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import functools
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing, compat, crossing, queued
-from ktbridge.experts.dropout import Dropout
-from ktbridge.experts.weights import PROJECTIONS, SILU, ExpertWeights
+from ktbridge.experts import compat, recompute
+from ktbridge.experts.lora import Lora, LoraUse, accumulates, addresses_of, float_zeros
+from ktbridge.experts.weights import SILU, ExpertWeights
 from ktbridge.kernel_choice import choose_isa, choose_threads, places
 
-LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
 AT_ONCE = (0, 0)
 """In the place of a launcher and its stream."""
 Saved = _kernels.Job | None
 """What a forward left for its backward, once a stream has come to it where it was queued."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """A layer's LoRA as one call uses it: tensors [E, ...] by name, α / r, and what is dropped of its inputs.
-
-    What is kept is not scaled: with dropout ``scale`` is α / r / (1 - p).
-    """
-
-    tensors: dict[str, torch.Tensor]
-    scale: float
-    dropout: Dropout | None = None
-    tokens: torch.Tensor | None = None
-    """Which tokens [T] have it, bool; None: all. Without a backward."""
-
-    def arguments(self) -> tuple[list[int], int, float]:
-        """Addresses, rank and scale as the kernels take them."""
-        rank = next((t.shape[1] for name, t in self.tensors.items() if name.endswith("_a")), 0)
-        return _addresses(self.tensors), rank, self.scale if self.tensors else 0.0
-
-
-@dataclass(frozen=True)
-class LoraUse:
-    """How one call uses a layer's LoRA: all of ``Lora`` but its tensors."""
-
-    names: tuple[str, ...]
-    scale: float
-    dropout: Dropout | None
-    tokens: torch.Tensor | None = None
-
-    def of(self, tensors: Iterable[torch.Tensor]) -> Lora:
-        """With ``tensors``, which are in the order of ``names``."""
-        named = dict(zip(self.names, tensors, strict=True))
-        return Lora(named, self.scale, self.dropout, self.tokens)
 
 
 def run_forward(
@@ -81,7 +60,7 @@ def run_forward(
         0 if lora.tokens is None else lora.tokens.data_ptr(),
     )
     if stream is not None:
-        return queued.queue(stream, kernels.forward, arguments, (owner, inputs, out, lora))
+        return queue(stream, kernels.forward, arguments, (owner, inputs, out, lora))
     with counted():
         return kernels.forward(*AT_ONCE, *arguments)
 
@@ -102,23 +81,17 @@ def run_backward(
     gradients are added to ``targets``, float32 by name.
     """
     addresses = (tensor.data_ptr() for tensor in tensors)
-    arguments: tuple[Any, ...] = (saved, last, *lora.arguments(), *addresses, _addresses(targets))
+    arguments: tuple[Any, ...] = (saved, last, *lora.arguments(), *addresses, addresses_of(targets))
     if stream is not None:
-        queued.queue(stream, kernels.backward, arguments, (owner, tensors, lora, targets))
+        queue(stream, kernels.backward, arguments, (owner, tensors, lora, targets))
         return
     with counted():
         kernels.backward(*AT_ONCE, *arguments)
 
 
-def _addresses(tensors: Mapping[str, torch.Tensor | None]) -> list[int]:
-    """By ``LORA_NAMES``; 0 where there is no tensor."""
-    found = (tensors.get(name) for name in LORA_NAMES)
-    return [0 if tensor is None else tensor.data_ptr() for tensor in found]
-
-
 @dataclass
 class ExpertCall:
-    """What one forward and its backward share besides tensors.
+    """State that one forward and its backward share besides tensors.
 
     The kernels hold addresses only, so the weights go along, to outlive the module in autograd.
     """
@@ -153,28 +126,28 @@ class ExpertFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.parameters, ctx.device = lora, hidden.device
         used = call.used.of(parameter.contiguous() for parameter in lora)
-        crosses = hidden.device.type != "cpu"
+        on_gpu = hidden.device.type != "cpu"
         if call.replayed is not None:
-            out = call.replayed if crosses else call.replayed.clone()
+            out = call.replayed if on_gpu else call.replayed.clone()
         else:
-            ahead = call.ahead and crosses and call.keep != _kernels.Keep.nothing
-            host, ids, weights = crossing.to_host(hidden, topk_ids, topk_weights, wait=not ahead)
-            out = crossing.host_empty(hidden, crosses)
+            ahead = call.ahead and on_gpu and call.keep != _kernels.Keep.nothing
+            host, ids, weights = to_host(hidden, topk_ids, topk_weights, wait=not ahead)
+            out = host_empty(hidden, on_gpu)
             call.queued = ahead
             stream = torch.cuda.current_stream(hidden.device) if ahead else None
             call.saved = run_forward(
                 call.layer, stream, (host, ids, weights), out, used, call.keep, call
             )
             # What stays on the CPU is the caller's, who may change it in place.
-            checkpointing.record(out if crosses else out.clone())
-            if call.saved is not None and crosses:
+            recompute.record(out if on_gpu else out.clone())
+            if call.saved is not None and on_gpu:
                 call.host = host, weights
         if call.keep != _kernels.Keep.nothing:
             ctx.call = call
             # A second forward saves what the first one did: checkpointing pairs them.
-            own = () if crosses else (hidden, topk_weights)
+            own = () if on_gpu else (hidden, topk_weights)
             ctx.save_for_backward(*own, *used.tensors.values())
-        return crossing.to_device(out, hidden.device)
+        return to_device(out, hidden.device)
 
     @staticmethod
     @once_differentiable
@@ -184,10 +157,10 @@ class ExpertFunction(torch.autograd.Function):
         assert call.saved is not None  # autograd refuses a second backward above
         hidden, topk_weights, *lora = (*call.host, *kept)
         hidden, topk_weights = hidden.contiguous(), topk_weights.contiguous()
-        (d_out,) = crossing.to_host(d_out.to(torch.bfloat16), wait=not call.queued)
-        crosses = ctx.device.type != "cpu"
-        d_hidden = crossing.host_empty(hidden, crosses)
-        d_weights = crossing.host_empty(topk_weights, crosses)
+        (d_out,) = to_host(d_out.to(torch.bfloat16), wait=not call.queued)
+        on_gpu = ctx.device.type != "cpu"
+        d_hidden = host_empty(hidden, on_gpu)
+        d_weights = host_empty(topk_weights, on_gpu)
         # Where each gradient is accumulated, and what is returned to autograd.
         targets: dict[str, torch.Tensor | None] = {}
         returned: list[torch.Tensor | None] = []
@@ -206,18 +179,18 @@ class ExpertFunction(torch.autograd.Function):
         run_backward(call.layer, stream, call.saved, tensors, used, targets, last, call)
         if stream is not None:
             if any(gradient is not None for gradient in returned):
-                queued.finish(stream)  # autograd adds these up at once
+                finish_jobs(stream)  # autograd adds these up at once
             else:
-                queued.finish_after_backward(stream)
+                finish_after_backward(stream)
         if last:
             # Like saved tensors: a loss that lives on doesn't hold the activations.
             call.saved, call.host = None, ()
-        there = (crossing.to_device(d, ctx.device) for d in (d_hidden, d_weights))
+        there = (to_device(d, ctx.device) for d in (d_hidden, d_weights))
         return None, next(there), None, next(there), *returned
 
 
 def kernels_of(weights: Sequence[ExpertWeights], isa: str, threads: int | None) -> _kernels.Layer:
-    """The kernels of gate, up and down; the caller keeps ``weights`` alive as long.
+    """Make the kernels of gate, up and down; the caller keeps ``weights`` alive as long.
 
     Raises ``UsageError`` where they can't start.
     """
@@ -254,7 +227,7 @@ _seconds = 0.0
 
 def kernel_seconds() -> float:
     """Seconds that this process has spent in the expert kernels so far, forward and backward."""
-    return _seconds + queued.seconds()
+    return _seconds + seconds()
 
 
 @contextmanager
@@ -267,27 +240,134 @@ def counted() -> Iterator[None]:
         _seconds += time.perf_counter() - started
 
 
-def float_zeros(shape: Sequence[int]) -> torch.Tensor:
-    """float32 on the CPU whatever torch's defaults are: the kernels only get its address."""
-    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+def to_host(*tensors: torch.Tensor, wait: bool = True) -> tuple[torch.Tensor, ...]:
+    """Return contiguous tensors on the CPU; those that are there already are not copied.
 
+    Copies go through pinned memory, which torch's own caching allocator hands out again and again, so a
+    transfer costs what PCIe costs: 2 MiB each way for 512 tokens of 2,048 features.
 
-def accumulates(parameter: torch.Tensor, reduced: bool = True) -> bool:
-    """Return whether backward may add to ``parameter.grad`` itself, without bypassing a hook or a reducer.
-
-    ``reduced``: in a process group of several, a reducer may be waiting for it, which is a hook unseen.
+    All are on one device. They are ready to be read, or with ``wait=False`` when the current stream has
+    come so far.
     """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    hooks = compat.has_gradient_hooks(parameter)
-    if hooks or not parameter.is_leaf or not parameter.is_contiguous():
-        return False
-    if reduced and distributed and torch.distributed.get_world_size() > 1:
-        return False
-    grad = parameter.grad
-    return grad is None or (
-        grad.dtype == torch.float32
-        and grad.device == parameter.device
-        and grad.layout == torch.strided
-        and grad.is_contiguous()
-        and not grad.requires_grad
+    if tensors[0].device.type == "cpu":
+        return tuple(tensor.contiguous() for tensor in tensors)
+    copies = tuple(
+        host_empty(tensor, pinned=True).copy_(tensor.contiguous(), non_blocking=True)
+        for tensor in tensors
     )
+    if wait:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies
+
+
+def host_empty(like: torch.Tensor, pinned: bool) -> torch.Tensor:
+    """Return uninitialized CPU memory in the shape and dtype of ``like``, pinned for transfers."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``tensor`` on ``device``, in the order of the current stream: the host does not wait."""
+    return tensor.to(device, non_blocking=True)
+
+
+class CudaStream(Protocol):
+    """The part of torch.cuda.Stream that a queue needs."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+    def synchronize(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Queued:
+    alive: object
+    """What must live until the job has run: the kernels know it by address."""
+    job: _kernels.Job | None = None
+    ended: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.ended or (self.job is not None and bool(self.job.done))
+
+
+_queued: defaultdict[CudaStream, deque[_Queued]] = defaultdict(deque)
+"""What each stream was given and hasn't been looked at since; a stream runs its jobs in order."""
+_lock = threading.Lock()  # autograd has a thread for each GPU
+_seconds = 0.0
+
+
+@functools.cache
+def launcher() -> int:
+    """The address of the driver's cuLaunchHostFunc. Raises OSError where there is no driver."""
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address
+    return address
+
+
+def queue(
+    stream: CudaStream,
+    start: Callable[..., _kernels.Job],
+    arguments: tuple[Any, ...],
+    alive: object,
+) -> _kernels.Job:
+    """Return the job of ``start(cuLaunchHostFunc, stream, *arguments)``; ``alive`` is kept until it has run.
+
+    Raises what ``start`` raises, and what an earlier job of the stream raised and nobody has seen yet.
+    """
+    _settle(stream)  # first, for what is queued must not be forgotten because of another's failure
+    # Kept before the start: an interrupt right after it must not free what the job works on.
+    entry = _Queued(alive)
+    with _lock:
+        _queued[stream].append(entry)
+    try:
+        entry.job = start(launcher(), stream.cuda_stream, *arguments)
+    except Exception:
+        with _lock:
+            _queued[stream].remove(entry)
+        raise
+    return entry.job
+
+
+def finish_jobs(stream: CudaStream) -> None:
+    """Wait for the jobs of ``stream``. Raises what the first of them that failed raised."""
+    with _lock:
+        asked = tuple(_queued[stream])
+    stream.synchronize()
+    for entry in asked:
+        entry.ended = True
+    _settle(stream)
+
+
+def finish_after_backward(stream: CudaStream) -> None:
+    """Call ``finish_jobs`` once, before the backward pass that is running returns to its caller."""
+    compat.after_backward(stream, lambda: finish_jobs(stream))
+
+
+def seconds() -> float:
+    """Seconds that queued jobs have taken, of those that are known to be done."""
+    return _seconds
+
+
+def _settle(stream: CudaStream) -> None:
+    """Let go of the jobs of ``stream`` that are over. Raises what the first that failed raised."""
+    global _seconds
+    over = []
+    with _lock:
+        entries = _queued[stream]
+        while entries and entries[0].over:
+            over.append(entries.popleft())
+        jobs = [entry.job for entry in over if entry.job is not None]
+        _seconds += sum(job.seconds for job in jobs)
+    for job in jobs:
+        job.check()
+
+
+@atexit.register
+def _let_jobs_end() -> None:
+    """Wait for all jobs before the interpreter frees what they work on."""
+    with _lock:
+        waiting = [stream for stream, entries in _queued.items() if entries]
+    for stream in waiting:
+        with suppress(RuntimeError):  # a GPU that has failed runs no more of them
+            stream.synchronize()

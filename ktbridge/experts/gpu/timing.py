@@ -1,4 +1,4 @@
-"""What a placement is chosen by, measured in some seconds on this machine: ``Costs`` of a run's own layers.
+"""Timing of what a placement is chosen by: ``Costs`` of a run's own layers, in some seconds on this machine.
 
 Three things work beside each other, so they are timed apart: the link by copies of a group's own pages, the
 GPU by the seconds that its kernels have in torch's profiler, and the host by small inputs, for which starting
@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -19,22 +19,20 @@ from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ktbridge.experts.gpu.copying import copier_for
-from ktbridge.experts.gpu.executor import GpuExperts
-from ktbridge.experts.gpu.gpu_call import OnGpu
-from ktbridge.experts.gpu.layer_math import Bordered
-from ktbridge.experts.gpu.layout import Group, layer_groups
+from ktbridge.experts.gpu.copying import make_copier
+from ktbridge.experts.gpu.executor import GpuBinding, GpuExperts
+from ktbridge.experts.gpu.layer_math import BorderedMatrices
+from ktbridge.experts.gpu.layout import Group, group_experts, unpack_group
 from ktbridge.experts.gpu.masters import clip_to_norm
 from ktbridge.experts.gpu.placement import (
     MICRO_BATCH_SECONDS,
     STEP_SECONDS,
     Costs,
     Line,
+    Placement,
 )
 from ktbridge.experts.gpu.ring import Copier
-from ktbridge.experts.gpu.unpack import unpack
-from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.experts.wrapped_layers import expert_layers
+from ktbridge.experts.layer import MoELoRAExperts, expert_layers
 
 MOST_TOKENS = 16384
 """Tokens timed; more take in proportion."""
@@ -79,7 +77,7 @@ class OutsideTimes:
     """GPU memory that a token takes at the peak of forward and backward; None: not known."""
 
 
-def costs_of(
+def combine_costs(
     experts: LayerTimes,
     outside: OutsideTimes,
     update: tuple[tuple[float, float], tuple[float, float]],
@@ -131,30 +129,32 @@ def time_experts(
     )
     part = _part(layer, range(count))
     share, top_k = count / layer.num_experts, min(top_k, count)
-    (group,) = layer_groups(part.weights, 1 << 40)
-    copier, _ = copier_for([group], device)
+    (group,) = group_experts(part.weights, 1 << 40)
+    copier, _ = make_copier([group], device)
     experts = GpuExperts(
         {0: part.weights},
         device,
         part.lora_rank,
-        slot_bytes=group.bytes,
-        slots=1,
-        copier=copier,
-        resident=[0],
+        Placement(tokens, slot_bytes=group.bytes, slots=1, resident=(0,)),
+        copier,
     )
     try:
         on_cpu = None
         if cpu:
             few = min(tokens, _CPU_TOKENS)
             size = max(1, round(few * share))
-            forward, backward = _run(part, top_k, size, torch.device("cpu"), waited)
+            forward, backward = _run(part, top_k, size, torch.device("cpu"), seconds_waited)
             on_cpu = Line(0.0, (forward + backward) / share / few)
-        part.gpu = OnGpu(experts, 0)
+        part.gpu = GpuBinding(experts, 0)
         part.move_lora(device)
         large = max(2 * _FEW, round(min(tokens, MOST_TOKENS) * share))
         found = [
             _run(part, top_k, size, device, timing)
-            for size, timing in ((_FEW, waited), (large // 2, busy), (large, busy))
+            for size, timing in (
+                (_FEW, seconds_waited),
+                (large // 2, seconds_busy),
+                (large, seconds_busy),
+            )
         ]
         rows = [size * top_k for size in (large // 2, large)]
         # Of as many rows an expert as in the layer; what doesn't grow with them is started once.
@@ -193,7 +193,9 @@ def time_outside(
             model.train()
             for number, (rows, length) in enumerate(sizes):
                 ids = torch.ones(rows, length, dtype=torch.int64, device=device)
-                found.append(_outside(hidden, whole, ids, device, busy if number else waited))
+                found.append(
+                    _outside(hidden, whole, ids, device, seconds_busy if number else seconds_waited)
+                )
     finally:
         model.train(training)
         for parameter, gradient in zip(trained, gradients, strict=True):
@@ -216,15 +218,15 @@ def time_update(device: torch.device) -> tuple[float, float]:
     return clipping / value.numel(), median_seconds(optimizer.step, device) / value.numel()
 
 
-def waited(once: Callable[[], object], device: torch.device) -> float:
+def seconds_waited(once: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of some runs, the device waited for.
 
     Not of the median: a second backward adds where the first wrote, by kernels that are compiled then.
     """
-    return min(seconds_of(once, device, 3))
+    return min(time_runs(once, device, 3))
 
 
-def busy(once: Callable[[], object], device: torch.device) -> float:
+def seconds_busy(once: Callable[[], object], device: torch.device) -> float:
     """Seconds that ``device`` computes in a run, however long the host takes to start that.
 
     Of the second one: kernels of libraries are compiled, and tried against each other, at a shape's first.
@@ -242,15 +244,15 @@ def busy(once: Callable[[], object], device: torch.device) -> float:
         )
         if found:  # else the driver lets nobody look
             return float(found) / 1e6
-    return min(seconds_of(once, device, 1))
+    return min(time_runs(once, device, 1))
 
 
 def median_seconds(once: Callable[[], object], device: torch.device) -> float:
     """The median of some runs after one to warm up."""
-    return median(seconds_of(once, device, 1 + _REPEATS)[1:])
+    return median(time_runs(once, device, 1 + _REPEATS)[1:])
 
 
-def seconds_of(once: Callable[[], object], device: torch.device, runs: int) -> list[float]:
+def time_runs(once: Callable[[], object], device: torch.device, runs: int) -> list[float]:
     """Seconds of each of some runs, the device waited for."""
     taken = []
     for _ in range(runs):
@@ -315,19 +317,7 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
 def _part(layer: MoELoRAExperts, experts: Sequence[int]) -> MoELoRAExperts:
     """A layer of some of the ``experts`` of ``layer``, with a LoRA of its own."""
     gate, up, down = (each.only(experts) for each in layer.weights)
-    return MoELoRAExperts.from_tensors(
-        gate,
-        up,
-        down,
-        lora_rank=layer.lora_rank,
-        lora_alpha=layer.lora_alpha,
-        isa=layer.isa,
-        threads=layer.threads,
-        lora_targets=layer.lora_targets,
-        activation=layer.activation,
-        accumulate_grad=True,
-        lora_dropout=layer.lora_dropout.p,
-    )
+    return MoELoRAExperts(gate, up, down, replace(layer.options, accumulate_grad=True))
 
 
 def _run(
@@ -363,8 +353,8 @@ def _transfers(
 
     link = group.bytes / median_seconds(copy, device)
     sizes = len(group.experts), layer.hidden_size, layer.intermediate_size
-    into = Bordered.empty(*sizes, layer.lora_rank, device)
-    seconds = median_seconds(lambda: unpack(group, raw, layer.weights, into), device)
+    into = BorderedMatrices.empty(*sizes, layer.lora_rank, device)
+    seconds = median_seconds(lambda: unpack_group(group, raw, layer.weights, into), device)
     return link, seconds / (6 * math.prod(sizes))
 
 

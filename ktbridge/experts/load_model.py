@@ -1,10 +1,15 @@
-"""A checkpoint into transformers, whole or not at all; its experts mapped where the kernels can read them.
+"""Loading a checkpoint into transformers; its experts are mapped where the kernels can read them.
 
 The routed experts stay on the CPU, whatever device the rest goes to.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +18,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from tokenizers import AddedToken, Tokenizer
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -23,16 +29,19 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers import __version__ as transformers_version
+from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.adapter.keys import LAYER
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.experts import compat
-from ktbridge.experts.mapped import CantMap, MappedExperts, experts_left_out
-from ktbridge.experts.modules import LAYER, experts_modules, give_experts, keep_on_cpu
-from ktbridge.experts.tiktoken_file import has_only_tiktoken, kimi_tokenizer
+from ktbridge.experts.mapped import MappedExperts, UnmappableError, leave_experts_out
+from ktbridge.experts.modules import ModuleExperts, experts_modules
 from ktbridge.model import check_served, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 
@@ -58,7 +67,7 @@ CPU = torch.device("cpu")
 def load_model(
     path: Path, dtype: torch.dtype, attention: str | None = None, whole: bool = False
 ) -> PreTrainedModel:
-    """The language model in ``path`` on the CPU, experts and all, in eval mode, without gradients.
+    """Load the language model in ``path`` on the CPU, experts and all, in eval mode, without gradients.
 
     ``whole``: with the vision tower around it.
 
@@ -78,7 +87,7 @@ def load_for_kernels(
     attention: str | None = None,
     whole: bool = False,
 ) -> PreTrainedModel:
-    """The language model in ``path`` for ``wrap_experts``: experts mapped if the kernels can read them so.
+    """Load the language model in ``path`` for ``wrap_experts``; experts are mapped if kernels can read them.
 
     Else they are loaded, in bfloat16. ``dtype`` is that of everything else, ``device`` where it
     goes, ``experts`` names another checkpoint of the same experts to map, ``attention`` transformers'
@@ -88,12 +97,12 @@ def load_for_kernels(
     path = Path(path)
     try:
         return load_mapped(path, dtype, device, experts, attention, whole)
-    except CantMap:
+    except UnmappableError:
         if experts is not None:
             raise  # asked for by name, and the ones in `path` may be stored otherwise
         model = load_model(path, dtype, attention, whole)
     for _, module in experts_modules(model):
-        keep_on_cpu(module)
+        ModuleExperts(module).detach_loaded()
     nn.Module.to(model, device)
     return model
 
@@ -106,16 +115,16 @@ def load_mapped(
     attention: str | None = None,
     whole: bool = False,
 ) -> PreTrainedModel:
-    """The same without its routed experts, which ``wrap_experts`` then reads where the files have them.
+    """Load the model without its routed experts, which ``wrap_experts`` then reads where the files have them.
 
     ``dtype`` and ``device`` are those of everything else; the experts keep the checkpoint's storage.
-    Until it is wrapped the model can't run. Raises ``CantMap`` where the kernels can't read the checkpoint's
-    experts in place, and KtbridgeError as ``load_model`` does.
+    Until it is wrapped the model can't run. Raises ``UnmappableError`` where the kernels can't read the
+    checkpoint's experts in place, and KtbridgeError as ``load_model`` does.
     """
     mapped = MappedExperts(experts or path)
     with readable_load_errors(path):
         own, config = model_class(model_config(path), whole)
-        with experts_left_out(own) as cls:
+        with leave_experts_out(own) as cls:
             options = _unquantised(config, mapped) | _attending(attention)
             if device != CPU:
                 options["device_map"] = {"": device}
@@ -123,10 +132,10 @@ def load_mapped(
     for name, module in experts_modules(model):
         match = LAYER.search(name)
         if match is None:
-            raise CantMap(
+            raise UnmappableError(
                 f"{name} of {path} is not in a decoder layer", "load it with transformers"
             )
-        give_experts(module, mapped.layer(int(match.group(1))))
+        ModuleExperts(module).attach(mapped.layer(int(match.group(1))))
     object.__setattr__(model, "expert_files", mapped)  # not a tensor, whatever its type
     return model
 
@@ -142,7 +151,7 @@ def release_layers(model: torch.nn.Module, layers: Iterable[int]) -> None:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``path``. Raises KtbridgeError when it does not load.
+    """Load the tokenizer in ``path``. Raises KtbridgeError when it does not load.
 
     Without its files transformers would silently make an empty one.
     """
@@ -158,7 +167,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def model_config(path: Path) -> PreTrainedConfig:
-    """transformers' configuration of the model in ``path``, without running code that came with it."""
+    """Read transformers' configuration of the model in ``path``, without running code that came with it."""
     settings = read_json_file(path / "config.json")
     alias = _ALIASES.get(str(settings.get("model_type")))
     if alias is None:
@@ -169,14 +178,14 @@ def model_config(path: Path) -> PreTrainedConfig:
 def model_class(
     config: PreTrainedConfig, whole: bool = False
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class of a configuration's language model, and the part of the configuration it takes.
+    """Return the class of a configuration's language model, and the part of the configuration it takes.
 
     As transformers' own Auto classes choose: the text model alone where it can be had from a multimodal
     checkpoint, else the multimodal model around it; ``whole``: that one in any case.
     """
     text_first = (AutoModelForCausalLM, AutoModelForImageTextToText)
     for auto in text_first[::-1] if whole else text_first:
-        cls = compat.class_chosen_by(auto, config)
+        cls = compat.find_model_class(auto, config)
         if cls is not None:
             text = config.sub_configs.get("text_config")
             own = text is not None and cls.config_class == text
@@ -194,7 +203,7 @@ def _unquantised(config: PreTrainedConfig, mapped: MappedExperts) -> dict[str, o
         return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
     packed = [name for name in mapped.checkpoint if name.endswith((".weight_packed", "_blocks"))]
     if any(".experts." not in name for name in packed):
-        raise CantMap(
+        raise UnmappableError(
             f"{mapped.path} has packed weights outside its routed experts",
             "dequantise the checkpoint to bfloat16 first",
         )
@@ -245,8 +254,8 @@ def readable_load_errors(path: Path, what: str = "model") -> Iterator[None]:
         ) from error
 
 
-def skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
-    """The language model in ``base`` as its class makes it, all tensors on the "meta" device.
+def make_skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
+    """Make the language model in ``base`` as its class does, all tensors on the "meta" device.
 
     ``whole``: with the vision tower around it.
 
@@ -264,3 +273,123 @@ def skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
         cls, own = model_class(model_config(base), whole)
         with torch.device("meta"):
             return cls(own)
+
+
+# --- Kimi's tokenizer ---------------------------------------------------------------------------------
+#
+# Moonshot's models ship tiktoken's file (a line for each token: its bytes in base64, and its rank) and Python
+# code that says where text is split before tokens are merged. That code isn't run: the pattern is known here,
+# and compared with what the file says.
+
+FILE = "tiktoken.model"
+_CASED = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_START, _END = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+SPLITS = (
+    r"[\p{Han}]+",
+    rf"{_START}[\p{{Lu}}\p{{Lt}}{_CASED}*[\p{{Ll}}{_CASED}+{_END}",
+    rf"{_START}[\p{{Lu}}\p{{Lt}}{_CASED}+[\p{{Ll}}{_CASED}*{_END}",
+    r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    r"\s+",
+)
+"""Where text is split, the first that matches: ``pat_str`` of the published tokenization_kimi.py."""
+_RESERVED = 256
+"""Ids for special tokens that follow the ranks; those without a name are ``<|reserved_token_ID|>``."""
+
+
+def has_only_tiktoken(path: Path) -> bool:
+    """Return whether ``path`` has tiktoken's file and no tokenizer.json."""
+    return (path / FILE).is_file() and not (path / "tokenizer.json").is_file()
+
+
+def kimi_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Make the tokenizer of a Kimi checkpoint. Raises ``ProblemsError`` for a damaged or another one."""
+    settings = read_json_file(path / "tokenizer_config.json")
+    _check_splits(path, settings)
+    tokenizer: Tokenizer = _Ranks(vocab_file=str(path / FILE), pattern="|".join(SPLITS)).converted()
+    base = tokenizer.get_vocab_size()
+    named = settings.get("added_tokens_decoder")
+    added = {int(key): value for key, value in named.items()} if isinstance(named, dict) else {}
+    if below := [number for number in added if number < base]:
+        raise _unreadable(
+            path / "tokenizer_config.json", f"special token {below[0]} is one of {base} ranks"
+        )
+    end = max([base + _RESERVED, *(number + 1 for number in added)])
+    tokenizer.add_tokens([_special(added, number) for number in range(base, end)])
+    with tempfile.TemporaryDirectory() as made:
+        tokenizer.save(str(Path(made) / "tokenizer.json"))
+        kept = {
+            key: value
+            for key, value in settings.items()
+            if key not in ("auto_map", "tokenizer_class")
+        }
+        if not isinstance(kept.get("model_max_length"), int):
+            kept.pop("model_max_length", None)  # 10^30: none
+        (Path(made) / "tokenizer_config.json").write_text(json.dumps(kept), encoding="utf-8")
+        if (path / "chat_template.jinja").is_file():
+            shutil.copy(path / "chat_template.jinja", made)
+        made_here = PreTrainedTokenizerFast.from_pretrained(made)
+    made_here.name_or_path = str(path)
+    return made_here
+
+
+def _special(added: dict[int, dict[str, object]], number: int) -> AddedToken:
+    token = added.get(number, {"content": f"<|reserved_token_{number}|>", "special": True})
+    return AddedToken(
+        str(token["content"]), special=bool(token.get("special", True)), normalized=False
+    )
+
+
+def _check_splits(path: Path, settings: dict[str, object]) -> None:
+    """Raise where the checkpoint's own code splits text otherwise, or doesn't say how."""
+    code = [file for file in path.glob("tokenization_*.py") if file.is_file()]
+    if not code and "kimi" in str(settings.get("auto_map")):
+        return
+    if not any(all(part in file.read_text("utf-8") for part in SPLITS) for file in code):
+        where = (
+            ", ".join(file.name for file in code) or "no tokenization_*.py, nor kimi in auto_map"
+        )
+        raise ProblemsError(
+            f"the tokenizer in {path} can't be built from {FILE}.",
+            [
+                problem(
+                    "KTC060", str(path), f"{where}: other splits than Kimi's", "Kimi's tokenizer"
+                )
+            ],
+        )
+
+
+def _unreadable(path: Path, found: str) -> ProblemsError:
+    return ProblemsError(
+        f"the tokenizer in {path.parent} can't be built from {FILE}.",
+        [
+            problem(
+                "KTC061",
+                str(path),
+                found,
+                "tiktoken's ranks 0, 1, 2, … and special tokens above them",
+            )
+        ],
+    )
+
+
+class _Ranks(TikTokenConverter):
+    """transformers' converter, which would need tiktoken's package to read the file."""
+
+    @staticmethod
+    def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
+        ranks: dict[bytes, int] = {}
+        path = Path(tiktoken_url)
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error) as error:
+                raise _unreadable(path, f"line {number} is {line[:40]!r}") from error
+        if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+            raise _unreadable(path, f"{len(ranks)} tokens, with ranks left out or twice there")
+        return ranks

@@ -19,8 +19,8 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
-from ktbridge.experts import checkpointing
-from ktbridge.experts.dropout import Dropout, Mask
+from ktbridge.experts import recompute
+from ktbridge.experts.lora import Dropout, Mask
 
 TOLERANCE = 0.008  # as without
 SHAPES = [
@@ -106,7 +106,7 @@ def test_a_checkpointed_region_drops_the_same_again_and_what_follows_it_too(on_g
         return torch.nn.functional.dropout(layer(x, ids, routing), 0.3).sin()
 
     found = []
-    for contexts in (None, checkpointing.contexts, torch.utils.checkpoint.noop_context_fn):
+    for contexts in (None, recompute.contexts, torch.utils.checkpoint.noop_context_fn):
         layer.zero_grad()
         torch.manual_seed(3)
         x = hidden.clone().requires_grad_()

@@ -12,15 +12,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ktbridge.experts import nonexpert_lora
-from ktbridge.experts.nonexpert_lora import MasterLinear, convert_masters
+from ktbridge.experts import lora_targets
+from ktbridge.experts.lora_targets import MasterLinear, convert_masters
 
 OPTIONS = {"r": 8, "lora_alpha": 24, "target_modules": ["proj"], "init_lora_weights": False}
 
 
 @pytest.fixture(autouse=True)
 def _also_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nonexpert_lora, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(lora_targets, "_DEVICES", ("cpu", "cuda"))
 
 
 def adapted(**options: Any) -> Any:
@@ -123,7 +123,7 @@ def test_three_launches_forward_and_five_backward(monkeypatch: pytest.MonkeyPatc
     def one(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left @ right  # torch has the product in float32 as one operation on a GPU alone
 
-    monkeypatch.setattr(nonexpert_lora, "_product_in", one)
+    monkeypatch.setattr(lora_targets, "_product_in", one)
     model = adapted(lora_alpha=16)
     convert_masters(model)
     parts = [p for p in model.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""LoRA on modules beside the routed experts: which they are, how PEFT puts it there, how a GPU computes it.
+"""Targets of non-expert LoRA: choosing them, PEFT's LoRA on just these, and its products on a GPU.
 
 PEFT translates names for families whose experts were single modules before transformers 5: a target called
 gate_proj, up_proj or down_proj becomes LoRA on the fused experts, whose LoRA is ours, though shared
@@ -25,10 +25,11 @@ from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
+from ktbridge.adapter.keys import LAYER
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import compat
-from ktbridge.experts.changes import state_of
-from ktbridge.experts.modules import LAYER, experts_modules
+from ktbridge.experts.compat import parameter_state
+from ktbridge.experts.modules import experts_modules
 from ktbridge.model import Family, family_of
 from ktbridge.model.families import UNREACHED
 
@@ -36,8 +37,8 @@ _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
 
 
 @dataclass(frozen=True)
-class Adaptable:
-    """What non-expert LoRA can attach to: full module names in the order of the model.
+class LoraTargets:
+    """Modules that non-expert LoRA can attach to: full names in the order of the model.
 
     ``decoder`` is the list of layers that the routed experts are in ("model.layers"). ``linears`` are
     the linear modules in it outside the routed experts, ``routers`` what chooses among those by a
@@ -53,7 +54,7 @@ class Adaptable:
         return self.linears + self.routers
 
 
-def adaptable(model: nn.Module) -> Adaptable:
+def find_lora_targets(model: nn.Module) -> LoraTargets:
     """Return what non-expert LoRA can attach to in a model that isn't wrapped yet."""
     experts = dict(experts_modules(model))
     decoders = {name[: match.start(1) - 1] for name in experts if (match := LAYER.search(name))}
@@ -78,11 +79,11 @@ def adaptable(model: nn.Module) -> Adaptable:
             routers.append(name)
         elif isinstance(module, nn.Linear) and not UNREACHED.search(name):
             linears.append(name)
-    return Adaptable(decoder, tuple(linears), tuple(routers))
+    return LoraTargets(decoder, tuple(linears), tuple(routers))
 
 
 def _is_router(name: str, module: nn.Module, experts: Mapping[str, nn.Module]) -> bool:
-    """Whether a module beside experts, or one in it ("gate.wg"), has a row of weights for each of them."""
+    """Return whether a module beside experts, or one in it ("gate.wg"), has a row of weights for each."""
     block = name.rpartition(".")[0]
     if block.endswith((".gate", ".router")):
         block = block.rpartition(".")[0]
@@ -95,8 +96,10 @@ def _is_router(name: str, module: nn.Module, experts: Mapping[str, nn.Module]) -
     )
 
 
-def chosen_modules(model: nn.Module, found: Adaptable, targets: Collection[str]) -> tuple[str, ...]:
-    """Full names of what ``lora_target`` means in a model. Raises UsageError for what it doesn't have."""
+def choose_modules(
+    model: nn.Module, found: LoraTargets, targets: Collection[str]
+) -> tuple[str, ...]:
+    """Choose the full names that ``lora_target`` means in a model. Raises UsageError for unknown ones."""
     family = _family(model)
     unserved = {*left_out_of_all(model, found)}
     taken: set[str] = set()
@@ -104,7 +107,7 @@ def chosen_modules(model: nn.Module, found: Adaptable, targets: Collection[str])
     for target in targets:
         hits = {name for name in found.modules if is_named(target, name)}
         if target == "all":
-            hits = {name for name in found.linears if in_layer(name) not in unserved}
+            hits = {name for name in found.linears if path_in_layer(name) not in unserved}
         elif not hits and target not in (*_EXPERT_NAMES, *(family.names if family else ())):
             missing.append(target)
         taken |= hits
@@ -123,17 +126,17 @@ def _family(model: nn.Module) -> Family | None:
     return family_of(model.config.model_type)
 
 
-def left_out_of_all(model: nn.Module, found: Adaptable) -> list[str]:
+def left_out_of_all(model: nn.Module, found: LoraTargets) -> list[str]:
     """Linear modules ("mlp.gate_proj") that "all" doesn't mean: SGLang-KT applies no LoRA there."""
     family = _family(model)
     served = family.nonexpert_targets if family else ()
-    return sorted({in_layer(name) for name in found.linears} - {*served}) if served else []
+    return sorted({path_in_layer(name) for name in found.linears} - {*served}) if served else []
 
 
-def as_peft_finds_them(
-    model: nn.Module, names: Collection[str], found: Adaptable, lora: LoraConfig
+def peft_targets(
+    model: nn.Module, names: Collection[str], found: LoraTargets, lora: LoraConfig
 ) -> dict[str, set[str] | list[str] | str | None]:
-    """target_modules and target_parameters with which PEFT finds ``names``, given the whole model.
+    """Return target_modules and target_parameters with which PEFT finds ``names``, given the whole model.
 
     Names that it would take for the routed experts' are listed as parameters, which it uses unchanged:
     the tensors are the same.
@@ -157,7 +160,7 @@ def as_peft_finds_them(
 
 
 def _taken_for_experts(model: nn.Module, name: str, lora: LoraConfig) -> bool:
-    """Whether PEFT turns a target module of this name into LoRA on the fused experts, or refuses it."""
+    """Return whether PEFT turns a target of this name into LoRA on the fused experts, or refuses it."""
     asked = copy.deepcopy(lora)
     asked.target_modules = [name]
     try:
@@ -174,7 +177,7 @@ def _shortest(paths: Iterable[str], every: Collection[str], with_own: bool) -> s
     """
     whole = {*paths}
     own = [{*own_names(whole)}] if with_own else []
-    for ends in (*own, {in_layer(path) for path in whole}):
+    for ends in (*own, {path_in_layer(path) for path in whole}):
         if {name for name in every if any(is_named(end, name) for end in ends)} <= whole:
             return ends
     return whole
@@ -185,7 +188,7 @@ def is_named(target: str, module: str) -> bool:
     return module == target or module.endswith(f".{target}")
 
 
-def in_layer(name: str) -> str:
+def path_in_layer(name: str) -> str:
     """A module's path within its layer ("self_attn.q_proj")."""
     match = LAYER.search(name)
     return name[match.end() :] if match else name
@@ -202,15 +205,15 @@ class TunedModel(PeftModelForCausalLM):
     """
 
     def __init__(
-        self, model: PreTrainedModel, lora: LoraConfig, names: Collection[str], found: Adaptable
+        self, model: PreTrainedModel, lora: LoraConfig, names: Collection[str], found: LoraTargets
     ) -> None:
-        targets = as_peft_finds_them(model, names, found, lora)
+        targets = peft_targets(model, names, found, lora)
         super().__init__(model, _without_targets(lora))
         self._chosen = (tuple(names), found, targets)
         self._inject("default", lora)
 
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **options: Any) -> None:
-        """As PEFT's, but for where it goes. The adapter that is active stays so, and is what is trained."""
+        """Add an adapter to the same modules. The adapter that is active stays so, and is what is trained."""
         active = self.active_adapters
         super().add_adapter(adapter_name, _without_targets(peft_config), *args, **options)
         self._inject(adapter_name, peft_config)
@@ -233,7 +236,7 @@ def _without_targets(lora: LoraConfig) -> LoraConfig:
 def inject_lora(
     model: nn.Module,
     names: Collection[str],
-    found: Adaptable,
+    found: LoraTargets,
     lora: LoraConfig,
     adapter_name: str = "default",
 ) -> None:
@@ -284,14 +287,14 @@ class MasterLinear(Linear):
     keeps_copies = True
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """As PEFT's, but for rounding; PEFT's own for whatever isn't plain LoRA."""
+        """Compute as PEFT does, but for rounding; by PEFT's own method for whatever isn't plain LoRA."""
         plain = None if args or kwargs else self._plain(x)
         if plain is None:
             result: torch.Tensor = super().forward(x, *args, **kwargs)
             return result
         name, weight, bias, masters = plain
         if self.keeps_copies:
-            copies = copies_of(masters, x.dtype)
+            copies = cached_copies(masters, x.dtype)
         else:
             copies = [master.detach().to(x.dtype) for master in masters]
         dropout = self.lora_dropout[name]
@@ -411,8 +414,8 @@ _copies: MutableMapping[torch.Tensor, tuple[tuple[int, ...], torch.Tensor]] = (
 """Parameter -> its state when it was copied, and the copy."""
 
 
-def copies_of(masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """``masters`` in ``dtype``, converted only if they have changed since.
+def cached_copies(masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return ``masters`` in ``dtype``, converted only if they have changed since.
 
     Then all that have changed are, in one go: a model's LoRA changes together, once in an optimizer step.
     """
@@ -424,14 +427,17 @@ def copies_of(masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch
             _renew()
             for master in masters:
                 if master.dtype != dtype and _kept(master, dtype) is None:
-                    _copies[master] = state_of([master]), master.detach().to(dtype, copy=True)
-        return copies_of(masters, dtype)
+                    _copies[master] = (
+                        parameter_state([master]),
+                        master.detach().to(dtype, copy=True),
+                    )
+        return cached_copies(masters, dtype)
     return [each for each in found if each is not None]
 
 
 def _kept(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     state, kept = _copies.get(master, ((), master))
-    return kept if kept.dtype == dtype and state == state_of([master]) else None
+    return kept if kept.dtype == dtype and state == parameter_state([master]) else None
 
 
 def _renew() -> None:
@@ -440,12 +446,12 @@ def _renew() -> None:
     for master, (state, kept) in list(_copies.items()):
         if (master.shape, master.device) != (kept.shape, kept.device):
             del _copies[master]
-        elif state != state_of([master]):
+        elif state != parameter_state([master]):
             groups[master.device, kept.dtype].append(master)
     for changed in groups.values():
         torch._foreach_copy_([_copies[each][1] for each in changed], changed)
         for master in changed:
-            _copies[master] = state_of([master]), _copies[master][1]
+            _copies[master] = parameter_state([master]), _copies[master][1]
 
 
 def convert_masters(model: nn.Module, keep_copies: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What a finished run leaves: the trained parameters of a model as a raw adapter."""
+"""Saving the trained parameters of a model as a raw adapter."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.adapter.keys import fused_key
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.layer import MoELoRAExperts, lora_shapes
-from ktbridge.experts.nonexpert_lora import is_named
-from ktbridge.experts.tensors import from_torch
-from ktbridge.experts.wrapped_layers import expert_layers, trained_elsewhere
+from ktbridge.experts.layer import MoELoRAExperts, expert_layers, find_layers
+from ktbridge.experts.lora import from_torch, lora_shapes
+from ktbridge.experts.lora_targets import is_named
 from ktbridge.files.publish import fsync_directory
 
 _PEFT = "base_model.model."
@@ -36,7 +35,7 @@ Values = Mapping[str, torch.Tensor]
 
 
 def expert_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The fused expert LoRA of a wrapped model: ``layers.{L}.experts.{gate,up,down}_lora_{a,b}``, bf16.
+    """Return fused expert LoRA of a wrapped model: ``layers.{L}.experts.{gate,up,down}_lora_{a,b}``, bf16.
 
     Layouts know all six or none, so a projection outside ``lora_targets`` is written as zeros, which is
     what it adds.
@@ -57,7 +56,7 @@ def expert_tensors(model: nn.Module) -> dict[str, Tensor]:
 def nonexpert_tensors(
     model: nn.Module, adapter_name: str = "default", values: Values | None = None
 ) -> dict[str, Tensor]:
-    """The LoRA that PEFT trained, under PEFT's own keys (``….lora_A.weight``), bf16."""
+    """Return the LoRA that PEFT trained, under PEFT's own keys (``….lora_A.weight``), bf16."""
     tensors = {}
     for name, parameter in model.named_parameters():
         if f".lora_A.{adapter_name}." in name or f".lora_B.{adapter_name}." in name:
@@ -79,7 +78,7 @@ def save_raw_adapter(
 ) -> None:
     """Write the expert LoRA and the PEFT LoRA of a wrapped model as one raw adapter directory.
 
-    The model may have either half alone. ``base_model`` is the base's name or path, by default the one that
+    The model may have one of them alone. ``base_model`` is the base's name or path, by default the one that
     the model was loaded from. Published complete or not at all, ``extra_files`` with it (see
     ``ktbridge.adapter.write_raw_adapter``). ``overwrite`` replaces an adapter that is there. ``training`` is
     what the manifest says of the run.
@@ -91,14 +90,14 @@ def save_raw_adapter(
     _write(model, directory, named, overwrite=overwrite, extra_files=extra_files, training=training)
 
 
-def save_beside(
+def save_into(
     model: nn.Module,
     directory: str | Path,
     base_model: str | None = None,
     values: Values | None = None,
     training: Mapping[str, object] | None = None,
 ) -> None:
-    """A raw adapter as ``save_pretrained`` saves: beside what a directory holds, over an older one.
+    """Write a raw adapter as ``save_pretrained`` does: beside what a directory holds, over an older one.
 
     The manifest is put in last, and an older one is taken away first. ``base_model`` is the base's name or
     path, by default the model's own, which may be empty; ``values`` the trained parameters', by default
@@ -143,7 +142,7 @@ def _write(
 
 
 def required_base_name(model: nn.Module, given: str | None, asked_by: str) -> str:
-    """``given``, or else the model's own ``base_name``. Raises ``KtbridgeError`` where there is neither.
+    """Return ``given``, else the model's own ``base_name``. Raises ``KtbridgeError`` if there is neither.
 
     ``asked_by`` is the function or class that takes it as ``base_model``.
     """
@@ -156,7 +155,7 @@ def required_base_name(model: nn.Module, given: str | None, asked_by: str) -> st
 
 
 def base_name(model: nn.Module) -> str:
-    """The name or path that a model, or the one inside of a PeftModel, was loaded from; "" if it has none."""
+    """Return the name or path that a model, or the one in a PeftModel, was loaded from; "" if it has none."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         if config.base_model_name_or_path:
             return str(config.base_model_name_or_path)
@@ -175,7 +174,7 @@ def _first_layer(model: nn.Module) -> MoELoRAExperts:
 
 def _warn(model: nn.Module) -> None:
     """Warn of what a user would miss in the adapter."""
-    others = list(trained_elsewhere(model))
+    others = list(find_unsaved_parameters(model))
     if others:
         size = sum(parameter.numel() for _, parameter in others)
         warnings.warn(
@@ -200,7 +199,7 @@ def _peft_config(model: nn.Module, adapter_name: str) -> dict[str, Any]:
     """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list.
 
     It is in PEFT's own terms, and PEFT finds by it what was trained: modules whose names it takes for
-    routed experts' are in target_parameters (see ``nonexpert_lora``). Conversion lists all names.
+    routed experts' are in target_parameters (see ``lora_targets``). Conversion lists all names.
     What PEFT looked for and didn't find is left out: for "all-linear" or gate_proj it names the experts'
     parameters, with a rank of their own, and finds none where they were wrapped before.
     """
@@ -246,3 +245,12 @@ def _adapted(model: nn.Module) -> Iterator[str]:
             yield name
             # peft's ParamWrapper names its own; a linear module may be asked for by its parameter as well.
             yield f"{name}.{getattr(module, 'parameter_name', 'weight')}"
+
+
+def find_unsaved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters that are trained and are in no file of a raw adapter."""
+    experts = {id(parameter) for layer in find_layers(model) for parameter in layer.parameters()}
+    for name, parameter in model.named_parameters():
+        lora = ".lora_A." in name or ".lora_B." in name
+        if parameter.requires_grad and id(parameter) not in experts and not lora:
+            yield name, parameter

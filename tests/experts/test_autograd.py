@@ -18,7 +18,7 @@ import torch
 from expertmoe import Shape, make_inputs, make_layer
 
 from ktbridge import _kernels
-from ktbridge.experts import queued
+from ktbridge.experts import autograd
 
 SHAPE = Shape(experts=4, top_k=2, hidden=64, inner=32, tokens=8)
 LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -60,7 +60,7 @@ def launch(stream, function, data):
 @pytest.fixture(autouse=True)
 def played(monkeypatch):
     address = ctypes.cast(launch, ctypes.c_void_p).value
-    monkeypatch.setattr(queued, "launcher", lambda: address)
+    monkeypatch.setattr(autograd, "launcher", lambda: address)
 
 
 class Kept:
@@ -77,7 +77,7 @@ def forward(stream, layer, ids=None, out=None):
         *(tensor.data_ptr() for tensor in (*tensors, out)), _kernels.Keep.retain, (0, 0, 0),
     )  # fmt: skip
     watched = weakref.ref(kept)
-    queued.queue(stream, layer._layer.forward, arguments, (tensors, out, layer, kept))
+    autograd.queue(stream, layer._layer.forward, arguments, (tensors, out, layer, kept))
     return out, watched
 
 
@@ -89,21 +89,21 @@ def layer():
 def test_results_and_failures_come_when_the_stream_is_waited_for(layer):
     stream = Stream()
     expected = layer(*make_inputs(SHAPE))
-    before = queued.seconds()
+    before = autograd.seconds()
     out, watched = forward(stream, layer)
-    queued.finish(stream)
+    autograd.finish_jobs(stream)
     assert torch.equal(out, expected)
     assert watched() is None
-    assert queued.seconds() > before
+    assert autograd.seconds() > before
 
     stream.gate.clear()
     for number in (4, 5):  # there are experts 0 to 3
         forward(stream, layer, number)
     stream.gate.set()
     with pytest.raises(IndexError, match="holds 4 but"):
-        queued.finish(stream)
+        autograd.finish_jobs(stream)
     out, _ = forward(stream, layer)  # and that was all: a later pass has nothing to do with them
-    queued.finish(stream)
+    autograd.finish_jobs(stream)
     assert torch.equal(out, expected)
 
 
@@ -117,7 +117,7 @@ def test_a_failure_is_told_before_the_next_pass_is_queued(layer):
     stream.synchronize()
     assert not out.any()
     forward(stream, layer, out=out)
-    queued.finish(stream)
+    autograd.finish_jobs(stream)
     assert torch.equal(out, layer(*make_inputs(SHAPE)))
 
 
@@ -127,11 +127,11 @@ def test_a_stream_does_not_wait_for_another_to_tell_its_failure(layer):
     _, watched = forward(busy, layer)
     forward(failing, layer, 7)
     with pytest.raises(IndexError, match="holds 7 but"):
-        queued.finish(failing)
+        autograd.finish_jobs(failing)
     gc.collect()
     assert watched() is not None
     busy.gate.set()
-    queued.finish(busy)
+    autograd.finish_jobs(busy)
     assert watched() is None
 
 
@@ -151,13 +151,13 @@ def test_a_failed_forward_leaves_zeros_and_no_garbage(layer):
         *(each.data_ptr() for each in (*inputs, out)),
     )
     kept = _kernels.Keep.retain, (0, 0, 0)
-    job = queued.queue(stream, layer._layer.forward, (*arguments, *kept), inputs)
+    job = autograd.queue(stream, layer._layer.forward, (*arguments, *kept), inputs)
     addresses = [each.data_ptr() for each in (hidden, hidden, d_hidden, d_weights)]
     behind = (job, True, [0] * 6, 0, 0.0, *addresses, [0] * 6)
-    queued.queue(stream, layer._layer.backward, behind, (d_hidden, d_weights))
+    autograd.queue(stream, layer._layer.backward, behind, (d_hidden, d_weights))
     stream.gate.set()
     with pytest.raises(IndexError, match="holds 9 but"):
-        queued.finish(stream)
+        autograd.finish_jobs(stream)
     for filled in (out, d_hidden, d_weights):
         assert not filled.any()
 
@@ -184,7 +184,7 @@ def test_backward_waits_again_after_one_that_raised_half_way(layer):
 
     def queue_pass():
         ran.append(forward(stream, layer)[1])
-        queued.finish_after_backward(stream)
+        autograd.finish_after_backward(stream)
 
     x = torch.ones(1, requires_grad=True)
     with pytest.raises(ArithmeticError):
@@ -200,8 +200,8 @@ def test_backward_waits_again_after_one_that_raised_half_way(layer):
 def test_a_call_that_is_refused_keeps_nothing(layer):
     stream = Stream()
     with pytest.raises(TypeError):
-        queued.queue(stream, layer._layer.forward, ("no", "pass"), Kept())
-    assert not queued._queued[stream]
+        autograd.queue(stream, layer._layer.forward, ("no", "pass"), Kept())
+    assert not autograd._queued[stream]
 
 
 AT_EXIT = """
@@ -211,14 +211,14 @@ atexit.register(lambda: print(len(ran)))
 sys.path[:0] = [{tests!r}, {here!r}]
 import time
 import ktbridge.sft
-from ktbridge.experts import queued
+from ktbridge.experts import autograd
 class Stream:
     cuda_stream = 0
     def synchronize(self):
         time.sleep(0.01)
         ran.append(self)
-queued.launcher = int
-queued.queue(Stream(), lambda *a: type("Job", (), {{"done": False}})(), (), None)
+autograd.launcher = int
+autograd.queue(Stream(), lambda *a: type("Job", (), {{"done": False}})(), (), None)
 """
 
 
