@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ktbridge.document import Tone
@@ -23,7 +22,6 @@ from ktbridge.eval.results.compare import (
 from ktbridge.eval.results.types import (
     AXES_SHOWN,
     Axis,
-    Clause,
     Contrast,
     Numbers,
     PairCounts,
@@ -137,60 +135,46 @@ def summarize(results: Results) -> Verdict:
     none.
     """
     names = [card["name"] for card in results["arms"]]
+    first, last = names[0], names[-1]
     plan = results.get("plan")
     total = max(results["asked"], plan["items"] if plan else 0)
     over = f" over {results['valid']} of {total} items" if results["valid"] < total else ""
-    if len(names) < 2:
+    main = main_contrasts(results)
+    overall = {one["axis"]: one["verdict"] for one in main if one["slice"] == OVERALL}
+    said: list[_Said] = []
+    details: list[str] = []
+    if overall:
+        said = [
+            _contrast_texts(results, one) for one in _distinct(results, main) if one["headline"]
+        ]
+        pairs = [one for one in results["pairs"] if (one["of"], one["minus"]) == (last, first)]
+        said += [_pair_texts(one) for one in pairs]
+        # Whole axes before slices, and losses first among each.
+        said.sort(
+            key=lambda one: (one.of_slice, one.verdict != "dropped", one.verdict not in LOSSES)
+        )
+        line = f"{first} → {last}{over}: " + "; ".join(one.clause for one in said)
+        headline = f"From {first} to {last}{over}: " + "; ".join(one.sentence for one in said) + "."
+        details += _steps(results, names) + _unconfirmed_slices(results, main)
+        details += _missed(results, main) + _exploratory(results, names) + _judged(results, names)
+    elif len(names) > 1:
+        line = headline = "No item has an ok answer from every arm; nothing can be compared."
+    else:
         means = "; ".join(
-            f"{AXIS_WORDS[axis]} {table[OVERALL][names[0]]['mean']:.2f}"
+            f"{AXIS_WORDS[axis]} {table[OVERALL][first]['mean']:.2f}"
             for axis, table in results["tables"].items()
             if OVERALL in table
         )
         found = f"{means}{over}" if means else "no valid answers"
-        return make_verdict(
-            f"One arm ({', '.join(names) or 'none'}): {found}. Nothing to compare it with."
-        )
-    first, last = names[0], names[-1]
-    main = main_contrasts(results)
-    overall = {one["axis"]: one["verdict"] for one in main if one["slice"] == OVERALL}
-    if not overall:
-        return make_verdict("No item has an ok answer from every arm; nothing can be compared.")
-    named = [one for one in _distinct(results, main) if one["headline"]]
-    pairs = [one for one in results["pairs"] if (one["of"], one["minus"]) == (last, first)]
-    said = [_contrast_texts(results, one) for one in named] + [_pair_texts(one) for one in pairs]
-    # Whole axes before slices, and losses first among each.
-    said.sort(key=lambda one: (one.of_slice, one.verdict != "dropped", one.verdict not in LOSSES))
-    return make_verdict(
-        f"{first} → {last}{over}: " + "; ".join(one.clause for one in said),
-        f"From {first} to {last}{over}: " + "; ".join(one.sentence for one in said) + ".",
-        [
+        line = headline = f"One arm ({first}): {found}. Nothing to compare it with."
+    return {
+        "line": line,
+        "clauses": [
             {"text": one.clause, "verdict": one.verdict, "loss": one.verdict in LOSSES}
             for one in said
         ],
-        [
-            *_steps(results, names),
-            *_unconfirmed_slices(results, main),
-            *_missed(results, main),
-            *_exploratory(results, names),
-            *_judged(results, names),
-        ],
-        overall,
-    )
-
-
-def make_verdict(
-    line: str,
-    headline: str = "",
-    clauses: Sequence[Clause] = (),
-    details: Sequence[str] = (),
-    overall: Mapping[Axis, VerdictWord] = MappingProxyType({}),
-) -> Verdict:
-    """Return a verdict as results.json has it; without a headline the line is that, too."""
-    return {
-        "line": line,
-        "clauses": [*clauses],
-        "headline": headline or line,
-        "details": [*details],
+        "headline": headline,
+        "details": details,
         "persona": overall.get("persona"),
         "task": overall.get("task"),
         "judge": overall.get("judge"),
