@@ -25,8 +25,8 @@ _IN_EXTRAS = {
     "hub": "huggingface_hub tqdm",
     "gguf": "gguf",
     "liger": "liger_kernel",
-    "eval": "aiohttp jieba jinja2 jsonschema markupsafe pydantic regex rouge_score sacrebleu",
-    "serve": "accelerate fastapi h11 huggingface_hub jinja2 peft pydantic safetensors starlette tokenizers "
+    "eval": "aiohttp jieba jinja2 jsonschema markupsafe regex rouge_score sacrebleu",
+    "serve": "accelerate fastapi h11 huggingface_hub jinja2 peft safetensors starlette tokenizers "
     "torch transformers uvicorn",
     "train": "accelerate datasets huggingface_hub jinja2 matplotlib peft PIL pyarrow safetensors "
     "tokenizers torch transformers trl",

@@ -9,30 +9,32 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from ktbridge.adapter.dialects import READABLE
 from ktbridge.codes import Problems
 from ktbridge.errors import Problem, UsageError, did_you_mean
 from ktbridge.files.yamlfile import read_yaml, shown
 from ktbridge.sft.config import KtConfig, TrainConfig
-from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign
-from ktbridge.sft.config.reading import parse_keys
-from ktbridge.sft.config.values import (
+from ktbridge.sft.config.fields import (
     CONTRADICTION,
     MEANINGLESS,
     NOT_THERE,
     UNKNOWN,
     WRONG,
+    Count,
+    Flag,
+    Fraction,
+    Number,
+    Text,
+    UpTo4096,
     Values,
-    flag,
-    fraction,
-    number,
     one_of,
     option,
     options,
-    text,
-    whole,
 )
+from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign
+from ktbridge.sft.config.reading import parse_keys
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
 _NOTED = {
@@ -51,17 +53,17 @@ _KNOWN = {"kt_config", *options(TrainConfig), *options(KtConfig)}
 class InferenceConfig:
     """The keys that mean something, by LLaMA-Factory's names."""
 
-    model_name_or_path: str = option(text)
-    adapter_name_or_path: str | None = option(text, None)
-    adapter_format: str = option(one_of("auto", *READABLE), "auto")
-    infer_backend: str | None = option(one_of(*_ENGINES), None)
-    trust_remote_code: bool = option(flag, False)
-    cpu_infer: int | None = option(whole(0, 4096), None)
-    default_system: str | None = option(text, None)
-    do_sample: bool = option(flag, True)
-    temperature: float | None = option(number, None)
-    top_p: float | None = option(fraction, None)
-    max_new_tokens: int | None = option(whole(1), None)
+    model_name_or_path: Text = option()
+    adapter_name_or_path: Text | None = option(None)
+    adapter_format: Annotated[str, one_of("auto", *READABLE)] = option("auto")
+    infer_backend: Annotated[str, one_of(*_ENGINES)] | None = option(None)
+    trust_remote_code: Flag = option(False)
+    cpu_infer: UpTo4096 | None = option(None)
+    default_system: Text | None = option(None)
+    do_sample: Flag = option(True)
+    temperature: Number | None = option(None)
+    top_p: Fraction | None = option(None)
+    max_new_tokens: Count | None = option(None)
 
 
 @dataclass(frozen=True)

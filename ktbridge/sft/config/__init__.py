@@ -13,10 +13,9 @@ tools, paths.py what is relative to the file (and KTransformers' rule files), ch
 keys; findings.py collects what is wrong, reading.py combines them.
 """
 
-from ktbridge.sft.config.kt_schema import KtConfig
 from ktbridge.sft.config.paths import check_output_dir, check_writable
 from ktbridge.sft.config.reading import load_config, parse_config
-from ktbridge.sft.config.schema import TrainConfig
+from ktbridge.sft.config.schema import KtConfig, TrainConfig
 
 __all__ = [
     "KtConfig",

@@ -8,9 +8,8 @@ from ktbridge.codes import Problems
 from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.files.yamlfile import shown
 from ktbridge.machine import own_cpus
-from ktbridge.sft.config.kt_schema import QUANTISING, KtConfig
-from ktbridge.sft.config.schema import METRICS, SCHEDULERS, TrainConfig
-from ktbridge.sft.config.values import CONTRADICTION, options
+from ktbridge.sft.config.fields import CONTRADICTION, options
+from ktbridge.sft.config.schema import METRICS, QUANTISING, SCHEDULERS, KtConfig, TrainConfig
 
 _OF_STAGES = {
     "pref_beta": ("dpo", "kto"), "pref_ftx": ("dpo", "kto"), "pref_loss": ("dpo",),
@@ -40,7 +39,7 @@ def check(config: TrainConfig, given: Collection[str], problems: Problems) -> No
 
 def _needed(config: TrainConfig, problems: Problems) -> None:
     if not config.use_kt:
-        problems.error("use_kt", "false", "true", options(TrainConfig)["use_kt"].metadata["hint"])
+        problems.error("use_kt", "false", "true", options(TrainConfig)["use_kt"].hint)
     if not config.do_train and not config.do_predict:
         problems.error("do_train", "false", "true", "Or set do_predict: true.")
     if config.expert_rank > MAX_EXPERT_RANK:
@@ -207,7 +206,7 @@ def _check_prediction(config: TrainConfig, problems: Problems) -> None:
             code=CONTRADICTION,
         )
     if not config.predict_with_generate:
-        hint = options(TrainConfig)["predict_with_generate"].metadata["hint"]
+        hint = options(TrainConfig)["predict_with_generate"].hint
         problems.error(
             "predict_with_generate", "false with do_predict", "true", hint, CONTRADICTION
         )

@@ -20,8 +20,8 @@ import yaml
 from ktbridge.codes import Problems
 from ktbridge.files.yamlfile import shown
 from ktbridge.sft.config import lf_v1
-from ktbridge.sft.config.kt_schema import KtConfig
-from ktbridge.sft.config.values import CONTRADICTION, options
+from ktbridge.sft.config.fields import CONTRADICTION, options
+from ktbridge.sft.config.schema import KtConfig
 
 
 @dataclass(frozen=True)

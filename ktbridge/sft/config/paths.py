@@ -12,9 +12,9 @@ from ktbridge.codes import Problems
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.model.hub import repository
+from ktbridge.sft.config.fields import CONTRADICTION, NOT_THERE, Values
 from ktbridge.sft.config.lf_v1 import check_dataset
 from ktbridge.sft.config.schema import TrainConfig
-from ktbridge.sft.config.values import CONTRADICTION, NOT_THERE, Values
 
 _EXPERTS = "a safetensors checkpoint with the experts"
 ROWS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")

@@ -8,24 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
 from ktbridge.codes import Problems
 from ktbridge.errors import UsageError, did_you_mean
 from ktbridge.files.yamlfile import load_yaml, read_yaml, shown
+from ktbridge.schemas import check_fields
 from ktbridge.sft.config import lf_v1, paths
 from ktbridge.sft.config.checks import check
-from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign, moved
-from ktbridge.sft.config.kt_schema import KtConfig
-from ktbridge.sft.config.schema import TrainConfig
-from ktbridge.sft.config.values import (
+from ktbridge.sft.config.fields import (
     MEANINGLESS,
     NOT_GIVEN,
     UNKNOWN,
     WRONG,
-    Parser,
     Values,
+    file_model,
     options,
 )
+from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign, moved
+from ktbridge.sft.config.schema import KtConfig, TrainConfig
 from ktbridge.sft.launch import launch_problems
 
 _REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
@@ -106,36 +107,39 @@ def parse_keys(
 ) -> Values:
     """The values that ``cls`` knows, parsed; ``null`` is the same as leaving a key out.
 
-    Keys without a default that are missing are errors, but for those that are ``unneeded``.
+    Keys without a default that are missing are errors, but for those that are ``unneeded``. Python's word for
+    null ("max_samples: None") leaves a key out as well.
     """
-    known = options(cls)
+    known, model = options(cls), file_model(cls)
     given = {key: value for key, value in values.items() if value is not None or key not in known}
-    result: Values = {}
-    for key, value in foreign.take(given, known, prefix, problems).items():
-        if key not in known:
+    rest = foreign.take(given, known, prefix, problems)
+    parsed, faults = check_fields(model, rest)
+    for key, kind, _, expected in sorted(faults, key=lambda fault: [*rest].index(fault.key)):
+        value = rest[key]
+        if kind == "unknown":
             hint = _nearest(key, known, prefix)
             problems.error(f"{prefix}{key}", "unknown key", "", hint, code=UNKNOWN)
-            continue
-        try:
-            result[key] = known[key].metadata["parse"](value)
-        except ValueError as error:
-            if known[key].default is None and str(value).strip().lower() == "none":
-                continue  # Python's word for YAML's null, as in "max_samples: None"
-            hint = known[key].metadata["hint"] or _unquoted(value, known[key].metadata["parse"])
-            problems.error(f"{prefix}{key}", shown(value), str(error), hint)
-    for key, item in known.items():
-        if item.default is MISSING and key not in given and key not in unneeded:
+        elif known[key].default is not None or str(value).strip().lower() != "none":
+            hint = known[key].hint or _unquoted(key, value, model)
+            problems.error(f"{prefix}{key}", shown(value), expected, hint)
+    for key, option in known.items():
+        if option.default is MISSING and key not in given and key not in unneeded:
             problems.error(f"{prefix}{key}", "missing", "a value", code=NOT_GIVEN)
-    return result
+    if parsed is None:
+        wrong = {fault.key for fault in faults}
+        parsed = model.model_validate({key: rest[key] for key in rest if key not in wrong})
+    return {key: getattr(parsed, key) for key in known if key in parsed.model_fields_set}
 
 
-def _unquoted(value: object, parse: Parser) -> str:
+def _unquoted(key: str, value: object, model: type[BaseModel]) -> str:
     """The next step for a text that would be valid without its quotes."""
     if not isinstance(value, str):
         return ""
     try:
-        parse(load_yaml(value))
-    except (ValueError, yaml.YAMLError):
+        plain = load_yaml(value)
+    except yaml.YAMLError:
+        return ""
+    if plain is None or check_fields(model, {key: plain})[1]:
         return ""
     return f"Write {value.strip()} without quotes."
 
