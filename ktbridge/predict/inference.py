@@ -33,8 +33,8 @@ from ktbridge.sft.config.fields import (
     option,
     options,
 )
-from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign
-from ktbridge.sft.config.reading import parse_keys
+from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE, Foreign
+from ktbridge.sft.config.load import parse_keys
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
 _NOTED = {

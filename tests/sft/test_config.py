@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config, schema
 from ktbridge.sft.config.fields import options
-from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE
+from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE
 
 ROOT = Path(__file__).parents[2]
 

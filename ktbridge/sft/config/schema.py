@@ -482,9 +482,14 @@ class TrainConfig:
         return ATTENTION[self.flash_attn]
 
     @property
+    def holds_out(self) -> bool:
+        """Return whether there are held-out rows."""
+        return bool(self.eval_dataset or self.val_size)
+
+    @property
     def evaluates(self) -> bool:
         """Return whether there are held-out rows, and the run evaluates them."""
-        return self.do_eval and bool(self.eval_dataset or self.val_size)
+        return self.do_eval and self.holds_out
 
     @property
     def evaluates_first(self) -> bool:

@@ -1,7 +1,9 @@
 """Keys by other names, and keys of other tools.
 
 KTransformers' keys stood flat beside the others in one version of LLaMA-Factory, in accelerate's file in
-another, and in ``kt_config`` in a third; some had other names. ``moved`` puts each where it is read.
+another, and in ``kt_config`` in a third; some had other names. LLaMA-Factory's v1 has names of its own for
+some keys, and blocks (`peft_config`, `optim_config`, `lr_scheduler_config`) whose `name` chooses a method.
+``move_keys`` puts each where it is read.
 
 Unsupported keys of LLaMA-Factory, transformers and KTransformers are in foreign_keys.yaml, each with what to
 use instead. One is refused if ignoring it would change the trained adapter, noted if it would not, and
@@ -11,21 +13,20 @@ accepted silently if its value is what ktbridge does anyway.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
+from typing import NamedTuple
 
 import yaml
 
 from ktbridge.codes import Problems
 from ktbridge.files.yamlfile import shown
-from ktbridge.sft.config import lf_v1
 from ktbridge.sft.config.fields import CONTRADICTION, options
 from ktbridge.sft.config.schema import KtConfig
+from ktbridge.sft.launch import world
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """Keys that share one answer; a trailing * matches any ending."""
 
     keys: tuple[str, ...]
@@ -81,27 +82,15 @@ def _equal(value: object, idle: object) -> bool:
     return isinstance(value, bool) == isinstance(idle, bool) and value == idle
 
 
-def _tables() -> dict[str, Foreign]:
+def _read_table(name: str) -> Foreign:
     text = files(__package__).joinpath("foreign_keys.yaml").read_text("utf-8")
-    return {
-        name: Foreign(
-            Row(
-                tuple(row["keys"].split()),
-                row["why"],
-                row["instead"],
-                tuple(row.get("same", ())),
-                row.get("refused", False),
-            )
-            for row in rows
-        )
-        for name, rows in yaml.safe_load(text).items()
-    }
+    rows = [{**row, "keys": tuple(row["keys"].split())} for row in yaml.safe_load(text)[name]]
+    return Foreign(Row(**row) for row in rows)
 
 
-_TABLES = _tables()
-IN_BLOCK = _TABLES["in_block"]
+IN_BLOCK = _read_table("in_block")
 """Keys inside the kt_config block."""
-OUTSIDE = _TABLES["outside"]
+OUTSIDE = _read_table("outside")
 """Keys outside the block."""
 
 _ALIASES = {
@@ -124,7 +113,35 @@ _POLICIES = ("kt_activation_policy", "activation_policy")
 """{"cpu", "gpu"}, each "retain" or "recompute"; in the block or outside."""
 
 
-class _Place:
+RENAMED = {
+    "model": "model_name_or_path", "train_dataset": "dataset", "dist_timeout": "ddp_timeout",
+    "micro_batch_size": "per_device_train_batch_size",
+}  # fmt: skip
+"""v1's key -> its name here."""
+_BLOCKS = {
+    "peft_config": {
+        "name": "finetuning_type", "r": "lora_rank", "target_modules": "lora_target",
+        "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_rslora": "use_rslora",
+        "use_dora": "use_dora", "adapter_name_or_path": "adapter_name_or_path",
+    },
+    "optim_config": {
+        "name": "optim", "wd": "weight_decay", "weight_decay": "weight_decay", "eps": "adam_epsilon",
+        "lr": "learning_rate",
+    },
+    "lr_scheduler_config": {
+        "name": "lr_scheduler_type", "warmup_steps": "warmup_steps", "warmup_ratio": "warmup_ratio",
+        "num_warmup_steps": "warmup_steps",
+    },
+}  # fmt: skip
+"""Key of a block -> its name here."""
+_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adam": "adamw_torch_fused"}
+_REST = {"lr_scheduler_config": "lr_scheduler_kwargs"}
+"""Block -> the key that takes what else is in it."""
+_ATTENTION = {"eager": "disabled", "flash_attention_2": "fa2", "flash_attention_3": "fa3"}
+_GLOBAL, _CHECKPOINTING = "global_batch_size", "enable_activation_checkpointing"
+
+
+class _Keys:
     """Keys in their place, and the name each was given by."""
 
     def __init__(self, problems: Problems) -> None:
@@ -147,13 +164,13 @@ class _Place:
             )
 
 
-def moved(
+def move_keys(
     values: Mapping[str, object], block: Mapping[str, object], problems: Problems
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """``values`` and the block with every key in its place; contradictions become errors."""
-    outside, inside = _Place(problems), _Place(problems)
+    """Return ``values`` and the block with every key in its place; contradictions become errors."""
+    outside, inside = _Keys(problems), _Keys(problems)
     policies: list[tuple[str, object]] = []
-    for key, value in lf_v1.take(values, outside.put, problems).items():
+    for key, value in _take_v1(values, outside, problems).items():
         if key in _POLICIES:
             policies.append((key, value))
         elif key in _FLAT:
@@ -173,7 +190,7 @@ def moved(
     return outside.values, inside.values
 
 
-def _policy(outside: _Place, key: str, value: object, problems: Problems) -> None:
+def _policy(outside: _Keys, key: str, value: object, problems: Problems) -> None:
     if value is None:
         return
     modes = ("retain", "recompute")
@@ -188,3 +205,92 @@ def _policy(outside: _Place, key: str, value: object, problems: Problems) -> Non
         outside.put("kt_cpu_activation", value["cpu"], key)
     if "gpu" in value:
         outside.put("disable_gradient_checkpointing", value["gpu"] == "retain", key)
+
+
+def names_of(key: str) -> Iterator[tuple[str, str]]:
+    """Yield where a v1 file may have the value of ``key``: the block ("": none) and the name in it."""
+    for theirs, ours in RENAMED.items():
+        if ours == key:
+            yield "", theirs
+    for block, names in _BLOCKS.items():
+        for theirs, ours in names.items():
+            if ours == key:
+                yield block, theirs
+    if key == "gradient_accumulation_steps":
+        yield "", _GLOBAL
+    if key == "disable_gradient_checkpointing":
+        yield "", _CHECKPOINTING
+
+
+def _take_v1(values: Mapping[str, object], outside: _Keys, problems: Problems) -> dict[str, object]:
+    """Put v1's keys in their places; return what isn't v1's."""
+    rest = {}
+    for key, value in values.items():
+        if key in _BLOCKS:
+            _block(key, value, outside, problems)
+        elif key == _CHECKPOINTING:
+            wanted = value if not isinstance(value, bool) else not value
+            outside.put("disable_gradient_checkpointing", wanted, key)
+        elif key == _GLOBAL:
+            _global_batch(value, values, outside, problems)
+        elif key == "flash_attn" and str(value) in _ATTENTION:
+            outside.put(key, _ATTENTION[str(value)], key)
+        elif key in RENAMED:
+            outside.put(RENAMED[key], value, key)
+        else:
+            rest[key] = value
+    return rest
+
+
+def _block(key: str, value: object, outside: _Keys, problems: Problems) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        problems.error(key, shown(value), "a block of keys")
+        return
+    names, others = _BLOCKS[key], dict[str, object]()
+    for inner, one in value.items():
+        alias = f"{key}.{inner}"
+        if inner in names:
+            outside.put(
+                names[inner],
+                _OPTIMIZERS.get(str(one), one) if key == "optim_config" else one,
+                alias,
+            )
+        elif inner in ("betas", "adamw_betas") and isinstance(one, list) and len(one) == 2:
+            outside.put("adam_beta1", one[0], alias)
+            outside.put("adam_beta2", one[1], alias)
+        else:
+            others[str(inner)] = one
+    if others and key in _REST:
+        outside.put(_REST[key], others, key)
+        return
+    for inner, one in others.items():
+        if one is not None and one is not False:
+            step = f"It takes {', '.join(names)}."
+            problems.error(f"{key}.{inner}", f"{shown(one)}: it isn't offered", "", step)
+
+
+def _global_batch(
+    value: object, values: Mapping[str, object], outside: _Keys, problems: Problems
+) -> None:
+    """Make gradient_accumulation_steps of v1's number of rows in a step."""
+    if value is None:
+        return
+    rows = values.get("micro_batch_size", values.get("per_device_train_batch_size", 1))
+    counts = [
+        each for each in (value, rows) if isinstance(each, int) and not isinstance(each, bool)
+    ]
+    if len(counts) != 2 or min(counts) < 1:
+        problems.error(_GLOBAL, shown(value), "a number of rows, 1 or more")
+        return
+    pass_rows = counts[1] * world().size
+    if counts[0] % pass_rows:
+        of = f" x {world().size} processes" if world().size > 1 else ""
+        problems.error(
+            _GLOBAL,
+            f"{counts[0]} with micro_batch_size: {counts[1]}{of}",
+            f"a multiple of {pass_rows}",
+        )
+        return
+    outside.put("gradient_accumulation_steps", counts[0] // pass_rows, _GLOBAL)
