@@ -16,9 +16,9 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 70_544,
-    "modules": 345,
-    "public names that several modules define": 114,
+    "lines": 70_533,
+    "modules": 343,
+    "public names that several modules define": 113,
     "docstrings that begin with a relative clause": 185,
     "modules in circles of imports, for types too": 18,
     "uses of Any": 342,

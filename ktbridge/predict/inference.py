@@ -17,11 +17,6 @@ from ktbridge.errors import Problem, UsageError, did_you_mean
 from ktbridge.files.yamlfile import read_yaml, shown
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.fields import (
-    CONTRADICTION,
-    MEANINGLESS,
-    NOT_THERE,
-    UNKNOWN,
-    WRONG,
     Count,
     Flag,
     Fraction,
@@ -97,7 +92,7 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
             f"there is no inference YAML {str(path)!r}.",
             "Give a file with model_name_or_path, as LLaMA-Factory's examples/inference have them.",
         )
-    problems = Problems(str(path), WRONG, MEANINGLESS)
+    problems = Problems(str(path), "KTC002", "KTC004")
     values = {str(key): value for key, value in read_yaml(path).items()}
     own = _own(values, problems)
     main = parse_keys(InferenceConfig, own, Foreign(()), "", problems)
@@ -141,7 +136,7 @@ def _own(values: Values, problems: Problems) -> Values:
             problems.warn(key, f"{shown(value)}: a server has no use for it", "", "Leave it out.")
         else:
             step = did_you_mean(key, known) or "docs/predict.md lists the keys."
-            problems.error(key, "unknown key", "", step, code=UNKNOWN)
+            problems.error(key, "unknown key", "", step, code="KTC001")
     return own
 
 
@@ -160,7 +155,7 @@ def _resolve(main: Values, root: Path, problems: Problems) -> None:
             problems.error(key, "several adapters", "one", "Merge the others first.")
         elif key.startswith("adapter") or name.startswith(("/", ".", "~")):
             found = f"there is no {' or '.join(str(each) for each in dict.fromkeys(places))}"
-            problems.error(key, found, code=NOT_THERE)
+            problems.error(key, found, code="KTC006")
 
 
 def _check_backend(config: InferenceConfig, problems: Problems) -> None:
@@ -184,4 +179,4 @@ def _check_backend(config: InferenceConfig, problems: Problems) -> None:
         problems.warn("trust_remote_code", found, "", "Leave it out.")
     if not config.do_sample and config.temperature:
         found = f"{config.temperature:g} with do_sample: false"
-        problems.warn("temperature", found, "one of the two", "Leave one out.", CONTRADICTION)
+        problems.warn("temperature", found, "one of the two", "Leave one out.", "KTC005")

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any
 
 from ktbridge.adapter.manifest import MANIFEST_FILE, TRAINING
 from ktbridge.codes import problem
@@ -18,7 +17,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.files import digests
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import KtConfig, TrainConfig
-from ktbridge.sft.config.fields import options
+from ktbridge.sft.config.fields import Values, options
 from ktbridge.sft.data.pictures import IMAGE_FILES
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts
@@ -359,7 +358,7 @@ def _record(checkpoint: Path) -> Mapping[str, object]:
         return {}
 
 
-def _settings(config: TrainConfig | KtConfig) -> dict[str, Any]:
+def _settings(config: TrainConfig | KtConfig) -> Values:
     """Return what a resumed run may not change silently.
 
     A key with ``since`` is left out at its default: runs of versions that didn't know it are the same.

@@ -1,4 +1,4 @@
-"""What a key of the configuration is: its kind of value, its default, and its marks.
+"""A key of the configuration: its kind of value, its default, and its marks.
 
 A kind is a type with a ``Kind``: pydantic holds a file's value against both, and takes the spellings that
 LLaMA-Factory's files have. A dataclass of such fields is made without pydantic: it takes values as they are.
@@ -20,10 +20,6 @@ from ktbridge.errors import UsageError
 from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.files.sizes import parse_size
 
-UNKNOWN, WRONG, NOT_GIVEN, MEANINGLESS, CONTRADICTION, NOT_THERE = (
-    "KTC001", "KTC002", "KTC003", "KTC004", "KTC005", "KTC006"
-)  # fmt: skip
-
 Values = dict[str, Any]
 """Parsed values by key, from which a TrainConfig or a KtConfig is made."""
 Resume = Literal["free", "noted", "weights", "adapter"]
@@ -37,7 +33,7 @@ _QUOTED_FLAGS = ("", "true", "false", "yes", "no", "on", "off", "null", "none", 
 class Option:
     """A key that a file may set. Where nothing is said of it, it counts for everything."""
 
-    default: Any
+    default: object
     resume: Resume = "weights"
     rows: bool = True
     """Rows as tokens may depend on it."""
@@ -49,9 +45,18 @@ class Option:
     """The next step after a value that it doesn't take."""
 
 
-def option(default: Any = MISSING, resume: Resume = "weights", **marks: Any) -> Any:
-    """Return a dataclass field for a key; ``marks`` are the other fields of ``Option``."""
-    return field(default=default, metadata={"option": Option(default, resume, **marks)})  # type: ignore[call-overload]
+def option(
+    default: object = MISSING,
+    resume: Resume = "weights",
+    *,
+    rows: bool = True,
+    each_host: bool = False,
+    since: str = "",
+    hint: str = "",
+) -> Any:
+    """Return a dataclass field for a key, with its ``Option``."""
+    mark = Option(default, resume, rows, each_host, since, hint)
+    return field(default=default, metadata={"option": mark})  # type: ignore[call-overload]
 
 
 def options(cls: type) -> dict[str, Option]:
@@ -72,7 +77,7 @@ def file_model(cls: type) -> type[BaseModel]:
 
 
 class Kind:
-    """What a key takes beyond its type: ``bounds`` of its schema in pydantic, and other spellings.
+    """Values that a key takes beyond its type: ``bounds`` of its schema in pydantic, and other spellings.
 
     ``before`` makes the type's value of a spelling; ``parse`` reads a value instead of the type. Both raise
     ValueError. Whatever is wrong with a value, the problem says ``expected``.
@@ -82,14 +87,14 @@ class Kind:
         self,
         expected: str,
         *,
-        before: Callable[[Any], Any] | None = None,
-        parse: Callable[[Any], Any] | None = None,
-        **bounds: Any,
+        before: Callable[[object], object] | None = None,
+        parse: Callable[[object], object] | None = None,
+        **bounds: float,
     ) -> None:
         self.expected, self._before, self._parse, self._bounds = expected, before, parse, bounds
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
+        self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         if self._parse:
             schema: CoreSchema = core_schema.no_info_plain_validator_function(self._parse)
@@ -193,31 +198,36 @@ def _number_or_name(value: object) -> float | str:
     return value
 
 
-_AUTO: dict[str, Any] = {"before": _to_auto}
-_NUMBER: dict[str, Any] = {"before": _to_number, "allow_inf_nan": False}
 Text = Annotated[str, Kind("a text", before=_to_text)]
 Texts = Annotated[
     tuple[Text, ...],
     Kind("one or more texts with commas between, or a list of them", before=_split, min_length=1),
 ]
 Flag = Annotated[bool, Kind("true or false")]
-FlagOrAuto = Annotated[bool | Literal["auto"], Kind("true, false or auto", **_AUTO)]
+FlagOrAuto = Annotated[bool | Literal["auto"], Kind("true, false or auto", before=_to_auto)]
 FlagOrPath = Annotated[bool | Text, Kind("true, false or a path", before=_to_flag_or_path)]
 Whole = Annotated[int, Kind("a whole number, 0 or more", ge=0, le=_MOST)]
 Count = Annotated[int, Kind("a whole number, 1 or more", ge=1, le=_MOST)]
 CountOrAuto = Annotated[
-    Count | Literal["auto"], Kind("auto, or a whole number, 1 or more", **_AUTO)
+    Count | Literal["auto"], Kind("auto, or a whole number, 1 or more", before=_to_auto)
 ]
 CountOrAll = Annotated[Count | Literal[-1], Kind("a whole number, 1 or more")]
 ExpertRank = Annotated[
     int, Kind(f"a whole number from 1 to {MAX_EXPERT_RANK}", ge=1, le=MAX_EXPERT_RANK)
 ]
 UpTo4096 = Annotated[int, Kind("a whole number from 0 to 4096", ge=0, le=4096)]
-Number = Annotated[float, Kind("a number, 0 or more", ge=0, **_NUMBER)]
-Positive = Annotated[float, Kind("a number above 0", gt=0, **_NUMBER)]
-Fraction = Annotated[float, Kind("a number above 0, at most 1", gt=0, le=1, **_NUMBER)]
-Share = Annotated[float, Kind("a number from 0 to below 1", ge=0, lt=1, **_NUMBER)]
-BelowHalf = Annotated[float, Kind("a number from 0 to below 0.5", ge=0, lt=0.5, **_NUMBER)]
+Number = Annotated[float, Kind("a number, 0 or more", ge=0, before=_to_number, allow_inf_nan=False)]
+Positive = Annotated[float, Kind("a number above 0", gt=0, before=_to_number, allow_inf_nan=False)]
+Fraction = Annotated[
+    float, Kind("a number above 0, at most 1", gt=0, le=1, before=_to_number, allow_inf_nan=False)
+]
+Share = Annotated[
+    float, Kind("a number from 0 to below 1", ge=0, lt=1, before=_to_number, allow_inf_nan=False)
+]
+BelowHalf = Annotated[
+    float,
+    Kind("a number from 0 to below 0.5", ge=0, lt=0.5, before=_to_number, allow_inf_nan=False),
+]
 Fractions = Annotated[
     tuple[Fraction, ...],
     Kind(

@@ -15,13 +15,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import yaml
 
 from ktbridge.codes import Problems
 from ktbridge.files.yamlfile import shown
-from ktbridge.sft.config.fields import CONTRADICTION, options
+from ktbridge.schemas import fits
+from ktbridge.sft.config.fields import options
 from ktbridge.sft.config.schema import KtConfig
 from ktbridge.sft.launch import world
 
@@ -155,13 +156,8 @@ class _Keys:
         if before is None:
             self.values[name], self._spelling[name] = value, alias
         elif value is not None and before != value:
-            self._problems.error(
-                alias,
-                shown(value),
-                f"{shown(before)}, as {self._spelling[name]} has it",
-                "Keep one of the two.",
-                code=CONTRADICTION,
-            )
+            expected = f"{shown(before)}, as {self._spelling[name]} has it"
+            self._problems.error(alias, shown(value), expected, "Keep one of the two.", "KTC005")
 
 
 def move_keys(
@@ -186,19 +182,14 @@ def move_keys(
         else:
             inside.put(_ALIASES.get(key, key), value, alias)
     for key, value in policies:
-        _policy(outside, key, value, problems)
+        _take_policy(outside, key, value, problems)
     return outside.values, inside.values
 
 
-def _policy(outside: _Keys, key: str, value: object, problems: Problems) -> None:
+def _take_policy(outside: _Keys, key: str, value: object, problems: Problems) -> None:
     if value is None:
         return
-    modes = ("retain", "recompute")
-    if (
-        not isinstance(value, Mapping)
-        or not set(value) <= {"cpu", "gpu"}
-        or any(mode not in modes for mode in value.values())
-    ):
+    if not fits(value, dict[Literal["cpu", "gpu"], Literal["retain", "recompute"]]):
         problems.error(key, shown(value), "cpu and gpu, each retain or recompute")
         return
     if "cpu" in value:
@@ -209,13 +200,8 @@ def _policy(outside: _Keys, key: str, value: object, problems: Problems) -> None
 
 def names_of(key: str) -> Iterator[tuple[str, str]]:
     """Yield where a v1 file may have the value of ``key``: the block ("": none) and the name in it."""
-    for theirs, ours in RENAMED.items():
-        if ours == key:
-            yield "", theirs
-    for block, names in _BLOCKS.items():
-        for theirs, ours in names.items():
-            if ours == key:
-                yield block, theirs
+    for block, names in {"": RENAMED, **_BLOCKS}.items():
+        yield from ((block, theirs) for theirs, ours in names.items() if ours == key)
     if key == "gradient_accumulation_steps":
         yield "", _GLOBAL
     if key == "disable_gradient_checkpointing":
@@ -227,12 +213,12 @@ def _take_v1(values: Mapping[str, object], outside: _Keys, problems: Problems) -
     rest = {}
     for key, value in values.items():
         if key in _BLOCKS:
-            _block(key, value, outside, problems)
+            _take_v1_block(key, value, outside, problems)
         elif key == _CHECKPOINTING:
             wanted = value if not isinstance(value, bool) else not value
             outside.put("disable_gradient_checkpointing", wanted, key)
         elif key == _GLOBAL:
-            _global_batch(value, values, outside, problems)
+            _take_global_batch(value, values, outside, problems)
         elif key == "flash_attn" and str(value) in _ATTENTION:
             outside.put(key, _ATTENTION[str(value)], key)
         elif key in RENAMED:
@@ -242,7 +228,7 @@ def _take_v1(values: Mapping[str, object], outside: _Keys, problems: Problems) -
     return rest
 
 
-def _block(key: str, value: object, outside: _Keys, problems: Problems) -> None:
+def _take_v1_block(key: str, value: object, outside: _Keys, problems: Problems) -> None:
     if value is None:
         return
     if not isinstance(value, Mapping):
@@ -252,11 +238,8 @@ def _block(key: str, value: object, outside: _Keys, problems: Problems) -> None:
     for inner, one in value.items():
         alias = f"{key}.{inner}"
         if inner in names:
-            outside.put(
-                names[inner],
-                _OPTIMIZERS.get(str(one), one) if key == "optim_config" else one,
-                alias,
-            )
+            named = _OPTIMIZERS.get(str(one), one) if key == "optim_config" else one
+            outside.put(names[inner], named, alias)
         elif inner in ("betas", "adamw_betas") and isinstance(one, list) and len(one) == 2:
             outside.put("adam_beta1", one[0], alias)
             outside.put("adam_beta2", one[1], alias)
@@ -271,26 +254,21 @@ def _block(key: str, value: object, outside: _Keys, problems: Problems) -> None:
             problems.error(f"{key}.{inner}", f"{shown(one)}: it isn't offered", "", step)
 
 
-def _global_batch(
+def _take_global_batch(
     value: object, values: Mapping[str, object], outside: _Keys, problems: Problems
 ) -> None:
     """Make gradient_accumulation_steps of v1's number of rows in a step."""
     if value is None:
         return
     rows = values.get("micro_batch_size", values.get("per_device_train_batch_size", 1))
-    counts = [
-        each for each in (value, rows) if isinstance(each, int) and not isinstance(each, bool)
-    ]
+    counts = [count for count in (value, rows) if type(count) is int]
     if len(counts) != 2 or min(counts) < 1:
         problems.error(_GLOBAL, shown(value), "a number of rows, 1 or more")
         return
     pass_rows = counts[1] * world().size
     if counts[0] % pass_rows:
         of = f" x {world().size} processes" if world().size > 1 else ""
-        problems.error(
-            _GLOBAL,
-            f"{counts[0]} with micro_batch_size: {counts[1]}{of}",
-            f"a multiple of {pass_rows}",
-        )
+        found = f"{counts[0]} with micro_batch_size: {counts[1]}{of}"
+        problems.error(_GLOBAL, found, f"a multiple of {pass_rows}")
         return
     outside.put("gradient_accumulation_steps", counts[0] // pass_rows, _GLOBAL)

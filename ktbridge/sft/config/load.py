@@ -23,12 +23,6 @@ from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.model.hub import repository
 from ktbridge.schemas import check_fields
 from ktbridge.sft.config.fields import (
-    CONTRADICTION,
-    MEANINGLESS,
-    NOT_GIVEN,
-    NOT_THERE,
-    UNKNOWN,
-    WRONG,
     Values,
     file_model,
     options,
@@ -42,7 +36,6 @@ _REQUIRED: Values = {"model_name_or_path": "", "dataset": (), "output_dir": ""}
 """Stand-ins for keys that have no default, so that what is given can be checked without them."""
 
 
-_EXPERTS = "a safetensors checkpoint with the experts"
 ROWS = (".json", ".jsonl", ".parquet", ".csv", ".tsv")
 """Suffixes of files with rows."""
 _ROWS = ("dataset", "eval_dataset")
@@ -81,7 +74,7 @@ def parse_config(
     Paths are taken from ``root``; without it they are left as they are, and no file is looked at. With it
     the settings of ``accelerate launch`` are checked as well.
     """
-    problems = Problems(where, WRONG, MEANINGLESS)
+    problems = Problems(where, "KTC002", "KTC004")
     block = values.get("kt_config")
     if block is not None and not isinstance(block, Mapping):
         problems.error(
@@ -107,7 +100,7 @@ def parse_config(
         problems += launch_problems()
     config = TrainConfig(**{**_REQUIRED, **main}, kt_config=KtConfig(**kt))
     if config.do_predict and outside.get("eval_dataset") is None:
-        problems.error("eval_dataset", "missing", "a value", code=NOT_GIVEN)
+        problems.error("eval_dataset", "missing", "a value", code="KTC003")
     check(config, {*main, *(f"kt_config.{key}" for key in kt)}, problems)
     problems.raise_if_any("the configuration has {count}; nothing was started.")
     texts = config.stage == "pt" and "packing" not in main  # as in LLaMA-Factory
@@ -138,13 +131,13 @@ def parse_keys(
         value = rest[key]
         if kind == "unknown":
             hint = _nearest(key, known, prefix)
-            problems.error(f"{prefix}{key}", "unknown key", "", hint, code=UNKNOWN)
+            problems.error(f"{prefix}{key}", "unknown key", "", hint, code="KTC001")
         elif known[key].default is not None or str(value).strip().lower() != "none":
             hint = known[key].hint or _unquoted(key, value, model)
             problems.error(f"{prefix}{key}", shown(value), expected, hint)
     for key, option in known.items():
         if option.default is MISSING and key not in given and key not in unneeded:
-            problems.error(f"{prefix}{key}", "missing", "a value", code=NOT_GIVEN)
+            problems.error(f"{prefix}{key}", "missing", "a value", code="KTC003")
     if parsed is None:
         wrong = {fault.key for fault in faults}
         parsed = model.model_validate({key: rest[key] for key in rest if key not in wrong})
@@ -225,171 +218,135 @@ def _resolve_paths(main: Values, kt: Values, root: Path, problems: Problems) -> 
     A name that may be something else than a path (a model's id, a dataset's name) is left as it is if no
     such path exists.
     """
-
-    def at(name: str) -> Path:
-        return root / Path(os.path.expanduser(name))
-
-    for key in (*_OUTPUTS, "resume_from_checkpoint"):
+    for key in (*_OUTPUTS, "resume_from_checkpoint", "adapter_name_or_path", "media_dir"):
         if isinstance(main.get(key), str):
-            main[key] = str(at(main[key]))
+            main[key] = str(_at(root, main[key]))
     _resolve_model(main, root, problems)
-    if main.get("adapter_name_or_path"):
-        adapter = at(main["adapter_name_or_path"])
-        main["adapter_name_or_path"] = str(adapter)
-        if not adapter.exists():
-            expected = "an adapter in any format that `ktbridge convert` reads"
-            _not_there(problems, "adapter_name_or_path", adapter, expected, "")
+    if (adapter := main.get("adapter_name_or_path")) and not os.path.exists(adapter):
+        expected = "an adapter in any format that `ktbridge convert` reads"
+        _report_missing(problems, "adapter_name_or_path", adapter, expected)
     _resolve_datasets(main, root, problems)
-    if main.get("media_dir"):
-        main["media_dir"] = str(media := at(main["media_dir"]))
-        if not media.is_dir():
-            _not_there(problems, "media_dir", media, "the directory of the rows' images")
-    _resolve_weight_path(main, kt, root, problems)
+    if (media := main.get("media_dir")) and not os.path.isdir(media):
+        _report_missing(problems, "media_dir", media, "the directory of the rows' images")
+    if kt.get("kt_weight_path"):
+        _resolve_weight_path(main, kt, root, problems)
+
+
+def _at(root: Path, name: str) -> Path:
+    """Return a path as it is written in a file of ``root``; unlike Path's, os' expanduser takes any name."""
+    return root / Path(os.path.expanduser(name))
+
+
+def _report_missing(
+    problems: Problems, key: str, path: str | Path, expected: str, next_step: str = ""
+) -> None:
+    found = f"there is no directory {str(path)!r}"
+    problems.error(key, found, expected, next_step, code="KTC006")
 
 
 def _resolve_model(main: Values, root: Path, problems: Problems) -> None:
-    name = main.get("model_name_or_path")
+    key = "model_name_or_path"
+    name, revision = main.get(key), main.get("model_revision")
     if name is None:
         return
-    path = root / Path(os.path.expanduser(name))
-    revision = main.get("model_revision")
-    if os.path.exists(path):
-        main["model_name_or_path"] = str(path)
+    path = _at(root, name)
+    is_file = path.is_file()  # raises for a name that is too long
+    if is_file or path.exists():
+        main[key] = str(path)
         if revision not in (None, "main"):
             found = f"{revision}, while {path} is a directory"
             step = "Give that revision's directory, or org/name."
             problems.error("model_revision", found, "a model on the Hub", step)
-    if path.is_file():
-        problems.error(
-            "model_name_or_path",
-            f"{path} is a file",
-            "a directory with config.json and safetensors",
-            "GGUF can't be trained on: use the model's safetensors release."
-            if path.suffix.lower() == ".gguf"
-            else "Name the directory it is in.",
-            code=NOT_THERE,
+        if is_file:
+            step = "Name the directory it is in."
+            if path.suffix.lower() == ".gguf":
+                step = "GGUF can't be trained on: use the model's safetensors release."
+            expected = "a directory with config.json and safetensors"
+            problems.error(key, f"{path} is a file", expected, step, "KTC006")
+    elif name.startswith(("/", ".", "~")):
+        _report_missing(
+            problems, key, path, "a model's directory, or its name on the Hub (org/name)"
         )
-    elif not os.path.exists(path) and name.startswith(("/", ".", "~")):
-        expected = "a model's directory, or its name on the Hub (org/name)"
-        _not_there(problems, "model_name_or_path", path, expected)
-    elif not os.path.exists(path) and revision and (wanted := repository(name)):
+    elif revision and (wanted := repository(name)):
         if wanted.revision not in (None, revision):
-            problems.error(
-                "model_revision", revision, f"{wanted.revision}, as model_name_or_path has it",
-                "Keep one of the two.", code=CONTRADICTION,
-            )  # fmt: skip
-        main["model_name_or_path"] = f"{wanted.id}@{revision}"
+            expected, step = f"{wanted.revision}, as {key} has it", "Keep one of the two."
+            problems.error("model_revision", revision, expected, step, "KTC005")
+        main[key] = f"{wanted.id}@{revision}"
 
 
 def _resolve_datasets(main: Values, root: Path, problems: Problems) -> None:
     """Files become paths; other names wait for dataset_info.json, which the data's reader opens."""
     own = main.get("dataset_dir")
     requested = Path(os.path.expanduser(own or "data"))
-    folder = next(
-        (place / requested for place in (root, Path.cwd()) if (place / requested).is_dir()), None
-    )
+    places = (root / requested, Path.cwd() / requested)
+    folder = next((place for place in places if place.is_dir()), None)
     if own and folder is None:
         expected = "the directory of dataset_info.json"
-        _not_there(problems, "dataset_dir", root / requested, expected)
+        _report_missing(problems, "dataset_dir", root / requested, expected)
     main["dataset_dir"] = str(folder) if folder else None
     for key in _ROWS:
         if main.get(key):
-            main[key] = _files(key, main[key], root, folder, problems)
+            main[key] = tuple(_file(key, name, root, folder, problems) for name in main[key])
 
 
-def _files(
-    key: str, names: Sequence[str], root: Path, folder: Path | None, problems: Problems
-) -> tuple[str, ...]:
-    """The entries of ``key``, those that are files as paths."""
-    found = []
-    for name in names:
-        places = [root / Path(os.path.expanduser(name)), *([folder / name] if folder else [])]
-        file = next((place for place in places if place.is_file()), None)
-        if (
-            file is None
-            and os.sep in name
-            and (place := root / Path(os.path.expanduser(name))).is_dir()
-        ):
-            problems.error(
-                key,
-                f"{place} is a directory",
-                "a JSON, Parquet or CSV file",
-                "Name its files, or name it as file_name of an entry in dataset_info.json.",
-                code=NOT_THERE,
-            )
-        elif file is None and name.lower().endswith(ROWS):
-            problems.error(
-                key,
-                f"there is no dataset file {name!r} in {' or '.join(_looked_in(root, folder))}",
-                "JSON, Parquet or CSV",
-                "Give a path relative to the configuration file (on the command line: to the working "
-                "directory), or a name in dataset_info.json.",
-                code=NOT_THERE,
-            )
-        elif file is not None and file.suffix.lower() in (".yaml", ".yml"):
-            _refuse_list_of_datasets(file, key, problems)
-        found.append(str(file) if file else name)
-    return tuple(found)
-
-
-def _looked_in(root: Path, folder: Path | None) -> list[str]:
-    """Directories in which a typed or written dataset may be."""
-    return [
-        str(place) for place in dict.fromkeys((Path.cwd(), root, *([folder] if folder else [])))
-    ]
+def _file(key: str, name: str, root: Path, folder: Path | None, problems: Problems) -> str:
+    """Return an entry of ``key`` as a path if it is a file."""
+    place = _at(root, name)
+    places = [place, *([folder / name] if folder else [])]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None and os.sep in name and place.is_dir():
+        step = "Name its files, or name it as file_name of an entry in dataset_info.json."
+        found, expected = f"{place} is a directory", "a JSON, Parquet or CSV file"
+        problems.error(key, found, expected, step, "KTC006")
+    elif file is None and name.lower().endswith(ROWS):
+        looked_in = dict.fromkeys(map(str, (Path.cwd(), root, *([folder] if folder else []))))
+        found = f"there is no dataset file {name!r} in {' or '.join(looked_in)}"
+        step = (
+            "Give a path relative to the configuration file (on the command line: to the working directory), "
+            "or a name in dataset_info.json."
+        )
+        problems.error(key, found, "JSON, Parquet or CSV", step, "KTC006")
+    elif file is not None and file.suffix.lower() in (".yaml", ".yml"):
+        _refuse_list_of_datasets(file, key, problems)
+    return str(file) if file else name
 
 
 def _refuse_list_of_datasets(path: Path, key: str, problems: Problems) -> None:
-    """Refuse a v1 list of datasets by naming what to write instead."""
+    """Refuse LLaMA-Factory v1's list of datasets by naming what to write instead."""
     try:
-        entries = read_yaml(path)
+        entries = [entry for entry in read_yaml(path).values() if isinstance(entry, Mapping)]
     except KtbridgeError:
-        entries = {}
+        entries = []
     found = []
-    for entry in entries.values():
-        name = (
-            entry.get("file_name") or entry.get("path") or entry.get("hf_hub_url")
-            if isinstance(entry, Mapping)
-            else None
-        )
+    for entry in entries:
+        name = entry.get("file_name") or entry.get("path") or entry.get("hf_hub_url")
+        folder = "" if "hf_hub_url" in entry else str(entry.get("dataset_dir") or "")
         if isinstance(name, str):
-            folder = str(entry.get("dataset_dir") or "")
-            found.append(f"{folder}/{name}" if folder and "hf_hub_url" not in entry else name)
+            found.append(f"{folder}/{name}" if folder else name)
     step = "Name the files with rows."
     if found:
         step = f"Name its files: {key}: {', '.join(found)}; max_samples bounds them, interleave_probs mixes."
-    problems.error(
-        key, f"{path.name}, LLaMA-Factory v1's list of datasets", "files with rows", step
-    )
+    what = f"{path.name}, LLaMA-Factory v1's list of datasets"
+    problems.error(key, what, "files with rows", step)
 
 
 def _resolve_weight_path(main: Values, kt: Values, root: Path, problems: Problems) -> None:
-    if not kt.get("kt_weight_path"):
-        return
-    path = root / Path(os.path.expanduser(kt["kt_weight_path"]))
+    key, expected = "kt_config.kt_weight_path", "a safetensors checkpoint with the experts"
+    path = _at(root, kt["kt_weight_path"])
     kt["kt_weight_path"] = str(path)
     if not path.is_dir():
         step = "Leave it out to train from the experts of model_name_or_path."
-        _not_there(problems, "kt_config.kt_weight_path", path, _EXPERTS, step)
+        _report_missing(problems, key, path, expected, step)
     elif os.path.realpath(path) == os.path.realpath(main.get("model_name_or_path", "")):
         kt["kt_weight_path"] = None
     elif not _has_experts(path):
-        found = f"{path} holds no safetensors with experts; files in KTransformers' own order aren't read"
         kt["kt_weight_path"] = None
-        problems.warn(
-            "kt_config.kt_weight_path",
-            found,
-            _EXPERTS,
+        found = f"{path} holds no safetensors with experts; files in KTransformers' own order aren't read"
+        step = (
             "Leave it out: the experts of model_name_or_path are trained on. To save memory, set "
-            "kt_expert_weight_format: int8 or int4, which quantises them.",
+            "kt_expert_weight_format: int8 or int4, which quantises them."
         )
-
-
-def _not_there(
-    problems: Problems, key: str, path: Path, expected: str, next_step: str = ""
-) -> None:
-    found = f"there is no directory {str(path)!r}"
-    problems.error(key, found, expected, next_step, code=NOT_THERE)
+        problems.warn(key, found, expected, step)
 
 
 def _has_experts(path: Path) -> bool:

@@ -12,7 +12,7 @@ from ktbridge.codes import Problems
 from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.files.yamlfile import shown
 from ktbridge.machine import own_cpus
-from ktbridge.sft.config.fields import CONTRADICTION, WRONG, options
+from ktbridge.sft.config.fields import options
 from ktbridge.sft.config.schema import METRICS, QUANTISING, SCHEDULERS, TrainConfig
 
 Given = Collection[str]
@@ -44,18 +44,18 @@ class Rule(NamedTuple):
     found: str
     expected: str
     next_step: str = _ONE
-    code: str = CONTRADICTION
+    code: str = "KTC005"
 
 
 RULES = (
-    Rule("use_kt", lambda c, _: not c.use_kt, "false", "true", _HINTS["use_kt"], WRONG),
+    Rule("use_kt", lambda c, _: not c.use_kt, "false", "true", _HINTS["use_kt"], "KTC002"),
     Rule("do_train", lambda c, _: not (c.do_train or c.do_predict), "false", "true",
-         "Or set do_predict: true.", WRONG),
+         "Or set do_predict: true.", "KTC002"),
     Rule("lora_rank", lambda c, _: c.expert_rank > MAX_EXPERT_RANK,
          "{c.lora_rank}, which is the experts' rank too", f"at most {MAX_EXPERT_RANK} for the experts",
-         "Set kt_lora_rank in the kt_config block.", WRONG),
+         "Set kt_lora_rank in the kt_config block.", "KTC002"),
     Rule("adapter_name_or_path", lambda c, _: "," in (c.adapter_name_or_path or ""), "several adapters",
-         "one", "Merge the others first.", WRONG),
+         "one", "Merge the others first.", "KTC002"),
     Rule("packing", lambda c, _: c.forwards_alone and c.packing, *_COMPARED),
     Rule("neat_packing", lambda c, _: c.forwards_alone and c.neat_packing, *_COMPARED),
     Rule("neat_packing", lambda c, given: c.neat_packing and "packing" in given and not c.packing,
@@ -199,7 +199,7 @@ def _check_held_out(config: TrainConfig, given: Given, problems: Problems) -> No
             why, expected = "with save_steps: 0, which saves no step", "save_steps above 0"
         else:
             continue
-        problems.error(key, f"{shown(getattr(config, key))} {why}", expected, step, CONTRADICTION)
+        problems.error(key, f"{shown(getattr(config, key))} {why}", expected, step, "KTC005")
     if config.metric not in METRICS[config.stage]:
         found = f"{shown(config.metric_for_best_model)}, which stage {config.stage} doesn't measure"
         problems.error("metric_for_best_model", found, " or ".join(METRICS[config.stage]))
@@ -240,7 +240,7 @@ def _note_experts(config: TrainConfig, problems: Problems) -> None:
         step = (
             "Set it, or leave kt_lora_rank out to train the experts with lora_rank and lora_alpha."
         )
-        problems.warn("kt_config.kt_lora_alpha", found, "a number", step, CONTRADICTION)
+        problems.warn("kt_config.kt_lora_alpha", found, "a number", step, "KTC005")
     if block.kt_num_threads > usable:
         found = (
             f"{block.kt_num_threads}, but this process may use {usable} CPUs, and so many are used"
@@ -269,7 +269,7 @@ def _note_storage(config: TrainConfig, problems: Problems) -> None:
     if asked and named and asked != named:
         found = f"{block.kt_backend}, with kt_expert_weight_format: {asked}"
         step = "Keep one; kt_expert_weight_format decides."
-        problems.warn("kt_config.kt_backend", found, named, step, code=CONTRADICTION)
+        problems.warn("kt_config.kt_backend", found, named, step, code="KTC005")
     for key, given in (("kt_backend", block.kt_backend), ("kt_expert_weight_format", asked)):
         storage = _STORED.get(str(given))
         if given == "llamafile":
