@@ -1,6 +1,7 @@
 """What pydantic says of a type: the faults of what people write in our words, and its JSON schema.
 
-A field's description says what is expected of it; a field with ``exclude`` isn't offered to the reader.
+A field's description says what is expected of it, or else its type's own message; a field with ``exclude``
+isn't offered to the reader.
 A validator that knows more raises ``Refusal``.
 """
 
@@ -56,12 +57,14 @@ def check_fields(
     shown = ", ".join(key for key, field in fields.items() if not field.exclude)
     faults += [Fault(key, "unknown", "", f"one of {shown}") for key in unknown]
     for key in [key for key in fields if key not in missing]:
-        wrong = [one.get("ctx", {}).get("error") for one in details if one["loc"][:1] == (key,)]
+        own_details = [one for one in details if one["loc"][:1] == (key,)]
+        wrong = [one.get("ctx", {}).get("error") for one in own_details]
         told = [one for one in wrong if isinstance(one, Refusal)]
         if told and len(told) == len(wrong):
             faults += [Fault(key, "wrong", one.found, one.expected) for one in told]
         elif wrong:
-            faults.append(Fault(key, "wrong", "", fields[key].description or ""))
+            expected = fields[key].description or own_details[0]["msg"]
+            faults.append(Fault(key, "wrong", "", expected))
     return None, faults
 
 

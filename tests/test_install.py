@@ -103,6 +103,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # whose name isn't the modu
 NOT_DECLARED = {
     "triton": "comes with torch on a machine with a GPU",
     "typing_extensions": "for type checkers; comes with pydantic",
+    "pydantic_core": "comes with pydantic",
 }
 
 

@@ -195,7 +195,7 @@ def scale_notes(configs: Sequence[TrainConfig], sweep: Mapping[str, Sequence[str
 def training_keys() -> list[str]:
     """The keys of a training configuration, those of its block by both their names."""
     from ktbridge.sft.config import KtConfig, TrainConfig
-    from ktbridge.sft.config.values import options
+    from ktbridge.sft.config.fields import options
 
     block = list(options(KtConfig))
     return [*options(TrainConfig), *block, *(f"kt_config.{key}" for key in block)]

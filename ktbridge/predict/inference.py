@@ -9,29 +9,27 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from ktbridge.adapter.dialects import READABLE
 from ktbridge.codes import Problems
 from ktbridge.errors import Problem, UsageError
 from ktbridge.files.yamlfile import read_yaml, shown
 from ktbridge.sft.config import KtConfig, TrainConfig
-from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE, Foreign, Row
-from ktbridge.sft.config.reading import parse_keys
-from ktbridge.sft.config.values import (
-    CONTRADICTION,
-    MEANINGLESS,
-    NOT_THERE,
-    WRONG,
+from ktbridge.sft.config.fields import (
+    Count,
+    Flag,
+    Fraction,
+    Number,
+    Text,
+    UpTo4096,
     Values,
-    flag,
-    fraction,
-    number,
     one_of,
     option,
     options,
-    text,
-    whole,
 )
+from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE, Foreign, Row
+from ktbridge.sft.config.load import parse_keys
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
 _ACCEPTED = ("use_kt", "finetuning_type", "stage")
@@ -43,17 +41,17 @@ _PER_REQUEST = ("default_system", "do_sample", "temperature", "top_p", "max_new_
 class Inference:
     """The keys that mean something, by LLaMA-Factory's names; None: the command's own choice."""
 
-    model_name_or_path: str = option(text)
-    adapter_name_or_path: str | None = option(text, None)
-    adapter_format: str = option(one_of("auto", *READABLE), "auto")
-    infer_backend: str | None = option(one_of(*_ENGINES), None)
-    trust_remote_code: bool = option(flag, False)
-    cpu_infer: int | None = option(whole(0, 4096), None)
-    default_system: str | None = option(text, None)
-    do_sample: bool = option(flag, True)
-    temperature: float | None = option(number, None)
-    top_p: float | None = option(fraction, None)
-    max_new_tokens: int | None = option(whole(1), None)
+    model_name_or_path: Text = option()
+    adapter_name_or_path: Text | None = option(None)
+    adapter_format: Annotated[str, one_of("auto", *READABLE)] = option("auto")
+    infer_backend: Annotated[str, one_of(*_ENGINES)] | None = option(None)
+    trust_remote_code: Flag = option(False)
+    cpu_infer: UpTo4096 | None = option(None)
+    default_system: Text | None = option(None)
+    do_sample: Flag = option(True)
+    temperature: Number | None = option(None)
+    top_p: Fraction | None = option(None)
+    max_new_tokens: Count | None = option(None)
     notes: tuple[Problem, ...] = ()
 
     @property
@@ -95,7 +93,7 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
             f"there is no inference YAML {str(path)!r}.",
             "Give a file with model_name_or_path, as LLaMA-Factory's examples/inference have them.",
         )
-    problems = Problems(str(path), WRONG, MEANINGLESS)
+    problems = Problems(str(path), "KTC002", "KTC004")
     given = {str(key): each for key, each in read_yaml(path).items() if key not in _ACCEPTED}
     main = parse_keys(Inference, given, _UNUSED, "", problems, page="docs/predict.md")
     _resolve(main, path.resolve().parent, problems)
@@ -112,7 +110,7 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
             problems.warn("trust_remote_code", found, "", "Leave it out.")
     if not config.do_sample and config.temperature:
         found = f"{config.temperature:g} with do_sample: false"
-        problems.warn("temperature", found, "one of the two", "Leave one out.", CONTRADICTION)
+        problems.warn("temperature", found, "one of the two", "Leave one out.", "KTC005")
     problems.raise_if_any("the configuration has {count}; nothing was started.")
     for key in () if chat else [key for key in _PER_REQUEST if key in main]:
         problems.warn(key, f"{shown(main[key])}: each request brings its own", "", "Leave it out.")
@@ -135,7 +133,7 @@ def _resolve(main: Values, root: Path, problems: Problems) -> None:
             problems.error(key, "several adapters", "one", "Merge the others first.")
         elif key.startswith("adapter") or name.startswith(("/", ".", "~")):
             found = f"there is no {' or '.join(map(str, dict.fromkeys(places)))}"
-            problems.error(key, found, code=NOT_THERE)
+            problems.error(key, found, code="KTC006")
 
 
 def _refuse_vllm(config: Inference, problems: Problems) -> None:

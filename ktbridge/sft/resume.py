@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, asdict, dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from ktbridge.adapter.manifest import MANIFEST_FILE, TRAINING
@@ -16,9 +16,8 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.files import digests
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.config.kt_schema import KtConfig
-from ktbridge.sft.config.values import options
+from ktbridge.sft.config import KtConfig, TrainConfig
+from ktbridge.sft.config.fields import Values, options
 from ktbridge.sft.data.pictures import IMAGE_FILES
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts
@@ -33,44 +32,16 @@ HELD_OUT = "held-out rows"
 LABELS = "loss of labeled positions"
 """The key in it of runs whose loss projects no others on a CPU, which changes last bits; since 0.7.0."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
-# What may change between a run and its continuation: names of places, what is logged or kept when, and
-# ways to the same results.
-_FREE = {
-    "output_dir", "overwrite_output_dir", "logging_steps", "plot_loss", "report_to", "save_steps",
-    "save_total_limit", "save_only_model", "resume_from_checkpoint", "dataset", "dataset_dir", "media_dir",
-    "model_name_or_path", "model_revision", "adapter_name_or_path", "run_name", "logging_dir",
-    "strict_data", "notes", "tokenized_path", "overwrite_cache",
-    "dataloader_num_workers", "ddp_timeout", "kt_cpu_activation", "allow_refused_rows",
-    "disable_gradient_checkpointing", "use_cpu", "template",
-    "tokens_per_pass", "eval_dataset", "val_size", "per_device_eval_batch_size", "do_eval", "eval_strategy",
-    "eval_steps", "eval_on_start", "metric_for_best_model", "greater_is_better", "load_best_model_at_end",
-    "early_stopping_steps", "do_predict", "predict_with_generate", "max_new_tokens", "do_sample",
-    "temperature", "top_p", "top_k", "enable_liger_kernel",
-}  # fmt: skip
-_FREE_KT = {
-    "kt_num_threads", "expert_activation", "kt_experts", "kt_gpu_memory",
-    "kt_num_gpu_experts",
-}  # fmt: skip
-# Left out at their defaults, as in runs that began before there were such keys.
-_NEWER = {
-    "enable_thinking": None, "train_on_prompt": False, "mask_history": False, "identity_name": None,
-    "identity_author": None, "kto_chosen_weight": 1.0, "kto_rejected_weight": 1.0,
-    "mix_strategy": "concat", "interleave_probs": (), "streaming": False,
-    "lr_scheduler_kwargs": None, "buffer_size": 16384, "image_max_pixels": None, "image_min_pixels": None,
-    "adapter_format": "auto",
-}  # fmt: skip
-# Settings that correct a diverged run or extend a finished one. A requested continuation takes their
-# current values, with a warning for each.
-_TUNABLE = {
-    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "max_grad_norm", "warmup_ratio",
-    "warmup_steps", "max_steps", "num_train_epochs", HELD_OUT,
-}  # fmt: skip
 _LENGTH = {"max_steps", "num_train_epochs"}
 _ENDLESS = {"constant", "constant_with_warmup", "inverse_sqrt"}
 """Schedules that don't depend on the length of a run."""
-_OF_WEIGHTS = (
-    "base model", "lora_rank", "lora_alpha", "use_rslora", "kt_config.kt_lora_rank",
-    "kt_config.kt_lora_alpha", "kt_config.kt_skip_expert_lora_adaptation", "kt_config.kt_weight_path",
+_OPTIONS = {
+    **options(TrainConfig),
+    **{f"kt_config.{key}": option for key, option in options(KtConfig).items()},
+}
+_NOTED = {HELD_OUT, *(key for key, option in _OPTIONS.items() if option.resume == "noted")}
+_OF_ADAPTERS = (
+    "base model", *(key for key, option in _OPTIONS.items() if option.resume == "adapter")
 )  # fmt: skip
 """Keys, or their beginnings, without which an adapter isn't one for this run."""
 _BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -121,19 +92,15 @@ def identity(
     images: bool = False,
 ) -> Identity:
     """What must match for a continuation: settings, models, digests of rows; ``images``: rows have some."""
-    settings = {key: value for key, value in asdict(config).items() if key not in _FREE}
+    settings = _settings(config)
+    block = settings["kt_config"] = _settings(config.kt_config)
     settings["bf16"] = config.in_bfloat16
-    for key in _FREE_KT:
-        settings["kt_config"].pop(key, None)
     if found := quantised_experts(config, base):
         settings["experts quantised to"] = found.storage
     # Without it as in runs that began before the experts had dropout, and others aren't taken for those.
-    settings["kt_config"].pop("kt_lora_dropout")
+    block.pop("kt_lora_dropout", None)
     if config.expert_dropout:
-        settings["kt_config"]["kt_lora_dropout"] = config.expert_dropout
-    for key, default in _NEWER.items():
-        if settings[key] == default:
-            del settings[key]
+        block["kt_lora_dropout"] = config.expert_dropout
     if world().size > 1:
         settings["processes"] = world().size
     settings["base model"] = _hashes(base, _BASE_FILES)
@@ -199,9 +166,10 @@ def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
             f"{_from_weights(candidates[-1])}; or {_ANEW}.",
         )
     place, passed_over = _undamaged([each for each in candidates if resumable(each)])
-    theirs = _identity_of(place, own)
+    record = {key: value for key, value in _record(place).items() if key not in (FILES, NUMBER)}
+    theirs, own = _completed(record, own), _completed(own, record)
     differing = _differing(theirs, own)
-    allowed = _TUNABLE if requested is not None else set()
+    allowed = _NOTED if requested is not None else set()
     if _ends_anywhere(config):
         allowed = allowed | _LENGTH
     other = [key for key in differing if key not in allowed]
@@ -390,22 +358,32 @@ def _record(checkpoint: Path) -> Mapping[str, object]:
         return {}
 
 
-def _identity_of(checkpoint: Path, own: Identity) -> Identity:
-    """The identity of the run that a checkpoint is of.
+def _settings(config: TrainConfig | KtConfig) -> Values:
+    """Return what a resumed run may not change silently.
 
-    Keys that its version of ktbridge didn't know yet, and that ``own`` has, are at their defaults.
+    A key with ``since`` is left out at its default: runs of versions that didn't know it are the same.
     """
-    record = _record(checkpoint)
-    found = {key: value for key, value in record.items() if key not in (FILES, NUMBER)}
-    block, now = found.get("kt_config"), own.get("kt_config")
-    if isinstance(block, dict) and isinstance(now, dict):
-        found["kt_config"] = {**_defaults(KtConfig, now), **block}
-    return {**_defaults(TrainConfig, own), **found}
+    return {
+        key: getattr(config, key)
+        for key, option in options(type(config)).items()
+        if option.resume != "free" and not (option.since and getattr(config, key) == option.default)
+    }
+
+
+def _completed(values: Identity, other: Identity) -> Identity:
+    """Return ``values`` with keys that ``other`` alone has, at their defaults."""
+    found = {**_defaults(TrainConfig, other), **values}
+    block, their = values.get("kt_config"), other.get("kt_config")
+    if isinstance(block, dict) and isinstance(their, dict):
+        found["kt_config"] = {**_defaults(KtConfig, their), **block}
+    return found
 
 
 def _defaults(cls: type, keys: Mapping[str, object]) -> Identity:
     """The defaults, as JSON, of those of ``keys`` that a file may leave out."""
-    known = {key: item.default for key, item in options(cls).items() if item.default is not MISSING}
+    known = {
+        key: option.default for key, option in options(cls).items() if option.default is not MISSING
+    }
     plain: Identity = json.loads(json.dumps({key: known[key] for key in keys if key in known}))
     return plain
 
@@ -484,9 +462,9 @@ def _another(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
 
 def _way_on(place: Path, other: Sequence[str]) -> str:
     """The next step where a checkpoint's run differs in ``other``."""
-    if {*other} <= _TUNABLE:
+    if {*other} <= _NOTED:
         return f"Go on with resume_from_checkpoint=true, or {_ANEW}."
-    if any(key.startswith(_OF_WEIGHTS) for key in other):
+    if any(key.startswith(_OF_ADAPTERS) for key in other):
         return f"Restore these settings, or {_ANEW}."
     return f"{_from_weights(place)}; or restore these settings; or {_ANEW}."
 

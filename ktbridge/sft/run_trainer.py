@@ -56,7 +56,8 @@ class RunTrainer(Trainer):
     held_out: HeldOut
     weights: WatchWeights
     pace: Pace
-    deferred: DeferredAdam
+    deferred: DeferredAdam | None = None
+    """None until training begins."""
     loss_by_token = False
     """Whether the loss is a sum over a step's trained tokens, divided by their number."""
     ratio_of_b = 1.0
@@ -108,7 +109,8 @@ class RunTrainer(Trainer):
 
     def check_trained(self) -> None:
         """Raise ``Diverged`` where a trained tensor holds NaN or infinity."""
-        self.deferred.finish()
+        if self.deferred is not None:
+            self.deferred.finish()
         self._finite.check_trained(self.model, self.state.global_step)
 
     def take_up(self, checkpoint: str) -> None:

@@ -1,12 +1,12 @@
 """Training configurations: LLaMA-Factory's field names, read strictly, all problems at once."""
 
-import ast
 import json
 import subprocess
 import sys
-from dataclasses import MISSING
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 
+import make_keys
 import numpy as np
 import pytest
 from configurations import GOOD, notes_of, written
@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
-from ktbridge.sft.config import KtConfig, TrainConfig, kt_schema, load_config, parse_config, schema
-from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE
-from ktbridge.sft.config.values import options
+from ktbridge.sft.config import KtConfig, TrainConfig, load_config, parse_config
+from ktbridge.sft.config.fields import options
 
 ROOT = Path(__file__).parents[2]
 
@@ -384,34 +383,28 @@ def test_our_examples_load_without_a_note(path):
     assert all(("chosen" in row) == (config.stage == "dpo") for row in rows)
 
 
-def test_docs_list_every_key_with_its_default_and_meaning():
-    docs = (ROOT / "docs" / "train.md").read_text()
-    meanings = {}
-    sources = "".join(Path(module.__file__).read_text() for module in (kt_schema, schema))
-    for node in ast.parse(sources.replace("from __future__ import annotations", "")).body:
-        if isinstance(node, ast.ClassDef):
-            for item, text in zip(node.body, node.body[1:], strict=False):
-                if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    meanings[node.name, item.target.id] = " ".join(text.value.value.split())
-    rows = []
-    for cls in (TrainConfig, KtConfig):
-        for key, item in options(cls).items():
-            rows.append(f"| `{key}` | {_shown(item.default)} | {meanings[cls.__name__, key]} |")
-    for table in (OUTSIDE, IN_BLOCK):
-        for row in table.rows:
-            keys = " ".join(f"`{key}`" for key in row.keys)
-            verdict = "refused" if row.refused else "noted"
-            rows.append(f"| {keys} | {verdict} | {row.why}. {row.instead} |")
-    written = {line for line in docs.splitlines() if line.startswith("| `")}
-    assert written ^ set(rows) == set()
+def test_the_page_has_every_key_as_its_field_is():
+    text = make_keys.PATH.read_text("utf-8")
+    assert text == make_keys.render(text), "run: python scripts/make_keys.py"
+    assert "| `learning_rate` | 0.0001 | noted | Its highest value. |" in text
+    assert set(make_keys.TITLES) < {*options(TrainConfig), *options(KtConfig)}
 
 
-def _shown(default):
-    if default is MISSING or default is None:
-        return "required" if default is MISSING else "–"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return f"{default:g}" if isinstance(default, float) else str(default).strip("(),'")
+def test_a_configuration_is_made_copied_and_compared_by_its_values():
+    """Values are taken as they are: a file's spellings are parse_config's."""
+    config = TrainConfig(
+        "base", ("rows.jsonl",), "out", kt_config=KtConfig(kt_gpu_memory=24 * 10**9)
+    )
+    assert config == parse_config({**GOOD, "kt_config": {"kt_gpu_memory": "24GB"}})
+    other = replace(config, bf16=True, notes=config.notes)
+    assert (other.bf16, other == config, replace(other, bf16="auto") == config) == (
+        True,
+        False,
+        True,
+    )
+    assert asdict(config)["kt_config"]["kt_gpu_memory"] == 24 * 10**9
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 1
 
 
 def test_reading_a_configuration_needs_neither_torch_nor_numpy():

@@ -11,8 +11,8 @@ from ktbridge.adapter import read_adapter
 from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import KtConfig, TrainConfig, parse_config
-from ktbridge.sft.config.keys import IN_BLOCK, OUTSIDE
-from ktbridge.sft.config.values import options
+from ktbridge.sft.config.fields import options
+from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE
 
 
 @pytest.mark.parametrize("table", [IN_BLOCK, OUTSIDE], ids=["block", "outside"])

@@ -392,6 +392,13 @@ def found(config: TrainConfig) -> Resumption:
     return find_checkpoint(config, identity(config, base, digest(load_rows(config))))
 
 
+def as_of_0_6(record):
+    """A checkpoint's record with what 0.6.0 wrote of keys at their defaults."""
+    assert not {"use_rslora", "split_turns"} & record.keys()
+    block = {**record["kt_config"], "kt_skip_expert_lora_adaptation": False}
+    return {**record, "use_rslora": False, "split_turns": True, "kt_config": block}
+
+
 def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     config = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=true"])
     base = Path(config.model_name_or_path)
@@ -415,13 +422,15 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     assert said == [("0 bytes", "7 bytes"), ("no such file", "5 bytes")]
     (place / IDENTITY_FILE).write_text(whole)
     assert found(load_config(run_dir / "run.yaml")).checkpoint == place  # nothing was asked for
-    older = json.loads(whole)  # by a version that doesn't know these keys yet
-    del older["use_rslora"], older["kt_config"]["kt_skip_expert_lora_adaptation"]
-    (place / IDENTITY_FILE).write_text(json.dumps(older))
-    assert found(load_config(run_dir / "run.yaml")).checkpoint == place
-    with pytest.raises(ProblemsError, match="another run") as caught:
-        found(load_config(run_dir / "run.yaml", ["use_rslora=true"]))
-    assert [problem.found for problem in caught.value.problems] == ["False in the checkpoint's run"]
+    # Keys newer than 0.5.0 are left out at their defaults, as by a version that didn't know them; 0.6.0
+    # wrote some of them.
+    for record in (json.loads(whole), as_of_0_6(json.loads(whole))):
+        (place / IDENTITY_FILE).write_text(json.dumps(record))
+        assert found(load_config(run_dir / "run.yaml")).checkpoint == place
+        with pytest.raises(ProblemsError, match="another run") as caught:
+            found(load_config(run_dir / "run.yaml", ["use_rslora=true"]))
+        said = [problem.found for problem in caught.value.problems]
+        assert said == ["False in the checkpoint's run"]
     # Earlier versions had no dropout on the experts: such a run is one with none.
     earlier = json.loads(whole)
     assert earlier["kt_config"].pop("kt_lora_dropout") == 0.1

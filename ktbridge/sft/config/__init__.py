@@ -8,15 +8,12 @@ one needs neither torch nor numpy::
     config = load_config("run.yaml", ["learning_rate=2e-4", "kt_config.kt_num_threads=16"])
     config.notes  # warnings: keys that mean nothing here, and what to use instead
 
-schema.py has the keys, values.py parses a value, keys.py has the keys' other names and the keys of other
-tools, paths.py what is relative to the file (and KTransformers' rule files), checks.py contradictions between
-keys; findings.py collects what is wrong, reading.py combines them.
+schema.py has the keys, fields.py says what a key is and what a resumed run may change, foreign.py has other
+names of keys and the keys of other tools, rules.py contradictions between keys; load.py combines them.
 """
 
-from ktbridge.sft.config.kt_schema import KtConfig
-from ktbridge.sft.config.paths import check_output_dir, check_writable
-from ktbridge.sft.config.reading import load_config, parse_config
-from ktbridge.sft.config.schema import TrainConfig
+from ktbridge.sft.config.load import check_output_dir, check_writable, load_config, parse_config
+from ktbridge.sft.config.schema import KtConfig, TrainConfig
 
 __all__ = [
     "KtConfig",

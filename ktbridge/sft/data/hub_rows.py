@@ -21,7 +21,7 @@ from ktbridge.files.publish import OnProgress, write_text
 from ktbridge.install import install_hint
 from ktbridge.model import hub
 from ktbridge.model.hub_errors import explained
-from ktbridge.sft.config.paths import ROWS
+from ktbridge.sft.config.load import ROWS
 
 README = "README.md"
 

@@ -2,7 +2,7 @@
 
 One rule: they are used where everything that they were made of is the same, and made anew where anything
 differs. That is the bytes of the rows' files, of dataset_info.json and of the tokenizer's files, every
-setting but those known to mean nothing for rows, the code (this package's and the libraries' versions), and
+setting that rows may depend on, the code (this package's and the libraries' versions), and
 the day where the chat template writes it. Rows that name images depend on more, and aren't kept.
 The files carry hashes, so that damaged ones are made anew, too; a directory appears whole or not at all.
 """
@@ -23,7 +23,7 @@ from ktbridge.files import digests, records
 from ktbridge.files.publish import Staging
 from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.config.values import options
+from ktbridge.sft.config.fields import options
 from ktbridge.sft.data.fit import Fitted
 from ktbridge.sft.data.mixing import Share
 from ktbridge.sft.data.rows import Refused, plain_value
@@ -40,25 +40,6 @@ _DATE = b"strftime_now"
 """How chat templates (gpt-oss', Llama's) write today's date."""
 _IMAGE = "image"
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "trl", "datasets")
-# Settings that rows don't depend on. What isn't named here counts, so that a key that is added later makes
-# rows anew too often and never too seldom.
-_MEANINGLESS = {
-    "model_name_or_path", "model_revision", "output_dir", "adapter_name_or_path", "adapter_format",
-    "flash_attn", "finetuning_type", "do_train", "lora_rank", "lora_alpha", "lora_dropout", "use_rslora",
-    "lora_target", "moe_aux_loss_coef", "pref_beta", "pref_loss", "dpo_label_smoothing", "pref_ftx",
-    "kto_chosen_weight", "kto_rejected_weight", "dataset", "dataset_dir", "eval_dataset", "template",
-    "tokenized_path",
-    "overwrite_cache", "dataloader_num_workers", "logging_steps", "logging_dir", "report_to", "run_name",
-    "plot_loss", "save_steps", "save_total_limit", "save_only_model", "overwrite_output_dir",
-    "resume_from_checkpoint", "eval_strategy", "eval_steps", "eval_on_start", "metric_for_best_model",
-    "greater_is_better", "load_best_model_at_end", "early_stopping_steps", "per_device_train_batch_size",
-    "per_device_eval_batch_size", "gradient_accumulation_steps", "tokens_per_pass", "learning_rate",
-    "loraplus_lr_ratio", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs",
-    "warmup_ratio", "warmup_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
-    "max_grad_norm", "neftune_noise_alpha", "bf16", "pure_bf16", "disable_gradient_checkpointing", "use_cpu",
-    "enable_liger_kernel", "ddp_timeout",
-    "use_kt", "kt_cpu_activation",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -222,8 +203,8 @@ def made_of(config: TrainConfig, base: Path) -> dict[str, str] | None:
 
     None while rows of the Hub aren't here, and where a dataset can't be found: reading them says why.
     """
-    found = {key: json.dumps(getattr(config, key)) for key in options(TrainConfig)
-             if key not in _MEANINGLESS}  # fmt: skip
+    known = options(TrainConfig).items()
+    found = {key: json.dumps(getattr(config, key)) for key, option in known if option.rows}
     for name in ("dataset", "eval_dataset"):
         sources, failed = find_sources(replace(config, dataset=getattr(config, name)))
         if failed:

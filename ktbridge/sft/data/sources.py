@@ -15,7 +15,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, did_you_mean
 from ktbridge.files.records import FileRow, read_records
 from ktbridge.model.hub import named_repository, repository
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.config.paths import ROWS
+from ktbridge.sft.config.load import ROWS
 from ktbridge.sft.data.hub_rows import HubRows
 from ktbridge.sft.data.layout import COLUMNS, Layout, Tags
 

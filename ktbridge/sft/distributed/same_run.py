@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from ktbridge.install import LINEAR_ATTENTION, version_of
 from ktbridge.model import find_model
 from ktbridge.model.identity import fingerprint
 from ktbridge.sft.arguments import choose
+from ktbridge.sft.config.fields import options
 from ktbridge.sft.distributed.group import ANSWER_SECONDS, gather, joined, start
 from ktbridge.sft.launch import World, several_launchers, world
 from ktbridge.sft.resume import HELD_OUT, IDENTITY_FILE, checkpoints_dir
@@ -40,15 +41,6 @@ if TYPE_CHECKING:
 Parts = dict[str, str]
 """What one process would train with: the names of its parts, and a short text or a digest of each."""
 
-# May differ between hosts: places of files, whose contents are compared, and what only rank 0 writes, or
-# each process does for itself.
-_OF_A_HOST = {
-    "model_name_or_path", "model_revision", "adapter_name_or_path", "dataset", "eval_dataset", "dataset_dir",
-    "media_dir", "tokenized_path", "output_dir", "logging_dir", "resume_from_checkpoint",
-    "overwrite_output_dir", "overwrite_cache", "report_to", "run_name", "plot_loss", "notes", "ddp_timeout",
-    "dataloader_num_workers", "strict_data", "allow_refused_rows", "save_total_limit", "template",
-}  # fmt: skip
-_OF_A_HOST_KT = {"kt_weight_path", "kt_num_threads", "kt_gpu_memory"}
 _PACKAGES = (
     "torch", "transformers", "peft", "trl", "accelerate", "tokenizers", "datasets", "flash-attn", "kernels",
     *LINEAR_ATTENTION,
@@ -127,11 +119,11 @@ def tell(error: KtbridgeError) -> None:
 
 def describe_start(config: TrainConfig) -> Parts:
     """The parts that are known before rows are read: settings, packages, launch, device, base model."""
-    given = asdict(config)
-    block = given.pop("kt_config")
-    parts = {key: _text(value) for key, value in given.items() if key not in _OF_A_HOST}
-    parts |= {
-        f"kt_config.{key}": _text(value) for key, value in block.items() if key not in _OF_A_HOST_KT
+    parts = {
+        f"{prefix}{key}": _text(getattr(values, key))
+        for prefix, values in (("", config), ("kt_config.", config.kt_config))
+        for key, option in options(type(values)).items()
+        if not option.each_host
     }
     parts["number of processes"] = str(world().size)
     parts["device"] = choose(config).type

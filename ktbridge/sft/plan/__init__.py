@@ -25,7 +25,7 @@ from ktbridge.install import has_linear_attention_kernels, linear_attention_gaps
 from ktbridge.machine import read_gpus
 from ktbridge.model import find_model, resolve_model
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.config.values import Values
+from ktbridge.sft.config.fields import Values
 from ktbridge.sft.plan.declared import Declared, declare, weights_missing
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Setting, predict
