@@ -16,12 +16,12 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 71_350,
-    "modules": 349,
-    "public names that several modules define": 114,
-    "docstrings that begin with a relative clause": 191,
+    "lines": 70_865,
+    "modules": 344,
+    "public names that several modules define": 110,
+    "docstrings that begin with a relative clause": 182,
     "modules in circles of imports, for types too": 18,
-    "uses of Any": 348,
+    "uses of Any": 346,
 }
 SLACK = 0.03
 """What a number may be below its limit before the limit has to follow."""
