@@ -19,7 +19,7 @@ AT_MOST = {
     "lines": 71_322,
     "modules": 349,
     "public names that several modules define": 113,
-    "docstrings that begin with a relative clause": 187,
+    "docstrings that begin with a relative clause": 185,
     "modules in circles of imports, for types too": 18,
     "uses of Any": 348,
 }

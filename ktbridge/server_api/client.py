@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from ktbridge.errors import KtbridgeError
@@ -329,35 +332,56 @@ class OpenAIClient:
         **options: object,
     ) -> Iterator[str]:
         """Stream the answer in pieces; ``ended`` is called with the finish reason."""
-        from anyio.from_thread import start_blocking_portal
-
         body = {name: value for name, value in options.items() if value is not None}
         body |= {"model": model, "messages": list(messages)}
-        with (
-            start_blocking_portal() as portal,
-            portal.wrap_async_context_manager(self._client()) as client,
-        ):
-            pieces = client.stream(body, ended)
+        pieces: SimpleQueue[str | None] = SimpleQueue()
 
-            async def next_piece() -> str | None:
-                return await anext(pieces, None)
+        async def read(client: Client) -> None:
+            async for piece in client.stream(body, ended):
+                pieces.put(piece)
 
-            while (piece := portal.call(next_piece)) is not None:
+        reading = self._begin(read)
+        reading.end.add_done_callback(lambda end: pieces.put(None))
+        try:
+            while (piece := pieces.get()) is not None:
                 yield piece
-
-    def _client(self) -> Client:
-        timeout, direct = self._timeout, self._direct
-        client = Client(self.url, api_key=self._key, timeout=timeout, direct=direct)
-        client._limit_renamed = self._limit_renamed
-        return client
+            reading.end.result()
+        finally:
+            reading.cancel()
 
     def _run(self, work: Callable[[Client], Awaitable[_Result]]) -> _Result:
-        """Do ``work`` in an event loop of a thread of its own: the caller may have a loop, or get Ctrl-C."""
-        from anyio.from_thread import start_blocking_portal
+        return self._begin(work).end.result()
 
-        async def run() -> _Result:
-            async with self._client() as client:
+    def _begin(self, work: Callable[[Client], Awaitable[_Result]]) -> _Background[_Result]:
+        async def begin() -> _Result:
+            url, timeout, direct = self.url, self._timeout, self._direct
+            async with Client(url, api_key=self._key, timeout=timeout, direct=direct) as client:
+                client._limit_renamed = self._limit_renamed
                 return await work(client)
 
-        with start_blocking_portal() as portal:
-            return portal.call(run)
+        return _Background(begin)
+
+
+class _Background(Generic[_Result]):
+    """Work in an event loop of a daemon thread: who waits for its ``end`` may have a loop, or be interrupted."""
+
+    def __init__(self, work: Callable[[], Awaitable[_Result]]) -> None:
+        self._work = work
+        self.end: Future[_Result] = Future()
+        self._task: asyncio.Task[_Result] | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def cancel(self) -> None:
+        if self._task is not None and not self.end.done():
+            with suppress(RuntimeError):  # its loop has just been closed
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    def _run(self) -> None:
+        async def note_task() -> _Result:
+            self._task = asyncio.current_task()
+            return await self._work()
+
+        try:
+            self.end.set_result(asyncio.run(note_task()))
+        except BaseException as error:
+            self.end.set_exception(error)

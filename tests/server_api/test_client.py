@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -235,6 +237,39 @@ def test_an_address_key_or_proxy_that_is_none_is_said(monkeypatch):
     with pytest.raises(KtbridgeError, match="socks4") as caught:
         OpenAIClient("http://192.0.2.1", timeout=1).models()
     assert "ALL_PROXY" in caught.value.next_step
+    with pytest.raises(KtbridgeError, match="socks4"):
+        list(OpenAIClient("http://192.0.2.1", timeout=1).chat("m", []))
+
+
+def test_who_waits_for_an_answer_can_be_interrupted():
+    """At once, by Ctrl-C; and the server is left alone."""
+    code = """
+import signal, sys
+from ktbridge.server_api.client import OpenAIClient
+signal.setitimer(signal.ITIMER_REAL, 4)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+try:
+    list(OpenAIClient(sys.argv[1]).chat("m", []))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    gone = []
+
+    def listen(listener):
+        connection, _ = listener.accept()
+        with connection:
+            while connection.recv(1 << 16):
+                pass
+            gone.append(True)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=listen, args=(listener,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        run = [sys.executable, "-c", code, url]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+        thread.join(10)
+    assert (done.stdout, done.stderr, gone) == ("interrupted\n", "", [True])
 
 
 def test_this_machine_is_asked_without_the_proxy(monkeypatch):
