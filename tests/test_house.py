@@ -16,7 +16,7 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 71_322,
+    "lines": 71_335,
     "modules": 349,
     "public names that several modules define": 113,
     "docstrings that begin with a relative clause": 185,
