@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from ktbridge.errors import KtbridgeError
@@ -133,8 +136,31 @@ class Client:
         """The pieces of an answer as they come; ``ended`` is called with the finish reason."""
         body = {**body, "stream": True}
         async with self._reply("/chat/completions", body, stream=True) as reply:
-            async for piece in self._pieces(reply.aiter_lines(), ended):
-                yield piece
+            page: str | None = ""  # the first line, until there is an event
+            async for line in reply.aiter_lines():
+                if not line.startswith("data:"):
+                    page = page if page or page is None else line.strip()
+                    continue
+                page = None
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                event = replies.read_json(data.encode())
+                if not isinstance(event, dict) or "error" in event:
+                    said = self._hidden(replies.read_error(data)[0])
+                    raise KtbridgeError(f"the answer broke off: {said}.")
+                try:
+                    for choice in event.get("choices") or ():
+                        content = (choice.get("delta") or {}).get("content")
+                        if text := replies.read_content(content)[0]:
+                            yield text
+                        if reason := choice.get("finish_reason"):
+                            ended(str(reason))
+                except (AttributeError, TypeError):
+                    raise BadReplyError("an event that is no part of an answer") from None
+            if page:
+                raise BadReplyError(f"no stream of events, it begins with {page[:40]!r}")
+        raise KtbridgeError("the answer broke off: the server closed the connection.")
 
     @asynccontextmanager
     async def _reply(
@@ -163,34 +189,6 @@ class Client:
             told = self._hidden(f"{url} gave a bad reply: {error}.")
             step = "give the URL of an OpenAI-compatible API: what stands before /v1"
             raise KtbridgeError(told, step) from None
-
-    async def _pieces(
-        self, lines: AsyncIterator[str], ended: Callable[[str], None]
-    ) -> AsyncIterator[str]:
-        page: str | None = ""  # the first line, until there is an event
-        async for line in lines:
-            if not line.startswith("data:"):
-                page = page if page or page is None else line.strip()
-                continue
-            page = None
-            data = line.removeprefix("data:").strip()
-            if data == "[DONE]":
-                return
-            event = replies.read_json(data.encode())
-            if not isinstance(event, dict) or "error" in event:
-                said = self._hidden(replies.read_error(data)[0])
-                raise KtbridgeError(f"the answer broke off: {said}.")
-            try:
-                for choice in event.get("choices") or ():
-                    if text := replies.read_content((choice.get("delta") or {}).get("content"))[0]:
-                        yield text
-                    if reason := choice.get("finish_reason"):
-                        ended(str(reason))
-            except (AttributeError, TypeError):
-                raise BadReplyError("an event that is no part of an answer") from None
-        if page:
-            raise BadReplyError(f"no stream of events, it begins with {page[:40]!r}")
-        raise KtbridgeError("the answer broke off: the server closed the connection.")
 
     def _hidden(self, text: str) -> str:
         return replies.hide_key(text, self._key)
@@ -225,7 +223,8 @@ class Client:
     async def _chat(self, request: Body, attempts: int) -> Answer:
         failed = timeouts = 0
         while True:
-            await self._wait()
+            while (left := self._paused_until - time.monotonic()) > 0:
+                await asyncio.sleep(left)
             start = time.monotonic()
             sent = self._with_name_of_limit(request)
             answer, asked = await self._try(sent)
@@ -254,7 +253,10 @@ class Client:
             if reply.is_success:
                 value = replies.read_object(reply.content)
                 if not value.get("error") or value.get("choices"):
-                    return self._noted(replies.read_completion(value)), 0.0
+                    answer = replies.read_completion(value)
+                    if answer.detail.startswith(replies.STOP_TOKEN_TAKEN):
+                        self.notes[f"answers: {answer.detail}"] = None
+                    return answer, 0.0
                 # Gateways put an error of the server behind them into a reply with status 200.
                 code = value["error"].get("code") if isinstance(value["error"], dict) else None
                 if type(code) is not int or not 400 <= code < 600:
@@ -269,11 +271,6 @@ class Client:
         except NoReplyError as error:
             return Answer("http-error", detail=str(error)), 0.0
 
-    def _noted(self, answer: Answer) -> Answer:
-        if answer.detail.startswith(replies.STOP_TOKEN_TAKEN):
-            self.notes[f"answers: {answer.detail}"] = None
-        return answer
-
     def _hold_back(self, seconds: float, detail: str) -> None:
         """Let every request to this server wait for as long as it wants."""
         until = time.monotonic() + seconds
@@ -281,10 +278,6 @@ class Client:
             told = f"{self.url} wants to be asked again in {seconds:g} s ({detail})"
             self._on_wait(self._hidden(told))
         self._paused_until = max(self._paused_until, until)
-
-    async def _wait(self) -> None:
-        while (left := self._paused_until - time.monotonic()) > 0:
-            await asyncio.sleep(left)
 
 
 class OpenAIClient:
@@ -329,35 +322,56 @@ class OpenAIClient:
         **options: object,
     ) -> Iterator[str]:
         """Stream the answer in pieces; ``ended`` is called with the finish reason."""
-        from anyio.from_thread import start_blocking_portal
-
         body = {name: value for name, value in options.items() if value is not None}
         body |= {"model": model, "messages": list(messages)}
-        with (
-            start_blocking_portal() as portal,
-            portal.wrap_async_context_manager(self._client()) as client,
-        ):
-            pieces = client.stream(body, ended)
+        pieces: SimpleQueue[str | None] = SimpleQueue()
 
-            async def next_piece() -> str | None:
-                return await anext(pieces, None)
+        async def read(client: Client) -> None:
+            async for piece in client.stream(body, ended):
+                pieces.put(piece)
 
-            while (piece := portal.call(next_piece)) is not None:
+        reading = self._begin(read)
+        reading.end.add_done_callback(lambda end: pieces.put(None))
+        try:
+            while (piece := pieces.get()) is not None:
                 yield piece
-
-    def _client(self) -> Client:
-        timeout, direct = self._timeout, self._direct
-        client = Client(self.url, api_key=self._key, timeout=timeout, direct=direct)
-        client._limit_renamed = self._limit_renamed
-        return client
+            reading.end.result()
+        finally:
+            reading.cancel()
 
     def _run(self, work: Callable[[Client], Awaitable[_Result]]) -> _Result:
-        """Do ``work`` in an event loop of a thread of its own: the caller may have a loop, or get Ctrl-C."""
-        from anyio.from_thread import start_blocking_portal
+        return self._begin(work).end.result()
 
-        async def run() -> _Result:
-            async with self._client() as client:
+    def _begin(self, work: Callable[[Client], Awaitable[_Result]]) -> _Background[_Result]:
+        async def begin() -> _Result:
+            url, timeout, direct = self.url, self._timeout, self._direct
+            async with Client(url, api_key=self._key, timeout=timeout, direct=direct) as client:
+                client._limit_renamed = self._limit_renamed
                 return await work(client)
 
-        with start_blocking_portal() as portal:
-            return portal.call(run)
+        return _Background(begin)
+
+
+class _Background(Generic[_Result]):
+    """Work in an event loop of a daemon thread, so that who waits for its ``end`` can be interrupted."""
+
+    def __init__(self, work: Callable[[], Awaitable[_Result]]) -> None:
+        self._work = work
+        self.end: Future[_Result] = Future()
+        self._task: asyncio.Task[_Result] | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def cancel(self) -> None:
+        if self._task is not None and not self.end.done():
+            with suppress(RuntimeError):  # its loop has just been closed
+                self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    def _run(self) -> None:
+        async def note_task() -> _Result:
+            self._task = asyncio.current_task()
+            return await self._work()
+
+        try:
+            self.end.set_result(asyncio.run(note_task()))
+        except BaseException as error:
+            self.end.set_exception(error)

@@ -95,8 +95,7 @@ def refuses_limit(reason: str) -> bool:
 
 def rename_limit(body: Mapping[str, object]) -> dict[str, object]:
     """``body`` with its limit of tokens under the name that newer servers have for it."""
-    renamed = {"max_tokens": OTHER_LIMIT}
-    return {renamed.get(name, name): value for name, value in body.items()}
+    return {OTHER_LIMIT if name == "max_tokens" else name: value for name, value in body.items()}
 
 
 # --- a message

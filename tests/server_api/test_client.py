@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -235,6 +237,32 @@ def test_an_address_key_or_proxy_that_is_none_is_said(monkeypatch):
     with pytest.raises(KtbridgeError, match="socks4") as caught:
         OpenAIClient("http://192.0.2.1", timeout=1).models()
     assert "ALL_PROXY" in caught.value.next_step
+    with pytest.raises(KtbridgeError, match="socks4"):
+        list(OpenAIClient("http://192.0.2.1", timeout=1).chat("m", []))
+
+
+def test_who_waits_for_an_answer_can_be_interrupted():
+    """At once, by Ctrl-C; and the server is left alone."""
+    code = """
+import sys
+from ktbridge.server_api.client import OpenAIClient
+try:
+    list(OpenAIClient(sys.argv[1]).chat("m", []))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        run = [sys.executable, "-c", code, f"http://127.0.0.1:{listener.getsockname()[1]}"]
+        with subprocess.Popen(run, stdout=-1, stderr=-1, text=True) as process:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(60)
+                assert connection.recv(1 << 16)
+                process.send_signal(signal.SIGINT)
+                while connection.recv(1 << 16):  # until it hangs up
+                    pass
+            assert process.communicate(timeout=60) == ("interrupted\n", "")
 
 
 def test_this_machine_is_asked_without_the_proxy(monkeypatch):
