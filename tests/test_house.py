@@ -16,12 +16,12 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 70_520,
-    "modules": 331,
-    "public names that several modules define": 104,
-    "docstrings that begin with a relative clause": 138,
+    "lines": 68_950,
+    "modules": 318,
+    "public names that several modules define": 88,
+    "docstrings that begin with a relative clause": 117,
     "modules in circles of imports, for types too": 18,
-    "uses of Any": 342,
+    "uses of Any": 332,
 }
 SLACK = 0.03
 """What a number may be below its limit before the limit has to follow."""
@@ -30,19 +30,20 @@ RELATIVE = re.compile(r"(What|Whether|Where|How|Of|Those|That which|So many|Whic
 WIDE = {
     "adapter/raw.py:write_raw_adapter",
     "cli/verify.py:command",
+    "eval/judge/run.py:judge_run",
     "experts/gpu/triton_kernels.py:_activation_backward",
     "experts/gpu/triton_kernels.py:_add_kept",
+    "experts/gpu/triton_kernels.py:_count",
     "experts/gpu/triton_kernels.py:_fill",
     "experts/gpu/triton_kernels.py:_keep",
-    "experts/gpu/triton_kernels.py:_count",
     "experts/gpu/triton_kernels.py:_place",
-    "experts/gpu/triton_lora.py:_gather_thin",
-    "experts/gpu/triton_lora.py:_activation_thin",
     "experts/gpu/triton_lora.py:_activation_backward_thin",
+    "experts/gpu/triton_lora.py:_activation_thin",
     "experts/gpu/triton_lora.py:_border",
-    "experts/gpu/triton_lora.py:_write_borders",
-    "experts/gpu/triton_lora.py:_put",
+    "experts/gpu/triton_lora.py:_gather_thin",
     "experts/gpu/triton_lora.py:_gradient",
+    "experts/gpu/triton_lora.py:_put",
+    "experts/gpu/triton_lora.py:_write_borders",
     "experts/inject.py:wrap_experts",
     "verify/run.py:verify",
 }
