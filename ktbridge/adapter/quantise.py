@@ -28,13 +28,7 @@ from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, widened
 from ktbridge.errors import KtbridgeError
 from ktbridge.kernel_choice import choose_isa
-from ktbridge.model import (
-    Checkpoint,
-    Entry,
-    ModelConfig,
-    open_checkpoint,
-    read_model_config,
-)
+from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import ExpertHome, expert_home
 

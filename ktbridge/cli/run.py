@@ -65,14 +65,7 @@ def command(
     """
     from ktbridge.cli._recipe import StepPrinter
     from ktbridge.cli._ui import console, emit_json, stderr
-    from ktbridge.recipe import (
-        Runner,
-        compare,
-        expand_sweep,
-        parse_sweep,
-        plan_recipe,
-        read_recipe,
-    )
+    from ktbridge.recipe import Runner, compare, expand_sweep, parse_sweep, plan_recipe, read_recipe
 
     if "=" in recipe and not Path(recipe).exists():  # an override; the recipe is the one here
         recipe, overrides = "recipe.yaml", (recipe, *overrides)

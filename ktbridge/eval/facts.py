@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ktbridge.eval.results.types import Results
-from ktbridge.server_api.served_names import (
-    BASE,
-    split_name,
-)
+from ktbridge.server_api.served_names import BASE, split_name
 
 TITLES = {"persona": "Persona", "task": "Task quality", "judge": "Judged quality"}
 _METRICS = {"rouge-1": "ROUGE-1", "rouge-2": "ROUGE-2", "rouge-l": "ROUGE-L"}

@@ -27,14 +27,9 @@ from ktbridge.eval.arms import (
 from ktbridge.eval.asking import build_request, with_limit
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.request import EvalRequest
-from ktbridge.eval.results.types import (
-    ArmCard,
-    Identical,
-)
+from ktbridge.eval.results.types import ArmCard, Identical
 from ktbridge.files import digests
-from ktbridge.server_api.client import (
-    Client,
-)
+from ktbridge.server_api.client import Client
 from ktbridge.server_api.failures import (
     TRANSIENT,
     WHOLE,
@@ -44,9 +39,7 @@ from ktbridge.server_api.failures import (
     remedy,
     think_only_remedy,
 )
-from ktbridge.server_api.replies import (
-    Answer,
-)
+from ktbridge.server_api.replies import Answer
 from ktbridge.server_api.served_names import (
     BASE,
     adapter_name,

@@ -24,18 +24,10 @@ from ktbridge.eval.asking import (
 from ktbridge.eval.bench import answer_limit
 from ktbridge.eval.preflight import Preflight, check_arms
 from ktbridge.eval.request import AnswerRequest, EvalRequest, plan_answers, update_plan
-from ktbridge.eval.results.types import (
-    ArmCard,
-    Identical,
-)
+from ktbridge.eval.results.types import ArmCard, Identical
 from ktbridge.eval.store import ANSWERS, AnswerRecord, Ledger, RunFile, read_run, write_run
-from ktbridge.server_api.client import (
-    Client,
-)
-from ktbridge.server_api.failures import (
-    is_refusal,
-    remedy,
-)
+from ktbridge.server_api.client import Client
+from ktbridge.server_api.failures import is_refusal, remedy
 
 
 @dataclass

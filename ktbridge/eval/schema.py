@@ -23,11 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from ktbridge.eval.results.types import (
-    Json,
-    Message,
-    PersonaParts,
-)
+from ktbridge.eval.results.types import Json, Message, PersonaParts
 from ktbridge.eval.text import is_json, sentences
 from ktbridge.schemas import Refusal
 

@@ -24,14 +24,7 @@ import ktbridge
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.arms import arm_rank
 from ktbridge.eval.bench import FILES, Bench, parse_bench
-from ktbridge.eval.results.types import (
-    AnyOutcome,
-    ArmCard,
-    Json,
-    JudgeOutcome,
-    Message,
-    Positive,
-)
+from ktbridge.eval.results.types import AnyOutcome, ArmCard, Json, JudgeOutcome, Message, Positive
 from ktbridge.eval.text import is_json
 from ktbridge.files import digests, publish
 from ktbridge.files.ledger import LedgerFile, whole_lines, writing

@@ -27,13 +27,7 @@ from ktbridge.experts import MAX_EXPERT_RANK, recompute
 from ktbridge.experts.autograd import ExpertCall, ExpertFunction, kernels_of
 from ktbridge.experts.gpu.executor import GpuBinding, GpuCall, GpuFunction
 from ktbridge.experts.lora import LORA_NAMES, LoraUse, draw_dropout, float_zeros, lora_shapes
-from ktbridge.experts.weights import (
-    PROJECTIONS,
-    ExpertWeights,
-    Stack,
-    check_layer,
-    describe_tensor,
-)
+from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, check_layer, describe_tensor
 
 MERGE_STEP = (
     "Save with ktbridge.sft.save_raw_adapter, then `ktbridge merge` (or ktbridge.adapter.merge_adapter) "

@@ -10,10 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktbridge.recipe.read import ENGINE_FLAGS, Recipe
-from ktbridge.server_api.served_names import (
-    adapter_name,
-    base_name,
-)
+from ktbridge.server_api.served_names import adapter_name, base_name
 
 URL = "URL"
 """Stands in commands for the address of the server that is started for them."""

@@ -19,11 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from ktbridge.server_api.replies import (
-    OTHER_LIMIT,
-    TIMED_OUT,
-    refuses_limit,
-)
+from ktbridge.server_api.replies import OTHER_LIMIT, TIMED_OUT, refuses_limit
 
 Kind = Literal[
     "key", "quota", "reply", "model", "parameter", "length", "request", "answer",

@@ -28,11 +28,7 @@ from ktbridge.experts.gpu.placement import (
 from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.layer_bytes import host_bytes, saved_bytes
-from ktbridge.sft.plan.memory import (
-    CUDA_CONTEXT,
-    Setting,
-    outside_bytes,
-)
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting, outside_bytes
 
 ON_GPU = ("stream", "resident")
 """Values of kt_experts that ask for the GPU."""

@@ -32,12 +32,7 @@ from ktbridge.sft.data.stream import Stream
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.plan.declared import Declared
-from ktbridge.sft.plan.lengths import (
-    Lengths,
-    evaluation_steps,
-    fitted_lengths,
-    optimizer_steps,
-)
+from ktbridge.sft.plan.lengths import Lengths, evaluation_steps, fitted_lengths, optimizer_steps
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
 from ktbridge.sft.precision import decide_precision
 from ktbridge.sft.resume import (

@@ -20,9 +20,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.files.publish import write_text
 from ktbridge.machine import end_with_parent
 from ktbridge.recipe.state import Record, State, digest_inputs, digest_output, is_unchanged
-from ktbridge.server_api.client import (
-    OpenAIClient,
-)
+from ktbridge.server_api.client import OpenAIClient
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 URL = "URL"

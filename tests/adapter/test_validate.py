@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapterfaults import (
-    drop,
-    edit,
-    edit_config,
-    edit_manifest,
-    fill,
-    swap_gate_and_up,
-)
+from adapterfaults import drop, edit, edit_config, edit_manifest, fill, swap_gate_and_up
 
 from ktbridge.adapter import Tensor, read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError

@@ -13,16 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapterfaults import (
-    Tensors,
-    add,
-    drop,
-    edit,
-    edit_config,
-    fill,
-    rename,
-    swap_gate_and_up,
-)
+from adapterfaults import Tensors, add, drop, edit, edit_config, fill, rename, swap_gate_and_up
 from realengine import EXPERTS, HIDDEN, MERGED, RANK, SPLIT, Loaded, Pairs
 
 from ktbridge.adapter import convert_adapter, validate_adapter

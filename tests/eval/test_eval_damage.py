@@ -15,10 +15,7 @@ from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import load_bench, score_run, write_report
 from ktbridge.eval.scorers import SCORERS
 from ktbridge.eval.scorers.numbers import find_answer_number
-from ktbridge.server_api.replies import (
-    BadReplyError,
-    read_completion,
-)
+from ktbridge.server_api.replies import BadReplyError, read_completion
 
 
 def run(server, out, **options):

@@ -17,13 +17,8 @@ from ktbridge.cli.report import command as report_command
 from ktbridge.eval import failures, score_run, write_report
 from ktbridge.eval.bench import with_max_tokens
 from ktbridge.eval.store import ANSWERS, read_ledger, read_run
-from ktbridge.server_api.failures import (
-    FEWER_TOKENS,
-    remedy,
-)
-from ktbridge.server_api.replies import (
-    describe_reply,
-)
+from ktbridge.server_api.failures import FEWER_TOKENS, remedy
+from ktbridge.server_api.replies import describe_reply
 
 from .test_eval_cli import command as words_of
 from .test_eval_cli import environment

@@ -33,12 +33,7 @@ from scriptedjudge import (
 
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import score_run
-from ktbridge.eval.judge import (
-    judge_preflight,
-    judge_run,
-    parse_judge,
-    read_judgements,
-)
+from ktbridge.eval.judge import judge_preflight, judge_run, parse_judge, read_judgements
 from ktbridge.eval.judge.plan import compared_arms, plan_judging
 from ktbridge.eval.judge.prompts import VERSION
 from ktbridge.eval.store import JUDGEMENTS, Ledger, read_snapshot

@@ -8,10 +8,7 @@ from ktbridge.eval import load_bench
 from ktbridge.eval.scorers import SCORERS, check_faults, score_task, scorer
 from ktbridge.eval.scorers.numbers import find_answer_number
 from ktbridge.eval.text import sentences
-from ktbridge.server_api.replies import (
-    BadReplyError,
-    read_completion,
-)
+from ktbridge.server_api.replies import BadReplyError, read_completion
 
 NEKO = load_bench("nekobench").persona
 PERSON = {

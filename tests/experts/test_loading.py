@@ -15,12 +15,7 @@ from tinymoe import tiny_config, tiny_model
 from transformers import Qwen3MoeForCausalLM
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.load_model import (
-    load_for_kernels,
-    load_mapped,
-    load_model,
-    release_layers,
-)
+from ktbridge.experts.load_model import load_for_kernels, load_mapped, load_model, release_layers
 from ktbridge.experts.mapped import UnmappableError
 from ktbridge.model.tensorfile import build_header
 from ktbridge.sft import wrap_experts

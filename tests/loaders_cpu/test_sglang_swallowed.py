@@ -10,17 +10,7 @@ import json
 
 import pytest
 from adapterfaults import add, drop, edit_config, experts, fill, swap_gate_and_up
-from loaders import (
-    EXPERTS,
-    HIDDEN,
-    RANK,
-    Refusal,
-    config,
-    deltas_of,
-    make_raw,
-    outcome,
-    tensors,
-)
+from loaders import EXPERTS, HIDDEN, RANK, Refusal, config, deltas_of, make_raw, outcome, tensors
 
 from ktbridge.adapter import convert_adapter, validate_adapter
 

@@ -11,13 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.model import (
-    FAMILIES,
-    expert_names,
-    open_checkpoint,
-    read_model_config,
-    resolve_model,
-)
+from ktbridge.model import FAMILIES, expert_names, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.locate import expert_home, module_weights
 
 QWEN3 = {

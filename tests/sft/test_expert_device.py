@@ -21,14 +21,7 @@ from trainrun import DPO, conversation, log_of, losses, pair, text, write_run
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.gpu.placement import (
-    GROUPS,
-    Cut,
-    Limits,
-    Sizes,
-    predict_seconds,
-    rank,
-)
+from ktbridge.experts.gpu.placement import GROUPS, Cut, Limits, Sizes, predict_seconds, rank
 from ktbridge.sft import deferred_adam, expert_device
 from ktbridge.sft.deferred_adam import DeferredAdam
 

@@ -28,9 +28,7 @@ from ktbridge.eval.results.types import (
 )
 from ktbridge.eval.stats import mean_interval
 from ktbridge.eval.store import JudgementRecord
-from ktbridge.server_api.served_names import (
-    split_name,
-)
+from ktbridge.server_api.served_names import split_name
 
 PASS = 0.7  # share of known verdicts that must be right, for good and for bad answers each
 _MANY_PARSE_FAILS = 0.05

@@ -23,14 +23,7 @@ from ktbridge.eval.arms import Arm, parse_model
 from ktbridge.eval.bench import Bench, Item
 from ktbridge.eval.judge import prompts
 from ktbridge.eval.judge.prompts import JsonSchema, ShownAnswer, Winner
-from ktbridge.eval.results.types import (
-    ArmAnswer,
-    ItemRow,
-    Json,
-    JudgeCheck,
-    JudgeState,
-    Message,
-)
+from ktbridge.eval.results.types import ArmAnswer, ItemRow, Json, JudgeCheck, JudgeState, Message
 from ktbridge.eval.schema import AnchorRow, list_questions, slice_table
 from ktbridge.eval.store import Compared
 from ktbridge.eval.text import is_json

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ktbridge.eval.bench import Item
-from ktbridge.eval.results.types import (
-    JudgeCheck,
-    Message,
-)
+from ktbridge.eval.results.types import JudgeCheck, Message
 from ktbridge.eval.text import delimit_untrusted
 
 VERSION = "1"

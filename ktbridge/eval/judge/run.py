@@ -17,16 +17,10 @@ from ktbridge.eval.judge.plan import Judge, JudgeRequest, check_judge, digit_que
 from ktbridge.eval.judge.prompts import VERSION, JsonSchema, ReplyError, ShownAnswer
 from ktbridge.eval.judge.score import JUDGE, named_judge, read_card, read_judgements
 from ktbridge.eval.results.rows import read_rows
-from ktbridge.eval.results.types import (
-    Json,
-    Message,
-)
+from ktbridge.eval.results.types import Json, Message
 from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
 from ktbridge.server_api.client import Client
-from ktbridge.server_api.failures import (
-    remedy,
-    think_only_remedy,
-)
+from ktbridge.server_api.failures import remedy, think_only_remedy
 from ktbridge.server_api.replies import OTHER_LIMIT, Answer
 
 

@@ -23,22 +23,9 @@ from ktbridge.eval.judge.calibration import (
     tally_anchors,
     tally_right,
 )
-from ktbridge.eval.judge.plan import (
-    Judge,
-    JudgeRequest,
-    JudgeScore,
-    JudgingPlan,
-    plan_judging,
-)
+from ktbridge.eval.judge.plan import Judge, JudgeRequest, JudgeScore, JudgingPlan, plan_judging
 from ktbridge.eval.judge.prompts import VERSION, ReplyError
-from ktbridge.eval.results.types import (
-    DigitMeans,
-    ItemRow,
-    Json,
-    JudgeCard,
-    JudgedPair,
-    JudgeFacts,
-)
+from ktbridge.eval.results.types import DigitMeans, ItemRow, Json, JudgeCard, JudgedPair, JudgeFacts
 from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger, read_run
 from ktbridge.schemas import fits
 

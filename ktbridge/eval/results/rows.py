@@ -38,9 +38,7 @@ from ktbridge.eval.store import (
     read_run,
     read_snapshot,
 )
-from ktbridge.server_api.replies import (
-    OUTCOMES,
-)
+from ktbridge.server_api.replies import OUTCOMES
 
 SCORE_ERROR: Final = "score-error"  # the answer exists, but one of our scorers failed on it
 _MARKS: tuple[Literal["task", "persona"], ...] = ("task", "persona")

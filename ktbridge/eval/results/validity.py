@@ -15,11 +15,7 @@ from ktbridge.eval.results.compare import NULLS, OVERALL
 from ktbridge.eval.results.rows import SCORE_ERROR
 from ktbridge.eval.results.types import Results
 from ktbridge.eval.store import NOT_RUN
-from ktbridge.server_api.failures import (
-    AGAIN,
-    remedies,
-    think_only_remedy,
-)
+from ktbridge.server_api.failures import AGAIN, remedies, think_only_remedy
 
 # Share of an arm's items: fewer ok answers give a warning, fewer than half an error; more failed
 # requests than the rest give an error.

@@ -25,10 +25,7 @@ from typing import Annotated, NamedTuple, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.results.types import (
-    CheckRow,
-    Json,
-)
+from ktbridge.eval.results.types import CheckRow, Json
 from ktbridge.eval.schema import Text
 from ktbridge.server_api.replies import shorten
 

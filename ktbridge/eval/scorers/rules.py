@@ -13,14 +13,7 @@ from pydantic import AfterValidator, FiniteFloat, NonNegativeInt
 from ktbridge.eval.schema import Persona, Text
 from ktbridge.eval.scorers.numbers import find_answer_number
 from ktbridge.eval.scorers.registry import Mark, Words, mark, scorer, time_limit
-from ktbridge.eval.text import (
-    cjk_share,
-    contains,
-    count_chars,
-    count_words,
-    normalise,
-    sentences,
-)
+from ktbridge.eval.text import cjk_share, contains, count_chars, count_words, normalise, sentences
 
 # Characters. Patterns may take quadratic time; no meaningful answer is this long.
 LONGEST_SEARCHED = 20_000

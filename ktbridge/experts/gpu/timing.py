@@ -24,13 +24,7 @@ from ktbridge.experts.gpu.executor import GpuBinding, GpuExperts
 from ktbridge.experts.gpu.layer_math import BorderedMatrices
 from ktbridge.experts.gpu.layout import Group, group_experts, unpack_group
 from ktbridge.experts.gpu.masters import clip_to_norm
-from ktbridge.experts.gpu.placement import (
-    MICRO_BATCH_SECONDS,
-    STEP_SECONDS,
-    Costs,
-    Line,
-    Placement,
-)
+from ktbridge.experts.gpu.placement import MICRO_BATCH_SECONDS, STEP_SECONDS, Costs, Line, Placement
 from ktbridge.experts.gpu.ring import Copier
 from ktbridge.experts.layer import MoELoRAExperts, expert_layers
 

@@ -29,13 +29,7 @@ from ktbridge.serve.sglang.command import (
     our_flags,
     plan_threads,
 )
-from ktbridge.serve.sglang.facts import (
-    ENGINE_CACHE,
-    KERNEL_CACHE,
-    Facts,
-    machine_text,
-    served_name,
-)
+from ktbridge.serve.sglang.facts import ENGINE_CACHE, KERNEL_CACHE, Facts, machine_text, served_name
 from ktbridge.serve.sglang.flags import EngineFlag, Setting, check_flags, parse_flags, value_of
 from ktbridge.serve.sglang.preflight import (
     OF_THE_MACHINE,

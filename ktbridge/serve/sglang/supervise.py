@@ -20,13 +20,7 @@ from pathlib import Path
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.machine import end_with_parent
-from ktbridge.serve.processes import (
-    MARK,
-    adopt_orphans,
-    children,
-    end_members,
-    members,
-)
+from ktbridge.serve.processes import MARK, adopt_orphans, children, end_members, members
 from ktbridge.serve.sglang.leftovers import Place
 from ktbridge.serve.sglang.logs import Pump, diagnose, readable
 from ktbridge.server_api.client import OpenAIClient

@@ -22,11 +22,7 @@ from ktbridge.files.yamlfile import load_yaml, read_yaml, shown
 from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.model.hub import repository
 from ktbridge.schemas import check_fields
-from ktbridge.sft.config.fields import (
-    Values,
-    file_model,
-    options,
-)
+from ktbridge.sft.config.fields import Values, file_model, options
 from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE, RENAMED, Foreign, move_keys, names_of
 from ktbridge.sft.config.rules import check
 from ktbridge.sft.config.schema import KtConfig, TrainConfig

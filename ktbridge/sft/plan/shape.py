@@ -9,13 +9,7 @@ from pathlib import Path
 
 from ktbridge.adapter.quantise import GROUP, stored_bytes
 from ktbridge.errors import KtbridgeError
-from ktbridge.model import (
-    Checkpoint,
-    ModelConfig,
-    check_served,
-    open_checkpoint,
-    read_model_config,
-)
+from ktbridge.model import Checkpoint, ModelConfig, check_served, open_checkpoint, read_model_config
 from ktbridge.model.families import FAMILIES, ROUTER, UNREACHED
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import ExpertHome, expert_home

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 from ktbridge.experts.gpu.placement import Costs, Scored
 from ktbridge.sft.disk import checkpoint_bytes
-from ktbridge.sft.plan.measure import (
-    ExpertTimes,
-    ProductRates,
-    measure_experts,
-    measure_products,
-)
+from ktbridge.sft.plan.measure import ExpertTimes, ProductRates, measure_experts, measure_products
 from ktbridge.sft.plan.memory import Setting, expert_lora_elements, nonexpert_lora_elements
 from ktbridge.sft.plan.parts import Pace
 
