@@ -1,4 +1,4 @@
-"""From a recipe to the commands that a person would type, in order; nothing is run or looked up here."""
+"""From a recipe to the commands that a person would type, in order; nothing is run here."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def plan_recipe(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list
         if run.cell:
             settings |= {**run.cell.settings, "output_dir": run.raw}
         words = ("train", recipe.config, *(f"{key}={value}" for key, value in settings.items()))
-        again = ("overwrite_output_dir=true",)
-        steps.append(Step(run.key("train"), words, None, again, (run.raw,)))
+        overwrite: tuple[str, ...] = ("overwrite_output_dir=true",)
+        steps.append(Step(run.key("train"), words, None, overwrite, (run.raw,)))
         if "convert" in given:
             words = run.words("convert", run.raw, more=run.converted)
             overwrite = () if "--overwrite" in words else ("--overwrite",)
@@ -127,11 +127,10 @@ def plan_recipe(recipe: Recipe, engine: str, cells: Sequence[Cell] = ()) -> list
             more = {"server": URL, "model": run.adapter, "adapter": run.raw, "base-model": run.base}
             steps.append(Step(run.key("verify"), run.words("verify", more=more), server))
         if "eval" in given:
-            arms = (
-                {run.cell.name: run.adapter} if run.cell else {} if local else {"full": run.adapter}
-            )
-            if local and run.cell and run is runs[0]:
-                arms = {"base": base_name(run.served), **arms}
+            arms = {} if local else {"full": run.adapter}
+            if run.cell:
+                base = {"base": base_name(run.served)} if local and run is runs[0] else {}
+                arms = {**base, run.cell.name: run.adapter}
             # The last evaluation prints the tables of all.
             log = None if local and run is runs[-1] else run.key("eval.log")
             steps.append(run.evaluate("eval", server, arms, output, log))

@@ -247,7 +247,7 @@ def _model(kinds: Mapping[str, object]) -> type[BaseModel]:
 
 
 class _Problems(Problems):
-    """What is wrong with the blocks of a recipe that are read by it."""
+    """Problems of a recipe, collected while its blocks are read."""
 
     def check(
         self, model: type[BaseModel], values: Mapping[str, object], place: str, known: Iterable[str]
