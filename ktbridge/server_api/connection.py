@@ -1,8 +1,8 @@
 """Connections to one server, by the openai package's client: whom it asks, how, and how much it reads.
 
 The package owns what a connection is: the key, the environment's proxies and certificates, kept connections,
-aiohttp's transport. Requests are put together here: by ``AsyncOpenAI.post`` a reply takes more than twice the
-processor time (scripts/bench_eval_client.py), and ``ktbridge eval`` wants thousands. There are no retries: the
+aiohttp's transport. Requests are put together here: ``AsyncOpenAI.post`` takes more than twice the processor
+time (scripts/bench_eval_client.py), and ``ktbridge eval`` has thousands of them. There are no retries: the
 table in ``failures`` decides what is asked again. No redirect is followed, as the key would go along, and a
 reply is bounded while it is read.
 
