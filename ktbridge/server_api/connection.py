@@ -1,8 +1,8 @@
 """Connections to one server, by the openai package's client: whom it asks, how, and how much it reads.
 
 The package owns what a connection is: the key, the environment's proxies and certificates, kept connections,
-aiohttp's transport. Requests are put together here: ``AsyncOpenAI.post`` takes three times the processor time
-for one (scripts/bench_eval_client.py), of which ``ktbridge eval`` has thousands. There are no retries: the
+aiohttp's transport. Requests are put together here: ``AsyncOpenAI.post`` takes more than twice the processor
+time (scripts/bench_eval_client.py), and ``ktbridge eval`` has thousands of them. There are no retries: the
 table in ``failures`` decides what is asked again. No redirect is followed, as the key would go along, and a
 reply is bounded while it is read.
 
