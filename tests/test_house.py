@@ -16,10 +16,10 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 68_950,
+    "lines": 68_786,
     "modules": 318,
     "public names that several modules define": 88,
-    "docstrings that begin with a relative clause": 117,
+    "docstrings that begin with a relative clause": 116,
     "modules in circles of imports, for types too": 18,
     "uses of Any": 332,
 }
