@@ -74,7 +74,7 @@ def forward(stream, layer, ids=None, out=None):
     out, kept = torch.zeros_like(hidden) if out is None else out, Kept()
     arguments = (
         [0] * 6, 0, 0.0, SHAPE.tokens, SHAPE.top_k,
-        *(tensor.data_ptr() for tensor in (*tensors, out)), _kernels.Keep.retain, (0, 0, 0),
+        *(tensor.data_ptr() for tensor in (*tensors, out)), _kernels.Keep.retain, (0, 0, 0), 0,
     )  # fmt: skip
     watched = weakref.ref(kept)
     autograd.queue(stream, layer._layer.forward, arguments, (tensors, out, layer, kept))
@@ -150,7 +150,7 @@ def test_a_failed_forward_leaves_zeros_and_no_garbage(layer):
         SHAPE.top_k,
         *(each.data_ptr() for each in (*inputs, out)),
     )
-    kept = _kernels.Keep.retain, (0, 0, 0)
+    kept = _kernels.Keep.retain, (0, 0, 0), 0
     job = autograd.queue(stream, layer._layer.forward, (*arguments, *kept), inputs)
     addresses = [each.data_ptr() for each in (hidden, hidden, d_hidden, d_weights)]
     behind = (job, True, [0] * 6, 0, 0.0, *addresses, [0] * 6)

@@ -92,7 +92,7 @@ def whole_texts(tree: ast.Module, names: set[str]) -> list[int]:
 def test_no_message_takes_in_the_lines_of_another_error():
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     names = own_errors([*trees.values()])
-    assert {"UsageError", "ProblemsError", "TensorFileError", "CantMap"} < names
+    assert {"UsageError", "ProblemsError", "TensorFileError", "UnmappableError"} < names
     wrong = "try:\n    pass\nexcept UsageError as error:\n    raise ValueError(f'no: {error}')\n"
     assert whole_texts(ast.parse(wrong), names) == [4]
     wrong = {
