@@ -15,7 +15,6 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _T = TypeVar("_T")
-_Written = Mapping[str, object] | Mapping[object, object]
 
 
 class Fault(NamedTuple):

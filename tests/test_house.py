@@ -16,9 +16,9 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 68_786,
+    "lines": 68_767,
     "modules": 318,
-    "public names that several modules define": 88,
+    "public names that several modules define": 87,
     "docstrings that begin with a relative clause": 116,
     "modules in circles of imports, for types too": 18,
     "uses of Any": 332,

@@ -57,6 +57,15 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
   });
 }
 
+void GateUp::clear_others(int expert, int begin, int count, int strips, float* result) const {
+  for (int token = begin * kStrip; token < std::min((begin + count) * kStrip, routing.rows(expert)); ++token) {
+    if (lora.of_token[routing.token[routing.first[expert] + token]]) continue;
+    const int strip = token / kStrip - begin, column = token % kStrip;
+    for (int row = 0; row < strips * kStrip; ++row)
+      result[(row / kStrip * count + strip) * kBlock + row % kStrip * kStrip + column] = 0.f;
+  }
+}
+
 void GateUp::thin(Projection projection, int expert, TokenBlock block, Strips input, Strips t,
                   Saved& kept) const {
   if (sizes.rank == 0) return;
@@ -66,15 +75,10 @@ void GateUp::thin(Projection projection, int expert, TokenBlock block, Strips in
   const auto product = [&](int first, Strips some) {
     float* result = result_blocks(kSmall, strips * some.count);
     multiply(kernels, {{a, some, tiles}}, result);
-    for (int j = 0; j < some.count && lora.of_token != nullptr; ++j)
-      for (int i = 0; i < live_rows(expert, block.begin + first + j); ++i)
-        if (!lora.of_token[routing.token[first_slot(expert, block.begin + first + j) + i]])
-          for (int s = 0; s < strips; ++s)
-            for (int row = 0; row < kStrip; ++row)
-              result[(s * some.count + j) * kBlock + row * kStrip + i] = 0.f;
+    const int begin = block.begin + first;
+    if (lora.of_token != nullptr) clear_others(expert, begin, some.count, strips, result);
     kernels.blocks_to_right(result, strips, some.count, lora.scale, writable(t) + first * t.stride, t.stride);
     if (kept.thin.data() == nullptr) return;
-    const int begin = block.begin + first;
     float* weights = projection == kDown ? result_blocks(kWeights, some.count) : nullptr;
     for (int i = 0; i < some.count && weights != nullptr; ++i)
       strip_weights(expert, begin + i, weights + i * kStrip);

@@ -20,6 +20,10 @@ struct GateUp : Pass {
   // t = s (input A^T) of one block of tokens, as right strips; and for backward in `kept`, if it has room,
   // times the tokens' weights for down.
   void thin(Projection projection, int expert, TokenBlock block, Strips input, Strips t, Saved& kept) const;
+
+ private:
+  // Zeros in x A^T, blocks [strips of r][count strips of tokens from `begin`], where a token has no LoRA.
+  void clear_others(int expert, int begin, int count, int strips, float* result) const;
 };
 
 // g and u again, where forward didn't keep them; else null.

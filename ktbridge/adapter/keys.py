@@ -196,6 +196,11 @@ def _wraps(before: list[str], after: list[str]) -> bool:
     return experts or following in _CHILDREN or following.endswith("_proj")
 
 
+def is_named(target: str, module: str) -> bool:
+    """Return whether ``target`` is a module's full name or the end of it, at a dot."""
+    return module == target or module.endswith(f".{target}")
+
+
 def is_expert_like(module: str) -> bool:
     """Return whether a module's path looks like that of a routed expert, or of several."""
     path = module.split(".")

@@ -18,7 +18,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.results.types import Json
 from ktbridge.eval.schema import RowMap, SourceFile
-from ktbridge.eval.text import normalise
+from ktbridge.eval.text import normalize
 from ktbridge.files import digests
 from ktbridge.files.records import read_records
 from ktbridge.files.yamlfile import load_yaml
@@ -176,7 +176,7 @@ def _make_rows(
             skipped.append((number, str(reason)))
             continue
         asked = json.dumps(row["messages"], ensure_ascii=False)
-        first = rows.setdefault(normalise(last_text(row["messages"]) if use.gather else asked), row)
+        first = rows.setdefault(normalize(last_text(row["messages"]) if use.gather else asked), row)
         if use.gather:
             first["gold"] = list(dict.fromkeys([*_list(first["gold"]), *_list(row["gold"])]))
         elif first is not row:

@@ -19,7 +19,7 @@ _WORDISH = re.compile(r"[^\W_]")
 _TOKEN = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """NFKC, case-folded, white space collapsed: for comparison, not for display."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
@@ -69,16 +69,6 @@ def language_of(text: str) -> str:
     return "zh" if share is not None and share >= 0.5 else "en"
 
 
-# Unicode bidi controls that change the text direction, except those that a right-to-left text needs
-# (200e, 200f, 061c).
-_TURNING = re.compile("[\u202a-\u202e\u2066-\u2069]")
-
-
-def show_direction(text: str) -> str:
-    """``text`` with bidi controls shown as their code points, so that it reads in storage order."""
-    return _TURNING.sub(lambda one: f"[U+{ord(one[0]):04X}]", text)
-
-
 def shown_lines(text: str, enough: int, width: int = 44) -> int:
     """Return how many lines ``text`` takes in a column of ``width`` Latin letters (an ideograph is two wide);
     counted until there are more than ``enough``."""
@@ -90,15 +80,15 @@ def shown_lines(text: str, enough: int, width: int = 44) -> int:
 
 
 def contains(haystack: str, needle: str) -> bool:
-    """Return whether ``needle`` occurs in ``haystack``, both normalised.
+    """Return whether ``needle`` occurs in ``haystack``, both normalized.
 
     A needle that begins or ends with an ASCII letter or digit must stand alone there, so that
     "cold" is not found in "scolded"; ideographs have no such boundary.
     """
-    wanted = normalise(needle)
+    wanted = normalize(needle)
     left = r"(?<![a-z0-9])" if re.match(r"[a-z0-9]", wanted) else ""
     right = r"(?![a-z0-9])" if re.search(r"[a-z0-9]$", wanted) else ""
-    return re.search(left + re.escape(wanted) + right, normalise(haystack)) is not None
+    return re.search(left + re.escape(wanted) + right, normalize(haystack)) is not None
 
 
 def delimit_untrusted(parts: Mapping[str, str]) -> str:

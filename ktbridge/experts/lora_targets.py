@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from ktbridge.adapter.keys import LAYER
+from ktbridge.adapter.keys import LAYER, is_named
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import compat
 from ktbridge.experts.compat import parameter_state
@@ -181,11 +181,6 @@ def _shortest(paths: Iterable[str], every: Collection[str], with_own: bool) -> s
         if {name for name in every if any(is_named(end, name) for end in ends)} <= whole:
             return ends
     return whole
-
-
-def is_named(target: str, module: str) -> bool:
-    """Return whether ``target`` is a module's full name or the end of it, at a dot."""
-    return module == target or module.endswith(f".{target}")
 
 
 def path_in_layer(name: str) -> str:

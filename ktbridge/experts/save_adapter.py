@@ -19,12 +19,11 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
 from ktbridge.adapter import Tensor, write_raw_adapter
-from ktbridge.adapter.keys import fused_key
+from ktbridge.adapter.keys import fused_key, is_named
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.layer import MoELoRAExperts, expert_layers, find_layers
 from ktbridge.experts.lora import from_torch, lora_shapes
-from ktbridge.experts.lora_targets import is_named
 from ktbridge.files.publish import fsync_directory
 
 _PEFT = "base_model.model."

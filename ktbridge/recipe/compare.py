@@ -41,11 +41,7 @@ def compare(directory: Path, cells: Sequence[Cell], plan: Sequence[Step]) -> Com
     Marks and their differences are those of the evaluation's results.json: means with 95 % intervals, and
     differences over the same items with p, corrected by Holm. A run that failed has no numbers.
     """
-    trained = {
-        item.run: item.writes[0]
-        for item in plan
-        if isinstance(item, Step) and item.command == "train"
-    }
+    trained = {step.run: step.writes[0] for step in plan if step.command == "train"}
     runs = [_trained(directory / trained[cell.name], cell) for cell in cells]
     benches = list(_results(directory / ROOM / EVALUATION))
     first = cells[0].name

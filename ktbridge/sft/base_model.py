@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktbridge.adapter import Adapter
+from ktbridge.adapter.keys import is_named
 from ktbridge.adapter.lora_config import half_numbers, numbers_of
 from ktbridge.adapter.opening import reading_note
 from ktbridge.codes import problem
@@ -26,7 +27,6 @@ from ktbridge.experts.lora_targets import (
     LoraTargets,
     choose_modules,
     find_lora_targets,
-    is_named,
     left_out_of_all,
     own_names,
     path_in_layer,

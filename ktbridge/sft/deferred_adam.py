@@ -55,8 +55,8 @@ class DeferredAdam:
         if type(optimizer) is not torch.optim.AdamW:
             return
         for layer in layers:
-            if layer.gpu is not None:
-                own = [each for each in layer.lora_parameters() if each.device.type == "cpu"]
+            own = [each for each in layer.lora_parameters() if each.device.type == "cpu"]
+            if layer.gpu is not None and own:
                 self._layers |= dict.fromkeys(own, layer)
                 layer.register_forward_pre_hook(self._finish_layer)
         if self._layers:
@@ -82,16 +82,17 @@ class DeferredAdam:
         for group in optimizer.param_groups:
             if not group["fused"] or group["amsgrad"]:
                 continue
-            of_layers: dict[MoELoRAExperts, list[nn.Parameter]] = {}
-            for parameter in group["params"]:
-                if parameter in self._layers and parameter.grad is not None:
-                    of_layers.setdefault(self._layers[parameter], []).append(parameter)
             options = {name: group[name] for name in _OPTIONS}
             options["beta1"], options["beta2"] = group["betas"]
-            for layer, parameters in of_layers.items():
-                gradients = [each.grad for each in parameters if each.grad is not None]
-                states = [optimizer.state[each] for each in parameters]
-                update = _Update(list(parameters), gradients, states, options)
+            updates: dict[MoELoRAExperts, _Update] = {}
+            for parameter in group["params"]:
+                layer = self._layers.get(parameter)
+                if layer is None or parameter.grad is None:
+                    continue
+                update = updates.setdefault(layer, _Update([], [], [], options))
+                update.parameters.append(parameter)
+                update.gradients.append(parameter.grad)
+                update.states.append(optimizer.state[parameter])
+                parameter.grad = None
+            for layer, update in updates.items():
                 self._pending.setdefault(layer, []).append(update)
-                for parameter in parameters:
-                    parameter.grad = None

@@ -162,7 +162,7 @@ def make_weights(shape: Shape) -> dict[str, torch.Tensor]:
 def make_inputs(shape: Shape, rank: int, skew: float = 0.0) -> dict[str, torch.Tensor]:
     """hidden, topk_ids, topk_weights, d_out and the six LoRA tensors.
 
-    Routing takes the K best of a softmax over random logits, so a token's experts differ, and normalises
+    Routing takes the K best of a softmax over random logits, so a token's experts differ, and normalizes
     their weights. With ``skew`` s the n-th expert is chosen as often as n^-s says (Zipf): K draws without
     replacement, which is what the K best of log-weights with Gumbel noise are. LoRA's B is not zero, or half
     of backward would have nothing to do.

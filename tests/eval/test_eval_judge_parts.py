@@ -16,7 +16,6 @@ from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, re
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import EvalRequest, collect, load_bench, parse_arms, score_run
 from ktbridge.eval.compat import load_compat
-from ktbridge.eval.facts import axis_description
 from ktbridge.eval.judge import (
     check_judge,
     judge_preflight,
@@ -28,6 +27,7 @@ from ktbridge.eval.judge import (
 from ktbridge.eval.judge.calibration import ComparedPair, length_bias, position_bias
 from ktbridge.eval.judge.plan import plan_judging
 from ktbridge.eval.judge.prompts import ReplyError, parse_checks, parse_pair
+from ktbridge.eval.report.words import axis_description
 from ktbridge.eval.store import read_snapshot
 from ktbridge.eval.text import delimit_untrusted
 

@@ -16,7 +16,7 @@ from ktbridge.adapter.adapter import (
     last_part,
 )
 from ktbridge.adapter.checks import Use
-from ktbridge.adapter.keys import CANONICAL
+from ktbridge.adapter.keys import CANONICAL, is_named
 from ktbridge.adapter.lora_config import (
     UNFOLDED,
     check_trainer,
@@ -124,7 +124,7 @@ def _are_modules(adapter: Adapter) -> bool:
         and all(
             isinstance(target, str)
             and target.endswith(".weight")
-            and any(_names(target.removesuffix(".weight"), module) for module in modules)
+            and any(is_named(target.removesuffix(".weight"), module) for module in modules)
             for target in targets
         )
     )
@@ -330,15 +330,11 @@ def _untargeted(adapter: Adapter, where: str, targets: list[str]) -> Iterator[Pr
     parameters = adapter.config.get("target_parameters")
     if isinstance(parameters, list):
         targets = targets + [str(name).removesuffix(".weight") for name in parameters]
-    stray = sorted(m for m in modules if not any(_names(target, m) for target in targets))
+    stray = sorted(m for m in modules if not any(is_named(target, m) for target in targets))
     if stray:
         found = f"does not target {stray[0]}, which tensors are there for"
         expected = "every adapted module in target_modules"
         yield problem("KTB121", where, found + _and_more(stray, "modules"), expected)
-
-
-def _names(target: str, module: str) -> bool:
-    return module == target or module.endswith(f".{target}")
 
 
 def _and_more(items: list[str], noun: str) -> str:

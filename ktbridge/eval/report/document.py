@@ -16,7 +16,6 @@ from ktbridge.document import (
     TableRow,
 )
 from ktbridge.errors import Problem
-from ktbridge.eval.facts import TITLES, axis_description, report_header
 from ktbridge.eval.report.sentences import (
     contrast_tone,
     detectable,
@@ -25,6 +24,7 @@ from ktbridge.eval.report.sentences import (
     slice_title,
     verdict_tone,
 )
+from ktbridge.eval.report.words import TITLES, axis_description, report_header
 from ktbridge.eval.results.compare import LOSSES, find_contrast
 from ktbridge.eval.results.types import AXES_SHOWN, Axis, Index, Results
 

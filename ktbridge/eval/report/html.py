@@ -18,7 +18,6 @@ import jinja2
 from markupsafe import Markup
 
 from ktbridge.document import Block, show_direction
-from ktbridge.eval.facts import TITLES, axis_description, report_header, terms_for
 from ktbridge.eval.report.document import build_overview, build_report
 from ktbridge.eval.report.sentences import (
     AXIS_WORDS,
@@ -32,6 +31,7 @@ from ktbridge.eval.report.sentences import (
     signed,
     slice_title,
 )
+from ktbridge.eval.report.words import TITLES, axis_description, report_header, terms_for
 from ktbridge.eval.results.compare import LOSSES
 from ktbridge.eval.results.types import AXES_SHOWN, Axis, Index, ItemRow, Results
 from ktbridge.eval.text import CJK, shown_lines

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, FiniteFloat, NonNegativeInt
 from ktbridge.eval.schema import Persona, Text
 from ktbridge.eval.scorers.numbers import find_answer_number
 from ktbridge.eval.scorers.registry import Mark, Words, mark, scorer, time_limit
-from ktbridge.eval.text import cjk_share, contains, count_chars, count_words, normalise, sentences
+from ktbridge.eval.text import cjk_share, contains, count_chars, count_words, normalize, sentences
 
 # Characters. Patterns may take quadratic time; no meaningful answer is this long.
 LONGEST_SEARCHED = 20_000
@@ -35,7 +35,7 @@ def exact(text: str, gold: Text) -> Mark:
 
 @scorer("aliases")
 def aliases(text: str, gold: Words) -> Mark:
-    """One of the gold spellings occurs (normalised; Latin ones as whole words)."""
+    """One of the gold spellings occurs (normalized; Latin ones as whole words)."""
     found = [one for one in gold if contains(text, one)]
     return mark(bool(found), f"found {found[0]!r}" if found else f"none of {gold!r}")
 
@@ -159,9 +159,9 @@ def counts(text: str, *, of: Words, n: NonNegativeInt) -> Mark:
 
     A word inside a longer listed one is not counted twice ("cat" in "cats", 橙 in 橙子).
     """
-    left = normalise(text)
+    left = normalize(text)
     seen = set()
-    for word in sorted((normalise(word) for word in of), key=len, reverse=True):
+    for word in sorted((normalize(word) for word in of), key=len, reverse=True):
         if contains(left, word):
             seen.add(word[:-1] if word.endswith("s") else word)
             left = left.replace(word, " ")

@@ -56,9 +56,9 @@ class Mixer:
             return
         self._selected = ()  # if the switch fails half-way, the next forward redoes it
         having = [arm.expert for arm in wanted]
+        tokens = torch.tensor(having) if len(set(having)) > 1 else None
         for experts in self._experts:
-            experts.lora_enabled = any(having)
-            experts.lora_tokens = torch.tensor(having) if len(set(having)) > 1 else None
+            experts.lora_enabled, experts.lora_tokens = any(having), tokens
         names = [None if arm.nonexpert is None else self._slots[arm.nonexpert] for arm in wanted]
         every = list(dict.fromkeys(names))
         if len(every) == 1:
