@@ -58,7 +58,8 @@ void GateUp::run(Unit unit, const GateUpTarget& target) const {
 }
 
 void GateUp::clear_others(int expert, int begin, int count, int strips, float* result) const {
-  for (int token = begin * kStrip; token < std::min((begin + count) * kStrip, routing.rows(expert)); ++token) {
+  for (int token = begin * kStrip; token < std::min((begin + count) * kStrip, routing.rows(expert));
+       ++token) {
     if (lora.of_token[routing.token[routing.first[expert] + token]]) continue;
     const int strip = token / kStrip - begin, column = token % kStrip;
     for (int row = 0; row < strips * kStrip; ++row)
