@@ -2,7 +2,8 @@
 # make proof   real weights through the whole path, beside Hugging Face and PEFT, asked by other engines too; some
 #              40 minutes on two cores, goes on after a stop; a page in build/proof/page (make .venv-vllm/.installed
 #              before it adds vLLM's CPU server; scripts/prove.py --help)
-# make test    the whole test suite, C++ and Python
+# make test    every command, format and promise once, C++ and Python
+# make test-all   the whole suite: also kill matrices, attacks, all families, scripts (some 20 minutes on two cores)
 # make test-gpu   the tests that need a CUDA GPU
 # make test-engine   the launcher and its directories against SGLang-KT's own parser and loaders, no GPU
 #                    (9.5 GB in .venv-engine and 0.5 GB of wheels, once; skips what can't be fetched)
@@ -46,7 +47,7 @@ PIP_INSTALL := PIP_CONSTRAINT="$(TESTED) $(CPU)" PIP_BUILD_CONSTRAINT="$(TESTED)
   $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PIP_OTHER := python -m pip install --disable-pip-version-check --quiet $(CPU:%=-c %)
 
-.PHONY: wheel check-clang demo proof test test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
+.PHONY: wheel check-clang demo proof test test-all test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -58,6 +59,10 @@ proof: $(VENV)/.demo
 	@$(BIN)/python scripts/prove.py
 
 test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory test-kernels CMAKE=$(BIN)/cmake CTEST=$(BIN)/ctest
+	@$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
+
+test-all: $(VENV)/.dev
 	@$(MAKE) --no-print-directory test-kernels CMAKE=$(BIN)/cmake CTEST=$(BIN)/ctest
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
