@@ -22,16 +22,16 @@ HEAD = """\
 <!-- From here on written by scripts/make_keys.py from ktbridge/sft/config; edit there. -->
 
 **resumed** says what a resumed run may change against its checkpoint. any: everything. noted: with
-`resume_from_checkpoint: true` or a path, and a warning names the change. same: nothing; another value is another
-run, which is refused. Contents of paths are compared, not their names: other rows or another base model are another
-run, too.
+`resume_from_checkpoint: true` or a path, and a warning names the change. same: nothing; another value is
+another run, which is refused. Contents of paths are compared, not their names: other rows or another base
+model are another run, too.
 
 """
 FOREIGN = """\
 ## Keys without effect
 
-A key that ends in * stands for all keys with that beginning. Values that ask for what happens anyway (`false`, `0`,
-the only choice) are accepted without a note.
+A key that ends in * stands for all keys with that beginning. Values that ask for what happens anyway
+(`false`, `0`, the only choice) are accepted without a note.
 
 """
 # A table's first key -> its title.
