@@ -33,7 +33,7 @@ from ktbridge.sft.plan.memory import Setting, nonexpert_lora_elements, predict
 from ktbridge.sft.plan.parts import Experts, Pace, total
 from ktbridge.sft.plan.target import Target
 
-# Where no GPU can be timed, the paces of docs/placements.md order placements as on a fast server GPU.
+# Where no GPU can be timed, the paces of docs/gpu-experts.md order placements as on a fast server GPU.
 # No pace is promised from them.
 ASSUMED = (
     "the placement is chosen by assumed costs (H100 or H200, 55 GB/s from host memory), for no GPU was timed "
