@@ -21,17 +21,17 @@ HEAD = """\
 
 <!-- From here on written by scripts/make_keys.py from ktbridge/sft/config; edit there. -->
 
-**resumed** says what a run may have otherwise than the checkpoint that it goes on from. any: whatever it
-is, the run goes on. noted: with `resume_from_checkpoint: true` or a path the run goes on, and a warning
-names the change. same: another value is another run, which is refused. What places hold is compared, not
-their names: other rows or another base model are another run, too.
+**resumed** says what a resumed run may change against its checkpoint. any: everything. noted: with
+`resume_from_checkpoint: true` or a path, and a warning names the change. same: nothing; another value is
+another run, which is refused. Contents of paths are compared, not their names: other rows or another base
+model are another run, too.
 
 """
 FOREIGN = """\
-## Keys that mean nothing here
+## Keys without effect
 
-A key that ends in * stands for all that begin so. Values that ask for what happens anyway (`false`, `0`,
-the only choice) are accepted without a word.
+A key that ends in * stands for all keys with that beginning. Values that ask for what happens anyway
+(`false`, `0`, the only choice) are accepted without a note.
 
 """
 # A table's first key -> its title.

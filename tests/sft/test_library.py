@@ -21,7 +21,7 @@ SCRIPTS = {
 
 
 def test_the_page_lists_every_public_name_and_no_other():
-    table = PAGE.partition("## What the names do")[2].partition("\n## ")[0]
+    table = PAGE.partition("## Public names")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")][1:]
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(listed) == sorted(sft.__all__)

@@ -3,7 +3,7 @@
 ``rank`` scores whole optimizer steps. A micro-batch takes, forward and backward each, as long as the slowest
 of three that work beside each other: the link that transfers weights, the GPU, and Python that starts the
 GPU's operations. `plan` and `train` call it with the same arguments; only what ``Costs`` were measured on
-differs. The formulas are derived in docs/gpu-experts.md.
+differs. The formulas are derived in docs/placements.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MICRO_BATCH_SECONDS = 0.005
 _PAGE = 4096
 _CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and backward
 # Powers of the means that are nearly the larger: the host runs far ahead of the GPU, but weights come just
-# before they are multiplied. Fitted on the runs in docs/gpu-experts.md.
+# before they are multiplied. Fitted on the runs in docs/placements.md.
 _QUEUED, _TAKEN = 8, 3
 
 

@@ -257,9 +257,7 @@ def _note_experts(config: TrainConfig, problems: Problems) -> None:
     for key in ("kt_gpu_memory", "kt_num_gpu_experts"):
         if block.kt_experts == "cpu" and (value := getattr(block, key)):
             found = f"{value}, while kt_experts is cpu: no expert is on the GPU"
-            step = (
-                "Set kt_experts: stream, resident or auto (docs/gpu-experts.md), or leave it out."
-            )
+            step = "Set kt_experts: stream, resident or auto (docs/placements.md), or leave it out."
             problems.warn(f"kt_config.{key}", found, "", step)
 
 
