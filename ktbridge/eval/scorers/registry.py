@@ -84,6 +84,11 @@ class Scorer:
             return False
         return True
 
+    def score(self, text: str, check: Json, gold: object) -> Mark:
+        """Return the mark of an answer by a check that has no faults."""
+        given = {name: value for name, value in check.items() if name != "scorer"}
+        return self.function(text, **given, **({"gold": gold} if "gold" in self.types else {}))
+
 
 class ScorerError(Exception):
     """A scorer raised an exception on an answer; ``str`` names the scorer and the exception."""
@@ -131,12 +136,9 @@ def score_task(text: str, checks: Sequence[Json], gold: object) -> tuple[float, 
     with ``parsed`` if something had to be parsed. Raises ScorerError if a scorer fails."""
     rows: list[CheckRow] = []
     for check in checks:
-        given = {**check, "gold": gold}
-        name = str(given.pop("scorer"))
-        if "gold" not in SCORERS[name].types:
-            del given["gold"]
+        name = str(check["scorer"])
         try:
-            value, reason, parsed = SCORERS[name].function(text, **given)
+            value, reason, parsed = SCORERS[name].score(text, check, gold)
         except (KtbridgeError, ImportError):  # a missing package is not the answer's fault
             raise
         except Exception as error:
