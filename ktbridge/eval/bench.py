@@ -111,12 +111,12 @@ class Bench:
 
     @property
     def has_persona(self) -> bool:
-        """Whether there is a persona, and so a persona axis."""
+        """Return whether there is a persona, and so a persona axis."""
         return self.persona.name != "none"
 
     @property
     def is_compat(self) -> bool:
-        """Whether a judge gives digits, instead of answering a checklist."""
+        """Return whether a judge gives digits, instead of answering a checklist."""
         return self.name == "nekobench-compat"
 
     def select(self, slices: tuple[str, ...] = (), limit: int | None = None) -> tuple[Item, ...]:
