@@ -7,6 +7,7 @@ A validator that knows more raises ``Refusal``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple, TypeGuard, TypeVar
 
@@ -73,6 +74,15 @@ def fits(value: object, kind: type[_T]) -> TypeGuard[_T]:
     try:
         TypeAdapter(kind).validate_python(value, strict=True)
     except ValidationError:
+        return False
+    return True
+
+
+def is_json(value: object) -> bool:
+    """Return whether ``value`` can be sent and stored: no NaN, no infinity, no lone surrogate."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError):
         return False
     return True
 

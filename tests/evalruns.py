@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from ktbridge.eval import EvalRequest, RunEvents, collect, load_bench, parse_arms
 from ktbridge.eval.arms import Arm
-from ktbridge.eval.asking import answer_key
+from ktbridge.eval.request import answer_key
 from ktbridge.eval.store import read_run, write_run
 
 SMALL = Path(__file__).with_name("eval") / "small"

@@ -10,7 +10,9 @@ from pathlib import Path
 from mockserver import JsonServer
 
 from ktbridge.eval import EvalRequest, collect, load_bench, parse_arms, score_run
-from ktbridge.eval.judge import judge_run, parse_judge, read_judgements
+from ktbridge.eval.judge.prompts import parse_judge
+from ktbridge.eval.judge.run import judge_run
+from ktbridge.eval.judge.score import read_judgements
 from ktbridge.eval.store import read_snapshot
 
 COLOURS = ("red", "green", "blue")

@@ -39,7 +39,7 @@ PRELOADED = (
     "ktbridge.cli.verify", "ktbridge.verify.run", "ktbridge.verify.reference_model", "ktbridge.cli.serve",
     "ktbridge.serve.local.launch", "ktbridge.serve.local.app", "ktbridge.serve.local.loading", "uvicorn",
     "ktbridge.cli.predict", "ktbridge.predict.run", "ktbridge.predict.inference", "jieba",
-    "ktbridge.cli.eval", "ktbridge.eval.request", "ktbridge.eval", "ktbridge.eval.report.html",
+    "ktbridge.cli.eval", "ktbridge.eval.request", "ktbridge.eval", "ktbridge.eval.report.document",
 )  # fmt: skip
 
 

@@ -336,7 +336,7 @@ def _check_judge(requests: Sequence[EvalRequest]) -> None:
     if judge is None:
         return
     from ktbridge.cli._ui import print_problems
-    from ktbridge.eval.judge import judge_preflight
+    from ktbridge.eval.judge.run import judge_preflight
 
     benches = [one.bench for one in requests]
     print_problems(judge_preflight(judge, benches, timeout=timeout, api_key=_judge_key()))
@@ -368,7 +368,7 @@ def _judge_all(
 
 def _judge(request: EvalRequest, *, several: bool) -> tuple[Problem, ...]:
     from ktbridge.cli._ui import progress_bar, stderr
-    from ktbridge.eval.judge import judge_run
+    from ktbridge.eval.judge.run import judge_run
 
     assert request.judge is not None
     with progress_bar("judging") as on_progress:

@@ -12,7 +12,7 @@ import click
 from ktbridge.cli._app import Command
 
 if TYPE_CHECKING:
-    from ktbridge.eval.gates import Gate
+    from ktbridge.eval.results.compare import Gate
     from ktbridge.eval.results.types import Index, Results
 
 
@@ -42,7 +42,7 @@ def command(directory: Path, fail_on: tuple[str, ...], markdown: bool, as_json: 
     from ktbridge.cli._ui import emit_json
     from ktbridge.errors import UsageError
     from ktbridge.eval import write_report
-    from ktbridge.eval.gates import parse_gate
+    from ktbridge.eval.results.compare import parse_gate
 
     if markdown and as_json:
         raise UsageError("--markdown and --json both want stdout.", "give one of them")
@@ -78,8 +78,8 @@ def fail_on_errors(results: Results | Index, asked: Collection[str] | None = Non
 def fail_on_gates(gates: Sequence[Gate], results: Results | Index) -> None:
     """Exit with 1, listing the conditions met. Raises UsageError for an unknown slice."""
     from ktbridge.cli._ui import print_problems
-    from ktbridge.eval.gates import check_gates
     from ktbridge.eval.results.build import list_runs
+    from ktbridge.eval.results.compare import check_gates
 
     problems = check_gates(gates, list_runs(results))
     if problems:

@@ -7,14 +7,17 @@ a public dataset: a small one of ours in the folder, or the user's copy, given w
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import hashlib
 import json
+import re
 import urllib.parse
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel
@@ -24,31 +27,27 @@ from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.results.types import Json, Message
 from ktbridge.eval.schema import (
     OURS,
-    Axis,
     BenchFile,
     ItemLine,
     Partner,
-    Persona,
     Slice,
     list_questions,
     slice_table,
 )
-from ktbridge.eval.scorers import SCORERS, check_faults
+from ktbridge.eval.scorers import SCORERS, Persona, check_faults
+from ktbridge.eval.scorers.text_metrics import language_of
 from ktbridge.eval.sources import benches_root, last_text, read_source
-from ktbridge.eval.text import is_json, language_of
+from ktbridge.files import digests
 from ktbridge.files.records import parse_json_lines
 from ktbridge.files.yamlfile import load_yaml
-from ktbridge.schemas import check_fields
+from ktbridge.schemas import check_fields, is_json
 from ktbridge.server_api.hosts import is_loopback_url
 from ktbridge.server_api.replies import OTHER_LIMIT
-
-__all__ = ["FILES", "Axis", "Bench", "Item", "Partner", "Slice", "load_bench", "parse_bench"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _MANY = 8  # at most this many lines are listed for one problem
 FILES = ("bench.yaml", "items.jsonl", "persona.yaml")
 # For a bench that has no persona.yaml: a report then has no persona axis.
-NO_PERSONA_NAME = "none"
 _NO_PERSONA = b"""name: none
 address: {}
 tics: {}
@@ -109,6 +108,16 @@ class Bench:
     partner: Partner | None = None
     private: bool = False
     max_tokens: int | None = None
+
+    @property
+    def has_persona(self) -> bool:
+        """Return whether there is a persona, and so a persona axis."""
+        return self.persona.name != "none"
+
+    @property
+    def is_compat(self) -> bool:
+        """Return whether a judge gives digits, instead of answering a checklist."""
+        return self.name == "nekobench-compat"
 
     def select(self, slices: tuple[str, ...] = (), limit: int | None = None) -> tuple[Item, ...]:
         """The items of ``slices`` (all by default), at most ``limit``, spread evenly over them.
@@ -411,6 +420,99 @@ def _merge_alike(problems: list[Problem]) -> list[Problem]:
             where = f"{one.where}: {lines}{', '.join(names[:_MANY])}{rest}"
         merged.append(replace(one, where=where))
     return merged
+
+
+# --- --compat nekobench: the public set as it is
+#
+# 600 questions in six modules and a script whose judge gives each answer one digit 0..5
+# (github.com/mindsRiverPonder/LLM-practice, "NekoQA-10K for catgirl finetune"). Neither is part of this
+# package: they are read from the user's copies, the script as text, never run. So the judge gets what the
+# script sends, word for word, and its reply is read as the script does: the first digit in it.
+
+HIGHEST = 5
+REQUEST = {"max_tokens": 2048, "temperature": 0.5}
+"""What the public script asks its judge with, beside the prompt (commit 7adf40a)."""
+_LITERALS = ("PROMPT_LIST", "MODULE_TO_INDEX")
+PLACE = re.compile(r"\{\{[^{}]+\}\}")  # where the script puts the question, and then the answer
+_WHERE = (
+    "give your copy of the script of mindsRiverPonder/LLM-practice "
+    "('NekoQA-10K for catgirl finetune/data')"
+)
+
+
+def load_compat(name: str, items: Path, script: Path | None = None) -> Bench:
+    """The public questions in ``items`` as a bench; our persona.yaml measures the persona.
+
+    ``script`` is the public one, whose prompts a judge gets; without it nothing is judged. Raises
+    UsageError for another name, a missing file or another script, ProblemsError with every bad record.
+    """
+    if name != "nekobench":
+        raise UsageError(f"there is no --compat {name!r}.", "choose nekobench")
+    folder = benches_root() / name
+    head = yaml.safe_load((folder / "compat.yaml").read_text("utf-8"))
+    rows, head["data"] = read_source(head.pop("source"), folder, items)
+    prompts, note = {}, "no judge's prompts were given: the script is missing"
+    if script is not None:
+        prompts = read_prompts(script, head["slices"])
+        digest = digests.of_file(script)
+        note = f"the judge's prompts are those of {script.name} (SHA-256 {digest})"
+    turn = Counter[str]()
+    for row in rows:
+        module = str(row["slice"])
+        turn[module] += 1
+        row["id"] = f"{module.lower()}-{turn[module]:03d}"
+        row |= {"judge": [prompts[module]]} if prompts else {}
+    head["notes"].append(note)
+    head["slices"] = {module: one for module, one in head["slices"].items() if turn[module]}
+    persona = (folder / "persona.yaml").read_bytes()
+    return parse_bench({**make_files(head, rows), "persona.yaml": persona})
+
+
+def read_prompts(script: Path, modules: Collection[str]) -> dict[str, str]:
+    """The judge's prompt of each module in a copy of the public script, a notebook or its text.
+
+    Nothing is run: the literals PROMPT_LIST and MODULE_TO_INDEX are read, and what the request is made
+    with. Raises UsageError if they are not there or not those that are reproduced here.
+    """
+    try:
+        tree = ast.parse(_source(script.read_text("utf-8")))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UsageError(f"{str(script)!r} can't be read: {error}.", _WHERE) from None
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = {one.id for one in targets if isinstance(one, ast.Name)} & {*_LITERALS}
+        if names and isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            with contextlib.suppress(ValueError):
+                found[names.pop()] = ast.literal_eval(node.value)
+        if isinstance(node, ast.Call):
+            given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+            if REQUEST.keys() <= given.keys():
+                found["request"] = {name: given[name] for name in REQUEST}
+    try:
+        texts, places = (found[name] for name in _LITERALS)
+        prompts = {module: str(texts[places[module]]) for module in modules}
+        fits = len(places) == len(prompts)
+    except (KeyError, IndexError, TypeError):
+        prompts, fits = {}, False
+    fits = fits and all(len(set(PLACE.findall(one))) == 2 for one in prompts.values())
+    if not fits or found.get("request") != REQUEST:
+        raise UsageError(
+            f"{str(script)!r} is not the public script that is reproduced here: PROMPT_LIST with a place for "
+            f"the question and one for the answer, MODULE_TO_INDEX for {', '.join(modules)}, and a "
+            f"request with {REQUEST}.",
+            _WHERE,
+        )
+    return prompts
+
+
+def _source(text: str) -> str:
+    """Python's text: of a notebook its cells, one after the other."""
+    if not text.lstrip().startswith("{"):
+        return text
+    cells = json.loads(text).get("cells", [])
+    parts = ["".join(cell.get("source", [])) for cell in cells if cell.get("cell_type") == "code"]
+    return "\n".join(parts)
 
 
 # --- what the command line changes

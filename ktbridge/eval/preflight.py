@@ -24,9 +24,8 @@ from ktbridge.eval.arms import (
     check_same,
     list_models,
 )
-from ktbridge.eval.asking import build_request, with_limit
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.request import EvalRequest
+from ktbridge.eval.request import EvalRequest, build_request, with_limit
 from ktbridge.eval.results.types import ArmCard, Identical
 from ktbridge.files import digests
 from ktbridge.server_api.client import Client

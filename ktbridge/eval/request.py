@@ -10,44 +10,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from typing_extensions import TypedDict
 
 from ktbridge.errors import UsageError
 from ktbridge.eval.arms import Arm, arm_card, discover_arms, parse_arms, parse_model
-from ktbridge.eval.asking import answer_key, check_partner, is_dialogue, partner_card
 from ktbridge.eval.bench import (
     Bench,
     Item,
     answer_limit,
     load_bench,
+    load_compat,
     parse_extra_body,
     with_max_tokens,
     with_sampling,
 )
-from ktbridge.eval.compat import load_compat
-from ktbridge.eval.gates import Gate, parse_gate, refuse_unknown
-from ktbridge.eval.judge import JUDGE, Judge, check_judge, parse_judge
+from ktbridge.eval.judge.prompts import Judge, check_judge, parse_judge
+from ktbridge.eval.results.compare import Gate, parse_gate, refuse_unknown
 from ktbridge.eval.results.types import (
     ArmAnswer,
     ArmCard,
     ArmPlan,
     ItemRow,
     Json,
+    PartnerCard,
     PlanCounts,
     SlicePlan,
 )
 from ktbridge.eval.store import (
     ANSWERS,
     FAILED,
+    JUDGE,
     NOT_RUN,
     AnswerRecord,
     Plan,
     PlannedSlice,
     read_ledger,
     read_run,
+    request_key,
     run_directories,
 )
+from ktbridge.server_api.replies import OTHER_LIMIT
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,76 @@ def plan_answers(
         one for one in wanted if one.key not in stored or stored[one.key]["outcome"] == FAILED
     ]
     return AnswerPlan(wanted, missing)
+
+
+# --- the request for an item
+
+
+def build_request(arm: Arm, item: Item, bench: Bench, repeat: int = 0) -> dict[str, object]:
+    """The request for one item: the bench's sampling, the item's messages and token limit.
+
+    Greedy answers are repeated with the same request, which measures the engine's own noise; sampled
+    ones, if the bench has a seed, with ``seed + repeat``.
+    """
+    sampling = dict(bench.sampling)
+    seed = sampling.get("seed")
+    if repeat and sampling.get("temperature") != 0 and type(seed) is int:
+        sampling["seed"] = seed + repeat
+    messages = [dict(message) for message in item.messages]
+    # Sampling may name the limit as newer servers do.
+    limit = {} if OTHER_LIMIT in sampling else {"max_tokens": item.max_tokens}
+    return {"model": arm.model, "messages": messages, **limit, **sampling}
+
+
+def with_limit(request: dict[str, object], most: int) -> dict[str, object]:
+    """``request`` with its limit of tokens lowered to ``most``."""
+    name = OTHER_LIMIT if OTHER_LIMIT in request else "max_tokens"
+    asked = request[name]
+    return {**request, name: min(most, asked) if isinstance(asked, int) else most}
+
+
+def is_dialogue(item: Item, bench: Bench) -> bool:
+    """Return whether a partner model continues the dialogue with the arm on this item."""
+    return bench.partner is not None and item.slice in bench.partner.slices
+
+
+def answer_key(card: ArmCard, arm: Arm, item: Item, bench: Bench, repeat: int = 0) -> str:
+    """The key of an arm's answer to an item. ``card`` is the arm's in run.json.
+
+    A dialogue's key covers the partner too: its model and URL (in the card), system message, turns.
+    """
+    request = build_request(arm, item, bench, repeat)
+    if bench.partner is not None and is_dialogue(item, bench):
+        partner = {"system": bench.partner.system, "turns": bench.partner.turns}
+        request["partner"] = {**(card.get("partner") or {}), **partner}
+    return request_key(card["fingerprint"], request, repeat)
+
+
+def check_partner(bench: Bench, items: tuple[Item, ...], partner: Arm | None) -> None:
+    """Raise UsageError if dialogues among ``items`` have no partner, or may not be sent to this one."""
+    if bench.partner is None or not any(is_dialogue(item, bench) for item in items):
+        return
+    if partner is None:
+        rest = [one.name for one in bench.slices if one.name not in bench.partner.slices]
+        without = f", or leave them out with --slices {','.join(rest)}" if rest else ""
+        raise UsageError(
+            f"the bench {bench.name!r} has dialogues ({', '.join(bench.partner.slices)}) and no "
+            "partner to hold them with.",
+            f"give --partner MODEL@URL{without}",
+        )
+    try:
+        bench.refuse_remote_judge(partner.url)
+    except UsageError:
+        raise UsageError(
+            f"the data of {bench.name!r} is private and the partner "
+            f"{urlsplit(partner.url).hostname!r} is another machine.",
+            "use a partner on loopback",
+        ) from None
+
+
+def partner_card(partner: Arm | None) -> PartnerCard | None:
+    """The partner's entry in an arm's card in run.json."""
+    return {"model": partner.model, "url": partner.url} if partner else None
 
 
 # --- the dry run

@@ -1,48 +1,28 @@
-"""The files that people write for a bench, as models: bench.yaml, items.jsonl, persona.yaml, anchors.
+"""The files that people write for a bench, as models: bench.yaml, items.jsonl, anchors (persona.yaml is in
+``scorers/rules.py``).
 
-A field's description is what a problem says was expected. Defaults are filled in here; only the name,
-the slices and each item's messages and gold are required.
+A field's description is what a problem says was expected. Only the name, the slices and each item's messages
+and gold are required.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    PositiveInt,
-    TypeAdapter,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import ValidationInfo as Info
 
-from ktbridge.eval.results.types import Json, Message, PersonaParts
-from ktbridge.eval.text import is_json, sentences
-from ktbridge.schemas import Refusal
+from ktbridge.eval.results.types import Json, Message, Text
+from ktbridge.schemas import Refusal, is_json
 
 Axis = Literal["task", "persona"]
 OURS = ("model", "messages", "max_tokens", "stream", "n")
-Text = Annotated[str, Field(min_length=1)]
 _Texts = Annotated[
     list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 ]
 _STRICT = ConfigDict(extra="forbid", strict=True)
-
-
-def _check_not_blank(value: str) -> str:
-    if not value.strip():
-        raise ValueError("it is blank")
-    return value
-
-
-_Some = Annotated[str, AfterValidator(_check_not_blank), Field(description="some text")]
+_Some = Annotated[str, Field(pattern=r"\S", description="some text")]
 _Word = Annotated[str, BeforeValidator(str)]  # a version may look like a number in YAML
 
 
@@ -50,8 +30,8 @@ _Word = Annotated[str, BeforeValidator(str)]  # a version may look like a number
 
 
 class Slice(BaseModel):
-    """A group of items, and its primary axis. ``label`` is its name in words, for the sentence of a
-    verdict ("knowledge"); '' to use the name. bench.yaml may give anchors too, which only a judge reads."""
+    """A group of items, and its primary axis. ``label`` is its name in words ("knowledge"); '' to use the
+    name. bench.yaml may give anchors too, which only a judge reads."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -81,8 +61,8 @@ def _check_sampling(value: dict[object, object]) -> dict[object, object]:
 
 
 class BenchFile(BaseModel):
-    """bench.yaml. ``data`` and ``override`` are in a run's snapshot only: the items' provenance, settings
-    of the command line."""
+    """bench.yaml. ``data`` (the items' provenance) and ``override`` (of the command line) are a run's
+    only."""
 
     model_config = _STRICT
 
@@ -118,8 +98,8 @@ class BenchFile(BaseModel):
 
 
 def slice_table(head: Json) -> dict[str, Json]:
-    """Return bench.yaml's slices as {NAME: {primary, meaning, ...}}; the file may give a list of names,
-    or names with meanings. {} for anything else; an invalid row becomes {"primary": None}."""
+    """Return bench.yaml's slices as {NAME: {primary, meaning, ...}}, also of a list of names, or of names
+    with meanings. {} for anything else; an invalid row becomes {"primary": None}."""
     table = head.get("slices")
     if isinstance(table, list) and all(isinstance(name, str) and name for name in table):
         table = dict.fromkeys(table)
@@ -136,8 +116,8 @@ def slice_table(head: Json) -> dict[str, Json]:
 
 
 class KnownAnswer(BaseModel):
-    """Answers of a data file that are marked in a way of their own: ``gold`` (by default the answer as it is
-    spelled in ``are``) by ``check``."""
+    """Answers that are marked by ``check`` against ``gold`` (default: the answer as it is spelled in
+    ``are``)."""
 
     model_config = _STRICT
 
@@ -147,14 +127,11 @@ class KnownAnswer(BaseModel):
 
 
 class RowMap(BaseModel):
-    """Rule by which a record of a data file becomes an item.
+    """Rule by which a record of a data file becomes an item; eval/README.md explains each key.
 
-    A template holds fields in braces; ``{a|b}`` is the first of them that has text. ``when`` are fields
-    with the values that they must have, ``has`` is one that must be there. ``context`` stands above the
-    question. ``history`` names a field with [user, assistant] pairs, ``messages`` one with all messages,
-    ``references`` one with a list of answers, ``options`` one with {name: option}. ``gather``: the answers
-    to one question become one item's. ``copied`` fields go into the item as they are.
-    """
+    A template holds fields in braces; ``{a|b}`` is the first of them that has text. ``history`` names a field
+    with [user, assistant] pairs, ``messages`` one with all messages, ``references`` one with a list of
+    answers, ``options`` one with {name: option}."""
 
     model_config = _STRICT
 
@@ -180,8 +157,8 @@ class RowMap(BaseModel):
 
 class SourceFile(BaseModel):
     """``source`` in bench.yaml: a data file, and how its records become items. ``loader`` is one of our
-    benches, whose ``rows`` are used where there are none; ``others`` says why a record that fits no row is
-    skipped. ``strict``: a record that can't be used is a problem."""
+    benches, whose ``rows`` are the default; ``others`` says why a record that fits no row is skipped,
+    which is a problem where ``strict``."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -211,14 +188,14 @@ def _check_messages(value: list[Message]) -> list[Message]:
     return value
 
 
-def _check_slice(value: str, info: ValidationInfo) -> str:
+def _check_slice(value: str, info: Info) -> str:
     known = info.context["slices"] if info.context else ()
     if known and value not in known:
         raise Refusal(f"the slice {value!r}", "one of " + ", ".join(known))
     return value
 
 
-def _check_question(value: str, info: ValidationInfo) -> str:
+def _check_question(value: str, info: Info) -> str:
     lists = info.context["lists"] if info.context else {}
     if value[0] == "@" and value[1:] not in lists:
         expected = "one of " + (", ".join(map(str, lists)) or "none")
@@ -272,86 +249,5 @@ class AnchorRow(BaseModel):
 
 def list_questions(judge: list[str], lists: Mapping[str, list[str]]) -> tuple[str, ...]:
     """Return the questions of ``judge``, with those of a checklist where it is named."""
-    return tuple(
-        question
-        for one in judge
-        for question in (lists.get(one[1:], []) if one[0] == "@" else [one])
-    )
-
-
-# --- persona.yaml
-
-_GROUPS = TypeAdapter(dict[object, list[Text]])
-
-
-def _compile(groups: object) -> re.Pattern[str]:
-    """One alternation of {language: [regular expression, ...]}."""
-    found = _GROUPS.validate_python(groups, strict=True).values()
-    patterns = [pattern for group in found for pattern in group]
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise Refusal(f"{pattern!r}: {error}", "a regular expression") from None
-    return re.compile("|".join(f"(?:{one})" for one in patterns) or r"(?!)")
-
-
-_Patterns = Annotated[
-    re.Pattern[str],
-    BeforeValidator(_compile),
-    Field(description="{language: [regular expression, ...]}"),
-]
-
-
-class _Weights(BaseModel):
-    model_config = _STRICT
-
-    address: NonNegativeFloat
-    tic: NonNegativeFloat
-
-    @model_validator(mode="after")
-    def _check_sum(self) -> _Weights:
-        if abs(self.address + self.tic - 1) >= 1e-9:
-            raise ValueError("the weights aren't 1 together")
-        return self
-
-
-class Persona(BaseModel):
-    """The persona axis: rules of persona.yaml, the same for every answer. Patterns of all languages apply.
-
-    The score of an answer lies in 0..1::
-
-        score = 0                                                   if a break pattern occurs
-              = w_address * [an address term occurs]
-                + w_tic * min(1, (sentences with a tic / sentences) / target_rate)     otherwise
-
-    A sentence with more than ``max_tics_per_sentence`` tics does not count: spam is not a persona. Rate
-    and spread are one number because sentences are counted, not tics.
-    """
-
-    model_config = _STRICT
-
-    address: _Patterns
-    breaks: _Patterns
-    max_tics_per_sentence: int = Field(ge=1, description="a whole number of at least 1")
-    name: _Word
-    target_rate: float = Field(gt=0, le=1, description="a share above 0 and at most 1")
-    tics: _Patterns
-    weights: _Weights = Field(description="{address: a, tic: t} with a + t = 1")
-
-    def score(self, text: str) -> PersonaParts:
-        """Score one answer (the text the user would see, without thinking)."""
-        parts = sentences(text)
-        tics = [len(self.tics.findall(part)) for part in parts]
-        marked = sum(1 <= count <= self.max_tics_per_sentence for count in tics)
-        rate = marked / len(parts) if parts else 0.0
-        address = self.address.search(text) is not None
-        broke = self.breaks.search(text) is not None
-        score = self.weights.address * address
-        score += self.weights.tic * min(1.0, rate / self.target_rate)
-        return {
-            "score": 0.0 if broke else round(score, 6),
-            "address": address,
-            "tic_rate": round(rate, 6),
-            "broke": broke,
-        }
+    groups = [lists.get(one[1:], []) if one[0] == "@" else [one] for one in judge]
+    return tuple(question for group in groups for question in group)

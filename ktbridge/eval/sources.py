@@ -18,7 +18,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.results.types import Json
 from ktbridge.eval.schema import RowMap, SourceFile
-from ktbridge.eval.text import normalize
+from ktbridge.eval.scorers.text_metrics import normalize
 from ktbridge.files import digests
 from ktbridge.files.records import read_records
 from ktbridge.files.yamlfile import load_yaml

@@ -25,15 +25,15 @@ from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.eval.arms import arm_rank
 from ktbridge.eval.bench import FILES, Bench, parse_bench
 from ktbridge.eval.results.types import AnyOutcome, ArmCard, Json, JudgeOutcome, Message, Positive
-from ktbridge.eval.text import is_json
 from ktbridge.files import digests, publish
 from ktbridge.files.ledger import LedgerFile, whole_lines, writing
-from ktbridge.schemas import fits
+from ktbridge.schemas import fits, is_json
 from ktbridge.server_api.replies import Outcome
 
 RUN = "run.json"
 BENCH = "bench"
 BENCHES = "benches.json"
+JUDGE = "judge.json"
 FAILED: Outcome = "http-error"
 JUDGE_FAILED: JudgeOutcome = "judge-error"
 NOT_RUN: AnyOutcome = "not-run"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ktbridge.eval.distributions import (
+from ktbridge.eval.stats import (
     binomial_mid_p,
     normal_cdf,
     normal_quantile,

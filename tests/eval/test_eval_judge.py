@@ -33,9 +33,9 @@ from scriptedjudge import (
 
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.eval import score_run
-from ktbridge.eval.judge import judge_preflight, judge_run, parse_judge, read_judgements
-from ktbridge.eval.judge.plan import compared_arms, plan_judging
-from ktbridge.eval.judge.prompts import VERSION
+from ktbridge.eval.judge.prompts import VERSION, compared_arms, parse_judge, plan_judging
+from ktbridge.eval.judge.run import judge_preflight, judge_run
+from ktbridge.eval.judge.score import read_judgements
 from ktbridge.eval.store import JUDGEMENTS, Ledger, read_snapshot
 
 
@@ -431,7 +431,8 @@ def test_fields_for_the_judge_are_sent_and_make_it_another_judge(world, run):
 _CHILD = """
 import sys
 from pathlib import Path
-from ktbridge.eval.judge import judge_run, parse_judge
+from ktbridge.eval.judge.prompts import parse_judge
+from ktbridge.eval.judge.run import judge_run
 judge_run(Path(sys.argv[1]), parse_judge(sys.argv[2]), pairs=True, concurrency=3, backoff=0.001)
 """
 

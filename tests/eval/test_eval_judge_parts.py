@@ -15,21 +15,21 @@ from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, re
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import EvalRequest, collect, load_bench, parse_arms, score_run
-from ktbridge.eval.compat import load_compat
-from ktbridge.eval.judge import (
+from ktbridge.eval.bench import load_compat
+from ktbridge.eval.judge.prompts import (
+    ReplyError,
     check_judge,
-    judge_preflight,
-    judge_run,
+    delimit_untrusted,
+    parse_checks,
     parse_judge,
+    parse_pair,
+    plan_judging,
     read_anchors,
-    read_judgements,
 )
-from ktbridge.eval.judge.calibration import ComparedPair, length_bias, position_bias
-from ktbridge.eval.judge.plan import plan_judging
-from ktbridge.eval.judge.prompts import ReplyError, parse_checks, parse_pair
-from ktbridge.eval.report.words import axis_description
+from ktbridge.eval.judge.run import judge_preflight, judge_run
+from ktbridge.eval.judge.score import ComparedPair, length_bias, position_bias, read_judgements
+from ktbridge.eval.report.document import axis_description
 from ktbridge.eval.store import read_snapshot
-from ktbridge.eval.text import delimit_untrusted
 
 
 @pytest.fixture

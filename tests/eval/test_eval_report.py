@@ -17,14 +17,20 @@ from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.eval import failures, load_bench, score_run, write_report
 from ktbridge.eval.bench import parse_bench
 from ktbridge.eval.contamination import find_contamination
-from ktbridge.eval.gates import check_gates, parse_gate, refuse_unknown
-from ktbridge.eval.judge import Judgements, JudgeScore
-from ktbridge.eval.report.document import build_report
-from ktbridge.eval.report.html import diff_words, render_report
-from ktbridge.eval.report.sentences import clause_text, interval, signed
+from ktbridge.eval.judge.prompts import JudgeScore
+from ktbridge.eval.judge.score import Judgements
+from ktbridge.eval.report.document import build_report, diff_words, render_report
+from ktbridge.eval.report.sentences import clause_text
 from ktbridge.eval.results import build
-from ktbridge.eval.results.compare import decide_verdict
-from ktbridge.eval.results.validity import check_validity
+from ktbridge.eval.results.build import check_validity
+from ktbridge.eval.results.compare import (
+    check_gates,
+    decide_verdict,
+    interval,
+    parse_gate,
+    refuse_unknown,
+    signed,
+)
 from ktbridge.eval.stats import power, smallest_seen, unseen_share
 from ktbridge.eval.store import write_benches
 

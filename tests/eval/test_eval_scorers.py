@@ -7,7 +7,7 @@ import pytest
 from ktbridge.eval import load_bench
 from ktbridge.eval.scorers import SCORERS, check_faults, score_task, scorer
 from ktbridge.eval.scorers.numbers import find_answer_number
-from ktbridge.eval.text import sentences
+from ktbridge.eval.scorers.text_metrics import sentences
 from ktbridge.server_api.replies import BadReplyError, read_completion
 
 NEKO = load_bench("nekobench").persona

@@ -13,9 +13,9 @@ from publicscript import MODULES, write_script
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench
-from ktbridge.eval.bench import FILES, benches_root, parse_bench
-from ktbridge.eval.compat import first_digit, judge_messages, load_compat
+from ktbridge.eval.bench import FILES, benches_root, load_compat, parse_bench
 from ktbridge.eval.contamination import find_contamination, overlap_problems
+from ktbridge.eval.judge.prompts import first_digit, judge_messages
 from ktbridge.eval.scorers import score_task
 
 NEKOBENCH = Path(__file__).parents[3] / "shared" / "data" / "nekobench" / "NekoBench.json"

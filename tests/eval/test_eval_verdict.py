@@ -14,8 +14,7 @@ from rich.console import Console
 from ktbridge.cli.report import command, print_results
 from ktbridge.document import to_markdown
 from ktbridge.eval import load_bench, score_run, write_report
-from ktbridge.eval.report.document import build_report
-from ktbridge.eval.report.html import render_report
+from ktbridge.eval.report.document import build_report, render_report
 from ktbridge.eval.report.sentences import SEEN, summarize
 from ktbridge.eval.results.compare import decide_verdict, is_in_headline
 

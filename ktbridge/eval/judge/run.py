@@ -10,15 +10,23 @@ from pathlib import Path
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import VOLATILE
-from ktbridge.eval.asking import Asked, AskingLoop, is_silent, run_until_interrupt
-from ktbridge.eval.bench import Bench, Item
-from ktbridge.eval.compat import HIGHEST, is_compat
-from ktbridge.eval.judge.plan import Judge, JudgeRequest, check_judge, digit_question, plan_judging
-from ktbridge.eval.judge.prompts import VERSION, JsonSchema, ReplyError, ShownAnswer
-from ktbridge.eval.judge.score import JUDGE, named_judge, read_card, read_judgements
+from ktbridge.eval.bench import HIGHEST, Bench, Item
+from ktbridge.eval.judge.prompts import (
+    VERSION,
+    JsonSchema,
+    Judge,
+    JudgeRequest,
+    ReplyError,
+    ShownAnswer,
+    check_judge,
+    digit_question,
+    plan_judging,
+)
+from ktbridge.eval.judge.score import named_judge, read_card, read_judgements
 from ktbridge.eval.results.rows import read_rows
 from ktbridge.eval.results.types import Json, Message
-from ktbridge.eval.store import JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
+from ktbridge.eval.run import Asked, AskingLoop, is_silent, run_until_interrupt
+from ktbridge.eval.store import JUDGE, JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
 from ktbridge.server_api.client import Client
 from ktbridge.server_api.failures import remedy, think_only_remedy
 from ktbridge.server_api.replies import OTHER_LIMIT, Answer
@@ -145,7 +153,7 @@ def judge_preflight(
     warnings; raises ProblemsError if it isn't listed, doesn't answer, or not in that form (JSON may come
     on the second request).
     """
-    requests = [digit_question(judge, bench) for bench in benches if is_compat(bench)]
+    requests = [digit_question(judge, bench) for bench in benches if bench.is_compat]
     if not requests or len(requests) < len(benches):
         requests.append(JudgeRequest(judge, "checks", _CANARY, (_CANARY_ANSWER,), "canary"))
 

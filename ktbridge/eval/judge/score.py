@@ -1,35 +1,50 @@
-"""Read the stored judgements: scores, pairs, and the facts by which the judge is calibrated."""
+"""Read the stored judgements: scores, pairs, and the facts by which the judge is calibrated.
+
+Every interval is computed by ``stats.mean_interval`` over the clusters of the bench. ``check_trust`` is
+the table of reasons to doubt a judge.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from typing_extensions import NotRequired, TypedDict
 
-from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.eval import compat
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem, Severity
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.judge.calibration import (
-    ComparedPair,
-    Decision,
-    check_trust,
-    length_bias,
-    position_bias,
-    same_family,
-    tally_anchors,
-    tally_right,
+from ktbridge.eval.judge.prompts import (
+    VERSION,
+    Judge,
+    JudgeRequest,
+    JudgeScore,
+    JudgingPlan,
+    Kind,
+    ReplyError,
+    Winner,
+    plan_judging,
 )
-from ktbridge.eval.judge.plan import Judge, JudgeRequest, JudgeScore, JudgingPlan, plan_judging
-from ktbridge.eval.judge.prompts import VERSION, ReplyError
-from ktbridge.eval.results.types import DigitMeans, ItemRow, Json, JudgeCard, JudgedPair, JudgeFacts
-from ktbridge.eval.store import JUDGEMENTS, JudgementRecord, read_document, read_ledger, read_run
+from ktbridge.eval.results import types
+from ktbridge.eval.results.types import Json, JudgeFacts, LengthBias, PositionBias, Tally
+from ktbridge.eval.stats import mean_interval
+from ktbridge.eval.store import (
+    JUDGE,
+    JUDGEMENTS,
+    JudgementRecord,
+    read_document,
+    read_ledger,
+    read_run,
+)
 from ktbridge.schemas import fits
+from ktbridge.server_api.served_names import split_name
 
-JUDGE = "judge.json"
 Replies = Mapping[str, JudgeScore]  # by the request's key
 
 
@@ -54,8 +69,8 @@ class Judgements:
     """
 
     scores: Mapping[str, Mapping[str, JudgeScore]]
-    pairs: list[JudgedPair]
-    card: JudgeCard
+    pairs: list[types.JudgedPair]
+    card: types.JudgeCard
     problems: list[Problem]
 
 
@@ -79,7 +94,9 @@ def named_judge(card: NamedJudge) -> Judge:
     return Judge("judge", card["model"], card["url"], card.get("extra_body", {}))
 
 
-def read_judgements(directory: Path, bench: Bench, rows: Sequence[ItemRow]) -> Judgements | None:
+def read_judgements(
+    directory: Path, bench: Bench, rows: Sequence[types.ItemRow]
+) -> Judgements | None:
     """Return the judgements of judge.json's judge on ``rows`` (a report's items); None without a judge.
 
     A row needs ``id`` and ``answers`` (arm -> ``outcome``, ``text``; for a dialogue ``turns``; for
@@ -192,8 +209,8 @@ def _compare(requests: Sequence[JudgeRequest], replies: Replies) -> list[Compare
     return compared
 
 
-def _pair_rows(plan: JudgingPlan, compared: Sequence[ComparedPair]) -> list[JudgedPair]:
-    rows: list[JudgedPair] = [
+def _pair_rows(plan: JudgingPlan, compared: Sequence[ComparedPair]) -> list[types.JudgedPair]:
+    rows: list[types.JudgedPair] = [
         {
             "item": one.item,
             "of": one.of,
@@ -210,11 +227,335 @@ def _pair_rows(plan: JudgingPlan, compared: Sequence[ComparedPair]) -> list[Judg
     ]
 
 
-def _public_means(plan: JudgingPlan, replies: Replies) -> dict[str, DigitMeans]:
-    """Return means on the public scale, over every reply that there is; {} for a bench without digits."""
+def _public_means(plan: JudgingPlan, replies: Replies) -> dict[str, types.DigitMeans]:
+    """Return means on the public scale by arm, over every reply that there is; {} for a bench without
+    digits."""
     found: dict[str, dict[str, list[int | None]]] = {}
     for one in plan.scores:
         reply = replies[one.key]
         if one.form == "digit" and reply.outcome in ("ok", "parse-fail"):
             found.setdefault(one.of, {}).setdefault(one.item.slice, []).append(reply.digit)
-    return compat.public_means(found)
+
+    def mean(digits: Sequence[int | None]) -> float | None:
+        read = [one for one in digits if one is not None]
+        return round(sum(read) / len(read), 6) if read else None
+
+    means: dict[str, types.DigitMeans] = {}
+    for arm, rows in found.items():
+        every = [one for row in rows.values() for one in row]
+        means[arm] = {
+            "mean": mean(every),
+            "mean_with_unread": mean([-1 if one is None else one for one in every]),  # the script's
+            "modules": {module: mean(row) for module, row in rows.items()},
+            "answers": len(every),
+            "unread": every.count(None),
+        }
+    return means
+
+
+PASS = 0.7  # share of known verdicts that must be right, for good and for bad answers each
+_MANY_PARSE_FAILS = 0.05
+_FEW_ERRORS = 0.05
+_MANY_FLIPS = 0.2
+_ALWAYS = 0.98
+_ENOUGH_VERDICTS = 20
+_NO_PLACE: PositionBias = {"first_share": 0.5, "low": 0.0, "high": 1.0, "n": 0}
+_NO_LENGTH: LengthBias = {
+    "from": "pairs", "longer_share": 0.5, "low": 0.0, "high": 1.0, "n": 0, "excess": 0.0, "correlation": None
+}  # fmt: skip
+# Names of model families by vendor, whose models are trained on each other's output; a model's name may
+# contain several (a distilled model's does).
+_VENDORS = """
+    baichuan | claude | command | deepseek | ernie | falcon | gemini gemma | glm | gpt | granite | grok |
+    hunyuan | internlm | kimi moonlight | llama | mimo | minimax | mistral mixtral | nemotron |
+    olmo olmoe | phi | qwen qwq | yi
+"""
+_FAMILIES = {name: one.split()[0] for one in _VENDORS.split("|") for name in one.split()}
+
+
+# --- comparisons of two answers, and biases
+
+
+class Decision(NamedTuple):
+    """A decision between two answers: ``outcome`` is above 0 where the first of them won."""
+
+    lengths: tuple[int, int]
+    outcome: float
+    cluster: str
+
+
+@dataclass(frozen=True)
+class ComparedPair:
+    """Two answers to one item, compared in both orders. ``verdicts``: with ``of`` shown first, then
+    with ``minus`` shown first; ``lengths`` in characters, of ``of`` and ``minus``."""
+
+    item: str
+    cluster: str
+    of: str
+    minus: str
+    verdicts: tuple[Winner, Winner]
+    lengths: tuple[int, int]
+
+    @property
+    def flipped(self) -> bool:
+        """Return whether the order changed the verdict."""
+        return self.verdicts not in (("first", "second"), ("second", "first"), ("tie", "tie"))
+
+    @property
+    def result(self) -> types.PairResult:
+        """Result of ``of``: win or loss if both orders agree, else tie."""
+        results: dict[Winner, types.PairResult] = {"first": "win", "second": "loss", "tie": "tie"}
+        return "tie" if self.flipped else results[self.verdicts[0]]
+
+    @property
+    def decision(self) -> Decision:
+        outcome = {"win": 1.0, "loss": -1.0, "tie": 0.0}[self.result]
+        return Decision(self.lengths, outcome, self.cluster)
+
+
+def position_bias(compared: Sequence[ComparedPair]) -> PositionBias | None:
+    """Return the share of the verdicts without ties that chose the answer shown first.
+
+    Each pair is shown in both orders, so a judge that looks at the answers alone has exactly 0.5.
+    """
+    shown = [(verdict, one.cluster) for one in compared for verdict in one.verdicts]
+    decided = [(verdict == "first", cluster) for verdict, cluster in shown if verdict != "tie"]
+    if not decided:
+        return None
+    mean, low, high = _share(decided)
+    return {"first_share": mean, "low": low, "high": high, "n": len(decided)}
+
+
+def length_bias(
+    source: Literal["pairs", "checks"], decisions: Iterable[Decision]
+) -> LengthBias | None:
+    """Return how often the longer of two answers won, excluding ties and equal lengths.
+
+    ``excess`` is that share minus the 0.5 expected by chance; ``correlation`` is Pearson's between the
+    log of the length ratio and the outcome, over each pair in both orders (the order within a pair
+    is arbitrary, and both means are then 0). Longer answers may be better ones: this is an upper
+    bound on the effect of length, not an estimate.
+    """
+    decided = []
+    products = squares = ratios = 0.0
+    for (one, other), outcome, cluster in decisions:
+        ratio = math.log(one / other) if one and other else 0.0
+        products += ratio * outcome
+        ratios += ratio * ratio
+        squares += outcome * outcome
+        if ratio and outcome:
+            decided.append(((ratio > 0) == (outcome > 0), cluster))
+    if not decided:
+        return None
+    mean, low, high = _share(decided)
+    scale = math.sqrt(ratios * squares)
+    return {
+        "from": source,
+        "longer_share": mean,
+        "low": low,
+        "high": high,
+        "n": len(decided),
+        "excess": round(mean - 0.5, 6),
+        "correlation": round(products / scale, 6) if scale else None,
+    }
+
+
+def _share(decided: Sequence[tuple[bool, str]]) -> tuple[float, float, float]:
+    """Return mean, low and high of (decision, cluster) pairs."""
+    values = [float(decision) for decision, _ in decided]
+    found = mean_interval(values, [cluster for _, cluster in decided], bounds=(0.0, 1.0))
+    return round(found.mean, 6), round(found.low, 6), round(found.high, 6)
+
+
+# --- answers of known quality
+
+
+def tally_anchors(
+    requests: Sequence[JudgeRequest], replies: Mapping[str, JudgeScore]
+) -> types.AnchorTallies:
+    """Return how many of the known verdicts were right, by the anchors' kind and by slice and kind.
+
+    Anchors without a verdict don't count.
+    """
+    known = [
+        (one.item.slice, one.anchor.kind, replies[one.key].verdicts[number] == expected)
+        for one in requests
+        if one.anchor and replies[one.key].outcome == "ok"
+        for number, expected in one.anchor.expected.items()
+    ]
+
+    def tally(slices: Collection[str], *kinds: Kind) -> Tally:
+        return tally_right(right for name, kind, right in known if kind in kinds and name in slices)
+
+    slices = dict.fromkeys(name for name, _, _ in known)
+    return {
+        **tally(slices, "good", "bad"),
+        "good": tally(slices, "good"),
+        "bad": tally(slices, "bad"),
+        "slices": {
+            name: {"good": tally([name], "good"), "bad": tally([name], "bad")} for name in slices
+        },
+    }
+
+
+def tally_right(verdicts: Iterable[bool]) -> Tally:
+    right = list(verdicts)
+    return {"asked": len(right), "right": sum(right)}
+
+
+# --- reasons to doubt a judge
+
+
+class Doubt(NamedTuple):
+    """A reason to doubt a judge where it ``holds``; severity and next step are the code's by default."""
+
+    code: str
+    holds: object
+    found: str
+    expected: str
+    severity: Severity | None = None
+    next_step: str | None = None
+    place: str = ""
+
+
+def check_trust(
+    facts: JudgeFacts,
+    plan: JudgingPlan,
+    replies: Mapping[str, JudgeScore],
+    records: Sequence[JudgementRecord],
+    family: Collection[str],
+) -> tuple[list[Problem], bool, bool]:
+    """Return the problems of a judge, and whether the report omits its scores and its pairs for them.
+
+    ``records`` are the stored judgements of the plan, ``family`` the model families shared with the arms.
+    """
+    where, outcomes = f"judge {facts['model']}", facts["outcomes"]
+    ok, total = outcomes.get("ok", 0), sum(outcomes.values())
+    unread, failed = outcomes.get("parse-fail", 0), outcomes.get("judge-error", 0)
+    waiting, outdated = outcomes.get("not-run", 0), facts.get("outdated")
+    anchors, pairs = facts["anchors"], facts["anchor_pairs"]
+    fails = any(one["right"] < PASS * one["asked"] for one in _asked(anchors))
+    flips = facts["flip_rate"] or 0.0
+    place, length = facts["position_bias"] or _NO_PLACE, facts["length_bias"] or _NO_LENGTH
+    first = place["low"] > 0.5
+    share = place["first_share"] if first else 1 - place["first_share"]
+
+    def detail(outcome: str) -> str:
+        details = (one["detail"] for one in records if one["outcome"] == outcome)
+        return next(details, "it was read by other rules")
+
+    doubts = (
+        Doubt("KTB879", (facts["parse_fail_rate"] or 0) > _MANY_PARSE_FAILS,
+              f"{unread} of {total} replies could not be read, not even when told so: {detail('parse-fail')}",
+              "the form that was asked for; what can't be read is no score",
+              severity="warning" if ok else "error"),
+        Doubt("KTB880", failed,
+              f"{failed} of {total} judgements failed: {detail('judge-error')}", "a reply to each",
+              severity="warning" if ok and failed <= _FEW_ERRORS * total else "error"),
+        Doubt("KTB885", waiting,
+              f"{waiting} of {total} judgements were not asked for" + (f" ({outdated})" if outdated else ""),
+              "a judgement of every answer"),
+        _monotony(facts, plan, replies),
+        Doubt("KTB875", not plan.anchors,
+              "the bench has no anchors, so nothing shows what this judge is worth",
+              "a few known-good and known-bad answers a slice"),
+        # None left after parse failures or errors; unless all failed, no error reports that yet.
+        Doubt("KTB876", plan.anchors and not anchors["asked"],
+              "none of the anchors got a verdict", "verdicts on known answers",
+              next_step="see why its replies can't be read or didn't come, above; else choose another"),
+        Doubt("KTB876", fails,
+              f"it fails on answers of known worth: {_on_known(anchors)}",
+              f"at least {PASS:.0%} of each; its judgements are left out"),
+        *(Doubt("KTB877", not fails and any(2 * one["right"] <= one["asked"] for one in _asked(known)),
+                f"it does no better than a coin on answers of known worth: {_on_known(known)}",
+                "a judge that tells good from bad in every slice", place=f", slice {name}")
+          for name, known in anchors["slices"].items()),
+        Doubt("KTB886",
+              plan.anchor_pairs and not (pairs["asked"] and pairs["right"] >= PASS * pairs["asked"]),
+              f"the good answer won over the bad one, in both orders, in {pairs['right']} of"
+              f" {pairs['asked']} known pairs", f"at least {PASS:.0%}; its comparisons are left out"),
+        Doubt("KTB881", not place["low"] <= 0.5 <= place["high"],
+              f"position bias: {share:.0%} of {place['n']} verdicts chose the answer shown"
+              f" {'first' if first else 'second'}",
+              "half; both orders were asked, and where they disagree it is a tie"),
+        Doubt("KTB882", flips > _MANY_FLIPS,
+              f"{flips:.0%} of its comparisons change with the order",
+              f"at most {_MANY_FLIPS:.0%}; these are ties, so differences look smaller"),
+        Doubt("KTB883", length["low"] > 0.5,
+              f"length bias: of {length['n']} decisions between two answers {length['longer_share']:.0%}"
+              f" [{length['low']:.0%}, {length['high']:.0%}] went to the longer one",
+              "about half, unless longer answers are better here"),
+        Doubt("KTB884", family,
+              f"it is of the family that it judges ({', '.join(sorted(family))})",
+              "a judge of another family: models favour their own kind"),
+    )  # fmt: skip
+    problems = [
+        problem(one.code, where + one.place, one.found, one.expected, one.next_step, one.severity)
+        for one in doubts
+        if one.holds
+    ]
+    errors = {one.code for one in problems if one.severity == "error"}
+    # Missing judgements are an error, but no reason to omit the others.
+    omits_scores = bool(errors & {"KTB876", "KTB878"}) or (not ok and total > 0)
+    return problems, omits_scores, "KTB886" in errors
+
+
+def _monotony(facts: JudgeFacts, plan: JudgingPlan, replies: Mapping[str, JudgeScore]) -> Doubt:
+    """Return the doubt about a judge that gives every answer the same verdict: that says nothing."""
+    share, count, words = facts["yes_rate"] or 0.0, facts["verdicts"], ("yes", "no")
+    digits = [one for one in (*plan.scores, *plan.anchors) if one.form == "digit"]
+    if good := [verdict for one in digits for verdict in replies[one.key].verdicts]:
+        share, count, words = sum(good) / len(good), len(good), ("3 or more", "less than 3")
+    # Very good answers deserve a yes to everything, so only the known-bad ones count as evidence.
+    kind: Kind = "bad" if share > 0.5 else "good"
+    asked, right = facts["anchors"][kind]["asked"], facts["anchors"][kind]["right"]
+    convicted = asked and right <= (1 - PASS) * asked
+    on_known = f", and {asked - right} of {asked} on known-{kind} answers" if asked else ""
+    useless = "; these judgements are useless" if convicted or not asked else ""
+    return Doubt(
+        "KTB878",
+        count >= _ENOUGH_VERDICTS and not 1 - _ALWAYS < share < _ALWAYS,
+        f"it nearly always says {words[share <= 0.5]}: {share:.0%} of {count} verdicts{on_known}",
+        f"verdicts that tell answers apart{useless}",
+        "error" if convicted else "warning",
+    )
+
+
+def _asked(known: types.KindTallies | types.AnchorTallies) -> list[Tally]:
+    return [one for one in (known["good"], known["bad"]) if one["asked"]]
+
+
+def _on_known(known: types.KindTallies | types.AnchorTallies) -> str:
+    good, bad = known["good"], known["bad"]
+    return (
+        f"right on {good['right']} of {good['asked']} verdicts about good ones and on"
+        f" {bad['right']} of {bad['asked']} about bad ones"
+    )
+
+
+def same_family(judge: Judge, server: Json, cards: Iterable[types.ArmCard]) -> set[str]:
+    """Return the families that the judge shares with the arms; {its name} if it is the same model.
+
+    ``server`` is the judge's /v1/models entry, ``cards`` the arms' cards of run.json. Names are weak
+    evidence: an empty set does not prove independence.
+    """
+    served = split_name(judge.model)[0]
+    theirs: set[str] = set()
+    for card in cards:
+        theirs |= _families(card["model"], card["server"])
+        if split_name(card["model"])[0] == served:
+            return {served}
+    return _families(judge.model, server) & theirs
+
+
+def _families(model: str, entry: Json) -> set[str]:
+    """Return the families named in a model's name and in the paths of its /v1/models entry."""
+    names = [one for one in (model, entry.get("root"), entry.get("parent")) if isinstance(one, str)]
+    words = re.findall(r"[a-z]+", " ".join(names).lower())
+    # "chatglm" and "codellama" count; "yi" is too short to be searched for at a word's end.
+    return {
+        family
+        for name, family in _FAMILIES.items()
+        for word in words
+        if word == name or (len(name) > 2 and word.endswith(name))
+    }

@@ -1,8 +1,22 @@
-"""A run's report, and the overview of several benches, as blocks that terminal, Markdown and page show."""
+"""A run's report, and the overview of several benches: blocks for terminal and Markdown, and the HTML page.
+
+The page is one file: no network, no external reference, every answer escaped; rendered from the results
+alone, so the same results give the same bytes. Template (which draws the charts), CSS and script are in
+``page/``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
 
 from ktbridge.document import (
     Block,
@@ -14,19 +28,22 @@ from ktbridge.document import (
     Sentences,
     Table,
     TableRow,
+    show_direction,
 )
 from ktbridge.errors import Problem
+from ktbridge.eval.report import sentences
 from ktbridge.eval.report.sentences import (
     contrast_tone,
     detectable,
-    interval,
+    main_contrasts,
     ordered_slices,
+    primary_axes,
     slice_title,
-    verdict_tone,
 )
-from ktbridge.eval.report.words import TITLES, axis_description, report_header
-from ktbridge.eval.results.compare import LOSSES, find_contrast
-from ktbridge.eval.results.types import AXES_SHOWN, Axis, Index, Results
+from ktbridge.eval.results.compare import LOSSES, find_contrast, interval, signed
+from ktbridge.eval.results.types import AXES_SHOWN, Axis, Index, ItemRow, Results
+from ktbridge.eval.scorers.text_metrics import CJK
+from ktbridge.server_api.served_names import BASE, split_name
 
 _LEGEND = (
     "Grey rows: slices that are not meant for this score. detectable: the smallest change that would "
@@ -98,7 +115,9 @@ def _problems(results: Results) -> tuple[list[Problem], list[Problem]]:
 
 def _verdict(results: Results) -> list[Sentences]:
     verdict = results["verdict"]
-    clauses = [Phrase(one["text"], verdict_tone(one["verdict"])) for one in verdict["clauses"]]
+    clauses = [
+        Phrase(one["text"], sentences.verdict_tone(one["verdict"])) for one in verdict["clauses"]
+    ]
     line = Sentences([verdict["line"]], "strong", clauses)
     same = verdict["headline"] == verdict["line"]
     return [line] if same else [line, Sentences([verdict["headline"]])]
@@ -202,3 +221,323 @@ def _run_card(results: Results) -> Section:
     made = f"Bench sha256 {bench['sha256'][:12]}; sampling: {sampling}; ktbridge {results['ktbridge']}."
     blocks: list[Block] = [Table("", head, rows), Sentences([made])]
     return Section("Outcomes and run card", blocks, folded=True, media=("markdown",))
+
+
+# --- words: header, axes, glossary
+
+TITLES = {"persona": "Persona", "task": "Task quality", "judge": "Judged quality"}
+_METRICS = {"rouge-1": "ROUGE-1", "rouge-2": "ROUGE-2", "rouge-l": "ROUGE-L"}
+_METRICS |= {"bleu-4": "BLEU-4", "chrf": "chrF"}
+_SCORERS_NAMED = 6
+
+
+def report_header(results: Results) -> list[tuple[str, str]]:
+    """(label, value) pairs of the run: model, adapter, date, bench, arms, items."""
+    bench, cards = results["bench"], results["arms"]
+    models, adapters = [], []
+    for card in cards:
+        served, adapter = split_name(card["model"])
+        root = str(card["server"].get("root") or "")
+        models.append(served if root in ("", served) else f"{served} ({root})")
+        adapters += [adapter] if adapter not in (None, "", BASE) else []
+    planned = f"{results['plan']['items']} planned, " if results["plan"] else ""
+    counts = (
+        f"{results['asked']} asked, {results['valid']} compared, of the bench's {bench['items']}"
+    )
+    return [
+        ("Model", ", ".join(dict.fromkeys(models)) or "unknown"),
+        ("Adapter", ", ".join(dict.fromkeys(adapters)) or "none named by the servers"),
+        ("Date", results["date"] or "not recorded"),
+        ("Bench", f"{bench['name']} {bench['version']}".strip()),
+        ("Arms", ", ".join(f"{card['name']} = {card['model']}" for card in cards) or "none"),
+        ("Items", planned + counts),
+    ]
+
+
+def axis_description(results: Results, axis: str) -> str:
+    """Return how an axis is measured, in a few words."""
+    if axis == "persona":
+        return "by rules for address, tics and character, not for sense"
+    if axis == "judge":
+        if results["judge"] and results["judge"].get("digits"):  # of the public NekoBench
+            return "the judge's digit from 0 to 5, divided by 5"
+        return "share of the judge's yes/no questions answered yes"
+    slices = [one for one in results["bench"]["slices"] if one["primary"] == "task"]
+    checks = list(dict.fromkeys(check for one in slices for check in one["checks"]))
+    if len(checks) == 1:
+        name, _, metric = checks[0].rstrip(")").partition(" (")
+        if name == "references":
+            return f"{_METRICS.get(metric, metric)} with the reference it is nearest to"
+        return f"the check {checks[0]!r}"
+    more = f" and {len(checks) - _SCORERS_NAMED} more" if len(checks) > _SCORERS_NAMED else ""
+    return f"mean of each item's checks: {', '.join(checks[:_SCORERS_NAMED])}{more}"
+
+
+_OF_AXIS = {
+    "persona": ("term of address", "tic", "out of character"),
+    "judge": ("flipped", "anchors"),
+}
+TERMS = {
+    "arm": "one thing under evaluation: base (no adapter), expert (its expert LoRA alone), full (all of "
+    "it), or whatever name the command gave",
+    "[95 %]": "the interval in which the true mean lies in 95 of 100 such evaluations",
+    "adjusted p": "how often chance alone gives a difference like this: of a whole axis as it is, of the "
+    "axis's own slices by Benjamini–Hochberg, of other arms and other axes by Holm",
+    "improved, dropped": "the interval excludes 0 and p is below 0.05; of a slice the adjusted p is at most "
+    "0.10, so that about one in ten such names is false",
+    "may have improved, may have dropped": "the interval excludes 0, but the adjusted p is too large or the "
+    "run was not made to find this; one interval in 40 does so by chance in each direction",
+    "within margin": "a loss of the bench's margin or more is excluded (of the persona, a change of that "
+    "size either way)",
+    "inconclusive": "these items show neither a change nor its absence; see detectable",
+    "detectable": "the smallest true change that these items would show in 8 of 10 runs, given their "
+    "spread and the number of comparisons; none: so few items that no change would show",
+    "gained / lost": "yes/no items that only the later arm, or only the earlier one, has right, with "
+    "McNemar's p",
+    "term of address": "what the persona calls the user, as persona.yaml lists it (主人, Master)",
+    "tic": "a word that the persona puts into its sentences, as persona.yaml lists it (喵, nya)",
+    "out of character": "an answer with a phrase that the persona would never say (as an AI model), "
+    "which then earns no persona mark",
+    "ok": "a finished answer; only these are scored",
+    "truncated": "cut off at the token limit; not scored",
+    "think-only": "nothing but thinking; not scored",
+    "empty": "nothing at all; not scored",
+    "http-error": "the request failed after every attempt; not scored, asked again by the next run",
+    "score-error": "an answer on which a scorer failed; a fault of ktbridge, not of the arm",
+    "not-run": "not asked yet",
+    "byte-identical": "the same text to the last character",
+    "could be read": "the answer holds the letter, number or JSON that is to be marked",
+    "length ratio": "characters of the answers over characters of the references",
+    "flipped": "the judge chose the other answer when the two changed places; counted as a tie",
+    "anchors": "answers of known worth among those that the judge is shown; it is believed only if it "
+    "tells them apart",
+    "fingerprint": "a hash of what the server says of the model, and of the sampling",
+    "cluster": "items that are not independent, such as two wordings of one question; counted as one",
+}
+
+
+def terms_for(axes: Sequence[str]) -> dict[str, str]:
+    """``TERMS`` without those of axes that the report doesn't have."""
+    absent = {term for axis, terms in _OF_AXIS.items() if axis not in axes for term in terms}
+    return {term: meaning for term, meaning in TERMS.items() if term not in absent}
+
+
+# --- the page
+
+_FOLDED = 8  # lines of a text that are shown before it is expanded
+_HEAD, _TAIL = 16_000, 4_000  # characters kept of the start and end of a longer text
+_MARKS = ("circle", "square", "diamond", "triangle")
+_RADIUS = 138.0
+_PAGE = Path(__file__).parent / "page"
+
+
+def render_report(results: Results) -> str:
+    """Return the page of a run."""
+    names = [card["name"] for card in results["arms"]]
+    axes = [axis for axis in AXES_SHOWN if axis in results["axes"]]
+    return _render(
+        build_report(results).blocks,
+        results=results,
+        names=names,
+        axes=axes,
+        titles=TITLES,
+        axis_words=sentences.AXIS_WORDS,
+        facts=report_header(results),
+        meanings={one["name"]: one["meaning"] for one in results["bench"]["slices"]},
+        terms=terms_for([*results["axes"], *["judge"] * bool(results["judge"])]),
+        made_of={axis: axis_description(results, axis) for axis in axes},
+        slice_title=lambda name: slice_title(results, name),
+        marks={name: _MARKS[i % len(_MARKS)] for i, name in enumerate(names)},
+        number={name: i % len(_MARKS) for i, name in enumerate(names)},
+        slices={axis: ordered_slices(results, axis) for axis in axes},
+        changes=_changes(results),
+        spokes=_spokes(results),
+        items=[_item(row, names, axes) for row in results["items"]],
+        outcomes=sorted(
+            {name for counts in results["outcomes"].values() for name in counts} - {"ok"}
+        ),
+    )
+
+
+def render_overview(index: Index, failures: Sequence[str]) -> str:
+    """Return the page of several benches: verdicts with links to the reports; ``failures`` first."""
+    return _render(build_overview(index, failures), results=None, index=index)
+
+
+def _render(blocks: Sequence[Block], **context: object) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_PAGE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "signed": signed,
+        "interval": interval,
+        "flat": _flat,
+        "cut": _cut,
+        "unfold": _unfold,
+        "is_long": lambda text: shown_lines(text, _FOLDED) > _FOLDED,
+        "anchor": lambda text: "-".join(re.findall(r"\w+", text)) or "sign",
+        "detectable": detectable,
+        "tone": contrast_tone,
+        "across": _across,
+        "reach_x": lambda spoke, value: round(250 + _RADIUS * value * spoke["cos"], 1),
+        "reach_y": lambda spoke, value: round(180 + _RADIUS * value * spoke["sin"], 1),
+        "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False, sort_keys=True),
+    }
+    blocks = [block for block in blocks if "page" in block.media]
+    # Our own files must not be escaped; everything else is.
+    style, script = (
+        Markup((_PAGE / name).read_text("utf-8")) for name in ("report.css", "report.js")
+    )
+    page = environment.get_template("report.html.j2")
+    return page.render(blocks=blocks, style=style, script=script, **context)
+
+
+def _across(value: float, reach: float | None = None) -> float:
+    """Return where a chart of changes (from −``reach`` to ``reach``) or of means (0 to 1) has a value."""
+    low, high = (0.0, 1.0) if reach is None else (-reach, reach)
+    return round(168 + (value - low) / (high - low) * 318, 1)
+
+
+def _flat(value: object) -> str:
+    """Return a value of the judge's card on one line: "first_share 0.75, n 40"."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_flat(one)}" for key, one in value.items()) or "–"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_flat, value)) or "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "–" if value is None else str(value)
+
+
+def _cut(text: str) -> str:
+    """Return ``text`` as the page shows it: only start and end of a very long one, and text direction
+    marks made visible."""
+    if len(text) > _HEAD + _TAIL:
+        left_out = f"[… {len(text) - _HEAD - _TAIL:,} characters are in results.json …]"
+        text = f"{text[:_HEAD]}\n{left_out}\n{text[-_TAIL:]}"
+    return show_direction(text)
+
+
+def _unfold(text: str) -> str:
+    """Return the label that expands a folded text."""
+    if len(text) <= _HEAD + _TAIL:
+        return f"show all {len(text):,} characters"
+    return f"show the first {_HEAD:,} and the last {_TAIL:,} of {len(text):,} characters"
+
+
+def shown_lines(text: str, enough: int, width: int = 44) -> int:
+    """Return how many lines ``text`` takes in a column of ``width`` Latin letters (an ideograph is two wide);
+    counted until there are more than ``enough``."""
+    lines = 0
+    for line in text[: (enough + 1) * width + 1].split("\n"):
+        wide = len(line) + sum(char > "\u2e7f" for char in line)
+        lines += max(1, -(-wide // width))
+    return lines
+
+
+def _changes(results: Results) -> dict[str, object] | None:
+    """Return the contrasts of the chart of changes, with their titles, and how far its scale reaches.
+
+    The last arm minus the first: whole axes, each slice on its own axis, and task or judged quality where
+    it may have dropped elsewhere. None if there is nothing to compare.
+    """
+    primary = primary_axes(results)
+    main, found = main_contrasts(results), []
+    found += [one for one in main if primary.get(one["slice"], one["axis"]) == one["axis"]]
+    found += [
+        one
+        for one in main
+        if one not in found and one["axis"] != "persona" and one["verdict"] in LOSSES
+    ]
+    if not found:
+        return None
+    ends = [abs(end) for one in found for end in (one["low"], one["high"])]
+    reach = math.ceil(10 * max(*ends, 2 * results["bench"]["margin"])) / 10
+    return {
+        "rows": [(sentences.contrast_title(results, one), one) for one in found],
+        "reach": reach,
+    }
+
+
+def _spokes(results: Results) -> list[dict[str, object]]:
+    """Return the slices of the radar, each on its own axis, with their directions; none for fewer than
+    three."""
+    slices = [
+        one
+        for one in results["bench"]["slices"]
+        if one["name"] in results["tables"].get(one["primary"], {})
+    ]
+    angles = [2 * math.pi * i / len(slices) - math.pi / 2 for i in range(len(slices))]
+    return [
+        {"slice": one, "cos": math.cos(angle), "sin": math.sin(angle)}
+        for one, angle in zip(slices, angles, strict=True)
+        if len(slices) > 2
+    ]
+
+
+def _item(row: ItemRow, names: Sequence[str], axes: Sequence[Axis]) -> dict[str, object]:
+    """Return an item with the page's sort and filter keys, and the marked texts of first and last arm."""
+    first, last = row["answers"][names[0]], row["answers"][names[-1]]
+    outcomes = {answer["outcome"] for answer in row["answers"].values()}
+    marked = None
+    if len(names) > 1 and "text" in first and "text" in last:
+        marked = diff_words(_cut(first["text"]), _cut(last["text"]))
+    several = len(row["messages"]) > 1
+    return {
+        **row,
+        "prompt": "\n\n".join(
+            (f"{one['role']}: " if several else "") + one["content"] for one in row["messages"]
+        ),
+        "change": {
+            axis: round(last[axis] - first[axis], 6) if axis in first and axis in last else 0.0
+            for axis in axes
+        },
+        "outcomes": " ".join(sorted(outcomes)),
+        "faulty": outcomes != {"ok"},
+        "marked": {} if marked is None else {names[0]: marked[0], names[-1]: marked[1]},
+    }
+
+
+# --- differences of answers
+
+Segments = list[tuple[bool, str]]  # (only here, text): the joined texts are the answer
+_TOKENS = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|\s+|.", re.DOTALL)
+_SENTENCES = re.compile(r"[^。！？!?.\n]*[。！？!?.\n]+|[^。！？!?.\n]+")
+_MOST = 250_000  # token pairs; beyond that sentences are compared, so that a page stays fast
+_ALIKE = 0.2
+
+
+def diff_words(before: str, after: str) -> tuple[Segments, Segments] | None:
+    """Both texts in segments; None if they share too little for a useful diff.
+
+    An island of one character between two changes counts as changed: it is shared by chance.
+    """
+    first, second = _TOKENS.findall(before), _TOKENS.findall(after)
+    if len(first) * len(second) > _MOST:
+        first, second = _SENTENCES.findall(before), _SENTENCES.findall(after)
+        if len(first) * len(second) > _MOST:
+            return None
+    blocks = SequenceMatcher(None, first, second, autojunk=False).get_opcodes()
+    left: Segments = []
+    right: Segments = []
+    for index, (tag, i1, i2, j1, j2) in enumerate(blocks):
+        ours, theirs = "".join(first[i1:i2]), "".join(second[j1:j2])
+        island = 0 < index < len(blocks) - 1 and len(ours.strip()) < 2
+        left.append((tag != "equal" or island, ours))
+        right.append((tag != "equal" or island, theirs))
+    shared = sum(len(text) for changed, text in left if not changed)
+    return (
+        (_joined(left), _joined(right)) if shared >= _ALIKE * max(len(before), len(after)) else None
+    )
+
+
+def _joined(segments: Segments) -> Segments:
+    """Neighbours of a kind as one segment, without empty ones."""
+    kinds = itertools.groupby((one for one in segments if one[1]), key=lambda one: one[0])
+    return [(changed, "".join(text for _, text in group)) for changed, group in kinds]

@@ -17,6 +17,8 @@ from ktbridge.eval.results.compare import (
     NULLS,
     OVERALL,
     find_contrast,
+    interval,
+    interval_parts,
     own_slices,
 )
 from ktbridge.eval.results.types import (
@@ -42,37 +44,10 @@ SEEN = 0.25
 # --- numbers and names
 
 
-def signed(value: float) -> str:
-    """+0.42, −0.10, 0.00 (U+2212 minus sign, no sign if the value rounds to zero)."""
-    rounded = round(value, 2)
-    return f"{rounded:+.2f}".replace("-", "−") if rounded else "0.00"
-
-
-def interval(numbers: Numbers, signs: bool = True) -> str:
-    """ "+0.42 [+0.30, +0.55]", or without signs, for one that excludes 0: "0.10 [0.01, 0.20]"."""
-    mean, low, high = _numbers(numbers, signs)
-    return f"{mean} [{low}, {high}]"
-
-
 def _interval_in_words(numbers: Numbers, signs: bool = True, p: str = "") -> str:
     """ "−0.02 (95 %: −0.10 to +0.06)", or without signs; with p if one is given."""
-    mean, low, high = _numbers(numbers, signs)
+    mean, low, high = interval_parts(numbers, signs)
     return f"{mean} (95 %: {low} to {high}{p})"
-
-
-def _numbers(numbers: Numbers, signs: bool) -> list[str]:
-    """Mean and both ends; an end near 0 has three digits, so that it is seen on which side it is.
-
-    Without signs the smaller end comes first.
-    """
-    ends = [
-        f"{end:+.3f}".replace("-", "−") if 0.0005 <= abs(end) < 0.005 else signed(end)
-        for end in (numbers["low"], numbers["high"])
-    ]
-    if signs:
-        return [signed(numbers["mean"]), *ends]
-    sizes = [end.lstrip("+−") for end in ends]
-    return [f"{abs(numbers['mean']):.2f}", *(sizes if numbers["low"] > 0 else sizes[::-1])]
 
 
 def detectable(contrast: Contrast) -> str:

@@ -6,47 +6,41 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final, cast
 
 import ktbridge
+from ktbridge.codes import problem
 from ktbridge.document import to_markdown
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, Problem, Severity
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.contamination import overlap_problems, read_contamination
-from ktbridge.eval.judge import Judgements, read_judgements
-from ktbridge.eval.report.document import build_overview, build_report
-from ktbridge.eval.report.html import render_overview, render_report
-from ktbridge.eval.report.sentences import summarize
+from ktbridge.eval.judge.score import Judgements, read_judgements
+from ktbridge.eval.report.document import (
+    build_overview,
+    build_report,
+    render_overview,
+    render_report,
+)
+from ktbridge.eval.report.sentences import slice_title, summarize
 from ktbridge.eval.request import compare_plan, planned_answers
-from ktbridge.eval.results.compare import compare_arms, count_pairs, list_axes, measure_noise
-from ktbridge.eval.results.rows import (
-    compare_texts,
-    count_outcomes,
-    has_persona,
-    measure_overlap,
-    parse_rates,
-    persona_rates,
-    read_rows,
+from ktbridge.eval.results import rows as counts_of
+from ktbridge.eval.results import types
+from ktbridge.eval.results.compare import (
+    NULLS,
+    OVERALL,
+    compare_arms,
+    count_pairs,
+    measure_noise,
+    signed,
 )
-from ktbridge.eval.results.types import (
-    Axis,
-    BenchCard,
-    Cost,
-    Index,
-    IndexEntry,
-    IndexFile,
-    IndexLink,
-    ItemRow,
-    ProblemRow,
-    Repeats,
-    Results,
-    Verdict,
-)
-from ktbridge.eval.results.validity import check_validity
+from ktbridge.eval.results.rows import SCORE_ERROR, count_outcomes, read_rows
+from ktbridge.eval.results.types import Index, IndexFile, Results
 from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
 from ktbridge.eval.store import BENCHES, NOT_RUN, RUN, read_benches, write_text
+from ktbridge.server_api.failures import AGAIN, remedies, think_only_remedy
 
 SCHEMA: Final = "ktbridge.eval/1"
 INDEX_SCHEMA: Final = "ktbridge.index/1"
@@ -78,9 +72,9 @@ def score_run(directory: Path) -> Results:
         row["answers"] = {name: row["answers"][name] for name in names}
     valid = [row for row in rows if all(row["answers"][n]["outcome"] == "ok" for n in names)]
     tables, contrasts = compare_arms(card, names, valid)
-    axes = list_axes(card, valid)
+    axes = list(tables)
     pairs = judged.pairs if judged is not None else []
-    costs: dict[str, Cost] = {}
+    costs: dict[str, types.Cost] = {}
     if judged is not None:
         costs[JUDGE_COST] = {
             "prompt_tokens": judged.card["prompt_tokens"],
@@ -89,7 +83,7 @@ def score_run(directory: Path) -> Results:
         }
     references = {item.id: item.references for item in bench.items if item.references}
     results: Results = {
-        "verdict": cast("Verdict", {}),  # made of all the others, but first in the file
+        "verdict": cast("types.Verdict", {}),  # made of all the others, but first in the file
         "schema": SCHEMA,
         "ktbridge": ktbridge.__version__,
         "bench": card,
@@ -111,11 +105,13 @@ def score_run(directory: Path) -> Results:
         "tables": tables,
         "contrasts": contrasts,
         "persona_parts": (
-            {name: persona_rates(valid, name) for name in names} if card["persona"] else {}
+            {name: counts_of.persona_rates(valid, name) for name in names}
+            if card["persona"]
+            else {}
         ),
-        "parse_rates": parse_rates(rows, names),
-        "texts": measure_overlap(rows, names, references),
-        "identical": compare_texts(rows, names),
+        "parse_rates": counts_of.parse_rates(rows, names),
+        "texts": counts_of.measure_overlap(rows, names, references),
+        "identical": counts_of.compare_texts(rows, names),
         "judge": judged.card if judged is not None else None,
         "pairs": count_pairs(
             [pair for pair in pairs if {pair["of"], pair["minus"]} <= set(names)], rows
@@ -130,14 +126,14 @@ def score_run(directory: Path) -> Results:
     problems = check_validity(results)
     problems += overlap_problems(contamination) if contamination is not None else []
     problems += judged.problems if judged is not None else []
-    results["warnings"] = [cast("ProblemRow", problem.as_dict()) for problem in problems]
+    results["warnings"] = [cast("types.ProblemRow", problem.as_dict()) for problem in problems]
     results["verdict"] = summarize(results)
     return results
 
 
 def _repeats(
-    count: int, rows: Sequence[ItemRow], names: Sequence[str], axes: Sequence[Axis]
-) -> Repeats:
+    count: int, rows: Sequence[types.ItemRow], names: Sequence[str], axes: Sequence[types.Axis]
+) -> types.Repeats:
     outcomes = {
         name: [one["outcome"] for row in rows for one in row["answers"][name]["repeats"]]
         for name in names
@@ -149,7 +145,7 @@ def _repeats(
     }
 
 
-def bench_card(bench: Bench) -> BenchCard:
+def bench_card(bench: Bench) -> types.BenchCard:
     return {
         "name": bench.name,
         "version": bench.version,
@@ -157,7 +153,7 @@ def bench_card(bench: Bench) -> BenchCard:
         "sha256": bench.sha256,
         "data": bench.data,
         "notes": list(bench.notes),
-        "persona": bench.persona.name if has_persona(bench) else None,
+        "persona": bench.persona.name if bench.has_persona else None,
         "items": len(bench.items),
         "margin": bench.margin,
         "sampling": dict(bench.sampling),
@@ -181,7 +177,7 @@ def _checks(bench: Bench, name: str) -> Iterator[str]:
         yield str(check["scorer"]) + (f" ({check['metric']})" if "metric" in check else "")
 
 
-def mark_judged(rows: list[ItemRow], judged: Judgements) -> None:
+def mark_judged(rows: list[types.ItemRow], judged: Judgements) -> None:
     """Add the judge's marks and evidence to the rows."""
     for row in rows:
         for name, score in judged.scores.get(row["id"], {}).items():
@@ -216,7 +212,7 @@ def _write_results(directory: Path) -> Results:
 
 
 def _write_index(directory: Path) -> Index:
-    benches: list[IndexEntry] = []
+    benches: list[types.IndexEntry] = []
     for folder in read_benches(directory):
         # A bench that an interrupted run did not reach must not hide the others.
         try:
@@ -239,7 +235,7 @@ def _write_index(directory: Path) -> Index:
     return index
 
 
-def _link(bench: IndexEntry) -> IndexLink:
+def _link(bench: types.IndexEntry) -> types.IndexLink:
     """A bench's entry in the index file; the full results are in its own folder."""
     results = bench["results"]
     return {
@@ -297,3 +293,161 @@ def failures(results: Results | Index, asked: Collection[str] | None = None) -> 
             or not about[one["where"]].isdisjoint(asked)
         )
     ]
+
+
+# --- problems that a reader has to know before believing the numbers
+
+# Share of an arm's items: fewer ok answers give a warning, fewer than half an error; more failed
+# requests than the rest give an error.
+_ENOUGH_OK = 0.95
+_NEARLY_ALL = 0.9
+_READABLE = 0.9
+_FEW_ANSWERS = 5
+_FEW_PAIRS = 8  # with fewer, short answers may be identical by chance
+_REMEDIES: dict[str, str] = {
+    NOT_RUN: AGAIN,
+    "truncated": "read the cut answers, and give --max-tokens N where they lead anywhere",
+    "empty": "try the model by hand: its chat template or its weights may be at fault",
+    SCORE_ERROR: "see KTB828",
+}
+
+
+def check_validity(results: Results) -> list[Problem]:
+    """Return the problems of a run; those that invalidate the results come first."""
+    return [*_not_asked(results), *_not_marked(results), *_not_credible(results)]
+
+
+def _not_asked(results: Results) -> Iterator[Problem]:
+    """Items that were planned but never asked, and arms without any answer."""
+    plan = results["plan"]
+    if plan is not None and plan["missing_answers"]:
+        if plan["missing_items"]:
+            short = [arm for arm, one in plan["arms"].items() if one["missing"]]
+            whose = "every arm" if len(short) == len(plan["arms"]) else ", ".join(short)
+            where = ", ".join(
+                f"{slice_title(results, name)} {one['missing']}"
+                for name, one in plan["slices"].items()
+                if one["missing"]
+            )
+            missing, planned = plan["missing_items"], plan["items"]
+            found = f"{missing} of {planned} planned items were not asked of {whose}: {where}"
+        else:
+            found = (
+                f"every planned item was asked, but {plan['missing_answers']} of {plan['answers']} "
+                "planned answers (repeats) were not"
+            )
+        expected = "all of them; what follows is about a part of the bench only"
+        yield problem("KTB827", "the run is incomplete", found, expected)
+    for name in results["left_out"]:
+        why = results["refused"].get(name, "no answer of it is stored")
+        found = f"left out of the comparison: {why}"
+        yield problem("KTB823", f"arm {name}", found, "answers from every arm of the run")
+
+
+def _not_marked(results: Results) -> Iterator[Problem]:
+    """Answers without a mark: those on which a scorer failed, and those that aren't ok."""
+    asked, valid = results["asked"], results["valid"]
+    # A scorer's failure is not the arm's fault.
+    faults: dict[str, list[str]] = {}
+    for row in results["items"]:
+        for arm, answer in row["answers"].items():
+            for one in answer.get("repeats", [answer]):
+                if one["outcome"] == SCORE_ERROR:
+                    text = f"{row['id']} first: {one.get('detail', '')}"
+                    faults.setdefault(arm, []).append(text)
+    for arm, texts in faults.items():
+        found = f"{len(texts)} answer(s) could not be scored, {texts[0]}"
+        expected = "a mark for every answer; these are left out for all arms"
+        yield problem("KTB828", f"arm {arm}", found, expected)
+
+    ok = {name: counts.get("ok", 0) for name, counts in results["outcomes"].items()}
+    failed = {name: counts.get("http-error", 0) for name, counts in results["outcomes"].items()}
+    for name, counts in results["outcomes"].items():
+        if ok[name] >= _ENOUGH_OK * asked and not failed[name]:
+            continue
+        if (
+            counts.keys() <= {"ok", NOT_RUN}
+            and results["plan"]
+            and results["plan"]["missing_answers"]
+        ):
+            continue  # KTB827 reports it
+        errors = [
+            (answer.get("status", 0), answer.get("detail", ""))
+            for row in results["items"]
+            if (answer := row["answers"][name])["outcome"] == "http-error"
+        ]
+        steps = {
+            **_REMEDIES,
+            "think-only": think_only_remedy(results["bench"]["sampling"]),
+            "http-error": remedies(errors),
+        }
+        bad = {outcome: count for outcome, count in counts.items() if outcome != "ok"}
+        rest = ", ".join(
+            f"{count} {outcome}" + (f" ({errors[0][1]})" if outcome == "http-error" else "")
+            for outcome, count in bad.items()
+        )
+        few = 2 * ok[name] < asked or 2 * valid < asked
+        yield problem(
+            "KTB820",
+            f"arm {name}",
+            f"{asked - ok[name]} of {asked} answers cannot be scored: {rest}",
+            "ok answers; items missing in one arm are left out for all",
+            "; ".join(dict.fromkeys(steps[outcome] for outcome in bad)),
+            severity="error" if few or failed[name] > (1 - _ENOUGH_OK) * asked else "warning",
+        )
+
+    # An item's mark is then the mean of fewer repeats than were asked.
+    for name, counts in results["repeat"]["outcomes"].items() if results["repeat"] else ():
+        lost, total = counts.get("http-error", 0), sum(counts.values())
+        if lost > failed[name]:
+            severity: Severity = "error" if lost > (1 - _ENOUGH_OK) * total else "warning"
+            found = f"{lost} of {total} answers failed: http-error"
+            expected = "an answer to every repeat"
+            yield problem("KTB820", f"arm {name}, repeats", found, expected, severity=severity)
+
+    if ok and max(ok.values()) - min(ok.values()) > (1 - _ENOUGH_OK) * asked:
+        spread = ", ".join(f"{name} {count}" for name, count in ok.items())
+        found = f"arms differ in how many of {asked} answers are ok: {spread}"
+        expected = "about the same number; what is left may not be a fair sample"
+        yield problem("KTB821", "missing answers", found, expected)
+
+
+def _not_credible(results: Results) -> Iterator[Problem]:
+    """Arms that answer alike, marks of a format only, and headlines within the noise."""
+    for pair in results["identical"]:
+        if pair["share"] is not None and pair["share"] >= _NEARLY_ALL:
+            whole = pair["share"] == 1 and pair["n"] >= _FEW_PAIRS
+            yield problem(
+                "KTB822",
+                "arms " + " and ".join(pair["arms"]),
+                f"{pair['share']:.0%} of {pair['n']} answers are byte-identical",
+                "answers that differ, if an adapter was applied",
+                severity="error" if whole else "warning",
+            )
+
+    for name, cells in results["parse_rates"].items():
+        low = [
+            f"{arm} {cell['read']} of {cell['asked']}"
+            for arm, cell in cells.items()
+            if cell["asked"] >= _FEW_ANSWERS and cell["share"] < _READABLE
+        ]
+        if low:
+            found = f"few answers hold the letter, number or JSON to mark: {', '.join(low)}"
+            expected = f"at least {_READABLE:.0%}; an answer without one is marked 0"
+            yield problem("KTB824", f"slice {slice_title(results, name)}", found, expected)
+
+    # An arm's floor is that of a difference of two of its runs, so its own variance is half of the
+    # floor's square, and the mean of N repeats has 1/N of that.
+    repeat = results["repeat"]
+    for one in results["contrasts"]:
+        if repeat is None or one["slice"] != OVERALL or one["verdict"] in NULLS:
+            continue
+        noise = [repeat["noise"][name].get(one["axis"]) for name in (one["of"], one["minus"])]
+        squares = sum((cell["floor"] or 0.0) ** 2 for cell in noise if cell is not None)
+        floor = math.sqrt(squares / (2 * repeat["n"]))
+        if abs(one["mean"]) <= floor:
+            found = (
+                f"{signed(one['mean'])} is no more than the noise of these repeats ({floor:.2f})"
+            )
+            expected = "a difference that two runs of one arm do not show"
+            yield problem("KTB826", f"{one['axis']}: {one['of']} − {one['minus']}", found, expected)

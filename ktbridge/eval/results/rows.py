@@ -14,8 +14,8 @@ from typing import Final, Literal, cast
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
-from ktbridge.eval.asking import answer_key
-from ktbridge.eval.bench import NO_PERSONA_NAME, Bench, Item
+from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.request import answer_key
 from ktbridge.eval.results.types import (
     ArmAnswer,
     ArmCard,
@@ -101,11 +101,6 @@ def read_rows(directory: Path) -> tuple[RunFile, StoredAnswers, list[ItemRow]]:
     return run, stored, rows
 
 
-def has_persona(bench: Bench) -> bool:
-    """Return whether the bench defines a persona; without one there is no persona axis."""
-    return bench.persona.name != NO_PERSONA_NAME
-
-
 def _row(stored: StoredAnswers, item: Item) -> ItemRow | None:
     """Return the item with every arm's answer; None if no arm was asked."""
     answers = {arm.name: _answer(item, stored.bench, stored.of(arm, item)) for arm in stored.arms}
@@ -158,7 +153,7 @@ def _score(item: Item, bench: Bench, record: AnswerRecord | None) -> ArmAnswer:
     try:
         task, checks = score_task(record["text"], item.checks, item.gold)
         answer["task"], answer["checks"] = round(task, 6), checks
-        if has_persona(bench):
+        if bench.has_persona:
             with time_limit():
                 parts = bench.persona.score(record["text"])
             answer["persona"], answer["persona_parts"] = parts["score"], parts

@@ -22,6 +22,7 @@ def note(text: str) -> object:
 
 
 Json = Mapping[str, object]  # a JSON object that others define: a server's entry, sampling
+Text = Annotated[str, Field(min_length=1)]
 Message = dict[str, str]  # {"role", "content"}
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -209,12 +210,7 @@ class ProblemRow(TypedDict):
 Axis = Literal["task", "persona", "judge"]
 AXES_SHOWN: tuple[Axis, ...] = ("persona", "task", "judge")  # in this order
 VerdictWord = Literal[
-    "improved",
-    "dropped",
-    "may have improved",
-    "may have dropped",
-    "within margin",
-    "inconclusive",
+    "improved", "dropped", "may have improved", "may have dropped", "within margin", "inconclusive"
 ]
 # overall, slice: the last arm minus the first, on a whole axis or a slice that is there for it. pair: a
 # whole axis, another pair of arms. exploratory: any other slice.

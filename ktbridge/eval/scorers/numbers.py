@@ -65,10 +65,8 @@ _DASHES = str.maketrans({"−": "-", "﹣": "-", "－": "-"})
 
 
 def chinese_number(text: str) -> int | None:
-    """Return the value of a Chinese numeral (十二 is 12, 三百零五 is 305, 三万五 is 35000), or None.
-
-    Linear in the length of ``text``; None from ``_TOO_LARGE`` on, e.g. for a model's endless 万亿万亿.
-    """
+    """Return the value of a Chinese numeral (十二 is 12, 三百零五 is 305, 三万五 is 35000), in linear
+    time; None from ``_TOO_LARGE`` on, e.g. for a model's endless 万亿万亿."""
     return _grouped(text, "亿", lambda part: _grouped(part, "万", _below_myriad))
 
 
@@ -137,11 +135,8 @@ def english_number(text: str) -> int | None:
 
 
 def find_answer_number(text: str) -> float | None:
-    """Return the final number of ``text``, or None.
-
-    Of the numbers in the first script that has any, the last one that directly follows a word
-    such as "等于", "=" or "is"; otherwise the last one.
-    """
+    """Return the final number of ``text``, or None: of the numbers in the first script that has any, the last
+    one that directly follows a word such as "等于", "=" or "is"; otherwise the last one."""
     text = unicodedata.normalize("NFKC", text.translate(_DASHES))
     text = re.sub(r"(?<=[=:是为])\s*-\s+(?=\d)", "-", text)  # "= - 3"
     for read in (_digits, _chinese, _english):

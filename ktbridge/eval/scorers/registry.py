@@ -25,19 +25,15 @@ from typing import Annotated, NamedTuple, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.eval.results.types import CheckRow, Json
-from ktbridge.eval.schema import Text
+from ktbridge.eval.results.types import CheckRow, Json, Text
 from ktbridge.server_api.replies import shorten
 
 _LONGEST_REASON = 300  # a reason may quote the answer
 Words = Annotated[Sequence[Text], Field(min_length=1)]
 
-_SECONDS = 2.0  # of a check's patterns
-
 
 class Mark(NamedTuple):
-    """A mark in 0..1 and its reason. ``parsed``: whether the requested value (a number, a letter,
-    a JSON value) could be parsed at all; None if there is nothing to parse."""
+    """A mark in 0..1 and its reason; ``parsed`` is None unless a value had to be read from the answer."""
 
     value: float
     reason: str
@@ -49,12 +45,14 @@ def mark(passed: bool, reason: str, parsed: bool | None = None) -> Mark:
     return Mark(1.0 if passed else 0.0, reason, parsed)
 
 
+Scoring = Callable[..., Mark]
+
+
 @dataclass(frozen=True)
 class Scorer:
-    """A scoring function under its name. ``any_parameter``: at least one of its parameters is required."""
+    """A scoring function. ``any_parameter``: at least one of its parameters is required."""
 
-    name: str
-    function: Callable[..., Mark]
+    function: Scoring
     any_parameter: bool = False
 
     @cached_property
@@ -89,9 +87,7 @@ class Scorer:
     def score(self, text: str, check: Json, gold: object) -> Mark:
         """Return the mark of an answer by a check that has no faults."""
         given = {name: value for name, value in check.items() if name != "scorer"}
-        if "gold" in self.types:
-            given["gold"] = gold
-        return self.function(text, **given)
+        return self.function(text, **given, **({"gold": gold} if "gold" in self.types else {}))
 
 
 class ScorerError(Exception):
@@ -101,15 +97,13 @@ class ScorerError(Exception):
 SCORERS: dict[str, Scorer] = {}
 
 
-def scorer(
-    name: str, any_parameter: bool = False
-) -> Callable[[Callable[..., Mark]], Callable[..., Mark]]:
+def scorer(name: str, any_parameter: bool = False) -> Callable[[Scoring], Scoring]:
     """Register the decorated function under ``name``, which must be unique."""
 
-    def register(function: Callable[..., Mark]) -> Callable[..., Mark]:
+    def register(function: Scoring) -> Scoring:
         if name in SCORERS:
             raise ValueError(f"two scorers are named {name!r}")
-        SCORERS[name] = Scorer(name, function, any_parameter)
+        SCORERS[name] = Scorer(function, any_parameter)
         return function
 
     return register
@@ -158,12 +152,10 @@ def score_task(text: str, checks: Sequence[Json], gold: object) -> tuple[float, 
 
 
 @contextmanager
-def time_limit(seconds: float = _SECONDS) -> Iterator[None]:
-    """TimeoutError once the block has taken so many seconds of the process's CPU time.
-
-    For patterns that a bench brings, and that an answer may make exponential. It comes as a signal, which
-    ``re`` looks for while it matches. Only the main thread gets signals: in another one nothing is limited.
-    """
+def time_limit(seconds: float = 2.0) -> Iterator[None]:
+    """TimeoutError once the block has taken so many seconds of CPU time: an answer may make a bench's
+    pattern exponential. It is a signal, which ``re`` looks for while it matches; other threads get none,
+    and no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,9 +1,7 @@
-"""Overlap with references: the scorer of an item, and metrics over all answers of an arm.
+"""Texts: normal form, sentences, lengths and scripts; and the overlap of answers with references.
 
-The metrics come in three named families, each with its signature.
-
-Implementations of "BLEU" differ by tens of points; so a number is never shown without its family's
-signature, the length ratio, and how many answers were empty or truncated.
+Implementations of "BLEU" differ by tens of points; so metrics come in three named families, and no number is
+shown without its family's signature, the length ratio, and how many answers were empty or truncated.
 
 lf         what LLaMA-Factory's predict_with_generate prints: BLEU-4 over characters, ROUGE over jieba
            tokens, x 100, rounded to 4 digits per sample, mean
@@ -16,9 +14,10 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
+import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.results.types import Family, TextCell
 from ktbridge.eval.scorers.registry import Mark, Words, mark, scorer
-from ktbridge.eval.text import count_chars, language_of, unicode_tokens
 from ktbridge.install import install_hint
 
 if TYPE_CHECKING:
@@ -38,18 +36,77 @@ ROUGES = ("rouge-1", "rouge-2", "rouge-l")
 # both lengths, and an endless answer matches nothing beyond this anyway.
 LONGEST_MEASURED = 10_000
 
+References = Sequence[Sequence[str]]
+Scored = tuple[dict[str, float], str]  # scores by name, and the signature
+Tokens = Sequence[Hashable]
 Metric = Literal["rouge-1", "rouge-2", "rouge-l", "bleu-4", "chrf"]
+CJK = r"\u3400-\u4dbf\u4e00-\u9fff"
+_CJK_CHAR = re.compile(f"[{CJK}]")
+_LATIN_WORD = re.compile(r"[A-Za-z]+(?:['’-][A-Za-z]+)*")
+# A Latin full stop ends a sentence only before a space or the end: "3.5" and "e.g.x" do not split.
+# A run of stops is matched from its first one only, else a long one would take quadratic time.
+_SENTENCE_END = re.compile(r"[。！？!?…\n]+|(?<!\.)\.+(?=\s|$)")
+_WORDISH = re.compile(r"[^\W_]")
+_TOKEN = re.compile(rf"[{CJK}]|[^\W_{CJK}]+")
+
+
+def normalize(text: str) -> str:
+    """NFKC, case-folded, white space collapsed: for comparison, not for display."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a Chinese or English text, without closing marks; empty ones dropped."""
+    return [part.strip() for part in _SENTENCE_END.split(text) if _WORDISH.search(part)]
+
+
+def unicode_tokens(text: str) -> list[str]:
+    """Single ideographs and runs of other letters or digits, case-folded; no punctuation. rouge-score needs
+    it for Chinese: its own tokenizer keeps a-z0-9 only and so drops all of it."""
+    return _TOKEN.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+def count_chars(text: str) -> int:
+    """Letters, ideographs and digits; punctuation, spaces and emoji are not counted."""
+    return len(_WORDISH.findall(text))
+
+
+def count_words(text: str) -> int:
+    """Latin words plus single ideographs, the usual word count for mixed text."""
+    return len(_LATIN_WORD.findall(text)) + len(_CJK_CHAR.findall(text))
+
+
+def cjk_share(text: str) -> float | None:
+    """Ideographs over ideographs + Latin words, or None for a text that has neither."""
+    words = count_words(text)
+    return len(_CJK_CHAR.findall(text)) / words if words else None
+
+
+def language_of(text: str) -> str:
+    """ "zh" if at least half of a text is ideographs, else "en"."""
+    return "zh" if (cjk_share(text) or 0) >= 0.5 else "en"
+
+
+def contains(haystack: str, needle: str) -> bool:
+    """Return whether ``needle`` occurs in ``haystack``, both normalized; where it begins or ends with an
+    ASCII letter or digit it stands alone ("cold" isn't in "scolded"). Ideographs have no such boundary."""
+    wanted = normalize(needle)
+    left = r"(?<![a-z0-9])" if re.match(r"[a-z0-9]", wanted) else ""
+    right = r"(?![a-z0-9])" if re.search(r"[a-z0-9]$", wanted) else ""
+    return re.search(left + re.escape(wanted) + right, normalize(haystack)) is not None
+
+
+# --- overlap with references
 
 
 @scorer("references")
 def references(text: str, gold: Words, *, metric: Metric) -> Mark:
-    """The overlap with the nearest reference; gold: list of references.
+    """The overlap with the nearest reference; gold: list of references. Only ``LONGEST_MEASURED`` characters
+    are measured.
 
-    Tokens are ideographs and words (``unicode_tokens``). bleu-4 uses all references at once and is
-    smoothed (method 3): unrelated texts don't score 0, so compare arms with each other, not with 0.
-    These marks are for comparing arms item by item; for published numbers see ``measure_texts``. Only the
-    first ``LONGEST_MEASURED`` characters are measured.
-    """
+    Tokens are ``unicode_tokens``. bleu-4 uses all references at once and is smoothed (method 3): unrelated
+    texts don't score 0, so compare arms with each other, not with 0. For published numbers see
+    ``measure_texts``."""
     text = text[:LONGEST_MEASURED]
     if not text.strip():
         return mark(False, "empty")
@@ -70,19 +127,13 @@ def references(text: str, gold: Words, *, metric: Metric) -> Mark:
 
 
 def measure_texts(
-    family: Family,
-    answers: Sequence[str],
-    references: Sequence[Sequence[str]],
-    *,
-    truncated: int = 0,
+    family: Family, answers: Sequence[str], references: References, *, truncated: int = 0
 ) -> TextCell:
-    """Measure an arm's answers against each item's references (one or several).
+    """Measure an arm's answers against each item's references: BLEU uses them all, ROUGE the best one.
 
-    With several references BLEU uses them all and ROUGE the best one. Only the first
-    ``LONGEST_MEASURED`` characters of an answer are measured; the signature counts longer ones. Raises
-    ValueError for no answers, unequal lengths or an item without
-    references, and KtbridgeError if a package that the family needs is missing.
-    """
+    Only the first ``LONGEST_MEASURED`` characters of an answer are measured; the signature counts longer
+    ones. Raises ValueError for no answers, unequal lengths or an item without references, KtbridgeError if
+    a package that the family needs is missing."""
     if not answers or len(answers) != len(references) or not all(references):
         raise ValueError("answers and their references are needed, as many of one as of the other")
     cut = sum(len(answer) > LONGEST_MEASURED for answer in answers)
@@ -100,7 +151,7 @@ def measure_texts(
         signature += f"|first {LONGEST_MEASURED} characters of {cut} longer answer(s)"
     lengths = [count_chars(answer) for answer in answers]
     wanted = [
-        min((count_chars(one) for one in group), key=lambda size: (abs(size - mine), size))
+        _nearest(map(count_chars, group), mine)
         for mine, group in zip(lengths, references, strict=True)
     ]
     return {
@@ -114,23 +165,20 @@ def measure_texts(
     }
 
 
-Scored = tuple[dict[str, float], str]  # scores by name, and the signature
+def _nearest(sizes: Iterable[int], size: int) -> int:
+    return min(sizes, key=lambda one: (abs(one - size), one))
 
 
-def _lf(answers: Sequence[str], references: Sequence[Sequence[str]]) -> Scored:
-    samples = [
-        {
-            **_rouges(answer, group),
-            "bleu-4": sentence_bleu([list(one) for one in group], list(answer)),
-        }
-        for answer, group in zip(answers, references, strict=True)
-    ]
-    rounded = [{name: round(100 * value, 4) for name, value in one.items()} for one in samples]
-    signature = f"lf|bleu4:chars,method3,sentence-mean|rouge:f1,{_jieba_name()}"
-    return _means(rounded), signature
+def _lf(answers: Sequence[str], references: References) -> Scored:
+    samples = []
+    for answer, group in zip(answers, references, strict=True):
+        bleu = sentence_bleu([list(one) for one in group], list(answer))
+        scores = {**_rouges(answer, group), "bleu-4": bleu}
+        samples.append({name: round(100 * value, 4) for name, value in scores.items()})
+    return _means(samples), f"lf|bleu4:chars,method3,sentence-mean|rouge:f1,{_jieba_name()}"
 
 
-def _seedlike(answers: Sequence[str], references: Sequence[Sequence[str]]) -> Scored:
+def _seedlike(answers: Sequence[str], references: References) -> Scored:
     samples = []
     for answer, group in zip(answers, references, strict=True):
         tokens, wanted = jieba_tokens(answer), [jieba_tokens(one) for one in group]
@@ -144,7 +192,7 @@ def _means(samples: Sequence[Mapping[str, float]], scale: float = 1) -> dict[str
     return {name: scale * sum(one[name] for one in samples) / len(samples) for name in samples[0]}
 
 
-def _std(answers: Sequence[str], references: Sequence[Sequence[str]]) -> Scored:
+def _std(answers: Sequence[str], references: References) -> Scored:
     from rouge_score import rouge_scorer
     from sacrebleu.metrics import BLEU, CHRF
 
@@ -172,8 +220,9 @@ def _std(answers: Sequence[str], references: Sequence[Sequence[str]]) -> Scored:
     return scores, signature
 
 
-Measure = Callable[[Sequence[str], Sequence[Sequence[str]]], Scored]
-FAMILIES: dict[Family, Measure] = {"lf": _lf, "seedlike": _seedlike, "std": _std}
+FAMILIES: dict[Family, Callable[[Sequence[str], References], Scored]] = {
+    "lf": _lf, "seedlike": _seedlike, "std": _std
+}  # fmt: skip
 
 
 def _rouges(answer: str, group: Sequence[str]) -> dict[str, float]:
@@ -185,11 +234,9 @@ def _rouges(answer: str, group: Sequence[str]) -> dict[str, float]:
 
 
 def _rouge_words(tokens: Sequence[str]) -> list[str]:
-    """The words that rouge_chinese sees in tokens joined by spaces.
-
-    It splits sentences first (after 。！？? and at newlines) and keeps a whitespace-only sentence
-    as one empty word; so white space in an answer lowers the score a little.
-    """
+    """The words that rouge_chinese sees in tokens joined by spaces. It splits sentences first (after
+    。！？? and at newlines) and keeps a blank one as one empty word: white space lowers the score a
+    little."""
     lines = re.sub(r"([。！？?])(?=[^”’])", r"\1\n", " ".join(tokens)).rstrip().split("\n")
     return [word for line in lines if line for word in (line.split() or [""])]
 
@@ -218,10 +265,6 @@ def jieba_tokens(text: str) -> list[str]:
 # --- two token lists: checked against vectors made with the usual packages (tests/eval/golden)
 
 
-Tokens = Sequence[Hashable]
-_EPSILON = 1e-8
-
-
 def ngrams(tokens: Tokens, n: int) -> list[tuple[Hashable, ...]]:
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
 
@@ -230,9 +273,7 @@ def sentence_bleu(references: Sequence[Tokens], hypothesis: Tokens, order: int =
     """BLEU of one sentence in 0..1 with nltk's smoothing method 3, weights 1/order each.
 
     sacrebleu calls that smoothing "exp" (NIST's mteval; Chen & Cherry 2014, "smoothing 3"). As in nltk, a
-    text shorter than ``order`` counts as one n-gram of each length that it lacks. The reference that is
-    closest in length counts, the shorter one where two are equally close.
-    """
+    text shorter than ``order`` counts as one n-gram of each length that it lacks."""
     from sacrebleu.metrics import BLEU
 
     hits, totals = [], []
@@ -243,20 +284,14 @@ def sentence_bleu(references: Sequence[Tokens], hypothesis: Tokens, order: int =
             most |= Counter(ngrams(reference, n))
         hits.append((counts & most).total())
         totals.append(max(1, counts.total()))
-    length = len(hypothesis)
-    closest = min((len(one) for one in references), key=lambda size: (abs(size - length), size))
-    bleu = BLEU.compute_bleu(
-        hits, totals, length, closest, smooth_method="exp", max_ngram_order=order
-    )
+    sizes = len(hypothesis), _nearest(map(len, references), len(hypothesis))
+    bleu = BLEU.compute_bleu(hits, totals, *sizes, smooth_method="exp", max_ngram_order=order)
     return bleu.score / 100
 
 
 def rouge(name: str, hypothesis: Tokens, reference: Tokens) -> float:
-    """F1 as in rouge_chinese, with its epsilon: two equal texts score 0.999999995; 0 for none.
-
-    rouge-1 and rouge-2 compare the sets of n-grams (each counts once), rouge-l takes the longest common
-    subsequence over the whole texts.
-    """
+    """F1 as in rouge_chinese, with its epsilon: two equal texts score 0.999999995; 0 for none. rouge-1 and
+    rouge-2 compare sets of n-grams, rouge-l takes the longest common subsequence of the whole texts."""
     if name == "rouge-l":
         sizes = (len(hypothesis), len(reference))
         common = longest_common(hypothesis, reference)
@@ -266,7 +301,7 @@ def rouge(name: str, hypothesis: Tokens, reference: Tokens) -> float:
     if not all(sizes):
         return 0.0
     precision, recall = common / sizes[0], common / sizes[1]
-    return 2 * precision * recall / (precision + recall + _EPSILON)
+    return 2 * precision * recall / (precision + recall + 1e-8)
 
 
 def longest_common(one: Tokens, other: Tokens) -> int:
