@@ -98,8 +98,8 @@ class Stored:
         middle = None if zeros is None else self._spread(zeros)
         return self._numbers(self._unpack(codes), middle) * self._spread(scales)
 
-    def steps(self, codes: NDArray[Any], scales: Floats) -> Floats:
-        """Distances to the next larger value that has a code, for what ``decode`` takes: [n, in] or [n, 1]."""
+    def steps(self, codes: NDArray[np.generic], scales: Floats) -> Floats:
+        """Distances to the next value that has a code, of what ``decode`` takes: [n, in] or [n, 1]."""
         wide = np.abs(self._spread(scales))
         return E4M3_STEPS[codes] * wide if self.storage == "fp8" else wide
 
