@@ -107,18 +107,7 @@ class Deltas:
 
 def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -> Deltas:
     """Find the weight for every tensor of the adapter; report those without one."""
-    result = Deltas()
-    result.problems += [
-        item
-        for item in check_structure(adapter, Use.INPUT, Modules(config))
-        if item.code not in _NO_MATTER and not (adapter.format and item.code == _UNTRAINED)
-    ]
-    try:  # every scale, before anything is planned with one
-        for part in adapter.tensors():
-            numbers_of(adapter, part.key)
-    except KtbridgeError as error:
-        where, step = str(adapter.path / CONFIG_FILE), error.next_step or None
-        result.problems.append(problem("KTB738", where, error.sentence[:300], next_step=step))
+    result = Deltas(problems=check_pairs(adapter, config))
     if has_errors(result.problems):
         return result
     found: list[tuple[str, Delta]] = []
@@ -145,6 +134,22 @@ def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -
     return result
 
 
+def check_pairs(adapter: Adapter, config: ModelConfig) -> list[Problem]:
+    """Return what keeps an adapter's LoRA from being added to this model's weights: structure, scales."""
+    found = [
+        item
+        for item in check_structure(adapter, Use.INPUT, Modules(config))
+        if item.code not in _NO_MATTER and not (adapter.format and item.code == _UNTRAINED)
+    ]
+    try:  # every scale, before anything is planned with one
+        for part in adapter.tensors():
+            numbers_of(adapter, part.key)
+    except KtbridgeError as error:
+        where, step = str(adapter.path / CONFIG_FILE), error.next_step or None
+        found.append(problem("KTB738", where, error.sentence[:300], next_step=step))
+    return found
+
+
 def _experts(
     adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig
 ) -> Iterator[Problem | tuple[str, Delta]]:
@@ -154,35 +159,41 @@ def _experts(
             where = f"{adapter.path}: experts of layer {layer}"
             yield problem("KTB731", where, f"have no weights in {checkpoint.path}")
             continue
-        present = [name for name in PROJECTIONS if (layer, name, "A") in adapter.experts]
-        stacks = {
-            (projection, half): dict(adapter.experts[layer, projection, half].slices())
-            for projection in present
-            for half in "AB"
-        }
-        scales = {name: expert_scales(adapter, layer, name) for name in present}
+        stacks = expert_pairs(adapter, layer)
         if home.names:
-            for projection in present:
-                for expert, a in stacks[projection, "A"].items():
-                    pair = Pair(a, stacks[projection, "B"][expert], scales[projection][expert])
+            for projection, members in stacks.items():
+                for expert, pair in members.items():
                     label = f"experts.{projection}_proj"
                     stem = home.stem(projection, expert)
                     yield _plain(checkpoint, config.quantization, stem, label, layer, pair)
             continue
         for names in (("gate", "up"), ("down",)):
-            known = [name for name in names if name in present]
+            known = [name for name in names if name in stacks]
             if not known:
                 continue
             # Half of a tensor without LoRA gets the other half's, times 0.
             sources = [(name, 1.0) if name in known else (known[0], 0.0) for name in names]
             pairs = [
                 [
-                    Pair(stacks[name, "A"][e], stacks[name, "B"][e], times * scales[name][e])
+                    stacks[name][e]._replace(scale=times * stacks[name][e].scale)
                     for name, times in sources
                 ]
-                for e in stacks[known[0], "A"]
+                for e in stacks[known[0]]
             ]
             yield _fused(checkpoint, config.quantization, home, names, layer, pairs)
+
+
+def expert_pairs(adapter: Adapter, layer: int) -> dict[str, dict[int, Pair]]:
+    """Return the LoRA of a layer's routed experts, by projection ("gate", "up", "down") and expert."""
+    found: dict[str, dict[int, Pair]] = {}
+    for projection in PROJECTIONS:
+        if (layer, projection, "A") not in adapter.experts:
+            continue
+        scales = expert_scales(adapter, layer, projection)
+        b_of = dict(adapter.experts[layer, projection, "B"].slices())
+        a_of = adapter.experts[layer, projection, "A"].slices()
+        found[projection] = {expert: Pair(a, b_of[expert], scales[expert]) for expert, a in a_of}
+    return found
 
 
 def _fused(
@@ -234,10 +245,19 @@ def _fused(
     )
 
 
-def _rest(
+class ModulePair(NamedTuple):
+    """The LoRA of one module that isn't a routed expert, and the tensor of its weight [out, in]."""
+
+    weight: str
+    label: str
+    layer: int
+    pair: Pair
+
+
+def module_pairs(
     adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig
-) -> Iterator[Problem | tuple[str, Delta]]:
-    """Everything but routed experts: one weight [out, in] per module."""
+) -> Iterator[Problem | ModulePair]:
+    """Yield everything but routed experts, or why a module's LoRA has no weight of its own."""
     for part in adapter.leftovers:
         if part.key.kind == "expert":
             yield problem("KTB731", part.where, "is expert LoRA of a tower or draft block")
@@ -256,15 +276,24 @@ def _rest(
             yield problem("KTB731", where, f"{text} in {checkpoint.path}")
             continue
         a, b = halves["A"].slice, halves["B"].slice
-        rank = a.shape[0]
-        if len(a.shape) != 2 or b.shape[1:] != (rank,):
+        if len(a.shape) != 2 or b.shape[1:] != a.shape[:1]:
             yield problem("KTB734", where, f"has A {list(a.shape)} and B {list(b.shape)}")
             continue
-        scale = numbers_of(adapter, halves["A"].key).scale
-        stem = names[0].removesuffix(".weight")
-        label = module.rpartition(f"layers.{halves['A'].key.layer}.")[2]
-        pair, layer = Pair(a, b, scale), halves["A"].key.layer
-        yield _plain(checkpoint, config.quantization, stem, label, layer, pair)
+        scale, layer = numbers_of(adapter, halves["A"].key).scale, halves["A"].key.layer
+        label = module.rpartition(f"layers.{layer}.")[2]
+        yield ModulePair(names[0], label, layer, Pair(a, b, scale))
+
+
+def _rest(
+    adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig
+) -> Iterator[Problem | tuple[str, Delta]]:
+    """Everything but routed experts: one weight [out, in] per module."""
+    for item in module_pairs(adapter, checkpoint, config):
+        if isinstance(item, Problem):
+            yield item
+            continue
+        stem = item.weight.removesuffix(".weight")
+        yield _plain(checkpoint, config.quantization, stem, item.label, item.layer, item.pair)
 
 
 def _plain(

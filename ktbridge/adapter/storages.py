@@ -98,6 +98,11 @@ class Stored:
         middle = None if zeros is None else self._spread(zeros)
         return self._numbers(self._unpack(codes), middle) * self._spread(scales)
 
+    def steps(self, codes: NDArray[np.generic], scales: Floats) -> Floats:
+        """Distances to the next value that has a code, of what ``decode`` takes: [n, in] or [n, 1]."""
+        wide = np.abs(self._spread(scales))
+        return E4M3_STEPS[codes] * wide if self.storage == "fp8" else wide
+
     def requantise(
         self, values: Floats, codes: NDArray[Any], scales: Floats, zeros: Floats | None
     ) -> tuple[NDArray[Any], Floats, Floats]:
@@ -339,3 +344,28 @@ def _e4m3() -> Floats:
 
 
 E4M3 = _e4m3()
+
+
+def _e4m3_steps() -> Floats:
+    exponent = np.maximum(np.arange(256) >> 3 & 15, 1)
+    return np.exp2(exponent.astype(np.float32) - 10)
+
+
+E4M3_STEPS = _e4m3_steps()
+"""What lies between each code's value and the next one's."""
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate((_E2M1, -_E2M1))
+_E2M1_STEPS = np.array([0.5, 0.5, 0.5, 0.5, 1, 1, 2, 2] * 2, np.float32)
+MXFP4_GROUP = 32
+
+
+def decode_mxfp4(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> tuple[Floats, Floats]:
+    """Return values and the distances between codes, [n, in], of MXFP4 as gpt-oss stores it.
+
+    ``blocks`` [n, in / 2]: two codes a byte, the lower first; ``scales`` [n, in / 32]: exponents, biased by
+    127. OCP Microscaling Formats (MX) Specification 1.0.
+    """
+    codes = np.stack((blocks & 15, blocks >> 4), -1).reshape(len(blocks), -1)
+    powers = np.exp2(scales.astype(np.float32) - 127)
+    wide = np.repeat(powers, MXFP4_GROUP, 1)[:, : codes.shape[1]]
+    return _E2M1[codes] * wide, _E2M1_STEPS[codes] * wide

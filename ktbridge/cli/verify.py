@@ -1,4 +1,4 @@
-"""`ktbridge verify`: prove from a server's logprobs that the adapter took effect."""
+"""`ktbridge verify`: prove that the adapter took effect, on a server or in a merged checkpoint."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
     "--server",
     "--base-url",
     "server",
-    required=True,
     metavar="URL",
     help="The running server, as http://HOST:PORT.",
 )
 @click.option(
-    "--model", required=True, metavar="NAME", help="The served name to judge, such as S:NAME."
+    "--merged",
+    metavar="DIR",
+    help="In place of a server: a merged checkpoint, whose weights are compared with the base's.",
 )
+@click.option("--model", metavar="NAME", help="The served name to judge, such as S:NAME.")
 @click.option(
     "--adapter",
     "adapter_dir",
-    required=True,
     metavar="DIR",
     help="The adapter, as training wrote it or in any format that `ktbridge convert` reads.",
 )
@@ -69,27 +70,42 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
     show_default=True,
     help="How to ask. `sampled` takes those of generated tokens, and accepts that they tell less.",
 )
+@click.option(
+    "--html", metavar="FILE", help="With --merged: write a page with a map of layers and experts."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(
-    server: str,
-    model: str,
-    adapter_dir: str,
+    server: str | None,
+    merged: str | None,
+    model: str | None,
+    adapter_dir: str | None,
     from_format: str,
     base_model: str,
     expert_model: str | None,
     api_key: str | None,
     repeat: int,
     logprobs_from: str,
+    html: str | None,
     as_json: bool,
 ) -> None:
-    """Check that a served adapter took effect, and name what is wrong if not.
+    """Check that an adapter took effect, on a server or in a merged checkpoint, and say what is wrong.
 
     Asks the server for the logprobs of fixed tokens (of its own where it gives no others, which is never
     "ok" unless --logprobs-from sampled accepts it) and computes here, in float32, what base, expert
     LoRA and full adapter give; the base is read layer by layer and never held whole. The verdict is one
     of: applied, not applied, only experts, only attention, wrong scale (≈ ×k), can't tell. Exit code 0
     only for "applied", with every other arm what its name promises.
+
+    With --merged no server is asked: each matrix of the merged checkpoint, whoever made it, is compared
+    with the base's plus the adapter's delta; without --adapter its change is told by rank and size.
     """
+    _check_usage(server, merged, model, adapter_dir, html)
+    if merged is not None:
+        from ktbridge.cli._verify_merged import run_merged
+
+        run_merged(merged, base_model, adapter_dir, from_format, html, as_json)
+    assert server is not None and model is not None  # noqa: PT018
+    assert adapter_dir is not None
     from ktbridge.adapter import open_adapter
     from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, print_readings, progress_bar
@@ -119,6 +135,26 @@ def command(
     if not as_json:
         _print_evidence(result)
     sys.exit(0 if result.ok else 1)
+
+
+def _check_usage(
+    server: str | None,
+    merged: str | None,
+    model: str | None,
+    adapter_dir: str | None,
+    html: str | None,
+) -> None:
+    """Raise click's usage error for options that don't go together."""
+    if (server is None) == (merged is None):
+        raise click.UsageError("give one of --server URL and --merged DIR.")
+    if merged is not None and model is not None:
+        raise click.UsageError("--model names what a server serves: leave it out with --merged.")
+    if server is not None:
+        if html is not None:
+            raise click.UsageError("--html goes with --merged.")
+        if model is None or adapter_dir is None:
+            lacking = "--model" if model is None else "--adapter"
+            raise click.UsageError(f"Missing option '{lacking}'.")
 
 
 def _print_verdict(result: Verification) -> None:

@@ -44,7 +44,7 @@ LAUNCH = Subject("Launching an engine", "serve", (
          "use sglang-kt 0.7.0 or newer, or -- --attention-backend torch_native"),
 ))  # fmt: skip
 
-VERIFY = Subject("Verifying a server", "serve", (
+VERIFY = Subject("Verifying", "serve", (
     Code("KTV001", "error", "a tensor of the adapter has no place in the base model, or another shape: no"
          " reference can be computed", _ITS_BASE),
     Code("KTV002", "warning", "the adapter is applied, but the answers are further from the reference than"
@@ -59,6 +59,14 @@ VERIFY = Subject("Verifying a server", "serve", (
          " are left out", "serve the tokenizer and the chat template of --base-model"),
     Code("KTV012", "warning", "the verified name is the base model or half of the adapter, as the server"
          " itself says", "give the name of the whole adapter as --model"),
+    Code("KTV030", "error", "the merged checkpoint lacks tensors of its base (a warning for draft layers and"
+         " towers, without which the text model works)", "merge or copy again, with all shards"),
+    Code("KTV031", "error", "a tensor of the merged checkpoint, or of its base, can't be compared: another"
+         " shape, or a storage that isn't read", "check that both directories belong to one model"),
+    Code("KTV032", "error", "tensors without LoRA are not the base's",
+         "give the very base model that was merged into, or find out what else was trained"),
+    Code("KTV033", "warning", "the merged checkpoint has tensors that its base hasn't",
+         "nothing if a tool adds them; else check that both directories belong to one model"),
 ))  # fmt: skip
 
 SUBJECTS = (LAUNCH, VERIFY)

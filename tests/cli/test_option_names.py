@@ -22,9 +22,10 @@ NAMES = {
     "the base model's directory": "--base-model",
     "an adapter": "--adapter --expert-adapter --nonexpert-adapter --merged-adapter",
     "a running server": "--server",
+    "a merged checkpoint": "--merged",
     "a name that a server serves": "--model --expert-model",
     "names and addresses of what is served": "--served-model-name --host --port --api-key",
-    "where something is written": "--output --expert-output-dir --nonexpert-output-dir "
+    "where something is written": "--output --html --expert-output-dir --nonexpert-output-dir "
                                   "--merged-output-dir --log",
     "what may be written over": "--overwrite",
     "threads of this process": "--threads",
@@ -61,7 +62,7 @@ METAVARS = {
     "--nonexpert-adapter": "NAME=DIR", "--merged-adapter": "NAME=DIR", "--output": "DIR",
     "--server": "URL", "--model": "NAME", "--expert-model": "NAME", "--served-model-name": "NAME",
     "--memory": "SIZE", "--gpu-memory": "SIZE", "--engine-python": "FILE", "--log": "FILE",
-    "--api-key": "KEY",
+    "--api-key": "KEY", "--merged": "DIR", "--html": "FILE",
 }  # fmt: skip
 
 

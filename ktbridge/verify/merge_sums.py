@@ -1,0 +1,221 @@
+"""Was W' = W + D written, as far as the storage could keep it? Sums over values, and what they say.
+
+O = W' - W is the change that is found, D = scale·B·A the delta that should be there, E = O - D. With each
+value comes the step to the next one that its storage has, so that rounding has an energy that can be
+expected: N² = Σ step²/12. What is judged, in this order:
+
+* no value changed: *not applied*, or *rounded away* if the storage could keep nothing of D;
+* k = ⟨O,D⟩/‖D‖² is 1, and ‖E‖² is rounding, also where only A's row space is looked at (in which rounding has
+  r/in of its energy, and mistakes of B all of theirs): *applied*;
+* the same within the row space, but not outside: *further changes*.
+
+Where D is no larger than the steps, ‖E‖² is within rounding whatever was written. There D is added and
+rounded here, to D* (``rint((W + D)/step)·step - W``), and O is compared with that. k is then what the storage
+kept of D.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+APPLIED, NOT_APPLIED, ROUNDED = "applied", "not applied", "rounded away"
+FURTHER, UNEXPLAINED = "further changes", "unexplained"
+SAME, CHANGED, DIFFERS = "unchanged", "changed without LoRA", "differs"
+RESOLVED = 12.0
+"""‖D‖²/N² from which on rounding doesn't bias k: steps are no larger than D."""
+KEPT = 0.5
+"""Share of a delta below which the storage lost more of it than it kept, as ``ktbridge merge`` has it."""
+ALLOWED = 2.5
+"""Times N² that may be left over: quantised once from other values than the base's."""
+ALLOWED_PLAIN = 5.0
+"""The same of BF16, F16 and F32: rounded twice, or toward zero."""
+_ARITHMETIC = 4e-4  # of ‖D‖²: products rounded to bfloat16 twice
+_NEAR = 0.02  # of k
+_ALIKE = 0.25  # of ‖D*‖²
+_FEW = 1e-3  # share of values that may change beside what is expected
+
+
+@dataclass
+class Sums:
+    """Sums over the values of one matrix; ``_star`` those of the delta that is rounded here.
+
+    ``oo`` ‖O‖², ``ww`` ‖W‖², ``od`` ⟨O,D⟩, ``dd`` ‖D‖², ``ee`` ‖O - D‖², ``pe`` the same within A's row
+    space. ``xx`` ‖O - D*‖², ``px`` the same within A's row space. ``off_grid``: values of W that the merged
+    storage can't have. ``allowed``: times N² that may be left.
+    """
+
+    rows: int
+    columns: int
+    rank: int = 0
+    allowed: float = ALLOWED_PLAIN
+    values: int = 0
+    changed: int = 0
+    unfinite: int = 0
+    ww: float = 0.0
+    oo: float = 0.0
+    od: float = 0.0
+    dd: float = 0.0
+    ee: float = 0.0
+    pe: float = 0.0
+    noise: float = 0.0
+    moved_star: int = 0
+    off_grid: int = 0
+    oo_star: float = 0.0
+    od_star: float = 0.0
+    xx: float = 0.0
+    px: float = 0.0
+    has_star: bool = False
+
+    def add(
+        self, block: RowBlock, delta: Floats | None, row_space: Floats | None, star: bool
+    ) -> None:
+        """Add rows of the matrix; ``row_space``: an orthonormal basis [r, in] of A's rows."""
+        base, merged, steps, base_steps = block
+        self.values += base.size
+        change = merged - base
+        finite = float(np.vdot(change, change))
+        if not math.isfinite(finite):
+            self.unfinite += int(change.size - np.count_nonzero(np.isfinite(change)))
+            return
+        self.changed += int(np.count_nonzero(change))
+        self.oo += finite
+        self.ww += _square(base)
+        self.noise += _noise(steps, base.shape)
+        if base_steps is not None:
+            self.noise += _noise(base_steps, base.shape)
+        if delta is None or row_space is None:
+            return
+        self.od += float(np.vdot(change, delta))
+        self.dd += _square(delta)
+        if star:
+            self._add_star(base, change, delta, steps, row_space)
+        change -= delta
+        self.ee += _square(change)
+        self.pe += _square(change @ row_space.T)
+
+    def _add_star(
+        self, base: Floats, change: Floats, delta: Floats, steps: Floats, row_space: Floats
+    ) -> None:
+        self.has_star = True
+        safe = np.where(steps > 0, steps, np.float32(1))
+        rounded = np.rint((base + delta) / safe)
+        rounded *= safe
+        rounded -= base
+        self.off_grid += int(
+            np.count_nonzero(np.abs(np.rint(base / safe) * safe - base) > safe * 1e-3)
+        )
+        self.moved_star += int(np.count_nonzero(np.abs(rounded) > safe * 1e-3))
+        self.oo_star += _square(rounded)
+        self.od_star += float(np.vdot(rounded, delta))
+        rounded -= change
+        self.xx += _square(rounded)
+        self.px += _square(rounded @ row_space.T)
+
+    @property
+    def k(self) -> float:
+        """The scale at which D is in O, by least squares."""
+        return self.od / self.dd if self.dd else 0.0
+
+    @property
+    def k_star(self) -> float:
+        """The share of D that the storage could keep: k of a right merge."""
+        return self.od_star / self.dd if self.has_star and self.dd else 1.0
+
+    @property
+    def sigma(self) -> float:
+        """The standard error of k that rounding makes."""
+        return math.sqrt(self.noise / self.values / self.dd) if self.dd and self.values else 0.0
+
+    @property
+    def residue(self) -> float:
+        """‖O - kD‖/‖O‖: 0 if nothing but D was added, at whatever scale."""
+        if not self.oo:
+            return 0.0
+        left = self.oo - (self.od**2 / self.dd if self.dd else 0.0)
+        return math.sqrt(max(0.0, left) / self.oo)
+
+
+class RowBlock(NamedTuple):
+    """Rows of both checkpoints, and the steps of their storages; None where the base's don't count."""
+
+    base: Floats
+    merged: Floats
+    steps: Floats
+    base_steps: Floats | None
+
+
+def needs_star(norm: float, first: RowBlock, values: int) -> bool:
+    """Return whether a delta of ``norm`` ‖D‖² has to be rounded here, by the first rows of its matrix."""
+    noise = _noise(first.steps, first.base.shape)
+    if first.base_steps is not None:
+        noise += _noise(first.base_steps, first.base.shape)
+    return norm < RESOLVED * noise * values / first.base.size
+
+
+def judge_sums(sums: Sums) -> str:
+    """Return one of ``APPLIED``, ``NOT_APPLIED``, ``ROUNDED``, ``FURTHER``, or ``UNEXPLAINED``."""
+    if sums.unfinite:
+        return UNEXPLAINED
+    few = max(1.0, _FEW * sums.values)
+    if not sums.changed:
+        could = sums.moved_star > few if sums.has_star else sums.dd > 0
+        return NOT_APPLIED if could else ROUNDED
+    share = sums.rank / sums.columns
+    spread = 1 + 6 * math.sqrt(2 / max(1, sums.rows * sums.rank))
+    inside = sums.allowed * sums.noise * share * spread + _ARITHMETIC * sums.dd
+    total = sums.allowed * sums.noise + _ARITHMETIC * sums.dd
+    error = max(_NEAR, 6 * sums.sigma)
+    if not sums.has_star:
+        if sums.pe <= inside:
+            return APPLIED if sums.ee <= total else FURTHER
+        return UNEXPLAINED
+    if sums.xx <= _NEAR * sums.oo_star:
+        return APPLIED if sums.k_star >= KEPT else ROUNDED
+    if 6 * sums.sigma > KEPT:  # D can't be seen in what rounding leaves
+        return ROUNDED if sums.oo <= total else UNEXPLAINED
+    # Rounding to another grid is as good as random: it hides D, and doesn't swallow it.
+    hidden = sums.off_grid > few and sums.ee <= total and abs(sums.k - 1) <= error
+    if hidden and sums.pe <= inside:
+        return APPLIED
+    if (
+        sums.xx <= _ALIKE * sums.oo_star
+        and abs(sums.k - sums.k_star) <= error
+        and sums.px <= 2 * inside
+        and sums.ee <= total
+    ):
+        return APPLIED if sums.k_star >= KEPT else ROUNDED
+    return UNEXPLAINED
+
+
+def judge_without(sums: Sums) -> str:
+    """Return ``SAME`` or ``CHANGED`` for a tensor without LoRA: the same up to another storage's rounding."""
+    if sums.unfinite:
+        return CHANGED
+    return SAME if not sums.changed or sums.oo <= sums.allowed * sums.noise else CHANGED
+
+
+def orthonormal(rows: Floats) -> Floats:
+    """Return an orthonormal basis [rank, in] of what a few rows span."""
+    values, vectors = np.linalg.eigh(rows.astype(np.float64) @ rows.T)
+    there = values > 1e-10 * max(float(values[-1]), 1e-300)
+    turned = (vectors[:, there] / np.sqrt(values[there])).T
+    return np.ascontiguousarray(turned.astype(np.float32) @ rows)
+
+
+def pair_norm(a: Floats, b: Floats) -> float:
+    """Return ‖B·A‖² without forming it."""
+    return float(np.sum((b.T.astype(np.float64) @ b) * (a.astype(np.float64) @ a.T)))
+
+
+def _square(values: Floats) -> float:
+    return float(np.vdot(values, values))
+
+
+def _noise(steps: Floats, shape: tuple[int, ...]) -> float:
+    return _square(np.ascontiguousarray(steps)) / 12 * (math.prod(shape) / steps.size)
