@@ -10,7 +10,15 @@ in one of two ways (``prepare``):
   same on all ranks, and its gradients are averaged once a step.
 """
 
-from ktbridge.sft.distributed.dispatch import run_experts
+from ktbridge.sft.distributed.dispatch import (
+    copy_into,
+    full,
+    gather_trained,
+    local,
+    prepare,
+    replicated_lora,
+    run_experts,
+)
 from ktbridge.sft.distributed.group import (
     add,
     agree,
@@ -19,14 +27,6 @@ from ktbridge.sft.distributed.group import (
     from_main,
     made_by_main,
     start,
-)
-from ktbridge.sft.distributed.model import (
-    fill,
-    full,
-    gather_trained,
-    local,
-    prepare,
-    replicated_lora,
 )
 from ktbridge.sft.distributed.optimizer import (
     average_and_clip,
@@ -47,7 +47,7 @@ __all__ = [
     "average_and_clip",
     "average_gradients",
     "barrier",
-    "fill",
+    "copy_into",
     "finish",
     "from_main",
     "full",

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,12 +23,10 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.masters import gradients_norm
 from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.modules import vision_towers
+from ktbridge.sft.compat import WholeTrainer
+from ktbridge.sft.distributed.dispatch import expert_names, full, replicated_lora
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
-from ktbridge.sft.distributed.model import expert_names, full, replicated_lora
 from ktbridge.sft.launch import world
-
-if TYPE_CHECKING:
-    from ktbridge.sft.run_trainer import RunTrainer
 
 State = dict[str, Any]
 """A ``state_dict`` of torch's."""
@@ -48,7 +46,7 @@ def trainer_arguments() -> dict[str, bool | str]:
     }
 
 
-def shard_on_the_cpu(trainer: RunTrainer) -> None:
+def shard_on_the_cpu(trainer: WholeTrainer) -> None:
     """FSDP2 among processes without GPUs: torch shards there too, accelerate only knows of accelerators."""
     state = trainer.accelerator.state
     if world().size > 1 and state.distributed_type == "MULTI_CPU" and _asks_for_fsdp():
@@ -59,7 +57,7 @@ def shard_on_the_cpu(trainer: RunTrainer) -> None:
         trainer.is_fsdp_enabled = True
 
 
-def leave_experts_whole(trainer: RunTrainer) -> None:
+def leave_experts_whole(trainer: WholeTrainer) -> None:
     """Have FSDP2 leave the experts alone, and a vision tower, which some ranks' rows don't need.
 
     Before the model is sharded.
@@ -70,7 +68,7 @@ def leave_experts_whole(trainer: RunTrainer) -> None:
         plugin.ignored_modules = whole
 
 
-def separate_experts(trainer: RunTrainer, optimizer: torch.optim.Optimizer) -> None:
+def separate_experts(trainer: WholeTrainer, optimizer: torch.optim.Optimizer) -> None:
     """Move the experts' parameters to groups of their own, with their group's options.
 
     One step over a group takes sharded tensors or whole ones, not both.
@@ -84,7 +82,7 @@ def separate_experts(trainer: RunTrainer, optimizer: torch.optim.Optimizer) -> N
             optimizer.add_param_group({**options, "params": own})
 
 
-def average_and_clip(trainer: RunTrainer, model: nn.Module, largest: float) -> torch.Tensor:
+def average_and_clip(trainer: WholeTrainer, model: nn.Module, largest: float) -> torch.Tensor:
     """Once in each step, before the optimizer's: the norm of all ranks' gradients, as ``clip_gradients``."""
     own = trainer.accelerator.unwrap_model(trainer.model)
     lora = replicated_lora(own)
@@ -94,7 +92,7 @@ def average_and_clip(trainer: RunTrainer, model: nn.Module, largest: float) -> t
     return clip_gradients(model, _expert_parameters(trainer), largest)
 
 
-def reduces_itself(trainer: RunTrainer) -> bool:
+def reduces_itself(trainer: WholeTrainer) -> bool:
     """Return whether a step averages all gradients at its end, and no process waits for another before.
 
     So it is with experts on the GPU, whose LoRA is averaged here anyway, but for FSDP2, which gathers weights
@@ -104,7 +102,7 @@ def reduces_itself(trainer: RunTrainer) -> bool:
     return bool(replicated_lora(own)) and not trainer.is_fsdp_enabled
 
 
-def save_optimizer(trainer: RunTrainer, directory: str) -> None:
+def save_optimizer(trainer: WholeTrainer, directory: str) -> None:
     """Each rank's state of its own shards, rank 0's with the expert LoRA's, and the scheduler's."""
     os.makedirs(directory, exist_ok=True)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
@@ -116,7 +114,7 @@ def save_optimizer(trainer: RunTrainer, directory: str) -> None:
     _write_state(_state_file(directory), state, trainer.lr_scheduler.state_dict())
 
 
-def load_optimizer(trainer: RunTrainer, checkpoint: str) -> None:
+def load_optimizer(trainer: WholeTrainer, checkpoint: str) -> None:
     """What ``save_optimizer`` saved. Raises KtbridgeError where this rank's state isn't there."""
     path = _state_file(checkpoint)
     if not path.is_file():
@@ -130,7 +128,7 @@ def load_optimizer(trainer: RunTrainer, checkpoint: str) -> None:
     trainer.lr_scheduler.load_state_dict(scheduler)
 
 
-def _expert_parameters(trainer: RunTrainer) -> set[nn.Parameter]:
+def _expert_parameters(trainer: WholeTrainer) -> set[nn.Parameter]:
     own = trainer.accelerator.unwrap_model(trainer.model)
     names = expert_names(own)
     return {value for name, value in own.named_parameters() if name in names}
