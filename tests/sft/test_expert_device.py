@@ -200,10 +200,10 @@ def test_what_was_given_back_is_not_taken_again() -> None:
 
 @pytest.mark.usefixtures("run_dir")
 def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktbridge.sft import train
+    from ktbridge.sft import train as recipe
 
     with monkeypatch.context() as patch:  # before a byte of weights is read
-        patch.setattr(train, "load_trainable", lambda *_: pytest.fail("the model was loaded"))
+        patch.setattr(recipe, "load_trainable", lambda *_: pytest.fail("the model was loaded"))
         for experts in ("stream", "resident"):
             with pytest.raises(UsageError, match=f"kt_experts: {experts} needs a GPU"):
                 train(f"kt_experts={experts}", "use_cpu=true")
