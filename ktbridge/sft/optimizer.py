@@ -61,8 +61,10 @@ class DeferredAdam:
         if type(optimizer) is not torch.optim.AdamW:
             return
         for layer in layers:
+            if layer.gpu is None:  # of another rank, it has no parameters here
+                continue
             own = [each for each in layer.lora_parameters() if each.device.type == "cpu"]
-            if layer.gpu is not None and own:
+            if own:
                 self._layers |= dict.fromkeys(own, layer)
                 layer.register_forward_pre_hook(self._finish_layer)
         if self._layers:

@@ -68,7 +68,9 @@ def test_no_method_is_overridden_twice(ours: type, theirs: type) -> None:
     assert order[1] is RunTrainer
     own = order[2 : order.index(theirs)]
     assert not {name for cls in (ours, *own) for name in vars(cls)} & {*OVERRIDDEN}
-    assert not [name for cls in own for name in vars(cls) if hasattr(theirs, name) and name[:2] != "__"]
+    assert not [
+        name for cls in own for name in vars(cls) if hasattr(theirs, name) and name[:2] != "__"
+    ]
 
 
 def test_one_process_has_one_gpu(tmp_path) -> None:
