@@ -7,6 +7,7 @@ A key of the configuration says itself what a change of it means (``config/schem
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -37,6 +38,9 @@ HELD_OUT = "held-out rows"
 LABELS = "loss of labeled positions"
 """The key in it of runs whose loss projects no others on a CPU, which changes last bits; since 0.7.0."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
+_PROCESSES = "processes"
+"""The key in it of the number of processes; a run of one has none."""
+_ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _LENGTH = {"max_steps", "num_train_epochs"}
 _ENDLESS = {"constant", "constant_with_warmup", "inverse_sqrt"}
 """Schedules that don't depend on the length of a run."""
@@ -83,6 +87,8 @@ class RunFingerprint(dict[str, object]):
     def completed(self, other: RunFingerprint) -> RunFingerprint:
         """Return the fingerprint with keys that ``other`` alone has, at their defaults."""
         found = RunFingerprint({**_defaults(TrainConfig, other), **self})
+        if _PROCESSES in other:
+            found.setdefault(_PROCESSES, 1)
         block, their = self.get("kt_config"), other.get("kt_config")
         if isinstance(block, dict) and isinstance(their, dict):
             found["kt_config"] = {**_defaults(KtConfig, their), **block}
@@ -139,7 +145,7 @@ def fingerprint_run(
     if config.expert_dropout:
         block["kt_lora_dropout"] = config.expert_dropout
     if world().size > 1:
-        settings["processes"] = world().size
+        settings[_PROCESSES] = world().size
     settings["base model"] = _hashes(base, _BASE_FILES)
     if config.adapter_name_or_path:
         adapter = Path(config.adapter_name_or_path)
@@ -207,7 +213,11 @@ def find_checkpoint(config: TrainConfig, own: RunFingerprint) -> Resumption:
         record.pop(beside, None)
     theirs, own = record.completed(own), own.completed(record)
     differing = own.changed(theirs)
-    allowed = _NOTED if requested is not None else set()
+    noted = {*_NOTED}
+    if _PROCESSES in differing and config.stage != "kto" and _step_rows(own) == _step_rows(theirs):
+        # kto measures KL in each process's batch; elsewhere a step has the same rows.
+        noted |= {_PROCESSES, *_ROWS_OF_A_STEP}
+    allowed = noted if requested is not None else set()
     if _ends_anywhere(config):
         allowed = allowed | _LENGTH
     other = [key for key in differing if key not in allowed]
@@ -218,7 +228,7 @@ def find_checkpoint(config: TrainConfig, own: RunFingerprint) -> Resumption:
             if requested is None
             else "the checkpoint belongs to another run; nothing was started.",
             [_another(place, key, theirs, own) for key in other],
-            _way_on(place, other),
+            _way_on(place, other, noted),
         )
     changed = tuple(_changed(place, key, theirs, own) for key in differing)
     return Resumption(place, (*passed_over, *changed, _resume_note(place)), HELD_OUT in differing)
@@ -463,10 +473,15 @@ def _another(place: Path, key: str, theirs: RunFingerprint, own: RunFingerprint)
     return problem("KTC010", f"{place}: {key}", found, expected, next_step="")
 
 
-def _way_on(place: Path, other: Sequence[str]) -> str:
+def _way_on(place: Path, other: Sequence[str], noted: set[str]) -> str:
     """Return the next step if a checkpoint's run differs in ``other``."""
-    if {*other} <= _NOTED:
+    if {*other} <= noted:
         return f"Go on with resume_from_checkpoint=true, or {_ANEW}."
+    if _PROCESSES in other and {*other} <= noted | {_PROCESSES, *_ROWS_OF_A_STEP}:
+        return (
+            "Start as many processes as the checkpoint's run had; or (but for kto) keep the rows of a step: "
+            f"processes x {' x '.join(_ROWS_OF_A_STEP)}; or {_ANEW}."
+        )
     if any(key.startswith(_OF_ADAPTERS) for key in other):
         return f"Restore these settings, or {_ANEW}."
     return f"{_from_weights(place)}; or restore these settings; or {_ANEW}."
@@ -489,6 +504,11 @@ def _no_checkpoint(place: Path) -> KtbridgeError:
     return KtbridgeError(f"{place} is not a checkpoint of `ktbridge train`.", step)
 
 
+def _step_rows(run: RunFingerprint) -> int:
+    """Return the rows of an optimizer step of all processes."""
+    return math.prod(int(str(run.get(key, 1))) for key in (_PROCESSES, *_ROWS_OF_A_STEP))
+
+
 def _ends_anywhere(config: TrainConfig) -> bool:
     """Return whether a longer run has the same learning rates until a shorter one ends."""
     return config.lr_scheduler_type in _ENDLESS and not 0 < config.warmup < 1
@@ -496,6 +516,8 @@ def _ends_anywhere(config: TrainConfig) -> bool:
 
 def _changed(place: Path, key: str, theirs: RunFingerprint, own: RunFingerprint) -> Problem:
     step = "Restore it if the run should end in the same bits as one that was never stopped."
+    if key in (_PROCESSES, *_ROWS_OF_A_STEP):
+        step = "Each step has the same rows; losses agree but for rounding, and dropout draws other numbers."
     if key == HELD_OUT:
         step = "Evaluations from before are left out of the log, and none of those steps can be the best."
     if key in _LENGTH and _ENDLESS.isdisjoint({own.get("lr_scheduler_type")}):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import set_seed
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.masters import clip_to_norm
@@ -244,6 +245,7 @@ class RunTrainer(RowTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if distributed.world().size == 1:
             super()._save_optimizer_and_scheduler(output_dir)
+            distributed.save_names(self, output_dir)
         else:
             distributed.save_optimizer(self, output_dir)
 
@@ -251,13 +253,17 @@ class RunTrainer(RowTrainer):
         if checkpoint is None:
             return
         with _without_code(checkpoint):
-            if distributed.world().size == 1:
+            if distributed.world().size == 1 and Path(checkpoint, "optimizer.pt").is_file():
                 super()._load_optimizer_and_scheduler(checkpoint)
             else:
                 distributed.load_optimizer(self, checkpoint)
         set_learning_rate(self.lr_scheduler, self.args.learning_rate)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        processes = len([*Path(checkpoint).glob("rng_state*.pth")]) if checkpoint else 0
+        if processes and processes != distributed.world().size:
+            set_seed(self.args.seed + self.state.global_step)  # those of other processes don't fit
+            return
         with _without_code(checkpoint or ""):
             super()._load_rng_state(checkpoint)
 

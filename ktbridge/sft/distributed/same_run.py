@@ -30,7 +30,7 @@ from ktbridge.sft.config.fields import options
 from ktbridge.sft.distributed.group import ANSWER_SECONDS, gather, joined, start
 from ktbridge.sft.launch import World, several_launchers, world
 from ktbridge.sft.model import choose_device
-from ktbridge.sft.resume import FINGERPRINT_FILE, HELD_OUT, checkpoints_dir
+from ktbridge.sft.resume import FINGERPRINT_FILE, HELD_OUT, checkpoints_dir, resumable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -161,11 +161,8 @@ def describe_prepared(config: TrainConfig, ready: Prepared) -> Parts:
         parts["rows as read"] = _short(str(ready.fingerprint["rows"]))
         parts["held-out rows as read"] = _short(json.dumps(ready.fingerprint.get(HELD_OUT)))
     if place := ready.resumption.checkpoint:
-        rank = world().rank
-        own = f"optimizer_{rank}.safetensors" if rank else "optimizer.safetensors"
-        lacking = [name for name in (own, f"rng_state_{rank}.pth") if not (place / name).is_file()]
         digest = _short(digests.of_file(place / FINGERPRINT_FILE))
-        without = f", without {' and '.join(lacking)}" if lacking else ""
+        without = "" if resumable(place) else ", without the optimizer's state"
         parts["checkpoint"] = f"{place.name}, digest {digest}{without}"
     return parts
 
