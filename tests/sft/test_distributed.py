@@ -402,6 +402,13 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
     result = json.loads(resumed.stdout)  # one document: rank 0 alone speaks
     assert (result["steps"], result["held_out"]["published_step"]) == (3, 1)
     assert_same_run(run_dir, "best", "fsdp2")
+    whole = launch("fsdp2-whole", "fsdp2", *EVALUATED, "save_total_limit=9", "save_steps=1")
+    assert whole.returncode == 0, whole.stderr
+    last = "checkpoint-3/trainable.safetensors"
+    ended, uninterrupted = (
+        (run_dir / f"{name}.checkpoints" / last).read_bytes() for name in ("fsdp2", "fsdp2-whole")
+    )
+    assert ended == uninterrupted
 
 
 @quiet

@@ -508,3 +508,38 @@ def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rat
         with pytest.raises(ProblemsError, match="this is another run") as caught:
             found(longer)
         assert "resume_from_checkpoint=true" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "other"),
+    [
+        (2, ["per_device_train_batch_size=1"], set()),
+        (4, ["per_device_train_batch_size=1", "gradient_accumulation_steps=1"], set()),
+        (2, [], {"processes"}),
+        (4, ["per_device_train_batch_size=1"], {"processes", "per_device_train_batch_size"}),
+    ],
+)
+def test_another_number_of_processes_goes_on_with_the_same_rows_in_a_step(
+    size: int, overrides: list[str], other: set[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = decide_precision(load_config(run_dir / "run.yaml"), cuda=False)
+    place = run_dir / "raw.checkpoints/checkpoint-2"
+    place.mkdir(parents=True)
+    (place / "optimizer.pt").touch()
+    record = fingerprint_run(config, Path(config.model_name_or_path), digest(load_rows(config)))
+    (place / FINGERPRINT_FILE).write_text(json.dumps(record))
+    for name, value in (("WORLD_SIZE", size), ("RANK", 0), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ProblemsError, match="this is another run") as unasked:
+        found(load_config(run_dir / "run.yaml", overrides))
+    assert bool(other) != ("resume_from_checkpoint=true" in unasked.value.next_step)
+    asked = load_config(run_dir / "run.yaml", [*overrides, "resume_from_checkpoint=true"])
+    if other:
+        with pytest.raises(ProblemsError, match="another run") as refused:
+            found(asked)
+        assert {each.where.rpartition(": ")[2] for each in refused.value.problems} == other
+        assert "keep the rows of a step" in refused.value.next_step
+        return
+    notes = {note.where.rpartition(": ")[2]: note for note in found(asked).notes}
+    assert notes["processes"].code == "KTC011"
+    assert notes["processes"].found == f"1 until here, {size} from here on"
