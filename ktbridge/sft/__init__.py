@@ -60,20 +60,10 @@ _HOMES = {
     "wrap_experts": "experts.inject",
 }
 __all__ = [
-    "ExpertWeights",
-    "MoELoRAExperts",
-    "RawAdapterCallback",
-    "Trainable",
-    "expert_layers",
-    "freeze_expert_lora",
-    "load_expert_lora",
-    "load_for_kernels",
-    "load_raw_adapter",
-    "save_raw_adapter",
-    "set_expert_lora",
-    "trainable_parameters",
-    "wrap_experts",
-]
+    "ExpertWeights", "MoELoRAExperts", "RawAdapterCallback", "Trainable", "expert_layers",
+    "freeze_expert_lora", "load_expert_lora", "load_for_kernels", "load_raw_adapter", "save_raw_adapter",
+    "set_expert_lora", "trainable_parameters", "wrap_experts",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

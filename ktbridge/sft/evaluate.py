@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerState
+from transformers import TrainerControl as Control
+from transformers import TrainingArguments as Args
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ktbridge.codes import problem
@@ -178,18 +180,14 @@ class HeldOut:
 
     def _measured(self) -> list[Row]:
         """Return the lengths of all held-out rows."""
-        examples = (self._dataset[place] for place in range(len(self._dataset)))
-        return [
-            replace(row, features={}) for each in examples for row in self._trainer.rows([each])
-        ]
-
-    @property
-    def _dataset(self) -> Any:
-        return self._trainer.eval_dataset
+        data: Any = self._trainer.eval_dataset
+        rows = (self._trainer.rows([data[place]]) for place in range(len(data)))
+        return [replace(row, features={}) for each in rows for row in each]
 
     def _sums(self) -> list[float]:
         """Return this process's terms of the means, one for each metric."""
         trainer, sums = self._trainer, [0.0] * len(self._names)
+        data: Any = trainer.eval_dataset
         batches = self._micro_batches()
         alone = distributed.world().size == 1
         collected = trl_metrics(trainer, "eval")
@@ -200,7 +198,7 @@ class HeldOut:
                 # trl averages over processes, batch by batch; our rows are shared out otherwise.
                 whole = nullcontext() if alone else without_gathering(trainer.accelerator)
                 with whole, trainer.scaled_for_microbatch(rows, self._rows):
-                    batch = trainer.data_collator([self._dataset[place] for place in places])
+                    batch = trainer.data_collator([data[place] for place in places])
                     loss = trainer.prediction_step(trainer.model, batch, prediction_loss_only=True)
             finally:
                 found = {name: values[-1] for name, values in collected.items() if values}
@@ -245,7 +243,7 @@ class HeldOutCallback(EarlyStoppingCallback):
         self._config, self._forget = config, forget
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: Args, state: TrainerState, control: Control, **_: object
     ) -> None:
         callbacks: Any = state.stateful_callbacks  # annotated as what it is made from
         earlier = callbacks.pop(_NAME_IN_0_6, None)
@@ -257,19 +255,12 @@ class HeldOutCallback(EarlyStoppingCallback):
         kept = callbacks.setdefault(type(self).__name__, earlier or self.state())
         self.early_stopping_patience_counter = _evaluations_without_best(kept)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         if state.global_step >= state.max_steps:
             control.should_evaluate = True
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Any = None,
-        **_: object,
+        self, args: Args, state: TrainerState, control: Control, metrics: Any = None, **_: object
     ) -> None:
         super().on_evaluate(args, state, control, metrics)
         if not state.global_step:
@@ -280,9 +271,7 @@ class HeldOutCallback(EarlyStoppingCallback):
         ):
             control.should_save = True
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_epoch_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         if self.ended:
             control.should_log = True  # the losses since the last record, if there are any
 

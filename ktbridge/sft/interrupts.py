@@ -15,7 +15,9 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
+from transformers import TrainerControl as Control
+from transformers import TrainingArguments as Args
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.distributed.group import agree
@@ -54,9 +56,7 @@ class StopOnSignal(TrainerCallback):
     def __init__(self, interrupts: Interrupts) -> None:
         self._interrupts = interrupts
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         if state.global_step < state.max_steps and agree(self._interrupts.caught):
             args.save_only_model = False  # or nothing could go on from what is saved now
             control.should_save = control.should_training_stop = True

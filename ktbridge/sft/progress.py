@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
+from transformers import TrainerControl as Control
+from transformers import TrainingArguments as Args
 
 from ktbridge import _kernels
 from ktbridge.codes import problem
@@ -44,20 +46,16 @@ class ThroughputLog(TrainerCallback):
         self._paces: list[float] = []  # tokens a second of each step
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: Args, state: TrainerState, control: Control, **_: object
     ) -> None:
         self.tokens_before = state.num_input_tokens_seen
         self._last_record = (self.tokens_before, 0.0, 0.0)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_begin(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         self._began = time.perf_counter(), kernel_seconds()
         self._seen = state.num_input_tokens_seen
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         seconds = time.perf_counter() - self._began[0]
         self.seconds += seconds
         self.kernels += kernel_seconds() - self._began[1]
@@ -118,13 +116,11 @@ class Reporter(TrainerCallback):
         self._progress, self._log = progress, log
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: Args, state: TrainerState, control: Control, **_: object
     ) -> None:
         state.compute_steps(args, state.max_steps)  # a checkpoint has the intervals of its own run
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last loss is logged whatever logging_steps is
         if self._progress:
@@ -132,9 +128,9 @@ class Reporter(TrainerCallback):
 
     def on_log(
         self,
-        args: TrainingArguments,
+        args: Args,
         state: TrainerState,
-        control: TrainerControl,
+        control: Control,
         logs: dict[str, float] | None = None,
         **_: object,
     ) -> None:

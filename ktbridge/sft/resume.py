@@ -231,7 +231,9 @@ def find_checkpoint(config: TrainConfig, own: RunFingerprint) -> Resumption:
             _way_on(place, other, noted),
         )
     changed = tuple(_changed(place, key, theirs, own) for key in differing)
-    return Resumption(place, (*passed_over, *changed, _resume_note(place)), HELD_OUT in differing)
+    found = f"a checkpoint of this run: it goes on after step {step_of(place)}"
+    notes = (*passed_over, *changed, problem("KTC021", str(place), found))
+    return Resumption(place, notes, HELD_OUT in differing)
 
 
 def check_length(config: TrainConfig, resumption: Resumption, steps: int) -> None:
@@ -461,12 +463,6 @@ def _archive_note(root: Path) -> list[Problem]:
     ]
 
 
-def _resume_note(place: Path) -> Problem:
-    return problem(
-        "KTC021", str(place), f"a checkpoint of this run: it goes on after step {step_of(place)}"
-    )
-
-
 def _another(place: Path, key: str, theirs: RunFingerprint, own: RunFingerprint) -> Problem:
     found = f"{theirs.shown(key)} in the checkpoint's run"
     expected = f"{own.shown(key)}, as now"
@@ -545,8 +541,9 @@ def decide_precision(config: TrainConfig, cuda: bool) -> tuple[TrainConfig, tupl
         return replace(config, bf16=True), () if fast else (_slow("pure_bf16"),)
     before = next_record(config).get("bf16")
     if isinstance(before, bool):
-        notes = () if before is fast else (_resumed(before, fast),)
-        return replace(config, bf16=before), notes
+        found = f"auto: {_DTYPES[before]} outside the experts, as the checkpoint's run has it"
+        note = problem("KTC029", "bf16", found, f"{_DTYPES[fast]} in a new run here")
+        return replace(config, bf16=before), () if before is fast else (note,)
     note = problem(
         "KTC027", "bf16", "auto: float32 outside the experts, as this CPU has no BF16 instructions"
     )
@@ -557,8 +554,3 @@ def _slow(key: str) -> Problem:
     return problem(
         "KTC028", key, "true, and this CPU has no BF16 instructions: torch emulates them", "auto"
     )
-
-
-def _resumed(before: bool, fast: bool) -> Problem:
-    found = f"auto: {_DTYPES[before]} outside the experts, as the checkpoint's run has it"
-    return problem("KTC029", "bf16", found, f"{_DTYPES[fast]} in a new run here")

@@ -212,7 +212,9 @@ def train(
             publish(model, config, ready, log, chosen)
         events.note(*chosen.notes)
         distributed.barrier()
-        notes += [*steps.notes, *_notes_of(trainer), *chosen.notes]
+        limits = (trainer.runner.limit, trainer.held_out.limit)
+        of_memory = [note for limit in limits for note in limit.notes]
+        notes += [*steps.notes, *trainer.weights.notes, *of_memory, *chosen.notes]
         result = _result(config, ready, trainer, log, seconds, placed, chosen)
         distributed.finish()
         return replace(result, notes=tuple(notes))
@@ -349,11 +351,6 @@ def publish(
     files[DATA_FILE] = data_file(ready.fitted, config)
     write_output(model, config, ready.base, files, chosen.checkpoint, chosen.training)
     delete_archived(config)
-
-
-def _notes_of(trainer: RunTrainer) -> list[Problem]:
-    """Return the notes that came up in the steps and evaluations of a run."""
-    return [*trainer.weights.notes, *trainer.runner.limit.notes, *trainer.held_out.limit.notes]
 
 
 def _result(

@@ -11,7 +11,6 @@ Not by torch.distributed.checkpoint: its ``.metadata`` is a pickle, which readin
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from ktbridge.experts.modules import vision_towers
 from ktbridge.sft.compat import WholeTrainer
 from ktbridge.sft.distributed.dispatch import expert_names, full, replicated_lora
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
-from ktbridge.sft.launch import world
+from ktbridge.sft.launch import shards_parameters, world
 
 State = dict[str, Any]
 """A ``state_dict`` of torch's."""
@@ -54,7 +53,7 @@ def trainer_arguments() -> dict[str, bool | str]:
 def shard_on_the_cpu(trainer: WholeTrainer) -> None:
     """FSDP2 among processes without GPUs: torch shards there too, accelerate only knows of accelerators."""
     state = trainer.accelerator.state
-    if world().size > 1 and state.distributed_type == "MULTI_CPU" and _asks_for_fsdp():
+    if world().size > 1 and state.distributed_type == "MULTI_CPU" and shards_parameters():
         from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
         state.distributed_type = DistributedType.FSDP
@@ -125,12 +124,9 @@ def save_optimizer(trainer: WholeTrainer, directory: str) -> None:
                     plain[key] = value
         own["params"] = [names[parameter] for parameter in group["params"]]
     if world().rank == 0:
-        os.makedirs(directory, exist_ok=True)
-        beside = {
-            "param_groups": state["param_groups"],
-            "plain": plain,
-            "scheduler": trainer.lr_scheduler.state_dict(),
-        }
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        scheduler = trainer.lr_scheduler.state_dict()
+        beside = {"param_groups": state["param_groups"], "plain": plain, "scheduler": scheduler}
         metadata = {key: json.dumps(value, default=float) for key, value in beside.items()}
         save_file(tensors, Path(directory) / _MAIN_STATE, metadata)
 
@@ -251,10 +247,6 @@ def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float)
                 for grad in (*shared, *own):
                     grad.mul_(scale)
     return torch.tensor(norm)
-
-
-def _asks_for_fsdp() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def _state_file(directory: str) -> Path:
