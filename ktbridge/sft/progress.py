@@ -90,16 +90,12 @@ class NanGuard:
     def check(self, what: str, value: float, step: int) -> None:
         if math.isfinite(value):
             return
-        place = self._last_good()
-        if place:
-            raise Diverged(
-                f"{what} became {value} at step {step}; the last good checkpoint is {place}.",
-                "Go on from it with resume_from_checkpoint=true and a lower learning_rate.",
-            )
-        raise Diverged(
-            f"{what} became {value} at step {step}, and there is no checkpoint to go on from.",
-            "Lower learning_rate, or set warmup_ratio.",
-        )
+        kept = ", and there is no checkpoint to go on from"
+        advice = "Lower learning_rate, or set warmup_ratio."
+        if place := self._last_good():
+            kept = f"; the last good checkpoint is {place}"
+            advice = "Go on from it with resume_from_checkpoint=true and a lower learning_rate."
+        raise Diverged(f"{what} became {value} at step {step}{kept}.", advice)
 
     def check_trained(self, model: nn.Module, step: int) -> None:
         """Check all trained tensors of ``model``."""

@@ -442,25 +442,18 @@ def _replaced(config: TrainConfig) -> Path:
 
 
 def _free_name(root: Path) -> Path:
-    numbers = range(1, 1 << 20)
-    return next(
-        p for p in (root.with_name(f"{root.name}.old-{n}") for n in numbers) if not p.exists()
-    )
+    names = (root.with_name(f"{root.name}.old-{number}") for number in range(1, 1 << 20))
+    return next(name for name in names if not name.exists())
 
 
 def _archive_note(root: Path) -> list[Problem]:
-    found = saved(root)
-    if not found:
+    if not (earlier := saved(root)):
         return []
-    kept = _free_name(root)
-    return [
-        problem(
-            "KTC022",
-            str(root),
-            f"checkpoints of an earlier run, the last at step {step_of(found[-1])}; this run starts anew",
-            next_step=f"They are kept as {kept.name}: delete that directory when you don't need them.",
-        )
-    ]
+    found = f"checkpoints of an earlier run, the last at step {step_of(earlier[-1])}; this run starts anew"
+    step = (
+        f"They are kept as {_free_name(root).name}: delete that directory when you don't need them."
+    )
+    return [problem("KTC022", str(root), found, next_step=step)]
 
 
 def _another(place: Path, key: str, theirs: RunFingerprint, own: RunFingerprint) -> Problem:

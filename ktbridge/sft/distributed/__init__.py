@@ -17,7 +17,6 @@ from ktbridge.sft.distributed.dispatch import (
     local,
     prepare,
     replicated_lora,
-    run_experts,
 )
 from ktbridge.sft.distributed.group import (
     add,
@@ -39,11 +38,11 @@ from ktbridge.sft.distributed.optimizer import (
     shard_on_the_cpu,
     trainer_arguments,
 )
-from ktbridge.sft.launch import World, is_main, world
+from ktbridge.sft.launch import is_main, world
 
 __all__ = [
-    "World", "add", "agree", "average_and_clip", "average_gradients", "barrier", "copy_into", "finish",
+    "add", "agree", "average_and_clip", "average_gradients", "barrier", "copy_into", "finish",
     "from_main", "full", "gather_trained", "is_main", "leave_experts_whole", "load_optimizer", "local",
-    "made_by_main", "prepare", "replicated_lora", "run_experts", "save_names", "save_optimizer",
+    "made_by_main", "prepare", "replicated_lora", "save_names", "save_optimizer",
     "separate_experts", "shard_on_the_cpu", "start", "trainer_arguments", "world",
 ]  # fmt: skip
