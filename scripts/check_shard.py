@@ -51,13 +51,13 @@ def make(base: Path, tokens: int, rows: int) -> None:
 
 def worker(settings: Path, out: Path) -> None:
     """One process of a run; leaves what it saw in ``out``/RANK.json."""
-    from ktbridge.sft import distributed, trainer
+    from ktbridge.sft import distributed, train
     from ktbridge.sft.config import load_config
 
     log: list[dict[str, Any]] = []
-    trainer.show_no_bars_of_libraries()
+    train.show_no_bars_of_libraries()
     config = load_config(settings)
-    result = trainer.train(replace(config, output_dir=str(out / "raw")), on_log=log.append)
+    result = train.train(replace(config, output_dir=str(out / "raw")), on_log=log.append)
     seen = {
         "losses": [record["loss"] for record in log],
         "norms": [record["grad_norm"] for record in log],

@@ -20,7 +20,7 @@ from ktbridge.experts.load_model import load_mapped
 from ktbridge.experts.lora_targets import find_lora_targets
 from ktbridge.experts.modules import experts_modules
 from ktbridge.sft import expert_layers
-from ktbridge.sft.attach import attach_lora
+from ktbridge.sft.model import attach_lora
 from ktbridge.sft.plan.shape import read_shape
 
 CPU = torch.device("cpu")

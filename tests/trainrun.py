@@ -58,9 +58,9 @@ def write_run(directory, base, rows=(), pairs=(), **settings):
 
 def train(directory, *overrides, **options):
     """A whole run of ``directory``/run.yaml in this process, which has torch loaded already."""
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train
 
-    return trainer.train(load_config(directory / "run.yaml", overrides), **options)
+    return train.train(load_config(directory / "run.yaml", overrides), **options)
 
 
 def log_of(output: Path):

@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ktbridge.sft.base_model import Trainable
     from ktbridge.sft.config import TrainConfig
+    from ktbridge.sft.model import Trainable
     from ktbridge.sft.prepare import Prepared
 
 PREVIEW = 2000

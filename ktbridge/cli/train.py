@@ -18,10 +18,10 @@ from ktbridge.cli._train_plan import rows_lines, show_plan
 
 if TYPE_CHECKING:
     from ktbridge.predict.prompts import PredictionInputs
-    from ktbridge.sft.best_step import HeldOutResult
     from ktbridge.sft.config import TrainConfig
+    from ktbridge.sft.evaluate import HeldOutResult
     from ktbridge.sft.prepare import Prepared
-    from ktbridge.sft.trainer import TrainResult
+    from ktbridge.sft.train import TrainResult
 
 
 @click.command(cls=Command, extra="train")
@@ -92,10 +92,10 @@ def _train(
         ensure_model(parsed.model_name_or_path)
     ensure_rows(parsed)
     with stdout_for_results(), stderr.status("Loading torch …"):
-        from ktbridge.sft import prepare, trainer
+        from ktbridge.sft import prepare, train
         from ktbridge.sft.distributed.same_run import failing_together, join
 
-        trainer.show_no_bars_of_libraries()
+        train.show_no_bars_of_libraries()
     # Where files are still to be made or downloaded, others wait for these first.
     if not dry_run and declared is None and parsed.kt_config.storage is None:
         join(parsed)
@@ -150,17 +150,17 @@ def _follow(parsed: TrainConfig, local_rank: int) -> None:
     else:  # the first of another host, whose cache may be its own
         ensure_model(parsed.model_name_or_path, quiet=True)
     with stdout_for_results():
-        from ktbridge.sft import trainer
+        from ktbridge.sft import train
 
-        trainer.show_no_bars_of_libraries()
-        trainer.train(parsed)
+        train.show_no_bars_of_libraries()
+        train.train(parsed)
 
 
 def _quantise(parsed: TrainConfig, ready: Prepared) -> None:
     """Make the quantised experts that the run asks for, under a progress bar, unless they are there."""
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import progress_bar, shown, stderr
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train
 
     if ready.quantised is None or ready.quantised.ready:
         return
@@ -169,7 +169,7 @@ def _quantise(parsed: TrainConfig, ready: Prepared) -> None:
         stderr.print(f"waiting for {shown(holder)}, which quantises the experts", soft_wrap=True)
 
     with terminable(), progress_bar("quantising experts", "bytes") as bar:
-        trainer.quantise_first(parsed, ready, bar, on_wait)
+        train.quantise_first(parsed, ready, bar, on_wait)
 
 
 def _show_result(result: TrainResult) -> None:
@@ -231,7 +231,7 @@ def _held_out_line(held: HeldOutResult) -> str:
 def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
     """Run the recipe with a bar showing step, loss, pace and ETA; without a terminal print twenty lines."""
     from ktbridge.cli._ui import Lines, print_problems, stderr, training_bar
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train
 
     behind = ready.resumption.step
     first: tuple[int, float] | None = None  # the step that loads and warms up, and when it ended
@@ -265,7 +265,7 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
             first = first or (step, time.monotonic())
 
         with stdout_for_results():
-            return trainer.train(
+            return train.train(
                 config,
                 on_progress=bar,
                 on_log=on_log,

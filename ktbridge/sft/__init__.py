@@ -1,20 +1,21 @@
 """The training core: expert layers on the kernels, their injection, and the recipe around trl.
 
 ``MoELoRAExperts`` and ``wrap_experts`` are the public API. Names are imported when they are
-first used, so that reading a configuration needs no torch; ``ktbridge.sft.trainer`` is imported on its
+first used, so that reading a configuration needs no torch; ``ktbridge.sft.train`` is imported on its
 own, because it needs trl.
 
 A run goes through these modules, and through those of ``ktbridge.experts`` below them:
 
 - ``launch``: which of several processes this is. ``config``: the file.
-- ``prepare``: all checks that need no weights, by ``base_model`` (can it be trained, and from the adapter
+- ``prepare``: all checks that need no weights, by ``model`` (can it be trained, and from the adapter
   that is given), ``data`` (the rows), ``disk`` (is there room) and ``resume`` (whose checkpoint it is).
-- ``trainer``: the recipe. ``arguments``: the configuration as devices and the trainers' arguments.
-  ``attach``: LoRA on experts and non-experts. ``expert_device``: where the experts are computed.
-- ``stages``: trl's trainers as ``run_trainer`` changes them: ``passes`` (a step's rows), ``checkpoints``,
-  ``progress`` (pace, NaN), ``interrupts`` and ``distributed`` (several processes). ``compat``: private API.
-- ``output``: what stands in the output directory at the end.
-- ``plan``: what all this needs, before it starts.
+- ``train``: the recipe. ``arguments``: the configuration as the trainers' arguments. ``model``: loading, LoRA
+  on experts and non-experts. ``expert_device``: where the experts are computed.
+- ``stages``: trl's trainers as ``trainer`` changes them: ``microbatch`` (a step's rows), ``evaluate``
+  (held-out rows, the best step), ``checkpoint``, ``optimizer``; callbacks ``progress``, ``interrupts``.
+  ``distributed``: several processes. ``compat``: private API.
+- ``output``: the files of the output directory.
+- ``plan``: memory and time of all this, before it starts.
 - For a user's own script (docs/library.md): ``callback`` saves from any Trainer; the other names are those of
   ``ktbridge.experts``.
 
@@ -59,20 +60,10 @@ _HOMES = {
     "wrap_experts": "experts.inject",
 }
 __all__ = [
-    "ExpertWeights",
-    "MoELoRAExperts",
-    "RawAdapterCallback",
-    "Trainable",
-    "expert_layers",
-    "freeze_expert_lora",
-    "load_expert_lora",
-    "load_for_kernels",
-    "load_raw_adapter",
-    "save_raw_adapter",
-    "set_expert_lora",
-    "trainable_parameters",
-    "wrap_experts",
-]
+    "ExpertWeights", "MoELoRAExperts", "RawAdapterCallback", "Trainable", "expert_layers",
+    "freeze_expert_lora", "load_expert_lora", "load_for_kernels", "load_raw_adapter", "save_raw_adapter",
+    "set_expert_lora", "trainable_parameters", "wrap_experts",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -14,18 +14,9 @@ from transformers.integrations import TensorBoardCallback
 from trl import DPOConfig, KTOConfig, SFTConfig
 
 from ktbridge.errors import UsageError
-from ktbridge.experts.load_model import CPU
 from ktbridge.sft import distributed
 from ktbridge.sft.compat import on_one_gpu
 from ktbridge.sft.config import TrainConfig
-
-
-def choose(config: TrainConfig) -> torch.device:
-    """The device that a run computes attention on: this process's GPU, or the CPU without one."""
-    if config.use_cpu or not torch.cuda.is_available():
-        return CPU
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
 
 CHECKPOINTING = (
     "activation_checkpointing"
@@ -47,7 +38,7 @@ def trainer_arguments(
     eval_steps: int = 0,
     images: bool = False,
 ) -> SFTConfig | DPOConfig | KTOConfig:
-    """The arguments of the stage's trainer; ``scratch`` is the output_dir that it requires.
+    """Return the arguments of the stage's trainer; ``scratch`` is the output_dir that it requires.
 
     ``packed``: a row of the dataset holds several conversations, which must not attend to each other.
     ``eval_steps``: between evaluations of held-out rows; 0: none. ``images``: rows have a column of them.
@@ -86,7 +77,7 @@ def trainer_arguments(
 
 
 def pair_losses(config: TrainConfig) -> dict[str, float]:
-    """trl's losses on a pair and their weights, for ``pref_loss``, ``dpo_label_smoothing`` and ``pref_ftx``.
+    """Return trl's losses on a pair, each with its weight, as the options of ``dpo`` ask for.
 
     With x = β · (the chosen answer's log-ratio − the rejected one's), A = −log σ(x), B = −log σ(−x) and
     smoothing ε, LLaMA-Factory's loss is (1 − ε) A + ε B. trl's "sigmoid" is A, its "robust" is
@@ -127,7 +118,7 @@ def events_dir(config: TrainConfig) -> Path:
 
 
 def reporters(config: TrainConfig) -> list[TrainerCallback]:
-    """The callbacks that Trainer can't make from its arguments.
+    """Return the callbacks that Trainer can't make from its arguments.
 
     tensorboard's, writing to ``events_dir``, and swanlab's own: transformers' fails with swanlab 0.10.
     """
@@ -188,7 +179,7 @@ def _common(
         "include_num_input_tokens_seen": "non_padding",
         "report_to": [name for name in config.reporters if name not in _MADE_HERE] or "none",
         "disable_tqdm": True,
-        # held-out rows: the best step is saved and loaded by Checkpoints, see WatchHeldOut
+        # held-out rows: the best step is saved and loaded by Checkpoints, see HeldOutCallback
         "eval_strategy": "steps" if eval_steps else "no",
         "eval_steps": eval_steps or None,
         "metric_for_best_model": config.metric,

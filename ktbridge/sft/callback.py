@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
+from transformers import TrainerControl as Control
+from transformers import TrainingArguments as Args
 
 from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.errors import KtbridgeError
@@ -46,12 +48,7 @@ class RawAdapterCallback(TrainerCallback):
         self.base_model, self.directory, self.overwrite = base_model, directory, overwrite
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **_: object,
+        self, args: Args, state: TrainerState, control: Control, model: Any = None, **_: object
     ) -> None:
         layers = find_layers(model)
         if not layers:
@@ -83,27 +80,17 @@ class RawAdapterCallback(TrainerCallback):
             )
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **_: object,
+        self, args: Args, state: TrainerState, control: Control, model: Any = None, **_: object
     ) -> None:
         if state.is_world_process_zero:
             checkpoint = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
             save_raw_adapter(model, checkpoint / IN_CHECKPOINT, self.base_model, overwrite=True)
 
     def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **_: object,
+        self, args: Args, state: TrainerState, control: Control, model: Any = None, **_: object
     ) -> None:
         if state.is_world_process_zero:
             save_raw_adapter(model, self._at_end(args), self.base_model, overwrite=self.overwrite)
 
-    def _at_end(self, args: TrainingArguments) -> Path:
+    def _at_end(self, args: Args) -> Path:
         return Path(self.directory or Path(str(args.output_dir), AT_END))

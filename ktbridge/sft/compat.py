@@ -1,6 +1,6 @@
 """Private API of torch, transformers and trl that training uses: each once, with the reason.
 
-The private methods of transformers' Trainer that are overridden are in ``run_trainer``.
+The private methods of transformers' Trainer that are overridden are in ``trainer``.
 tests/sft/test_compat.py fails where a version of a library does without one of them.
 """
 
@@ -13,9 +13,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedConfig, TrainingArguments
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import PreTrainedConfig, Trainer, TrainingArguments
 from trl.trainer import utils
+
+
+class WholeTrainer(Trainer):
+    """A Trainer with a model, an optimizer and a schedule, which transformers annotates as optional."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: LambdaLR
 
 
 def on_one_gpu(arguments: TrainingArguments) -> None:

@@ -24,9 +24,9 @@ from ktbridge.experts.inject import PlacedExperts, give_to_gpu, read_sizes
 from ktbridge.experts.layer import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft import distributed
-from ktbridge.sft.arguments import choose
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.model import choose_device
 from ktbridge.sft.placement import (
     NO_GPU,
     OF_ALL,
@@ -226,7 +226,7 @@ def _smaller(now: Placement, sizes: Sizes, short: int) -> tuple[Placement, str] 
 
 def check_expert_device(config: TrainConfig) -> None:
     """Raise ``UsageError`` if ``kt_experts`` requests an unavailable GPU; needs no weights."""
-    refuse_on_gpu(config, _obstacle(choose(config)))
+    refuse_on_gpu(config, _obstacle(choose_device(config)))
 
 
 def place_experts(
@@ -240,7 +240,7 @@ def place_experts(
     ``distributed.prepare`` comes afterwards. Raises ``UsageError`` where what ``kt_experts`` asks for doesn't
     fit.
     """
-    device = choose(setting.config)
+    device = choose_device(setting.config)
     if distributed.agree(bool(_obstacle(device))):
         return ExpertDevice("cpu", None)
     sizes = read_sizes(model, setting.shape.config.experts_per_token)

@@ -1,4 +1,9 @@
-"""Early ends of a run: Ctrl-C and SIGTERM after a saved step, and failures as readable errors."""
+"""Early ends of a run: Ctrl-C and SIGTERM after a saved step, and failures as readable errors.
+
+The first signal is only remembered (``Interrupts``). At the end of its step ``StopOnSignal`` has all ranks
+save a checkpoint and stop; then ``train`` raises ``interrupted``, and the command exits with 130
+(``ktbridge/cli/_app.py``). The same command goes on from there. A second signal ends the process at once.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import TrainerCallback, TrainerState
+from transformers import TrainerControl as Control
+from transformers import TrainingArguments as Args
 
 from ktbridge.errors import KtbridgeError
-
-if TYPE_CHECKING:
-    from ktbridge.sft.run_trainer import RunTrainer
+from ktbridge.sft.distributed.group import agree
+from ktbridge.sft.trainer import RunTrainer
 
 
 class Interrupts:
@@ -44,8 +50,20 @@ class Interrupts:
         self.caught = number
 
 
+class StopOnSignal(TrainerCallback):
+    """Saves a checkpoint and stops after the step in which any rank caught a signal."""
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
+        if state.global_step < state.max_steps and agree(self._interrupts.caught):
+            args.save_only_model = False  # or nothing could go on from what is saved now
+            control.should_save = control.should_training_stop = True
+
+
 def interrupted(step: int, root: Path) -> KtbridgeError:
-    """The message of a run that was stopped after ``step``; its checkpoints are in ``root``."""
+    """Return the error of a run that was stopped after ``step``; its checkpoints are in ``root``."""
     error = KtbridgeError(
         f"interrupted after step {step}, which is saved in {root}.",
         "Run the same command again: it goes on from there.",
@@ -55,13 +73,13 @@ def interrupted(step: int, root: Path) -> KtbridgeError:
 
 
 @contextmanager
-def explained(trainer: RunTrainer) -> Iterator[None]:
+def explain_failures(trainer: RunTrainer) -> Iterator[None]:
     """Raise ``KtbridgeError`` for a lost data worker or a GPU without memory, with the last checkpoint."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         lower = "per_device_train_batch_size (raise gradient_accumulation_steps) or cutoff_len"
-        if trainer.passes.tokens is not None:
+        if trainer.runner.tokens is not None:
             alone = trainer.args.world_size == 1
             lower = (
                 "cutoff_len (a row alone was too much)"
@@ -92,11 +110,10 @@ def explained(trainer: RunTrainer) -> Iterator[None]:
 
 
 def _forget_workers() -> None:
-    """Take back torch's SIGCHLD handler, which would raise once more, wherever the process is by then."""
+    """Remove torch's SIGCHLD handler so that it can't raise again later."""
     for _ in range(2):  # it may be about to raise
-        with suppress(
-            RuntimeError, ValueError
-        ):  # ValueError: not the main thread, which has no handler
+        # ValueError: not the main thread, which has no handler
+        with suppress(RuntimeError, ValueError):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 

@@ -21,8 +21,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, h
 from ktbridge.experts.load_model import load_tokenizer
 from ktbridge.install import linear_attention_gaps
 from ktbridge.model import find_model, read_model_config, resolve_model
-from ktbridge.sft.arguments import check_reporters, choose
-from ktbridge.sft.base_model import Trainable, check_model
+from ktbridge.sft.arguments import check_reporters
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import Fitted, Rows, digest
 from ktbridge.sft.data.chat import template_notes
@@ -31,19 +30,20 @@ from ktbridge.sft.data.run_rows import digests, open_rows, tokenize_rows
 from ktbridge.sft.data.stream import Stream
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
+from ktbridge.sft.model import Trainable, check_model, choose_device
 from ktbridge.sft.plan.declared import Declared
 from ktbridge.sft.plan.lengths import Lengths, evaluation_steps, fitted_lengths, optimizer_steps
 from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
-from ktbridge.sft.precision import decide_precision
 from ktbridge.sft.resume import (
-    Identity,
     Resumption,
+    RunFingerprint,
     began_with,
     check_length,
     check_start,
     checkpoints_dir,
+    decide_precision,
     find_checkpoint,
-    identity,
+    fingerprint_run,
     is_finished,
 )
 from ktbridge.sft.vision import Vision, read_vision
@@ -67,10 +67,10 @@ class Prepared:
     held_out: Fitted | None
     """The rows that are evaluated and not trained on."""
     stream: Stream | None
-    """Where rows come from while the run goes; ``fitted`` are its first ones then."""
+    """The source of rows that are read while the run goes; ``fitted`` are the first ones then."""
     to_keep: tuple[Kept, Tokenized] | None
-    """Where rows are to be kept as tokens, which aren't there yet."""
-    identity: Identity
+    """The token cache, if it must still be written."""
+    fingerprint: RunFingerprint
     resumption: Resumption
     lengths: Lengths
     """Those of the sequences, as `plan` has them."""
@@ -80,7 +80,7 @@ class Prepared:
     """Steps between evaluations of the held-out rows; the last step's comes beside. 0: there are none."""
     trainable: Trainable
     notes: tuple[Problem, ...]
-    """What the user should know of this run besides ``config.notes``."""
+    """Notes for the user besides ``config.notes``."""
     quantised: Quantised | None = None
     """The quantised experts that it takes, which may have to be made."""
     vision: Vision | None = None
@@ -104,14 +104,14 @@ def prepare(
             "do_train is false: there is nothing to train.", "`ktbridge predict CONFIG` predicts."
         )
     _check_packages(config)
-    config, precision = decide_precision(config, choose(config).type == "cuda")
+    config, precision = decide_precision(config, choose_device(config).type == "cuda")
     base, (trainable, model_notes), slow, tokenizer, rows, quantised, kept, vision = _check_all(
         config, declared
     )
     if isinstance(rows, Rows) and rows.before and began_with(config, digest(rows.before)):
         rows, kept = rows.before, None  # a run of 0.6.0, which held out rows with copies
     of_rows = digests(rows)
-    own = identity(config, base, *of_rows, images=vision is not None)
+    own = fingerprint_run(config, base, *of_rows, images=vision is not None)
     resumption = find_checkpoint(config, own)
     found = rows
     if not isinstance(found, Tokenized):
@@ -132,7 +132,7 @@ def prepare(
         held_out=held,
         stream=rows if isinstance(rows, Stream) else None,
         to_keep=(kept, found) if kept and found is not rows else None,
-        identity=own,
+        fingerprint=own,
         resumption=resumption,
         lengths=lengths,
         steps=steps,
@@ -163,7 +163,7 @@ def _check_packages(config: TrainConfig) -> None:
 
 
 class _Checked(NamedTuple):
-    """What the checks of a configuration found."""
+    """Findings of the checks of a configuration."""
 
     base: Path
     model: tuple[Trainable, list[Problem]]
@@ -176,7 +176,7 @@ class _Checked(NamedTuple):
 
 
 def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
-    """Everything that can be wrong with output, model and rows, raised together."""
+    """Check output, model and rows, and raise all problems together."""
     asked = Problems(code="KTC014")
     asked.attempt("output_dir", lambda: _check_output(config))
     asked.attempt("kt_experts", lambda: check_expert_device(config))
@@ -232,7 +232,7 @@ def _no_images() -> None:
 def _held_out_notes(
     config: TrainConfig, held: Fitted | None, steps: int, eval_steps: int
 ) -> Iterator[Problem]:
-    """Warnings of the held-out rows themselves: those about the chat template are the training rows', too."""
+    """Return warnings of the held-out rows alone: the chat template's are the training rows', too."""
     yield from (note for note in (held.notes if held else ()) if note.code in _OF_ROWS)
     choosing = config.load_best_model_at_end or config.early_stopping_steps
     if choosing and eval_steps >= steps > 1:
@@ -270,9 +270,10 @@ def _quantised(config: TrainConfig, base: Path, declared: Declared | None) -> Qu
 
 
 def _check_packing(config: TrainConfig, base: Path, images: bool) -> None:
-    """Linear attention keeps packed conversations apart only with the package that knows where they start.
+    """Refuse packing that would mix conversations.
 
-    Positions of images' tokens are counted by rows, so nothing keeps packed images apart.
+    Linear attention keeps them apart only with the package that knows where they start. Positions of
+    images' tokens are counted by rows, so nothing keeps packed images apart.
     """
     if not (config.packing or config.neat_packing):
         return
@@ -292,10 +293,10 @@ def _check_packing(config: TrainConfig, base: Path, images: bool) -> None:
 
 
 def _linear_attention(config: TrainConfig, base: Path) -> list[Problem]:
-    """Warnings of linear attention that is slow here. Raises ProblemsError where it would be wrong."""
+    """Return warnings of linear attention that is slow here. Raises ProblemsError where it would be wrong."""
     if not read_model_config(base).has_delta_rule:
         return []
-    device, used = choose(config), []
+    device, used = choose_device(config), []
     if device.type == "cuda":
         used = [".".join(map(str, torch.cuda.get_device_capability(device)))]
     found = [

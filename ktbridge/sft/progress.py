@@ -1,4 +1,7 @@
-"""Progress callbacks: loss, pace, the experts' share of the time; stops on NaN."""
+"""Callbacks that watch a run: its log and pace, values that are not finite, and the weights' memory.
+
+Ctrl-C and SIGTERM are in ``interrupts``, held-out rows in ``evaluate``.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,21 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
+from transformers import TrainerControl as Control
+from transformers import TrainingArguments as Args
 
-from ktbridge.errors import KtbridgeError
+from ktbridge import _kernels
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.experts.autograd import kernel_seconds
+from ktbridge.experts.mapped import DiskReads, explain_faults
 from ktbridge.files.publish import OnProgress
 from ktbridge.sft import distributed
-from ktbridge.sft.interrupts import Interrupts
 
 OnLog = Callable[[dict[str, float]], None]
 
@@ -24,7 +32,7 @@ class Diverged(KtbridgeError):
     """A loss, a gradient or a trained tensor is NaN or infinite; nothing of that step is saved."""
 
 
-class Pace(TrainerCallback):
+class ThroughputLog(TrainerCallback):
     """Seconds of optimizer steps, and how many of them were spent in the experts' kernels.
 
     Saving and logging between steps are not counted.
@@ -38,20 +46,16 @@ class Pace(TrainerCallback):
         self._paces: list[float] = []  # tokens a second of each step
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: Args, state: TrainerState, control: Control, **_: object
     ) -> None:
         self.tokens_before = state.num_input_tokens_seen
         self._last_record = (self.tokens_before, 0.0, 0.0)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_begin(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         self._began = time.perf_counter(), kernel_seconds()
         self._seen = state.num_input_tokens_seen
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         seconds = time.perf_counter() - self._began[0]
         self.seconds += seconds
         self.kernels += kernel_seconds() - self._began[1]
@@ -59,11 +63,11 @@ class Pace(TrainerCallback):
 
     @property
     def steady(self) -> float | None:
-        """Tokens a second of the median step after the second, by when kernels are compiled."""
+        """Return tokens a second of the median step after the second, by when kernels are compiled."""
         return median(self._paces[2:]) if len(self._paces) > 2 else None
 
     def record(self, tokens: int) -> dict[str, float]:
-        """``tokens_per_second`` and ``expert_share`` (0 to 1) since the last record.
+        """Return ``tokens_per_second`` and ``expert_share`` (0 to 1) since the last record.
 
         ``tokens`` is how many the run has seen so far.
         """
@@ -77,8 +81,8 @@ class Pace(TrainerCallback):
         }
 
 
-class Finite:
-    """Raises ``Diverged`` for what is not finite; ``last_good`` is where an earlier step is saved, or ""."""
+class NanGuard:
+    """Raises ``Diverged`` for values that are not finite, with the checkpoint that ``last_good`` names."""
 
     def __init__(self, last_good: Callable[[], str]) -> None:
         self._last_good = last_good
@@ -86,55 +90,43 @@ class Finite:
     def check(self, what: str, value: float, step: int) -> None:
         if math.isfinite(value):
             return
-        place = self._last_good()
-        if place:
-            raise Diverged(
-                f"{what} became {value} at step {step}; the last good checkpoint is {place}.",
-                "Go on from it with resume_from_checkpoint=true and a lower learning_rate.",
-            )
-        raise Diverged(
-            f"{what} became {value} at step {step}, and there is no checkpoint to go on from.",
-            "Lower learning_rate, or set warmup_ratio.",
-        )
+        kept = ", and there is no checkpoint to go on from"
+        advice = "Lower learning_rate, or set warmup_ratio."
+        if place := self._last_good():
+            kept = f"; the last good checkpoint is {place}"
+            advice = "Go on from it with resume_from_checkpoint=true and a lower learning_rate."
+        raise Diverged(f"{what} became {value} at step {step}{kept}.", advice)
 
     def check_trained(self, model: nn.Module, step: int) -> None:
-        """The same for all trained tensors of ``model``."""
-        if name := not_finite(model):
-            self.check(name, math.nan, step)
+        """Check all trained tensors of ``model``."""
+        for name, parameter in model.named_parameters():
+            own = distributed.local(parameter)
+            if parameter.requires_grad and not bool(torch.isfinite(own).all()):
+                self.check(name, math.nan, step)
 
 
 class Reporter(TrainerCallback):
-    """Hands steps and log records to the caller, and ends a run that was interrupted."""
+    """Hands steps and log records to the caller; the last step is always logged."""
 
-    def __init__(
-        self,
-        progress: OnProgress | None,
-        log: OnLog | None,
-        interrupts: Interrupts,
-    ) -> None:
-        self._progress, self._log, self._interrupts = progress, log, interrupts
+    def __init__(self, progress: OnProgress | None, log: OnLog | None) -> None:
+        self._progress, self._log = progress, log
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: Args, state: TrainerState, control: Control, **_: object
     ) -> None:
         state.compute_steps(args, state.max_steps)  # a checkpoint has the intervals of its own run
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last loss is logged whatever logging_steps is
-        elif distributed.agree(self._interrupts.caught):
-            args.save_only_model = False  # or nothing could go on from what is saved now
-            control.should_save = control.should_training_stop = True
         if self._progress:
             self._progress(state.global_step, state.max_steps)
 
     def on_log(
         self,
-        args: TrainingArguments,
+        args: Args,
         state: TrainerState,
-        control: TrainerControl,
+        control: Control,
         logs: dict[str, float] | None = None,
         **_: object,
     ) -> None:
@@ -147,10 +139,40 @@ def is_record(logs: Mapping[str, float]) -> bool:
     return "loss" in logs or "eval_loss" in logs
 
 
-def not_finite(model: nn.Module) -> str:
-    """Name of a trained tensor that holds NaN or infinity; "" if there is none."""
-    for name, parameter in model.named_parameters():
-        own = distributed.local(parameter)
-        if parameter.requires_grad and not bool(torch.isfinite(own).all()):
-            return name
-    return ""
+class WeightsWatch(TrainerCallback):
+    """Notes KTL020 if the kernels (``isa``) may not use the CPU's AMX, KTL022 if steps wait for the disk.
+
+    For KTL021, which ends the process, it keeps the name of the last checkpoint, which ``last_good`` tells.
+    Waits count from the second step on: the first reads the weights for the first time.
+    """
+
+    def __init__(
+        self, last_good: Callable[[], str], isa: str, on_note: Callable[[Problem], None] | None
+    ) -> None:
+        self.notes: list[Problem] = []
+        self._last_good, self._isa, self._on_note = last_good, isa, on_note
+        self._reads: DiskReads | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        explain_faults(self._last_good())
+        reason = _kernels.why_no_tiles()
+        if reason and "amx" not in self._isa:
+            self._note(problem("KTL020", "kernels", f"{self._isa} instead of AMX: {reason}"))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._reads is None:
+            self._reads = DiskReads()
+        elif waits := self._reads.step():
+            where = f"step {state.global_step}"
+            if not any(note.code == "KTL022" for note in self.notes):
+                self._note(
+                    problem("KTL022", where, f"{waits:,} reads of memory waited for the disk")
+                )
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        explain_faults(self._last_good())
+
+    def _note(self, note: Problem) -> None:
+        self.notes.append(note)
+        if self._on_note:
+            self._on_note(note)

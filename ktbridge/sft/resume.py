@@ -1,20 +1,26 @@
-"""Which run a checkpoint belongs to, whether it is undamaged, and where a new run resumes."""
+"""The fingerprint of a run, checkpoints on disk, and the one that a new run resumes from.
+
+A key of the configuration says itself what a change of it means (``config/schema.py``, mark ``resume``);
+``find_checkpoint`` compares. ``checkpoint`` writes and loads.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 
 from ktbridge.adapter.manifest import MANIFEST_FILE, TRAINING
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.files import digests
+from ktbridge.kernel_choice import has_bf16_instructions
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.fields import Values, options
@@ -22,7 +28,7 @@ from ktbridge.sft.data.pictures import IMAGE_FILES
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts
 
-IDENTITY_FILE = "ktbridge_checkpoint.json"
+FINGERPRINT_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
 """The key in it of the size in bytes and SHA-256 of each other file."""
 NUMBER = "number"
@@ -32,6 +38,9 @@ HELD_OUT = "held-out rows"
 LABELS = "loss of labeled positions"
 """The key in it of runs whose loss projects no others on a CPU, which changes last bits; since 0.7.0."""
 _NAME = re.compile(r"checkpoint-([0-9]+)")
+_PROCESSES = "processes"
+"""The key in it of the number of processes; a run of one has none."""
+_ROWS_OF_A_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _LENGTH = {"max_steps", "num_train_epochs"}
 _ENDLESS = {"constant", "constant_with_warmup", "inverse_sqrt"}
 """Schedules that don't depend on the length of a run."""
@@ -46,29 +55,63 @@ _OF_ADAPTERS = (
 """Keys, or their beginnings, without which an adapter isn't one for this run."""
 _BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _ADAPTER_FILES = ("adapter_model.safetensors", "fused_expert_lora.safetensors")
+_DTYPES = {True: "bfloat16", False: "float32"}
 _ANEW = "start anew with resume_from_checkpoint=false, which keeps them under another name"
 
-Identity = dict[str, object]
-"""What decides a run's results, as JSON: settings, hashes of the base's files and of the rows."""
+
+class RunFingerprint(dict[str, object]):
+    """The inputs that decide a run's results, as JSON: settings, hashes of base and rows."""
+
+    def changed(self, other: RunFingerprint) -> list[str]:
+        """Return the keys in which two runs differ; of blocks KEY.INNER."""
+        found = []
+        for key in sorted(self.keys() | other.keys()):
+            mine, their = self.get(key), other.get(key)
+            if isinstance(their, dict) and isinstance(mine, dict):
+                inner = sorted(their.keys() | mine.keys())
+                found += [f"{key}.{name}" for name in inner if their.get(name) != mine.get(name)]
+            elif their != mine:
+                found.append(key)
+        return found
+
+    def shown(self, key: str) -> str:
+        """Return the value of one of ``changed``'s keys as text; of a hash the beginning."""
+        block, _, inner = key.partition(".")
+        found = self.get(block)
+        if inner and isinstance(found, dict):
+            found = found.get(inner)
+        if isinstance(found, str) and re.fullmatch("[0-9a-f]{64}", found):
+            return f"SHA-256 {found[:12]}…"
+        return repr(found)
+
+    def completed(self, other: RunFingerprint) -> RunFingerprint:
+        """Return the fingerprint with keys that ``other`` alone has, at their defaults."""
+        found = RunFingerprint({**_defaults(TrainConfig, other), **self})
+        if _PROCESSES in other:
+            found.setdefault(_PROCESSES, 1)
+        block, their = self.get("kt_config"), other.get("kt_config")
+        if isinstance(block, dict) and isinstance(their, dict):
+            found["kt_config"] = {**_defaults(KtConfig, their), **block}
+        return found
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run begins: at ``checkpoint`` or (None) from scratch, and notes for the user."""
+    """The beginning of a run: ``checkpoint`` or (None) from scratch, and notes for the user."""
 
     checkpoint: Path | None = None
     notes: tuple[Problem, ...] = ()
     other_held_out: bool = False
-    """Whether the evaluations in the checkpoint are of other rows, or by another metric."""
+    """True if the evaluations in the checkpoint are of other rows, or by another metric."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps already done when the run begins."""
+        """Return the optimizer steps already done when the run begins."""
         return step_of(self.checkpoint) if self.checkpoint else 0
 
 
 def checkpoints_dir(config: TrainConfig) -> Path:
-    """Return where a run's checkpoints are: beside its output, which appears only when it is finished.
+    """Return the directory of a run's checkpoints: beside its output, which appears only when it is finished.
 
     Raises UsageError for the root directory, beside which nothing is.
     """
@@ -79,19 +122,19 @@ def checkpoints_dir(config: TrainConfig) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
+    """Return the optimizer step in a checkpoint's name."""
     match = _NAME.fullmatch(checkpoint.name)
     return int(match[1]) if match else 0
 
 
-def identity(
+def fingerprint_run(
     config: TrainConfig,
     base: Path,
     digest: str,
     held_digest: str | None = None,
     images: bool = False,
-) -> Identity:
-    """What must match for a continuation: settings, models, digests of rows; ``images``: rows have some."""
+) -> RunFingerprint:
+    """Return the fingerprint of a run on rows with these digests; ``images``: rows have some."""
     settings = _settings(config)
     block = settings["kt_config"] = _settings(config.kt_config)
     settings["bf16"] = config.in_bfloat16
@@ -102,7 +145,7 @@ def identity(
     if config.expert_dropout:
         block["kt_lora_dropout"] = config.expert_dropout
     if world().size > 1:
-        settings["processes"] = world().size
+        settings[_PROCESSES] = world().size
     settings["base model"] = _hashes(base, _BASE_FILES)
     if config.adapter_name_or_path:
         adapter = Path(config.adapter_name_or_path)
@@ -117,8 +160,7 @@ def identity(
         settings["image processor"] = _hashes(base, IMAGE_FILES)
     if held_digest and config.evaluates:
         settings[HELD_OUT] = [held_digest, config.metric, config.greater]
-    plain: Identity = json.loads(json.dumps(settings))
-    return plain
+    return RunFingerprint(json.loads(json.dumps(settings)))
 
 
 def began_with(config: TrainConfig, digest: str) -> bool:
@@ -127,7 +169,7 @@ def began_with(config: TrainConfig, digest: str) -> bool:
 
 
 def next_record(config: TrainConfig) -> Mapping[str, object]:
-    """The settings that are recorded in the checkpoint that the run would go on from; empty without one."""
+    """Return the record of the checkpoint that the run would go on from; empty without one."""
     requested = config.resume_from_checkpoint
     if requested is False or (requested is None and is_finished(config)):
         return {}
@@ -135,8 +177,8 @@ def next_record(config: TrainConfig) -> Mapping[str, object]:
     return _record(places[-1]) if places else {}
 
 
-def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
-    """Return where the run begins, by ``config.resume_from_checkpoint``.
+def find_checkpoint(config: TrainConfig, own: RunFingerprint) -> Resumption:
+    """Return the beginning of the run by ``config.resume_from_checkpoint``.
 
     None: an unfinished run of the same configuration goes on (also a longer one, where the schedule is
     constant), one of another is refused, and a finished one, whose output may be replaced, begins anew.
@@ -150,10 +192,10 @@ def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
     """
     requested, root = config.resume_from_checkpoint, checkpoints_dir(config)
     if requested is False:
-        return Resumption(notes=tuple(_set_aside_note(root)))
+        return Resumption(notes=tuple(_archive_note(root)))
     if isinstance(requested, str):
         place = Path(requested)
-        if not _NAME.fullmatch(place.name) or not (place / IDENTITY_FILE).is_file():
+        if not _NAME.fullmatch(place.name) or not (place / FINGERPRINT_FILE).is_file():
             raise _no_checkpoint(place)
         candidates = [place]
     else:
@@ -166,10 +208,16 @@ def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
             f"{_from_weights(candidates[-1])}; or {_ANEW}.",
         )
     place, passed_over = _undamaged([each for each in candidates if resumable(each)])
-    record = {key: value for key, value in _record(place).items() if key not in (FILES, NUMBER)}
-    theirs, own = _completed(record, own), _completed(own, record)
-    differing = _differing(theirs, own)
-    allowed = _NOTED if requested is not None else set()
+    record = RunFingerprint(_record(place))
+    for beside in (FILES, NUMBER):
+        record.pop(beside, None)
+    theirs, own = record.completed(own), own.completed(record)
+    differing = own.changed(theirs)
+    noted = {*_NOTED}
+    if _PROCESSES in differing and config.stage != "kto" and _step_rows(own) == _step_rows(theirs):
+        # kto measures KL in each process's batch; elsewhere a step has the same rows.
+        noted |= {_PROCESSES, *_ROWS_OF_A_STEP}
+    allowed = noted if requested is not None else set()
     if _ends_anywhere(config):
         allowed = allowed | _LENGTH
     other = [key for key in differing if key not in allowed]
@@ -180,10 +228,12 @@ def find_checkpoint(config: TrainConfig, own: Identity) -> Resumption:
             if requested is None
             else "the checkpoint belongs to another run; nothing was started.",
             [_another(place, key, theirs, own) for key in other],
-            _way_on(place, other),
+            _way_on(place, other, noted),
         )
     changed = tuple(_changed(place, key, theirs, own) for key in differing)
-    return Resumption(place, (*passed_over, *changed, _resume_note(place)), HELD_OUT in differing)
+    found = f"a checkpoint of this run: it goes on after step {step_of(place)}"
+    notes = (*passed_over, *changed, problem("KTC021", str(place), found))
+    return Resumption(place, notes, HELD_OUT in differing)
 
 
 def check_length(config: TrainConfig, resumption: Resumption, steps: int) -> None:
@@ -210,28 +260,28 @@ def check_start(config: TrainConfig, resumption: Resumption) -> None:
         )
 
 
-def set_aside(config: TrainConfig) -> None:
+def archive_checkpoints(config: TrainConfig) -> None:
     """Make room for a new run's checkpoints: existing ones are renamed, never deleted.
 
-    Those of a finished run go when the new run replaces its output (``forget_replaced``).
+    Those of a finished run go when the new run replaces its output (``delete_archived``).
     """
     root = checkpoints_dir(config)
     if not saved(root):  # at most what a run left that was killed while it saved its first
         shutil.rmtree(root, ignore_errors=True)
     elif is_finished(config):
-        forget_replaced(config)
+        delete_archived(config)
         os.rename(root, _replaced(config))
     else:
         os.rename(root, _free_name(root))
 
 
-def forget_replaced(config: TrainConfig) -> None:
+def delete_archived(config: TrainConfig) -> None:
     """Remove the checkpoints of a finished run whose output has been replaced, or is about to be."""
     shutil.rmtree(_replaced(config), ignore_errors=True)
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether ``output_dir`` holds what the run's last or best checkpoint does: its adapter is in place."""
+    """Return whether ``output_dir`` holds the adapter of the run's last or best checkpoint."""
     found = saved(checkpoints_dir(config))
     if not found:
         return False
@@ -248,21 +298,21 @@ def is_finished(config: TrainConfig) -> bool:
 
 
 def saved(root: Path) -> list[Path]:
-    """Finished checkpoints of a run in the order in which they were written.
+    """Return the finished checkpoints of a run in the order in which they were written.
 
     Not by step, since a run that went on from an earlier one leaves later steps behind it, nor by time,
     since clocks are set back: by a number that each carries (by step where an older version wrote them).
     """
     found = []
     for path in root.glob("checkpoint-*"):
-        if _NAME.fullmatch(path.name) and (path / IDENTITY_FILE).is_file():
+        if _NAME.fullmatch(path.name) and (path / FINGERPRINT_FILE).is_file():
             number = _record(path).get(NUMBER)
             found.append((number if isinstance(number, int) else 0, step_of(path), path))
     return [path for _, _, path in sorted(found)]
 
 
 def next_number(root: Path) -> int:
-    """The sequence number of the next checkpoint."""
+    """Return the sequence number of the next checkpoint."""
     numbers = (_record(path).get(NUMBER) for path in saved(root))
     return 1 + max((number for number in numbers if isinstance(number, int)), default=0)
 
@@ -273,7 +323,7 @@ def resumable(checkpoint: Path) -> bool:
 
 
 def describe_files(directory: Path) -> dict[str, dict[str, int | str]]:
-    """Size in bytes and SHA-256 of each file in ``directory``, for a checkpoint's record."""
+    """Return size in bytes and SHA-256 of each file in ``directory``, for a checkpoint's record."""
     paths = sorted(path for path in directory.iterdir() if path.is_file())
     with ThreadPoolExecutor(4) as pool:
         hashes = pool.map(digests.of_file, paths)
@@ -284,7 +334,7 @@ def describe_files(directory: Path) -> dict[str, dict[str, int | str]]:
 
 
 def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
-    """The last undamaged one of ``candidates``, with a warning if later ones are damaged.
+    """Return the last undamaged one of ``candidates``, with a warning if later ones are damaged.
 
     Raises ``ProblemsError`` with every damaged file when none is left.
     """
@@ -314,19 +364,19 @@ def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
 
 
 def _earlier(damaged: list[Path]) -> str:
-    """The next step of naming an undamaged checkpoint beside damaged ones, if there is one."""
+    """Return the next step of naming an undamaged checkpoint beside damaged ones, if there is one."""
     others = [each for each in _beside(damaged[-1]) if each not in damaged and resumable(each)]
     sound = next((each for each in reversed(others) if not damage(each)), None)
     return f"name resume_from_checkpoint={sound}, " if sound else ""
 
 
 def _beside(place: Path) -> list[Path]:
-    """The other checkpoints of a run, by step."""
+    """Return the other checkpoints of a run, by step."""
     return sorted((each for each in saved(place.parent) if each != place), key=step_of)
 
 
 def damage(place: Path) -> list[Problem]:
-    """Files of a checkpoint that are missing or corrupted."""
+    """Return a problem for each file of a checkpoint that is missing or corrupted."""
     recorded = _record(place).get(FILES)
     recorded = recorded if isinstance(recorded, dict) else {}
     problems = []
@@ -353,13 +403,13 @@ def damage(place: Path) -> list[Problem]:
 
 def _record(checkpoint: Path) -> Mapping[str, object]:
     try:
-        return read_json_file(checkpoint / IDENTITY_FILE)
+        return read_json_file(checkpoint / FINGERPRINT_FILE)
     except KtbridgeError:
         return {}
 
 
 def _settings(config: TrainConfig | KtConfig) -> Values:
-    """Return what a resumed run may not change silently.
+    """Return the settings that a resumed run may not change silently.
 
     A key with ``since`` is left out at its default: runs of versions that didn't know it are the same.
     """
@@ -370,26 +420,17 @@ def _settings(config: TrainConfig | KtConfig) -> Values:
     }
 
 
-def _completed(values: Identity, other: Identity) -> Identity:
-    """Return ``values`` with keys that ``other`` alone has, at their defaults."""
-    found = {**_defaults(TrainConfig, other), **values}
-    block, their = values.get("kt_config"), other.get("kt_config")
-    if isinstance(block, dict) and isinstance(their, dict):
-        found["kt_config"] = {**_defaults(KtConfig, their), **block}
-    return found
-
-
-def _defaults(cls: type, keys: Mapping[str, object]) -> Identity:
-    """The defaults, as JSON, of those of ``keys`` that a file may leave out."""
+def _defaults(cls: type, keys: Mapping[str, object]) -> Values:
+    """Return the defaults, as JSON, of those of ``keys`` that a file may leave out."""
     known = {
         key: option.default for key, option in options(cls).items() if option.default is not MISSING
     }
-    plain: Identity = json.loads(json.dumps({key: known[key] for key in keys if key in known}))
+    plain: Values = json.loads(json.dumps({key: known[key] for key in keys if key in known}))
     return plain
 
 
 def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """SHA-256 of those of the files that are there; weights of the base are too many to read."""
+    """Return SHA-256 of those of the files that are there; weights of the base are too many to read."""
     return {
         name: digests.of_file(directory / name) for name in names if (directory / name).is_file()
     }
@@ -401,76 +442,42 @@ def _replaced(config: TrainConfig) -> Path:
 
 
 def _free_name(root: Path) -> Path:
-    numbers = range(1, 1 << 20)
-    return next(
-        p for p in (root.with_name(f"{root.name}.old-{n}") for n in numbers) if not p.exists()
-    )
+    names = (root.with_name(f"{root.name}.old-{number}") for number in range(1, 1 << 20))
+    return next(name for name in names if not name.exists())
 
 
-def _set_aside_note(root: Path) -> list[Problem]:
-    found = saved(root)
-    if not found:
+def _archive_note(root: Path) -> list[Problem]:
+    if not (earlier := saved(root)):
         return []
-    kept = _free_name(root)
-    return [
-        problem(
-            "KTC022",
-            str(root),
-            f"checkpoints of an earlier run, the last at step {step_of(found[-1])}; this run starts anew",
-            next_step=f"They are kept as {kept.name}: delete that directory when you don't need them.",
-        )
-    ]
-
-
-def _resume_note(place: Path) -> Problem:
-    return problem(
-        "KTC021", str(place), f"a checkpoint of this run: it goes on after step {step_of(place)}"
+    found = f"checkpoints of an earlier run, the last at step {step_of(earlier[-1])}; this run starts anew"
+    step = (
+        f"They are kept as {_free_name(root).name}: delete that directory when you don't need them."
     )
+    return [problem("KTC022", str(root), found, next_step=step)]
 
 
-def _differing(theirs: Identity, own: Identity) -> list[str]:
-    """Keys in which two runs differ; of blocks KEY.INNER."""
-    found = []
-    for key in sorted(own.keys() | theirs.keys()):
-        their, mine = theirs.get(key), own.get(key)
-        if isinstance(their, dict) and isinstance(mine, dict):
-            inner = sorted(their.keys() | mine.keys())
-            found += [f"{key}.{name}" for name in inner if their.get(name) != mine.get(name)]
-        elif their != mine:
-            found.append(key)
-    return found
-
-
-def _value(values: Identity, key: str) -> str:
-    """A value of ``_differing``'s keys, of a hash the beginning."""
-    block, _, inner = key.partition(".")
-    found = values.get(block)
-    if inner and isinstance(found, dict):
-        found = found.get(inner)
-    if isinstance(found, str) and re.fullmatch("[0-9a-f]{64}", found):
-        return f"SHA-256 {found[:12]}…"
-    return repr(found)
-
-
-def _another(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
-    found, expected = (
-        f"{_value(theirs, key)} in the checkpoint's run",
-        f"{_value(own, key)}, as now",
-    )
+def _another(place: Path, key: str, theirs: RunFingerprint, own: RunFingerprint) -> Problem:
+    found = f"{theirs.shown(key)} in the checkpoint's run"
+    expected = f"{own.shown(key)}, as now"
     return problem("KTC010", f"{place}: {key}", found, expected, next_step="")
 
 
-def _way_on(place: Path, other: Sequence[str]) -> str:
-    """The next step where a checkpoint's run differs in ``other``."""
-    if {*other} <= _NOTED:
+def _way_on(place: Path, other: Sequence[str], noted: set[str]) -> str:
+    """Return the next step if a checkpoint's run differs in ``other``."""
+    if {*other} <= noted:
         return f"Go on with resume_from_checkpoint=true, or {_ANEW}."
+    if _PROCESSES in other and {*other} <= noted | {_PROCESSES, *_ROWS_OF_A_STEP}:
+        return (
+            "Start as many processes as the checkpoint's run had; or (but for kto) keep the rows of a step: "
+            f"processes x {' x '.join(_ROWS_OF_A_STEP)}; or {_ANEW}."
+        )
     if any(key.startswith(_OF_ADAPTERS) for key in other):
         return f"Restore these settings, or {_ANEW}."
     return f"{_from_weights(place)}; or restore these settings; or {_ANEW}."
 
 
 def _from_weights(place: Path) -> str:
-    """The next step of a new run that begins with a checkpoint's weights."""
+    """Return the next step of a new run that begins with a checkpoint's weights."""
     return (
         f"Train on from its weights, with a new optimizer and schedule: adapter_name_or_path={place} "
         "resume_from_checkpoint=false and another output_dir"
@@ -486,13 +493,20 @@ def _no_checkpoint(place: Path) -> KtbridgeError:
     return KtbridgeError(f"{place} is not a checkpoint of `ktbridge train`.", step)
 
 
+def _step_rows(run: RunFingerprint) -> int:
+    """Return the rows of an optimizer step of all processes."""
+    return math.prod(int(str(run.get(key, 1))) for key in (_PROCESSES, *_ROWS_OF_A_STEP))
+
+
 def _ends_anywhere(config: TrainConfig) -> bool:
     """Return whether a longer run has the same learning rates until a shorter one ends."""
     return config.lr_scheduler_type in _ENDLESS and not 0 < config.warmup < 1
 
 
-def _changed(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
+def _changed(place: Path, key: str, theirs: RunFingerprint, own: RunFingerprint) -> Problem:
     step = "Restore it if the run should end in the same bits as one that was never stopped."
+    if key in (_PROCESSES, *_ROWS_OF_A_STEP):
+        step = "Each step has the same rows; losses agree but for rounding, and dropout draws other numbers."
     if key == HELD_OUT:
         step = "Evaluations from before are left out of the log, and none of those steps can be the best."
     if key in _LENGTH and _ENDLESS.isdisjoint({own.get("lr_scheduler_type")}):
@@ -500,6 +514,36 @@ def _changed(place: Path, key: str, theirs: Identity, own: Identity) -> Problem:
     return problem(
         "KTC011",
         f"{place}: {key}",
-        f"{_value(theirs, key)} until here, {_value(own, key)} from here on",
+        f"{theirs.shown(key)} until here, {own.shown(key)} from here on",
         next_step=step,
+    )
+
+
+def decide_precision(config: TrainConfig, cuda: bool) -> tuple[TrainConfig, tuple[Problem, ...]]:
+    """Return ``config`` with ``bf16`` true or false, and notes for the user.
+
+    ``plan`` and ``train`` ask here. auto goes on in the dtype of the checkpoint that the run resumes; a new
+    run takes bfloat16 on a GPU (``cuda``), on a CPU with BF16 instructions and with ``pure_bf16``, else
+    float32: without such instructions torch converts each operand of a bfloat16 product.
+    """
+    fast = cuda or has_bf16_instructions()
+    if config.bf16 != "auto":
+        slow = config.bf16 and not fast
+        return config, (_slow("bf16"),) if slow else ()
+    if config.pure_bf16:
+        return replace(config, bf16=True), () if fast else (_slow("pure_bf16"),)
+    before = next_record(config).get("bf16")
+    if isinstance(before, bool):
+        found = f"auto: {_DTYPES[before]} outside the experts, as the checkpoint's run has it"
+        note = problem("KTC029", "bf16", found, f"{_DTYPES[fast]} in a new run here")
+        return replace(config, bf16=before), () if before is fast else (note,)
+    note = problem(
+        "KTC027", "bf16", "auto: float32 outside the experts, as this CPU has no BF16 instructions"
+    )
+    return replace(config, bf16=fast), () if fast else (note,)
+
+
+def _slow(key: str) -> Problem:
+    return problem(
+        "KTC028", key, "true, and this CPU has no BF16 instructions: torch emulates them", "auto"
     )

@@ -1,6 +1,6 @@
 """The stages: trl's SFTTrainer, DPOTrainer and KTOTrainer as ``RunTrainer`` changes them.
 
-A stage defines what a row of its batches is, and what share of a step's loss a pass of rows has.
+A stage defines what a row of its batches is, and the weight of a micro-batch in a step's loss.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trl import DPOTrainer, KTOTrainer, SFTTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from ktbridge.sft.data.sequences import PICTURES
-from ktbridge.sft.passes import Batch, Example, Row
-from ktbridge.sft.run_trainer import RunTrainer
+from ktbridge.sft.microbatch import Batch, Example, Row
+from ktbridge.sft.trainer import RunTrainer
 from ktbridge.sft.vision import Vision
 
 
@@ -39,8 +39,8 @@ class SftTrainer(RunTrainer, SFTTrainer):
         self.model_accepts_loss_kwargs = True
         self._vision: Vision | None = None
 
-    def see(self, vision: Vision) -> None:
-        """Rows have images, by their numbers in the column ``PICTURES``; a pass reads its own."""
+    def set_image_processor(self, vision: Vision) -> None:
+        """Read images by their numbers in the column ``PICTURES``: a micro-batch reads its own."""
         self._vision = vision
         self.data_collator = partial(_with_numbers, self.data_collator)
 
@@ -57,21 +57,21 @@ class SftTrainer(RunTrainer, SFTTrainer):
         """The examples; of packed ones, the conversations in them."""
         return [row for each in examples for row in _conversations(each)]
 
-    def joins(self) -> bool:
+    def is_packed(self) -> bool:
         return bool(self.padding_free)
 
-    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+    def loss_weight(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
         return sum(row.trained for row in rows) / max(sum(row.trained for row in step), 1)
 
     @contextmanager
-    def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> Iterator[None]:
-        """trl's loss is its term of the step already, but for the routers' loss, a mean over a pass's tokens.
+    def scaled_for_microbatch(self, rows: Sequence[Row], step: Sequence[Row]) -> Iterator[None]:
+        """Scale the routers' loss, a mean over a micro-batch's tokens; trl's own is the step's term already.
 
-        That one is divided by the number of a step's batches, for which the inverse of the share stands in.
+        trl divides the routers' loss by the number of a step's batches: here the inverse of the weight.
         """
         trainer: Any = self
-        before, share = self.current_gradient_accumulation_steps, self.share(rows, step)
-        trainer.current_gradient_accumulation_steps = 1 / share if share else float("inf")
+        before, weight = self.current_gradient_accumulation_steps, self.loss_weight(rows, step)
+        trainer.current_gradient_accumulation_steps = 1 / weight if weight else float("inf")
         try:
             yield
         finally:
@@ -139,20 +139,20 @@ class DpoTrainer(RunTrainer, DPOTrainer):
     def rows(examples: Sequence[Example]) -> list[Row]:
         return [_pair(each) for each in examples]
 
-    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+    def loss_weight(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
         return len(rows) / len(step)
 
     @contextmanager
-    def as_part(self, rows: Sequence[Row], step: Sequence[Row]) -> Iterator[None]:
-        """trl's loss is a mean over pairs, and for ``pref_ftx`` one over the chosen answers' tokens."""
-        share = self.share(rows, step)
+    def scaled_for_microbatch(self, rows: Sequence[Row], step: Sequence[Row]) -> Iterator[None]:
+        """Scale trl's loss, a mean over pairs, and for ``pref_ftx`` one over the chosen answers' tokens."""
+        weight = self.loss_weight(rows, step)
         tokens = sum(row.trained for row in rows) / sum(row.trained for row in step)
         trainer: Any = self
         before = self.current_gradient_accumulation_steps, self.loss_weights
-        trainer.current_gradient_accumulation_steps = 1 / share  # what the loss is divided by
+        trainer.current_gradient_accumulation_steps = 1 / weight  # what the loss is divided by
         self.loss_weights = [
-            weight * tokens / share if kind == "sft" else weight
-            for kind, weight in zip(self.loss_types, self.loss_weights, strict=True)
+            each * tokens / weight if kind == "sft" else each
+            for kind, each in zip(self.loss_types, self.loss_weights, strict=True)
         ]
         try:
             yield
@@ -227,14 +227,14 @@ class KtoTrainer(RunTrainer, KTOTrainer):
             found.append(Row({}, tokens, answer, tokens, bool(each["label"])))
         return found
 
-    def share(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+    def loss_weight(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
         return len(rows) / len(step)
 
-    def share_of(self, name: str, rows: Sequence[Row], step: Sequence[Row]) -> float:
-        """Return what is measured of good or of bad answers is a mean over these."""
+    def metric_weight(self, name: str, rows: Sequence[Row], step: Sequence[Row]) -> float:
+        """Return the weight in a mean over the good or the bad answers, for metrics of these alone."""
         kind = name.rpartition("/")[2]
         if kind not in ("chosen", "rejected"):
-            return self.share(rows, step)
+            return self.loss_weight(rows, step)
         of = sum(row.good == (kind == "chosen") for row in step)
         return sum(row.good == (kind == "chosen") for row in rows) / of if of else 0.0
 

@@ -1,417 +1,286 @@
-"""The training recipe, top to bottom: check, load, attach LoRA, train, save.
+"""transformers' Trainer as a run uses it: each of its methods that is changed is overridden once, here.
 
-transformers loads the model, PEFT attaches the non-expert LoRA, trl's trainers train; ours
-are the experts on the CPU kernels with their LoRA, and the raw adapter. Everything but the experts runs on
-the GPU where there is one.
+Plain objects do the work: ``MicroBatchRunner`` runs steps, ``HeldOut`` evaluates, ``Checkpoints`` saves and
+loads, ``distributed.optimizer`` is for several processes, and callbacks watch (``progress``, ``interrupts``).
+Names that begin with "_" are private to transformers; tests/sft/test_compat.py holds their signatures.
 """
 
 from __future__ import annotations
 
-import resource
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PrinterCallback, TrainerCallback, set_seed
-from transformers.utils import logging as transformers_logging
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import set_seed
 
-from ktbridge.adapter.outputs import DATA_FILE
-from ktbridge.errors import Problem
-from ktbridge.experts import recompute
-from ktbridge.experts.layer import expert_layers
-from ktbridge.experts.load_model import load_for_kernels
-from ktbridge.experts.lora_targets import TunedModel
-from ktbridge.files.locks import lock_target
-from ktbridge.files.publish import OnProgress
-from ktbridge.install import has_linear_attention_kernels
-from ktbridge.model import resolve_model
+from ktbridge.errors import KtbridgeError
+from ktbridge.experts.gpu.masters import clip_to_norm
+from ktbridge.experts.layer import find_layers
 from ktbridge.sft import distributed
-from ktbridge.sft.arguments import choose, reporters, trainer_arguments
-from ktbridge.sft.attach import attach_lora
-from ktbridge.sft.best_step import Chosen, HeldOutResult, choose_step
-from ktbridge.sft.checkpoints import Checkpoints, read_placement, trained
-from ktbridge.sft.compat import score_labels_only
-from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import data_file
-from ktbridge.sft.data.kept import keep_rows
-from ktbridge.sft.distributed.same_run import compare_prepared, failing_together, join
-from ktbridge.sft.expert_device import ExpertDevice, WatchPlacement, place_experts
-from ktbridge.sft.held_out import HeldOut, WatchHeldOut, ended_early, forget_evaluations
-from ktbridge.sft.interrupts import Interrupts, explained, interrupted
-from ktbridge.sft.liger import use_liger
-from ktbridge.sft.output import Log, files_beside, write_output
-from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
-from ktbridge.sft.plan.memory import Setting
-from ktbridge.sft.plan.quantised import experts_path, quantised_experts
-from ktbridge.sft.plan.shape import read_shape
-from ktbridge.sft.prepare import Prepared, prepare
-from ktbridge.sft.progress import OnLog, Reporter, is_record
-from ktbridge.sft.resume import LABELS, checkpoints_dir, forget_replaced, saved, set_aside
-from ktbridge.sft.run_trainer import RunTrainer
-from ktbridge.sft.stages import LOSSES, STAGES
-from ktbridge.sft.weights_watch import WatchWeights
+from ktbridge.sft.checkpoint import Checkpoints
+from ktbridge.sft.data.stream import Stream
+from ktbridge.sft.evaluate import HeldOut
+from ktbridge.sft.microbatch import ROWS, Batch, MicroBatchRunner, RowTrainer, as_rows
+from ktbridge.sft.optimizer import DeferredAdam, separate_b, set_learning_rate
+from ktbridge.sft.progress import NanGuard, ThroughputLog, WeightsWatch
+from ktbridge.sft.vision import Vision
+
+_TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
+"""What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """Result of a run. ``seconds`` is the training loop without evaluations; losses are means over
-    ``logging_steps``."""
+class RunTrainer(RowTrainer):
+    """Before a trl trainer: ``class Ours(RunTrainer, SFTTrainer)``. ``set_up`` comes before ``train``.
 
-    output_dir: str
-    steps: int
-    """Optimizer steps of the whole run."""
-    first_step: int
-    """The first of them that this call made; more than ``steps`` where none was left."""
-    rows: int
-    """Rows given."""
-    used: int
-    """Rows trained on."""
-    cut: int
-    """Rows used without their end, which lay beyond cutoff_len."""
-    refused: int
-    """Rows that can't be used; refused_rows.jsonl lists them."""
-    first_loss: float | None
-    last_loss: float | None
-    seconds: float
-    tokens_per_second: float
-    expert_share: float
-    """The experts' kernels' share of the steps' time, 0 to 1."""
-    peak_rss_bytes: int
-    """The most memory this process ever held, mapped weights that were read included."""
-    peak_gpu_bytes: int
-    """The most GPU memory that torch ever had in tensors; 0 without a GPU."""
-    isa: str
-    expert_parameters: int
-    nonexpert_parameters: int
-    files: tuple[str, ...]
-    checkpoints: tuple[str, ...]
-    """Checkpoints that are kept, each an adapter too."""
-    warning: str
-    """What went wrong beside the adapter: why the last step has no checkpoint; "" if nothing did."""
-    notes: tuple[Problem, ...] = ()
-    """What the user should know of the run: KTC024, where the experts were computed and why; KTC023, memory
-    that was too small for a pass."""
-    experts: str = "cpu"
-    """Who computed the experts: cpu, stream or resident."""
-    tokens_per_pass: int | None = None
-    """The final maximum of tokens per pass; None: batches as configured."""
-    held_out: HeldOutResult | None = None
-    """What was measured of held-out rows, where there are any."""
-    predicted_step_seconds: float | None = None
-    """Of an optimizer step, predicted before the first; None: the placement of experts was no choice."""
-    predicted_gpu_bytes: int | None = None
-    """GPU memory in all, predicted before the first step; None: the GPU computes no experts."""
-    steady_tokens_per_second: float | None = None
-    """Of the median step after this call's second; None: it made no more than two."""
-
-
-def train(
-    config: TrainConfig,
-    on_progress: OnProgress | None = None,
-    on_log: OnLog | None = None,
-    prepared: Prepared | None = None,
-    on_note: OnNote | None = None,
-    on_evaluation: OnProgress | None = None,
-) -> TrainResult:
-    """Run one configuration and leave a raw adapter, a log and a loss plot in ``config.output_dir``.
-
-    ``on_progress(step, steps)`` is called after each optimizer step, ``on_log`` with each log record (of
-    training, which has ``loss``, or of held-out rows, which has ``eval_loss``), ``on_note`` with each of the
-    result's notes as soon as there is one, ``on_evaluation(done, passes)`` while held-out rows are evaluated.
-    ``prepared`` is ``prepare(config)``, for who wants to look at it first. The directory appears whole
-    when training has finished, or not at all. Raises ``KtbridgeError`` and its children for anything a
-    user can fix, and ``Diverged`` for a loss that is not finite.
+    A stage defines what ``RowTrainer`` leaves open. The model of several processes must have been through
+    ``distributed.prepare``.
     """
-    if config.kt_config.storage:  # may take longer than ddp_timeout, so before the processes join
-        prepared = quantise_first(config, prepared)
-    here = join(config)
-    if here.rank:  # the first process alone reports, and keeps other runs away
-        return _train(config, None, None, prepared, None, None)
-    with lock_target(config.output_dir):
-        return _train(config, on_progress, on_log, prepared, on_note, on_evaluation)
+
+    checkpoints: Checkpoints
+    runner: MicroBatchRunner
+    held_out: HeldOut
+    throughput: ThroughputLog
+    weights: WeightsWatch
+    deferred: DeferredAdam | None = None
+    """None until training begins."""
+    loss_by_token = False
+    """True if the loss is a sum over a step's trained tokens, divided by their number."""
+    ratio_of_b = 1.0
+    """The learning rate of LoRA's B as a multiple of A's."""
+    stream: Stream | None = None
+    """The source of rows that are read while the run goes."""
+    ftx = 0.0
+    """kto: weight of the ordinary loss on good answers."""
+
+    def set_up(self, checkpoints: Checkpoints, runner: MicroBatchRunner, held_out: HeldOut) -> None:
+        """Give the trainer what saves, what runs its steps, and what evaluates."""
+        self.checkpoints, self.runner, self.held_out = checkpoints, runner, held_out
+        self.throughput = ThroughputLog()
+        self.current_gradient_accumulation_steps = 1  # Trainer has none before its first step
+        self._finite = NanGuard(checkpoints.last_good)
+        self._unpadded = 0  # tokens of the step that is running, of all processes
+        self._losses: list[torch.Tensor] = []  # of the batches of the step that is running
+        self.add_callback(self.throughput)
+
+    def set_image_processor(self, vision: Vision) -> None:
+        """Read the images of rows by ``vision``."""
+        raise NotImplementedError
+
+    def sequences_used(self) -> int:
+        """Return how many sequences all processes have trained on; each batch of a stream is full."""
+        a_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return self.state.global_step * a_step * distributed.world().size
+
+    def check_trained(self) -> None:
+        """Raise ``Diverged`` if a trained tensor holds NaN or infinity."""
+        if self.deferred is not None:
+            self.deferred.finish()
+        self._finite.check_trained(self.model, self.state.global_step)
+
+    def resume_from(self, checkpoint: str) -> None:
+        """Load the state that a finished run was left in; nothing is trained."""
+        self.state = self.checkpoints.finished(checkpoint)
+
+    # A step.
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Return 0: Trainer would count the model's parameters for it, 2 ms in each batch of a step.
+
+        The GPU has nothing to do meanwhile, because a step is computed when its last batch is there.
+        """
+        return 0
+
+    def get_train_dataloader(self) -> DataLoader[Batch]:
+        """Return a loader whose batches stay on the CPU, and are rows where a step has micro-batches.
+
+        Each process reads its own rows, of a stream too: accelerate would have the first one send tensors.
+        """
+        accelerator, collate = self.accelerator, self.data_collator
+        before, accelerator.device_placement = accelerator.device_placement, False
+        if self.runner.tokens is not None:
+            self.data_collator = partial(as_rows, self.rows)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            accelerator.device_placement, self.data_collator = before, collate
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], torch.Tensor | int | None]:
+        if self.runner.tokens is None:
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        else:
+            batches, items = [*islice(epoch_iterator, num_batches)], None
+            rows = [row for batch in batches for row in batch[ROWS]]
+            counts = [sum(row.trained for row in rows), sum(row.unpadded for row in rows)]
+            trained, self._unpadded = map(int, distributed.add(counts))
+            if self.loss_by_token:
+                items = torch.tensor(trained, dtype=torch.float32, device=device)
+        self.runner.batches = batches
+        return batches, items
+
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        loss = self.runner.run_step(super().training_step, model, inputs, num_items_in_batch)
+        self._losses.append(loss.detach())
+        return loss
+
+    def _track_num_input_tokens(self, inputs: Batch) -> None:
+        """Count a step's tokens at its last batch: each count waits for the GPU and for other processes."""
+        batches = self.runner.batches
+        if batches and inputs is not batches[-1]:
+            return
+        if self.runner.tokens is not None:
+            self.state.num_input_tokens_seen += self._unpadded
+        else:
+            names = [name for name in ("input_ids", "attention_mask") if name in inputs]
+            of_step = {
+                name: torch.cat([batch[name].flatten() for batch in batches or [inputs]])
+                for name in names
+            }
+            super()._track_num_input_tokens(of_step)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
+        return self._clip(model, self.args.max_grad_norm)
+
+    def _clip(self, model: nn.Module, largest: float) -> torch.Tensor:
+        if distributed.world().size > 1:
+            return distributed.average_and_clip(self, model, largest)
+        trained = [each for each in model.parameters() if each.grad is not None]
+        if len({each.device for each in trained}) > 1:  # masters of expert LoRA in host memory
+            return clip_to_norm(trained, largest)
+        return self.accelerator.clip_grad_norm_(trained, largest)
+
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: torch.Tensor | float | None = None
+    ) -> torch.Tensor | float | None:
+        if grad_norm is None:  # a step in which nothing is clipped
+            grad_norm = self._clip(model, float("inf"))
+        # Before the optimizer's step, so that the weights are still those of the step before. The norm waits
+        # for the GPU anyway; a look at each batch's loss would, too.
+        step, norm = self.state.global_step + 1, float(grad_norm)
+        losses: list[float] = torch.stack(self._losses).tolist() if self._losses else []
+        self._losses.clear()
+        for loss in losses:
+            self._finite.check("the loss", loss, step)
+        self._finite.check("the gradients' norm", norm, step)
+        return norm
+
+    # Held-out rows.
+
+    def evaluate(
+        self,
+        eval_dataset: object = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Return and log ``HeldOut.measure``; the arguments are Trainer's and not used.
+
+        Raises ``Diverged`` for a loss that is not finite.
+        """
+        training = self.model.training
+        self.model.eval()
+        try:
+            metrics = self.held_out.measure()
+            loss = metrics["eval_loss"]
+            self._finite.check("the held-out rows' loss", loss, self.state.global_step)
+            self.log({**metrics})  # still in this mode: trl would add what training collects
+        finally:
+            self.model.train(training)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs.update(self.throughput.record(self.state.num_input_tokens_seen))
+        super().log(logs, start_time)
+        for name in _TWICE:
+            self.state.log_history[-1].pop(name, None)
+
+    # Several processes.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        distributed.shard_on_the_cpu(self)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        # Before the experts, whose groups are last.
+        separate_b(self.model, optimizer, self.ratio_of_b)
+        distributed.separate_experts(self, optimizer)
+        self.deferred = DeferredAdam(optimizer, find_layers(self.model))
+        return optimizer
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        distributed.leave_experts_whole(self)
+        return super()._prepare_for_training(*args, **kwargs)
+
+    # Checkpoints: Trainer saves and restores schedule, random numbers and its place in the data.
+
+    def _get_output_dir(self, trial: object) -> str:
+        return str(self.checkpoints.directory)
+
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        self.check_trained()
+        write: Callable[[], None] = partial(super()._save_checkpoint, model, trial)
+        self.checkpoints.save(write)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.checkpoints.save_trained(Path(output_dir or self.checkpoints.directory))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        self.checkpoints.load(resume_from_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if distributed.world().size == 1:
+            super()._save_optimizer_and_scheduler(output_dir)
+            distributed.save_names(self, output_dir)
+        else:
+            distributed.save_optimizer(self, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with _without_code(checkpoint):
+            if distributed.world().size == 1 and Path(checkpoint, "optimizer.pt").is_file():
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                distributed.load_optimizer(self, checkpoint)
+        set_learning_rate(self.lr_scheduler, self.args.learning_rate)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        processes = len([*Path(checkpoint).glob("rng_state*.pth")]) if checkpoint else 0
+        if processes and processes != distributed.world().size:
+            set_seed(self.args.seed + self.state.global_step)  # those of other processes don't fit
+            return
+        with _without_code(checkpoint or ""):
+            super()._load_rng_state(checkpoint)
 
 
-def quantise_first(
-    config: TrainConfig,
-    prepared: Prepared | None = None,
-    on_progress: OnProgress = lambda done, total: None,
-    on_wait: Callable[[str], None] = lambda holder: None,
-) -> Prepared | None:
-    """Make the quantised experts that a run asks for, on each host by its first process; others wait for it.
+@contextmanager
+def _without_code(checkpoint: str) -> Iterator[None]:
+    """Context: torch's refusal of a file that holds code is a KtbridgeError.
 
-    Returns ``prepared``, which is made where it is needed. ``train`` calls it too, and then finds them there.
-    Raises what ``prepare`` and ``Quantised.make`` raise.
+    torch reads these files with ``weights_only``, which runs nothing.
     """
-    if distributed.world().local_rank:
-        found = quantised_experts(config, resolve_model(config.model_name_or_path))
-        if found:
-            found.wait()
-        return prepared
-    ready = prepared or prepare(config, distributed.world().size)
-    if ready.quantised:
-        ready.quantised.make(on_progress, on_wait)
-    return ready
-
-
-def _train(
-    config: TrainConfig,
-    on_progress: OnProgress | None,
-    on_log: OnLog | None,
-    prepared: Prepared | None,
-    on_note: OnNote | None,
-    on_evaluation: OnProgress | None,
-) -> TrainResult:
-    main = distributed.is_main()
-    with failing_together():
-        ready = prepared or prepare(config, distributed.world().size)
-    config = ready.config
-    for note in compare_prepared(config, ready):
-        if on_note:
-            on_note(note)
-    if ready.to_keep and main:
-        keep_rows(*ready.to_keep, on_note)
-    score_labels_only(LABELS in ready.identity)
-    model = load_trainable(config, ready.base, ready.vision is not None)
-    uses_liger = config.enable_liger_kernel and choose(config).type == "cuda"
-    norms = use_liger(model) if uses_liger else None
-    placed = ExpertDevice("cpu", None)
-    if config.kt_config.kt_experts != "cpu":
-        before = read_placement(ready.resumption.checkpoint)
-        placed = place_experts(run_setting(config, ready), model, before)
-    distributed.prepare(model)
-    notes = tuple(note for note in (norms, placed.note) if note)
-    for note in notes:
-        if on_note:
-            on_note(note)
-    # The Trainer insists on a directory of its own; ours must not exist before it is finished.
-    with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
-        watch = WatchHeldOut(config, ready.resumption.other_held_out)
-        steps = WatchPlacement(placed, on_note)
-        callbacks = [
-            *(reporters(config) if main else ()),
-            Reporter(on_progress, on_log, interrupts),
-            *([watch] if config.evaluates else ()),
-            steps,
-        ]
-        trainer = make_trainer(config, model, ready, scratch, callbacks, on_note, placed.tokens)
-        trainer.passes.placed = placed
-        if trainer.passes.tokens:
-            passes = trainer.passes
-            trainer.checkpoints.placement = lambda: {**placed.state(), "tokens": passes.tokens}
-        trainer.held_out.on_progress = on_evaluation
-        started = time.perf_counter()
-        early = _run(trainer, config, ready, watch)
-        seconds = time.perf_counter() - started - trainer.held_out.seconds
-    unfinished = trainer.state.global_step < ready.steps
-    if distributed.agree(interrupts.caught) and unfinished and not early:
-        raise interrupted(trainer.state.global_step, checkpoints_dir(config))
-    trainer.check_trained()
-    held = ready.held_out
-    chosen = choose_step(trainer, config, held.used if held else 0, early and unfinished)
-    ready, chosen = _all_that_was_read(ready, trainer, chosen)
-    distributed.gather_trained(model)
-
-    log = [record for record in trainer.state.log_history if is_record(record)]
-    if main:
-        refused = [*ready.fitted.refused, *(held.refused if held else ())]
-        best = chosen.result.best_step if chosen.result else None
-        files = files_beside(config, log, LOSSES[config.stage], refused, best)
-        files[DATA_FILE] = data_file(ready.fitted, config)
-        write_output(model, config, ready.base, files, chosen.checkpoint, chosen.training)
-        forget_replaced(config)
-    if on_note:
-        for note in chosen.notes:
-            on_note(note)
-    distributed.barrier()
-    notes = (*notes, *steps.notes)
-    result = _result(config, ready, trainer, log, seconds, placed, chosen, notes)
-    distributed.finish()
-    return result
-
-
-def _all_that_was_read(
-    ready: Prepared, trainer: RunTrainer, chosen: Chosen
-) -> tuple[Prepared, Chosen]:
-    """Of a stream, whose first rows alone were known: its counts and the notes on them."""
-    if ready.stream is None:
-        return ready, chosen
-    found = ready.stream.so_far(ready.fitted, trainer.sequences_used())
-    return replace(ready, fitted=found), replace(chosen, notes=(*chosen.notes, *found.notes))
-
-
-def _run(trainer: RunTrainer, config: TrainConfig, ready: Prepared, watch: WatchHeldOut) -> bool:
-    """Train from where the run begins, or take up what is finished; whether early_stopping_steps ended it."""
-    start = ready.resumption.checkpoint
-    if start is None and distributed.is_main():
-        set_aside(config)
-    other = ready.resumption.other_held_out
-    early = start is not None and not other and ended_early(start, config)
-    if early or ready.resumption.step >= ready.steps:
-        trainer.take_up(str(start))
-        if other:
-            forget_evaluations(trainer.state)
-        return early
-    with explained(trainer):
-        trainer.train(resume_from_checkpoint=str(start) if start else None)
-    return watch.ended
-
-
-def load_trainable(config: TrainConfig, base: Path, whole: bool = False) -> TunedModel:
-    """The model in ``base``, placed, its experts on the kernels, with a LoRA to train on both.
-
-    ``config``: that of ``prepare``, whose dtype is decided; ``whole``: with the model's vision tower, which
-    stays as it is.
-    Seeds torch's, numpy's and Python's random numbers with ``config.seed`` first.
-    """
-    set_seed(config.seed)
-    model = load_for_kernels(
-        base,
-        torch.bfloat16 if config.in_bfloat16 else torch.float32,
-        choose(config),
-        experts_path(config, base),
-        config.attn_implementation,
-        whole,
-    )
-    tuned = attach_lora(model, config)
-    if not config.disable_gradient_checkpointing:
-        recompute.enable(tuned)
-    return tuned
-
-
-def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
-    """The run as the plan knows it, with the lengths of the rows that were tokenized.
-
-    ``config`` is that of ``ready``, whose dtype is decided.
-    """
-    whole = ready.vision is not None
-    shape = read_shape(ready.base, experts_path(config, ready.base), whole=whole)
-    lengths = ready.lengths
-    if config.stage not in ("sft", "pt"):  # memory for the longest that there may be
-        cut = config.cutoff_len
-        lengths = replace(lengths, longest=cut, mean=cut, each=(cut,))
-    threads = config.kt_config.kt_num_threads or 1
-    cuda = choose(config).type == "cuda"
-    kernels = cuda and has_linear_attention_kernels()
-    return Setting(shape, config, lengths, cuda, threads, kernels=kernels)
-
-
-def make_trainer(
-    config: TrainConfig,
-    model: TunedModel,
-    ready: Prepared,
-    scratch: str,
-    callbacks: list[TrainerCallback],
-    on_note: OnNote | None = None,
-    tokens: int | None = None,
-) -> RunTrainer:
-    """The stage's trainer, which logs its pace and saves checkpoints that a run can go on from.
-
-    ``tokens``: how many of a pass the GPU has room for, where that is known.
-    """
-    start = ready.resumption.checkpoint
-    if ready.stream and start:
-        ready.stream.go_on(start)
-    arguments = trainer_arguments(
-        config,
-        choose(config),
-        scratch,
-        ready.fitted.packed,
-        ready.eval_steps,
-        ready.vision is not None,
-    )
-    # Trainer would evaluate before the first step of a continuation, too.
-    arguments.eval_on_start = config.evaluates_first and start is None
-    trainer = STAGES[config.stage](
-        model=model,
-        args=arguments,
-        train_dataset=ready.stream.dataset() if ready.stream else ready.fitted.dataset,
-        eval_dataset=ready.held_out.dataset if ready.held_out else None,
-        processing_class=ready.tokenizer,
-        callbacks=callbacks,
-    )
-    if ready.vision is not None:
-        trainer.see(ready.vision)
-    trainer.remove_callback(PrinterCallback)
-    trainer.ratio_of_b, trainer.ftx = config.loraplus_lr_ratio or 1.0, config.pref_ftx
-    trainer.stream = ready.stream
-    root, keep = checkpoints_dir(config), config.save_total_limit
-    trainer.set_up(
-        Checkpoints(trainer, root, ready.identity, keep, str(ready.base)),
-        Passes(trainer, tokens_per_pass(config, choose(config), tokens), on_note),
-        HeldOut(trainer, config, on_note),
-    )
-    isa = next(iter(expert_layers(model).values())).isa
-    trainer.weights = WatchWeights(trainer.checkpoints.last_good, isa, on_note)
-    trainer.add_callback(trainer.weights)
-    if config.load_best_model_at_end:
-        trainer.checkpoints.best_step = trainer.held_out.best_step
-    return trainer
-
-
-def _result(
-    config: TrainConfig,
-    ready: Prepared,
-    trainer: RunTrainer,
-    log: Log,
-    seconds: float,
-    placed: ExpertDevice,
-    chosen: Chosen,
-    notes: tuple[Problem, ...],
-) -> TrainResult:
-    sizes = {name: value.numel() for name, value in trained(trainer.model)}
-    losses = [record["loss"] for record in log if "loss" in record]
-    pace = trainer.pace
-    tokens = trainer.state.num_input_tokens_seen - pace.tokens_before
-    main = distributed.is_main()
-    return TrainResult(
-        output_dir=config.output_dir,
-        steps=trainer.state.global_step,
-        first_step=ready.resumption.step + 1,
-        rows=ready.fitted.total,
-        used=ready.fitted.used,
-        cut=len(ready.fitted.cut),
-        refused=len(ready.fitted.refused),
-        first_loss=losses[0] if losses else None,
-        last_loss=losses[-1] if losses else None,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds if seconds else 0.0,
-        expert_share=pace.kernels / pace.seconds if pace.seconds else 0.0,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        peak_gpu_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        isa=next(iter(expert_layers(trainer.model).values())).isa,
-        expert_parameters=sum(n for name, n in sizes.items() if ".kt." in name),
-        nonexpert_parameters=sum(n for name, n in sizes.items() if ".kt." not in name),
-        # Of the first process alone: another host may not see them.
-        files=tuple(sorted(path.name for path in Path(config.output_dir).iterdir()))
-        if main
-        else (),
-        checkpoints=tuple(map(str, saved(checkpoints_dir(config)))) if main else (),
-        warning=str(trainer.checkpoints.last_not_saved or ""),
-        notes=(
-            *notes,
-            *trainer.weights.notes,
-            *trainer.passes.notes,
-            *trainer.held_out.notes,
-            *chosen.notes,
-        ),
-        experts=placed.mode,
-        tokens_per_pass=trainer.passes.tokens,
-        predicted_step_seconds=placed.predicted,
-        predicted_gpu_bytes=placed.predicted_gpu,
-        steady_tokens_per_second=pace.steady,
-        held_out=chosen.result,
-    )
-
-
-def show_no_bars_of_libraries() -> None:
-    """Silence the libraries' own progress bars and their advice on workers: the caller shows ours."""
-    import warnings
-
-    import datasets
-
-    warnings.filterwarnings("ignore", message="This DataLoader will create")
-    datasets.disable_progress_bars()
-    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "UnpicklingError":  # pickle's, which nothing here imports
+            raise
+        raise KtbridgeError(
+            f"{checkpoint} is refused: optimizer.pt, scheduler.pt or rng_state.pth holds more than numbers, "
+            "or is damaged.",
+            "go on from a checkpoint that your own run wrote",
+        ) from error

@@ -46,10 +46,10 @@ from ktbridge.experts.load_model import load_mapped
 from ktbridge.experts.lora_targets import convert_masters
 from ktbridge.experts.modules import experts_modules
 from ktbridge.sft import distributed
-from ktbridge.sft.attach import threads_beside_python
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.distributed.group import group
 from ktbridge.sft.expert_device import place_experts
+from ktbridge.sft.model import threads_beside_python
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import Setting
 from ktbridge.sft.plan.shape import read_shape

@@ -27,7 +27,7 @@ from ktbridge.serve.local.loading import load_engine
 from ktbridge.serve.local.plan import plan_local
 from ktbridge.serve.request import ServeRequest
 from ktbridge.sft import save_raw_adapter, wrap_experts
-from ktbridge.sft.attach import attach_lora
+from ktbridge.sft.model import attach_lora
 from ktbridge.verify.reference_model import ReferenceModel
 from ktbridge.verify.verdict import Variant
 

@@ -16,7 +16,7 @@ import pytest
 from tinyserver import ENVIRONMENT, cli, read_document
 from trainrun import write_run
 
-from ktbridge.sft.resume import IDENTITY_FILE
+from ktbridge.sft.resume import FINGERPRINT_FILE
 
 
 def test_a_shard_truncated_under_a_server_ends_it_with_a_sentence(
@@ -108,7 +108,7 @@ def test_a_pickle_in_a_checkpoint_of_others_runs_nothing(warm, base: Path, tmp_p
     """With a record whose hashes fit: whoever made the pickle made that, too."""
     command, checkpoints = killed_run(warm, base, tmp_path)
     place = checkpoints / "checkpoint-2"
-    record = json.loads((place / IDENTITY_FILE).read_text())
+    record = json.loads((place / FINGERPRINT_FILE).read_text())
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         whole = (place / name).read_bytes()
         data = pickle.dumps({"state": Bomb(tmp_path / "exploded")}, 2)
@@ -116,7 +116,7 @@ def test_a_pickle_in_a_checkpoint_of_others_runs_nothing(warm, base: Path, tmp_p
         digest = hashlib.sha256(data).hexdigest()
         entry = {name: {"size": len(data), "sha256": digest}}
         changed = record | {"files": record["files"] | entry}
-        (place / IDENTITY_FILE).write_text(json.dumps(changed))
+        (place / FINGERPRINT_FILE).write_text(json.dumps(changed))
         found = warm.run(
             *command, f"resume_from_checkpoint={place}", timeout=100, KTBRIDGE_THREADS="1"
         )

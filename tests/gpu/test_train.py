@@ -95,9 +95,9 @@ def losses(directory: Path, key: str = "loss") -> list[float]:
 
 
 def train(run_dir: Path, *overrides: str, **options):
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train
 
-    return trainer.train(load_config(run_dir / "run.yaml", overrides), **options)
+    return train.train(load_config(run_dir / "run.yaml", overrides), **options)
 
 
 def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):

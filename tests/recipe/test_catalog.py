@@ -61,7 +61,7 @@ def questions(config):
 
 def trained(place, base, **settings):
     """One step on the recipe's rows; the messages of these."""
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train
 
     small = {
         "model_name_or_path": str(base),
@@ -71,7 +71,7 @@ def trained(place, base, **settings):
     }
     config = load_config(place / "train.yaml", [f"{key}={value}" for key, value in small.items()])
     assert all(note.where.endswith(": lora_dropout") for note in config.notes)
-    result = trainer.train(config)
+    result = train.train(config)
     assert (result.steps, (place / "adapter/fused_expert_lora.safetensors").is_file()) == (1, True)
     return questions(replace(config, val_size=0))
 

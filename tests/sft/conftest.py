@@ -18,14 +18,14 @@ def base_dir(tmp_path_factory):
 @pytest.fixture
 def make(run_dir, tmp_path):
     """Makes the trainer of a test's ``run_dir``, with keys overridden."""
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train
     from ktbridge.sft.config import load_config
     from ktbridge.sft.prepare import prepare
 
     def made(**overrides):
         config = load_config(run_dir / "run.yaml", [f"{k}={v}" for k, v in overrides.items()])
         ready = prepare(config)
-        model = trainer.load_trainable(ready.config, ready.base)
-        return trainer.make_trainer(ready.config, model, ready, str(tmp_path / "scratch"), [])
+        model = train.load_trainable(ready.config, ready.base)
+        return train.make_trainer(ready.config, model, ready, str(tmp_path / "scratch"), [])
 
     return made

@@ -29,9 +29,9 @@ from ktbridge.experts.lora_targets import (
 )
 from ktbridge.experts.save_adapter import nonexpert_tensors
 from ktbridge.model import family_of
-from ktbridge.sft import attach, expert_layers, save_raw_adapter, set_expert_lora, wrap_experts
-from ktbridge.sft.attach import attach_lora, attention_device, threads_beside_python
+from ktbridge.sft import expert_layers, model, save_raw_adapter, set_expert_lora, wrap_experts
 from ktbridge.sft.config import TrainConfig, parse_config
+from ktbridge.sft.model import attach_lora, attention_device, threads_beside_python
 
 ENGINE = "sglang-kt==0.7.2"
 
@@ -271,7 +271,7 @@ def test_a_cpu_for_python_is_spared_where_any_part_is_elsewhere(
     assert attention_device(torch.nn.Sequential(*parts)).type == "meta"
     assert attention_device(torch.nn.Sequential(parts[0])).type == "cpu"
     monkeypatch.delenv("KTBRIDGE_THREADS", raising=False)
-    monkeypatch.setattr(attach, "choose_threads", lambda: 8)
+    monkeypatch.setattr(model, "choose_threads", lambda: 8)
     devices = torch.device("cuda"), torch.device("cpu")
     assert [threads_beside_python(device) for device in devices] == [7, 0]
 

@@ -372,19 +372,62 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
     assert "interrupted after step 2" in stopped.stderr
     assert not (run_dir / "fsdp2").exists()
     names = {path.name for path in (run_dir / "fsdp2.checkpoints/checkpoint-2").iterdir()}
-    assert {"optimizer.safetensors", "optimizer_1.safetensors", "trainable.safetensors"} <= names
+    assert {"optimizer.safetensors", "trainable.safetensors", "rng_state_1.pth"} <= names
+    assert "optimizer_1.safetensors" not in names
 
     overrides = [f"output_dir={run_dir / 'fsdp2'}", "resume_from_checkpoint=true", *EVALUATED]
     with pytest.raises(ProblemsError, match="another run") as alone:
         prepare_run(load_config(run_dir / "run.yaml", overrides))
     found = [problem.where.rpartition(": ")[2] for problem in alone.value.problems]
-    assert found == ["processes"]  # its shards are for two
+    assert found == ["processes"]  # a step would have half the rows
+
+    # One process goes on where two were interrupted, if a step has the same rows.
+    shutil.copytree(run_dir / "fsdp2.checkpoints", run_dir / "one.checkpoints")
+    again = ("resume_from_checkpoint=true", f"output_dir={run_dir / 'one'}", batch, *EVALUATED)
+    one = train(run_dir, *again)
+    assert (one.first_step, one.steps) == (3, 3)
+    assert_same_run(run_dir, "best", "one")
+    notes = prepare_run(
+        load_config(
+            run_dir / "run.yaml",
+            [*again, "overwrite_output_dir=true", f"output_dir={run_dir / 'fsdp2'}"],
+        )
+    ).notes
+    assert {"processes", "per_device_train_batch_size"} == {
+        note.where.rpartition(": ")[2] for note in notes if note.code == "KTC011"
+    }
 
     resumed = launch("fsdp2", "fsdp2", "resume_from_checkpoint=true", *EVALUATED)
     assert resumed.returncode == 0, resumed.stderr
     result = json.loads(resumed.stdout)  # one document: rank 0 alone speaks
     assert (result["steps"], result["held_out"]["published_step"]) == (3, 1)
     assert_same_run(run_dir, "best", "fsdp2")
+    whole = launch("fsdp2-whole", "fsdp2", *EVALUATED, "save_total_limit=9", "save_steps=1")
+    assert whole.returncode == 0, whole.stderr
+    last = "checkpoint-3/trainable.safetensors"
+    ended, uninterrupted = (
+        (run_dir / f"{name}.checkpoints" / last).read_bytes() for name in ("fsdp2", "fsdp2-whole")
+    )
+    assert ended == uninterrupted
+
+
+@quiet
+@pytest.mark.parametrize("method", ["ddp", "fsdp2"])
+def test_two_processes_go_on_where_one_was_interrupted(launch, run_dir, method):
+    name, batch = f"two-{method}", f"per_device_train_batch_size={GLOBAL_BATCH}"
+
+    def stop(done, steps):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run_dir, f"output_dir={run_dir / name}", batch, "save_steps=1", on_progress=stop)
+    refused = launch(name, method, "save_steps=1")
+    assert refused.returncode == 1  # unasked, it is another run
+    assert "resume_from_checkpoint=true" in refused.stdout + refused.stderr
+    done = launch(name, method, "save_steps=1", "resume_from_checkpoint=true")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run_dir, "alone", name)
 
 
 @quiet

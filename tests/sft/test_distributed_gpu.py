@@ -170,7 +170,7 @@ def test_where_experts_are_computed_may_change_when_a_run_goes_on(launch, run_di
 def choices(path):
     """Where experts go when ranks have different memory, obstacles and times."""
     from ktbridge.errors import UsageError
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train
     from ktbridge.sft.prepare import prepare
 
     here = start(60, use_cpu=True)
@@ -198,8 +198,8 @@ def choices(path):
         expert_device.outside_times = lambda *_: first(outside)
         config = load_config(path, [f"kt_experts={wanted}", "output_dir=none"])
         ready = prepare(config, here.size)
-        model = trainer.load_trainable(ready.config, ready.base)
-        return expert_device.place_experts(trainer.run_setting(ready.config, ready), model)
+        model = train.load_trainable(ready.config, ready.base)
+        return expert_device.place_experts(train.run_setting(ready.config, ready), model)
 
     found = placed("auto", free=(60_000_000, 1_500_000)[here.rank])
     assert found.mode != "cpu"

@@ -22,8 +22,8 @@ from trainrun import DPO, conversation, log_of, losses, pair, text, write_run
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.gpu.placement import GROUPS, Cut, Limits, Sizes, predict_seconds, rank
-from ktbridge.sft import deferred_adam, expert_device
-from ktbridge.sft.deferred_adam import DeferredAdam
+from ktbridge.sft import expert_device, optimizer
+from ktbridge.sft.optimizer import DeferredAdam
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -53,13 +53,13 @@ def test_deferring_the_optimizer_changes_no_bit(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    make = deferred_adam._Update.make
+    make = optimizer._Update.make
 
     def counted(update: Any) -> None:
         made.append(len(update.parameters))
         make(update)
 
-    monkeypatch.setattr(deferred_adam._Update, "make", counted)
+    monkeypatch.setattr(optimizer._Update, "make", counted)
     held_out = ("val_size=4", "eval_strategy=steps", "eval_steps=2", "loraplus_lr_ratio=4")
     train(*held_out, "kt_experts=stream", "output_dir=deferred")
     assert made
@@ -200,10 +200,10 @@ def test_what_was_given_back_is_not_taken_again() -> None:
 
 @pytest.mark.usefixtures("run_dir")
 def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train as recipe
 
     with monkeypatch.context() as patch:  # before a byte of weights is read
-        patch.setattr(trainer, "load_trainable", lambda *_: pytest.fail("the model was loaded"))
+        patch.setattr(recipe, "load_trainable", lambda *_: pytest.fail("the model was loaded"))
         for experts in ("stream", "resident"):
             with pytest.raises(UsageError, match=f"kt_experts: {experts} needs a GPU"):
                 train(f"kt_experts={experts}", "use_cpu=true")

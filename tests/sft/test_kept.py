@@ -55,7 +55,7 @@ def same(one, other):
         assert ours.dataset[:] == theirs.dataset[:]
         assert replace(ours, dataset=None) == replace(theirs, dataset=None)
         assert describe(ours) == describe(theirs)
-    assert one.identity == other.identity
+    assert one.fingerprint == other.fingerprint
 
 
 def test_a_second_start_has_the_same_rows_and_trains_the_same(run_dir):

@@ -15,8 +15,8 @@ from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.load_model import load_mapped
 from ktbridge.sft import load_raw_adapter
-from ktbridge.sft.base_model import check_model
 from ktbridge.sft.config import load_config
+from ktbridge.sft.model import check_model
 from ktbridge.sft.prepare import prepare
 
 pytestmark = quiet

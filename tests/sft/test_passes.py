@@ -23,7 +23,7 @@ from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
-from ktbridge.sft.passes import tokens_per_pass
+from ktbridge.sft.microbatch import tokens_per_pass
 from ktbridge.sft.placement import cut, fill
 from ktbridge.sft.progress import Diverged
 
@@ -322,7 +322,7 @@ def test_a_step_waits_for_its_numbers_once(make: Any, monkeypatch: pytest.Monkey
     trainer.train()
     assert len(gathered) == 4
     assert sum(gathered) == trainer.state.num_input_tokens_seen
-    assert trainer.pace.steady > 0
+    assert trainer.throughput.steady > 0
 
 
 def test_who_decides_the_tokens_of_a_pass(run_dir: Path) -> None:

@@ -23,8 +23,8 @@ from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import lora_targets
 from ktbridge.files.sizes import parse_size, size_text
-from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
+from ktbridge.sft.model import attach_lora
 from ktbridge.sft.plan import Target, make_plan, measure, outside
 from ktbridge.sft.plan import target as plan_target
 from ktbridge.sft.plan.layer_bytes import Batch, Pass, blocks, layer_bytes, saved_bytes

@@ -14,11 +14,10 @@ from ktbridge import kernel_choice
 from ktbridge.errors import ProblemsError
 from ktbridge.machine import read_machine
 from ktbridge.sft.config import load_config
+from ktbridge.sft.model import load_trainable
 from ktbridge.sft.plan import Target, make_plan
-from ktbridge.sft.precision import decide_precision
 from ktbridge.sft.prepare import prepare
-from ktbridge.sft.resume import IDENTITY_FILE
-from ktbridge.sft.trainer import load_trainable
+from ktbridge.sft.resume import FINGERPRINT_FILE, decide_precision
 
 GB = 10**9
 PLAIN, BF16 = ("avx2", "fma"), ("avx2", "fma", "avx512f", "avx512_bf16")
@@ -87,7 +86,7 @@ def test_plan_and_train_take_the_same_dtype_and_say_so_once(run_yaml, on_cpu, fl
 def test_a_resumed_run_keeps_the_dtype_of_its_checkpoint(run_yaml, on_cpu):
     on_cpu(BF16)
     train(run_yaml.parent)
-    (record,) = Path("raw.checkpoints").glob(f"checkpoint-2/{IDENTITY_FILE}")
+    (record,) = Path("raw.checkpoints").glob(f"checkpoint-2/{FINGERPRINT_FILE}")
     assert json.loads(record.read_text())["bf16"] is True
     on_cpu(PLAIN)
     longer = ["resume_from_checkpoint=true", "overwrite_output_dir=true", "max_steps=3"]

@@ -27,16 +27,16 @@ from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import digest, load_rows
 from ktbridge.sft.disk import check_room
-from ktbridge.sft.precision import decide_precision
 from ktbridge.sft.resume import (
     FILES,
-    IDENTITY_FILE,
+    FINGERPRINT_FILE,
     NUMBER,
     Resumption,
     check_length,
     check_start,
+    decide_precision,
     find_checkpoint,
-    identity,
+    fingerprint_run,
     saved,
     step_of,
 )
@@ -350,14 +350,14 @@ def test_a_full_disk_costs_no_checkpoint(run_dir: Path) -> None:
 def test_a_run_that_diverges_keeps_what_was_good(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, poisoned: int, words: str
 ) -> None:
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train
     from ktbridge.sft.prepare import prepare
     from ktbridge.sft.progress import Diverged
 
     models = []
-    load = trainer.load_trainable
+    load = train.load_trainable
     monkeypatch.setattr(
-        trainer, "load_trainable", lambda *given: models.append(load(*given)) or models[-1]
+        train, "load_trainable", lambda *given: models.append(load(*given)) or models[-1]
     )
 
     def poison(step: int, steps: int) -> None:
@@ -367,7 +367,7 @@ def test_a_run_that_diverges_keeps_what_was_good(
 
     given = ["max_steps=6", "lr_scheduler_type=constant"]
     with pytest.raises(Diverged, match=words):
-        trainer.train(load_config(run_dir / "run.yaml", given), on_progress=poison)
+        train.train(load_config(run_dir / "run.yaml", given), on_progress=poison)
     assert not (run_dir / "raw").exists()
     if poisoned == 2:  # what was to be saved after that step was not
         assert not list((run_dir / "raw.checkpoints").glob("checkpoint-*"))
@@ -380,7 +380,7 @@ def test_a_run_that_diverges_keeps_what_was_good(
     assert codes == [("KTC011", "warning"), ("KTC021", "info")]
     assert ready.notes[0].found == "0.01 until here, 0.001 from here on"
     log: list[dict] = []
-    trainer.train(config, on_log=log.append, prepared=ready)
+    train.train(config, on_log=log.append, prepared=ready)
     assert [(record["step"], record["learning_rate"]) for record in log] == [
         (step, 0.001) for step in range(3, 7)
     ]
@@ -389,7 +389,7 @@ def test_a_run_that_diverges_keeps_what_was_good(
 def found(config: TrainConfig) -> Resumption:
     base = Path(config.model_name_or_path)
     config, _ = decide_precision(config, cuda=False)
-    return find_checkpoint(config, identity(config, base, digest(load_rows(config))))
+    return find_checkpoint(config, fingerprint_run(config, base, digest(load_rows(config))))
 
 
 def as_of_0_6(record):
@@ -407,25 +407,25 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     for number, path in enumerate((place.with_name("checkpoint-10"), place)):
         path.mkdir(parents=True)
         decided, _ = decide_precision(config, cuda=False)
-        record = {**identity(decided, base, digest(load_rows(config))), NUMBER: number}
-        (path / IDENTITY_FILE).write_text(json.dumps(record))
+        record = {**fingerprint_run(decided, base, digest(load_rows(config))), NUMBER: number}
+        (path / FINGERPRINT_FILE).write_text(json.dumps(record))
     with pytest.raises(KtbridgeError, match="saved with save_only_model=true"):
         found(config)
     (place / "optimizer.pt").touch()
     assert found(config).checkpoint == place  # the last one written
-    whole = (place / IDENTITY_FILE).read_text()
+    whole = (place / FINGERPRINT_FILE).read_text()
     sizes = {"optimizer.pt": 7, "scheduler.pt": 5}
-    (place / IDENTITY_FILE).write_text(json.dumps({**json.loads(whole), FILES: sizes}))
+    (place / FINGERPRINT_FILE).write_text(json.dumps({**json.loads(whole), FILES: sizes}))
     with pytest.raises(ProblemsError, match="the checkpoint is damaged") as caught:
         found(config)
     said = [(problem.found, problem.expected) for problem in caught.value.problems]
     assert said == [("0 bytes", "7 bytes"), ("no such file", "5 bytes")]
-    (place / IDENTITY_FILE).write_text(whole)
+    (place / FINGERPRINT_FILE).write_text(whole)
     assert found(load_config(run_dir / "run.yaml")).checkpoint == place  # nothing was asked for
     # Keys newer than 0.5.0 are left out at their defaults, as by a version that didn't know them; 0.6.0
     # wrote some of them.
     for record in (json.loads(whole), as_of_0_6(json.loads(whole))):
-        (place / IDENTITY_FILE).write_text(json.dumps(record))
+        (place / FINGERPRINT_FILE).write_text(json.dumps(record))
         assert found(load_config(run_dir / "run.yaml")).checkpoint == place
         with pytest.raises(ProblemsError, match="another run") as caught:
             found(load_config(run_dir / "run.yaml", ["use_rslora=true"]))
@@ -434,12 +434,12 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     # Earlier versions had no dropout on the experts: such a run is one with none.
     earlier = json.loads(whole)
     assert earlier["kt_config"].pop("kt_lora_dropout") == 0.1
-    (place / IDENTITY_FILE).write_text(json.dumps(earlier))
+    (place / FINGERPRINT_FILE).write_text(json.dumps(earlier))
     with pytest.raises(ProblemsError, match="another run"):
         found(config)
     without = load_config(run_dir / "run.yaml", ["kt_lora_dropout=0"])
     assert found(without).checkpoint == place
-    (place / IDENTITY_FILE).write_text(whole)
+    (place / FINGERPRINT_FILE).write_text(whole)
     anew = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=false"])
     assert found(anew).checkpoint is None
     assert "raw.checkpoints.old-1" in found(anew).notes[0].next_step
@@ -498,8 +498,8 @@ def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rat
     place = run_dir / "raw.checkpoints/checkpoint-2"
     place.mkdir(parents=True)
     (place / "optimizer.pt").touch()
-    record = identity(config, Path(config.model_name_or_path), digest(load_rows(config)))
-    (place / IDENTITY_FILE).write_text(json.dumps(record))
+    record = fingerprint_run(config, Path(config.model_name_or_path), digest(load_rows(config)))
+    (place / FINGERPRINT_FILE).write_text(json.dumps(record))
     longer = load_config(run_dir / "run.yaml", [*schedule, "max_steps=20"])
     if goes_on:
         assert found(longer).checkpoint == place
@@ -508,3 +508,38 @@ def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rat
         with pytest.raises(ProblemsError, match="this is another run") as caught:
             found(longer)
         assert "resume_from_checkpoint=true" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "other"),
+    [
+        (2, ["per_device_train_batch_size=1"], set()),
+        (4, ["per_device_train_batch_size=1", "gradient_accumulation_steps=1"], set()),
+        (2, [], {"processes"}),
+        (4, ["per_device_train_batch_size=1"], {"processes", "per_device_train_batch_size"}),
+    ],
+)
+def test_another_number_of_processes_goes_on_with_the_same_rows_in_a_step(
+    size: int, overrides: list[str], other: set[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = decide_precision(load_config(run_dir / "run.yaml"), cuda=False)
+    place = run_dir / "raw.checkpoints/checkpoint-2"
+    place.mkdir(parents=True)
+    (place / "optimizer.pt").touch()
+    record = fingerprint_run(config, Path(config.model_name_or_path), digest(load_rows(config)))
+    (place / FINGERPRINT_FILE).write_text(json.dumps(record))
+    for name, value in (("WORLD_SIZE", size), ("RANK", 0), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ProblemsError, match="this is another run") as unasked:
+        found(load_config(run_dir / "run.yaml", overrides))
+    assert bool(other) != ("resume_from_checkpoint=true" in unasked.value.next_step)
+    asked = load_config(run_dir / "run.yaml", [*overrides, "resume_from_checkpoint=true"])
+    if other:
+        with pytest.raises(ProblemsError, match="another run") as refused:
+            found(asked)
+        assert {each.where.rpartition(": ")[2] for each in refused.value.problems} == other
+        assert "keep the rows of a step" in refused.value.next_step
+        return
+    notes = {note.where.rpartition(": ")[2]: note for note in found(asked).notes}
+    assert notes["processes"].code == "KTC011"
+    assert notes["processes"].found == f"1 until here, {size} from here on"

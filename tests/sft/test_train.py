@@ -74,7 +74,7 @@ def test_training_learns_and_leaves_a_valid_raw_adapter(warm, run_dir):
 def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
     from transformers import TrainerCallback
 
-    from ktbridge.sft import trainer
+    from ktbridge.sft import train as recipe
 
     class Talks(TrainerCallback):
         """As wandb's does, and wandb's own process."""
@@ -83,7 +83,7 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
             print("from Python")
             os.write(1, b"from a process\n")
 
-    monkeypatch.setattr(trainer, "reporters", lambda config: [Talks()])
+    monkeypatch.setattr(recipe, "reporters", lambda config: [Talks()])
     bad = with_bad_rows(run_dir)
     strict = train(run_dir, "--strict-data")
     assert strict.exit_code == 1

@@ -10,7 +10,14 @@ in one of two ways (``prepare``):
   same on all ranks, and its gradients are averaged once a step.
 """
 
-from ktbridge.sft.distributed.dispatch import run_experts
+from ktbridge.sft.distributed.dispatch import (
+    copy_into,
+    full,
+    gather_trained,
+    local,
+    prepare,
+    replicated_lora,
+)
 from ktbridge.sft.distributed.group import (
     add,
     agree,
@@ -20,50 +27,22 @@ from ktbridge.sft.distributed.group import (
     made_by_main,
     start,
 )
-from ktbridge.sft.distributed.model import (
-    fill,
-    full,
-    gather_trained,
-    local,
-    prepare,
-    replicated_lora,
-)
 from ktbridge.sft.distributed.optimizer import (
     average_and_clip,
     average_gradients,
     leave_experts_whole,
     load_optimizer,
+    save_names,
     save_optimizer,
     separate_experts,
     shard_on_the_cpu,
     trainer_arguments,
 )
-from ktbridge.sft.launch import World, is_main, world
+from ktbridge.sft.launch import is_main, world
 
 __all__ = [
-    "World",
-    "add",
-    "agree",
-    "average_and_clip",
-    "average_gradients",
-    "barrier",
-    "fill",
-    "finish",
-    "from_main",
-    "full",
-    "gather_trained",
-    "is_main",
-    "leave_experts_whole",
-    "load_optimizer",
-    "local",
-    "made_by_main",
-    "prepare",
-    "replicated_lora",
-    "run_experts",
-    "save_optimizer",
-    "separate_experts",
-    "shard_on_the_cpu",
-    "start",
-    "trainer_arguments",
-    "world",
-]
+    "add", "agree", "average_and_clip", "average_gradients", "barrier", "copy_into", "finish",
+    "from_main", "full", "gather_trained", "is_main", "leave_experts_whole", "load_optimizer", "local",
+    "made_by_main", "prepare", "replicated_lora", "save_names", "save_optimizer",
+    "separate_experts", "shard_on_the_cpu", "start", "trainer_arguments", "world",
+]  # fmt: skip

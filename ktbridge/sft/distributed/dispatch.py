@@ -1,5 +1,6 @@
-"""One call of an experts module by several processes: tokens to rank 0, outputs back, in backward alike.
+"""The experts of a model in several processes: which rank owns them, and one call of them by all.
 
+``prepare`` decides. If rank 0 owns them, a call sends it tokens, and outputs back; in backward alike.
 All ranks make the same calls in the same order. Each call starts with a row of whole numbers from every
 rank, so ranks out of step stop with an error before tokens of different layers are mixed. Gradient
 checkpointing repeats nothing here: outputs are kept and handed out again (``experts.recompute``).
@@ -13,17 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
+from torch import distributed, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts import autograd, recompute
 from ktbridge.experts.compat import graph_is_kept
-from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.sft.distributed.group import collect, distribute, exchange
+from ktbridge.experts.layer import MoELoRAExperts, expert_layers
+from ktbridge.experts.modules import experts_modules
+from ktbridge.sft.compat import leave_out_of_ddp
+from ktbridge.sft.distributed.group import (
+    collect,
+    distribute,
+    exchange,
+    explain_lost_rank,
+    group,
+)
 from ktbridge.sft.launch import is_main, world
 
 _FORWARD, _BACKWARD = 0, 1
@@ -35,7 +46,7 @@ class _Calls:
 
 @dataclass
 class _Call:
-    """What one call's forward and backward share."""
+    """State that a call's forward and backward share."""
 
     layer: MoELoRAExperts
     ids: torch.Tensor
@@ -52,7 +63,7 @@ class _Call:
 def run_experts(
     layer: MoELoRAExperts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """``layer(hidden, ids, weights)`` where its experts are rank 0's: the same shapes, dtypes and gradients.
+    """Return ``layer(hidden, ids, weights)`` of experts that rank 0 owns: the same values and gradients.
 
     hidden [T, H] bfloat16, ids [T, K] int64, weights [T, K] float32 -> [T, H] bfloat16; T is each rank's
     own and may be 0. Raises ``KtbridgeError`` when the ranks are not at the same call, or one is lost.
@@ -115,7 +126,7 @@ def _agreed(
 
 
 def _in_step(row: Sequence[int]) -> list[list[int]]:
-    """Every rank's row, of which all but the last two numbers must be the same everywhere.
+    """Return every rank's row, of which all but the last two numbers must be the same everywhere.
 
     Rows are equally long in forward and backward: gloo ends a process that is sent more than it expects.
     """
@@ -137,7 +148,7 @@ def _in_step(row: Sequence[int]) -> list[list[int]]:
 def _forward(
     call: _Call, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's outputs [T, H] on the host."""
+    """Return this rank's outputs [T, H] on the host."""
     call.like = (hidden.to("meta"), weights.to("meta"))
     whole = collect([hidden, ids, weights], call.counts)
     outputs = []
@@ -160,7 +171,7 @@ def _forward(
 
 
 def _backward(call: _Call, d_out: torch.Tensor) -> list[torch.Tensor]:
-    """This rank's d_hidden [T, H] and d_weights [T, K] on the host; the expert LoRA's goes to ``.grad``."""
+    """Return this rank's d_hidden [T, H] and d_weights [T, K]; the expert LoRA's goes to ``.grad``."""
     _in_step([_BACKWARD, call.number, 0, 0, 0, 0, 0])
     whole, gradients = collect([d_out], call.counts), []
     if is_main():
@@ -180,3 +191,110 @@ def _backward(call: _Call, d_out: torch.Tensor) -> list[torch.Tensor]:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def prepare(model: nn.Module) -> None:
+    """Decide which rank owns a wrapped model's experts, before an optimizer sees its parameters.
+
+    Experts on the GPU (``place_experts``, which comes first) are every rank's: each computes its own rows,
+    and who trains averages the expert LoRA's gradients (``average_gradients``). Other experts become rank
+    0's: layers then dispatch (``run_experts``), and other ranks drop expert weights and expert LoRA. Either
+    way DDP is set to ignore the expert LoRA, and FSDP2 will be (``leave_experts_whole``), and what more than
+    one rank trains starts from rank 0's values. Does nothing for a process that is alone.
+    """
+    if world().size == 1:
+        return
+    experts = expert_names(model)
+    everywhere = bool(_on_gpu(model))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (everywhere or name not in experts):
+            _broadcast(parameter)
+    leave_out_of_ddp(model, experts)
+    if not everywhere:
+        _give_to_main(model)
+
+
+def _give_to_main(model: nn.Module) -> None:
+    """Make rank 0 the one owner of the experts."""
+    layers = expert_layers(model).values()
+    for layer in layers:
+        layer.forward = MethodType(run_experts, layer)  # type: ignore[method-assign]
+    if is_main():
+        return
+    for layer in layers:
+        layer._parameters.clear()
+        layer.weights = ()  # type: ignore[assignment]  # from now on its kernels must not run
+    for _, module in experts_modules(model):
+        module.mapped_experts = ()  # type: ignore[assignment]
+        for name in list(module._parameters):
+            del module._parameters[name]
+
+
+def replicated_lora(model: nn.Module) -> list[nn.Parameter]:
+    """Return the expert LoRA that each rank trains, in the same order on all: experts on the GPU."""
+    lora = (parameter for layer in _on_gpu(model) for parameter in layer.parameters())
+    return [parameter for parameter in lora if parameter.requires_grad]
+
+
+def _on_gpu(model: nn.Module) -> list[MoELoRAExperts]:
+    """Return the expert layers that were given to the GPU."""
+    return [layer for layer in expert_layers(model).values() if layer.gpu is not None]
+
+
+def expert_names(model: nn.Module) -> set[str]:
+    """Return the names of the routed experts' parameters: their LoRA, and weights if loaded."""
+    return {
+        f"{name}.{parameter}"
+        for name, module in experts_modules(model)
+        for parameter, _ in module.named_parameters()
+    }
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole, on every rank: all ranks must ask for one that FSDP2 has sharded."""
+    gather = getattr(tensor, "full_tensor", None)
+    if gather is None:
+        return tensor
+    with explain_lost_rank():
+        whole: torch.Tensor = gather()
+    return whole
+
+
+def gather_trained(model: nn.Module) -> None:
+    """Replace each trained tensor that FSDP2 has sharded by the whole one, after training.
+
+    On all ranks, in place; what reads the model's parameters then finds them as in a single process. The
+    model can't be run any more.
+    """
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.requires_grad and hasattr(parameter, "to_local"):
+                whole = full(parameter.detach()).cpu()
+                module._parameters[name] = nn.Parameter(whole)
+
+
+def _broadcast(parameter: torch.Tensor) -> None:
+    value = parameter.detach().cpu().contiguous()
+    with explain_lost_rank():
+        distributed.broadcast(value, 0, group())
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def copy_into(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a whole tensor into a parameter, or this rank's part of it where FSDP2 has sharded it."""
+    if hasattr(parameter, "to_local"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(parameter, DTensor)
+        there = value.to(parameter.to_local().device, parameter.dtype)
+        value = distribute_tensor(
+            there, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that FSDP2 has sharded; any other is its own part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -2,17 +2,18 @@
 
 What differs from a single process: FSDP2 leaves the experts alone, sharded and whole parameters are never
 in one group of the optimizer, the expert LoRA's gradients are averaged here where every rank has it, the
-gradients' norm counts it once and is the same on all ranks, and each rank saves the optimizer's state for
-its own shards, rank 0 that of the expert LoRA.
+gradients' norm counts it once and is the same on all ranks, and the optimizer's state is saved whole, by the
+names of parameters, so that a run goes on with another number of processes.
+
+Not by torch.distributed.checkpoint: its ``.metadata`` is a pickle, which reading would run.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,17 +24,18 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.masters import gradients_norm
 from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.modules import vision_towers
+from ktbridge.sft.compat import WholeTrainer
+from ktbridge.sft.distributed.dispatch import expert_names, full, replicated_lora
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
-from ktbridge.sft.distributed.model import expert_names, full, replicated_lora
-from ktbridge.sft.launch import world
-
-if TYPE_CHECKING:
-    from ktbridge.sft.run_trainer import RunTrainer
+from ktbridge.sft.launch import shards_parameters, world
 
 State = dict[str, Any]
 """A ``state_dict`` of torch's."""
 _MAIN_STATE = "optimizer.safetensors"
 """Rank 0's file has the name that marks a checkpoint as resumable."""
+_NAMES = "optimizer_names.json"
+_BETWEEN = "|"
+"""Between a parameter's name and a moment's."""
 
 
 def trainer_arguments() -> dict[str, bool | str]:
@@ -48,10 +50,10 @@ def trainer_arguments() -> dict[str, bool | str]:
     }
 
 
-def shard_on_the_cpu(trainer: RunTrainer) -> None:
+def shard_on_the_cpu(trainer: WholeTrainer) -> None:
     """FSDP2 among processes without GPUs: torch shards there too, accelerate only knows of accelerators."""
     state = trainer.accelerator.state
-    if world().size > 1 and state.distributed_type == "MULTI_CPU" and _asks_for_fsdp():
+    if world().size > 1 and state.distributed_type == "MULTI_CPU" and shards_parameters():
         from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
         state.distributed_type = DistributedType.FSDP
@@ -59,7 +61,7 @@ def shard_on_the_cpu(trainer: RunTrainer) -> None:
         trainer.is_fsdp_enabled = True
 
 
-def leave_experts_whole(trainer: RunTrainer) -> None:
+def leave_experts_whole(trainer: WholeTrainer) -> None:
     """Have FSDP2 leave the experts alone, and a vision tower, which some ranks' rows don't need.
 
     Before the model is sharded.
@@ -70,7 +72,7 @@ def leave_experts_whole(trainer: RunTrainer) -> None:
         plugin.ignored_modules = whole
 
 
-def separate_experts(trainer: RunTrainer, optimizer: torch.optim.Optimizer) -> None:
+def separate_experts(trainer: WholeTrainer, optimizer: torch.optim.Optimizer) -> None:
     """Move the experts' parameters to groups of their own, with their group's options.
 
     One step over a group takes sharded tensors or whole ones, not both.
@@ -84,7 +86,7 @@ def separate_experts(trainer: RunTrainer, optimizer: torch.optim.Optimizer) -> N
             optimizer.add_param_group({**options, "params": own})
 
 
-def average_and_clip(trainer: RunTrainer, model: nn.Module, largest: float) -> torch.Tensor:
+def average_and_clip(trainer: WholeTrainer, model: nn.Module, largest: float) -> torch.Tensor:
     """Once in each step, before the optimizer's: the norm of all ranks' gradients, as ``clip_gradients``."""
     own = trainer.accelerator.unwrap_model(trainer.model)
     lora = replicated_lora(own)
@@ -94,7 +96,7 @@ def average_and_clip(trainer: RunTrainer, model: nn.Module, largest: float) -> t
     return clip_gradients(model, _expert_parameters(trainer), largest)
 
 
-def reduces_itself(trainer: RunTrainer) -> bool:
+def reduces_itself(trainer: WholeTrainer) -> bool:
     """Return whether a step averages all gradients at its end, and no process waits for another before.
 
     So it is with experts on the GPU, whose LoRA is averaged here anyway, but for FSDP2, which gathers weights
@@ -104,33 +106,118 @@ def reduces_itself(trainer: RunTrainer) -> bool:
     return bool(replicated_lora(own)) and not trainer.is_fsdp_enabled
 
 
-def save_optimizer(trainer: RunTrainer, directory: str) -> None:
-    """Each rank's state of its own shards, rank 0's with the expert LoRA's, and the scheduler's."""
-    os.makedirs(directory, exist_ok=True)
+def save_optimizer(trainer: WholeTrainer, directory: str) -> None:
+    """Write the state of optimizer and scheduler into one file, whole tensors by names of parameters.
+
+    All ranks call it: FSDP2's shards are gathered. Rank 0 writes, and has the expert LoRA's.
+    """
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    state = _local(inner.state_dict())
-    if world().rank:  # its expert LoRA, if any, equals rank 0's
-        experts = _expert_parameters(trainer)
-        others = [each for each in inner.param_groups if experts.isdisjoint(each["params"])]
-        state = _of_groups(state, len(others))
-    _write_state(_state_file(directory), state, trainer.lr_scheduler.state_dict())
+    state, names = inner.state_dict(), _names(trainer)
+    tensors, plain = {}, {}
+    for group, own in zip(inner.param_groups, state["param_groups"], strict=True):
+        for parameter, place in zip(group["params"], own["params"], strict=True):
+            for moment, value in state["state"].get(place, {}).items():
+                key = f"{names[parameter]}{_BETWEEN}{moment}"
+                if torch.is_tensor(value):
+                    tensors[key] = full(value.detach()).cpu().contiguous()
+                else:
+                    plain[key] = value
+        own["params"] = [names[parameter] for parameter in group["params"]]
+    if world().rank == 0:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        scheduler = trainer.lr_scheduler.state_dict()
+        beside = {"param_groups": state["param_groups"], "plain": plain, "scheduler": scheduler}
+        metadata = {key: json.dumps(value, default=float) for key, value in beside.items()}
+        save_file(tensors, Path(directory) / _MAIN_STATE, metadata)
 
 
-def load_optimizer(trainer: RunTrainer, checkpoint: str) -> None:
-    """What ``save_optimizer`` saved. Raises KtbridgeError where this rank's state isn't there."""
-    path = _state_file(checkpoint)
-    if not path.is_file():
-        raise KtbridgeError(
-            f"{path.parent} has no optimizer state for rank {world().rank} of {world().size}.",
-            "Go on with as many processes as the checkpoint's run had.",
+def save_names(trainer: WholeTrainer, directory: str) -> None:
+    """Write the names of parameters beside the optimizer.pt of a run of one process, in its order."""
+    inner, names = getattr(trainer.optimizer, "optimizer", trainer.optimizer), _names(trainer)
+    order = [[names[parameter] for parameter in group["params"]] for group in inner.param_groups]
+    (Path(directory) / _NAMES).write_text(json.dumps(order))
+
+
+def load_optimizer(trainer: WholeTrainer, checkpoint: str) -> None:
+    """Load the state that ``save_optimizer`` or a run of one process saved, by any number of processes.
+
+    A checkpoint of 0.6.0 has a file for each rank, for as many ranks. Raises KtbridgeError if this rank's is
+    missing, or the optimizer.pt of 0.6.0 is to be loaded by several.
+    """
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    found = _by_name(Path(checkpoint))
+    if found is None:
+        path = _state_file(checkpoint)
+        if not path.is_file() or (world().size == 1 and path.with_name("rng_state_1.pth").exists()):
+            raise KtbridgeError(
+                f"{path.parent} has no optimizer state for rank {world().rank} of {world().size}: "
+                "0.6.0 saved it for one number of processes.",
+                "Go on with as many processes as the checkpoint's run had.",
+            )
+        state, scheduler = _with_experts(path, len(inner.param_groups))
+        inner.load_state_dict(_sharded(state, inner))
+    else:
+        moments, groups, scheduler = found
+        names, own = _names(trainer), inner.state_dict()
+        group_of = {name: group for group in groups for name in group["params"]}
+        state = {"state": {}, "param_groups": []}
+        for group, mine in zip(inner.param_groups, own["param_groups"], strict=True):
+            options = group_of[names[group["params"][0]]] if group["params"] else mine
+            state["param_groups"].append({**options, "params": mine["params"]})
+            for parameter, place in zip(group["params"], mine["params"], strict=True):
+                if values := moments.get(names[parameter]):
+                    state["state"][place] = {
+                        moment: _as_sharded(value, parameter) for moment, value in values.items()
+                    }
+        inner.load_state_dict(state)
+    # What it has for each group is set by ``set_learning_rate``: groups depend on the number of processes.
+    single = {key: value for key, value in scheduler.items() if not isinstance(value, list)}
+    trainer.lr_scheduler.load_state_dict({**trainer.lr_scheduler.state_dict(), **single})
+
+
+def _names(trainer: WholeTrainer) -> dict[nn.Parameter, str]:
+    own = trainer.accelerator.unwrap_model(trainer.model)
+    return {value: name for name, value in own.named_parameters() if value.requires_grad}
+
+
+def _by_name(checkpoint: Path) -> tuple[dict[str, State], list[State], State] | None:
+    """Return moments by parameter, groups with names, and the scheduler's state; None: of 0.6.0."""
+    moments: dict[str, State] = {}
+    if (names := checkpoint / _NAMES).is_file():
+        saved, scheduler = (
+            torch.load(checkpoint / name, map_location="cpu", weights_only=True)
+            for name in ("optimizer.pt", "scheduler.pt")
         )
-    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    state, scheduler = _with_experts(path, len(inner.param_groups))
-    inner.load_state_dict(_sharded(state, inner))
-    trainer.lr_scheduler.load_state_dict(scheduler)
+        groups: list[State] = []
+        for group, order in zip(saved["param_groups"], json.loads(names.read_text()), strict=True):
+            groups.append({**group, "params": order})
+            for place, name in zip(group["params"], order, strict=True):
+                moments[name] = saved["state"].get(place, {})
+        return moments, groups, scheduler
+    if not (path := checkpoint / _MAIN_STATE).is_file():
+        return None
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        if "plain" not in metadata:
+            return None
+        values = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  no mapping
+    for key, value in {**values, **json.loads(metadata["plain"])}.items():
+        name, _, moment = key.rpartition(_BETWEEN)
+        moments.setdefault(name, {})[moment] = value
+    return moments, json.loads(metadata["param_groups"]), json.loads(metadata["scheduler"])
 
 
-def _expert_parameters(trainer: RunTrainer) -> set[nn.Parameter]:
+def _as_sharded(value: Any, parameter: nn.Parameter) -> Any:
+    """Return a whole moment as FSDP2 has sharded its parameter; others stay."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor) or not torch.is_tensor(value) or not value.dim():
+        return value
+    here = value.to(parameter.to_local().device)
+    return distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _expert_parameters(trainer: WholeTrainer) -> set[nn.Parameter]:
     own = trainer.accelerator.unwrap_model(trainer.model)
     names = expert_names(own)
     return {value for name, value in own.named_parameters() if name in names}
@@ -162,30 +249,13 @@ def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float)
     return torch.tensor(norm)
 
 
-def _asks_for_fsdp() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-
-
 def _state_file(directory: str) -> Path:
     rank = world().rank
     return Path(directory) / (f"optimizer_{rank}.safetensors" if rank else _MAIN_STATE)
 
 
-def _write_state(path: Path, optimizer: State, scheduler: State) -> None:
-    """Moments as tensors named "PLACE.NAME", all else as JSON in the file's metadata."""
-    moments = {
-        f"{place}.{name}": torch.as_tensor(value).detach().cpu().contiguous()
-        for place, values in optimizer["state"].items()
-        for name, value in values.items()
-    }
-    plain = {"param_groups": optimizer["param_groups"], "scheduler": scheduler}
-    save_file(
-        moments, path, {key: json.dumps(value, default=float) for key, value in plain.items()}
-    )
-
-
 def _read_state(path: Path) -> tuple[State, State]:
-    """The optimizer's and the scheduler's state that ``_write_state`` wrote."""
+    """Return the optimizer's and the scheduler's state in a rank's file of 0.6.0."""
     state: dict[int, dict[str, torch.Tensor]] = {}
     with safe_open(path, "pt") as file:
         for key in file.keys():  # noqa: SIM118  not a mapping
@@ -209,23 +279,6 @@ def _with_experts(path: Path, groups: int) -> tuple[State, State]:
         state["state"] = {**theirs["state"], **state["state"]}
     lists = {key: value[:groups] for key, value in scheduler.items() if isinstance(value, list)}
     return state, {**scheduler, **lists}
-
-
-def _of_groups(state: State, count: int) -> State:
-    """An optimizer's state without that of the groups behind the first ``count``."""
-    groups = state["param_groups"][:count]
-    places = {place for group in groups for place in group["params"]}
-    kept = {place: each for place, each in state["state"].items() if place in places}
-    return {"state": kept, "param_groups": groups}
-
-
-def _local(value: Any) -> Any:
-    """The same with this rank's shards in the place of sharded tensors."""
-    if isinstance(value, dict):
-        return {key: _local(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_local(each) for each in value)
-    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _sharded(state: State, optimizer: torch.optim.Optimizer) -> State:

@@ -1,4 +1,4 @@
-"""All processes are the same run: what each of them would train with, compared before the first step.
+"""A comparison of all processes before the first step: each must train the same run.
 
 A process with other rows or another learning rate takes part in every exchange as the right one does, and the
 run ends well with another adapter. So each describes its run in parts, name -> short text or digest, twice:
@@ -26,11 +26,11 @@ from ktbridge.files import digests
 from ktbridge.install import LINEAR_ATTENTION, version_of
 from ktbridge.model import find_model
 from ktbridge.model.identity import fingerprint
-from ktbridge.sft.arguments import choose
 from ktbridge.sft.config.fields import options
 from ktbridge.sft.distributed.group import ANSWER_SECONDS, gather, joined, start
 from ktbridge.sft.launch import World, several_launchers, world
-from ktbridge.sft.resume import HELD_OUT, IDENTITY_FILE, checkpoints_dir
+from ktbridge.sft.model import choose_device
+from ktbridge.sft.resume import FINGERPRINT_FILE, HELD_OUT, checkpoints_dir, resumable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ktbridge.sft.prepare import Prepared
 
 Parts = dict[str, str]
-"""What one process would train with: the names of its parts, and a short text or a digest of each."""
+"""Inputs of one process's run: names of its parts, and a short text or a digest of each."""
 
 _PACKAGES = (
     "torch", "transformers", "peft", "trl", "accelerate", "tokenizers", "datasets", "flash-attn", "kernels",
@@ -59,7 +59,7 @@ _HASH = 12
 class _State:
     compared = False
     over = False
-    """Whether all know that the run starts, or that it doesn't: nobody waits to be told."""
+    """True once all know that the run starts, or that it doesn't: nobody waits to be told."""
 
 
 def join(config: TrainConfig) -> World:
@@ -77,7 +77,7 @@ def join(config: TrainConfig) -> World:
 
 
 def compare_prepared(config: TrainConfig, ready: Prepared) -> list[Problem]:
-    """Compare what all ranks have prepared, and wait for those that still do; the notes on it.
+    """Compare what all ranks have prepared, wait for those that still do, and return notes.
 
     Raises ``ProblemsError`` on every rank where one has prepared otherwise or couldn't.
     """
@@ -118,7 +118,7 @@ def tell(error: KtbridgeError) -> None:
 
 
 def describe_start(config: TrainConfig) -> Parts:
-    """The parts that are known before rows are read: settings, packages, launch, device, base model."""
+    """Return the parts that are known before rows are read: settings, packages, launch, base model."""
     parts = {
         f"{prefix}{key}": _text(getattr(values, key))
         for prefix, values in (("", config), ("kt_config.", config.kt_config))
@@ -126,7 +126,7 @@ def describe_start(config: TrainConfig) -> Parts:
         if not option.each_host
     }
     parts["number of processes"] = str(world().size)
-    parts["device"] = choose(config).type
+    parts["device"] = choose_device(config).type
     parts["version of ktbridge"] = f"{ktbridge.__version__}, code {_own_code()}"
     parts |= {f"version of {name}": version_of(name) or "not installed" for name in _PACKAGES}
     parts |= {key: value for key, value in os.environ.items() if key.startswith(_LAUNCH)}
@@ -142,12 +142,12 @@ def describe_start(config: TrainConfig) -> Parts:
 
 
 def describe_prepared(config: TrainConfig, ready: Prepared) -> Parts:
-    """The parts that ``prepare`` has found: rows as tokens, steps, and the checkpoint to go on from."""
+    """Return the parts that ``prepare`` has found: rows as tokens, steps, checkpoint."""
     fitted, held = ready.fitted, ready.held_out
     parts = {
         "rows": f"{len(fitted.dataset):,} sequences, digest {digest_of_tokens(fitted.dataset)}",
         "held-out rows": "none",
-        "image processor": _short(json.dumps(ready.identity.get("image processor"))),
+        "image processor": _short(json.dumps(ready.fingerprint.get("image processor"))),
         "steps": str(ready.steps),
         "steps between evaluations": str(ready.eval_steps),
         "step to go on from": str(ready.resumption.step),
@@ -158,14 +158,11 @@ def describe_prepared(config: TrainConfig, ready: Prepared) -> Parts:
             f"{len(held.dataset):,} sequences, digest {digest_of_tokens(held.dataset)}"
         )
     if ready.stream or ready.vision:  # of which the tokens don't tell all
-        parts["rows as read"] = _short(str(ready.identity["rows"]))
-        parts["held-out rows as read"] = _short(json.dumps(ready.identity.get(HELD_OUT)))
+        parts["rows as read"] = _short(str(ready.fingerprint["rows"]))
+        parts["held-out rows as read"] = _short(json.dumps(ready.fingerprint.get(HELD_OUT)))
     if place := ready.resumption.checkpoint:
-        rank = world().rank
-        own = f"optimizer_{rank}.safetensors" if rank else "optimizer.safetensors"
-        lacking = [name for name in (own, f"rng_state_{rank}.pth") if not (place / name).is_file()]
-        digest = _short(digests.of_file(place / IDENTITY_FILE))
-        without = f", without {' and '.join(lacking)}" if lacking else ""
+        digest = _short(digests.of_file(place / FINGERPRINT_FILE))
+        without = "" if resumable(place) else ", without the optimizer's state"
         parts["checkpoint"] = f"{place.name}, digest {digest}{without}"
     return parts
 
@@ -191,7 +188,7 @@ def compare(parts: Mapping[str, str], seconds: float | None = None) -> None:
 
 
 def differences(found: Sequence[Mapping[str, str]]) -> list[Problem]:
-    """A problem for each part in which ranks of a host have another value than rank 0."""
+    """Return a problem for each part in which ranks of a host have another value than rank 0."""
     main = found[0]
     there: dict[tuple[str, str, str], list[int]] = {}
     for rank, theirs in enumerate(found):
@@ -212,7 +209,7 @@ def differences(found: Sequence[Mapping[str, str]]) -> list[Problem]:
 
 
 def digest_of_tokens(dataset: Dataset) -> str:
-    """A digest of all columns of prepared rows, in their order: token ids, labels, lengths."""
+    """Return a digest of all columns of prepared rows, in their order: token ids, labels, lengths."""
     import pyarrow as pa
 
     digest = hashlib.sha256()
@@ -251,7 +248,7 @@ def _step(name: str) -> str:
 
 
 def _look_at_disk(config: TrainConfig) -> list[dict[str, str]]:
-    """Each rank's host, and whether it sees a file that rank 0 has just made beside ``output_dir``."""
+    """Return each rank's host, and whether it sees a file that rank 0 has just made beside ``output_dir``."""
     host = {_HOST: socket.gethostname()}
     place = checkpoints_dir(config)
     with ExitStack() as stack:
@@ -266,7 +263,7 @@ def _look_at_disk(config: TrainConfig) -> list[dict[str, str]]:
 
 
 def _unseen_disk(found: Sequence[Mapping[str, str]]) -> list[Problem]:
-    """A warning where ranks don't see what rank 0 writes: its checkpoints will lack their part."""
+    """Warn if ranks don't see what rank 0 writes: no later run on their host finds the checkpoints."""
     apart = [rank for rank, theirs in enumerate(found) if theirs[_DISK] != str(True)]
     if not apart:
         return []
@@ -288,7 +285,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _described(name: str, describe: Callable[[], Parts]) -> Parts:
-    """The parts of what ``name`` stands for; why it can't be read, where it can't: ``prepare`` raises it."""
+    """Return the parts of what ``name`` stands for, or why it can't be read."""
     try:
         return {f"{name}: {part}": value for part, value in describe().items()}
     except KtbridgeError as error:
@@ -310,7 +307,7 @@ def _model(path: Path) -> Parts:
 
 def _adapter(path: Path) -> Parts:
     names = [each for each in path.iterdir() if each.suffix in (".safetensors", ".bin", ".json")]
-    skip = {"trainer_state.json", IDENTITY_FILE}
+    skip = {"trainer_state.json", FINGERPRINT_FILE}
     return {
         each.name: digests.of_file(each)[:_HASH]
         for each in sorted(names)
@@ -319,14 +316,14 @@ def _adapter(path: Path) -> Parts:
 
 
 def _own_code() -> str:
-    """A digest of the package's Python files: a checkout may be another one of the same version."""
+    """Return a digest of the package's Python files: a checkout may be another one of the same version."""
     root = Path(ktbridge.__file__).parent
     files = sorted(root.rglob("*.py"))
     return _short("".join(f"{path.relative_to(root)} {digests.of_file(path)}" for path in files))
 
 
 def _text(value: object) -> str:
-    """A setting's value as a short text; of a long one the digest, too."""
+    """Return a setting's value as a short text; of a long one the digest, too."""
     text = json.dumps(value, default=str)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… (digest {_short(text)})"
 

@@ -70,7 +70,7 @@ def make_plan(
     from ktbridge.sft.plan.choices import (
         compare,  # whose placement needs this package's memory model
     )
-    from ktbridge.sft.precision import decide_precision  # resuming needs this package's storages
+    from ktbridge.sft.resume import decide_precision  # resuming needs this package's storages
 
     base = find_model(config.model_name_or_path)
     missing = weights_missing(base)

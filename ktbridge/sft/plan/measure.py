@@ -54,7 +54,7 @@ def measure_experts(setting: Setting, tokens: int, room: int | None) -> ExpertTi
     import torch
 
     from ktbridge.experts.layer import MoELoRAExperts
-    from ktbridge.sft.attach import threads_beside_python
+    from ktbridge.sft.model import threads_beside_python
 
     storage = setting.shape.expert_storage if setting.shape.mappable else "bf16"
     size, share, count = _fitting(setting, setting.expert_pass(tokens), storage, room)

@@ -114,8 +114,8 @@ def _first_layers(setting: Setting, layers: int, device: torch.device) -> Any:
     from ktbridge.experts import recompute
     from ktbridge.experts.load_model import model_class, model_config
     from ktbridge.experts.modules import experts_modules
-    from ktbridge.sft.attach import attach_linear_lora
     from ktbridge.sft.compat import set_attention
+    from ktbridge.sft.model import attach_linear_lora
 
     class NoExperts(nn.Module):
         def __init__(self, experts: int) -> None:

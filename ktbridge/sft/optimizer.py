@@ -1,6 +1,7 @@
-"""AdamW's update of expert LoRA in host memory, made layer by layer beside the next step.
+"""The optimizer of a run: LoRA+ rates, its learning rate on resume, and updates on the host beside the GPU.
 
-The GPU waits while the host updates masters: 93 ms of a step of 2 s with 48 layers of 128 experts. A layer
+``DeferredAdam`` updates expert LoRA in host memory layer by layer beside the next step. The GPU waits
+while the host updates masters: 93 ms of a step of 2 s with 48 layers of 128 experts. A layer
 needs its new LoRA when it next computes, and by then the GPU still has the layers before it to do. So the
 optimizer's step takes the gradients away, and each layer updates its own masters first when it is called:
 the same products in the same order, so the same bits.
@@ -14,10 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from torch.optim.lr_scheduler import LambdaLR
 
 from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.sft.compat import make_adam_states
+from ktbridge.sft.compat import make_adam_states, set_logged_rates
+
+_RATIO = "rate_ratio"
+"""In a group of the optimizer, and so in its saved state: its rate as a multiple of learning_rate."""
 
 _OPTIONS = ("lr", "weight_decay", "eps", "maximize")
 
@@ -55,8 +61,10 @@ class DeferredAdam:
         if type(optimizer) is not torch.optim.AdamW:
             return
         for layer in layers:
+            if layer.gpu is None:  # of another rank, it has no parameters here
+                continue
             own = [each for each in layer.lora_parameters() if each.device.type == "cpu"]
-            if layer.gpu is not None and own:
+            if own:
                 self._layers |= dict.fromkeys(own, layer)
                 layer.register_forward_pre_hook(self._finish_layer)
         if self._layers:
@@ -96,3 +104,37 @@ class DeferredAdam:
                 parameter.grad = None
             for layer, update in updates.items():
                 self._pending.setdefault(layer, []).append(update)
+
+
+def separate_b(model: nn.Module, optimizer: Optimizer, ratio: float) -> None:
+    """Move each group's B, PEFT's and the experts', to one behind the others, at ``ratio`` times its rate.
+
+    LoRA+ (arXiv:2402.12354). Nothing is moved where the ratio is 1. PEFT's own ``create_loraplus_optimizer``
+    groups by its own layers' names, which would leave the experts' B with A.
+    """
+    own = {value for name, value in model.named_parameters() if _is_b(name)}
+    for group in list(optimizer.param_groups) if ratio != 1 else ():
+        behind = [each for each in group["params"] if each in own]
+        if behind and _RATIO not in group:
+            group["params"] = [each for each in group["params"] if each not in own]
+            options = {key: value for key, value in group.items() if key != "params"}
+            options |= {"lr": ratio * group["lr"], _RATIO: ratio}
+            optimizer.add_param_group({**options, "params": behind})
+
+
+def _is_b(name: str) -> bool:
+    return ".lora_B." in name or name.endswith("_lora_b")
+
+
+def set_learning_rate(scheduler: LambdaLR, highest: float) -> None:
+    """Have a loaded LambdaLR and its optimizer go on with ``highest`` as the schedule's rate.
+
+    Their states hold the learning rates of the run that wrote them; ``highest`` may have been changed since.
+    """
+    groups = scheduler.optimizer.param_groups
+    scheduler.base_lrs = [highest * group.get(_RATIO, 1.0) for group in groups]
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    rates = [float(base * factor) for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    set_logged_rates(scheduler, rates)
+    for group, base, rate in zip(groups, scheduler.base_lrs, rates, strict=True):
+        group["initial_lr"], group["lr"] = base, rate

@@ -1,9 +1,10 @@
 """Crash-safe checkpoints, and resuming from one bit-exactly.
 
-Trainer saves and restores optimizer, schedule, random numbers and its place in the data. Ours are the
-trained tensors (PEFT's and the experts' alike, in their own precision), the same as a raw adapter, the
-identity of the run they belong to with a hash of each file, and the order of writing: a checkpoint is
-written beside its place, fsynced and renamed, so one that has its name is complete.
+Trainer saves and restores schedule, random numbers and its place in the data. Ours are the trained tensors
+(PEFT's and the experts' alike, in their own precision), the same as a raw adapter, the optimizer's state
+(``distributed.optimizer``), the fingerprint of the run with a hash of each file (``resume``), and the order
+of writing: a checkpoint is written beside its place, fsynced and renamed, so one that has its name is
+complete.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -28,11 +29,12 @@ from ktbridge.files.publish import fsync_directory
 from ktbridge.files.sizes import size_text
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft import distributed
+from ktbridge.sft.compat import WholeTrainer
 from ktbridge.sft.resume import (
     FILES,
-    IDENTITY_FILE,
+    FINGERPRINT_FILE,
     NUMBER,
-    Identity,
+    RunFingerprint,
     damage,
     describe_files,
     next_number,
@@ -40,9 +42,6 @@ from ktbridge.sft.resume import (
     saved,
     step_of,
 )
-
-if TYPE_CHECKING:
-    from ktbridge.sft.run_trainer import RunTrainer
 
 TENSORS_FILE = "trainable.safetensors"
 PLACEMENT_FILE = "experts.json"
@@ -52,34 +51,38 @@ class Checkpoints:
     """Saves and loads the checkpoints of ``trainer``'s run, complete and atomically written."""
 
     def __init__(
-        self, trainer: RunTrainer, root: Path, own: Identity, keep: int | None, base: str
+        self, trainer: WholeTrainer, root: Path, own: RunFingerprint, keep: int | None, base: str
     ) -> None:
-        """In ``root``, with the run's identity ``own``; the last ``keep`` checkpoints (or all) are kept.
+        """Save in ``root`` with the fingerprint ``own``; the last ``keep`` checkpoints (or all) are kept.
 
         ``base`` is the base model's path, which the adapter in a checkpoint names.
         """
         self._trainer = trainer
-        self._root, self._identity, self._keep, self._base = root, own, keep, base
+        self._root, self._fingerprint, self._keep, self._base = root, own, keep, base
         self.directory = root / f".partial-{int(distributed.from_main(os.getpid()))}"
-        """Where the next one is written."""
+        """Place in which the next one is written."""
         self.placement: Callable[[], dict[str, Any]] | None = None
-        """Where experts are computed, for a run that goes on to repeat the bits."""
+        """The placement of the experts, for a run that goes on to repeat the bits."""
+        self.evaluated: Callable[[int], Mapping[str, float] | None] = lambda step: None
+        """What the manifest of a step's adapter says of its evaluation."""
+        self.save_stream: Callable[[Path], None] | None = None
+        """Writes the place in a stream of rows into a checkpoint."""
         self.best_step: Callable[[], int | None] | None = None
         """The step whose checkpoint is kept beside the last ones, and is loaded at the end."""
         self.last_not_saved: KtbridgeError | None = None
-        """Why the checkpoint of the last step could not be written."""
+        """The reason if the checkpoint of the last step could not be written."""
 
     def last_good(self) -> str:
-        """The last checkpoint that a run can go on from, or "" while there is none."""
+        """Return the last checkpoint that a run can go on from, or "" while there is none."""
         return str(next(filter(resumable, reversed(saved(self._root))), ""))
 
     def of(self, step: int) -> Path | None:
-        """The checkpoint of ``step``, if there is one."""
+        """Return the checkpoint of ``step``, if there is one."""
         place = self._root / f"checkpoint-{step}"
         return place if place in saved(self._root) else None
 
     def finished(self, checkpoint: str) -> TrainerState:
-        """Load what a finished run was left with, where there is nothing to train; its state."""
+        """Load what a finished run was left with, and return its state; nothing is left to train."""
         self.load(checkpoint)
         return TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
 
@@ -128,7 +131,7 @@ class Checkpoints:
             return
         made = self.directory / f"checkpoint-{self._trainer.state.global_step}"
         record = {FILES: describe_files(made), NUMBER: next_number(self._root)}
-        (made / IDENTITY_FILE).write_bytes(dump_json({**self._identity, **record}))
+        (made / FINGERPRINT_FILE).write_bytes(dump_json({**self._fingerprint, **record}))
         for path in made.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -151,7 +154,7 @@ class Checkpoints:
         shutil.rmtree(gone, ignore_errors=True)
 
     def take_best(self, ranked: Sequence[Mapping[str, float]]) -> int:
-        """Give the model the values of the first step that an undamaged checkpoint has; that step.
+        """Load the first step that an undamaged checkpoint has into the model; return that step.
 
         ``ranked``: records of the log, the best first. The last step's values are in the model already.
         """
@@ -165,14 +168,13 @@ class Checkpoints:
         chosen = int(distributed.from_main(chosen))  # others may see another disk
         place = self._root / f"checkpoint-{chosen}"
         sharded = any(hasattr(value, "to_local") for _, value in trained(self._trainer.model))
+        # Not by a replica on a host without the file: nothing reads it any more.
         if chosen != last and (distributed.is_main() or sharded or place.exists()):
-            self.load(
-                str(place)
-            )  # else a replica on a host without the file: nothing reads it any more
+            self.load(str(place))
         return chosen
 
     def save_trained(self, directory: Path) -> None:
-        """What is trained: the raw adapter in bfloat16 and, to go on from, the tensors as they are."""
+        """Save the raw adapter in bfloat16 and, to go on from, the trained tensors as they are."""
         directory.mkdir(parents=True, exist_ok=True)
         model = self._trainer.model
         tensors = {
@@ -182,15 +184,15 @@ class Checkpoints:
             whole = not self._trainer.args.save_only_model
             if whole or self.best_step:
                 save_file(tensors, directory / TENSORS_FILE)
-            if whole and self._trainer.stream is not None:
-                self._trainer.stream.save(directory, self._trainer.sequences_used())
+            if whole and self.save_stream is not None:
+                self.save_stream(directory)
             if whole and self.placement is not None:
                 (directory / PLACEMENT_FILE).write_bytes(dump_json(self.placement()))
-            training = self._trainer.held_out.training(self._trainer.state.global_step)
+            training = self.evaluated(self._trainer.state.global_step)
             save_into(model, directory, self._base, tensors, training)
 
     def load(self, checkpoint: str) -> None:
-        """Give the model what was saved of it. Raises KtbridgeError where something else is trained."""
+        """Load the trained tensors into the model. Raises KtbridgeError if others were saved."""
         path = Path(checkpoint) / TENSORS_FILE
         own = dict(trained(self._trainer.model))
         with safe_open(path, "pt") as file:
@@ -200,17 +202,17 @@ class Checkpoints:
                 odd = sorted(names ^ own.keys())[0]
                 raise KtbridgeError(f"{path} and the model differ in what is trained: {odd}.")
             for name, parameter in own.items():
-                distributed.fill(parameter, file.get_tensor(name))
+                distributed.copy_into(parameter, file.get_tensor(name))
 
 
 def read_placement(checkpoint: Path | str | None) -> Mapping[str, Any] | None:
-    """Return what a checkpoint says of the placement of its run's experts; None: it doesn't."""
+    """Return the placement of its experts that a checkpoint records, if it does."""
     path = Path(checkpoint) / PLACEMENT_FILE if checkpoint else None
     return read_json_file(path) if path and path.exists() else None
 
 
 def _failure(work: Callable[[], None]) -> Exception | None:
-    """The error that kept ``work`` from writing its files, or None."""
+    """Return the error that kept ``work`` from writing its files, or None."""
     try:
         work()
     except (OSError, SafetensorError) as error:
@@ -223,5 +225,5 @@ def _failure(work: Callable[[], None]) -> Exception | None:
 
 
 def trained(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-    """Names and parameters that training changes."""
+    """Return names and parameters that training changes."""
     return ((name, value) for name, value in model.named_parameters() if value.requires_grad)
