@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -31,15 +31,15 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
     metavar="URL",
     help="The running server, as http://HOST:PORT.",
 )
-@click.option(
-    "--model", required=True, metavar="NAME", help="The served name to judge, such as S:NAME."
-)
+@click.option("--model", metavar="NAME", help="The served name to judge, such as S:NAME.")
 @click.option(
     "--adapter",
-    "adapter_dir",
+    "adapters",
     required=True,
-    metavar="DIR",
-    help="The adapter, as training wrote it or in any format that `ktbridge convert` reads.",
+    multiple=True,
+    metavar="[NAME=]DIR",
+    help="The adapter, as training wrote it or in any format that `ktbridge convert` reads. Without --model "
+    "NAME=DIR: which one NAME or S:NAME should be; may be repeated.",
 )
 @from_option
 @click.option(
@@ -49,6 +49,12 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
     help="The base model: a directory, or org/name on the Hub.",
 )
 @click.option("--expert-model", metavar="NAME", help="The served name with the expert LoRA alone.")
+@click.option(
+    "--reload",
+    is_flag=True,
+    help="With NAME=DIR: exchange the adapters under their names and put them back, by the API of vLLM and "
+    "SGLang. Not while others use the server.",
+)
 @click.option(
     "--api-key",
     envvar="KTBRIDGE_API_KEY",
@@ -72,11 +78,12 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def command(
     server: str,
-    model: str,
-    adapter_dir: str,
+    model: str | None,
+    adapters: tuple[str, ...],
     from_format: str,
     base_model: str,
     expert_model: str | None,
+    reload: bool,
     api_key: str | None,
     repeat: int,
     logprobs_from: str,
@@ -89,7 +96,27 @@ def command(
     LoRA and full adapter give; the base is read layer by layer and never held whole. The verdict is one
     of: applied, not applied, only experts, only attention, wrong scale (≈ ×k), can't tell. Exit code 0
     only for "applied", with every other arm what its name promises.
+
+    With --adapter NAME=DIR, repeated, in place of --model: which adapter answers under which name, alone and
+    among requests for the others, and does the base stay the base? Exit code 0 only if each name answers as
+    its own adapter throughout, and the base as the base.
+
+    \b
+    ktbridge verify --server URL --model S:NAME --adapter DIR --base-model MODEL
+    ktbridge verify --server URL --adapter a=DIR --adapter b=DIR --base-model MODEL --reload
     """
+    if model is None:
+        if expert_model is not None:
+            raise click.UsageError("--expert-model goes with --model NAME.")
+        from ktbridge.cli._verify_several import run
+
+        told = Told(server, api_key, base_model, from_format, repeat, logprobs_from, as_json)
+        run(told, adapters, reload=reload)
+        return
+    if len(adapters) > 1 or reload:
+        what = "--reload goes" if reload else "several adapters go"
+        raise click.UsageError(f"{what} with --adapter NAME=DIR, without --model.")
+    (adapter_dir,) = adapters
     from ktbridge.adapter import open_adapter
     from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, print_readings, progress_bar
@@ -119,6 +146,18 @@ def command(
     if not as_json:
         _print_evidence(result)
     sys.exit(0 if result.ok else 1)
+
+
+class Told(NamedTuple):
+    """What every form of the command is told."""
+
+    server: str
+    api_key: str | None
+    base_model: str
+    from_format: str
+    repeat: int
+    logprobs_from: str
+    as_json: bool
 
 
 def _print_verdict(result: Verification) -> None:
@@ -157,7 +196,7 @@ def _arms(result: Verification) -> Table:
     from rich.markup import escape
 
     references = [name for name in REFERENCES if name in result.noise]
-    table = _table(
+    table = new_table(
         f"mean |Δlogprob| to each reference, {result.positions} tokens, nats", "served model"
     )
     for name in references:
@@ -185,7 +224,7 @@ def _arms(result: Verification) -> Table:
 def _halves(result: Verification) -> Table:
     from rich.markup import escape
 
-    table = _table(f"{escape(result.model)}: each half", "half")
+    table = new_table(f"{escape(result.model)}: each half", "half")
     table.add_column("verdict")
     for column in ("with it", "without", "effect", "noise", "share"):
         table.add_column(column, justify="right")
@@ -207,14 +246,15 @@ def _hypotheses(result: Verification) -> Table:
     from rich.markup import escape
 
     title = "explanations that were computed" + ("" if result.looks_like else "; none fits")
-    table = _table(title, "the nearest first")
+    table = new_table(title, "the nearest first")
     table.add_column("nats away", justify="right")
     for hypothesis in result.hypotheses[:SHOWN]:
         table.add_row(escape(hypothesis.looks_like), f"{hypothesis.distance:.4f}")
     return table
 
 
-def _table(title: str, first: str) -> Table:
+def new_table(title: str, first: str) -> Table:
+    """A table of numbers under a title, with its first column's heading."""
     from rich import box
     from rich.table import Table
 

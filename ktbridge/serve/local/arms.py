@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.experts.modules import experts_modules
+from ktbridge.experts.modules import ExpertsModule, experts_modules
 from ktbridge.server_api.served_names import ServedArm
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
@@ -49,13 +49,10 @@ class Mixer:
         """
         self._slots = dict(slots)
         self._selected: tuple[ServedArm, ...] = ()
-        modules = [module for _, module in experts_modules(model)]
-        self._experts = [
-            (module, {name: layers[number] for name, layers in experts.items()})
-            if experts
-            else (module, {None: module.kt})
-            for number, module in enumerate(modules)
-        ]
+        self._experts: list[tuple[ExpertsModule, dict[str | None, MoELoRAExperts]]] = []
+        for number, (_, module) in enumerate(experts_modules(model)):
+            own = {name: layers[number] for name, layers in (experts or {}).items()}
+            self._experts.append((module, own or {None: module.kt}))
         self.groups: tuple[Group, ...] = ((None, None),)
         for layer in tuned:
             assert isinstance(layer, nn.Module)
@@ -76,7 +73,7 @@ class Mixer:
                 module.kt = layer
             if len(shares) > 1:
                 parts = [(layers[adapter], rows) for adapter, _, rows in shares]
-                module.kt = _ByRows(parts)
+                module.kt = _ByRows(parts)  # type: ignore[assignment]
         names = [None if arm.nonexpert is None else self._slots[arm.nonexpert] for arm in wanted]
         every = list(dict.fromkeys(names))
         if len(every) == 1:

@@ -72,7 +72,7 @@ def _load_experts(
 
     All adapters' layers are over the same weights. Without an adapter the layers of the base are under None.
     """
-    given = adapters or {None: None}
+    given: Mapping[str | None, Adapter | None] = adapters or {None: None}
     found: dict[str | None, list[MoELoRAExperts]] = {}
     for name, adapter in given.items():
         rank, alpha = (adapter.rank, adapter.alpha) if adapter is not None else (0, 0.0)
