@@ -24,6 +24,7 @@ def run(told: Told, given: Sequence[str], *, reload: bool) -> None:
     """Check, print, and end with the exit code."""
     from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, print_readings, progress_bar
+    from ktbridge.verify.logprobs import LogprobClient
     from ktbridge.verify.several import verify_several
 
     try:
@@ -37,11 +38,10 @@ def run(told: Told, given: Sequence[str], *, reload: bool) -> None:
     print_readings([adapter.reading for adapter in adapters.values()])
     with progress_bar("asking the server", "layers") as bar:
         result = verify_several(
-            told.server,
+            LogprobClient(told.server, told.api_key),
             adapters,
             told.base_model,
             reload=reload,
-            api_key=told.api_key,
             repeat=told.repeat,
             logprobs_from=told.logprobs_from,
             on_progress=bar,

@@ -37,9 +37,9 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
     "adapters",
     required=True,
     multiple=True,
-    metavar="[NAME=]DIR",
+    metavar="DIR",
     help="The adapter, as training wrote it or in any format that `ktbridge convert` reads. Without --model "
-    "NAME=DIR: which one NAME or S:NAME should be; may be repeated.",
+    "NAME=DIR: the adapter that NAME or S:NAME should be; may be repeated.",
 )
 @from_option
 @click.option(
@@ -149,7 +149,7 @@ def command(
 
 
 class Told(NamedTuple):
-    """What every form of the command is told."""
+    """Options of every form of the command."""
 
     server: str
     api_key: str | None

@@ -17,7 +17,7 @@ from ktbridge.errors import KtbridgeError, UsageError
 
 BASE = "base"
 HALVES = ("expert LoRA", "non-expert LoRA")
-"""What an arm's description has of the adapter."""
+"""Halves of an adapter, as descriptions of arms name them."""
 
 
 def adapter_name(served: str, adapter: str) -> str:

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, replace
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
+from ktbridge.server_api.served_names import BASE
 from ktbridge.verify.references import References, mean_distance
 from ktbridge.verify.verdict import CLEAR_OF_NOISE, Verification, read_arm
 
-BASE = "base"
-"""The base's column, and what a row of the base should be."""
 BEFORE = "before"
 ALONE = "alone"
 TOGETHER = "together"
@@ -80,7 +79,7 @@ class MatrixRow:
 
 @dataclass(frozen=True)
 class NameVerdict:
-    """What one served name is. ``verdict`` is one of ``Verification``'s, or "another adapter".
+    """Verdict on one served name. ``verdict`` is one of ``Verification``'s, or "another adapter".
 
     ``answers_as`` is the column that it equals. ``verification`` is of this name against its own adapter
     alone, as a check of a single adapter makes it.

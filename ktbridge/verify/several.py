@@ -18,6 +18,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model import read_model_config, resolve_model
 from ktbridge.server_api.served_names import (
+    BASE,
     ModelEntry,
     ServedModel,
     engine_of,
@@ -30,7 +31,6 @@ from ktbridge.verify.logprobs import SAMPLED, Answer, LogprobClient, Span, Unusa
 from ktbridge.verify.matrix import (
     AFTER,
     ALONE,
-    BASE,
     BEFORE,
     GENERATING,
     RELOADED,
@@ -87,18 +87,17 @@ class _Asked:
 
 
 def verify_several(
-    base_url: str,
+    server: LogprobClient,
     adapters: Mapping[str, Adapter],
     base_model: str,
     *,
     reload: bool = False,
-    api_key: str | None = None,
     repeat: int = 1,
     logprobs_from: str = "auto",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> SeveralVerification:
-    """Measure the server at ``base_url`` against references of the base and of all ``adapters``.
+    """Measure ``server`` against references of the base and of all ``adapters``.
 
     ``adapters``: served name -> adapter; the NAME of S:NAME will do. ``reload`` exchanges the adapters under
     their names and puts them back, through the API that vLLM and SGLang have: never while others use the
@@ -108,7 +107,6 @@ def verify_several(
     """
     base = Path(resolve_model(base_model))
     halves = {name: find_halves(adapter) for name, adapter in adapters.items()}
-    server = LogprobClient(base_url, api_key)
     entries = server.entries()
     models = read_models(entries, server.applied_adapter(engine_of(entries)) or "")
     found = find_names(adapters, entries, models)
@@ -237,7 +235,7 @@ def find_base(names: Sequence[str], models: Mapping[str, ServedModel]) -> str | 
 
 @dataclass
 class _Server:
-    """How the server is asked."""
+    """Access to the server, and the ways of asking it."""
 
     client: LogprobClient
     generator: Sampler | None

@@ -16,6 +16,7 @@ from ktbridge.adapter import open_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.server_api.client import OpenAIClient
 from ktbridge.server_api.served_names import read_models
+from ktbridge.verify.logprobs import LogprobClient
 from ktbridge.verify.several import find_base, find_names, verify_several
 
 SCRIPT = Path(__file__).with_name("faultyserver.py")
@@ -64,7 +65,7 @@ class Served:
     def verify(self, fault: str = "", engine: str = "ktbridge", **options):
         self.plant(fault, engine)
         adapters = {n: open_adapter(path, base_model=self._base) for n, path in self._pair.items()}
-        return verify_several(self.url, adapters, str(self._base), **options)
+        return verify_several(LogprobClient(self.url), adapters, str(self._base), **options)
 
     def roots(self) -> dict[str, str]:
         """Where the server has each name's adapter from."""
@@ -142,7 +143,6 @@ def test_faults_are_named(served, fault, code, verdicts, where):
         assert "alone" not in found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_names_are_exchanged_and_put_back(served, engine):
     result = served.verify("", engine, reload=True)
@@ -166,7 +166,6 @@ def test_names_are_exchanged_and_put_back(served, engine):
         ("base-loaded", {"before": {"tiny:base"}, "put back": {"tiny:base"}}),
     ],
 )
-@pytest.mark.slow
 def test_faults_of_loading_are_named(served, fault, where):
     result = served.verify(fault, "vllm", reload=True)
     found = wrong(result)
@@ -273,7 +272,7 @@ def test_adapters_that_cannot_be_told_apart(served, lettered, pair):
     """The same adapter under two names: each answers rightly, and that proves nothing."""
     served.plant("wrong")
     twice = {name: open_adapter(pair["b"], base_model=lettered) for name in "ab"}
-    result = verify_several(served.url, twice, str(lettered))
+    result = verify_several(LogprobClient(served.url), twice, str(lettered))
     assert not result.ok
     assert {(p.code, p.where) for p in result.problems} == {("KTV024", "a and b")}
 
