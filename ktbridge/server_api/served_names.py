@@ -16,7 +16,7 @@ from typing import Literal
 from ktbridge.errors import KtbridgeError, UsageError
 
 BASE = "base"
-HALVES = ("expert LoRA", "non-expert LoRA")
+_HALVES = ("expert LoRA", "non-expert LoRA")
 """Halves of an adapter, as descriptions of arms name them."""
 
 
@@ -202,7 +202,7 @@ def described_halves(description: str) -> tuple[bool, bool]:
     parts = description.split(" + ")
     if parts[0] != BASE:
         return True, True
-    first, second = (any(part.startswith(half) for part in parts) for half in HALVES)
+    first, second = (any(part.startswith(half) for part in parts) for half in _HALVES)
     return first, second
 
 

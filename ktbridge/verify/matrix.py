@@ -1,4 +1,4 @@
-"""Which adapter answers under which name: served logprobs against the base and every adapter. No torch.
+"""Matrix of served names against the base and every adapter, from logprobs alone. No torch.
 
 A row is one served name at one stage of the check, a column the base or a whole adapter, a cell the mean
 |Δlogprob| of the two. A row answers as a column if ``verdict.read_arm`` finds it equal: within noise, and
