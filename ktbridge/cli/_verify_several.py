@@ -102,7 +102,7 @@ def _print_matrix(result: SeveralVerification) -> None:
 def _matrix(result: SeveralVerification) -> Table:
     from rich.markup import escape
 
-    from ktbridge.verify.matrix import STAGES
+    from ktbridge.verify.matrix import CHECK_STAGES
 
     title = "mean |Δlogprob| to the base and to each adapter, nats"
     table = new_table(title, "served model")
@@ -111,7 +111,7 @@ def _matrix(result: SeveralVerification) -> Table:
     table.add_column("tokens", justify="right")
     table.add_column("should be")
     for stage, rows in groupby(result.rows, key=lambda row: row.stage):
-        table.add_row(STAGES[stage], style="dim")
+        table.add_row(CHECK_STAGES[stage], style="dim")
         for row in rows:
             name = f"  {escape(row.model)}" + (", generated" if row.generated else "")
             style = "" if row.as_expected else "red"

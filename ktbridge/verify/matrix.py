@@ -17,16 +17,16 @@ from ktbridge.verify.references import References, mean_distance
 from ktbridge.verify.verdict import CLEAR_OF_NOISE, Verification, read_arm
 
 BEFORE = "before"
-ALONE = "alone"
+ONE_BY_ONE = "alone"
 TOGETHER = "together"
 GENERATING = "generating together"
 AFTER = "after"
 UNLOADED = "adapters unloaded"
 RELOADED = "names exchanged"
 RESTORED = "put back"
-STAGES = {
+CHECK_STAGES = {
     BEFORE: "before any adapter is asked for",
-    ALONE: "one name after the other",
+    ONE_BY_ONE: "one name after the other",
     TOGETHER: "all names at once",
     GENERATING: "all names at once, tokens that they generate",
     AFTER: "after all of that",
@@ -156,7 +156,7 @@ class SeveralVerification:
         return {"ok": self.ok, "sentence": self.sentence} | document
 
 
-def read_rows(readings: Sequence[Reading]) -> tuple[MatrixRow, ...]:
+def make_rows(readings: Sequence[Reading]) -> tuple[MatrixRow, ...]:
     """A row of each reading."""
     return tuple(map(_read_row, readings))
 
@@ -189,7 +189,7 @@ def judge_names(
 
     ``paths``: name -> directory of its adapter.
     """
-    alone = {row.expected: row for row in rows if row.stage == ALONE}
+    alone = {row.expected: row for row in rows if row.stage == ONE_BY_ONE}
     return tuple(
         _judge_name(name, alone, verification, paths[name])
         for name, verification in verifications.items()
@@ -231,11 +231,11 @@ def find_problems(
             yield problem("KTV020", name.model, f"{name.verdict}: {name.reason}", expected)
     if base is None:
         yield problem("KTV025", "the server", f"only {_listed([name.model for name in names])}")
-    alone = {row.model: row.answers_as for row in rows if row.stage == ALONE}
+    alone = {row.model: row.answers_as for row in rows if row.stage == ONE_BY_ONE}
     for row in rows:
-        if row.as_expected or row.stage == ALONE:
+        if row.as_expected or row.stage == ONE_BY_ONE:
             continue
-        where, found = f"{row.model}, {STAGES[row.stage]}", described(row)
+        where, found = f"{row.model}, {CHECK_STAGES[row.stage]}", describe_row(row)
         if row.model == base:
             yield problem("KTV021", where, found, "the base", _base_step(rows, base))
         elif row.stage in RELOADS:
@@ -246,7 +246,7 @@ def find_problems(
     yield from _alike(readings)
 
 
-def described(row: MatrixRow) -> str:
+def describe_row(row: MatrixRow) -> str:
     """A row that isn't as expected, in words."""
     away = row.distances[row.expected]
     if row.answers_as is not None:
@@ -283,7 +283,7 @@ def _moved(
             continue
         away = mean_distance(reading.logprobs, first.logprobs)
         if away > floor:
-            where = f"{base}, {STAGES[reading.stage]}"
+            where = f"{base}, {CHECK_STAGES[reading.stage]}"
             found = f"{away:.3g} nats from what it was before"
             yield problem("KTV021", where, found, f"at most {floor:.3g} nats")
 

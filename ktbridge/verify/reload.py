@@ -18,7 +18,7 @@ from ktbridge.server_api.served_names import ModelEntry, engine_of, listed_as
 
 NATIVE = {"vllm": False, "sglang": True}
 """Engines with this API -> whether its paths stand beside /v1."""
-STEP = (
+_STEP = (
     "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or leave out --reload: SGLang and vLLM alone can "
     "load adapters while they run"
 )
@@ -38,7 +38,7 @@ class AdapterLoader:
             raise KtbridgeError(
                 f"{server.url} is served by {engine or 'an engine that it does not name'}, which has no API "
                 "to load adapters.",
-                STEP,
+                _STEP,
             )
         self._server, self._native = server, NATIVE[engine]
         self._listed = {model: listed_as(model, entries) or model for model in models}
@@ -68,7 +68,7 @@ class AdapterLoader:
         except Refused as refused:
             if refused.status in (404, 405) and self._loaded == self.roots:  # nothing was changed
                 raise KtbridgeError(
-                    f"{self._server.url} has no API to load adapters ({refused.reason}).", STEP
+                    f"{self._server.url} has no API to load adapters ({refused.reason}).", _STEP
                 ) from refused
             raise
 

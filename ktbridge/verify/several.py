@@ -3,7 +3,7 @@
 The server is asked first, in the stages of ``ktbridge.verify.matrix``: the base, each name, all of them at
 once (their prompts, then tokens that they generate), the base again; with ``reload`` the adapters exchange
 their names and come back. References of the base and of all adapters are then computed together, by one
-reading of the base model for all that fits into ``TOKENS``.
+reading of the base model for all that fits into ``TOKENS_OF_ALL``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ktbridge.verify.hypotheses import explain
 from ktbridge.verify.logprobs import SAMPLED, Answer, LogprobClient, Span, Unusable
 from ktbridge.verify.matrix import (
     AFTER,
-    ALONE,
     BEFORE,
     GENERATING,
+    ONE_BY_ONE,
     RELOADED,
     RESTORED,
     TOGETHER,
@@ -42,7 +42,7 @@ from ktbridge.verify.matrix import (
     find_problems,
     floored,
     judge_names,
-    read_rows,
+    make_rows,
 )
 from ktbridge.verify.references import References
 from ktbridge.verify.reload import AdapterLoader
@@ -61,7 +61,7 @@ from ktbridge.verify.verdict import Variant, Verification, judge
 if TYPE_CHECKING:
     from ktbridge.verify.reference_model import ReferenceModel
 
-TOKENS = 16_384  # of all variants together, in one pass over the checkpoint: some GB of activations at most
+TOKENS_OF_ALL = 16_384  # of all variants together, in one pass over the checkpoint: some GB of activations at most
 GENERATED_FROM = 2  # every so many-th prompt is continued as well
 
 
@@ -137,7 +137,7 @@ def verify_several(
         [one.adapter for one in served],
         [span.tokens for span in spans],
         [span.start for span in spans],
-        TOKENS,
+        TOKENS_OF_ALL,
     )
     on_stage("computing references")
     computed = compute_all_references(reference_model, [one.halves for one in served], on_progress)
@@ -157,9 +157,9 @@ def verify_several(
         )
         for one in asked
     ]
-    rows = read_rows(readings)
+    rows = make_rows(readings)
     explanations = _Explanations(reference_model, spans, computed, on_progress, on_stage)
-    unknown = {row.expected for row in rows if row.stage == ALONE and row.answers_as is None}
+    unknown = {row.expected for row in rows if row.stage == ONE_BY_ONE and row.answers_as is None}
     verifications = {}
     for number, one in enumerate(served):
         result = explanations.judge(number, one, asked, base_name)
@@ -168,7 +168,7 @@ def verify_several(
         verifications[one.name] = result
     paths = {one.name: str(one.adapter.path) for one in served}
     names = judge_names(verifications, rows, paths)
-    fixed = next(reading for reading in readings if reading.stage == ALONE)
+    fixed = next(reading for reading in readings if reading.stage == ONE_BY_ONE)
     problems = list(find_problems(names, rows, readings, base_name))
     if server.way == SAMPLED:
         accepted = logprobs_from == SAMPLED
@@ -275,7 +275,7 @@ def _ask(
     if base is not None and not server.client.ask_all([base]):  # listed, and refused
         base, of_base = None, {}
     yield from server.ask(BEFORE, of_base)
-    yield from server.ask(ALONE, own)
+    yield from server.ask(ONE_BY_ONE, own)
     yield from server.ask_together(TOGETHER, of_base | own)
     yield from server.generate(GENERATING, of_base | own)
     yield from server.ask(AFTER, of_base)
@@ -369,4 +369,4 @@ class _Explanations:
 
 
 def _alone(one: ServedAdapter, asked: Sequence[_Asked]) -> Answer:
-    return next(a.answer for a in asked if a.stage == ALONE and a.model == one.model)
+    return next(a.answer for a in asked if a.stage == ONE_BY_ONE and a.model == one.model)
