@@ -61,7 +61,7 @@ from ktbridge.verify.verdict import Variant, Verification, judge
 if TYPE_CHECKING:
     from ktbridge.verify.reference_model import ReferenceModel
 
-TOKENS_OF_ALL = 16_384  # of all variants together, in one pass over the checkpoint: some GB of activations at most
+TOKENS_OF_ALL = 16_384  # of all variants, in one pass over the checkpoint: some GB of activations
 GENERATED_FROM = 2  # every so many-th prompt is continued as well
 
 
