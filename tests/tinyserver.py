@@ -67,12 +67,12 @@ def save_tokenizer(directory: Path, alphabet: Sequence[str] | None = None):
     return fast
 
 
-def save_model(directory: Path, seed: int) -> Path:
+def save_model(directory: Path, seed: int, alphabet: Sequence[str] | None = None) -> Path:
     import torch
     from tinymoe import tiny_config
     from transformers import Qwen3MoeForCausalLM
 
-    fast = save_tokenizer(directory)
+    fast = save_tokenizer(directory, alphabet)
     torch.manual_seed(seed)
     config = tiny_config(
         vocab_size=len(fast),

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,21 @@ from_option = click.option(
 def told_format(from_format: str) -> tuple[str, ...]:
     """The override of a training configuration that ``from_option`` stands for."""
     return () if from_format == "auto" else (f"adapter_format={from_format}",)
+
+
+def named_directories(
+    _: click.Context | None, parameter: click.Parameter | None, values: Sequence[str]
+) -> dict[str, str]:
+    """Read NAME=DIR options as a mapping. Raises BadParameter for any other, and for a NAME given twice."""
+    named: dict[str, str] = {}
+    for value in values:
+        name, equals, directory = value.partition("=")
+        if not equals or not name or not directory:
+            raise click.BadParameter(f"{value!r} is not NAME=DIR.", param=parameter)
+        if name in named:
+            raise click.BadParameter(f"the name {name!r} is given twice.", param=parameter)
+        named[name] = directory
+    return named
 
 
 class Command(click.Command):

@@ -9,21 +9,8 @@ import click
 from click.core import ParameterSource
 
 from ktbridge.cli import _serve_local, _serve_sglang
-from ktbridge.cli._app import Command, from_option
+from ktbridge.cli._app import Command, from_option, named_directories
 from ktbridge.cli._inference import for_serve, from_file, inference_argument
-
-
-def _named(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """NAME=DIR options as a mapping."""
-    named: dict[str, str] = {}
-    for value in values:
-        name, equals, directory = value.partition("=")
-        if not equals or not name or not directory:
-            raise click.BadParameter(f"{value!r} is not NAME=DIR.", param=parameter)
-        if name in named:
-            raise click.BadParameter(f"the name {name!r} is given twice.", param=parameter)
-        named[name] = directory
-    return named
 
 
 def _not_empty(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -74,7 +61,7 @@ class _Serve(Command):
     "adapters",
     multiple=True,
     metavar="NAME=DIR",
-    callback=_named,
+    callback=named_directories,
     help="An adapter as training wrote it, or in any format that `ktbridge convert` reads: all of it.",
 )
 @from_option
@@ -84,7 +71,7 @@ class _Serve(Command):
     "nonexpert_adapters",
     multiple=True,
     metavar="NAME=DIR",
-    callback=_named,
+    callback=named_directories,
     help="Non-expert LoRA, serving layout; may be repeated.",
 )
 @click.option(
@@ -92,7 +79,7 @@ class _Serve(Command):
     "merged_adapters",
     multiple=True,
     metavar="NAME=DIR",
-    callback=_named,
+    callback=named_directories,
     help="Both halves in one serving directory.",
 )
 @click.option(

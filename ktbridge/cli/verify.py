@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -38,9 +38,11 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
 @click.option("--model", metavar="NAME", help="The served name to judge, such as S:NAME.")
 @click.option(
     "--adapter",
-    "adapter_dir",
+    "adapters",
+    multiple=True,
     metavar="DIR",
-    help="The adapter, as training wrote it or in any format that `ktbridge convert` reads.",
+    help="The adapter, as training wrote it or in any format that `ktbridge convert` reads. Without --model "
+    "NAME=DIR: the adapter that NAME or S:NAME should be; may be repeated.",
 )
 @from_option
 @click.option(
@@ -50,6 +52,12 @@ NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
     help="The base model: a directory, or org/name on the Hub.",
 )
 @click.option("--expert-model", metavar="NAME", help="The served name with the expert LoRA alone.")
+@click.option(
+    "--reload",
+    is_flag=True,
+    help="With NAME=DIR: exchange the adapters under their names and put them back, by the API of vLLM and "
+    "SGLang. Not while others use the server.",
+)
 @click.option(
     "--api-key",
     envvar="KTBRIDGE_API_KEY",
@@ -78,10 +86,11 @@ def command(
     server: str | None,
     merged: str | None,
     model: str | None,
-    adapter_dir: str | None,
+    adapters: tuple[str, ...],
     from_format: str,
     base_model: str,
     expert_model: str | None,
+    reload: bool,
     api_key: str | None,
     repeat: int,
     logprobs_from: str,
@@ -96,16 +105,33 @@ def command(
     of: applied, not applied, only experts, only attention, wrong scale (≈ ×k), can't tell. Exit code 0
     only for "applied", with every other arm what its name promises.
 
+    With --adapter NAME=DIR, repeated, in place of --model: which adapter answers under which name, alone and
+    among requests for the others, and does the base stay the base? Exit code 0 only if each name answers as
+    its own adapter throughout, and the base as the base.
+
     With --merged no server is asked: each matrix of the merged checkpoint, whoever made it, is compared
     with the base's plus the adapter's delta; without --adapter its change is told by rank and size.
+
+    \b
+    ktbridge verify --server URL --model S:NAME --adapter DIR --base-model MODEL
+    ktbridge verify --server URL --adapter a=DIR --adapter b=DIR --base-model MODEL --reload
+    ktbridge verify --merged DIR --adapter DIR --base-model MODEL --html merged.html
     """
-    _check_usage(server, merged, model, adapter_dir, html)
+    _check_usage(server, merged, model, adapters, html, reload)
     if merged is not None:
         from ktbridge.cli._verify_merged import run_merged
 
-        run_merged(merged, base_model, adapter_dir, from_format, html, as_json)
-    assert server is not None and model is not None  # noqa: PT018
-    assert adapter_dir is not None
+        run_merged(merged, base_model, next(iter(adapters), None), from_format, html, as_json)
+    assert server is not None
+    if model is None:
+        if expert_model is not None:
+            raise click.UsageError("--expert-model goes with --model NAME.")
+        from ktbridge.cli._verify_several import run
+
+        told = Told(server, api_key, base_model, from_format, repeat, logprobs_from, as_json)
+        run(told, adapters, reload=reload)
+        return
+    (adapter_dir,) = adapters
     from ktbridge.adapter import open_adapter
     from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, print_readings, progress_bar
@@ -141,20 +167,41 @@ def _check_usage(
     server: str | None,
     merged: str | None,
     model: str | None,
-    adapter_dir: str | None,
+    adapters: tuple[str, ...],
     html: str | None,
+    reload: bool,
 ) -> None:
     """Raise click's usage error for options that don't go together."""
     if (server is None) == (merged is None):
         raise click.UsageError("give one of --server URL and --merged DIR.")
-    if merged is not None and model is not None:
-        raise click.UsageError("--model names what a server serves: leave it out with --merged.")
-    if server is not None:
-        if html is not None:
-            raise click.UsageError("--html goes with --merged.")
-        if model is None or adapter_dir is None:
-            lacking = "--model" if model is None else "--adapter"
-            raise click.UsageError(f"Missing option '{lacking}'.")
+    if merged is not None:
+        if model is not None:
+            raise click.UsageError(
+                "--model names what a server serves: leave it out with --merged."
+            )
+        if reload or len(adapters) > 1:
+            what = "--reload goes" if reload else "several adapters go"
+            raise click.UsageError(f"{what} with --server.")
+        return
+    if html is not None:
+        raise click.UsageError("--html goes with --merged.")
+    if not adapters:
+        raise click.UsageError("Missing option '--adapter'.")
+    if model is not None and (len(adapters) > 1 or reload):
+        what = "--reload goes" if reload else "several adapters go"
+        raise click.UsageError(f"{what} with --adapter NAME=DIR, without --model.")
+
+
+class Told(NamedTuple):
+    """Options of every form of the command."""
+
+    server: str
+    api_key: str | None
+    base_model: str
+    from_format: str
+    repeat: int
+    logprobs_from: str
+    as_json: bool
 
 
 def _print_verdict(result: Verification) -> None:
@@ -193,7 +240,7 @@ def _arms(result: Verification) -> Table:
     from rich.markup import escape
 
     references = [name for name in REFERENCES if name in result.noise]
-    table = _table(
+    table = new_table(
         f"mean |Δlogprob| to each reference, {result.positions} tokens, nats", "served model"
     )
     for name in references:
@@ -221,7 +268,7 @@ def _arms(result: Verification) -> Table:
 def _halves(result: Verification) -> Table:
     from rich.markup import escape
 
-    table = _table(f"{escape(result.model)}: each half", "half")
+    table = new_table(f"{escape(result.model)}: each half", "half")
     table.add_column("verdict")
     for column in ("with it", "without", "effect", "noise", "share"):
         table.add_column(column, justify="right")
@@ -243,14 +290,15 @@ def _hypotheses(result: Verification) -> Table:
     from rich.markup import escape
 
     title = "explanations that were computed" + ("" if result.looks_like else "; none fits")
-    table = _table(title, "the nearest first")
+    table = new_table(title, "the nearest first")
     table.add_column("nats away", justify="right")
     for hypothesis in result.hypotheses[:SHOWN]:
         table.add_row(escape(hypothesis.looks_like), f"{hypothesis.distance:.4f}")
     return table
 
 
-def _table(title: str, first: str) -> Table:
+def new_table(title: str, first: str) -> Table:
+    """A table of numbers under a title, with its first column's heading."""
     from rich import box
     from rich.table import Table
 

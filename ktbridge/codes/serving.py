@@ -59,6 +59,23 @@ VERIFY = Subject("Verifying", "serve", (
          " are left out", "serve the tokenizer and the chat template of --base-model"),
     Code("KTV012", "warning", "the verified name is the base model or half of the adapter, as the server"
          " itself says", "give the name of the whole adapter as --model"),
+    Code("KTV020", "error", "a served name answers as another adapter, as the base, or as none of them",
+         "see which directory the server loads under this name, and load it again"),
+    Code("KTV021", "error", "the base isn't the base: before adapters are asked, among their requests, or"
+         " afterwards", "serve the base from a server without adapters, and tell the engine's makers: its"
+         " LoRA reaches requests that have none"),
+    Code("KTV022", "error", "a name answers otherwise among requests for other names than alone",
+         "serve one adapter a server, and tell the engine's makers: rows of a batch get each other's LoRA"),
+    Code("KTV023", "error", "a name that was loaded anew answers as the adapter that it had before, or as"
+         " none", "restart the server for another adapter, or give each version a name of its own"),
+    Code("KTV024", "error", "two adapters, or an adapter and the base, are too much alike to be told apart",
+         "verify them one by one with --model, or give adapters that differ"),
+    Code("KTV025", "error", "the server has no name of the base, so that nothing shows that it stays as it"
+         " is", "serve the base beside the adapters; SGLang-KT has none once an expert LoRA is loaded"),
+    Code("KTV026", "error", "an adapter that was exchanged for the check could not be put back",
+         "load it by hand, or restart the server"),
+    Code("KTV027", "info", "the server gives no logprobs of generated tokens whose ids are known: decoding"
+         " was not checked", "nothing, or verify an engine that gives them"),
     Code("KTV030", "error", "the merged checkpoint lacks tensors of its base (a warning for draft layers and"
          " towers, without which the text model works)", "merge or copy again, with all shards"),
     Code("KTV031", "error", "a tensor of the merged checkpoint, or of its base, can't be compared: another"

@@ -132,6 +132,11 @@ class Client:
         async with self._reply(path, body, native) as reply:
             return replies.read_json(reply.content)
 
+    async def send(self, path: str, body: Body, *, native: bool = False) -> str:
+        """The text that the server answers with, of any type: its word that something was done."""
+        async with self._reply(path, body, native) as reply:
+            return self._hidden(reply.content.decode(errors="replace"))
+
     async def stream(self, body: Body, ended: Callable[[str], None]) -> AsyncIterator[str]:
         """The pieces of an answer as they come; ``ended`` is called with the finish reason."""
         body = {**body, "stream": True}
@@ -313,6 +318,10 @@ class OpenAIClient:
     def ask(self, path: str, body: Body | None = None, *, native: bool = False) -> Any:
         """The JSON document that the server answers with. ``native``: a path beside /v1, not below it."""
         return self._run(lambda client: client.ask(path, body, native=native))
+
+    def send(self, path: str, body: Body, *, native: bool = False) -> str:
+        """The text that the server answers with, of any type: its word that something was done."""
+        return self._run(lambda client: client.send(path, body, native=native))
 
     def chat(
         self,

@@ -16,6 +16,8 @@ from typing import Literal
 from ktbridge.errors import KtbridgeError, UsageError
 
 BASE = "base"
+_HALVES = ("expert LoRA", "non-expert LoRA")
+"""Halves of an adapter, as descriptions of arms name them."""
 
 
 def adapter_name(served: str, adapter: str) -> str:
@@ -63,18 +65,20 @@ def adapters_of(served: str, listed: Iterable[str]) -> list[str]:
 class ServedArm:
     """One way to run the model: which halves of the adapter take part.
 
-    ``nonexpert`` is the adapter name whose non-expert LoRA is switched on, or None.
+    ``nonexpert`` is the adapter name whose non-expert LoRA is switched on, or None. ``expert_of`` is the
+    adapter name whose expert LoRA it is, on a server that holds several; None: the only one.
     """
 
     name: str
     expert: bool
     nonexpert: str | None
+    expert_of: str | None = None
 
     @property
     def description(self) -> str:
         parts = ["base"]
         if self.expert:
-            parts.append("expert LoRA")
+            parts.append(" ".join(filter(None, ("expert LoRA", self.expert_of))))
         if self.nonexpert is not None:
             parts.append(f"non-expert LoRA {self.nonexpert}")
         return " + ".join(parts)
@@ -198,7 +202,8 @@ def described_halves(description: str) -> tuple[bool, bool]:
     parts = description.split(" + ")
     if parts[0] != BASE:
         return True, True
-    return "expert LoRA" in parts, any(part.startswith("non-expert LoRA") for part in parts)
+    first, second = (any(part.startswith(half) for part in parts) for half in _HALVES)
+    return first, second
 
 
 def plain_name_warning(models: Mapping[str, str]) -> str:
@@ -249,17 +254,31 @@ def check_adapter_name(name: str) -> None:
 
 
 def list_arms(
-    served: str, *, expert: bool, whole: Sequence[str] = (), nonexpert: Sequence[str] = ()
+    served: str,
+    *,
+    expert: bool,
+    whole: Sequence[str] = (),
+    nonexpert: Sequence[str] = (),
+    experts: Collection[str] = (),
 ) -> tuple[ServedArm, ...]:
     """The arms of one server, only those of loaded adapters, so that no two names are the same arm.
 
-    ``expert``: an expert LoRA is loaded. ``whole``: names of adapters without a non-expert half;
-    ``nonexpert``: names of those that have one. Without any adapter ``S`` is the base model.
+    ``expert``: one expert LoRA is loaded, which every name has. ``experts``: names of the adapters that have
+    one, where several do: each name has its own, and ``S`` is no arm. ``whole``: names of adapters without a
+    non-expert half; ``nonexpert``: names of those that have one. Without any adapter ``S`` is the base model.
     """
     arms = []
     if expert or not (whole or nonexpert):
         arms.append(ServedArm(served, expert=expert, nonexpert=None))
-    arms += [ServedArm(adapter_name(served, name), expert, None) for name in whole]
-    arms += [ServedArm(adapter_name(served, name), expert, name) for name in nonexpert]
+    for name in (*whole, *nonexpert):
+        own = name if name in experts else None
+        arms.append(
+            ServedArm(
+                adapter_name(served, name),
+                expert or own is not None,
+                name if name in nonexpert else None,
+                own,
+            )
+        )
     arms.append(ServedArm(base_name(served), expert=False, nonexpert=None))
     return tuple(arms)

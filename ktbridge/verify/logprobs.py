@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 SAMPLED = "sampled"
 ENOUGH = 32  # sampled tokens, below which nothing is claimed
+WORKERS = 8  # requests under way at a time, where several models are asked together
 FIXED = {
     "sglang": "/generate with logprob_start_len (SGLang)",
     "tgi": "/generate with decoder_input_details (TGI)",
@@ -125,7 +127,7 @@ class LogprobClient(OpenAIClient):
         A listed model need not be served: with a merged adapter, sglang-kt 0.7.2 lists the bare name
         and refuses it. One that is refused is left out, unless it is ``needed``: then Refused.
         """
-        ask: Ask = self._sampler if self.way == SAMPLED else self._fixed(self.way)
+        ask = self._asking()
         rounds: dict[str, list[list[Asked | None]]] = {model: [] for model in models}
         for _ in range(repeat):
             for model in list(rounds):
@@ -143,6 +145,28 @@ class LogprobClient(OpenAIClient):
                     "verify it without --repeat, or on an engine that gives prompt logprobs",
                 )
         return answers
+
+    def ask_together(
+        self, models: Sequence[str], sampler: Sampler | None = None
+    ) -> dict[str, Answer]:
+        """Logprobs of each of ``models``, all requested at once, WORKERS of them under way at a time.
+
+        ``sampler``: of tokens that it has generated, in place of the way in use.
+        """
+        ask = sampler or self._asking()
+        prompts = sampler.prompts if sampler else self.prompts
+        jobs = [(model, number) for number in range(len(prompts)) for model in models]
+        pool = ThreadPoolExecutor(WORKERS)
+        try:
+            found = list(pool.map(lambda job: ask(*job), jobs))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        count = len(models)
+        return {model: _answer([found[place::count]]) for place, model in enumerate(models)}
+
+    def _asking(self) -> Ask:
+        """The way in use."""
+        return self._sampler if self.way == SAMPLED else self._fixed(self.way)
 
     def _fixed(self, way: str) -> Ask:
         one = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,16 +43,30 @@ class _Finding(NamedTuple):
 SWAPPED = {"gate": "up", "up": "gate", "down": "down"}
 
 
+@dataclass
+class VariantBatch:
+    """The variants whose rows a model computes, in order; all adapters on one model share it."""
+
+    variants: Sequence[Variant] = ()
+
+
 class AdapterLora:
-    """``adapter`` on ``model``: hooks that add ``scale · B (A x)`` to the rows of the variants present.
+    """``adapter`` on ``model``: hooks that add ``scale · B (A x)`` to the rows of its variants present.
 
     The batch's first dimension is variant by variant, all of one size. A pair is read when its layer runs.
+    ``number`` is the adapter's in the variants; several on one model share a ``batch``.
     Raises ProblemsError (KTV001) with every tensor that has no place in the model.
     """
 
-    def __init__(self, model: LayerwiseModel, adapter: Adapter) -> None:
-        self._model, self._adapter = model, adapter
-        self._variants: Sequence[Variant] = ()
+    def __init__(
+        self,
+        model: LayerwiseModel,
+        adapter: Adapter,
+        number: int = 0,
+        batch: VariantBatch | None = None,
+    ) -> None:
+        self._model, self._adapter, self._number = model, adapter, number
+        self._batch = batch or VariantBatch()
         self._pairs: dict[str, torch.Tensor] = {}  # the expert pairs of the layer that runs
         self._pairs_of = -1
         self._expert_scales: dict[str, dict[int, float]] = {}  # of that layer
@@ -76,17 +91,23 @@ class AdapterLora:
                 sentence = f"not all LoRA in {adapter.path} can be computed here."
                 step = f"{check} says more"
             raise ProblemsError(sentence, _grouped(adapter, found, check), step)
-        model.add_to_expert = self._add_to_expert
+        before = model.add_to_expert
+        model.add_to_expert = lambda call, y: self._add_to_expert(call, before(call, y))
+
+    def _scale(self, variant: Variant, half: str, layer: int) -> float:
+        """Multiplier of this adapter's ``half`` in a layer: 0 for another adapter's variant."""
+        return variant.scale(half, layer) if variant.adapter == self._number else 0.0
 
     @contextmanager
     def present(self, variants: Sequence[Variant]) -> Iterator[None]:
         """Context: these variants form the batch, in this order."""
-        self._variants = variants
+        self._batch.variants = variants
         self._unseen = set(self._hooked)
         try:
             yield
         finally:
-            self._variants, self._pairs, self._pairs_of = (), {}, -1
+            self._batch.variants = ()
+            self._pairs, self._pairs_of = {}, -1
         if self._unseen:  # not computed by the module's own forward
             raise KtbridgeError(
                 f"LoRA on {min(self._unseen)} can't be followed in {self._model.path}.",
@@ -97,7 +118,7 @@ class AdapterLora:
     def in_head(self, variant: Variant) -> Iterator[None]:
         """Context: the output head has the LoRA of this variant, if the adapter has any there."""
         if self._head is not None and variant.nonexpert:
-            scale = variant.scale("nonexpert", -1) * self._own_scale(self._head)
+            scale = self._scale(variant, "nonexpert", -1) * self._own_scale(self._head)
             a, b = (self._tensor(self._head[half]) for half in "AB")
             self._model.add_to_head = lambda x, rows: _delta(x, a, b[rows], scale)
         try:
@@ -136,14 +157,15 @@ class AdapterLora:
         return [name for name in SWAPPED if (layer, name, "A") in self._adapter.experts]
 
     def _add_to_expert(self, call: ExpertCall, y: torch.Tensor) -> torch.Tensor:
-        if call.layer not in self._layers or not self._variants:
+        variants = self._batch.variants
+        if call.layer not in self._layers or not variants:
             return y
         self._read_layer(call.layer)
         # Rows of a choice ascend and variants follow one another, so a variant's rows are neighbours.
-        bounds = torch.arange(len(self._variants) + 1) * (call.tokens // len(self._variants))
+        bounds = torch.arange(len(variants) + 1) * (call.tokens // len(variants))
         ends = torch.searchsorted(call.rows, bounds).tolist()
-        for variant, first, last in zip(self._variants, ends, ends[1:], strict=False):
-            times = variant.scale("expert", call.layer)
+        for variant, first, last in zip(variants, ends, ends[1:], strict=False):
+            times = self._scale(variant, "expert", call.layer)
             if not times or first == last:
                 continue
             source = (call.expert + variant.shift) % self._model.experts[call.layer].count
@@ -232,8 +254,8 @@ class AdapterLora:
             a, b = self._tensor(pair["A"]), self._tensor(pair["B"])
             for scale, x, y in zip(
                 self._scales(path, pair),
-                args[0].chunk(len(self._variants)),
-                output.chunk(len(self._variants)),
+                args[0].chunk(len(self._batch.variants)),
+                output.chunk(len(self._batch.variants)),
                 strict=True,
             ):
                 if scale:
@@ -251,13 +273,15 @@ class AdapterLora:
             own = module.weight
             assert isinstance(own, torch.Tensor)
             outputs: list[Output] = []
-            for scale, x in zip(
-                self._scales(path, pair), hidden.chunk(len(self._variants)), strict=True
-            ):
+            variants = self._batch.variants
+            rows = zip(variants, self._scales(path, pair), hidden.chunk(len(variants)), strict=True)
+            for variant, scale, x in rows:
                 changed = (own.float() + scale * (b @ a)).to(own.dtype) if scale else own
                 module.weight = nn.Parameter(changed, requires_grad=False)
+                self._batch.variants = (variant,)  # another adapter's LoRA on it gets these rows
                 outputs.append(forward(x, *args, **kwargs))
             module.weight = own
+            self._batch.variants = variants
             if isinstance(outputs[0], torch.Tensor):
                 return torch.cat(outputs)  # type: ignore[arg-type]
             return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
@@ -270,7 +294,9 @@ class AdapterLora:
     def _scales(self, path: str, pair: dict[str, str]) -> list[float]:
         layer = match.group(1) if (match := LAYER.search(path)) else -1
         own = self._own_scale(pair)
-        return [variant.scale("nonexpert", int(layer)) * own for variant in self._variants]
+        return [
+            self._scale(variant, "nonexpert", int(layer)) * own for variant in self._batch.variants
+        ]
 
 
 def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

@@ -8,38 +8,44 @@ no more than a layer is in memory (``ktbridge.verify.layerwise``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ktbridge.adapter import Adapter
+from ktbridge.errors import Problem, ProblemsError
 from ktbridge.verify.layerwise import LayerwiseModel
-from ktbridge.verify.lora import AdapterLora
+from ktbridge.verify.lora import AdapterLora, VariantBatch
 from ktbridge.verify.references import References
-from ktbridge.verify.verdict import Variant, standard_variants
+from ktbridge.verify.verdict import STANDARD, Variant, standard_variants
 
 TOKENS = 8192  # of all variants together, in one pass over the checkpoint
 
 
 class ReferenceModel:
-    """Prompt logprobs of a base in ``path`` with any variants of one adapter.
+    """Prompt logprobs of a base in ``path`` with any variants of one adapter, or of several.
 
     ``prompts`` are token ids; logprobs are of those from ``starts`` on, of all but the first one where it
-    isn't given. Raises ProblemsError for adapter tensors that have no place in the
+    isn't given. ``tokens``: how many of all variants together go through the model in one reading of the
+    checkpoint. Raises ProblemsError for adapter tensors that have no place in the
     model, and KtbridgeError for a base that can't be read.
     """
 
     def __init__(
         self,
         path: Path,
-        adapter: Adapter,
+        adapters: Adapter | Sequence[Adapter],
         prompts: Sequence[Sequence[int]],
         starts: Sequence[int] | None = None,
+        tokens: int = TOKENS,
     ) -> None:
-        self._path, self._adapter, self._prompts = path, adapter, prompts
+        self._path, self._prompts, self._tokens = path, prompts, tokens
+        self._adapters = [adapters] if isinstance(adapters, Adapter) else list(adapters)
         self._starts = starts or [1] * len(prompts)
-        self._models: dict[torch.dtype, tuple[LayerwiseModel, AdapterLora]] = {}
+        self._models: dict[torch.dtype, tuple[LayerwiseModel, list[AdapterLora]]] = {}
         self._at(torch.float32)
 
     def logprobs(
@@ -49,10 +55,10 @@ class ReferenceModel:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[list[float]]:
         """For each variant the natural logprob of each prompt's measured tokens, in order."""
-        model, lora = self._at(dtype)
+        model, loras = self._at(dtype)
         length = max(map(len, self._prompts))
         padded = [[*prompt, *[prompt[-1]] * (length - len(prompt))] for prompt in self._prompts]
-        many = max(1, TOKENS // (length * len(padded)))
+        many = max(1, self._tokens // (length * len(padded)))
         parts = [variants[start : start + many] for start in range(0, len(variants), many)]
         found: list[list[float]] = []
         for number, part in enumerate(parts):
@@ -62,17 +68,19 @@ class ReferenceModel:
                 on_progress(before + done, whole)
 
             model.on_layer = on_layer
-            found += self._run(model, lora, part, torch.tensor(padded))
+            found += self._run(model, loras, part, torch.tensor(padded))
         return found
 
     def _run(
         self,
         model: LayerwiseModel,
-        lora: AdapterLora,
+        loras: Sequence[AdapterLora],
         variants: Sequence[Variant],
         ids: torch.Tensor,
     ) -> list[list[float]]:
-        with lora.present(variants):
+        with ExitStack() as present:
+            for lora in loras:
+                present.enter_context(lora.present(variants))
             output = model.hidden(ids.repeat(len(variants), 1))
         found = []
         assert output.last_hidden_state is not None
@@ -82,15 +90,34 @@ class ReferenceModel:
             measured = list(zip(hidden, self._prompts, self._starts, strict=True))
             states = torch.cat([h[start - 1 : len(p) - 1] for h, p, start in measured])
             targets = torch.tensor([token for _, p, start in measured for token in p[start:]])
-            with lora.in_head(variant):
+            with loras[variant.adapter].in_head(variant):
                 found.append(model.logprobs(output, states, targets).tolist())
         return found
 
-    def _at(self, dtype: torch.dtype) -> tuple[LayerwiseModel, AdapterLora]:
+    def _at(self, dtype: torch.dtype) -> tuple[LayerwiseModel, list[AdapterLora]]:
         if dtype not in self._models:
             model = LayerwiseModel(self._path, dtype)
-            self._models[dtype] = model, AdapterLora(model, self._adapter)
+            self._models[dtype] = model, _put_on(model, self._adapters)
         return self._models[dtype]
+
+
+def _put_on(model: LayerwiseModel, adapters: Sequence[Adapter]) -> list[AdapterLora]:
+    """Put every adapter on ``model``. Raises ProblemsError with what has no place, of all of them."""
+    batch, loras, failed = VariantBatch(), [], []
+    for number, adapter in enumerate(adapters):
+        try:
+            loras.append(AdapterLora(model, adapter, number, batch))
+        except ProblemsError as error:
+            failed.append(error)
+    if len(failed) == 1:
+        raise failed[0]
+    if failed:
+        problems: list[Problem] = [problem for error in failed for problem in error.problems]
+        sentence = (
+            f"{len(failed)} of {len(adapters)} adapters do not fit the base model {model.path}."
+        )
+        raise ProblemsError(sentence, problems, failed[0].next_step)
+    return loras
 
 
 def compute_references(
@@ -102,13 +129,38 @@ def compute_references(
 
     With the noise floor of each: its mean |bfloat16 - float32|.
     """
-    variants = standard_variants(*halves)
-    found: list[dict[str, list[float]]] = []
-    for number, dtype in enumerate((torch.float32, torch.bfloat16)):
+    return compute_all_references(model, [halves], on_progress)[0]
 
-        def heard(done: int, total: int, before: int = number) -> None:
+
+def compute_all_references(
+    model: ReferenceModel,
+    halves: Sequence[tuple[bool, bool]],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[References]:
+    """References of each adapter of ``model`` as ``compute_references`` makes them, by one pass for all.
+
+    ``halves`` has an adapter's (expert, non-expert) each. The base is computed once.
+    """
+    keys = [
+        (number, name)
+        for number, own in enumerate(halves)
+        for name in standard_variants(*own)
+        if number == 0 or name != "base"
+    ]
+    variants = [replace(STANDARD[name], adapter=number) for number, name in keys]
+    exact: dict[tuple[int, str], list[float]] = {}
+    rounded: dict[tuple[int, str], list[float]] = {}
+    for part, (dtype, found) in enumerate(((torch.float32, exact), (torch.bfloat16, rounded))):
+
+        def heard(done: int, total: int, before: int = part) -> None:
             on_progress(before * total + done, 2 * total)
 
-        vectors = model.logprobs(tuple(variants.values()), dtype, heard)
-        found.append(dict(zip(variants, vectors, strict=True)))
-    return References.of(*found)
+        found.update(zip(keys, model.logprobs(variants, dtype, heard), strict=True))
+
+    def of(vectors: Mapping[tuple[int, str], list[float]], number: int) -> dict[str, list[float]]:
+        return {
+            name: vectors[number if name != "base" else 0, name]
+            for name in standard_variants(*halves[number])
+        }
+
+    return [References.of(of(exact, n), of(rounded, n)) for n in range(len(halves))]

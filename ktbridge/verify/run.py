@@ -6,7 +6,7 @@ Logprobs come over an OpenAI-compatible API or SGLang's own: ``ktbridge.verify.l
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,7 +104,7 @@ def verify(
     base = Path(resolve_model(base_model))
     if not isinstance(adapter, Adapter):
         adapter = open_adapter(adapter, base_model=base)
-    halves = _halves(adapter)
+    halves = find_halves(adapter)
     server = LogprobClient(base_url, api_key)
     entries = server.entries()
     arms = _arms(server, entries, model, expert_model)
@@ -118,14 +118,14 @@ def verify(
     server.choose(model, prompts, sampler, logprobs_from)
     asked = server.ask_all(arms, repeat, needed=(model, expert_model))
     spans = list(dict.fromkeys(span for answer in asked.values() for span in answer.spans))
-    places = {name: _places(spans, answer.spans) for name, answer in asked.items()}
+    places = {name: find_places(spans, answer.spans) for name, answer in asked.items()}
     reference_model = ReferenceModel(
         base, adapter, [span.tokens for span in spans], [span.start for span in spans]
     )
     on_stage("computing references")
     computed = compute_references(reference_model, halves, on_progress)
     references = {name: computed.at(of) for name, of in places.items()}
-    means = _meanings(*halves)
+    means = name_references(*halves)
     served = {name: (means[arms[name]], answer.logprobs) for name, answer in asked.items()}
     spread = {name: a.spread for name, a in asked.items() if a.spread is not None}
     result = judge(model, served, references[model], spread, references)
@@ -136,7 +136,7 @@ def verify(
             vectors = reference_model.logprobs(variants, on_progress=on_progress)
             return [[vector[n] for n in places[model]] for vector in vectors]
 
-        facts = probe_gpu(adapter)
+        facts = adapter_facts(adapter)
         result = explain(result, asked[model].logprobs, references[model], facts, compute)
     result = replace(result, problems=(*_other_name(model, entries, halves), *result.problems))
     return _with_source(result, server.way, sampler, accepted=logprobs_from == SAMPLED)
@@ -180,7 +180,7 @@ def _arms(
     return arms if applied else {**({served: "base"} if applied is not None else {}), **others}
 
 
-def _halves(adapter: Adapter) -> tuple[bool, bool]:
+def find_halves(adapter: Adapter) -> tuple[bool, bool]:
     """Return whether the adapter has an expert and a non-expert half."""
     halves = (bool(adapter.expert_layers()), bool(adapter.nonexpert_keys()))
     if not any(halves):
@@ -191,7 +191,7 @@ def _halves(adapter: Adapter) -> tuple[bool, bool]:
     return halves
 
 
-def _meanings(expert: bool, nonexpert: bool) -> dict[str, str]:
+def name_references(expert: bool, nonexpert: bool) -> dict[str, str]:
     """Arm -> reference: an adapter with one half has fewer than the names suggest."""
     return {
         "base": "base",
@@ -200,7 +200,7 @@ def _meanings(expert: bool, nonexpert: bool) -> dict[str, str]:
     }
 
 
-def _places(spans: Sequence[Span], of: Sequence[Span]) -> list[int]:
+def find_places(spans: Sequence[Span], of: Sequence[Span]) -> list[int]:
     """Return where the tokens of the spans ``of`` are among those of all ``spans``."""
     starts, count = {}, 0
     for span in spans:
@@ -211,22 +211,35 @@ def _places(spans: Sequence[Span], of: Sequence[Span]) -> list[int]:
 
 def _with_source(result: Verification, way: str, sampler: Sampler, accepted: bool) -> Verification:
     """Return how the logprobs were got, and KTV010 and KTV011 for what sampled ones don't tell."""
+    asked = describe_way(way, sampler)
     if way != SAMPLED:
-        return replace(result, logprobs_from=way, asked=WAYS[way])
-    found = f"logprobs of {result.positions} tokens of its own choosing, and of no fixed ones"
-    told = problem("KTV010", result.model, found)
+        return replace(result, logprobs_from=way, asked=asked)
+    told, *others = sampled_problems(result.model, result.positions, sampler, accepted)
+    reason = f"{result.reason}; on {result.positions} tokens that the server chose"
+    problems = (told, *result.problems, *others)
+    return replace(result, reason=reason, logprobs_from=way, asked=asked, problems=problems)
+
+
+def describe_way(way: str, sampler: Sampler) -> str:
+    """Describe how logprobs were asked for."""
+    return f"{WAYS[way]}, by {FORMS[sampler.form]}" if way == SAMPLED else WAYS[way]
+
+
+def sampled_problems(
+    where: str, positions: int, sampler: Sampler, accepted: bool
+) -> Iterator[Problem]:
+    """KTV010, and KTV011 if need be, of a check on ``positions`` sampled tokens; ``accepted``: by users."""
+    found = f"logprobs of {positions} tokens of its own choosing, and of no fixed ones"
+    told = problem("KTV010", where, found)
     if accepted:
         told = replace(told, severity="warning", next_step="nothing: it was asked for")
-    problems = [told, *result.problems]
+    yield told
     if sampler.unlike:
         left_out = f"{sampler.unlike} prompts of {len(sampler.prompts)} have another number of tokens there"
-        problems.append(problem("KTV011", result.model, left_out))
-    reason = f"{result.reason}; on {result.positions} tokens that the server chose"
-    asked = f"{WAYS[way]}, by {FORMS[sampler.form]}"
-    return replace(result, reason=reason, logprobs_from=way, asked=asked, problems=tuple(problems))
+        yield problem("KTV011", where, left_out)
 
 
-def probe_gpu(adapter: Adapter) -> Facts:
+def adapter_facts(adapter: Adapter) -> Facts:
     """Ranks and layers of the halves of ``adapter``."""
     layers = {
         "expert": adapter.expert_layers(),

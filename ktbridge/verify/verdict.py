@@ -26,7 +26,8 @@ class Variant:
 
     ``expert`` and ``nonexpert`` multiply the scale that the adapter asks for: 0 leaves that half out.
     ``swapped``: gate's LoRA is in up's place and up's in gate's. ``shift``: expert e has the LoRA of
-    expert e + shift (modulo E). ``without``: (half, layer) that have none.
+    expert e + shift (modulo E). ``without``: (half, layer) that have none. ``adapter``: which one of the
+    adapters that a ``ReferenceModel`` has.
     """
 
     expert: float = 0.0
@@ -34,6 +35,7 @@ class Variant:
     swapped: bool = False
     shift: int = 0
     without: frozenset[tuple[str, int]] = frozenset()
+    adapter: int = 0
 
     @property
     def halves(self) -> tuple[bool, bool]:
@@ -200,7 +202,7 @@ def judge(
 
     floored = floored_for(model)
     arms = tuple(
-        replace(_read_arm(name, expected, vector, floored_for(name)), spread=spread.get(name))
+        replace(read_arm(name, expected, vector, floored_for(name)), spread=spread.get(name))
         for name, (expected, vector) in served.items()
     )
     asked = next(arm for arm in arms if arm.model == model)
@@ -288,9 +290,10 @@ def _is_that_base(arm: ArmReading, references: References) -> bool:
     return min(arm.distances.values()) <= bound
 
 
-def _read_arm(
+def read_arm(
     name: str, expected: str, vector: Sequence[float], references: References
 ) -> ArmReading:
+    """Compare one served model's logprobs with every reference; ``expected`` is what it should be."""
     distances = {
         reference: mean_distance(vector, logprobs)
         for reference, logprobs in references.logprobs.items()

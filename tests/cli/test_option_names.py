@@ -38,7 +38,7 @@ NAMES = {
     "time and number of requests": "--timeout --concurrency --repeat",
     "formats of adapters": "--to --from --lora-alpha --dtype --unwrap",
     "how much is checked or measured": "--structure-only --strict --strict-data --measure --no-measure "
-                                       "--quick --logprobs-from",
+                                       "--quick --logprobs-from --reload",
     "an evaluation": "--bench --compat --items --train-data --arm --slices --limit --partner --judge "
                      "--no-judge --judge-pairs --judge-may-be-remote --fail-on --resume",
     "a repository on the Hub": "--private --revision --eval",

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from click.testing import CliRunner
 
+from ktbridge.adapter import convert_adapter
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.install import install_hint
@@ -39,8 +40,6 @@ def refused(run_cli, code: int, words: str, *args: str) -> str:
         (1, "nowhere", ("--model", "{nowhere}")),
         (1, "nowhere", ("--model", "{base}", "--adapter", "a={nowhere}")),
         (1, "narrow", ("--model", "{base}", "--adapter", "a={narrow}", "--port", "0")),
-        (2, "a and b both bring an expert LoRA",
-         ("--model", "{base}", "--adapter", "a={adapter}", "--adapter", "b={adapter}")),
         (2, "'a:b'", ("--model", "{base}", "--served-model-name", "a:b")),
         (2, "no API key", ("--model", "{base}", "--host", "0.0.0.0")),
         (2, "no API key", ("--model", "{base}", "--host", "::")),
@@ -50,6 +49,25 @@ def test_refusals(run_cli, base, adapter, make_adapter, tmp_path, code, words, a
     paths = {"base": base, "adapter": adapter, "nowhere": tmp_path / "nowhere"}
     paths["narrow"] = make_adapter("narrow", hidden=32)  # of another base
     refused(run_cli, code, words, *(word.format(**paths) for word in args))
+
+
+def test_each_of_several_adapters_has_its_own_experts(base, adapter, make_adapter, tmp_path):
+    """Each name has its own; beside an expert LoRA that is for every name there can be none."""
+    adapters = {"a": str(adapter), "b": str(make_adapter("second", seed=8))}
+    plan = plan_local(ServeRequest(model=str(base), adapters=adapters, served_name="tiny"))
+    assert plan.models == {
+        "tiny:a": "base + expert LoRA a + non-expert LoRA a",
+        "tiny:b": "base + expert LoRA b + non-expert LoRA b",
+        "tiny:base": "base",
+    }
+    assert len(set(fingerprints(plan).values())) == 3
+    convert_adapter(
+        adapter, expert_output_dir=tmp_path / "half", nonexpert_output_dir=tmp_path / "rest"
+    )
+    half = str(tmp_path / "half")
+    request = ServeRequest(model=str(base), adapters=adapters, expert_adapter=half)
+    with pytest.raises(UsageError, match="--expert-adapter and a and b both bring an expert LoRA"):
+        plan_local(request)
 
 
 def test_port_in_use_is_said_before_loading(run_cli, server, base):

@@ -15,7 +15,7 @@ from ktbridge.adapter import merge_adapter, read_adapter
 from ktbridge.experts.load_model import load_model, load_tokenizer
 from ktbridge.verify.hypotheses import explain
 from ktbridge.verify.reference_model import ReferenceModel, compute_references
-from ktbridge.verify.run import fixed_prompts, probe_gpu
+from ktbridge.verify.run import adapter_facts, fixed_prompts
 from ktbridge.verify.verdict import Variant, Verification, judge
 
 FILES = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
@@ -62,7 +62,7 @@ class Bench:
             self.passes += 1
             return self.model.logprobs(variants)
 
-        facts = probe_gpu(read_adapter(self.adapter))
+        facts = adapter_facts(read_adapter(self.adapter))
         return explain(result, vector, self.references, facts, compute)
 
 

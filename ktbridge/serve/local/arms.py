@@ -16,7 +16,8 @@ from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktbridge.experts.modules import experts_modules
+from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.experts.modules import ExpertsModule, experts_modules
 from ktbridge.server_api.served_names import ServedArm
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
@@ -30,21 +31,29 @@ class Mixer:
 
     In a forward of several arms, which is always a step of one token per row,
 
-    * the experts run once, and the kernels add their LoRA to the rows that have it;
+    * the experts run once for each expert LoRA there is, and the kernels add it to the rows that have it;
     * linear layers run once, and each adapter's LoRA is added to its rows;
     * routers, and what PEFT alone computes (DoRA), run once for each LoRA there is.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tuned: Sequence[LoraLayer], slots: Mapping[str, str]
+        self,
+        model: PreTrainedModel,
+        tuned: Sequence[LoraLayer],
+        slots: Mapping[str, str],
+        experts: Mapping[str | None, Sequence[MoELoRAExperts]] | None = None,
     ) -> None:
-        """``tuned``: PEFT's layers in ``model``, LoRA loaded; ``slots``: adapter name -> PEFT's name."""
+        """``tuned``: PEFT's layers in ``model``, LoRA loaded; ``slots``: adapter name -> PEFT's name.
+
+        ``experts``: adapter name -> the layers with its expert LoRA, by experts module; None: the model's.
+        """
         self._slots = dict(slots)
         self._selected: tuple[ServedArm, ...] = ()
-        self._experts = []
+        self._experts: list[tuple[ExpertsModule, dict[str | None, MoELoRAExperts]]] = []
+        for number, (_, module) in enumerate(experts_modules(model)):
+            own = {name: layers[number] for name, layers in (experts or {}).items()}
+            self._experts.append((module, own or {None: module.kt}))
         self.groups: tuple[Group, ...] = ((None, None),)
-        for _, module in experts_modules(model):
-            self._experts.append(module.kt)
         for layer in tuned:
             assert isinstance(layer, nn.Module)
             layer.forward = self._forward_of(layer)  # type: ignore[assignment]
@@ -55,10 +64,16 @@ class Mixer:
         if wanted == self._selected:
             return
         self._selected = ()  # if the switch fails half-way, the next forward redoes it
-        having = [arm.expert for arm in wanted]
-        tokens = torch.tensor(having) if len(set(having)) > 1 else None
-        for experts in self._experts:
-            experts.lora_enabled, experts.lora_tokens = any(having), tokens
+        shares = _expert_shares(wanted)
+        for module, layers in self._experts:
+            for adapter, tokens, _ in shares:
+                layer = layers[adapter] if adapter in layers else next(iter(layers.values()))
+                layer.lora_enabled = any(arm.expert for arm in wanted)
+                layer.lora_tokens = tokens
+                module.kt = layer
+            if len(shares) > 1:
+                parts = [(layers[adapter], rows) for adapter, _, rows in shares]
+                module.kt = _ByRows(parts)  # type: ignore[assignment]
         names = [None if arm.nonexpert is None else self._slots[arm.nonexpert] for arm in wanted]
         every = list(dict.fromkeys(names))
         if len(every) == 1:
@@ -134,6 +149,43 @@ class Mixer:
             return tuple(torch.cat(column)[back] for column in zip(*parts, strict=True))
 
         return run
+
+
+ExpertShare = tuple[str | None, torch.Tensor | None, torch.Tensor]
+"""An adapter name, which of its rows have the LoRA (None: all of them, or none), and its rows."""
+
+
+def _expert_shares(arms: Sequence[ServedArm]) -> list[ExpertShare]:
+    """The rows of each expert LoRA. Rows that have none go with the first."""
+    adapters = list(dict.fromkeys(arm.expert_of for arm in arms if arm.expert)) or [None]
+    shares: list[ExpertShare] = []
+    for adapter in adapters:
+        mine = [
+            row
+            for row, arm in enumerate(arms)
+            if (arm.expert_of == adapter if arm.expert else adapter is adapters[0])
+        ]
+        having = [arms[row].expert for row in mine]
+        tokens = torch.tensor(having) if len(set(having)) > 1 else None
+        shares.append((adapter, tokens, torch.tensor(mine)))
+    return shares
+
+
+class _ByRows(nn.Module):
+    """Experts of a step whose rows have several adapters: each layer computes its rows."""
+
+    def __init__(self, parts: Sequence[tuple[MoELoRAExperts, torch.Tensor]]) -> None:
+        super().__init__()
+        self._parts = tuple(parts)  # no submodules: the layers aren't this one's
+
+    def forward(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden [rows, H], ids [rows, K], weights [rows, K] -> [rows, H]."""
+        out = torch.empty_like(hidden)
+        for layer, rows in self._parts:
+            out[rows] = layer(hidden[rows], ids[rows], weights[rows])
+        return out
 
 
 def _is_plain(layer: Linear) -> bool:

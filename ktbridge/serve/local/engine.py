@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.machine import read_machine
 from ktbridge.serve.local.arms import Mixer
 from ktbridge.serve.local.caches import ATTENTION, batchable, bytes_held, take_rows
@@ -39,11 +40,13 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase,
         slots: Mapping[str, str] | None = None,
         tuned: Sequence[LoraLayer] = (),
+        experts: Mapping[str | None, Sequence[MoELoRAExperts]] | None = None,
     ) -> None:
         """``model``: eval mode, experts on our kernels, adapters loaded.
 
         ``slots``: adapter name -> the name under which PEFT holds its non-expert LoRA; ``tuned``:
-        PEFT's layers.
+        PEFT's layers. ``experts``: adapter name -> the layers with its expert LoRA, one for each experts
+        module; None, as a name too: those that the model has.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -57,7 +60,7 @@ class Engine:
         """Whether a prompt can be computed in parts; known after ``warm_up``."""
         self.bytes_per_token = 0
         """Cache bytes per token; known after ``warm_up``."""
-        self._mixer = Mixer(model, tuned, slots or {})
+        self._mixer = Mixer(model, tuned, slots or {}, experts)
 
     @torch.inference_mode()
     def prefill(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from ktbridge.adapter import Adapter, read_adapter
 from ktbridge.errors import ProblemsError
 from ktbridge.experts.inject import wrap_experts
+from ktbridge.experts.layer import ExpertOptions, MoELoRAExperts
 from ktbridge.experts.load_adapter import (
     copy_nonexpert,
     effective_settings,
@@ -22,6 +24,7 @@ from ktbridge.experts.load_adapter import (
 )
 from ktbridge.experts.load_model import load_for_kernels, load_tokenizer
 from ktbridge.experts.lora_targets import find_lora_targets, inject_lora
+from ktbridge.experts.modules import experts_modules
 from ktbridge.machine import read_machine
 from ktbridge.serve.local.engine import Engine
 from ktbridge.serve.local.plan import ServePlan
@@ -46,15 +49,10 @@ def load_engine(plan: ServePlan, whole: bool = False) -> Engine:
     dtype = torch.bfloat16 if plan.bf16 else torch.float32
     model = load_for_kernels(plan.model, dtype, whole=whole)
     tokenizer = load_tokenizer(plan.model)
-    expert = read_adapter(plan.expert) if plan.expert is not None else None
-    wrap_experts(
-        model,
-        lora_rank=expert.rank if expert is not None else 0,
-        lora_alpha=expert.alpha if expert is not None else 0,
-        threads=plan.threads,
-    )
-    if expert is not None:
-        load_expert_lora(model, expert)
+    directories: list[tuple[str | None, Path]] = list(plan.experts)
+    if plan.expert is not None:
+        directories.append((None, plan.expert))
+    experts = _load_experts(model, {name: read_adapter(d) for name, d in directories}, plan.threads)
     # PEFT keeps adapters in module dictionaries, whose keys cannot be every adapter name.
     slots = {name: f"adapter{i}" for i, (name, _) in enumerate(plan.nonexpert)}
     adapters = {slots[name]: read_adapter(path) for name, path in plan.nonexpert}
@@ -62,9 +60,35 @@ def load_engine(plan: ServePlan, whole: bool = False) -> Engine:
     model.eval().requires_grad_(False)
     pack_linears(model)
     copy_last_rows(model)
-    engine = Engine(model, tokenizer, slots, tuned)
+    engine = Engine(model, tokenizer, slots, tuned, experts)
     engine.warm_up(plan.arms)
     return engine
+
+
+def _load_experts(
+    model: PreTrainedModel, adapters: Mapping[str | None, Adapter], threads: int | None
+) -> dict[str | None, list[MoELoRAExperts]]:
+    """Put ``model``'s experts on our kernels, in place; the layers of each adapter by its name.
+
+    All adapters' layers are over the same weights. Without an adapter the layers of the base are under None.
+    """
+    given: Mapping[str | None, Adapter | None] = adapters or {None: None}
+    found: dict[str | None, list[MoELoRAExperts]] = {}
+    for name, adapter in given.items():
+        rank, alpha = (adapter.rank, adapter.alpha) if adapter is not None else (0, 0.0)
+        if not found:
+            wrap_experts(model, lora_rank=rank, lora_alpha=alpha, threads=threads)
+        else:
+            options = ExpertOptions(rank, alpha, threads=threads)
+            for _, module in experts_modules(model):
+                module.kt = MoELoRAExperts(*module.kt.weights, options)
+        if adapter is not None:
+            load_expert_lora(model, adapter)
+        found[name] = [module.kt for _, module in experts_modules(model)]
+    for layers in found.values():
+        for layer in layers:
+            layer.eval().requires_grad_(False)
+    return found
 
 
 def _load_nonexpert(model: PreTrainedModel, adapters: Mapping[str, Adapter]) -> list[LoraLayer]:

@@ -31,7 +31,8 @@ from ktbridge.server_api.served_names import (
 class ServePlan:
     """A launch of the embedded engine. ``nonexpert`` holds (adapter name, directory).
 
-    ``readings`` say which adapters were read from other tools' formats.
+    ``expert`` is the directory of the only expert LoRA; where several adapters have one, ``experts`` holds
+    (adapter name, directory) of each. ``readings`` say which adapters were read from other tools' formats.
     """
 
     model: Path
@@ -42,6 +43,7 @@ class ServePlan:
     expert: Path | None
     nonexpert: tuple[tuple[str, Path], ...]
     arms: tuple[ServedArm, ...]
+    experts: tuple[tuple[str, Path], ...] = ()
     api_key: str | None = field(default=None, repr=False)
     bf16: bool = True
     """Whether all but the experts is computed in bfloat16; float32 on CPUs without BF16 instructions."""
@@ -55,7 +57,8 @@ class ServePlan:
         return {arm.name: arm.description for arm in self.arms}
 
     def as_dict(self) -> dict[str, object]:
-        return {
+        several = {"expert_adapters": {name: str(path) for name, path in self.experts}}
+        return (several if self.experts else {}) | {
             "engine": "local",
             "model": str(self.model),
             "served_name": self.served_name,
@@ -85,11 +88,12 @@ def plan_local(request: ServeRequest, limits: Limits | None = None) -> ServePlan
     _check_access(request.api_key, request.host)
     opened = _open_all(request)
     expert, nonexpert, whole = _halves(opened)
-    if len(expert) > 1:
+    several = len(expert) > 1
+    if several and any(name is None for name, adapter in opened if adapter.expert_layers()):
         who = " and ".join(source for source, _ in expert)
         raise UsageError(
-            f"{who} both bring an expert LoRA; one server holds one.",
-            "serve the second adapter from a second server",
+            f"{who} both bring an expert LoRA, and that of --expert-adapter is for every name.",
+            "give each adapter whole as --adapter NAME=DIR: then every name has its own experts",
         )
     return ServePlan(
         model=base,
@@ -97,13 +101,15 @@ def plan_local(request: ServeRequest, limits: Limits | None = None) -> ServePlan
         host=request.host,
         port=request.port,
         threads=request.threads,
-        expert=expert[0][1] if expert else None,
+        expert=expert[0][1] if len(expert) == 1 else None,
+        experts=tuple(expert) if several else (),
         nonexpert=tuple(nonexpert),
         arms=list_arms(
             served,
-            expert=bool(expert),
+            expert=len(expert) == 1,
             whole=whole,
             nonexpert=[name for name, _ in nonexpert],
+            experts=[name for name, _ in expert] if several else (),
         ),
         api_key=request.api_key or None,
         bf16=has_bf16_instructions(),
@@ -247,12 +253,12 @@ def fingerprints(plan: ServePlan) -> dict[str, str]:
             )
         return files[directory]
 
-    nonexpert = dict(plan.nonexpert)
+    nonexpert, experts = dict(plan.nonexpert), dict(plan.experts)
 
     def one(arm: ServedArm) -> str:
         parts = {
             "base": base,
-            "expert": adapter(plan.expert) if arm.expert else "",
+            "expert": adapter(experts.get(arm.expert_of or "", plan.expert)) if arm.expert else "",
             "nonexpert": adapter(nonexpert[arm.nonexpert]) if arm.nonexpert else "",
         }
         if not plan.bf16:  # beside it as before, so that runs kept then are still found

@@ -1,0 +1,301 @@
+"""`ktbridge verify --adapter NAME=DIR …` against the embedded engine with several adapters, right and faulty.
+
+All over HTTP, to a process of its own (``faultyserver.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from tinyserver import ASCII, save_adapter, save_model
+
+from ktbridge.adapter import open_adapter
+from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
+from ktbridge.server_api.client import OpenAIClient
+from ktbridge.server_api.served_names import read_models
+from ktbridge.verify.logprobs import LogprobClient
+from ktbridge.verify.several import find_base, find_names, verify_several
+
+SCRIPT = Path(__file__).with_name("faultyserver.py")
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def lettered(tmp_path_factory) -> Path:
+    """A base whose tokens are all whole characters, so that texts give ids of generated tokens away."""
+    return save_model(tmp_path_factory.mktemp("several") / "base", 0, ASCII)
+
+
+@pytest.fixture(scope="module")
+def pair(lettered) -> dict[str, Path]:
+    root = lettered.parent
+    return {n: save_adapter(root / n, lettered, seed=7 + i) for i, n in enumerate("ab")}
+
+
+class Served:
+    """A server process; ``verify`` plants a fault in it first."""
+
+    def __init__(self, warm, base: Path, pair: dict[str, Path]) -> None:
+        self._warm, self._base, self._pair = warm, base, pair
+        self.start()
+
+    def start(self) -> None:
+        named = [f"{name}={path}" for name, path in self._pair.items()]
+        self.process = self._warm.start(str(SCRIPT), self._base, *named, OMP_NUM_THREADS="1")
+        ends = time.monotonic() + 120
+        while not (said := self.process.said()).endswith("}\n"):
+            assert self.process.poll() is None, self.process.communicate(5)
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+        self.url = json.loads(said)["base_url"]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(20)
+
+    def plant(self, fault: str, engine: str = "ktbridge") -> None:
+        if self.process.poll() is not None:
+            self.end()
+            self.start()
+        OpenAIClient(self.url).ask("/fault", {"name": fault, "engine": engine}, native=True)
+
+    def verify(self, fault: str = "", engine: str = "ktbridge", **options):
+        self.plant(fault, engine)
+        adapters = {n: open_adapter(path, base_model=self._base) for n, path in self._pair.items()}
+        return verify_several(LogprobClient(self.url), adapters, str(self._base), **options)
+
+    def roots(self) -> dict[str, str]:
+        """Where the server has each name's adapter from."""
+        return {name: one["root"] for name, one in OpenAIClient(self.url).entries().items()}
+
+
+@pytest.fixture(scope="module")
+def served(warm, lettered, pair):
+    server = Served(warm, lettered, pair)
+    yield server
+    server.end()
+
+
+def codes(result) -> set[str]:
+    return {item.code for item in result.problems}
+
+
+def wrong(result) -> dict[str, set[str]]:
+    """Names that were not as expected, by stage."""
+    found: dict[str, set[str]] = {}
+    for row in result.rows:
+        if not row.as_expected:
+            found.setdefault(row.stage, set()).add(row.model)
+    return found
+
+
+def test_each_name_is_its_own_adapter(served):
+    result = served.verify(repeat=2)
+    assert (result.ok, result.problems) == (True, ())
+    assert {(n.model, n.verdict) for n in result.names} == {
+        ("tiny:a", "applied"),
+        ("tiny:b", "applied"),
+    }
+    assert result.columns == ("base", "a", "b")
+    assert [(r.stage, r.model, r.answers_as) for r in result.rows] == [
+        ("before", "tiny:base", "base"),
+        ("alone", "tiny:a", "a"),
+        ("alone", "tiny:b", "b"),
+        ("together", "tiny:base", "base"),
+        ("together", "tiny:a", "a"),
+        ("together", "tiny:b", "b"),
+        ("generating together", "tiny:base", "base"),
+        ("generating together", "tiny:a", "a"),
+        ("generating together", "tiny:b", "b"),
+        ("after", "tiny:base", "base"),
+    ]
+    for row in result.rows:
+        others = [away for column, away in row.distances.items() if column != row.expected]
+        assert row.distances[row.expected] < 0.1 * min(others)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "verdicts", "where"),
+    [
+        ("wrong", "KTV020", {"a": "another adapter", "b": "applied"}, {"alone": {"tiny:a"}}),
+        ("exchanged", "KTV020", {"a": "another adapter", "b": "another adapter"},
+         {"alone": {"tiny:a", "tiny:b"}}),
+        ("base-after", "KTV021", {"a": "applied", "b": "applied"}, {"after": {"tiny:base"}}),
+        ("base-among", "KTV021", {"a": "applied", "b": "applied"}, {"together": {"tiny:base"}}),
+        ("mixed", "KTV022", {"a": "applied", "b": "applied"}, {"together": {"tiny:b"}}),
+    ],
+)  # fmt: skip
+def test_faults_are_named(served, fault, code, verdicts, where):
+    result = served.verify(fault)
+    assert not result.ok
+    assert codes(result) == {code}
+    assert {n.name: n.verdict for n in result.names} == verdicts
+    found = wrong(result)
+    assert where.items() <= found.items()
+    assert "before" not in found
+    if fault == "exchanged":
+        reasons = " ".join(name.reason for name in result.names)
+        assert reasons.count("the two are exchanged") == 2
+    if fault.startswith("base") or fault == "mixed":
+        assert "alone" not in found
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_names_are_exchanged_and_put_back(served, engine):
+    result = served.verify("", engine, reload=True)
+    assert result.ok, result.problems
+    assert result.reloaded
+    again = {(r.stage, r.model, r.generated): r.answers_as for r in result.rows}
+    assert (
+        again["adapters unloaded", {"vllm": "tiny:base", "sglang": "tiny"}[engine], False] == "base"
+    )
+    for generated in (True, False):
+        assert again["names exchanged", "tiny:a", generated] == "b"
+        assert again["names exchanged", "tiny:b", generated] == "a"
+        assert again["put back", "tiny:a", generated] == "a"
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("stale", {"names exchanged": {"tiny:a", "tiny:b"}}),
+        ("stale-cache", {"names exchanged": {"tiny:a", "tiny:b"}}),
+        ("base-loaded", {"before": {"tiny:base"}, "put back": {"tiny:base"}}),
+    ],
+)
+def test_faults_of_loading_are_named(served, fault, where):
+    result = served.verify(fault, "vllm", reload=True)
+    found = wrong(result)
+    assert where.items() <= found.items()
+    assert "adapters unloaded" not in found
+    if fault == "base-loaded":
+        steps = {item.next_step for item in result.problems if item.code == "KTV021"}
+        assert steps == {"serve the base alone: it is right only while no adapter is loaded"}
+    else:
+        assert codes(result) == {"KTV023"}
+        stale = [r for r in result.rows if r.stage == "names exchanged" and not r.as_expected]
+        assert {(r.model, r.answers_as) for r in stale} == {("tiny:a", "a"), ("tiny:b", "b")}
+        assert {r.generated for r in stale} == ({True} if fault == "stale-cache" else {True, False})
+
+
+def test_adapters_come_back_from_a_failed_exchange(served, pair):
+    with pytest.raises(KtbridgeError, match="no adapter in"):
+        served.verify("unloadable", "vllm", reload=True)
+    assert served.roots() == {f"tiny:{n}": str(path) for n, path in pair.items()} | {
+        "tiny:base": "tiny:base"
+    }
+
+
+def test_a_server_that_cannot_load(served):
+    with pytest.raises(KtbridgeError, match="has no API to load adapters"):
+        served.verify(reload=True)
+
+
+def test_a_server_that_dies(served):
+    with pytest.raises(KtbridgeError, match="does not answer"):
+        served.verify("dies")
+    with pytest.raises(ProblemsError, match="does not answer") as caught:
+        served.verify("dies-loading", "sglang", reload=True)
+    assert [(p.code, p.where) for p in caught.value.problems] == [
+        ("KTV026", "tiny:a"),
+        ("KTV026", "tiny:b"),
+    ]
+
+
+@pytest.fixture
+def ktbridge(warm):
+    def run(*args):
+        environment = {"KTBRIDGE_API_KEY": "", "OMP_NUM_THREADS": "1"}
+        return warm.run("-m", "ktbridge", *args, **environment)
+
+    return run
+
+
+def test_the_command_prints_the_matrix(ktbridge, served, lettered, pair):
+    served.plant("wrong")
+    args = [part for name, path in pair.items() for part in ("--adapter", f"{name}={path}")]
+    done = ktbridge("verify", "--server", served.url, *args, "--base-model", str(lettered))
+    assert done.returncode == 1
+    assert done.stdout.startswith(
+        "tiny:a not as its own adapter\ntiny:a: another adapter - it answers as b"
+    )
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["served", "model", "base", "a", "b", "tokens", "should", "be"] in rows
+    (alone, together) = [row for row in rows if row[:1] == ["tiny:a"] and len(row) > 6][:2]
+    assert alone[5:] == together[5:] == ["a", "(it", "is", "b)"]
+    assert done.stderr.count("error KTV020  tiny:a\n") == 1
+    served.plant("")
+    done = ktbridge(
+        "verify", "--server", served.url, *args, "--base-model", str(lettered), "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["ok"], document["base"], document["columns"]) == (
+        True,
+        "tiny:base",
+        ["base", "a", "b"],
+    )
+    assert document["names"][0]["verification"]["verdict"] == "applied"
+    assert all(row["as_expected"] for row in document["rows"])
+
+
+def test_mistakes(ktbridge, served, lettered, pair, tmp_path):
+    served.plant("")
+    narrow = save_adapter(tmp_path / "narrow", lettered, hidden=32)
+    a, b = pair.values()
+    cases = [
+        (2, "the name 'a' is given twice", (f"a={a}", f"a={b}")),
+        (2, "is not NAME=DIR", (str(a),)),
+        (2, "can't be named 'base'", (f"base={a}",)),
+        (2, "two names are the same served model, tiny:a", (f"a={a}", f"tiny:a={b}")),
+        (2, "--reload goes with --adapter NAME=DIR", (str(a), "--model", "tiny:a", "--reload")),
+        (2, "several adapters go with", (str(a), "--model", "tiny:a", "--adapter", str(b))),
+        (1, "does not list 'c', 'd'; it lists tiny:a, tiny:b, tiny:base", (f"c={a}", f"d={b}")),
+        (1, "nowhere", (f"a={a}", f"b={tmp_path / 'nowhere'}")),
+        (1, "does not fit the base model", (f"a={a}", f"b={narrow}")),
+    ]  # fmt: skip
+    for code, words, given in cases:
+        args = [part for each in given for part in (["--adapter", each] if "=" in each else [each])]
+        if args[0] != "--adapter":
+            args = ["--adapter", *args]
+        done = ktbridge("verify", "--server", served.url, *args, "--base-model", str(lettered))
+        assert done.returncode == code, (words, done.stderr)
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+
+def test_adapters_that_cannot_be_told_apart(served, lettered, pair):
+    """The same adapter under two names: each answers rightly, and that proves nothing."""
+    served.plant("wrong")
+    twice = {name: open_adapter(pair["b"], base_model=lettered) for name in "ab"}
+    result = verify_several(LogprobClient(served.url), twice, str(lettered))
+    assert not result.ok
+    assert {(p.code, p.where) for p in result.problems} == {("KTV024", "a and b")}
+
+
+def test_names_and_base_in_the_lists_of_engines():
+    vllm = {
+        "m": {"owned_by": "vllm", "root": "m", "parent": None},
+        "a": {"owned_by": "vllm", "root": "d/a", "parent": "m"},
+    }
+    models = read_models(vllm)
+    assert find_names({"a": 0}, vllm, models) == {"a": "a"}
+    assert find_base(["a"], models) == "m"
+    sglang = {
+        "s": {"owned_by": "sglang", "root": "s", "parent": None},
+        "a": {"owned_by": "sglang", "root": "d/a", "parent": "s"},
+    }
+    models = read_models(sglang)
+    assert find_names({"a": 0}, sglang, models) == {"a": "s:a"}
+    assert find_names({"s:a": 0}, sglang, models) == {"s:a": "s:a"}
+    assert find_base(["s:a"], models) == "s"
+    # With an expert LoRA in every request SGLang-KT has no base.
+    assert find_base(["s:a"], read_models(sglang, "expert")) is None
+    plain = {name: {"owned_by": "other"} for name in ("x", "y")}
+    assert find_base(["x"], read_models(plain)) is None
+    with pytest.raises(UsageError):
+        find_names({"a": 0, "s:a": 0}, sglang, models)
