@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapterfaults import Tensors, edit
+from adapterfaults import Tensors, edit, retype
 from rawadapter import write_raw
 from trainedadapters import CODES, false_alarms
 from trainrun import quiet
@@ -163,6 +163,13 @@ def test_what_training_or_a_conversion_may_leave_is_no_damage(raw: Path, case: s
     assert found(raw) == set()
     untouched = {each.code for each in validate_adapter([raw]).problems}
     assert ("KTB402" in untouched) == (case == "never trained")
+
+
+@pytest.mark.parametrize("file", ["fused_expert_lora", "adapter_model"])
+@pytest.mark.parametrize("part", ["lora_", "lora_a", "lora_B", "layers.1."])
+def test_what_is_no_float_is_reported_as_that_alone(raw: Path, file: str, part: str) -> None:
+    edit(raw, retype(part, "I16"), f"{file}.safetensors")
+    assert found(raw) == set()
 
 
 @pytest.mark.parametrize("size", [8, 12, 17, 64])

@@ -65,7 +65,7 @@ FORMATS = {
 class Side(NamedTuple):
     """The numbers of all A, or all B, of one projection or module: arrays [E], or [1].
 
-    ``bad``: a value is NaN or infinite; ``edge``: the first or the last value is zero; ``size``: the largest
+    ``bad``: a value is NaN or infinite, or none was read; ``edge``: the first or the last value is zero; ``size``: the largest
     magnitude; ``mark``: equal for equal matrices.
     """
 

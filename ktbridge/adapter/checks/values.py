@@ -139,10 +139,10 @@ class _Values:
         self._runs.append(Side(scan.top == 0, bad, edge, layout.to_float(scan.top), mark))
 
     def of(self, tensors: Sequence[Part]) -> Side:
-        """Return the values of tensors' matrices, in order; of what wasn't read as if it were sound."""
+        """Return the values of tensors' matrices, in order; what wasn't read, being no float, is bad."""
         if self._all is None:  # one more row, the last, stands for what wasn't read
             no = np.zeros(1, bool)
-            rest = Side(no, no, no, np.ones(1, np.float32), np.zeros(1, np.uint64))
+            rest = Side(no, ~no, no, np.ones(1, np.float32), np.zeros(1, np.uint64))
             self._all = Side(*map(np.concatenate, zip(*self._runs, rest, strict=True)))
         if len(tensors) == 1:
             name = tensors[0].entry.name
