@@ -65,8 +65,8 @@ FORMATS = {
 class Side(NamedTuple):
     """The numbers of all A, or all B, of one projection or module: arrays [E], or [1].
 
-    ``bad``: a value is NaN or infinite, or none was read; ``edge``: the first or the last value is zero; ``size``: the largest
-    magnitude; ``mark``: equal for equal matrices.
+    ``bad``: a value is NaN or infinite, or none was read; ``edge``: the first or the last value is zero;
+    ``size``: the largest magnitude; ``mark``: equal for equal matrices.
     """
 
     zero: NDArray[np.bool_]
