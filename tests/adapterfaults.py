@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from rawadapter import random_bits
 from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor
@@ -17,9 +18,11 @@ from ktbridge.model import open_tensor_file
 Tensors = dict[str, Tensor]
 
 
-def edit(directory: Path, change: Callable[[Tensors], None]) -> Path:
-    """Change a serving directory's tensors; its manifest, no longer true, goes."""
-    path = directory / "adapter_model.safetensors"
+def edit(
+    directory: Path, change: Callable[[Tensors], None], name: str = "adapter_model.safetensors"
+) -> Path:
+    """Change the tensors of a directory's file; its manifest, no longer true, goes."""
+    path = directory / name
     file = open_tensor_file(path)
     tensors = {
         name: Tensor(name, e.dtype, e.shape, bytes(file.tensor(name).data))
@@ -109,8 +112,8 @@ def widen(part: str, low: bytes = b"\x01\x00") -> Callable[[Tensors], None]:
 
 
 def add(name: str, shape: tuple[int, ...] = (4, 16)) -> Callable[[Tensors], None]:
-    ones = Tensor(name, "BF16", shape, b"\x80\x3f" * math.prod(shape))
-    return lambda tensors: tensors.update({name: ones})
+    tensor = Tensor(name, "BF16", shape, random_bits(np.random.default_rng(len(name)), shape))
+    return lambda tensors: tensors.update({name: tensor})
 
 
 def swap_gate_and_up(tensors: Tensors) -> None:

@@ -11,6 +11,9 @@ _CONVERT = "ktbridge convert DIR --merged-output-dir D, or the layout it has"
 _RESAVE = "save the adapter again from training"
 _RETRAIN = "train without it, or merge the adapter with PEFT"
 _RECONVERT = "convert the adapter again from the raw directory"
+_GATHER = (
+    "save the adapter again from training, gathered from all processes (FSDP: FULL_STATE_DICT)"
+)
 _BELONG = "check that adapter and base belong together"
 
 FILES = Subject("Files and manifest", "adapter", (
@@ -147,6 +150,17 @@ VALUES = Subject("Values", "adapter", (
          "check that training reached it"),
     Code("KTB404", "info", "some experts are zero: no token was routed to them in training",
          "nothing to do if the data was small"),
+    Code("KTB405", "error", "a tensor has values in one block of 1/n of its rows or columns and zeros in all"
+         " others: one process saved its share of a sharded tensor", _GATHER),
+    Code("KTB406", "error", "half or more of the ranks are in only one of A and B; or, a warning, ranks are"
+         " so alike that a quarter of them would do", _GATHER),
+    Code("KTB407", "warning", "experts of a layer have equal LoRA; an info where neighbors share it in all"
+         " layers, as some trainers do",
+         "compare with the trainer's own weights: one process's experts may have been saved for all"),
+    Code("KTB408", "warning", "in every layer the same 1/n of the experts has LoRA and all others none: one"
+         " expert-parallel process may have saved its own", _GATHER),
+    Code("KTB409", "warning", "values of a layer are a thousand times larger or smaller than most layers'",
+         "compare with an earlier checkpoint; save the adapter again from training"),
 ))  # fmt: skip
 
 SETS = Subject("Several directories together", "adapter", (

@@ -160,7 +160,7 @@ ROWS = [
     Row("extra layer", "e", tensors("e", copies("layers.1.", "layers.2.")), "KTB603",
         "has layers 2, where the base has no experts", "2 MoE layers", "belong", base={}),
     Row("extra expert", "e", tensors("e", copies("experts.2.", "experts.3.")), "KTB604",
-        "4 experts a layer", "3", "belong", base={}),
+        "4 experts a layer", "3", "belong", also=["KTB407"], base={}),
     Row("extra layer", "n", tensors("n", copies("layers.1.", "layers.2.")), "KTB606",
         "is beyond the last layer", "2 layers", "belong", place="layers.2.", base={}),
     *(

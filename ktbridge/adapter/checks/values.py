@@ -1,4 +1,4 @@
-"""One streaming pass over an adapter's values: NaN, Inf, and pairs that have no effect.
+"""One streaming pass over an adapter's values: NaN, Inf, pairs that have no effect, and damage.
 
 A pair whose A or B is all zero contributes nothing. Training starts with B = 0, so it stays zero
 for an expert that no token was routed to, which alone is not an error; a whole projection, layer or
@@ -8,21 +8,22 @@ Floats are checked by bit pattern. Without the sign bit, the bit patterns of one
 numbers, infinities and NaNs last; so one maximum per matrix shows both whether it is all zero and
 whether it is finite. Bytes go through one buffer small enough to stay in the processor's cache, and
 ``reduceat`` computes the maxima of all its matrices in one call; memory use doesn't depend on the
-file's size.
+file's size. What the pass notes of a matrix is its maximum and its first and last value: from these
+``damage`` decides which few matrices it looks at again.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.adapter import Adapter, Part
+from ktbridge.adapter.adapter import Adapter, ExpertStack, Part
 from ktbridge.adapter.checks import many
+from ktbridge.adapter.checks.damage import FORMATS, Pair, Side, check_damage
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.publish import OnProgress
@@ -32,20 +33,6 @@ _BUFFER = 1 << 19
 _REPORT_BYTES = 1 << 25
 
 
-class _Format(NamedTuple):
-    integer: Any
-    magnitude: int  # every bit but the sign
-    infinity: int  # bit pattern of +inf: anything not below is infinite or NaN
-    rounded: int  # fraction bits that bfloat16, with 7 of them, drops
-
-
-FORMATS = {
-    "BF16": _Format(np.uint16, 0x7FFF, 0x7F80, 0),
-    "F16": _Format(np.uint16, 0x7FFF, 0x7C00, 0x7),
-    "F32": _Format(np.uint32, 0x7FFFFFFF, 0x7F800000, 0xFFFF),
-}
-
-
 class Run(NamedTuple):
     """Contiguous matrices of one float format: ``bounds`` are their n + 1 byte offsets."""
 
@@ -53,24 +40,29 @@ class Run(NamedTuple):
     bounds: NDArray[np.int64]
 
 
-class Flags(NamedTuple):
-    """Per matrix: is it all zero, has it NaN or Inf, would bfloat16 round any value."""
+class Scan(NamedTuple):
+    """What one pass notes of each of a run's matrices, as bits without the sign.
 
-    zero: NDArray[np.bool_]
-    bad: NDArray[np.bool_]
-    rounds: NDArray[np.bool_]
+    ``top``: the largest magnitude; ``first`` and ``last``: the values at its ends, 0 if it is empty;
+    ``low``: all bits that any value has set, in formats wider than bfloat16.
+    """
+
+    top: NDArray[np.uint32]
+    first: NDArray[np.uint32]
+    last: NDArray[np.uint32]
+    low: NDArray[np.uint32]
 
 
 def scan_run(
     file: TensorFile, run: Run, on_bytes: Callable[[int], None] = lambda count: None
-) -> Flags:
+) -> Scan:
     """Read the run's bytes once. ``on_bytes(n)`` reports n further bytes.
 
     Raises KtbridgeError when the file can't be read or was truncated.
     """
     layout = FORMATS[run.dtype]
     count = len(run.bounds) - 1
-    top, low = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
+    scan = Scan(*(np.zeros(count, np.uint32) for _ in Scan._fields))
     # reduceat treats a segment of length 0 as length 1, so empty matrices are left out.
     filled = np.flatnonzero(np.diff(run.bounds))
     bounds = np.append(run.bounds[filled], run.bounds[-1])
@@ -78,15 +70,20 @@ def scan_run(
     masked = np.empty(_BUFFER // width, layout.integer)
     for start, words in _words(file, int(bounds[0]), int(bounds[-1]), layout.integer, on_bytes):
         end = start + words.nbytes
+        begun = int(np.searchsorted(bounds, start))  # the first matrix that begins in the buffer
         first = int(np.searchsorted(bounds, start, "right")) - 1
         last = int(np.searchsorted(bounds, end, "left"))
         offsets = (np.maximum(bounds[first:last], start) - start) // width
         part = filled[first:last]
         magnitudes = np.bitwise_and(words, layout.magnitude, out=masked[: len(words)])
-        top[part] = np.maximum(top[part], np.maximum.reduceat(magnitudes, offsets))
+        scan.top[part] = np.maximum(scan.top[part], np.maximum.reduceat(magnitudes, offsets))
+        scan.first[filled[begun:last]] = magnitudes[offsets[begun - first :]]
+        ended = last if bounds[last] == end else last - 1  # the last matrix may go on
+        ends = (bounds[first + 1 : ended + 1] - start) // width
+        scan.last[filled[first:ended]] = magnitudes[ends - 1]
         if layout.rounded:
-            low[part] |= np.bitwise_or.reduceat(words, offsets)
-    return Flags(top == 0, top >= layout.infinity, (low & layout.rounded) != 0)
+            scan.low[part] |= np.bitwise_or.reduceat(words, offsets)
+    return scan
 
 
 def _words(
@@ -109,29 +106,71 @@ def _words(
             unreported = 0
 
 
-@dataclass
-class _Findings:
-    bad: list[Part] = field(default_factory=list)
-    rounds: list[Part] = field(default_factory=list)
-    fused_zero: dict[tuple[int, str, str], np.ndarray] = field(default_factory=dict)
-    zero_names: set[str] = field(default_factory=set)
+class _Values:
+    """What the pass noted of all matrices, and where a tensor's are: as many in a row as it has."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self._counts: dict[str, int] = {}  # of fused tensors; all others have one matrix
+        self._runs: list[Side] = []
+        self._all: Side | None = None
+        self._count = 0
+        self.bad: list[Part] = []
+        self.rounds: list[Part] = []
+
+    def add(self, parts: Sequence[Part], dtype: str, scan: Scan) -> None:
+        """Take over a run: one fused tensor, or tensors of one matrix each."""
+        layout = FORMATS[dtype]
+        count = len(scan.top)
+        bad, rounds = scan.top >= layout.infinity, (scan.low & layout.rounded) != 0
+        if len(parts) == count:
+            places = range(self._count, self._count + count)
+            self._places.update(zip((part.entry.name for part in parts), places, strict=True))
+            self.bad += [parts[index] for index in np.flatnonzero(bad).tolist()]
+            self.rounds += [parts[index] for index in np.flatnonzero(rounds).tolist()]
+        else:
+            name = parts[0].entry.name
+            self._places[name], self._counts[name] = self._count, count
+            self.bad += parts if bad.any() else []
+            self.rounds += parts if rounds.any() else []
+        self._count += count
+        edge = (scan.first == 0) | (scan.last == 0)
+        mark = scan.first.astype(np.uint64) << np.uint64(32) | scan.last
+        self._runs.append(Side(scan.top == 0, bad, edge, layout.to_float(scan.top), mark))
+
+    def of(self, tensors: Sequence[Part]) -> Side:
+        """Return the values of tensors' matrices, in order; what wasn't read, being no float, is bad."""
+        if self._all is None:  # one more row, the last, stands for what wasn't read
+            no = np.zeros(1, bool)
+            rest = Side(no, ~no, no, np.ones(1, np.float32), np.zeros(1, np.uint64))
+            self._all = Side(*map(np.concatenate, zip(*self._runs, rest, strict=True)))
+        if len(tensors) == 1:
+            name = tensors[0].entry.name
+            start = self._places.get(name, self._count)
+            stop = start + self._counts.get(name, 1)
+            return Side._make(array[start:stop] for array in self._all)
+        rows = [self._places.get(part.entry.name, self._count) for part in tensors]
+        return Side._make(array[rows] for array in self._all)
 
 
 def check_data(adapter: Adapter, on_progress: OnProgress | None = None) -> Iterator[Problem]:
     """Read every value once and report; ``on_progress(bytes done, total bytes)``."""
-    findings = _scan(adapter, on_progress)
-    yield from many("KTB401", findings.bad, "has NaN or infinite values")
-    yield from many("KTB304", findings.rounds, f"is {_dtypes(findings.rounds)}", "BF16")
-    yield from _expert_zeros(adapter, findings)
-    yield from _nonexpert_zeros(adapter, findings)
+    values = _scan(adapter, on_progress)
+    yield from many("KTB401", values.bad, "has NaN or infinite values")
+    yield from many("KTB304", values.rounds, f"is {_dtypes(values.rounds)}", "BF16")
+    pairs = list(_expert_pairs(adapter, values))
+    yield from _expert_zeros(adapter, pairs)
+    others = list(_nonexpert_pairs(adapter, values))
+    yield from _nonexpert_zeros(adapter, others)
+    yield from check_damage(adapter, [pair for pair in (*pairs, *others) if pair.whole])
 
 
 def _dtypes(parts: list[Part]) -> str:
     return " and ".join(sorted({part.entry.dtype for part in parts}))
 
 
-def _scan(adapter: Adapter, on_progress: OnProgress | None) -> _Findings:
-    findings = _Findings()
+def _scan(adapter: Adapter, on_progress: OnProgress | None) -> _Values:
+    values = _Values()
     total = sum(file.size for file in adapter.files)
     done = 0
 
@@ -142,23 +181,9 @@ def _scan(adapter: Adapter, on_progress: OnProgress | None) -> _Findings:
             on_progress(done, total)
 
     for file, run, parts in _runs(adapter):
-        _file_results(findings, parts, scan_run(file, run, count_bytes))
+        values.add(parts, run.dtype, scan_run(file, run, count_bytes))
     count_bytes(total - done)
-    return findings
-
-
-def _file_results(findings: _Findings, parts: list[Part], flags: Flags) -> None:
-    if len(parts) != len(flags.zero):  # one fused tensor, one matrix per expert
-        part = parts[0]
-        findings.fused_zero[part.key.layer, part.key.projection, part.key.half] = flags.zero
-        if flags.bad.any():
-            findings.bad.append(part)
-        if flags.rounds.any():
-            findings.rounds.append(part)
-        return
-    findings.bad += [parts[index] for index in np.flatnonzero(flags.bad)]
-    findings.rounds += [parts[index] for index in np.flatnonzero(flags.rounds)]
-    findings.zero_names.update(parts[index].entry.name for index in np.flatnonzero(flags.zero))
+    return values
 
 
 def _runs(adapter: Adapter) -> Iterator[tuple[TensorFile, Run, list[Part]]]:
@@ -193,52 +218,63 @@ def _joined(parts: list[Part]) -> Run:
     return Run(parts[0].entry.dtype, np.array([*starts, parts[-1].entry.end], np.int64))
 
 
-def _expert_zeros(adapter: Adapter, findings: _Findings) -> Iterator[Problem]:
-    if not adapter.experts:
-        return
-    dead: dict[tuple[int, str], np.ndarray] = {}
+def _expert_pairs(adapter: Adapter, values: _Values) -> Iterator[Pair]:
+    """Yield A and B of each (layer, projection), of which one may be missing."""
+    table: dict[tuple[int, str], dict[str, ExpertStack]] = defaultdict(dict)
     for (layer, projection, half), stack in adapter.experts.items():
-        flags = findings.fused_zero.get((layer, projection, half))
-        if flags is None:
-            named = findings.zero_names
-            flags = np.array([part.entry.name in named for part in stack.sources], bool)
-        pair = dead.get((layer, projection))
-        same = pair is not None and len(pair) == len(flags)
-        dead[layer, projection] = flags | pair if same and pair is not None else flags
+        table[layer, projection][half] = stack
+    for (layer, projection), stacks in table.items():
+        tensors = {half: stack.sources for half, stack in stacks.items()}
+        sides = {half: values.of(parts) for half, parts in tensors.items()}
+        yield Pair(layer, f"{projection}_proj", tensors, sides, stacks)
+
+
+def _nonexpert_pairs(adapter: Adapter, values: _Values) -> Iterator[Pair]:
+    """Yield A and B of each module, of which one may be missing."""
+    table: dict[str, dict[str, list[Part]]] = defaultdict(dict)
+    for part in adapter.nonexpert.values():
+        table[part.key.module][part.key.half] = [part]
+    for module, tensors in table.items():
+        key = next(iter(tensors.values()))[0].key
+        sides = {half: values.of(parts) for half, parts in tensors.items()}
+        yield Pair(key.layer, key.suffix or module, tensors, sides, {})
+
+
+def _expert_zeros(adapter: Adapter, pairs: Sequence[Pair]) -> Iterator[Problem]:
+    if not pairs:
+        return
     where = str(adapter.path)
-    if all(flags.all() for flags in dead.values()):
+    if all(pair.zero.all() for pair in pairs):
         yield problem("KTB402", where, "every expert's LoRA is zero")
         return
     by_projection: dict[str, list[bool]] = defaultdict(list)
     by_layer: dict[int, list[bool]] = defaultdict(list)
     idle = 0
-    for (layer, projection), flags in dead.items():
-        by_projection[projection].append(bool(flags.all()))
-        by_layer[layer].append(bool(flags.all()))
-        idle += int(flags.sum()) if projection == "down" else 0
+    for pair in pairs:
+        by_projection[pair.name].append(bool(pair.zero.all()))
+        by_layer[pair.layer].append(bool(pair.zero.all()))
+        idle += int(pair.zero.sum()) if pair.name == "down_proj" else 0
     for projection, all_dead in sorted(by_projection.items()):
         if all(all_dead):
-            yield problem("KTB403", where, f"{projection}_proj is zero in every expert")
+            yield problem("KTB403", where, f"{projection} is zero in every expert")
     layers = [layer for layer, all_dead in sorted(by_layer.items()) if all(all_dead)]
     if layers:
         found = f"expert LoRA is zero throughout layer {', '.join(map(str, layers[:6]))}"
         yield problem("KTB403", where, found)
-    if idle and not all(by_projection.get("down", [True])):
+    if idle and not all(by_projection.get("down_proj", [True])):
         yield problem("KTB404", where, f"{idle} experts' down_proj LoRA is zero")
 
 
-def _nonexpert_zeros(adapter: Adapter, findings: _Findings) -> Iterator[Problem]:
-    modules: dict[str, bool] = {}
-    for part in adapter.nonexpert.values():
-        module = part.key.module
-        modules[module] = modules.get(module, False) or part.entry.name in findings.zero_names
-    if not modules:
+def _nonexpert_zeros(adapter: Adapter, pairs: Sequence[Pair]) -> Iterator[Problem]:
+    if not pairs:
         return
     where = str(adapter.path)
-    if all(modules.values()):
+    if all(pair.zero.all() for pair in pairs):
         yield problem("KTB402", where, "every non-expert LoRA is zero")
         return
-    zero = sorted(module for module, dead in modules.items() if dead)
+    zero = sorted(
+        next(iter(pair.tensors.values()))[0].key.module for pair in pairs if pair.zero.all()
+    )
     if zero:
         more = f" (and {len(zero) - 1} more modules)" if len(zero) > 1 else ""
         yield problem("KTB403", f"{where}: {zero[0]}", f"LoRA is zero{more}")
