@@ -24,6 +24,18 @@ def text(first, words, step=1):
     return " ".join(WORDS[(first + place * step) % len(WORDS)] for place in range(words))
 
 
+def tokenized(config, tokenizer, **more):
+    """The rows of a configuration as tokens."""
+    from ktbridge.sft.data import load_rows, tokenize_rows
+
+    return tokenize_rows(load_rows(config), tokenizer, config, **more)
+
+
+def messages_of(rows):
+    """The messages of each usable row, as ``load_rows`` reads them."""
+    return [row.messages for row in rows.rows]
+
+
 def conversation(*texts):
     """A row of turns: the user's, the assistant's, the user's, …"""
     roles = ("user", "assistant") * len(texts)

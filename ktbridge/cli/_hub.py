@@ -68,7 +68,7 @@ def ensure_rows(config: TrainConfig) -> None:
 
     from ktbridge.cli._ui import progress_bar
     from ktbridge.errors import KtbridgeError
-    from ktbridge.sft.data.sources import find_sources
+    from ktbridge.sft.data.records import find_sources
 
     sources, failed = find_sources(replace(config, dataset=(*config.dataset, *config.eval_dataset)))
     for source in sources if not failed else ():

@@ -26,7 +26,7 @@ def show_plan(ready: Prepared, as_json: bool) -> None:
     plan = {
         "rows": fitted.total,
         "rows_used": fitted.used,
-        "rows_cut": len(fitted.cut),
+        "rows_cut": fitted.cut,
         "rows_refused": len(fitted.refused),
         "sequences": ready.lengths.sequences,
         "longest_tokens": ready.lengths.longest,
@@ -63,7 +63,7 @@ def _held_out_plan(parsed: TrainConfig, ready: Prepared) -> dict[str, object] | 
     return {
         "rows": held.total,
         "rows_used": held.used,
-        "rows_cut": len(held.cut),
+        "rows_cut": held.cut,
         "rows_refused": len(held.refused),
         "trained_tokens": held.trained_tokens,
         "eval_steps": ready.eval_steps,
@@ -73,10 +73,10 @@ def _held_out_plan(parsed: TrainConfig, ready: Prepared) -> dict[str, object] | 
 
 def rows_lines(ready: Prepared) -> list[str]:
     """Return how many rows are used, and of the held-out rows."""
-    from ktbridge.sft.data import describe
+    from ktbridge.sft.data import describe_rows
 
-    held = [f"held out: {describe(ready.held_out, 'evaluated')}"] if ready.held_out else []
-    return [describe(ready.fitted), *held]
+    held = [f"held out: {describe_rows(ready.held_out, 'evaluated')}"] if ready.held_out else []
+    return [describe_rows(ready.fitted), *held]
 
 
 def _effective(parsed: TrainConfig) -> dict[str, object]:

@@ -22,7 +22,7 @@ from ktbridge.codes import Problems
 from ktbridge.eval.scorers import measure_texts, score_task
 from ktbridge.files.ledger import LedgerFile
 from ktbridge.files.publish import fsync_directory, write_text
-from ktbridge.sft.data import Refused, refused_file
+from ktbridge.sft.data import RefusedRow, format_refused
 
 PREDICTIONS = "generated_predictions.jsonl"
 RESULTS = "predict_results.json"
@@ -151,13 +151,16 @@ def _measure_choices(rows: Sequence[Row]) -> float | None:
 
 
 def write_predictions(
-    output_dir: Path, rows: Sequence[Row], metrics: Mapping[str, float], refused: Sequence[Refused]
+    output_dir: Path,
+    rows: Sequence[Row],
+    metrics: Mapping[str, float],
+    refused: Sequence[RefusedRow],
 ) -> list[str]:
     """Write the files into ``output_dir``, each whole, the results last; return their names."""
     output_dir.mkdir(parents=True, exist_ok=True)
     texts = {PREDICTIONS: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)}
     if refused:
-        texts[REFUSED] = refused_file(refused).decode()
+        texts[REFUSED] = format_refused(refused).decode()
     else:
         (output_dir / REFUSED).unlink(missing_ok=True)
     texts[RESULTS] = json.dumps(metrics, indent=4, sort_keys=True) + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,13 +17,13 @@ from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.predict.output import PREDICTIONS, REFUSED, journal_path
 from ktbridge.serve.local.plan import check_installed
 from ktbridge.sft.config import TrainConfig, check_writable
-from ktbridge.sft.data import Refused, all_refused, load_rows, refused_note
-from ktbridge.sft.data.chat import ChatTemplate
-from ktbridge.sft.data.pictures import TEXT_ALONE, Picture
-from ktbridge.sft.vision import Vision, read_vision
+from ktbridge.sft.data import RefusedRow, TrainingRow, collect_refused, load_rows, refused_note
+from ktbridge.sft.data.images import TEXT_ALONE, RowImage, Vision, read_vision
+from ktbridge.sft.data.render import ChatTemplate
+from ktbridge.sft.data.tokenize import encode_texts
 
 if TYPE_CHECKING:
-    from ktbridge.sft.data import Rows
+    from transformers import PreTrainedTokenizerBase
 
 BATCH = 256
 """Rows tokenized at once, and between two calls of ``on_rows``."""
@@ -37,7 +37,7 @@ class Prompt:
     ids: list[int]
     label: str
     where: str
-    pictures: Sequence[Picture] = ()
+    images: Sequence[RowImage] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PredictionInputs:
     base: Path
     context: int
     prompts: list[Prompt]
-    refused: list[Refused]
+    refused: list[RefusedRow]
     total: int
     notes: tuple[Problem, ...]
     vision: Vision | None = None
@@ -73,22 +73,38 @@ def prepare_predictions(
     asked.attempt("output_dir", lambda: _check_output(config, before_training))
     find_base = find_model if before_training else resolve_model  # weights may be downloaded later
     base = asked.attempt("model_name_or_path", lambda: find_base(config.model_name_or_path))
-    chat = vision = None
+    tokenizer = chat = vision = None
     if base:
+        tokenizer = asked.attempt("tokenizer", lambda: load_tokenizer(base))
+    if tokenizer:
         thinking = config.enable_thinking
-        chat = asked.attempt("tokenizer", lambda: ChatTemplate(load_tokenizer(base), thinking))
+        chat = asked.attempt("tokenizer", lambda: ChatTemplate(tokenizer, thinking))
     own = replace(config, dataset=config.eval_dataset, eval_dataset=(), val_size=0.0)
     rows = asked.attempt("eval_dataset", lambda: load_rows(own))
     if base and rows and rows.with_images:
         vision = asked.attempt("images", lambda: read_vision(base, config))
     asked.raise_if_any("these predictions can't be made as they are.")
     assert base is not None
+    assert tokenizer is not None
     assert chat is not None
     assert rows is not None
     context = read_model_config(base).text.get("max_position_embeddings")
     context = context if type(context) is int and context > 0 else 2**31
-    prompts, refused = _write_prompts(rows, chat, config.cutoff_len, context, vision, on_rows)
-    refused = all_refused(rows, refused, config)
+    most = min(config.cutoff_len, context - 1)
+    limit = f"cutoff_len={most}" if most == config.cutoff_len else "the model's context"
+    prompts, refused = [], list[RefusedRow]()
+    for start in range(0, len(rows.rows), BATCH):
+        batch = rows.rows[start : start + BATCH]
+        for row, made in zip(batch, _write_prompts(batch, tokenizer, chat, vision), strict=True):
+            if isinstance(made, Prompt) and len(made.ids) > most:
+                made = f"no answer within {limit} tokens: the prompt has {len(made.ids):,}"
+            if isinstance(made, Prompt):
+                prompts.append(made)
+            else:
+                refused.append(RefusedRow(row.where, made, row.as_record()))
+        if on_rows:
+            on_rows(start + len(batch), len(rows.rows))
+    refused = collect_refused(rows, refused, config)
     notes = [*rows.notes, *refused_note(refused, rows.total, "eval_dataset", REFUSED)]
     notes += _note_experts(config)
     return PredictionInputs(
@@ -129,45 +145,30 @@ def _note_experts(config: TrainConfig) -> Problems:
 
 
 def _write_prompts(
-    rows: Rows,
+    rows: Sequence[TrainingRow],
+    tokenizer: PreTrainedTokenizerBase,
     chat: ChatTemplate,
-    cutoff_len: int,
-    context: int,
     vision: Vision | None,
-    on_rows: OnProgress | None,
-) -> tuple[list[Prompt], list[Refused]]:
-    """Return the rows that can be asked as prompts, and the others with the reason."""
-    prompts: list[Prompt] = []
-    refused: list[Refused] = []
-    most = min(cutoff_len, context - 1)
-    limit = f"cutoff_len={most}" if most == cutoff_len else "the model's context"
-    given = [*zip(rows.conversations, rows.places, strict=True)]
-    for start in range(0, len(given), BATCH):
-        batch = given[start : start + BATCH]
-        written: list[tuple[str, str, ValueError | None]] = []
-        for messages, _ in batch:
-            try:
-                if messages.pictures and vision is None:
-                    raise ValueError(TEXT_ALONE)
-                written.append((*chat.asked_and_answered(messages, messages.tools), None))
-            except ValueError as error:
-                written.append(("", "", error))
-        ids, _ = chat.tokens([text for text, _, _ in written])
-        for (messages, where), (text, label, wrong), tokens in zip(
-            batch, written, ids, strict=True
-        ):
-            try:
-                if wrong:
-                    raise wrong
-                if vision:
-                    tokens = vision.widened(tokens, tokens, messages.pictures)[0]
-                if len(tokens) > most:
-                    found = f"the prompt has {len(tokens):,}"
-                    raise ValueError(f"no answer within {limit} tokens: {found}")
-            except ValueError as error:
-                refused.append(Refused(where, str(error), messages.as_row()))
-            else:
-                prompts.append(Prompt(text, tokens, label, where, messages.pictures))
-        if on_rows:
-            on_rows(start + len(batch), len(given))
-    return prompts, refused
+) -> Iterator[Prompt | str]:
+    """Yield each row's prompt, or why it can't be asked."""
+    written: list[tuple[str, str] | ValueError] = []
+    for row in rows:
+        try:
+            if row.images and vision is None:
+                raise ValueError(TEXT_ALONE)
+            written.append(chat.write_prompt_and_answer(row.messages, row.tools))
+        except ValueError as error:
+            written.append(error)
+    texts = [each[0] for each in written if not isinstance(each, ValueError)]
+    encoded = iter(encode_texts(tokenizer, texts)[0] if texts else ())
+    for row, each in zip(rows, written, strict=True):
+        try:
+            if isinstance(each, ValueError):
+                raise each
+            text, label = each
+            ids = next(encoded)
+            if vision:
+                ids = vision.expand(ids, ids, row.images)[0]
+            yield Prompt(text, ids, label, row.where, row.images)
+        except ValueError as error:
+            yield str(error)

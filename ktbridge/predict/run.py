@@ -99,9 +99,9 @@ def plan_engine(prepared: PredictionInputs) -> ServePlan:
 def make_fingerprint(prepared: PredictionInputs, plan: ServePlan) -> Fingerprint:
     """Return all that decides the answers, by the name of the key that decides it."""
     config = prepared.config
-    pictures = [[picture.identity for picture in prompt.pictures] for prompt in prepared.prompts]
+    images = [[image.fingerprint for image in prompt.images] for prompt in prepared.prompts]
     rows = json.dumps([[prompt.text, prompt.label] for prompt in prepared.prompts])
-    rows += json.dumps(pictures) if any(pictures) else ""
+    rows += json.dumps(images) if any(images) else ""
     (served,) = fingerprints(plan).values()
     samples = config.do_sample and bool(config.temperature)
     keys = ("temperature", "top_p", "top_k", "seed") if samples else ()
@@ -204,7 +204,7 @@ def _answer(
             prompt.ids,
             choose_sampling(prepared, row),
             _Listener(partial(finish, row)),
-            images=partial(_read_images, prepared, prompt) if prompt.pictures else None,
+            images=partial(_read_images, prepared, prompt) if prompt.images else None,
         )
         for row, prompt in enumerate(prompts)
         if row not in journal.answers
@@ -224,7 +224,7 @@ def _read_images(prepared: PredictionInputs, prompt: Prompt) -> dict[str, torch.
     import torch
 
     assert prepared.vision is not None
-    return prepared.vision.inputs(torch.tensor([prompt.ids]), prompt.pictures)
+    return prepared.vision.inputs(torch.tensor([prompt.ids]), prompt.images)
 
 
 class _Listener:

@@ -16,7 +16,7 @@ from ktbridge.adapter.outputs import LOG_FILE, PLOT_FILE, REFUSED_FILE
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.save_adapter import save_raw_adapter
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import Refused, refused_file
+from ktbridge.sft.data import RefusedRow, format_refused
 
 Log = Sequence[Mapping[str, float]]
 """Records of training: step, loss and pace of each."""
@@ -26,7 +26,7 @@ def files_beside(
     config: TrainConfig,
     log: Log,
     loss_label: str,
-    refused: Sequence[Refused],
+    refused: Sequence[RefusedRow],
     best: int | None = None,
 ) -> dict[str, bytes]:
     """The files that appear with the adapter: the log, the loss plot, the rows that were refused.
@@ -37,7 +37,7 @@ def files_beside(
     if config.plot_loss:
         files[PLOT_FILE] = plot_loss(log, loss_label, best)
     if refused:
-        files[REFUSED_FILE] = refused_file(refused)
+        files[REFUSED_FILE] = format_refused(refused)
     return files
 
 

@@ -23,11 +23,19 @@ from ktbridge.install import linear_attention_gaps
 from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.sft.arguments import check_reporters
 from ktbridge.sft.config import TrainConfig, check_output_dir
-from ktbridge.sft.data import Fitted, Rows, digest
-from ktbridge.sft.data.chat import template_notes
-from ktbridge.sft.data.kept import Kept, Tokenized
-from ktbridge.sft.data.run_rows import digests, open_rows, tokenize_rows
-from ktbridge.sft.data.stream import Stream
+from ktbridge.sft.data import (
+    Rows,
+    RowStream,
+    TokenCache,
+    TokenizedRows,
+    TokenizedRun,
+    fingerprint_datasets,
+    fingerprint_rows,
+    open_rows,
+    template_notes,
+    tokenize_run,
+)
+from ktbridge.sft.data.images import Vision, read_vision
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.model import Trainable, check_model, choose_device
@@ -46,7 +54,6 @@ from ktbridge.sft.resume import (
     fingerprint_run,
     is_finished,
 )
-from ktbridge.sft.vision import Vision, read_vision
 
 _OF_ROWS = ("KTD002", "KTD003", "KTD008", "KTD062")
 _FLASH = {
@@ -63,13 +70,13 @@ class Prepared:
     """The configuration with its dtype decided."""
     base: Path
     tokenizer: PreTrainedTokenizerBase
-    fitted: Fitted
-    held_out: Fitted | None
+    fitted: TokenizedRows
+    held_out: TokenizedRows | None
     """The rows that are evaluated and not trained on."""
-    stream: Stream | None
+    stream: RowStream | None
     """The source of rows that are read while the run goes; ``fitted`` are the first ones then."""
-    to_keep: tuple[Kept, Tokenized] | None
-    """The token cache, if it must still be written."""
+    to_cache: tuple[TokenCache, TokenizedRun] | None
+    """Token cache, if it must still be written, and the rows for it."""
     fingerprint: RunFingerprint
     resumption: Resumption
     lengths: Lengths
@@ -105,18 +112,23 @@ def prepare(
         )
     _check_packages(config)
     config, precision = decide_precision(config, choose_device(config).type == "cuda")
-    base, (trainable, model_notes), slow, tokenizer, rows, quantised, kept, vision = _check_all(
+    base, (trainable, model_notes), slow, tokenizer, rows, quantised, cache, vision = _check_all(
         config, declared
     )
-    if isinstance(rows, Rows) and rows.before and began_with(config, digest(rows.before)):
-        rows, kept = rows.before, None  # a run of 0.6.0, which held out rows with copies
-    of_rows = digests(rows)
-    own = fingerprint_run(config, base, *of_rows, images=vision is not None)
+    if isinstance(rows, Rows) and rows.before and began_with(config, fingerprint_rows(rows.before)):
+        rows, cache = rows.before, None  # a run of 0.6.0, which held out rows with copies
+    if isinstance(rows, TokenizedRun):
+        fingerprints = rows.fingerprint, rows.held_fingerprint
+    else:
+        fingerprints = fingerprint_datasets(rows)
+    own = fingerprint_run(config, base, *fingerprints, images=vision is not None)
     resumption = find_checkpoint(config, own)
     found = rows
-    if not isinstance(found, Tokenized):
-        found = Tokenized(*tokenize_rows(found, tokenizer, config, on_rows, vision), *of_rows)
-    fitted, held = found.fitted, found.held_out
+    if not isinstance(found, TokenizedRun):
+        found = TokenizedRun(
+            *tokenize_run(found, tokenizer, config, on_rows, vision), *fingerprints
+        )
+    fitted, held = found.rows, found.held_out
     lengths = fitted_lengths(fitted, held, config, vision)
     steps = optimizer_steps(config, lengths.sequences, processes)
     eval_steps = evaluation_steps(config, lengths.sequences, processes)
@@ -130,8 +142,8 @@ def prepare(
         tokenizer=tokenizer,
         fitted=fitted,
         held_out=held,
-        stream=rows if isinstance(rows, Stream) else None,
-        to_keep=(kept, found) if kept and found is not rows else None,
+        stream=rows if isinstance(rows, RowStream) else None,
+        to_cache=(cache, found) if cache and found is not rows else None,
         fingerprint=own,
         resumption=resumption,
         lengths=lengths,
@@ -140,7 +152,7 @@ def prepare(
         trainable=trainable,
         notes=(
             *fitted.notes,
-            *(kept.notes if kept else ()),
+            *(cache.notes if cache else ()),
             *_held_out_notes(config, held, steps, eval_steps),
             *template_notes(config.template if config.stage != "pt" else None, tokenizer),
             *resumption.notes,
@@ -169,9 +181,9 @@ class _Checked(NamedTuple):
     model: tuple[Trainable, list[Problem]]
     slow: list[Problem]
     tokenizer: PreTrainedTokenizerBase
-    rows: Rows | Tokenized | Stream
+    rows: Rows | TokenizedRun | RowStream
     quantised: Quantised | None
-    kept: Kept | None
+    cache: TokenCache | None
     vision: Vision | None
 
 
@@ -182,14 +194,14 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     asked.attempt("kt_experts", lambda: check_expert_device(config))
     find_base = resolve_model if declared is None else find_model
     base = asked.attempt("model_name_or_path", lambda: find_base(config.model_name_or_path))
-    quantised = vision = kept = None
+    quantised = vision = cache = None
     tokenizer = asked.attempt("tokenizer", lambda: load_tokenizer(base)) if base else None
     if base and config.tokenized_path:
-        kept = asked.attempt("tokenized_path", lambda: Kept(config, base))
-    found = asked.attempt("tokenized_path", kept.find) if kept else None
+        cache = asked.attempt("tokenized_path", lambda: TokenCache(config, base))
+    found = asked.attempt("tokenized_path", cache.load) if cache else None
     rows = found or asked.attempt("dataset", lambda: open_rows(config))
     if base and isinstance(rows, Rows) and rows.with_images:
-        if kept:
+        if cache:
             asked.attempt("tokenized_path", _no_images)
         vision = asked.attempt("images", lambda: read_vision(base, config))
     whole = vision is not None
@@ -207,7 +219,7 @@ def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
     assert checked is not None
     assert tokenizer is not None
     assert rows is not None
-    return _Checked(base, checked, slow or [], tokenizer, rows, quantised, kept, vision)
+    return _Checked(base, checked, slow or [], tokenizer, rows, quantised, cache, vision)
 
 
 def _check_output(config: TrainConfig) -> None:
@@ -230,7 +242,7 @@ def _no_images() -> None:
 
 
 def _held_out_notes(
-    config: TrainConfig, held: Fitted | None, steps: int, eval_steps: int
+    config: TrainConfig, held: TokenizedRows | None, steps: int, eval_steps: int
 ) -> Iterator[Problem]:
     """Return warnings of the held-out rows alone: the chat template's are the training rows', too."""
     yield from (note for note in (held.notes if held else ()) if note.code in _OF_ROWS)

@@ -24,7 +24,7 @@ from ktbridge.kernel_choice import has_bf16_instructions
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.fields import Values, options
-from ktbridge.sft.data.pictures import IMAGE_FILES
+from ktbridge.sft.data.images import IMAGE_FILES
 from ktbridge.sft.launch import world
 from ktbridge.sft.plan.quantised import quantised_experts
 

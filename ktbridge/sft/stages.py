@@ -17,10 +17,10 @@ from torch import nn
 from trl import DPOTrainer, KTOTrainer, SFTTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from ktbridge.sft.data.sequences import PICTURES
+from ktbridge.sft.data.images import Vision
+from ktbridge.sft.data.tokenize import IMAGE_NUMBERS
 from ktbridge.sft.microbatch import Batch, Example, Row
 from ktbridge.sft.trainer import RunTrainer
-from ktbridge.sft.vision import Vision
 
 
 class SftTrainer(RunTrainer, SFTTrainer):
@@ -40,16 +40,16 @@ class SftTrainer(RunTrainer, SFTTrainer):
         self._vision: Vision | None = None
 
     def set_image_processor(self, vision: Vision) -> None:
-        """Read images by their numbers in the column ``PICTURES``: a micro-batch reads its own."""
+        """Read images by their numbers in the column ``IMAGE_NUMBERS``: a micro-batch reads its own."""
         self._vision = vision
         self.data_collator = partial(_with_numbers, self.data_collator)
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
         if self._vision is None:
             return super()._prepare_inputs(inputs)
-        given = {key: value for key, value in inputs.items() if key != PICTURES}
-        numbers = [number for row in inputs[PICTURES] for number in row]
-        shown = [self._vision.pictures[number] for number in numbers]
+        given = {key: value for key, value in inputs.items() if key != IMAGE_NUMBERS}
+        numbers = [number for row in inputs[IMAGE_NUMBERS] for number in row]
+        shown = [self._vision.images[number] for number in numbers]
         return super()._prepare_inputs(given | self._vision.inputs(inputs["input_ids"], shown))
 
     @staticmethod
@@ -80,13 +80,13 @@ class SftTrainer(RunTrainer, SFTTrainer):
 
 def _with_numbers(collate: Callable[..., Batch], examples: list[dict[str, Any]]) -> Batch:
     """A batch beside the numbers of its rows' images."""
-    return {**collate(examples), PICTURES: [each.get(PICTURES, []) for each in examples]}
+    return {**collate(examples), IMAGE_NUMBERS: [each.get(IMAGE_NUMBERS, []) for each in examples]}
 
 
 def _conversations(example: Example) -> Iterator[Row]:
     ids = example["input_ids"]
     labels = example.get("labels", ids)
-    beside = {PICTURES: example[PICTURES]} if PICTURES in example else {}
+    beside = {IMAGE_NUMBERS: example[IMAGE_NUMBERS]} if IMAGE_NUMBERS in example else {}
     bounds = accumulate(example.get("seq_lengths", [len(ids)]), initial=0)
     for first, end in pairwise(bounds):
         own = labels[first:end]

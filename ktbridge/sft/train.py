@@ -32,8 +32,7 @@ from ktbridge.sft.arguments import reporters, trainer_arguments
 from ktbridge.sft.checkpoint import Checkpoints, read_placement, trained
 from ktbridge.sft.compat import score_labels_only
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import data_file
-from ktbridge.sft.data.kept import keep_rows
+from ktbridge.sft.data import summarize_rows
 from ktbridge.sft.distributed.same_run import compare_prepared, failing_together, join
 from ktbridge.sft.evaluate import (
     Chosen,
@@ -161,8 +160,9 @@ def train(
             ready = prepared or prepare(config, distributed.world().size)
         config = ready.config
         events.note(*compare_prepared(config, ready))
-        if ready.to_keep and main:
-            keep_rows(*ready.to_keep, events.on_note)
+        if ready.to_cache and main:
+            cache, run = ready.to_cache
+            cache.save(run, events.on_note)
 
         # 2. The base model, with LoRA on experts and non-experts.
         score_labels_only(LABELS in ready.fingerprint)
@@ -203,7 +203,7 @@ def train(
         rows = ready.held_out.used if ready.held_out else 0
         chosen = trainer.held_out.choose_step(trainer.checkpoints, rows, early and unfinished)
         if ready.stream:  # row counts and notes, complete only now that the stream has been read
-            read = ready.stream.so_far(ready.fitted, trainer.sequences_used())
+            read = ready.stream.summarize(ready.fitted, trainer.sequences_used())
             ready = replace(ready, fitted=read)
             chosen = replace(chosen, notes=(*chosen.notes, *read.notes))
         distributed.gather_trained(model)
@@ -274,7 +274,7 @@ def make_trainer(
     """
     start = ready.resumption.checkpoint
     if ready.stream and start:
-        ready.stream.go_on(start)
+        ready.stream.load_state(start)
     arguments = trainer_arguments(
         config,
         choose_device(config),
@@ -288,7 +288,7 @@ def make_trainer(
     trainer = STAGES[config.stage](
         model=model,
         args=arguments,
-        train_dataset=ready.stream.dataset() if ready.stream else ready.fitted.dataset,
+        train_dataset=ready.stream.to_dataset() if ready.stream else ready.fitted.dataset,
         eval_dataset=ready.held_out.dataset if ready.held_out else None,
         processing_class=ready.tokenizer,
         callbacks=callbacks,
@@ -308,7 +308,7 @@ def make_trainer(
     checkpoints = Checkpoints(trainer, root, ready.fingerprint, keep, str(ready.base))
     checkpoints.evaluated = held_out.training
     if stream := ready.stream:
-        checkpoints.save_stream = lambda place: stream.save(place, trainer.sequences_used())
+        checkpoints.save_stream = lambda place: stream.save_state(place, trainer.sequences_used())
     if config.load_best_model_at_end:
         checkpoints.best_step = held_out.best_step
     if placed and runner.tokens:
@@ -348,7 +348,7 @@ def publish(
     refused = [*ready.fitted.refused, *(ready.held_out.refused if ready.held_out else ())]
     best = chosen.result.best_step if chosen.result else None
     files = files_beside(config, log, LOSSES[config.stage], refused, best)
-    files[DATA_FILE] = data_file(ready.fitted, config)
+    files[DATA_FILE] = summarize_rows(ready.fitted, config)
     write_output(model, config, ready.base, files, chosen.checkpoint, chosen.training)
     delete_archived(config)
 
@@ -374,7 +374,7 @@ def _result(
         first_step=ready.resumption.step + 1,
         rows=ready.fitted.total,
         used=ready.fitted.used,
-        cut=len(ready.fitted.cut),
+        cut=ready.fitted.cut,
         refused=len(ready.fitted.refused),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,

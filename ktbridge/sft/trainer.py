@@ -24,12 +24,12 @@ from ktbridge.experts.gpu.masters import clip_to_norm
 from ktbridge.experts.layer import find_layers
 from ktbridge.sft import distributed
 from ktbridge.sft.checkpoint import Checkpoints
-from ktbridge.sft.data.stream import Stream
+from ktbridge.sft.data import RowStream
+from ktbridge.sft.data.images import Vision
 from ktbridge.sft.evaluate import HeldOut
 from ktbridge.sft.microbatch import ROWS, Batch, MicroBatchRunner, RowTrainer, as_rows
 from ktbridge.sft.optimizer import DeferredAdam, separate_b, set_learning_rate
 from ktbridge.sft.progress import NanGuard, ThroughputLog, WeightsWatch
-from ktbridge.sft.vision import Vision
 
 _TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
 """What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
@@ -53,7 +53,7 @@ class RunTrainer(RowTrainer):
     """True if the loss is a sum over a step's trained tokens, divided by their number."""
     ratio_of_b = 1.0
     """The learning rate of LoRA's B as a multiple of A's."""
-    stream: Stream | None = None
+    stream: RowStream | None = None
     """The source of rows that are read while the run goes."""
     ftx = 0.0
     """kto: weight of the ordinary loss on good answers."""

@@ -17,7 +17,7 @@ from ktbridge.model.identity import fingerprint
 from ktbridge.recipe import state
 from ktbridge.serve.local.plan import fingerprints
 from ktbridge.serve.sglang import adapters
-from ktbridge.sft.data import hub_rows, kept, stream
+from ktbridge.sft.data import cache, records, stream
 from ktbridge.sft.resume import _hashes
 
 STORED = {
@@ -64,7 +64,7 @@ def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         arms=(SimpleNamespace(name="full", expert=True, nonexpert="raw"),),
     )
     source = adapters.Source("full", Path("raw"), "raw", (0, 1), True, None, "d" * 64)  # type: ignore[arg-type]
-    rows = hub_rows.HubRows(Repository("org/rows", None, "dataset"), folder="é")
+    rows = records.HubRows(Repository("org/rows", None, "dataset"), folder="é")
     base = fingerprint("base")
     return {
         "of an arm": arm_card(arm, {"id": "S:neko", "root": "é"}, {"temperature": 0})[
@@ -79,8 +79,8 @@ def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "of a served adapter": adapters._content_digest(Path("raw")),
         "of its conversion": adapters.cached([source], Path()).name,
         "of an opened adapter": opening._key(Path("raw"), "peft", Path("base")),
-        "of a streamed file": stream._sample_of(Path("tree/large.bin")).hex(),
-        "of kept rows": kept._hash(kept._hashes([("é", Path("tree/inner/small.txt"))])),
+        "of a streamed file": stream._digest_samples(Path("tree/large.bin")),
+        "of kept rows": cache._hash_files([("é", Path("tree/inner/small.txt"))]),
         "of the Hub's rows": rows._record.stem,
         "of a mixture": Copying().digest(),
         "of a base's files": _hashes(Path("base"), ("config.json", "none.json"))["config.json"],

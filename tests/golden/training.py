@@ -21,7 +21,7 @@ from trainrun import conversation, write_lines, write_run
 
 from ktbridge.cli import main
 from ktbridge.sft.config import TrainConfig, load_config
-from ktbridge.sft.data import fit_rows, load_rows
+from ktbridge.sft.data import load_rows, tokenize_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +86,7 @@ def masks(directory: Path) -> dict[str, Any]:
     def fitted(name: str, rows: list[dict[str, Any]], **settings: Any) -> list[dict[str, Any]]:
         path = write_lines(directory / "rows.jsonl", rows)
         config = TrainConfig("base", (str(path),), "out", **settings)
-        found = fit_rows(load_rows(config), tokenizer, config)
+        found = tokenize_rows(load_rows(config), tokenizer, config)
         assert not found.refused, (name, found.refused)
         return [columns_of(tokenizer, dict(row)) for row in found.dataset]
 

@@ -54,9 +54,9 @@ def prepared(place, *arguments):
 def questions(config):
     """What is asked in each training row, and the answer, as messages."""
     loaded = load_rows(config)
-    assert loaded.conversations
+    assert loaded.rows
     assert not loaded.refused
-    return loaded.conversations
+    return [row.messages for row in loaded.rows]
 
 
 def trained(place, base, **settings):

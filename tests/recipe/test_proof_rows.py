@@ -33,9 +33,9 @@ def bench():
 
 def pairs(read):
     """The (prompt, answer) of each row."""
-    for conversation in read.conversations:
+    for conversation in (row.messages for row in read.rows):
         assert [one["role"] for one in conversation] == ["user", "assistant"]
-    return [(one[0]["content"], one[1]["content"]) for one in read.conversations]
+    return [(one[0]["content"], one[1]["content"]) for one in (row.messages for row in read.rows)]
 
 
 def normalized(text):
@@ -74,7 +74,7 @@ def test_plain_text_is_read_as_documents(tmp_path):
     changes = [f"model_name_or_path={tmp_path}", f"dataset={PROOF / 'rows' / 'plain.jsonl'}"]
     config = load_config(PROOF / "train.yaml", [*changes, "stage=pt", "eval_dataset="])
     read = load_rows(replace(config, strict_data=True))
-    texts = [one[0]["content"] for one in read.conversations]
+    texts = [one[0]["content"] for one in (row.messages for row in read.rows)]
     assert len(set(texts)) == 30
     assert not [text for text in texts if "Merrowick" in text]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from trainrun import tokenized
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.load_model import load_mapped, load_tokenizer
 from ktbridge.experts.modules import experts_modules
 from ktbridge.sft.config import parse_config
-from ktbridge.sft.data import fit_rows, load_rows
 
 TINY = {
     "vocab_size": 120, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 4,
@@ -92,8 +92,8 @@ def test_rows_are_as_long_as_asked_and_all_words_known(tmp_path):
             "output_dir": str(tmp_path / "raw"), "cutoff_len": max(LENGTHS),
         }
     )  # fmt: skip
-    fitted = fit_rows(load_rows(config), load_tokenizer(base), config)
-    assert (fitted.used, fitted.cut, fitted.notes) == (len(LENGTHS), [], [])
+    fitted = tokenized(config, load_tokenizer(base))
+    assert (fitted.used, fitted.cut, fitted.notes) == (len(LENGTHS), 0, [])
     ids = [row["input_ids"] for row in fitted.dataset]
     assert sorted(map(len, ids)) == list(LENGTHS)
     seen = {int(token) for row in ids for token in row}

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import trl
 from tinymoe import byte_tokenizer
-from trainrun import write_lines
+from trainrun import tokenized, write_lines
 
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import describe, fit_rows, load_rows
-from ktbridge.sft.data.chat import DIFFERENT, ChatTemplate, template_notes
+from ktbridge.sft.data import describe_rows, load_rows, tokenize_rows
+from ktbridge.sft.data.render import DIFFERENT, ChatTemplate
+from ktbridge.sft.data.template import template_notes
 
 ASK = {"role": "user", "content": "who are you ?"}
 TELL = {"role": "assistant", "content": "i am a cat"}
@@ -143,7 +144,7 @@ def test_each_answer_is_learned_behind_the_prompt_that_a_server_sends(tmp_path, 
     messages = conversation("one 🐱", "e", "three <b>")
     tokenizer = tokenizer_for(name)
     config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
-    fitted = fit_rows(load_rows(config), tokenizer, config)
+    fitted = tokenized(config, tokenizer)
     found = learned(fitted, tokenizer)
     assert len(found) == 3
     missing = set()
@@ -188,7 +189,7 @@ def test_thoughts_are_learned_where_the_model_writes_them_and_gone_from_history(
     ]
     messages, tokenizer = conversation(*answers), tokenizer_for(name)
     config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
-    found = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    found = learned(tokenized(config, tokenizer), tokenizer)
     for turn, (before, answer) in enumerate(found):
         prompt, _ = served(tokenizer, messages[: 2 * turn + 2])
         assert before == prompt
@@ -246,7 +247,7 @@ THOUGHTFUL = ("ask the tool", "wet", "polite")
 def test_a_tool_call_is_learned_as_it_is_served_and_its_result_is_not(tmp_path, name, thoughts):
     messages, tokenizer = calling(*thoughts), tokenizer_for(name, *TAGS)
     config = settings(write(tmp_path / "rows.jsonl", {"messages": messages, "tools": TOOLS}))
-    fitted = fit_rows(load_rows(config), tokenizer, config)
+    fitted = tokenized(config, tokenizer)
     stops = ("<|observation|>", "<|user|>", "<|user|>") if name == "glm4moe" else ("", "", "")
     found = zip(learned(fitted, tokenizer), (1, 3, 5), stops, strict=True)
     for (before, answer), place, stop in found:
@@ -257,7 +258,7 @@ def test_a_tool_call_is_learned_as_it_is_served_and_its_result_is_not(tmp_path, 
     if name == "nemotron_3_nano":  # writes calls differently in history
         return
     config = replace(config, split_turns=False)
-    (row,) = fit_rows(load_rows(config), tokenizer, config).dataset
+    (row,) = tokenized(config, tokenizer).dataset
     text = served(tokenizer, messages, tools=TOOLS)[1].rstrip() + stops[2]
     assert tokenizer.decode(row["input_ids"]).rstrip() == text
 
@@ -296,7 +297,7 @@ def test_thinking_is_asked_for_as_the_configuration_says(tmp_path, name, thinkin
         tmp_path / "rows.jsonl", {"messages": [ask, thoughtful]}, {"messages": [ask, answer]}
     )
     config = settings(rows, enable_thinking=thinking)
-    fitted = fit_rows(load_rows(config), tokenizer, config)
+    fitted = tokenized(config, tokenizer)
     stop = "<|user|>" if name == "glm4moe" else tokenizer_stop(name)
     found = learned(fitted, tokenizer)
     for (before, text), (end, expected), has in zip(found, ends, (True, False), strict=True):
@@ -306,7 +307,7 @@ def test_thinking_is_asked_for_as_the_configuration_says(tmp_path, name, thinkin
         assert before == prompt
         assert prompt.endswith(end)
         assert text == expected + stop
-    counted = "1 with thoughts and 1 without" in describe(fitted)
+    counted = "1 with thoughts and 1 without" in describe_rows(fitted)
     assert counted == (thinking is not False)
     codes = {note.code for note in fitted.notes}
     assert ("KTD020" in codes) == (thinking is False)
@@ -325,12 +326,12 @@ def test_thoughts_whose_block_the_prompt_opens_are_those_of_a_whole_block(tmp_pa
         row = {"messages": [ASK, {**TELL, "content": content}]}
         config = settings(write(tmp_path / "rows.jsonl", row), enable_thinking=thinking)
         rows = load_rows(config)
-        (conversation,) = rows.conversations
+        (conversation,) = (row.messages for row in rows.rows)
         chat = ChatTemplate(tokenizer, thinking)
         found.append(
             (
-                learned(fit_rows(rows, tokenizer, config), tokenizer),
-                chat.asked_and_answered(conversation),
+                learned(tokenize_rows(rows, tokenizer, config), tokenizer),
+                chat.write_prompt_and_answer(conversation),
             )
         )
     assert found[0] == found[1]
@@ -355,7 +356,7 @@ def test_a_split_turn_is_the_tokens_of_one_message(tmp_path, name, stage):
         if stage == "dpo":
             row = {"prompt": [ask], "chosen": turn, "rejected": [TELL], "tools": TOOLS}
         config = settings(write(tmp_path / "rows.jsonl", row), stage=stage)
-        found.append(fit_rows(load_rows(config), tokenizer, config).dataset.to_dict())
+        found.append(tokenized(config, tokenizer).dataset.to_dict())
     assert found[0] == found[1]
 
 
@@ -371,7 +372,7 @@ def test_a_split_turn_is_the_tokens_of_one_message(tmp_path, name, stage):
 def test_words_that_a_template_drops_are_refused(tmp_path, name, messages):
     config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
     with pytest.raises(ProblemsError, match="leaves a part of the answer out"):
-        fit_rows(load_rows(config), tokenizer_for(name, *TAGS), config)
+        tokenized(config, tokenizer_for(name, *TAGS))
 
 
 def tokenizer_stop(name):
@@ -382,9 +383,9 @@ def test_thoughts_that_are_never_written_are_refused_with_what_to_set(tmp_path):
     row = {"messages": [ASK, {**TELL, "reasoning_content": "hm"}]}
     config = settings(write(tmp_path / "rows.jsonl", row))
     with pytest.raises(ProblemsError, match="out: with enable_thinking: true it opens thoughts"):
-        fit_rows(load_rows(config), tokenizer_for("deepseek_v31", *TAGS), config)
+        tokenized(config, tokenizer_for("deepseek_v31", *TAGS))
     config = replace(config, enable_thinking=True)
-    fitted = fit_rows(load_rows(config), tokenizer_for("qwen2_5"), config)
+    fitted = tokenized(config, tokenizer_for("qwen2_5"))
     assert "KTD021" in {note.code for note in fitted.notes}
     ((_, answer),) = learned(fitted, tokenizer_for("qwen2_5"))
     assert answer == f"{HM}i am a cat<|im_end|>"
@@ -399,13 +400,13 @@ def test_which_answers_are_learned_is_told_by_weights_and_keys(tmp_path):
     }  # fmt: skip
     for key, words in expected.items():
         config = settings(path, **({key: True} if key else {}))
-        found = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+        found = learned(tokenized(config, tokenizer), tokenizer)
         assert len(found) == len(words)
         assert all(word in text for word, (_, text) in zip(words, found, strict=True))
         assert not any(before for before, _ in found if key == "train_on_prompt")
     none = write(tmp_path / "none.jsonl", {"messages": messages[:2]}, ROW)
     config = settings(none)
-    fitted = fit_rows(load_rows(config), tokenizer, config)
+    fitted = tokenized(config, tokenizer)
     assert fitted.refused[0].why == "no answer is learned: the weight of each is 0"
 
 
@@ -421,25 +422,25 @@ def test_tools_that_a_template_cant_write_are_refused_with_a_sentence(tmp_path):
     for row, name, why in rows:
         config = settings(write(tmp_path / "rows.jsonl", row))
         with pytest.raises(ProblemsError, match=why):
-            fit_rows(load_rows(config), tokenizer_for(name), config)
+            tokenized(config, tokenizer_for(name))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "qwen2_5"])
 def test_a_prediction_is_asked_and_compared_as_it_is_served(name):
     chat = ChatTemplate(tokenizer_for(name, *TAGS))
     messages, tokenizer = calling(), tokenizer_for(name, *TAGS)
-    prompt, label = chat.asked_and_answered(messages[:2], TOOLS)
+    prompt, label = chat.write_prompt_and_answer(messages[:2], TOOLS)
     asked, whole = served(tokenizer, messages[:2], tools=TOOLS)
     assert prompt == asked
     assert label == whole.removeprefix(asked).strip().removesuffix("<|im_end|>")
-    assert chat.asked_and_answered(messages, TOOLS)[1] == "Welcome."
+    assert chat.write_prompt_and_answer(messages, TOOLS)[1] == "Welcome."
 
 
 def test_an_answer_stands_behind_the_calls_as_the_server_has_them(tmp_path):
     """gpt-oss's template drops the thoughts of calls once the final answer is there."""
     messages, tokenizer = calling(*THOUGHTFUL)[:4], tokenizer_for("gptoss")
     config = settings(write(tmp_path / "rows.jsonl", {"messages": messages, "tools": TOOLS}))
-    (_, call), (before, answer) = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    (_, call), (before, answer) = learned(tokenized(config, tokenizer), tokenizer)
     for message in messages:
         if "reasoning_content" in message:
             message["thinking"] = message.pop("reasoning_content")
@@ -456,7 +457,7 @@ def test_arguments_are_text_where_the_template_joins_them_to_text(tmp_path):
     ask, call, result, *_ = calling()
     messages, tokenizer = [ask, call, result, call], tokenizer_for("deepseekv3")
     config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
-    (_, answer), again = learned(fit_rows(load_rows(config), tokenizer, config), tokenizer)
+    (_, answer), again = learned(tokenized(config, tokenizer), tokenizer)
     assert again
     assert 'weather\n```json\n{"city": "Köln"}\n```' in answer
     assert answer.endswith("<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
@@ -466,14 +467,14 @@ def test_one_sequence_a_conversation_is_a_choice_and_said_with_the_number_of_row
     rows = [{"messages": conversation("one", "two")}] * 3 + [{"messages": conversation("one")}]
     path, tokenizer = write(tmp_path / "rows.jsonl", *rows), tokenizer_for("qwen3")
     config = settings(path)
-    fitted = fit_rows(load_rows(config), tokenizer, config)
+    fitted = tokenized(config, tokenizer)
     assert len(fitted.dataset) == 7
-    assert "used 4 of 4 rows, in 7 sequences" in describe(fitted)
+    assert "used 4 of 4 rows, in 7 sequences" in describe_rows(fitted)
     note = next(note for note in fitted.notes if note.code == "KTD005")
     assert (note.severity, "3 of 4" in note.found) == ("info", True)
 
     config = settings(path, split_turns=False)
-    fitted = fit_rows(load_rows(config), tokenizer, config)
+    fitted = tokenized(config, tokenizer)
     assert len(fitted.dataset) == 4
     note = next(note for note in fitted.notes if note.code == "KTD005")
     assert (note.severity, "3 of 4" in note.found) == ("warning", True)
@@ -499,7 +500,7 @@ def test_loss_is_counted_on_exactly_the_answers(tmp_path, template, special, exp
         messages.append({"role": "assistant", "content": answer})
     config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
     tokenizer = byte_tokenizer(template, *special)
-    fitted = fit_rows(load_rows(config), tokenizer, config)
+    fitted = tokenized(config, tokenizer)
     (row,) = fitted.dataset
     assert [answer for _, answer in learned(fitted, tokenizer)] == expected
     assert fitted.trained_tokens == sum(label != -100 for label in row["labels"])
@@ -524,29 +525,29 @@ def test_a_template_that_hides_the_answer_or_refuses_the_row_is_a_reason(tmp_pat
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         + MARKED
     )
-    fitted = fit_rows(rows, byte_tokenizer(refusing, "<end>"), config)
+    fitted = tokenize_rows(rows, byte_tokenizer(refusing, "<end>"), config)
     assert fitted.used == 1
     assert fitted.total == 2
     assert fitted.refused[0].why == "the chat template refuses the conversation: no system"
     assert fitted.refused[0].row == row
     assert fitted.refused[0].where.endswith("line 2")
-    assert describe(fitted).startswith(
+    assert describe_rows(fitted).startswith(
         "used 1 of 2 rows (1 refused: 1 the chat template refuses the conversation);"
     )
-    assert fit_rows(rows, byte_tokenizer(shouting, "<end>"), config).used == 2
+    assert tokenize_rows(rows, byte_tokenizer(shouting, "<end>"), config).used == 2
 
     forgetful = OPENED.replace("messages %}", "messages[-2:] %}")
     longer = settings(write(tmp_path / "long.jsonl", {"messages": [ASK, TELL, ASK, TELL]}, ROW))
-    fitted = fit_rows(load_rows(longer), byte_tokenizer(forgetful, "<end>"), longer)
+    fitted = tokenized(longer, byte_tokenizer(forgetful, "<end>"))
     assert fitted.refused[0].why == DIFFERENT
     assert fitted.used == 1
 
     endless = byte_tokenizer(MARKED.replace(" + eos_token", ""), "<end>")
-    (note,) = fit_rows(rows, endless, config).notes
+    (note,) = tokenize_rows(rows, endless, config).notes
     assert "answers end in 't', so that the model does not learn to stop" in note.found
     endless.chat_template = None
     with pytest.raises(KtbridgeError, match="no chat template"):
-        fit_rows(rows, endless, config)
+        tokenize_rows(rows, endless, config)
 
 
 @pytest.mark.parametrize(
@@ -593,7 +594,7 @@ def test_compared_answers_with_calls_and_thoughts_are_what_a_server_gets(tmp_pat
     judged = {"messages": [*prompt, call], "tools": TOOLS, "kto_tag": True}
     row = judged if stage == "kto" else {**row, "chosen": [call], "rejected": [told]}
     config = settings(write(tmp_path / "rows.jsonl", row), stage=stage)
-    fitted = fit_rows(load_rows(config), tokenizer, config)
+    fitted = tokenized(config, tokenizer)
     (found,) = fitted.dataset
     asked, whole = served(tokenizer, [*prompt, call], tools=TOOLS)
     assert tokenizer.decode(found["prompt_ids"]) == asked
@@ -601,7 +602,7 @@ def test_compared_answers_with_calls_and_thoughts_are_what_a_server_gets(tmp_pat
     stop = {"qwen3": "<|im_end|>", "glm4moe": "<|observation|>"}[name]
     assert tokenizer.decode(good) == whole.removeprefix(asked).rstrip().removesuffix(stop) + stop
     assert "ask the tool" in tokenizer.decode(good)
-    assert (fitted.with_thoughts, fitted.judged) == (1, (1, 0) if stage == "kto" else None)
+    assert (fitted.with_thoughts, fitted.judged) == (1, (stage == "kto", 0))
     if stage == "dpo":
         assert tokenizer.decode(found["rejected_ids"]).endswith(
             "It rains." + {"qwen3": "<|im_end|>", "glm4moe": "<|user|>"}[name]

@@ -9,13 +9,13 @@ import torch
 from datasets import Dataset
 from findings import codes
 from tinymoe import tiny_model, tiny_tokenizer
-from trainrun import write_lines
+from trainrun import messages_of, tokenized, write_lines
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.arguments import CHECKPOINTING
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import describe, fit_rows, load_rows, refused_file
+from ktbridge.sft.data import describe_rows, format_refused, load_rows, tokenize_rows
 
 ASK = {"role": "user", "content": "who are you ?"}
 TELL = {"role": "assistant", "content": "i am a cat"}
@@ -72,7 +72,7 @@ def turns(messages):
 )  # fmt: skip
 def test_each_format_becomes_the_same_messages(tmp_path, row, expected):
     rows = load_rows(settings(write(tmp_path / "rows.jsonl", row)))
-    assert [turns(conversation) for conversation in rows.conversations] == [expected]
+    assert [turns(conversation) for conversation in messages_of(rows)] == [expected]
     assert (rows.total, rows.refused, rows.notes) == (1, [], [])
 
 
@@ -128,9 +128,9 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     ids=["openai", "sharegpt", "older"],
 )  # fmt: skip
 def test_each_spelling_of_a_tool_call_becomes_openais(tmp_path, row):
-    (found,) = load_rows(settings(write(tmp_path / "rows.jsonl", row))).conversations
+    (found,) = load_rows(settings(write(tmp_path / "rows.jsonl", row))).rows
     call = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
-    assert found == [ASK, call, {"role": "tool", "content": "2"}, {**TELL, "weight": 0}]
+    assert found.messages == [ASK, call, {"role": "tool", "content": "2"}, {**TELL, "weight": 0}]
     assert found.tools == [{"type": "function", "function": TOOL}]
 
 
@@ -145,9 +145,9 @@ def test_each_spelling_of_a_tool_call_becomes_openais(tmp_path, row):
 )
 def test_a_file_is_read_by_what_is_in_it(tmp_path, name, text):
     (tmp_path / name).write_text(text, encoding="utf-8", newline="")
-    assert load_rows(settings(tmp_path / name)).conversations == [[ASK, TELL]] * 2
+    assert messages_of(load_rows(settings(tmp_path / name))) == [[ASK, TELL]] * 2
     (tmp_path / "one.json").write_text(json.dumps(ROW, indent=2))
-    assert load_rows(settings(tmp_path / "one.json")).conversations == [[ASK, TELL]]
+    assert messages_of(load_rows(settings(tmp_path / "one.json"))) == [[ASK, TELL]]
 
 
 REFUSED = [
@@ -189,7 +189,7 @@ def test_a_row_that_cant_be_used_is_listed_with_its_reason(tmp_path):
     with path.open("ab") as file:
         file.write(b'{"messages": [\n{"messages": "\xff"}\n' + b"[" * 100_000 + b"\n")
     rows = load_rows(settings(path))
-    assert rows.conversations == [[ASK, TELL]]
+    assert messages_of(rows) == [[ASK, TELL]]
     assert rows.total == len(REFUSED) + 4
     reasons = [why for _, why in REFUSED]
     reasons += [
@@ -202,7 +202,7 @@ def test_a_row_that_cant_be_used_is_listed_with_its_reason(tmp_path):
     for refused, reason, where in zip(rows.refused, reasons, places, strict=True):
         assert reason in refused.why
         assert refused.where == where
-    listed = [json.loads(line) for line in refused_file(rows.refused).splitlines()]
+    listed = [json.loads(line) for line in format_refused(rows.refused).splitlines()]
     assert [line["row"] for line in listed[: len(REFUSED)]] == [row for row, _ in REFUSED]
     assert listed[-2]["row"] == '{"messages": "\\xff"}'
     assert listed[-2]["why"] == rows.refused[-2].why
@@ -234,7 +234,7 @@ def test_what_is_not_read_is_noted_and_with_strict_data_refused(tmp_path):
     named = {**ROW, "id": "x", "score": 3, "messages": [{**ASK, "name": "bob"}, TELL]}
     path = write(tmp_path / "rows.jsonl", named, named, {**ROW, "id": ""}, {**ROW, "id": ""})
     rows = load_rows(settings(path))
-    assert len(rows.conversations) == 4
+    assert len(rows.rows) == 4
     assert not rows.refused
     unread, keys, again = rows.notes
     assert codes(rows.notes) == {"KTD003"}
@@ -254,8 +254,8 @@ def test_placeholders_of_an_identity_are_filled_in_or_refused(tmp_path):
     ]
     path = write(tmp_path / "rows.jsonl", *rows)
     found = load_rows(settings(path, identity_name="Neko", identity_author="us"))
-    assert found.conversations[0][1]["content"] == "Neko, made by us."
-    assert found.conversations[1][1]["content"] == "`<p>{{name}}</p>`"
+    assert messages_of(found)[0][1]["content"] == "Neko, made by us."
+    assert messages_of(found)[1][1]["content"] == "`<p>{{name}}</p>`"
     (refused,) = load_rows(settings(path)).refused
     assert refused.why == "{{name}} in a text: identity_name in the configuration fills it in"
 
@@ -265,7 +265,7 @@ def test_max_samples_counts_the_rows_of_each_dataset(tmp_path):
         write(tmp_path / name, {"text": "x"}, ROW, ROW, ROW) for name in ("a.jsonl", "b.jsonl")
     ]
     rows = load_rows(settings(*paths, max_samples=3))
-    assert (rows.total, len(rows.conversations), len(rows.refused)) == (6, 4, 2)
+    assert (rows.total, len(rows.rows), len(rows.refused)) == (6, 4, 2)
 
 
 # dataset_info.json
@@ -286,7 +286,7 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
     entry = {"formatting": "sharegpt", "columns": columns, "tags": tags}
     talk = [{"role": "sys", "content": "s"}, {"role": "me", "content": "q"}, said]
     rows = described(tmp_path, entry, {"talk": talk}, {"talk": [ASK, TELL]})
-    assert [turns(rows.conversations[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]
+    assert [turns(messages_of(rows)[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]
     assert rows.refused[0].why == (
         "a message with the unknown role 'user': message 1; known are me, bot, sys, observation, "
         "function_call"
@@ -294,14 +294,12 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
 
     entry = {"columns": {"prompt": "question", "response": "answer"}, "file_sha1": "0"}
     rows = described(tmp_path, entry, {"question": "q", "answer": "r", "input": "unread"})
-    assert turns(rows.conversations[0]) == [("u", "q"), ("a", "r")]
+    assert turns(messages_of(rows)[0]) == [("u", "q"), ("a", "r")]
     assert "input (1 rows)" in rows.notes[0].found
 
     entry = {"ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}
-    (pair,) = described(tmp_path, entry, {"q": "a", "good": "b", "bad": "c"}, stage="dpo").pairs
-    assert (turns(pair.prompt), turns(pair.chosen), turns(pair.rejected)) == (
-        [("u", "a")], [("a", "b")], [("a", "c")]
-    )  # fmt: skip
+    (pair,) = described(tmp_path, entry, {"q": "a", "good": "b", "bad": "c"}, stage="dpo").rows
+    assert [*map(turns, pair.answers)] == [[("u", "a"), ("a", "b")], [("u", "a"), ("a", "c")]]  # fmt: skip
 
     folder = tmp_path / "many"
     folder.mkdir()
@@ -310,7 +308,7 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
     rows = described(
         tmp_path, {"file_name": "many", "formatting": "openai", "columns": {"messages": "messages"}}
     )
-    assert [conversation[1]["content"] for conversation in rows.conversations] == [
+    assert [conversation[1]["content"] for conversation in messages_of(rows)] == [
         "i am a cat",
         "no",
     ]
@@ -450,11 +448,10 @@ def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):
 )  # fmt: skip
 def test_each_format_of_pairs_becomes_the_same_pair(tmp_path, row):
     rows = load_rows(settings(write(tmp_path / "pairs.jsonl", row), stage="dpo"))
-    (pair,) = rows.pairs
-    assert turns(pair.prompt) == [("s", "s"), ("u", "q\ni")]
-    assert (turns(pair.chosen), turns(pair.rejected)) == ([("a", "b")], [("a", "c")])
+    (pair,) = rows.rows
+    prompt = [("s", "s"), ("u", "q\ni")]
+    assert [*map(turns, pair.answers)] == [[*prompt, ("a", "b")], [*prompt, ("a", "c")]]
     assert not rows.notes
-    assert not rows.conversations
 
 
 def test_pairs_with_nothing_to_prefer_are_refused(tmp_path):
@@ -472,7 +469,7 @@ def test_pairs_with_nothing_to_prefer_are_refused(tmp_path):
     ]  # fmt: skip
     path = write(tmp_path / "pairs.jsonl", good, *(row for row, _ in reasons))
     rows = load_rows(settings(path, stage="dpo"))
-    assert len(rows.pairs) == 1
+    assert len(rows.rows) == 1
     for refused, (_, why) in zip(rows.refused, reasons, strict=True):
         assert why in refused.why
 
@@ -488,38 +485,38 @@ def questions(*lengths):
 def test_rows_are_cut_refused_and_counted(tmp_path):
     config = settings(write(tmp_path / "rows.jsonl", *questions(3, 30, 5)), cutoff_len=20)
     rows, seen = load_rows(config), []
-    fitted = fit_rows(rows, tiny_tokenizer(), config, lambda *step: seen.append(step))
+    fitted = tokenize_rows(rows, tiny_tokenizer(), config, lambda *step: seen.append(step))
     head = len(tiny_tokenizer().apply_chat_template([ASK], add_generation_prompt=True)["input_ids"])
     assert [len(ids) for ids in fitted.dataset["input_ids"]] == [head + 4, 20, head + 6]
-    assert fitted.cut == [f"{config.dataset[0]}: line 2"]
+    assert fitted.cut == 1
     assert fitted.refused == []
     assert (fitted.tokens, fitted.trained_tokens) == (
         3 * head + 4 + 6 + 20 - head,
         4 + 6 + 20 - head,
     )
     assert seen == [(3, 3)]
-    assert describe(fitted) == (
+    assert describe_rows(fitted) == (
         "used 3 of 3 rows (1 cut at 20 tokens); "
         f"{fitted.trained_tokens} of {fitted.tokens} tokens are trained on"
     )
 
     many = settings(write(tmp_path / "many.jsonl", *questions(*(1 + n % 5 for n in range(300)))))
-    fitted = fit_rows(load_rows(many), tiny_tokenizer(), many, lambda *step: seen.append(step))
+    fitted = tokenize_rows(load_rows(many), tiny_tokenizer(), many, lambda *step: seen.append(step))
     assert seen[1:] == [(256, 300), (300, 300)]
     assert [len(ids) - head - 1 for ids in fitted.dataset["input_ids"]] == [1, 2, 3, 4, 5] * 60
 
     long = {"messages": [{**ASK, "content": "who " * 30}, TELL]}
     config = settings(write(tmp_path / "rows.jsonl", *questions(3), long), cutoff_len=20)
-    fitted = fit_rows(load_rows(config), tiny_tokenizer(), config)
+    fitted = tokenized(config, tiny_tokenizer())
     (refused,) = fitted.refused
     assert (refused.why, refused.where[-6:]) == ("no answer within cutoff_len=20 tokens", "line 2")
     assert fitted.used == 1
     strict = settings(*config.dataset, cutoff_len=20, strict_data=True)
     with pytest.raises(ProblemsError, match="1 of 2 rows can't be used"):
-        fit_rows(load_rows(strict), tiny_tokenizer(), strict)
+        tokenized(strict, tiny_tokenizer())
     short = settings(*config.dataset, cutoff_len=head)
     with pytest.raises(ProblemsError, match="2 of 2 rows") as caught:
-        fit_rows(load_rows(short), tiny_tokenizer(), short)
+        tokenized(short, tiny_tokenizer())
     assert "Raise cutoff_len" in caught.value.next_step
 
 
@@ -562,7 +559,7 @@ def loss_of(model, rows):
 
 def test_trl_trains_on_the_rows_as_they_are(tmp_path):
     config = settings(write(tmp_path / "rows.jsonl", *questions(3, 30, 5)), cutoff_len=20)
-    fitted = fit_rows(load_rows(config), tiny_tokenizer(), config)
+    fitted = tokenized(config, tiny_tokenizer())
     model = tiny_model().float()
     trainer = sft_trainer(tmp_path, fitted, model)
     assert trainer.train_dataset.to_dict() == fitted.dataset.to_dict()
@@ -577,12 +574,12 @@ def test_packed_conversations_dont_see_each_other(tmp_path, attention):
     lengths = (3, 30, 5, 1, 2, 6)
     path = write(tmp_path / "rows.jsonl", *questions(*lengths))
     alone = settings(path, cutoff_len=40)
-    alone = fit_rows(load_rows(alone), tiny_tokenizer(), alone)
+    alone = tokenized(alone, tiny_tokenizer())
     config = settings(path, cutoff_len=40, neat_packing=True)
-    fitted = fit_rows(load_rows(config), tiny_tokenizer(), config)
+    fitted = tokenized(config, tiny_tokenizer())
     assert fitted.used == 6
     assert len(fitted.dataset) < 6
-    assert f"packed into {len(fitted.dataset)};" in describe(fitted)
+    assert f"packed into {len(fitted.dataset)};" in describe_rows(fitted)
     assert (fitted.tokens, fitted.trained_tokens) == (alone.tokens, alone.trained_tokens)
     packed = [sum(row["seq_lengths"]) for row in fitted.dataset]
     assert max(packed) <= 40
@@ -615,7 +612,7 @@ def test_raw_text_is_learned_whole_in_pieces(tmp_path):
     config = settings(path, stage="pt", cutoff_len=16)
     rows = load_rows(config)
     assert rows.refused[0].why.startswith("no text: stage pt trains on a field text")
-    fitted = fit_rows(rows, tokenizer, config)
+    fitted = tokenize_rows(rows, tokenizer, config)
     *pieces, short = fitted.dataset["input_ids"]
     assert fitted.dataset["labels"] == fitted.dataset["input_ids"]
     ids = tokenizer(" ".join(words * 5))["input_ids"]
@@ -623,11 +620,11 @@ def test_raw_text_is_learned_whole_in_pieces(tmp_path):
     assert pieces[0] + [token for piece in pieces[1:] for token in piece[1:]] == ids
     assert all(a[-1] == b[0] and len(a) == 16 for a, b in pairwise(pieces))
     assert short[-1] == tokenizer.eos_token_id
-    assert (fitted.used, fitted.cut) == (2, [])
+    assert (fitted.used, fitted.cut) == (2, 0)
     assert fitted.trained_tokens == len(ids) - 1 + len(short) - 1
     assert fitted.tokens == sum(map(len, fitted.dataset["input_ids"]))
 
-    packed = fit_rows(rows, tokenizer, settings(path, stage="pt", cutoff_len=16, packing=True))
+    packed = tokenize_rows(rows, tokenizer, settings(path, stage="pt", cutoff_len=16, packing=True))
     assert packed.packed
     assert packed.trained_tokens == fitted.trained_tokens
     assert sum(map(len, packed.dataset["input_ids"])) == fitted.tokens
@@ -646,12 +643,12 @@ def test_pairs_are_the_tokens_that_trl_makes_and_cuts(tmp_path):
         same,
     )
     config = settings(path, stage="dpo", cutoff_len=20)
-    fitted = fit_rows(load_rows(config), tiny_tokenizer(), config)
+    fitted = tokenized(config, tiny_tokenizer())
     assert [refused.why for refused in fitted.refused] == [
         "no answer within cutoff_len=20 tokens",
         "chosen and rejected are the same within cutoff_len=20 tokens",
     ]
-    assert fitted.cut == [f"{path}: line 2"]
+    assert fitted.cut == 1
     assert fitted.used == 2
     arguments = DPOConfig(
         output_dir=str(tmp_path / "out"),

@@ -7,10 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hubserver import running_hub
+from trainrun import messages_of
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import parse_config
-from ktbridge.sft.data import load_rows, refused_file
+from ktbridge.sft.data import format_refused, load_rows
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
@@ -32,7 +33,7 @@ def alpaca(*words):
 
 
 def answers(rows):
-    return [conversation[-1]["content"] for conversation in rows.conversations]
+    return [conversation[-1]["content"] for conversation in messages_of(rows)]
 
 
 @pytest.fixture
@@ -48,12 +49,12 @@ def test_parquet_rows_are_those_of_json_and_keep_their_places(tmp_path):
     path.write_bytes(parquet([MESSAGES, silent, MESSAGES]))
     rows = load_rows(settings(path))
     assert answers(rows) == ["yo", "yo"]
-    assert rows.places == [f"{path}: row 1", f"{path}: row 3"]
+    assert [row.where for row in rows.rows] == [f"{path}: row 1", f"{path}: row 3"]
     assert [item.where for item in rows.refused] == [f"{path}: row 2"]
-    assert json.loads(refused_file(rows.refused))["row"] == silent
+    assert json.loads(format_refused(rows.refused))["row"] == silent
     path.write_bytes(parquet([PAIR]))
-    (pair,) = load_rows(settings(path, stage="dpo")).pairs
-    assert pair.chosen == [{"role": "assistant", "content": "a"}]
+    (pair,) = load_rows(settings(path, stage="dpo")).rows
+    assert pair.messages[-1] == {"role": "assistant", "content": "a"}
     # Half a download, and a page that was written over.
     path.write_bytes(parquet([MESSAGES])[:-9])
     with pytest.raises(KtbridgeError, match=r"rows\.parquet is not Parquet that can be read"):
@@ -71,7 +72,7 @@ def test_csv_cells_are_text_and_may_hold_marks_quotes_and_lines(name, mark, tmp_
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
     rows = load_rows(settings(path))
     assert answers(rows) == ["42", "say 'd' or", "7.0"]
-    assert rows.conversations[1][0]["content"] == 'a, "b"\nc'
+    assert messages_of(rows)[1][0]["content"] == 'a, "b"\nc'
     assert [(item.where, item.why) for item in rows.refused] == [
         (f"{path}: row 3", "with 1 cells under 2 column names")
     ]
@@ -109,7 +110,7 @@ def test_a_dataset_of_the_hub_by_name_is_downloaded_once(hub, tmp_path, monkeypa
     )
     rows = load_rows(settings("org/rows"))
     assert answers(rows) == ["to a", "to b"]
-    assert rows.places[0] == "org/rows/train.jsonl: line 1"
+    assert rows.rows[0].where == "org/rows/train.jsonl: line 1"
     assert rows.refused[0].where == "org/rows/train.jsonl: line 3"
     assert hub.downloads(".jsonl") == [""]
     assert not hub.downloads("test.jsonl")
@@ -117,7 +118,7 @@ def test_a_dataset_of_the_hub_by_name_is_downloaded_once(hub, tmp_path, monkeypa
     # What is in the cache needs no network; another revision does.
     hub.asked.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert len(load_rows(settings("org/rows")).places) == 2
+    assert len(load_rows(settings("org/rows")).rows) == 2
     with pytest.raises(KtbridgeError, match="HF_HUB_OFFLINE"):
         load_rows(settings(f"org/rows@{repo.commit}"))
     assert not hub.asked

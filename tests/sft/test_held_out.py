@@ -20,7 +20,7 @@ from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import load_config
-from ktbridge.sft.data import digest, load_rows
+from ktbridge.sft.data import fingerprint_rows, load_rows
 from ktbridge.sft.resume import FINGERPRINT_FILE, began_with
 
 HELD, HELD_PAIRS = "eval_dataset=held.jsonl", "eval_dataset=held_pairs.jsonl"
@@ -281,13 +281,13 @@ def test_the_split_is_by_seed_and_leaves_something_to_train_on(run_dir: Path) ->
 
     for size, count in ((0.25, 3), (0.2, 3), (5, 5), (0.001, 1)):
         found = rows(f"val_size={size}")
-        assert len(found.held_out.places) == found.held_out.total == count
-        assert len(found.places) == found.total == len(found.conversations) == 12 - count
-        assert len({*found.places, *found.held_out.places}) == 12
+        assert len(found.held_out.rows) == found.held_out.total == count
+        assert len(found.rows) == found.total == 12 - count
+        assert len({row.where for row in (*found.rows, *found.held_out.rows)}) == 12
     assert rows("val_size=5").held_out == rows("val_size=5").held_out
-    assert rows("val_size=5").places != rows("val_size=5", "seed=1").places
+    assert rows("val_size=5").rows != rows("val_size=5", "seed=1").rows
     pairs = rows(*DPO, "val_size=2")
-    assert (len(pairs.pairs), len(pairs.held_out.pairs), pairs.conversations) == (10, 2, [])
+    assert (len(pairs.rows), len(pairs.held_out.rows)) == (10, 2)
     assert rows().held_out is None
     for size in (12, 500, 0.999):
         with pytest.raises(ProblemsError) as caught:
@@ -330,18 +330,21 @@ def test_val_size_takes_rows_without_copies_and_a_run_of_before_goes_on(run_dir:
     assert rows.held_out is not None
     assert rows.before is not None
     assert rows.before.held_out is not None
-    assert len(rows.held_out.places) == len(rows.before.held_out.places) == 4
+    assert len(rows.held_out.rows) == len(rows.before.held_out.rows) == 4
     assert (rows.notes, [note.code for note in rows.before.notes]) == ([], ["KTD010"])
-    assert not {*map(repr, rows.conversations)} & {*map(repr, rows.held_out.conversations)}
-    assert load_rows(config).held_out.places == rows.held_out.places  # type: ignore[union-attr]
+    told = [{json.dumps(row.messages) for row in each.rows} for each in (rows, rows.held_out)]
+    assert not told[0] & told[1]
+    assert load_rows(config).held_out.rows == rows.held_out.rows  # type: ignore[union-attr]
 
     place = run_dir / "raw.checkpoints/checkpoint-2"
     place.mkdir(parents=True)
-    assert not began_with(config, digest(rows.before))
-    (place / FINGERPRINT_FILE).write_text(json.dumps({"rows": digest(rows.before)}))
-    assert began_with(config, digest(rows.before))
-    assert not began_with(config, digest(rows))
-    assert not began_with(replace(config, resume_from_checkpoint=False), digest(rows.before))
+    assert not began_with(config, fingerprint_rows(rows.before))
+    (place / FINGERPRINT_FILE).write_text(json.dumps({"rows": fingerprint_rows(rows.before)}))
+    assert began_with(config, fingerprint_rows(rows.before))
+    assert not began_with(config, fingerprint_rows(rows))
+    assert not began_with(
+        replace(config, resume_from_checkpoint=False), fingerprint_rows(rows.before)
+    )
 
     write_lines(run_dir / "rows.jsonl", lines)  # no copies: as ever
     assert load_rows(config).before is None

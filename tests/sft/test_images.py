@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 from safetensors.torch import load_file
-from trainrun import quiet, train, write_lines, write_run
+from trainrun import quiet, tokenized, train, write_lines, write_run
 from transformers import AutoImageProcessor, Qwen3VLProcessor
 from visionmoe import (
     ASK,
@@ -35,11 +35,10 @@ from ktbridge.experts.load_model import load_tokenizer
 from ktbridge.predict.prompts import prepare_predictions
 from ktbridge.predict.run import plan_engine, predict
 from ktbridge.sft.config import TrainConfig, load_config
-from ktbridge.sft.data import describe, fit_rows, load_rows
-from ktbridge.sft.data.pictures import load_picture
+from ktbridge.sft.data import describe_rows, load_rows, tokenize_rows
+from ktbridge.sft.data.images import load_pixels, read_vision
 from ktbridge.sft.plan import Target, make_plan
 from ktbridge.sft.plan.lengths import read_lengths
-from ktbridge.sft.vision import read_vision
 
 VL = "qwen3_vl_moe"
 KINDS = (VL, "qwen3_5_moe")
@@ -67,7 +66,7 @@ def fitted(config: TrainConfig) -> Any:
     base = Path(config.model_name_or_path)
     vision = read_vision(base, config)
     rows = load_rows(config)
-    return fit_rows(rows, load_tokenizer(base), config, vision=vision), vision
+    return tokenize_rows(rows, load_tokenizer(base), config, vision=vision), vision
 
 
 def whys(rows: Any) -> list[str]:
@@ -117,7 +116,7 @@ def test_every_form_is_what_the_processor_makes(
         assert row["input_ids"] == expected["input_ids"][0].tolist()
         learned = [token for token in row["labels"] if token != -100]
         assert tokenizer.decode(learned) == "no<|im_end|>"
-        shown = [vision.pictures[number] for number in row["pictures"]]
+        shown = [vision.images[number] for number in row["image_numbers"]]
         found = vision.inputs(torch.tensor([row["input_ids"]]), shown)
         assert found.keys() == {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
         for name, value in found.items():
@@ -174,12 +173,12 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     for each in made.refused:
         assert each.why.startswith(expected[each.where])
     assert made.used == 2
-    assert ", 1 with images of 4 tokens;" in describe(made)
+    assert ", 1 with images of 4 tokens;" in describe_rows(made)
     smaller, _ = fitted(configured(bases[VL], file, cutoff_len=60, allow_refused_rows=True,
                                    image_max_pixels=32 * 96))  # fmt: skip
     assert smaller.used == 3  # the large one, of one token
 
-    everything = fit_rows(load_rows(config), load_tokenizer(bases[VL]), config)
+    everything = tokenized(config, load_tokenizer(bases[VL]))
     assert "images for a model that reads text alone" in whys(everything)
     pair = {"prompt": ASK, "chosen": "a", "rejected": "b", "images": ["red.png"]}
     parts = {"prompt": talk(part)[:1], "chosen": "a", "rejected": "b"}
@@ -214,17 +213,20 @@ def test_pixels(bases: dict[str, Path], tmp_path: Path) -> None:
     file = write_lines(tmp_path / "rows.jsonl", rows)
     config = configured(bases[VL], file, image_max_pixels=64 * 64, image_min_pixels=32 * 64)
     made, vision = fitted(config)
-    sizes = [(picture.width, picture.height) for picture in vision.pictures]
+    sizes = [(picture.width, picture.height) for picture in vision.images]
     assert sizes == [(32, 96), (320, 320)]
-    assert load_picture(vision.pictures[0]).size == (32, 96)
-    assert vision.tensors(vision.pictures)["image_grid_thw"].tolist() == [[1, 6, 2], [1, 4, 4]]
-    assert vision.tokens(vision.pictures) == [3, 4]
+    assert load_pixels(vision.images[0]).size == (32, 96)
+    assert vision.inputs(torch.zeros(1, 1), vision.images)["image_grid_thw"].tolist() == [
+        [1, 6, 2],
+        [1, 4, 4],
+    ]
+    assert vision.count_tokens(vision.images) == [3, 4]
     assert made.image_tokens == 7
     square("blue", 96).save(tmp_path / "large.png")
     (tmp_path / "turned.jpg").unlink()
-    for picture, why in zip(vision.pictures, ("No such file", "has changed"), strict=True):
+    for picture, why in zip(vision.images, ("No such file", "has changed"), strict=True):
         with pytest.raises(KtbridgeError, match=f"{picture.name}.*{why}"):
-            load_picture(picture)
+            load_pixels(picture)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -325,11 +327,11 @@ def test_an_answer_behind_an_image_too_many_is_never_left_out_in_silence(
         "{{ 'x' if messages[-1].role == 'assistant' and messages | length == 2 }}"
     )
     whole, found = (
-        fit_rows(load_rows(config), tokenizer, each, vision=read_vision(bases[VL], each))
+        tokenize_rows(load_rows(config), tokenizer, each, vision=read_vision(bases[VL], each))
         for each in (replace(config, cutoff_len=500), config)
     )
     assert (whole.used, len(whole.dataset)) == (2, 3)
-    assert (found.used, len(found.dataset), found.cut) == (1, 1, [])
+    assert (found.used, len(found.dataset), found.cut) == (1, 1, 0)
     assert [why.partition(":")[0] for why in whys(found)] == ["images beyond cutoff_len=60"]
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from findings import codes
 from tinymoe import tiny_tokenizer
-from trainrun import WORDS, conversation, log_of, quiet, train, write_lines, write_run
+from trainrun import WORDS, conversation, log_of, quiet, tokenized, train, write_lines, write_run
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
-from ktbridge.sft.data import fit_rows, load_rows
+from ktbridge.sft.data import load_rows
 
 pytestmark = quiet
 WEIGHTS = {"kto_chosen_weight": 1.5, "kto_rejected_weight": 0.7, "pref_beta": 2.0}
@@ -141,7 +141,7 @@ def test_llama_factorys_entry_names_the_judgements_column(run_dir, tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": entry}))
     given = ["dataset=mine", f"dataset_dir={tmp_path}"]
     found = load_rows(load_config(run_dir / "run.yaml", given))
-    assert [each.good for each in found.conversations] == [True, False]
+    assert [each.good for each in found.rows] == [True, False]
 
 
 def test_rows_and_settings_that_kto_cannot_take_are_refused(run_dir, tmp_path):
@@ -157,7 +157,7 @@ def test_rows_and_settings_that_kto_cannot_take_are_refused(run_dir, tmp_path):
     write_lines(tmp_path / "rows.jsonl", [*judged(6), *(row for row, _ in bad)])
     rows = load_rows(load_config(run_dir / "run.yaml"))
     assert [item.why for item in rows.refused] == [why for _, why in bad]
-    assert [each.good for each in rows.conversations] == [False, True, True] * 2
+    assert [each.good for each in rows.rows] == [False, True, True] * 2
     with pytest.raises(ProblemsError) as caught:
         load_config(
             run_dir / "run.yaml",
@@ -172,10 +172,10 @@ def test_answers_of_one_kind_alone_are_told(run_dir, tmp_path):
     config = load_config(run_dir / "run.yaml")
     for kind in (True, False):
         write_lines(tmp_path / "rows.jsonl", [{**conversation("a", "b"), "kto_tag": kind}] * 4)
-        found = fit_rows(load_rows(config), tiny_tokenizer(), config)
+        found = tokenized(config, tiny_tokenizer())
         assert "KTD060" in codes(found.notes)
     write_lines(tmp_path / "rows.jsonl", judged(6))
-    assert "KTD060" not in codes(fit_rows(load_rows(config), tiny_tokenizer(), config).notes)
+    assert "KTD060" not in codes(tokenized(config, tiny_tokenizer()).notes)
     write_lines(tmp_path / "rows.jsonl", [{**conversation("a", "b"), "kto_tag": True}] * 3)
     with pytest.raises(ProblemsError) as caught:
         load_rows(load_config(run_dir / "run.yaml", ["stage=sft"]))

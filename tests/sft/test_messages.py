@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from trainrun import write_lines
+from trainrun import messages_of, write_lines
 
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import load_rows
@@ -63,10 +63,10 @@ def test_assistant_messages_in_a_row_are_one_turn(tmp_path, messages, expected, 
     }[form]
     rows = read(tmp_path, row, row, stage=form if form in ("kto", "dpo") else "sft")
     if form == "dpo":
-        assert [(pair.prompt, pair.chosen) for pair in rows.pairs] == [([ASK], [expected])] * 2
+        assert messages_of(rows) == [[ASK, expected]] * 2
     else:
         end = [] if form == "kto" else [RESULT, DONE]
-        assert rows.conversations == [[ASK, expected, *end]] * 2
+        assert messages_of(rows) == [[ASK, expected, *end]] * 2
     (note,) = rows.notes
     assert (note.code, note.severity) == ("KTD062", "info")
     assert note.found.startswith("2 of 2 rows")
@@ -94,7 +94,7 @@ def test_thoughts_are_one_block_at_an_answers_head(tmp_path, content, expected, 
         "dpo": {"prompt": ASK["content"], "chosen": content, "rejected": "no"},
     }[form]
     rows = read(tmp_path, row, stage="dpo" if form == "dpo" else "sft")
-    (found,) = [pair.chosen for pair in rows.pairs] or rows.conversations
+    (found,) = messages_of(rows)
     assert found[-1] == {**TELL, "content": expected or content}
     assert not rows.notes
 
@@ -106,7 +106,7 @@ def test_each_tools_switch_of_a_message_is_its_weight(tmp_path, key):
         row = {"messages": [{**ASK, key: 0}, {**TELL, key: value}, ASK, DONE]}
         rows = read(tmp_path, row)
         first = TELL if learned else {**TELL, "weight": 0}
-        assert rows.conversations == [[ASK, first, ASK, DONE]]
+        assert messages_of(rows) == [[ASK, first, ASK, DONE]]
         assert not rows.notes
 
 
@@ -126,14 +126,14 @@ def test_rows_of_llama_factory_v1_are_read(tmp_path):
         "tools": json.dumps([TOOL]), "_dataset_name": "mine",
     }  # fmt: skip
     rows = read(tmp_path, row)
-    assert rows.conversations == [[ASK, TURN, RESULT, TELL]]
+    assert messages_of(rows) == [[ASK, TURN, RESULT, TELL]]
     assert not rows.notes
     pair = {
         "chosen_messages": [ask, v1("assistant", ("text", "done"), weight=1.0)],
         "rejected_messages": [ask, v1("assistant", ("text", "i am a cat"), weight=1.0)],
     }
-    (found,) = read(tmp_path, pair, stage="dpo").pairs
-    assert (found.prompt, found.chosen, found.rejected) == ([ASK], [DONE], [TELL])
+    (found,) = read(tmp_path, pair, stage="dpo").rows
+    assert found.answers == [[ASK, DONE], [ASK, TELL]]
 
 
 REFUSED = [
@@ -178,14 +178,14 @@ def test_tags_among_the_values_of_a_call_are_no_thoughts(tmp_path):
     thoughtful = turn(
         {"role": "tool_call", "content": f"hm</think>{SAID_CALL['content']}"}, RESULT, DONE
     )
-    first, second = read(tmp_path, row, thoughtful).conversations
+    first, second = messages_of(read(tmp_path, row, thoughtful))
     assert first[1] == {**CALLING, "tool_calls": [call]}
     assert second[1] == TURN
 
 
 def test_what_would_be_learned_as_something_else_is_refused_with_the_reason(tmp_path):
     rows = read(tmp_path, *(row for row, _ in REFUSED), turn(TELL))
-    assert rows.conversations == [[ASK, TELL]]
+    assert messages_of(rows) == [[ASK, TELL]]
     for refused, (_, why) in zip(rows.refused, REFUSED, strict=True):
         assert why in refused.why
 

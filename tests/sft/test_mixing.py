@@ -3,11 +3,11 @@
 import pytest
 from findings import codes
 from tinymoe import tiny_tokenizer
-from trainrun import conversation, quiet, train, write_lines, write_run
+from trainrun import conversation, quiet, tokenized, train, write_lines, write_run
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
-from ktbridge.sft.data import describe, fit_rows, load_rows
+from ktbridge.sft.data import describe_rows
 from ktbridge.sft.plan.lengths import read_lengths
 
 pytestmark = quiet
@@ -30,7 +30,7 @@ def run_dir(tmp_path, base_dir, monkeypatch):
 
 def fitted(run_dir, *overrides):
     config = load_config(run_dir / "run.yaml", overrides)
-    return fit_rows(load_rows(config), tiny_tokenizer(), config)
+    return tokenized(config, tiny_tokenizer())
 
 
 def kinds(found):
@@ -47,7 +47,7 @@ def test_an_epoch_has_each_datasets_share_and_tells_what_comes_again(run_dir):
     assert 0.4 < few / all_ < 0.75
     assert (over.total, over.used, len(over.refused)) == (FEW + MANY + 1, FEW + MANY, 1)
     assert over.tokens == sum(map(len, over.dataset["input_ids"]))
-    said = describe(over)
+    said = describe_rows(over)
     assert f"few.jsonl {few} ({FEW} of {FEW} rows, each {few / FEW:.1f} times)" in said
     assert f"many.jsonl {all_ - few}" in said
     assert fitted(run_dir).dataset["input_ids"] == over.dataset["input_ids"]

@@ -25,7 +25,7 @@ from ktbridge.adapter import validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import TrainConfig, load_config
-from ktbridge.sft.data import digest, load_rows
+from ktbridge.sft.data import fingerprint_rows, load_rows
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.resume import (
     FILES,
@@ -389,7 +389,9 @@ def test_a_run_that_diverges_keeps_what_was_good(
 def found(config: TrainConfig) -> Resumption:
     base = Path(config.model_name_or_path)
     config, _ = decide_precision(config, cuda=False)
-    return find_checkpoint(config, fingerprint_run(config, base, digest(load_rows(config))))
+    return find_checkpoint(
+        config, fingerprint_run(config, base, fingerprint_rows(load_rows(config)))
+    )
 
 
 def as_of_0_6(record):
@@ -407,7 +409,10 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     for number, path in enumerate((place.with_name("checkpoint-10"), place)):
         path.mkdir(parents=True)
         decided, _ = decide_precision(config, cuda=False)
-        record = {**fingerprint_run(decided, base, digest(load_rows(config))), NUMBER: number}
+        record = {
+            **fingerprint_run(decided, base, fingerprint_rows(load_rows(config))),
+            NUMBER: number,
+        }
         (path / FINGERPRINT_FILE).write_text(json.dumps(record))
     with pytest.raises(KtbridgeError, match="saved with save_only_model=true"):
         found(config)
@@ -498,7 +503,9 @@ def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rat
     place = run_dir / "raw.checkpoints/checkpoint-2"
     place.mkdir(parents=True)
     (place / "optimizer.pt").touch()
-    record = fingerprint_run(config, Path(config.model_name_or_path), digest(load_rows(config)))
+    record = fingerprint_run(
+        config, Path(config.model_name_or_path), fingerprint_rows(load_rows(config))
+    )
     (place / FINGERPRINT_FILE).write_text(json.dumps(record))
     longer = load_config(run_dir / "run.yaml", [*schedule, "max_steps=20"])
     if goes_on:

@@ -8,8 +8,7 @@ from trainrun import conversation, log_of, quiet, text, train, write_lines, writ
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
-from ktbridge.sft.data import describe
-from ktbridge.sft.data.stream import Stream
+from ktbridge.sft.data import RowStream, describe_rows
 from ktbridge.sft.prepare import prepare
 
 pytestmark = quiet
@@ -80,7 +79,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(run_dir, overrides):
 
 def test_each_epoch_has_every_row_once_in_another_order(run_dir):
     config = load_config(run_dir / "run.yaml")
-    drawn = Stream(config)._drawn()
+    drawn = RowStream(config)._draw_rows()
     epochs = [[next(drawn)[1].where for _ in range(400)] for _ in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert len(set(epochs[0])) == 400
@@ -88,10 +87,10 @@ def test_each_epoch_has_every_row_once_in_another_order(run_dir):
     ready = prepare(load_config(run_dir / "run.yaml", ["val_size=30"]))
     held = ready.stream._held_places
     assert (ready.held_out.used, len(held)) == (30, 30)
-    drawn = ready.stream._drawn()
+    drawn = ready.stream._draw_rows()
     assert not held & {next(drawn)[1].where for _ in range(740)}
-    assert describe(ready.fitted).startswith("used 2")
-    assert "of the first 256 rows" in describe(ready.fitted)
+    assert describe_rows(ready.fitted).startswith("used 2")
+    assert "of the first 256 rows" in describe_rows(ready.fitted)
 
 
 def test_a_stream_that_goes_bad_ends_the_run_with_its_rows_named(run_dir):

@@ -1,29 +1,54 @@
-"""Training rows: from files to tokens, with every row accounted for.
+"""Training rows, from files to tokens, with every row accounted for.
 
-``load_rows`` reads and checks alpaca, sharegpt, OpenAI messages, preference pairs and judged answers without
-torch; ``fit_rows`` writes them by the tokenizer's chat template and cuts them; ``describe`` sums them up
-in a line, and ``refused_file`` lists those that are not trained on.
+records       files, dataset_info.json, Hub  -> raw rows with their places
+conversation  raw rows of every form         -> TrainingRow (messages has their messages)
+rows          all rows of a run, held-out rows, mixing
+render        conversations                  -> RenderedText, by the chat template (template)
+tokenize      texts                          -> TokenSequence, by stage
+dataset       all sequences, mixed and packed -> TokenizedRows
+stream        the same while a run goes on; open_rows and tokenize_run, the rows of a run
+cache         tokenized rows for the next start
+images        their headers, tokens and pixels
 """
 
-from ktbridge.sft.data.fit import Fitted, all_refused, data_file, describe, fit_rows
-from ktbridge.sft.data.layout import Pair
-from ktbridge.sft.data.messages import Conversation, Message, all_text
-from ktbridge.sft.data.rows import Refused, Rows, digest, load_rows, refused_file, refused_note
+from ktbridge.sft.data.cache import TokenCache, TokenizedRun
+from ktbridge.sft.data.conversation import TrainingRow
+from ktbridge.sft.data.dataset import (
+    TokenizedRows,
+    describe_rows,
+    summarize_rows,
+    tokenize_rows,
+)
+from ktbridge.sft.data.rows import (
+    RefusedRow,
+    Rows,
+    collect_refused,
+    fingerprint_rows,
+    format_refused,
+    load_rows,
+    refused_note,
+)
+from ktbridge.sft.data.stream import RowStream, fingerprint_datasets, open_rows, tokenize_run
+from ktbridge.sft.data.template import template_notes
 
 __all__ = [
-    "Conversation",
-    "Fitted",
-    "Message",
-    "Pair",
-    "Refused",
+    "RefusedRow",
+    "RowStream",
     "Rows",
-    "all_refused",
-    "all_text",
-    "data_file",
-    "describe",
-    "digest",
-    "fit_rows",
+    "TokenCache",
+    "TokenizedRows",
+    "TokenizedRun",
+    "TrainingRow",
+    "collect_refused",
+    "describe_rows",
+    "fingerprint_datasets",
+    "fingerprint_rows",
+    "format_refused",
     "load_rows",
-    "refused_file",
+    "open_rows",
     "refused_note",
+    "summarize_rows",
+    "template_notes",
+    "tokenize_rows",
+    "tokenize_run",
 ]

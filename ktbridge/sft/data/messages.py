@@ -1,6 +1,6 @@
-"""Interpret messages: texts, thoughts, tool calls and their results, in OpenAI's and sharegpt's spellings.
+"""Messages of a row: texts, thoughts, tool calls and results, in OpenAI's, sharegpt's and other spellings.
 
-They become what a server hands to the chat template: ``tool_calls`` whose arguments are objects, results
+They become what a server gives to the chat template: ``tool_calls`` whose arguments are objects, results
 with the role "tool", and one message for each turn of the assistant.
 """
 
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import groupby
 from typing import TypedDict, cast
 
 from ktbridge.errors import did_you_mean
-from ktbridge.sft.data.pictures import Picture
 
 Tool = dict[str, object]
 """A function that the model may call, as OpenAI describes it: ``type`` and ``function``."""
@@ -27,7 +26,7 @@ class _Plain(TypedDict):
 
 
 class Message(_Plain, total=False):
-    """One message. ``weight`` 0: an answer that is not learned."""
+    """A message. ``weight`` 0: an answer that is not learned."""
 
     reasoning_content: str
     tool_calls: list[Tool]
@@ -36,39 +35,11 @@ class Message(_Plain, total=False):
     weight: int
 
 
-class Conversation(list[Message]):
-    """Messages in order; ``tools`` are those that the model may call in it.
-
-    ``good``: how the last answer was judged, for stage kto. ``pictures`` are its images, in the order of the
-    places (``IMAGE``) that the messages' contents have for them.
-    """
-
-    def __init__(
-        self,
-        messages: Iterable[Message],
-        tools: Iterable[Tool] = (),
-        pictures: Iterable[Picture] = (),
-        good: bool | None = None,
-    ) -> None:
-        super().__init__(messages)
-        self.tools, self.pictures, self.good = list(tools), list(pictures), good
-
-    def as_row(self) -> dict[str, object]:
-        """As a row to be read again, but for images that stood in it."""
-        row: dict[str, object] = {"messages": self}
-        if self.pictures:
-            shown = ({**each, "content": each["content"].replace(IMAGE, PLACE)} for each in self)
-            row = {"messages": [*shown], "images": [picture.name for picture in self.pictures]}
-        return row | ({"tools": self.tools} if self.tools else {})
-
-
 IMAGE = "\u241e\U0001f5bc\u241e"
 """The place of an image in a message's content."""
 PLACE = "<image>"
 """The same in LLaMA-Factory's rows."""
 _IMAGE_PARTS = ("image", "image_url", "input_image")
-
-
 _CALL = "function_call"
 ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant",
@@ -86,7 +57,7 @@ SWITCHES = (
 """Names of the switch that says whether a message is learned: OpenAI's ``weight``, ms-swift's ``loss`` and
 ``loss_scale``, LLaMA-Factory v1's ``loss_weight``, axolotl's ``train`` and ``training``, verl's ``trainable``
 and ``loss_mask``."""
-_LIKE_A_SWITCH = re.compile("loss|train|learn|mask|weight|supervis|ignor|exclu|skip", re.IGNORECASE)
+_SWITCH_LIKE = re.compile("loss|train|learn|mask|weight|supervis|ignor|exclu|skip", re.IGNORECASE)
 _FLAG_WORDS = ("true", "false", "yes", "no", "on", "off", "0", "1", "0.0", "1.0")
 _CLOSE = r"(?:(?<![`'\"])</think>|</think>(?![`'\"]))"
 _TAG = re.compile(rf"(?<![`'\"])<think>|<think>(?![`'\"])|{_CLOSE}")
@@ -100,14 +71,14 @@ _VALUES = ("text", "value", "thinking", "reasoning")
 
 @dataclass
 class RowNotes:
-    """What is to be said of a row that can be used."""
+    """Notes on a row that can be used."""
 
     fields: set[str] = field(default_factory=set)
-    """Its fields that are not read."""
+    """Fields of the row that are not read."""
     keys: set[str] = field(default_factory=set)
     """Keys of its messages that are not read."""
     joined: bool = False
-    """Whether neighboring messages of the assistant were joined into one turn."""
+    """True if neighboring messages of the assistant were joined into one turn."""
 
     @property
     def unread(self) -> list[str]:
@@ -116,7 +87,7 @@ class RowNotes:
 
 @dataclass(frozen=True)
 class Tags:
-    """A file's message format: the keys of role and text, and the names of the roles.
+    """Spelling of a dataset's messages: the keys of role and text, and the names of the roles.
 
     ``None`` for a key: ``role`` or ``from``, ``content`` or ``value``, whichever the message has.
     """
@@ -131,23 +102,23 @@ def is_empty(value: object) -> bool:
     return value is None or value in ("", "[]", "{}", [], {})
 
 
-def is_like_a_switch(key: object, value: object) -> bool:
+def looks_like_switch(key: object, value: object) -> bool:
     """Return whether a key and its value seem to say whether, or what of a message, is learned."""
     if isinstance(value, int | float):
         likely = 0 <= value <= 1
     else:
         likely = isinstance(value, list | dict) or str(value).strip().lower() in _FLAG_WORDS
-    return likely and _LIKE_A_SWITCH.search(str(key)) is not None
+    return likely and _SWITCH_LIKE.search(str(key)) is not None
 
 
 def read_messages(
     values: object, tags: Tags, notes: RowNotes, images: list[object] | None = None
 ) -> list[Message]:
-    """A list of messages in a file's format; unread keys are added to ``notes``.
+    """Read a list of messages spelled as ``tags`` say; unread keys are added to ``notes``.
 
-    What stands for an image in content parts is added to ``images`` (None: the row's own field has it), and
-    ``IMAGE`` stands in its place; without ``images`` such parts are refused.
-    Raises ValueError with the reason, as a short phrase, when one of them can't be trained on.
+    Images of content parts are added to ``images`` (None: the row's own field has the image), and ``IMAGE``
+    is written in their place; without ``images`` such parts are refused.
+    Raises ValueError with the reason, as a short phrase, if a message can't be trained on.
     """
     if not isinstance(values, list) or not values:
         raise ValueError("messages is not a list with something in it")
@@ -157,10 +128,10 @@ def read_messages(
     ]
 
 
-def as_turns(messages: list[Message], notes: RowNotes) -> list[Message]:
-    """The messages with neighboring ones of the assistant joined: thoughts, then words, then tool calls.
+def join_turns(messages: list[Message], notes: RowNotes) -> list[Message]:
+    """Join neighboring messages of the assistant into one turn: thoughts, then words, then tool calls.
 
-    Raises ValueError as ``read_messages`` does, where they stand in another order, and for thoughts alone.
+    Raises ValueError as ``read_messages`` for another order, and for thoughts alone.
     """
     turns: list[Message] = []
     for role, group in groupby(messages, lambda each: each["role"]):
@@ -173,9 +144,9 @@ def as_turns(messages: list[Message], notes: RowNotes) -> list[Message]:
                 "assistant messages in a row of which only some are learned: they are one turn"
             )
         notes.joined |= len(several) > 1
-        turns.append(reduce(_one_turn, several))
+        turns.append(reduce(_join_two, several))
     for each in turns:
-        thoughts, said = thoughts_of(each)
+        thoughts, said = split_thoughts(each)
         if each["role"] != "assistant" or said.strip() or "tool_calls" in each:
             continue
         if thoughts is None:
@@ -184,8 +155,8 @@ def as_turns(messages: list[Message], notes: RowNotes) -> list[Message]:
     return turns
 
 
-def _one_turn(first: Message, second: Message) -> Message:
-    (thoughts, said), (more, further) = thoughts_of(first), thoughts_of(second)
+def _join_two(first: Message, second: Message) -> Message:
+    (thoughts, said), (more, further) = split_thoughts(first), split_thoughts(second)
     if "tool_calls" in first and (more or further.strip()):
         raise ValueError("an answer behind a tool call whose result is missing")
     if more and said.strip():
@@ -205,19 +176,19 @@ def _one_turn(first: Message, second: Message) -> Message:
     return joined
 
 
-def message(
+def make_message(
     role: str, content: object, empty: bool = False, images: list[object] | None = None
 ) -> Message:
-    """One message of text. Raises ValueError for anything else, and unless ``empty`` for an empty text."""
-    content = _text(role, content, images)
+    """Make a message of text. Raises ValueError for other content, and for an empty text unless ``empty``."""
+    content = _read_text(role, content, images)
     if not content.strip() and not empty:
         raise ValueError(f"an empty {role} message")
-    _check_characters(content, role)
-    return {"role": role, "content": _in_one_block(content) if role == "assistant" else content}
+    _check_surrogates(content, role)
+    return {"role": role, "content": _join_thoughts(content) if role == "assistant" else content}
 
 
-def _in_one_block(content: str) -> str:
-    """An answer with its thoughts, if it has any, in one block at its head.
+def _join_thoughts(content: str) -> str:
+    """Join an answer's thoughts, if it has any, into one block at its head.
 
     ``</think>`` alone ends thoughts that the prompt opened. Raises ValueError for thoughts that don't end,
     and for tags elsewhere: templates would write such answers with another meaning.
@@ -249,25 +220,25 @@ def _in_one_block(content: str) -> str:
 
 
 def read_tools(value: object) -> list[Tool]:
-    """The functions of a row, a list or its JSON, each by itself or as OpenAI's ``{"type": "function"}``.
+    """Read a row's functions, a list or its JSON, each by itself or as OpenAI's ``{"type": "function"}``.
 
-    Raises ValueError as ``read_messages`` does.
+    Raises ValueError as ``read_messages``.
     """
-    found = _parsed(value, "tools")
+    found = _parse_json(value, "tools")
     tools: list[Tool] = []
     for tool in found if isinstance(found, list) else [found]:
         inner = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(tool, dict) or not isinstance(inner, dict) or not inner.get("name"):
             raise ValueError("tools that are not a list of functions with a name each")
         tools.append(tool if "function" in tool else {"type": "function", "function": tool})
-    _check_characters(json.dumps(tools, ensure_ascii=False), "tools")
+    _check_surrogates(json.dumps(tools, ensure_ascii=False), "tools")
     return tools
 
 
-def thoughts_of(each: Message) -> tuple[str | None, str]:
-    """An answer's thoughts (``reasoning_content``, or a block that ``content`` begins with) and what it says.
+def split_thoughts(each: Message) -> tuple[str | None, str]:
+    """Split an answer into thoughts (``reasoning_content``, or a block at the head of ``content``) and words.
 
-    None: there is no block; "": an empty one.
+    Thoughts are None without a block, "" for an empty one.
     """
     if each["role"] != "assistant":
         return None, each["content"]
@@ -277,23 +248,23 @@ def thoughts_of(each: Message) -> tuple[str | None, str]:
     return (found[1].strip(), found[2].lstrip("\n")) if found else (None, each["content"])
 
 
-def in_content(each: Message) -> str:
-    """The answer with its thoughts in front, as models write them that were trained on DeepSeek-R1's form."""
+def content_with_thoughts(each: Message) -> str:
+    """Return the content with thoughts in front, as models trained on DeepSeek-R1's form write them."""
     if "reasoning_content" not in each:
         return each["content"]
     return f"<think>\n{each['reasoning_content']}\n</think>\n\n{each['content']}"
 
 
-def without_thoughts(each: Message) -> Message:
-    """The message without its thoughts."""
+def drop_thoughts(each: Message) -> Message:
+    """Return the message without its thoughts."""
     kept = {key: value for key, value in each.items() if key != "reasoning_content"}
-    return cast("Message", {**kept, "content": thoughts_of(each)[1]})
+    return cast("Message", {**kept, "content": split_thoughts(each)[1]})
 
 
 def all_text(each: Message) -> str:
-    """Everything a message says, to be measured or compared."""
+    """Return thoughts, words and tool calls of a message, to be measured or compared."""
     calls = json.dumps(each["tool_calls"], ensure_ascii=False) if "tool_calls" in each else ""
-    return in_content(each) + calls
+    return content_with_thoughts(each) + calls
 
 
 def _read_message(
@@ -316,12 +287,12 @@ def _read_message(
     extra = {key: found for key, found in value.items() if not is_empty(found)}
     extra.pop(role_key, None), extra.pop(content_key, None)
     if role == _CALL:
-        read = _call_message(content)
+        read = _read_call_message(content)
     elif role == "assistant":
-        read = _answer(content, extra)
+        read = _read_answer(content, extra)
     else:
-        read = message(role, content, role == "tool", images)
-    _weigh(read, extra)
+        read = make_message(role, content, role == "tool", images)
+    _read_switches(read, extra)
     if role == "tool":
         for key in ("tool_call_id", "name"):
             if isinstance(found := extra.pop(key, None), str):
@@ -329,7 +300,7 @@ def _read_message(
     for key, found in extra.items():
         if key in (*_REFUSED, "tool_calls", "function_call"):
             raise ValueError(f"a {role} message with {key}: that is not trained on")
-        if is_like_a_switch(key, found):
+        if looks_like_switch(key, found):
             raise ValueError(
                 f"a message with {key}: it may say what is learned, which {', '.join(SWITCHES)} say here"
             )
@@ -337,45 +308,45 @@ def _read_message(
     return read
 
 
-def _answer(content: object, extra: dict[str, object]) -> Message:
-    """The assistant's message; what is read of ``extra`` is taken out of it."""
+def _read_answer(content: object, extra: dict[str, object]) -> Message:
+    """Read the assistant's message; keys that are read are removed from ``extra``."""
     calls = extra.pop("tool_calls", None) or extra.pop("function_call", None)
     fields = [extra.pop(key) for key in _THOUGHTS if key in extra]
     thoughts = fields[0] if fields else ""
     if not isinstance(thoughts, str) or any(other != thoughts for other in fields):
         raise ValueError("thoughts that are not one text")
     empty = calls is not None or bool(thoughts.strip())
-    pieces = _pieces(content) if isinstance(content, list) else []
-    read = reduce(_one_turn, pieces) if pieces else message("assistant", content, empty)
+    pieces = _split_parts(content) if isinstance(content, list) else []
+    read = reduce(_join_two, pieces) if pieces else make_message("assistant", content, empty)
     if calls is not None:
-        read["tool_calls"] = [*read.get("tool_calls", ()), *_calls(calls)]
+        read["tool_calls"] = [*read.get("tool_calls", ()), *_read_calls(calls)]
     if not fields:
         return read
-    said = thoughts_of(read)
+    said = split_thoughts(read)
     if said[0] and said[0] != thoughts.strip():
         raise ValueError("thoughts twice, as a field and in the content")
-    _check_characters(thoughts, "assistant")
+    _check_surrogates(thoughts, "assistant")
     if thoughts.strip():
         read["content"], read["reasoning_content"] = said[1], thoughts.strip()
     return read
 
 
-def _pieces(parts: list[object]) -> list[Message]:
-    """Content parts of an answer as messages, one for each stretch of one kind."""
+def _split_parts(parts: list[object]) -> list[Message]:
+    """Split the content parts of an answer into messages, one for each run of parts of a kind."""
     pieces: list[Message] = []
-    for kind, group in groupby(parts, lambda part: _PARTS.get(_type_of(part), "text")):
+    for kind, group in groupby(parts, lambda part: _PARTS.get(_part_type(part), "text")):
         several = [*group]
         if kind == "text":
-            pieces.append(message("assistant", several, empty=len(several) < len(parts)))
+            pieces.append(make_message("assistant", several, empty=len(several) < len(parts)))
         elif kind == _CALL:
-            calls = [call for part in several for call in _calls(_value_of(part))]
+            calls = [call for part in several for call in _read_calls(_part_text(part))]
             pieces.append({"role": "assistant", "content": "", "tool_calls": calls})
         else:
-            texts = [_value_of(part) for part in several]
+            texts = [_part_text(part) for part in several]
             if not all(isinstance(text, str) for text in texts):
                 raise ValueError("thoughts that are not one text")
             inner = "\n\n".join(str(text).strip() for text in texts)
-            _check_characters(inner, "assistant")
+            _check_surrogates(inner, "assistant")
             piece: Message = {"role": "assistant", "content": ""}
             if inner.strip():
                 piece["reasoning_content"] = inner
@@ -383,35 +354,35 @@ def _pieces(parts: list[object]) -> list[Message]:
     return pieces
 
 
-def _call_message(content: object) -> Message:
-    """sharegpt's: one call or a list of them as JSON, which a block of thoughts may precede."""
+def _read_call_message(content: object) -> Message:
+    """Read sharegpt's message of calls: one or a list of them as JSON, perhaps behind a block of thoughts."""
     read: Message = {"role": "assistant", "content": ""}
     thoughts, text = None, content
     if isinstance(content, str) and content.lstrip()[:1] not in ("{", "["):  # there tags are values
-        thoughts, text = thoughts_of(message("assistant", content))
-    read["tool_calls"] = _calls(text)
+        thoughts, text = split_thoughts(make_message("assistant", content))
+    read["tool_calls"] = _read_calls(text)
     if thoughts:
         read["reasoning_content"] = thoughts
     return read
 
 
-def _calls(value: object) -> list[Tool]:
-    found = _parsed(value, "tool calls")
-    calls = [_call(each) for each in (found if isinstance(found, list) else [found])]
+def _read_calls(value: object) -> list[Tool]:
+    found = _parse_json(value, "tool calls")
+    calls = [_read_call(each) for each in (found if isinstance(found, list) else [found])]
     if not calls:
         raise ValueError("tool calls without a call")
-    _check_characters(json.dumps(calls, ensure_ascii=False), "assistant")
+    _check_surrogates(json.dumps(calls, ensure_ascii=False), "assistant")
     return calls
 
 
-def _call(value: object) -> Tool:
+def _read_call(value: object) -> Tool:
     inner = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(inner, dict):
         raise ValueError("a tool call that is not an object")
     name, given = inner.get("name"), inner.get("arguments")
     if not isinstance(name, str) or not name:
         raise ValueError("a tool call without the function's name")
-    arguments = {} if is_empty(given) else _parsed(given, "a tool call's arguments")
+    arguments = {} if is_empty(given) else _parse_json(given, "a tool call's arguments")
     if not isinstance(arguments, dict):
         raise ValueError("a tool call's arguments that are not a JSON object")
     call: Tool = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -420,8 +391,8 @@ def _call(value: object) -> Tool:
     return call
 
 
-def _weigh(read: Message, extra: dict[str, object]) -> None:
-    """Take the message's switches out of ``extra``, and note in ``read`` that it isn't learned."""
+def _read_switches(read: Message, extra: dict[str, object]) -> None:
+    """Remove the message's switches from ``extra``; set ``read``'s weight to 0 if it isn't learned."""
     found: dict[str, bool] = {}
     for key in [key for key in SWITCHES if key in extra]:
         value = extra.pop(key)
@@ -437,7 +408,7 @@ def _weigh(read: Message, extra: dict[str, object]) -> None:
         read["weight"] = 0
 
 
-def _parsed(value: object, what: str) -> object:
+def _parse_json(value: object, what: str) -> object:
     if not isinstance(value, str):
         return value
     try:
@@ -446,7 +417,7 @@ def _parsed(value: object, what: str) -> object:
         raise ValueError(f"{what} that are not JSON: {error}") from error
 
 
-def _check_characters(text: str, where: str) -> None:
+def _check_surrogates(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -454,23 +425,23 @@ def _check_characters(text: str, where: str) -> None:
         raise ValueError(f"half a character (a lone surrogate) in {what}") from error
 
 
-def _type_of(part: object) -> str:
+def _part_type(part: object) -> str:
     return str(part.get("type")) if isinstance(part, dict) else type(part).__name__
 
 
-def _value_of(part: object) -> object:
-    """A content part's text: OpenAI's ``text``, or LLaMA-Factory v1's ``value``."""
+def _part_text(part: object) -> object:
+    """Return a content part's text: OpenAI's ``text``, or LLaMA-Factory v1's ``value``."""
     keys = (key for key in _VALUES if isinstance(part, dict) and part.get(key) is not None)
     key = next(keys, None)
     return part[key] if isinstance(part, dict) and key else None
 
 
-def _text(role: str, content: object, images: list[object] | None = None) -> str:
-    """``images``: where content parts may be images, too."""
+def _read_text(role: str, content: object, images: list[object] | None = None) -> str:
+    """Return content as one text; images among its parts are added to ``images``, None refuses them."""
     if isinstance(content, list):
         texts = []
         for part in content:
-            kind, value = _type_of(part), _value_of(part)
+            kind, value = _part_type(part), _part_text(part)
             if isinstance(part, dict) and kind in _IMAGE_PARTS and images is not None:
                 given = (part[key] for key in (*_IMAGE_PARTS, "value") if part.get(key))
                 images.append(next(given, None))

@@ -12,18 +12,23 @@ from typing import TYPE_CHECKING
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import Conversation, Fitted, Message, Rows, all_refused, all_text
-from ktbridge.sft.data.fit import tokenize
-from ktbridge.sft.data.messages import IMAGE
-from ktbridge.sft.data.mixing import CONCAT, mixed
-from ktbridge.sft.data.run_rows import open_rows, tokenize_rows
-from ktbridge.sft.data.sequences import PICTURES
+from ktbridge.sft.data import (
+    Rows,
+    TokenizedRows,
+    TrainingRow,
+    collect_refused,
+    open_rows,
+    tokenize_run,
+)
+from ktbridge.sft.data.dataset import tokenize_sequences
+from ktbridge.sft.data.images import Vision, read_vision
+from ktbridge.sft.data.messages import IMAGE, Message, all_text
+from ktbridge.sft.data.rows import CONCAT, mix_rows
+from ktbridge.sft.data.tokenize import IMAGE_NUMBERS
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
-
-    from ktbridge.sft.vision import Vision
 
 EVALUATIONS = 10
 """Of the held-out rows in a run, unless the configuration has another number."""
@@ -101,23 +106,27 @@ def read_lengths(config: TrainConfig, base: Path) -> Lengths:
         return _of_texts(rows, config, base, why)
     vision = None
     if isinstance(rows, Rows) and rows.with_images:
-        from ktbridge.sft.vision import read_vision
-
         vision = read_vision(base, config)
-    if isinstance(rows, Rows) and len(rows.places) > MOST_ROWS:
+    if isinstance(rows, Rows) and len(rows.rows) > MOST_ROWS:
         return _of_sample(rows, tokenizer, config, vision)
-    found = tokenize_rows(rows, tokenizer, config, vision=vision)
+    found = tokenize_run(rows, tokenizer, config, vision=vision)
     return fitted_lengths(*found, config, vision)
 
 
 def fitted_lengths(
-    fitted: Fitted, held: Fitted | None, config: TrainConfig, vision: Vision | None = None
+    fitted: TokenizedRows,
+    held: TokenizedRows | None,
+    config: TrainConfig,
+    vision: Vision | None = None,
 ) -> Lengths:
     """Return the lengths of tokenized rows; ``held`` are the held-out ones."""
     dataset = fitted.dataset
     found = [*_of_dataset(dataset)]
     each = [part for row in _column(dataset, "seq_lengths") for part in row]
-    shown = vision.of_rows(dataset[PICTURES]) if fitted.with_images and vision else []
+    shown: list[list[int]] = []
+    if fitted.with_images and vision:
+        numbers = dataset[IMAGE_NUMBERS]
+        shown = [vision.count_tokens([vision.images[at] for at in row]) for row in numbers]
     return Lengths(
         rows=fitted.used,
         sequences=len(found),
@@ -177,32 +186,27 @@ def _of_sample(
 
     Each other one is taken to make the sequences of the one nearest in size.
     """
-    texts = [len(_text(each)[1]) for each in _longer_answers(rows)]
+    texts = [len(_longest_text(row)[1]) for row in rows.rows]
     by_size = sorted(range(len(texts)), key=texts.__getitem__)
     step = math.ceil((len(by_size) - _LONGEST) / (MOST_ROWS - _LONGEST))
     sample = by_size[:-_LONGEST:step]
     chosen = sample + by_size[-_LONGEST:]
     part = replace(
-        rows,
-        conversations=[rows.conversations[row] for row in chosen if rows.conversations],
-        pairs=[rows.pairs[row] for row in chosen if rows.pairs],
-        places=[rows.places[row] for row in chosen],
-        origins=[rows.origins[row] for row in chosen],
-        total=len(chosen) + len(rows.refused),
+        rows, rows=[rows.rows[row] for row in chosen], total=len(chosen) + len(rows.refused)
     )
     alone = replace(config, packing=False, neat_packing=False)
-    fit, refused = tokenize(part, tokenizer, alone, vision=vision)
-    all_refused(part, refused, config)
+    store = tokenize_sequences(part, tokenizer, alone, vision=vision)
+    collect_refused(part, store.refused, config)
     made: dict[int, list[int]] = {row: [] for row in chosen}
-    for place, tokens in zip(fit.sizes.rows, _of_dataset(fit.dataset(None)), strict=True):
+    for place, tokens in zip(store.row_numbers, _of_dataset(store.to_dataset()), strict=True):
         made[chosen[place]].append(tokens)
     nearest = [sample[min(at // step, len(sample) - 1)] for at in range(len(by_size))]
     each = {row: made.get(row, made[near]) for row, near in zip(by_size, nearest, strict=True)}
-    images = [vision.tokens(one.pictures) if vision else [] for one in rows.conversations]
+    images = [vision.count_tokens(row.images) if vision else [] for row in rows.rows]
     return replace(
         _mixed(each, rows, config, counted=True),
         tokenized=len(chosen),
-        held_out=len(rows.held_out.places) if rows.held_out and config.evaluates else 0,
+        held_out=len(rows.held_out.rows) if rows.held_out and config.evaluates else 0,
         images=sum(map(len, images)),
         image_tokens=sum(map(sum, images)),
         most_image_tokens=min(config.cutoff_len, max(map(sum, images), default=0)),
@@ -227,7 +231,7 @@ def _of_texts(rows: object, config: TrainConfig, base: Path, why: str) -> Length
             "Put the tokenizer's files and preprocessor_config.json beside config.json.",
         )
     count, counted = _counter(base)
-    texts = [_text(each) for each in _longer_answers(rows)]
+    texts = [*map(_longest_text, rows.rows)]
     by_size = sorted(range(len(texts)), key=lambda row: len(texts[row][1]))
     step = max(1, len(by_size) // MOST_ROWS)
     known = {row: count(texts[row][1]) for row in (*by_size[::step], *by_size[-_LONGEST:])}
@@ -237,7 +241,7 @@ def _of_texts(rows: object, config: TrainConfig, base: Path, why: str) -> Length
         each[row] = [min(cut, size)]
         if config.stage == "pt":  # longer texts make several pieces
             each[row] = [min(cut, size - start) for start in range(0, size, cut)]
-    held = len(rows.held_out.places) if rows.held_out and config.evaluates else 0
+    held = len(rows.held_out.rows) if rows.held_out and config.evaluates else 0
     return replace(_mixed(each, rows, config, counted), estimated=why, held_out=held)
 
 
@@ -245,23 +249,15 @@ def _mixed(
     each: Mapping[int, Sequence[int]], rows: Rows, config: TrainConfig, counted: bool
 ) -> Lengths:
     """Lengths of rows of which each makes sequences of so many tokens; a row without any is refused."""
-    order: Sequence[int] = [row for row in range(len(rows.places)) if each[row]]
+    order: Sequence[int] = [row for row in range(len(rows.rows)) if each[row]]
     used = len(order)
     if config.mix_strategy not in CONCAT:
-        order, _ = mixed(order, rows.origins, rows.datasets, config)
+        order, _ = mix_rows(order, rows, config)
     own = tuple(tokens for row in order for tokens in each[row])
     packed = config.packing or config.neat_packing
     found = _packed(own, config.cutoff_len) if packed else own
-    mean, refused = sum(found) / len(found), len(rows.refused) + len(rows.places) - used
+    mean, refused = sum(found) / len(found), len(rows.refused) + len(rows.rows) - used
     return Lengths(used, len(found), max(found), mean, counted, packed, own, refused)
-
-
-def _longer_answers(rows: Rows) -> Iterator[Sequence[Message]]:
-    """Each conversation, or of each pair the prompt with the longer answer."""
-    yield from rows.conversations
-    for pair in rows.pairs:
-        answer = max(pair.chosen, pair.rejected, key=_size)
-        yield Conversation([*pair.prompt, *answer], pair.tools)
 
 
 def _packed(lengths: Sequence[int], cut: int) -> Sequence[int]:
@@ -318,10 +314,12 @@ def _counter(base: Path) -> tuple[Callable[[str], int], bool]:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids), True
 
 
-def _text(messages: Sequence[Message]) -> tuple[int, str]:
-    tools = json.dumps(messages.tools) if isinstance(messages, Conversation) else ""
-    return len(messages), "\n".join([tools, *map(all_text, messages)]).replace(IMAGE, "")
+def _longest_text(row: TrainingRow) -> tuple[int, str]:
+    """Return number and text of a row's messages, of a pair with the longer answer."""
 
+    def size(messages: Sequence[Message]) -> int:
+        return sum(map(len, map(all_text, messages)))
 
-def _size(messages: Sequence[Message]) -> int:
-    return sum(map(len, map(all_text, messages)))
+    messages = max(row.answers, key=size)
+    texts = [json.dumps(row.tools), *map(all_text, messages)]
+    return len(messages), "\n".join(texts).replace(IMAGE, "")

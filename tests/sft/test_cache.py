@@ -12,8 +12,8 @@ from trainrun import conversation, quiet, text, train, write_lines, write_run
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.config.fields import options
-from ktbridge.sft.data import describe, kept
-from ktbridge.sft.data.kept import MANIFEST, keep_rows, made_of
+from ktbridge.sft.data import cache, describe_rows
+from ktbridge.sft.data.cache import MANIFEST, cache_inputs
 from ktbridge.sft.prepare import prepare
 
 pytestmark = quiet
@@ -37,12 +37,17 @@ def run_dir(tmp_path, base_dir, monkeypatch):
     )  # fmt: skip
 
 
+def save(ready, on_note=None):
+    store, rows = ready.to_cache
+    store.save(rows, on_note)
+
+
 def start(run_dir, *overrides):
     """What a start finds: its codes of kept rows, and the rows; these are kept as a run keeps them."""
     ready = prepare(load_config(run_dir / "run.yaml", [HELD, *overrides]))
-    if ready.to_keep:
+    if ready.to_cache:
         told = []
-        keep_rows(*ready.to_keep, told.append)
+        save(ready, told.append)
         assert codes(told) == {"KTD043"}
     return {code for code in codes(ready.notes) if code.startswith("KTD04")}, ready
 
@@ -54,7 +59,7 @@ def same(one, other):
             continue
         assert ours.dataset[:] == theirs.dataset[:]
         assert replace(ours, dataset=None) == replace(theirs, dataset=None)
-        assert describe(ours) == describe(theirs)
+        assert describe_rows(ours) == describe_rows(theirs)
     assert one.fingerprint == other.fingerprint
 
 
@@ -66,7 +71,7 @@ def test_a_second_start_has_the_same_rows_and_trains_the_same(run_dir):
     files = {path.name for path in (run_dir / "kept").iterdir()}
     assert files == {MANIFEST, "train.arrow", "held_out.arrow"}
     (found, ready), (nothing, plain) = start(run_dir), start(run_dir, "tokenized_path=null")
-    assert (found, nothing, ready.to_keep) == ({"KTD043"}, set(), None)
+    assert (found, nothing, ready.to_cache) == ({"KTD043"}, set(), None)
     same(ready, plain)
     assert len(ready.fitted.refused) == 2
     train(run_dir, HELD, "output_dir=second")
@@ -99,7 +104,7 @@ def test_whatever_rows_are_made_of_makes_them_anew(run_dir):
 
 def test_every_setting_counts_that_rows_may_depend_on(run_dir, base_dir):
     config = load_config(run_dir / "run.yaml")
-    keys = made_of(config, base_dir).keys()
+    keys = cache_inputs(config, base_dir).keys()
     assert {key for key, option in options(TrainConfig).items() if option.rows} <= keys
     assert {"cutoff_len", "seed", "tokenizer", "version of jinja2", "dataset 2"} <= keys
     assert not {"learning_rate", "output_dir"} & keys
@@ -109,7 +114,7 @@ def test_rows_that_change_while_they_are_read_are_not_kept(run_dir):
     ready = prepare(load_config(run_dir / "run.yaml"))
     with (run_dir / "rows.jsonl").open("a") as file:
         file.write("\n")
-    keep_rows(*ready.to_keep)
+    save(ready)
     assert not (run_dir / "kept").exists()
     assert start(run_dir)[0] == set()
 
@@ -160,14 +165,14 @@ def test_rows_are_not_kept_whose_images_may_be_put_right_later(run_dir):
     write_lines(run_dir / "other.jsonl", [row, *[conversation("who", "me")] * 3])
     told = []
     ready = prepare(load_config(run_dir / "run.yaml"))
-    keep_rows(*ready.to_keep, told.append)
+    save(ready, told.append)
     assert "1 are refused for their images" in told[0].found
     assert not (run_dir / "kept").exists()
 
 
 def test_a_template_that_writes_the_date_makes_rows_anew_each_day(run_dir, monkeypatch):
     template = run_dir / "base" / "chat_template.jinja"
-    assert "date" not in made_of(load_config(run_dir / "run.yaml"), template.parent)
+    assert "date" not in cache_inputs(load_config(run_dir / "run.yaml"), template.parent)
     with template.open("a") as file:
         file.write('{%- if false %}{{ strftime_now("%d") }}{% endif %}')
     start(run_dir)
@@ -178,7 +183,7 @@ def test_a_template_that_writes_the_date_makes_rows_anew_each_day(run_dir, monke
         def today(cls):
             return date.today() + timedelta(days=1)
 
-    monkeypatch.setattr(kept, "date", Tomorrow)
+    monkeypatch.setattr(cache, "date", Tomorrow)
     found, ready = start(run_dir)
     assert found == {"KTD041"}
     assert any(note.found == "kept of another date" for note in ready.notes)
@@ -187,15 +192,15 @@ def test_a_template_that_writes_the_date_makes_rows_anew_each_day(run_dir, monke
 def test_rows_that_another_run_puts_there_meanwhile_are_not_taken_for_these(run_dir, monkeypatch):
     """Between the manifest's reading and the files' another run replaces the directory."""
     plain = start(run_dir, "val_size=0")[1]
-    whole = kept.digests.is_whole
+    whole = cache.digests.is_whole
 
     def replaced(path, *expected):
         found = whole(path, *expected)
-        monkeypatch.setattr(kept.digests, "is_whole", whole)
+        monkeypatch.setattr(cache.digests, "is_whole", whole)
         start(run_dir, "val_size=0", "cutoff_len=16")
         return found
 
-    monkeypatch.setattr(kept.digests, "is_whole", replaced)
+    monkeypatch.setattr(cache.digests, "is_whole", replaced)
     found, ready = start(run_dir, "val_size=0")
     assert found == {"KTD041"}
     same(ready, plain)
