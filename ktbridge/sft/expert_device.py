@@ -42,9 +42,9 @@ from ktbridge.sft.placement import (
     with_placement,
     without_gpu,
 )
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, Setting, predict
-from ktbridge.sft.plan.outside import outside_times, probe_sizes
-from ktbridge.sft.plan.parts import total
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, predict, total
+from ktbridge.sft.plan.setting import Setting
+from ktbridge.sft.plan.time import outside_times, probe_sizes
 
 _GAIN = 1.1
 """How much faster a placement must be predicted than what was measured, to be moved to."""

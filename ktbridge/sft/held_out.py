@@ -29,7 +29,7 @@ from ktbridge.sft.compat import trl_metrics, without_balancing_loss, without_gat
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import METRICS
 from ktbridge.sft.passes import OnNote, Row, free_memory
-from ktbridge.sft.placement import cut, fill
+from ktbridge.sft.placement import pack_joined_rows, pack_padded_rows
 
 if TYPE_CHECKING:
     from ktbridge.sft.run_trainer import RunTrainer
@@ -161,7 +161,9 @@ class HeldOut:
             steps = range(0, len(lengths), self._at_once)
             cuts = [[*range(at, min(at + self._at_once, len(lengths)))] for at in steps]
         else:
-            cuts = (fill if self._trainer.joins() else cut)(lengths, self._tokens)
+            cuts = (pack_joined_rows if self._trainer.joins() else pack_padded_rows)(
+                lengths, self._tokens
+            )
         passes = [([order[group * here.size + here.rank] for group in each], True) for each in cuts]
         if left := order[even:]:
             passes.append(([left[here.rank % len(left)]], here.rank < len(left)))

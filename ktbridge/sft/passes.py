@@ -27,7 +27,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed.group import add, agree, exchange
 from ktbridge.sft.distributed.optimizer import reduces_itself
 from ktbridge.sft.launch import world
-from ktbridge.sft.placement import cut, fill
+from ktbridge.sft.placement import pack_joined_rows, pack_padded_rows
 
 if TYPE_CHECKING:
     from ktbridge.sft.expert_device import ExpertDevice
@@ -146,7 +146,7 @@ class Passes:
         trainer, short, losses = self._trainer, 0, []
         alone = world().size == 1
         apart = not alone and reduces_itself(trainer)
-        places = (fill if trainer.joins() else cut)(lengths, self.tokens)
+        places = (pack_joined_rows if trainer.joins() else pack_padded_rows)(lengths, self.tokens)
         passes = [[step[place] for place in each] for each in places]
         self._too_much = ()
         own = without_gathering(trainer.accelerator) if apart else nullcontext()

@@ -1,24 +1,27 @@
-"""A run's placement of its routed experts: what `plan` prints and `train` executes, by one function.
+"""The placement of a run's routed experts: `plan` prints and `train` executes it, by one function.
 
-From a ``Setting``, which both have, come the limits of GPU memory, the ways to cut a step into micro-batches
-and the user's wishes; ``rank_placements`` ranks by them. What differs is where ``Costs`` come from: `train`
-measures them on its own model, `plan` on weights of the same shape, or assumes them.
+From a ``Setting``, which both have, come the limits of GPU memory, the ways to divide a step into
+micro-batches and the user's wishes; ``rank_placements`` ranks by them. Only the source of ``Costs`` differs:
+`train` measures them on its own model, `plan` on weights of the same shape, or assumes them.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.placement import (
+    MICRO_BATCH_SECONDS,
+    STEP_SECONDS,
     Costs,
     Cut,
     Limits,
+    Line,
     Placement,
     Scored,
     Sizes,
@@ -27,8 +30,8 @@ from ktbridge.experts.gpu.placement import (
 )
 from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.plan.layer_bytes import host_bytes, saved_bytes
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting, outside_bytes
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, outside_bytes
+from ktbridge.sft.plan.setting import Setting, host_bytes, nonexpert_lora_elements, saved_bytes
 
 ON_GPU = ("stream", "resident")
 """Values of kt_experts that ask for the GPU."""
@@ -43,12 +46,18 @@ MOST_TOKENS = 16384
 """Tokens of a micro-batch that is timed; more take in proportion."""
 SHORT_STEP = 2048
 """Tokens of a step: with more, no CPU is as fast as a link."""
+# Where no GPU can be timed, the paces of docs/gpu-experts.md order placements as on a fast server GPU.
+# No pace is promised from them.
+ASSUMED = (
+    "the placement is chosen by assumed costs (H100 or H200, 55 GB/s from host memory), for no GPU was timed "
+    "here; train measures its own and may choose another, and the pace has no tokens/s of the GPU"
+)
 _TYPICAL = 64  # rows of a step by whose lengths it is cut; of more, as many stand for all
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def limit_of(setting: Setting, memory: int) -> int:
-    """Bytes for tensors on a GPU of ``memory`` bytes, by the run's budget."""
+    """Return the bytes for tensors on a GPU of ``memory`` bytes, by the run's budget."""
     budget = setting.config.kt_config.kt_gpu_memory
     return min(budget or round(OF_ALL * memory), memory) - CUDA_CONTEXT
 
@@ -65,7 +74,7 @@ def beyond(setting: Setting, memory: int) -> str:
 
 
 def limits_for(setting: Setting, limit: int, taken: int | None = None) -> Limits:
-    """Limits of a placement; ``taken`` of ``limit`` bytes hold the model already, or as much as it will."""
+    """Return limits of a placement; ``taken`` of ``limit`` bytes hold the model, as far as is known."""
     found = outside_bytes(setting)
     step = setting.step_rows * setting.sides * setting.lengths.mean
     free = limit - kept_free(limit) - (found.taken if taken is None else taken) - found.more
@@ -74,7 +83,7 @@ def limits_for(setting: Setting, limit: int, taken: int | None = None) -> Limits
 
 
 def kept_free(limit: int) -> int:
-    """Bytes of ``limit`` that no placement takes: for what the allocator can't use."""
+    """Return the bytes of ``limit`` that no placement takes: for what the allocator can't use."""
     return max(LEAST_FREE, round(KEPT_FREE * limit))
 
 
@@ -97,7 +106,7 @@ def cuts_for(setting: Setting) -> list[Cut]:
         return [at_most(max(int(config.tokens_per_pass), longest))]
     if config.stage == "kto":  # its batches mean something
         a_batch = config.per_device_train_batch_size
-        return [Cut(longest * a_batch, (longest * a_batch,) * setting.passes)]
+        return [Cut(longest * a_batch, (longest * a_batch,) * setting.micro_batches)]
     found = []
     whole = sum(_cut(rows, sum(rows) * len(rows), joined))
     for count in _COUNTS:
@@ -115,7 +124,7 @@ def cuts_for(setting: Setting) -> list[Cut]:
 
 
 def typical_rows(setting: Setting) -> list[int]:
-    """Tokens of a typical step's rows, the longest first: lengths spread as the run's are."""
+    """Return the tokens of a typical step's rows, the longest first: lengths spread as the run's are."""
     lengths, sides = setting.lengths, setting.sides
     count = min(setting.step_rows, _TYPICAL)
     if lengths.packed or not lengths.each:
@@ -125,15 +134,15 @@ def typical_rows(setting: Setting) -> list[int]:
 
 
 def _cut(rows: Sequence[int], most: int, joined: bool) -> list[int]:
-    """Tokens of each micro-batch, padding included, as ``cut`` and ``fill`` make them."""
-    made = fill(rows, most) if joined else cut(rows, most)
+    """Return the tokens of each micro-batch, padding included, as the two functions below pack rows."""
+    made = pack_joined_rows(rows, most) if joined else pack_padded_rows(rows, most)
     if joined:
         return [sum(rows[row] for row in each) for each in made]
     return [len(each) * max(rows[row] for row in each) for each in made]
 
 
-def cut(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Places of the rows of each micro-batch, padded to its longest row; the longest come first.
+def pack_padded_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Return the rows' places in each micro-batch, padded to its longest row; the longest come first.
 
     A micro-batch has at most ``most`` tokens, padding included, unless it is one row. No other cut has fewer
     micro-batches, and none with as few has less padding.
@@ -160,8 +169,8 @@ def cut(lengths: Sequence[int], most: int) -> list[list[int]]:
     return batches[::-1]
 
 
-def fill(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """``cut`` where a micro-batch is one sequence of its rows: first fit, the longest first."""
+def pack_joined_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Return the rows' places where a micro-batch is one sequence: first fit, the longest first."""
     batches: list[list[int]] = []
     left: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -189,14 +198,8 @@ def rank_placements(
     config, sizes = setting.config, sizes or setting.expert_sizes
     limits = replace(limits, cpu_tokens=cpu_tokens(setting, limits, memory))
     wanted = config.kt_config.kt_experts
-    found = rank(
-        sizes,
-        cuts_for(setting),
-        limits,
-        costs,
-        mode=wanted,
-        gpu_experts=config.kt_config.kt_num_gpu_experts,
-    )
+    kept = config.kt_config.kt_num_gpu_experts
+    found = rank(sizes, cuts_for(setting), limits, costs, mode=wanted, gpu_experts=kept)
     if not found:
         raise too_little(sizes, limits, wanted)
     return found
@@ -216,7 +219,7 @@ def too_little(sizes: Sizes, limits: Limits, wanted: str) -> UsageError:
 
 
 def too_small(sizes: Sizes, limits: Limits, wanted: str) -> UsageError | None:
-    """``too_little`` where not even the least placement fits; None where it does."""
+    """Return ``too_little`` if not even the least placement fits, else None."""
     _, taken = least_bytes(sizes, limits, wanted)
     return too_little(sizes, limits, wanted) if taken > limits.free else None
 
@@ -227,21 +230,20 @@ def without_gpu(short: UsageError) -> str:
 
 
 def cpu_tokens(setting: Setting, limits: Limits, memory: int | None) -> int:
-    """Tokens of a micro-batch whose experts the CPU computes: they may take a third of ``memory``."""
-    layers = setting.shape.sparse_layers
+    """Return the tokens of a micro-batch on the CPU, whose experts may take a third of ``memory``."""
+    sizes, retain = setting.expert_sizes, setting.retain
     most = limits.free // (limits.token_bytes + limits.passing)
     tokens = min(limits.step_tokens, max(limits.longest, most))
     while memory and tokens > limits.longest:
-        one = setting.expert_pass(tokens)
-        kept = layers * (saved_bytes(one, setting.retain) + 8 * tokens * one.hidden)
-        if kept + host_bytes(one, setting.retain, setting.threads) <= memory / 3:
+        kept = sizes.layers * (saved_bytes(sizes, tokens, retain) + 8 * tokens * sizes.hidden)
+        if kept + host_bytes(sizes, tokens, retain, setting.threads) <= memory / 3:
             break
         tokens = max(limits.longest, tokens // 2)
     return tokens
 
 
 def probe_tokens(limits: Limits) -> int:
-    """Tokens of the largest micro-batch that costs are measured with: half of what fits suffices."""
+    """Return the tokens of the largest micro-batch that is timed: half of what fits suffices."""
     fitting = limits.free // (limits.token_bytes + limits.passing)
     return max(1, min(limits.step_tokens, MOST_TOKENS, max(limits.longest, fitting // 2)))
 
@@ -253,7 +255,7 @@ def times_cpu(setting: Setting, limits: Limits) -> bool:
 
 
 def describe(scored: Scored, sizes: Sizes, step_tokens: float) -> str:
-    """A placement and the reason for it, in words."""
+    """Describe a placement and the reason for it."""
     placement, seconds = scored.placement, scored.seconds
     tokens = f"{placement.tokens:,} tokens a micro-batch"
     if not placement.on_gpu:
@@ -277,7 +279,7 @@ def describe(scored: Scored, sizes: Sizes, step_tokens: float) -> str:
 
 
 def with_placement(setting: Setting, tokens: int, placement: Placement | None = None) -> Setting:
-    """The run in micro-batches of the rows that ``tokens`` hold, one at least, and so placed."""
+    """Return the run in micro-batches of the rows that ``tokens`` hold, one at least, and so placed."""
     rows = max(1, tokens // (setting.lengths.longest * setting.sides))
     return replace(setting, rows=rows, placement=placement)
 
@@ -290,3 +292,153 @@ def refuse_on_gpu(config: TrainConfig, why: str) -> None:
     wanted = config.kt_config.kt_experts
     if why and wanted in ON_GPU:
         raise UsageError(f"kt_experts: {wanted} {why}.", "Set kt_experts: cpu, or auto.")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best placement of one mode; ``setting`` is None if it is unavailable, for the reason in ``why``."""
+
+    name: str
+    setting: Setting | None
+    chosen: bool = False
+    why: str = ""
+    scored: Scored | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Each mode's best placement; ``reason`` for the chosen one, "" where there was none to choose."""
+
+    choices: tuple[Choice, ...]
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Choice:
+        return next(each for each in self.choices if each.chosen)
+
+
+def compare_placements(
+    setting: Setting, gpu_memory: int | None, memory: int | None, costs: Costs | None = None
+) -> Comparison:
+    """Take the placement that `train` would take, and compare it with the best of each other mode.
+
+    ``gpu_memory`` and ``memory`` are bytes of the GPU and of RAM; ``costs`` were measured on the GPU, and
+    are assumed if None. Raises ``UsageError`` if the GPU is requested and unavailable, or too small.
+    """
+    if not setting.cuda:
+        refuse_on_gpu(setting.config, NO_GPU)
+        tokens = setting.config.tokens_per_pass
+        made = setting if tokens == "auto" else with_placement(setting, int(tokens))
+        return Comparison((Choice("cpu", made, chosen=True),))
+    assert gpu_memory is not None
+    limits = limits_for(setting, limit_of(setting, gpu_memory))
+    choices, reason = choose_placement(setting, limits, costs or assumed_costs(setting), memory)
+    notes = [] if costs else [ASSUMED]
+    if short := beyond(setting, gpu_memory):
+        notes.append(short)
+    return Comparison(
+        tuple(choices), reason if costs else f"{reason}; by assumed costs", tuple(notes)
+    )
+
+
+def choose_placement(
+    setting: Setting, limits: Limits, costs: Costs, memory: int | None
+) -> tuple[list[Choice], str]:
+    """Return the best of cpu, stream and resident, the first of all chosen, and the reason in words.
+
+    ``memory`` are bytes of RAM. Raises ``UsageError`` where what is asked for doesn't fit.
+    """
+    sizes, wanted = setting.expert_sizes, setting.config.kt_config.kt_experts
+    timed = replace(costs, cpu=costs.cpu or assumed_cpu(setting))
+    asked = timed if wanted == "cpu" else costs
+    if not times_cpu(setting, limits):
+        asked = replace(costs, cpu=None)  # as train, which doesn't time the CPU then
+    reason = ""
+    try:
+        ranked = rank_placements(setting, limits, asked, memory=memory)
+        reason = describe(ranked[0], sizes, limits.step_tokens)
+    except UsageError as error:
+        if wanted in ON_GPU:
+            raise
+        ranked = []
+        reason = without_gpu(error)
+
+    def best(mode: str) -> Scored:
+        for each in ranked:
+            if each.placement.mode(sizes) == mode:
+                return each
+        kt = replace(setting.config.kt_config, kt_experts=mode)
+        other = replace(setting, config=replace(setting.config, kt_config=kt))
+        for each in rank_placements(other, limits, timed, memory=memory):
+            if each.placement.mode(sizes) == mode:
+                return each
+        raise UsageError(f"no placement is {mode} with these settings: see the others.")
+
+    def each_mode() -> Iterator[Choice]:
+        for mode in ("cpu", *ON_GPU):
+            try:
+                scored = best(mode)
+            except UsageError as error:
+                if mode != "cpu":
+                    yield Choice(mode, None, why=error.sentence)
+                    continue
+                tokens = cpu_tokens(setting, limits, memory)
+                made = with_placement(setting, tokens, Placement(tokens, on_gpu=False))
+                yield Choice(mode, made, chosen=not ranked)
+                continue
+            taken = scored is ranked[0] if ranked else mode == "cpu"
+            made = with_placement(setting, scored.placement.tokens, scored.placement)
+            yield Choice(mode, made, chosen=taken, scored=scored)
+
+    return list(each_mode()), reason
+
+
+_LINK = 55e9  # bytes a second
+_PRODUCTS = 400e12  # FLOP/s of grouped products with what surrounds them
+_READ = 2e12  # bytes a second of the GPU's own memory
+_UNPACK = 1e-12  # seconds for a byte of bfloat16 matrices
+_LAUNCH = (0.0010, 0.0020)  # seconds of the host, a layer's experts forward and backward
+_GROUP = 0.0014
+_OUTSIDE = (0.0020, 0.0040)  # the same, a layer outside its experts
+_UPDATE = (2e-11, 3e-10)  # seconds for a LoRA weight, on the GPU and on the host
+_ADAM = 2.2e-10  # of the host's, without clipping
+_CPU = 5e11  # FLOP/s of the kernels
+
+
+def assumed_costs(setting: Setting) -> Costs:
+    """Return costs of the run's shape, the CPU's left out: how it compares with a GPU can't be assumed."""
+    shape, sizes, alone = setting.shape, setting.expert_sizes, setting.config.forwards_alone
+    runs = 1 if setting.config.disable_gradient_checkpointing else 2
+    product = 2 * sizes.hidden * sizes.inner / _PRODUCTS
+    read = sizes.matrices(sizes.experts) / _READ
+    linears = sum(out * inputs for each in shape.layers for out, inputs in each.linears.values())
+    linears += round(setting.lengths.mean) * sizes.hidden * len(shape.layers)
+    # As much again for the rest.
+    one = 2 * 2 * (linears + nonexpert_lora_elements(setting)) / _PRODUCTS
+    head = 2 * 2 * (3 + alone) * shape.vocabulary * sizes.hidden / _PRODUCTS
+    layers = len(shape.layers)
+    return Costs(
+        link=_LINK,
+        experts=(Line(read, 3 * product), Line(2 * read, 5 * product)),
+        again=Line(read / 2, 2 * product),
+        unpack=_UNPACK,
+        launch=_LAUNCH,
+        launch_group=_GROUP,
+        outside=(Line(0.0, one), Line(0.0, runs * one)),
+        launch_outside=(layers * _OUTSIDE[0], layers * _OUTSIDE[1]),
+        loss=Line(0.0, head),
+        update=_UPDATE,
+        deferred=_ADAM,
+        add=_ADAM,
+        others=STEP_SECONDS,
+        micro_batch=MICRO_BATCH_SECONDS,
+        forwards=1 + alone,
+    )
+
+
+def assumed_cpu(setting: Setting) -> Line:
+    """Return seconds of one layer's experts on the CPU by tokens: forward and backward read all weights."""
+    sizes = setting.expert_sizes
+    products = 16 * sizes.top_k * sizes.hidden * sizes.inner
+    return Line(2 * sizes.stored / 1e11, products / _CPU)

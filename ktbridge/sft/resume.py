@@ -20,7 +20,7 @@ from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.fields import Values, options
 from ktbridge.sft.data.pictures import IMAGE_FILES
 from ktbridge.sft.launch import world
-from ktbridge.sft.plan.quantised import quantised_experts
+from ktbridge.sft.quantized import find_quantized
 
 IDENTITY_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
@@ -95,7 +95,7 @@ def identity(
     settings = _settings(config)
     block = settings["kt_config"] = _settings(config.kt_config)
     settings["bf16"] = config.in_bfloat16
-    if found := quantised_experts(config, base):
+    if found := find_quantized(config, base):
         settings["experts quantised to"] = found.storage
     # Without it as in runs that began before the experts had dropout, and others aren't taken for those.
     block.pop("kt_lora_dropout", None)

@@ -44,11 +44,11 @@ from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.liger import use_liger
 from ktbridge.sft.output import Log, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
-from ktbridge.sft.plan.memory import Setting
-from ktbridge.sft.plan.quantised import experts_path, quantised_experts
+from ktbridge.sft.plan.setting import Setting
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.progress import OnLog, Reporter, is_record
+from ktbridge.sft.quantized import experts_path, find_quantized
 from ktbridge.sft.resume import LABELS, checkpoints_dir, forget_replaced, saved, set_aside
 from ktbridge.sft.run_trainer import RunTrainer
 from ktbridge.sft.stages import LOSSES, STAGES
@@ -143,10 +143,10 @@ def quantise_first(
     """Make the quantised experts that a run asks for, on each host by its first process; others wait for it.
 
     Returns ``prepared``, which is made where it is needed. ``train`` calls it too, and then finds them there.
-    Raises what ``prepare`` and ``Quantised.make`` raise.
+    Raises what ``prepare`` and ``QuantizedExperts.make`` raise.
     """
     if distributed.world().local_rank:
-        found = quantised_experts(config, resolve_model(config.model_name_or_path))
+        found = find_quantized(config, resolve_model(config.model_name_or_path))
         if found:
             found.wait()
         return prepared

@@ -51,7 +51,7 @@ from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.distributed.group import group
 from ktbridge.sft.expert_device import place_experts
 from ktbridge.sft.plan.lengths import Lengths
-from ktbridge.sft.plan.memory import Setting
+from ktbridge.sft.plan.setting import Setting
 from ktbridge.sft.plan.shape import read_shape
 
 OURS = ("cpu", "stream", "resident", "auto")

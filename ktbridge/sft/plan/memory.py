@@ -7,29 +7,28 @@ the same function of another configuration.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from ktbridge.experts.gpu.placement import Limits, Placement, Sizes
+from ktbridge.experts.gpu.placement import Limits, Placement
 from ktbridge.files.sizes import count_text, size_text
-from ktbridge.model import family_of
-from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.disk import adapter_bytes, checkpoint_bytes, kept_checkpoints
-from ktbridge.sft.plan.layer_bytes import (
-    Batch,
+from ktbridge.sft.plan.setting import (
     LayerBytes,
-    Pass,
+    Setting,
+    expert_lora_elements,
     host_bytes,
     layer_bytes,
+    lora_paths,
     loss_bytes,
+    nonexpert_lora_elements,
     saved_bytes,
 )
-from ktbridge.sft.plan.lengths import Lengths, evaluations, optimizer_steps
-from ktbridge.sft.plan.parts import Part, Where
-from ktbridge.sft.plan.shape import LayerShape, ModelShape
 
+Where = Literal["RAM", "page cache", "GPU", "disk"]
 CHECKPOINT = "the model, to be downloaded"
-QUANTISED = "the experts, to be quantised"
+QUANTIZED = "the experts, to be quantised"
 # A process that has imported the recipe: its own memory, and the files it has mapped.
 LIBRARIES = 420_000_000
 LIBRARY_FILES = 240_000_000
@@ -48,136 +47,22 @@ _LARGE = 8192  # tokens
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One configuration on one kind of machine."""
+class Part:
+    """``size`` bytes of one item in one place, and how that was determined."""
 
-    shape: ModelShape
-    config: TrainConfig
-    lengths: Lengths
-    cuda: bool
-    threads: int
-    rows: int | None = None
-    """Rows of a pass; None: as configured."""
-    placement: Placement | None = None
-    """Where its experts are; None: on the CPU, in batches as configured."""
-    kernels: bool = False
-    """Whether flash-linear-attention computes linear attention."""
-
-    @property
-    def placed(self) -> Placement | None:
-        """The placement, if the GPU computes the experts."""
-        return self.placement if self.placement and self.placement.on_gpu else None
-
-    @property
-    def sides(self) -> int:
-        """Sequences per row: dpo runs chosen and rejected side by side."""
-        return 2 if self.config.stage == "dpo" else 1
-
-    @property
-    def batch(self) -> Batch:
-        """The largest pass."""
-        rows = self.rows or self.config.per_device_train_batch_size
-        padded = rows > 1 and not self.lengths.even
-        sides = self.sides
-        width = 2 if self.config.in_bfloat16 or self.config.pure_bf16 else 4
-        masked = padded or bool(self.config.forwards_alone)
-        lora_width = 2 if self.config.pure_bf16 else 4
-        longest, kernels = self.lengths.longest, self.kernels
-        return Batch(rows * sides, longest, masked, width, self.cuda, lora_width, kernels)
-
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens of a micro-batch."""
-        return self.placed.tokens if self.placed else self.batch.tokens
-
-    @property
-    def step_rows(self) -> int:
-        """Rows of an optimizer step."""
-        config = self.config
-        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
-        return min(rows, self.lengths.sequences)
-
-    @property
-    def passes(self) -> int:
-        """Passes of an optimizer step."""
-        rows = self.rows or self.config.per_device_train_batch_size
-        return max(1, -(-self.step_rows // rows))
-
-    def expert_pass(self, tokens: int) -> Pass:
-        model = self.shape.config
-        return Pass(
-            model.num_experts,
-            model.experts_per_token,
-            model.hidden_size,
-            model.intermediate_size,
-            self.config.expert_rank,
-            tokens,
-        )
-
-    @property
-    def expert_sizes(self) -> Sizes:
-        model, layers = self.shape.config, self.shape.sparse_layers
-        stored = self.shape.expert_bytes // max(layers, 1)
-        return Sizes(
-            layers,
-            model.num_experts,
-            model.experts_per_token,
-            model.hidden_size,
-            model.intermediate_size,
-            self.config.expert_rank,
-            stored,
-        )
-
-    @property
-    def retain(self) -> bool:
-        return self.config.activation == "retain"
-
-    @property
-    def steps(self) -> int:
-        return optimizer_steps(self.config, self.lengths.sequences)
-
-    @property
-    def evaluations(self) -> int:
-        """Return how often the held-out rows are evaluated."""
-        return evaluations(self.config, self.lengths.sequences)
-
-    @property
-    def saves(self) -> bool:
-        """Return whether checkpoints are written; the last step has one, too."""
-        return kept_checkpoints(self.config, self.steps) > 0
+    what: str
+    where: Where
+    size: int
+    how: str
 
 
-def expert_lora_elements(setting: Setting) -> int:
-    model = setting.shape.config
-    one = 3 * setting.config.expert_rank * (model.hidden_size + model.intermediate_size)
-    return setting.shape.sparse_layers * model.num_experts * one
-
-
-def nonexpert_lora_elements(setting: Setting) -> int:
-    rank = setting.config.lora_rank
-    found = 0
-    for layer in setting.shape.layers:
-        every = {**layer.linears, **layer.routers}
-        found += sum(rank * sum(every[name]) for name in lora_paths(setting, layer))
-    return found
-
-
-def lora_paths(setting: Setting, layer: LayerShape) -> frozenset[str]:
-    """Paths in a layer that non-expert LoRA goes to, as ``ktbridge.experts.lora_targets`` chooses them."""
-    family = family_of(setting.shape.config.model_type)
-    served = family.nonexpert_targets if family else ()
-    taken: set[str] = set()
-    for target in setting.config.lora_target:
-        if target == "all":
-            taken |= {name for name in layer.linears if not served or name in served}
-        else:
-            every = (*layer.linears, *layer.routers)
-            taken |= {name for name in every if name == target or name.endswith(f".{target}")}
-    return frozenset(taken)
+def total(parts: Sequence[Part], where: Where) -> int:
+    """Return the bytes of all parts in one place."""
+    return sum(part.size for part in parts if part.where == where)
 
 
 def predict(setting: Setting) -> list[Part]:
-    """Every part of a run, at its peak. The parts of one place add up to what that place must have."""
+    """Return every part of a run, at its peak. The parts of one place add up to what that place must have."""
     return [*_expert_parts(setting), *_other_parts(setting), *_disk_parts(setting)]
 
 
@@ -213,11 +98,11 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         return
 
     tokens = setting.batch.tokens
-    one = setting.expert_pass(tokens)
-    kept = layers * saved_bytes(one, setting.retain)
-    word = f"{config.activation}, {tokens:,} tokens x {one.top_k} experts, {layers} layers"
+    sizes = setting.expert_sizes
+    kept = layers * saved_bytes(sizes, tokens, setting.retain)
+    word = f"{config.activation}, {tokens:,} tokens x {sizes.top_k} experts, {layers} layers"
     yield Part("expert activations", "RAM", round(kept), word)
-    passing = host_bytes(one, setting.retain, setting.threads)
+    passing = host_bytes(sizes, tokens, setting.retain, setting.threads)
     yield Part(
         "expert kernels", "RAM", round(passing), "one layer's backward, and panels of each thread"
     )
@@ -451,9 +336,9 @@ def _activations(setting: Setting) -> tuple[int, int, str]:
 def _disk_parts(setting: Setting) -> Iterator[Part]:
     if setting.shape.to_download:
         yield Part(CHECKPOINT, "disk", setting.shape.to_download, "all its tensors, in its storage")
-    if setting.shape.to_quantise:
+    if setting.shape.to_quantize:
         how = f"{setting.shape.expert_storage}, made once, before the first step"
-        yield Part(QUANTISED, "disk", setting.shape.to_quantise, how)
+        yield Part(QUANTIZED, "disk", setting.shape.to_quantize, how)
     trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
     config = setting.config
     if setting.saves:
