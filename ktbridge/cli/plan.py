@@ -13,7 +13,7 @@ from ktbridge.cli._machine import described, machine_options
 from ktbridge.errors import UsageError
 
 if TYPE_CHECKING:
-    from ktbridge.sft.plan.report import Plan
+    from ktbridge.sft.plan.report import TrainingPlan
 
 
 @click.command(cls=Command, extra="train")
@@ -65,7 +65,7 @@ def command(
     sys.exit(0 if plan.fits else 1)
 
 
-def _show(plan: Plan) -> None:
+def _show(plan: TrainingPlan) -> None:
     from ktbridge.cli._ui import console, shown
     from ktbridge.files.sizes import size_text
 
@@ -93,7 +93,7 @@ def _show(plan: Plan) -> None:
         )
 
 
-def _show_sizes(plan: Plan) -> None:
+def _show_sizes(plan: TrainingPlan) -> None:
     """What takes how much of GPU, RAM, page cache and disk."""
     from rich.table import Table
 
@@ -119,7 +119,7 @@ def _show_sizes(plan: Plan) -> None:
     console.print(table)
 
 
-def _show_steps(plan: Plan) -> None:
+def _show_steps(plan: TrainingPlan) -> None:
     """How many steps, and how long they take."""
     from ktbridge.cli._ui import console, shown
     from ktbridge.files.sizes import figures, size_text
@@ -156,7 +156,7 @@ def _show_steps(plan: Plan) -> None:
     console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
 
 
-def _show_experts(plan: Plan) -> None:
+def _show_experts(plan: TrainingPlan) -> None:
     """Devices that can compute the experts, with their speed."""
     from rich.table import Table
 

@@ -24,7 +24,7 @@ from ktbridge import _kernels
 from ktbridge.adapter.keys import LAYER
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import MAX_EXPERT_RANK, recompute
-from ktbridge.experts.autograd import ExpertCall, ExpertFunction, kernels_of
+from ktbridge.experts.autograd import ExpertFunction, KernelCall, kernels_of
 from ktbridge.experts.gpu.executor import GpuBinding, GpuCall, GpuFunction
 from ktbridge.experts.lora import LORA_NAMES, LoraUse, draw_dropout, float_zeros, lora_shapes
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, check_layer, describe_tensor
@@ -395,7 +395,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
                 f"{hidden.device}.",
                 "Give the layer inputs on that device, or call layer.move_lora(torch.device('cpu')).",
             )
-        call = ExpertCall(
+        call = KernelCall(
             self._layer,
             self.weights,
             used,

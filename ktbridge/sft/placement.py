@@ -1,6 +1,6 @@
 """The placement of a run's routed experts: `plan` prints and `train` executes it, by one function.
 
-From a ``Setting``, which both have, come the limits of GPU memory, the ways to divide a step into
+From a ``RunSetting``, which both have, come the limits of GPU memory, the ways to divide a step into
 micro-batches and the user's wishes; ``rank_placements`` ranks by them. Only the source of ``Costs`` differs:
 `train` measures them on its own model, `plan` on weights of the same shape, or assumes them.
 """
@@ -19,19 +19,19 @@ from ktbridge.experts.gpu.placement import (
     MICRO_BATCH_SECONDS,
     STEP_SECONDS,
     Costs,
-    Cut,
-    Limits,
+    ExpertSizes,
     Line,
+    MemoryBudget,
     Placement,
     Scored,
-    Sizes,
+    StepSplit,
     least_bytes,
     rank,
 )
 from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, outside_bytes
-from ktbridge.sft.plan.setting import Setting, host_bytes, nonexpert_lora_elements, saved_bytes
+from ktbridge.sft.plan.setting import RunSetting, host_bytes, nonexpert_lora_elements, saved_bytes
 
 ON_GPU = ("stream", "resident")
 """Values of kt_experts that ask for the GPU."""
@@ -56,13 +56,13 @@ _TYPICAL = 64  # rows of a step by whose lengths it is cut; of more, as many sta
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
-def limit_of(setting: Setting, memory: int) -> int:
+def limit_of(setting: RunSetting, memory: int) -> int:
     """Return the bytes for tensors on a GPU of ``memory`` bytes, by the run's budget."""
     budget = setting.config.kt_config.kt_gpu_memory
     return min(budget or round(OF_ALL * memory), memory) - CUDA_CONTEXT
 
 
-def beyond(setting: Setting, memory: int) -> str:
+def beyond(setting: RunSetting, memory: int) -> str:
     """Say that a run's budget is more than a GPU of ``memory`` bytes has; "" if it isn't."""
     budget = setting.config.kt_config.kt_gpu_memory
     if budget is None or budget <= memory:
@@ -73,13 +73,13 @@ def beyond(setting: Setting, memory: int) -> str:
     )
 
 
-def limits_for(setting: Setting, limit: int, taken: int | None = None) -> Limits:
+def limits_for(setting: RunSetting, limit: int, taken: int | None = None) -> MemoryBudget:
     """Return limits of a placement; ``taken`` of ``limit`` bytes hold the model, as far as is known."""
     found = outside_bytes(setting)
     step = setting.step_rows * setting.sides * setting.lengths.mean
     free = limit - kept_free(limit) - (found.taken if taken is None else taken) - found.more
     longest = setting.lengths.longest * setting.sides
-    return Limits(free, found.token, found.passing, longest, math.ceil(step), found.kept)
+    return MemoryBudget(free, found.token, found.passing, longest, math.ceil(step), found.kept)
 
 
 def kept_free(limit: int) -> int:
@@ -87,26 +87,26 @@ def kept_free(limit: int) -> int:
     return max(LEAST_FREE, round(KEPT_FREE * limit))
 
 
-def cuts_for(setting: Setting) -> list[Cut]:
+def step_splits(setting: RunSetting) -> list[StepSplit]:
     """Return the ways to cut an optimizer step into micro-batches, the fewest first."""
     config, longest = setting.config, setting.lengths.longest * setting.sides
     rows = typical_rows(setting)
     times = setting.step_rows / len(rows)  # more rows are as those
     joined = setting.lengths.packed
 
-    def at_most(most: int) -> Cut:
+    def at_most(most: int) -> StepSplit:
         found = _cut(rows, most, joined)
         if len(found) == 1 and times > 1:  # as many of them in one as fit
             whole = found[0] * times
             count = max(1, math.ceil(whole / max(most, 1)))
-            return Cut(most, (round(whole / count),) * count)
-        return Cut(most, tuple(found) * max(1, round(times)))
+            return StepSplit(most, (round(whole / count),) * count)
+        return StepSplit(most, tuple(found) * max(1, round(times)))
 
     if config.tokens_per_pass != "auto":
         return [at_most(max(int(config.tokens_per_pass), longest))]
     if config.stage == "kto":  # its batches mean something
         a_batch = config.per_device_train_batch_size
-        return [Cut(longest * a_batch, (longest * a_batch,) * setting.micro_batches)]
+        return [StepSplit(longest * a_batch, (longest * a_batch,) * setting.micro_batches)]
     found = []
     whole = sum(_cut(rows, sum(rows) * len(rows), joined))
     for count in _COUNTS:
@@ -123,7 +123,7 @@ def cuts_for(setting: Setting) -> list[Cut]:
     return list(dict.fromkeys(found))
 
 
-def typical_rows(setting: Setting) -> list[int]:
+def typical_rows(setting: RunSetting) -> list[int]:
     """Return the tokens of a typical step's rows, the longest first: lengths spread as the run's are."""
     lengths, sides = setting.lengths, setting.sides
     count = min(setting.step_rows, _TYPICAL)
@@ -184,10 +184,10 @@ def pack_joined_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 
 def rank_placements(
-    setting: Setting,
-    limits: Limits,
+    setting: RunSetting,
+    limits: MemoryBudget,
     costs: Costs,
-    sizes: Sizes | None = None,
+    sizes: ExpertSizes | None = None,
     memory: int | None = None,
 ) -> list[Scored]:
     """Rank the placements of a run, the fastest first; every one is as ``kt_experts`` and others ask.
@@ -199,13 +199,13 @@ def rank_placements(
     limits = replace(limits, cpu_tokens=cpu_tokens(setting, limits, memory))
     wanted = config.kt_config.kt_experts
     kept = config.kt_config.kt_num_gpu_experts
-    found = rank(sizes, cuts_for(setting), limits, costs, mode=wanted, gpu_experts=kept)
+    found = rank(sizes, step_splits(setting), limits, costs, mode=wanted, gpu_experts=kept)
     if not found:
         raise too_little(sizes, limits, wanted)
     return found
 
 
-def too_little(sizes: Sizes, limits: Limits, wanted: str) -> UsageError:
+def too_little(sizes: ExpertSizes, limits: MemoryBudget, wanted: str) -> UsageError:
     """Say what of GPU memory is short for the least placement."""
     least, taken = least_bytes(sizes, limits, wanted)
     what, instead = f"groups of experts of {size_text(least.slot_bytes)}", "lower cutoff_len"
@@ -218,7 +218,7 @@ def too_little(sizes: Sizes, limits: Limits, wanted: str) -> UsageError:
     )
 
 
-def too_small(sizes: Sizes, limits: Limits, wanted: str) -> UsageError | None:
+def too_small(sizes: ExpertSizes, limits: MemoryBudget, wanted: str) -> UsageError | None:
     """Return ``too_little`` if not even the least placement fits, else None."""
     _, taken = least_bytes(sizes, limits, wanted)
     return too_little(sizes, limits, wanted) if taken > limits.free else None
@@ -229,7 +229,7 @@ def without_gpu(short: UsageError) -> str:
     return f"experts on the CPU, for the GPU's memory is too small: {short.sentence}"
 
 
-def cpu_tokens(setting: Setting, limits: Limits, memory: int | None) -> int:
+def cpu_tokens(setting: RunSetting, limits: MemoryBudget, memory: int | None) -> int:
     """Return the tokens of a micro-batch on the CPU, whose experts may take a third of ``memory``."""
     sizes, retain = setting.expert_sizes, setting.retain
     most = limits.free // (limits.token_bytes + limits.passing)
@@ -242,19 +242,19 @@ def cpu_tokens(setting: Setting, limits: Limits, memory: int | None) -> int:
     return tokens
 
 
-def probe_tokens(limits: Limits) -> int:
+def probe_tokens(limits: MemoryBudget) -> int:
     """Return the tokens of the largest micro-batch that is timed: half of what fits suffices."""
     fitting = limits.free // (limits.token_bytes + limits.passing)
     return max(1, min(limits.step_tokens, MOST_TOKENS, max(limits.longest, fitting // 2)))
 
 
-def times_cpu(setting: Setting, limits: Limits) -> bool:
+def times_cpu(setting: RunSetting, limits: MemoryBudget) -> bool:
     """Return whether the CPU is timed, too."""
     wanted = setting.config.kt_config.kt_experts
     return limits.step_tokens <= SHORT_STEP or wanted == "cpu"
 
 
-def describe(scored: Scored, sizes: Sizes, step_tokens: float) -> str:
+def describe_placement(scored: Scored, sizes: ExpertSizes, step_tokens: float) -> str:
     """Describe a placement and the reason for it."""
     placement, seconds = scored.placement, scored.seconds
     tokens = f"{placement.tokens:,} tokens a micro-batch"
@@ -278,7 +278,9 @@ def describe(scored: Scored, sizes: Sizes, step_tokens: float) -> str:
     )
 
 
-def with_placement(setting: Setting, tokens: int, placement: Placement | None = None) -> Setting:
+def with_placement(
+    setting: RunSetting, tokens: int, placement: Placement | None = None
+) -> RunSetting:
     """Return the run in micro-batches of the rows that ``tokens`` hold, one at least, and so placed."""
     rows = max(1, tokens // (setting.lengths.longest * setting.sides))
     return replace(setting, rows=rows, placement=placement)
@@ -295,32 +297,32 @@ def refuse_on_gpu(config: TrainConfig, why: str) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlacementChoice:
     """The best placement of one mode; ``setting`` is None if it is unavailable, for the reason in ``why``."""
 
     name: str
-    setting: Setting | None
+    setting: RunSetting | None
     chosen: bool = False
     why: str = ""
     scored: Scored | None = None
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlacementComparison:
     """Each mode's best placement; ``reason`` for the chosen one, "" where there was none to choose."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[PlacementChoice, ...]
     reason: str = ""
     notes: tuple[str, ...] = ()
 
     @property
-    def chosen(self) -> Choice:
+    def chosen(self) -> PlacementChoice:
         return next(each for each in self.choices if each.chosen)
 
 
 def compare_placements(
-    setting: Setting, gpu_memory: int | None, memory: int | None, costs: Costs | None = None
-) -> Comparison:
+    setting: RunSetting, gpu_memory: int | None, memory: int | None, costs: Costs | None = None
+) -> PlacementComparison:
     """Take the placement that `train` would take, and compare it with the best of each other mode.
 
     ``gpu_memory`` and ``memory`` are bytes of the GPU and of RAM; ``costs`` were measured on the GPU, and
@@ -330,21 +332,21 @@ def compare_placements(
         refuse_on_gpu(setting.config, NO_GPU)
         tokens = setting.config.tokens_per_pass
         made = setting if tokens == "auto" else with_placement(setting, int(tokens))
-        return Comparison((Choice("cpu", made, chosen=True),))
+        return PlacementComparison((PlacementChoice("cpu", made, chosen=True),))
     assert gpu_memory is not None
     limits = limits_for(setting, limit_of(setting, gpu_memory))
     choices, reason = choose_placement(setting, limits, costs or assumed_costs(setting), memory)
     notes = [] if costs else [ASSUMED]
     if short := beyond(setting, gpu_memory):
         notes.append(short)
-    return Comparison(
+    return PlacementComparison(
         tuple(choices), reason if costs else f"{reason}; by assumed costs", tuple(notes)
     )
 
 
 def choose_placement(
-    setting: Setting, limits: Limits, costs: Costs, memory: int | None
-) -> tuple[list[Choice], str]:
+    setting: RunSetting, limits: MemoryBudget, costs: Costs, memory: int | None
+) -> tuple[list[PlacementChoice], str]:
     """Return the best of cpu, stream and resident, the first of all chosen, and the reason in words.
 
     ``memory`` are bytes of RAM. Raises ``UsageError`` where what is asked for doesn't fit.
@@ -357,7 +359,7 @@ def choose_placement(
     reason = ""
     try:
         ranked = rank_placements(setting, limits, asked, memory=memory)
-        reason = describe(ranked[0], sizes, limits.step_tokens)
+        reason = describe_placement(ranked[0], sizes, limits.step_tokens)
     except UsageError as error:
         if wanted in ON_GPU:
             raise
@@ -375,21 +377,21 @@ def choose_placement(
                 return each
         raise UsageError(f"no placement is {mode} with these settings: see the others.")
 
-    def each_mode() -> Iterator[Choice]:
+    def each_mode() -> Iterator[PlacementChoice]:
         for mode in ("cpu", *ON_GPU):
             try:
                 scored = best(mode)
             except UsageError as error:
                 if mode != "cpu":
-                    yield Choice(mode, None, why=error.sentence)
+                    yield PlacementChoice(mode, None, why=error.sentence)
                     continue
                 tokens = cpu_tokens(setting, limits, memory)
                 made = with_placement(setting, tokens, Placement(tokens, on_gpu=False))
-                yield Choice(mode, made, chosen=not ranked)
+                yield PlacementChoice(mode, made, chosen=not ranked)
                 continue
             taken = scored is ranked[0] if ranked else mode == "cpu"
             made = with_placement(setting, scored.placement.tokens, scored.placement)
-            yield Choice(mode, made, chosen=taken, scored=scored)
+            yield PlacementChoice(mode, made, chosen=taken, scored=scored)
 
     return list(each_mode()), reason
 
@@ -406,7 +408,7 @@ _ADAM = 2.2e-10  # of the host's, without clipping
 _CPU = 5e11  # FLOP/s of the kernels
 
 
-def assumed_costs(setting: Setting) -> Costs:
+def assumed_costs(setting: RunSetting) -> Costs:
     """Return costs of the run's shape, the CPU's left out: how it compares with a GPU can't be assumed."""
     shape, sizes, alone = setting.shape, setting.expert_sizes, setting.config.forwards_alone
     runs = 1 if setting.config.disable_gradient_checkpointing else 2
@@ -437,7 +439,7 @@ def assumed_costs(setting: Setting) -> Costs:
     )
 
 
-def assumed_cpu(setting: Setting) -> Line:
+def assumed_cpu(setting: RunSetting) -> Line:
     """Return seconds of one layer's experts on the CPU by tokens: forward and backward read all weights."""
     sizes = setting.expert_sizes
     products = 16 * sizes.top_k * sizes.hidden * sizes.inner

@@ -117,7 +117,7 @@ class QuantizedExperts:
 
     @property
     def text(self) -> str:
-        """What happens, in a sentence."""
+        """A sentence that says what becomes of the experts."""
         name = self.storage.upper()
         what = f"{size_text(self.size)} instead of {size_text(self.before)} in RAM"
         if self.ready:

@@ -44,7 +44,7 @@ from ktbridge.sft.interrupts import Interrupts, explained, interrupted
 from ktbridge.sft.liger import use_liger
 from ktbridge.sft.output import Log, files_beside, write_output
 from ktbridge.sft.passes import OnNote, Passes, tokens_per_pass
-from ktbridge.sft.plan.setting import Setting
+from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.progress import OnLog, Reporter, is_record
@@ -281,7 +281,7 @@ def load_trainable(config: TrainConfig, base: Path, whole: bool = False) -> Tune
     return tuned
 
 
-def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
+def run_setting(config: TrainConfig, ready: Prepared) -> RunSetting:
     """The run as the plan knows it, with the lengths of the rows that were tokenized.
 
     ``config`` is that of ``ready``, whose dtype is decided.
@@ -295,7 +295,7 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     threads = config.kt_config.kt_num_threads or 1
     cuda = choose(config).type == "cuda"
     kernels = cuda and has_linear_attention_kernels()
-    return Setting(shape, config, lengths, cuda, threads, kernels=kernels)
+    return RunSetting(shape, config, lengths, cuda, threads, kernels=kernels)
 
 
 def make_trainer(

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from ktbridge import _kernels
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.experts.mapped import DiskReads, explain_faults
+from ktbridge.experts.mapped import DiskWaits, explain_faults
 from ktbridge.sft.passes import OnNote
 
 
@@ -24,7 +24,7 @@ class WatchWeights(TrainerCallback):
     def __init__(self, last_good: Callable[[], str], isa: str, on_note: OnNote | None) -> None:
         self.notes: list[Problem] = []
         self._last_good, self._isa, self._on_note = last_good, isa, on_note
-        self._reads: DiskReads | None = None
+        self._reads: DiskWaits | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         explain_faults(self._last_good())
@@ -34,7 +34,7 @@ class WatchWeights(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._reads is None:
-            self._reads = DiskReads()
+            self._reads = DiskWaits()
         elif waits := self._reads.step():
             where = f"step {state.global_step}"
             if not any(note.code == "KTL022" for note in self.notes):

@@ -38,7 +38,7 @@ from ktbridge.predict.run import plan_engine, predict
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import describe, fit_rows, load_rows
 from ktbridge.sft.data.pictures import load_picture
-from ktbridge.sft.plan.inputs import Target
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.vision import read_vision
 
@@ -234,7 +234,7 @@ def test_plan_counts_images_and_the_vision_tower(
 ) -> None:
     shown = write_lines(tmp_path / "shown.jsonl", colour_rows(tmp_path, range(2), 128))
     read = write_lines(tmp_path / "read.jsonl", [row("colour?", answer="green")] * 8)
-    target = Target(2**34, 2**34, 2**40, 2)
+    target = TargetMachine(2**34, 2**34, 2**40, 2)
     tower = sum(
         tensor.numel()
         for name, tensor in load_file(bases[kind] / "model.safetensors").items()

@@ -22,16 +22,16 @@ from ktbridge.cli import main
 from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import lora_targets
-from ktbridge.experts.gpu.placement import Sizes
+from ktbridge.experts.gpu.placement import ExpertSizes
 from ktbridge.files.sizes import parse_size, size_text
 from ktbridge.sft.attach import attach_lora
 from ktbridge.sft.config import load_config
 from ktbridge.sft.plan import inputs, time
-from ktbridge.sft.plan.inputs import Target
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.setting import (
-    Batch,
-    Setting,
+    MicroBatch,
+    RunSetting,
     blocks,
     expert_lora_elements,
     layer_bytes,
@@ -42,7 +42,7 @@ from ktbridge.sft.plan.setting import (
 from ktbridge.sft.plan.shape import read_shape
 
 GB = 10**9
-ROOMY = Target(gpu_memory=None, memory=64 * GB, disk=100 * GB, cores=2)
+ROOMY = TargetMachine(gpu_memory=None, memory=64 * GB, disk=100 * GB, cores=2)
 TINY_ATTENTION = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8}
 FAMILIES = {
     "qwen3_moe": {**TINY_ATTENTION, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 16,
@@ -94,7 +94,7 @@ def test_the_kernels_keep_what_the_formula_says(shape, rank, activation):
     hidden, ids, weights = make_inputs(shape)
     layer(hidden.requires_grad_(), ids, weights)
     rows = torch.bincount(ids.flatten(), minlength=shape.experts)
-    sizes = Sizes(1, shape.experts, shape.top_k, shape.hidden, shape.inner, rank, stored=0)
+    sizes = ExpertSizes(1, shape.experts, shape.top_k, shape.hidden, shape.inner, rank, stored=0)
     retain = activation == "retain"
     counted = [float((-(-rows // width)).sum()) for width in (16, 32)]
     assert saved_bytes(sizes, shape.tokens, retain, *counted) == layer.saved_bytes
@@ -136,7 +136,7 @@ def test_autograd_keeps_what_the_formula_says(
     for name, parameter in tuned.named_parameters():
         if ".experts." not in name:
             parameter.data = parameter.data.to(lora if parameter.requires_grad else plain)
-    setting = Setting(shape, config, Lengths(1, 1, 256, 256.0, True), False, 2)
+    setting = RunSetting(shape, config, Lengths(1, 1, 256, 256.0, True), False, 2)
     trained = {name: p.numel() for name, p in tuned.named_parameters() if p.requires_grad}
     experts = sum(size for name, size in trained.items() if ".kt." in name)
     assert expert_lora_elements(setting) == experts
@@ -145,7 +145,7 @@ def test_autograd_keeps_what_the_formula_says(
     assert shape.nonexpert_elements == pytest.approx(frozen, rel=0.01)  # experts are no parameters
 
     computed = plain if converted else lora
-    batch = Batch(1, 256, False, plain.itemsize, cuda=False, lora_width=computed.itemsize)
+    batch = MicroBatch(1, 256, False, plain.itemsize, cuda=False, lora_width=computed.itemsize)
     predicted = sum(
         layer_bytes(shape, layer, lora_paths(setting, layer), 8, batch).kept
         for layer in shape.layers
@@ -157,7 +157,7 @@ def test_autograd_keeps_what_the_formula_says(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_some_layers_without_experts_run_as_they_do_in_training(family, tmp_path):
     model, config = made_in(tmp_path, family)
-    setting = Setting(
+    setting = RunSetting(
         read_shape(tmp_path / "base"), config, Lengths(1, 1, 32, 32.0, True), False, 2
     )
     whole, device = attach_lora(model, config), torch.device("cpu")
@@ -332,7 +332,7 @@ def write_pairs(path):
 def test_layers_are_measured_as_far_as_room_allows(run_yaml, storage, briefly):
     config = load_config(run_yaml, ["bf16=true"])
     shape = replace(read_shape(Path(config.model_name_or_path)), expert_storage=storage)
-    setting = Setting(shape, config, Lengths(10, 10, 32, 32.0, True), False, 2)
+    setting = RunSetting(shape, config, Lengths(10, 10, 32, 32.0, True), False, 2)
     whole = time.measure_experts(setting, 32, None)
     assert min(whole.first, whole.update) > 0
     assert (whole.next, whole.reference) == (0, 0)  # one micro-batch a step, no reference model

@@ -18,11 +18,11 @@ from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import open_checkpoint
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan.inputs import Target
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.plan.memory import CHECKPOINT
 
 GB = 10**9
-ROOMY = Target(gpu_memory=24 * GB, memory=64 * GB, disk=100 * GB, cores=2)
+ROOMY = TargetMachine(gpu_memory=24 * GB, memory=64 * GB, disk=100 * GB, cores=2)
 
 
 @pytest.fixture

@@ -21,17 +21,17 @@ from ktbridge.sft.placement import (
     beyond,
     choose_placement,
     compare_placements,
-    cuts_for,
     kept_free,
     limit_of,
     limits_for,
     rank_placements,
+    step_splits,
     with_placement,
 )
-from ktbridge.sft.plan.inputs import Target
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.plan.lengths import Lengths
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, predict, total
-from ktbridge.sft.plan.setting import Setting
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, predict_parts, total
+from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import in_storage, read_shape, stub_from_config
 from ktbridge.sft.plan.time import CpuTimes, ExpertTimes, ProductRates, pace_on_cpu, pace_on_gpu
 
@@ -58,14 +58,14 @@ def shapes(tmp_path_factory):
 
 @pytest.fixture
 def made(shapes, run_yaml):
-    """Make a ``Setting`` of a published shape: so many rows of a length in a step."""
+    """Make a ``RunSetting`` of a published shape: so many rows of a length in a step."""
 
     def setting(name, rows, length, *more):
         overrides = ["lora_rank=8", "lora_target=all", "per_device_train_batch_size=1", "bf16=true"]
         overrides += [f"gradient_accumulation_steps={rows}", f"cutoff_len={length}", *more]
         shape = in_storage(shapes[name], "int4") if "int4" in more else shapes[name]
         config = load_config(run_yaml, [each for each in overrides if each != "int4"])
-        return Setting(shape, config, Lengths(999, 999, length, float(length), True), True, 16)
+        return RunSetting(shape, config, Lengths(999, 999, length, float(length), True), True, 16)
 
     return setting
 
@@ -104,7 +104,7 @@ def as_run(made, told, run):
 def test_memory_is_that_of_recorded_runs(made):
     errors = {}
     for number, (name, told, run) in enumerate(recorded()):
-        planned = total(predict(as_run(made, told, run)), "GPU")
+        planned = total(predict_parts(as_run(made, told, run)), "GPU")
         errors[name, number] = planned / run["gpu"]["used"] - 1
     assert len(errors) > 12
     assert min(errors.values()) > -0.02  # a run that takes more than planned fails
@@ -126,7 +126,7 @@ def test_memory_is_that_of_training(made, rows, budget, peak):
     first = next(each.placement for each in ranked if not each.placement.keep_gate_up)
     placed = with_placement(setting, first.tokens, first)
     assert first.tokens == rows * 512
-    assert total(predict(placed), "GPU") == pytest.approx(peak << 20, rel=0.1)
+    assert total(predict_parts(placed), "GPU") == pytest.approx(peak << 20, rel=0.1)
 
 
 @pytest.mark.parametrize("more", [[], ["pure_bf16=true"], ["tokens_per_pass=1024"]])
@@ -141,7 +141,7 @@ def test_a_plans_parts_are_what_a_placement_and_its_limits_take(made, case, more
     assert free >= max(256_000_000, 0.03 * limit - 1)
     ranked = rank_placements(setting, limits, assumed_costs(setting))
     for scored in ranked[::9]:
-        parts = predict(with_placement(setting, scored.placement.tokens, scored.placement))
+        parts = predict_parts(with_placement(setting, scored.placement.tokens, scored.placement))
         taken = CUDA_CONTEXT + limit - free - limits.free + scored.bytes
         assert total(parts, "GPU") == taken <= budget * GB - free
         assert all(part.size >= 0 for part in parts)
@@ -170,7 +170,7 @@ def test_streamed_steps_take_what_was_recorded(made):
             continue
         pinned = f"tokens_per_pass={placement.tokens}"
         name = told["model"]["model_type"]
-        (cut,) = cuts_for(made(name, settings["rows"], settings["length"], pinned))
+        (cut,) = step_splits(made(name, settings["rows"], settings["length"], pinned))
         found = predict_seconds(placement, setting.expert_sizes, cut, assumed_costs(setting))
         errors.append(found.step / statistics.median(run["seconds"][1:]) - 1)
     assert len(errors) >= 11
@@ -218,7 +218,7 @@ def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
     chosen = planned.chosen
     assert given == [chosen.setting.placement]
     assert (trained.mode, trained.predicted) == (chosen.name, chosen.scored.seconds.step)
-    assert trained.predicted_gpu == total(predict(chosen.setting), "GPU")
+    assert trained.predicted_gpu == total(predict_parts(chosen.setting), "GPU")
     assert planned.reason.removesuffix("; by assumed costs") in trained.why
 
 
@@ -253,7 +253,9 @@ def test_too_little_and_too_much_memory_are_told(run_yaml, made, tmp_path):
         rank_placements(setting, limits, assumed_costs(setting))
     assert "kt_gpu_memory" in caught.value.next_step
     config = load_config(run_yaml, ["kt_config.kt_gpu_memory=80GB"])
-    plan = plan_run(config, Target(24 * GB, memory=64 * GB, disk=100 * GB, cores=2), measure=False)
+    plan = plan_run(
+        config, TargetMachine(24 * GB, memory=64 * GB, disk=100 * GB, cores=2), measure=False
+    )
     assert beyond(made("deepseek_v2", 16, 512, "kt_gpu_memory=80GB"), 24 * GB) in plan.notes
     assert not beyond(setting, 24 * GB)
     assert any("assumed costs" in note for note in plan.notes)

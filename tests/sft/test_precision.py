@@ -15,7 +15,7 @@ from ktbridge import kernel_choice
 from ktbridge.errors import ProblemsError
 from ktbridge.machine import read_machine
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan.inputs import Target
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.precision import decide_precision
 from ktbridge.sft.prepare import prepare
 from ktbridge.sft.resume import IDENTITY_FILE
@@ -74,7 +74,7 @@ def test_the_default_is_the_fast_one(
 def test_plan_and_train_take_the_same_dtype_and_say_so_once(run_yaml, on_cpu, flags, dtype):
     on_cpu(flags)
     config = load_config(run_yaml, ["use_cpu=true"])
-    plan = plan_run(config, Target(None, 64 * GB, 100 * GB, cores=2), measure=False)
+    plan = plan_run(config, TargetMachine(None, 64 * GB, 100 * GB, cores=2), measure=False)
     ready = prepare(config)
     model = load_trainable(ready.config, ready.base)
     assert model.get_input_embeddings().weight.dtype == dtype

@@ -20,7 +20,7 @@ from ktbridge.errors import ProblemsError
 from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import CACHE
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan.inputs import Target
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.plan.memory import QUANTIZED
 from ktbridge.sft.prepare import prepare
 from ktbridge.sft.quantized import experts_path, find_quantized, storage_notes
@@ -71,7 +71,7 @@ def test_a_run_trains_on_what_the_script_would_make_and_makes_it_once(run_dir, s
     assert f"are quantised to {storage.upper()} once, into " in note["found"]
     assert kept(run_dir) == []
 
-    there = Target(gpu_memory=None, memory=64 * 10**9, disk=10**12, cores=2)
+    there = TargetMachine(gpu_memory=None, memory=64 * 10**9, disk=10**12, cores=2)
     config = load_config(run_dir / "run.yaml", [asked])
     planned = plan_run(config, there, measure=False)
     plain = plan_run(load_config(run_dir / "run.yaml"), there, measure=False)

@@ -32,8 +32,8 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.disk import existing
 from ktbridge.sft.placement import compare_placements, limit_of, limits_for
 from ktbridge.sft.plan.lengths import read_lengths
-from ktbridge.sft.plan.memory import Part, mapped_bytes, predict, total
-from ktbridge.sft.plan.setting import Setting
+from ktbridge.sft.plan.memory import PlanPart, mapped_bytes, predict_parts, total
+from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import (
     ModelShape,
     can_quantize,
@@ -53,7 +53,7 @@ _CHUNK = 16 << 20
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetMachine:
     """Bytes of one GPU's memory (None: no GPU), of memory and of free disk (None: not known), cores, GPUs.
 
     ``text`` describes it; ``elsewhere``: it isn't the machine that the plan runs on.
@@ -84,9 +84,9 @@ class OtherDisk:
 class PlanInputs:
     """Everything that a plan depends on."""
 
-    setting: Setting
+    setting: RunSetting
     """The run, with its dtype decided."""
-    target: Target
+    target: TargetMachine
     base: Path
     missing: str = ""
     """Why the weights of ``base`` can't be read yet; "" where all of them are there."""
@@ -106,7 +106,7 @@ class PlanInputs:
 
 def read_plan_inputs(
     config: TrainConfig,
-    target: Target,
+    target: TargetMachine,
     measure: bool = True,
     stub: CheckpointStub | None = None,
 ) -> PlanInputs:
@@ -133,7 +133,7 @@ def read_plan_inputs(
     notes += [f"{note.where}: {note.found}" for note in precision]
     threads = config.kt_config.kt_num_threads or target.cores
     kernels = cuda and has_linear_attention_kernels()
-    setting = Setting(shape, config, lengths, cuda, threads, kernels=kernels)
+    setting = RunSetting(shape, config, lengths, cuda, threads, kernels=kernels)
     inputs = PlanInputs(
         setting,
         target,
@@ -166,7 +166,7 @@ def _measured(inputs: PlanInputs, experts: Path | None) -> PlanInputs:
     assert on_cpu is not None
     inputs = replace(inputs, costs=costs, cpu=measure_cpu(on_cpu, target.memory))
     chosen = compared.chosen.setting or setting
-    if experts is None or not missed_bytes(chosen, predict(chosen), target.memory):
+    if experts is None or not missed_bytes(chosen, predict_parts(chosen), target.memory):
         return inputs
     shard = max(experts.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     try:
@@ -201,7 +201,7 @@ def _as_asked(
     return (replace(stored, to_quantize=0) if found.ready else stored), found, notes
 
 
-def _attention_gaps(setting: Setting) -> tuple[Gap, ...]:
+def _attention_gaps(setting: RunSetting) -> tuple[Gap, ...]:
     """Return what keeps linear attention by a delta rule from its GPU kernels."""
     if not setting.shape.config.has_delta_rule:
         return ()
@@ -210,7 +210,7 @@ def _attention_gaps(setting: Setting) -> tuple[Gap, ...]:
 
 
 def _other_disks(
-    setting: Setting, target: Target, base: Path, quantized: QuantizedExperts | None
+    setting: RunSetting, target: TargetMachine, base: Path, quantized: QuantizedExperts | None
 ) -> Iterator[OtherDisk]:
     """Yield what goes to another disk than the output's."""
     own = existing(Path(setting.config.output_dir)).stat().st_dev
@@ -224,7 +224,7 @@ def _other_disks(
             yield OtherDisk(what, size, place, shutil.disk_usage(there).free)
 
 
-def missed_bytes(setting: Setting, parts: Sequence[Part], memory: int | None) -> int:
+def missed_bytes(setting: RunSetting, parts: Sequence[PlanPart], memory: int | None) -> int:
     """Return the least bytes of experts that a pass reads from disk, if each of them has tokens.
 
     A pass goes through the experts once forward and once backward (a reference: forward once more), and each
@@ -263,7 +263,7 @@ def read_rate(file: Path) -> float:
     return read / seconds
 
 
-def this_machine(output_dir: Path, described: Described | None = None) -> Target:
+def this_machine(output_dir: Path, described: Described | None = None) -> TargetMachine:
     """Return resources of this machine, or of the ``described`` one; torch is not imported.
 
     Cores and GPUs that aren't given are this machine's. The disk of another machine isn't known.
@@ -272,7 +272,7 @@ def this_machine(output_dir: Path, described: Described | None = None) -> Target
     here = read_machine()
     machine = described.machine(here)
     gpus, how = _gpus(described)
-    return Target(
+    return TargetMachine(
         gpu_memory=min(gpus) if gpus else None,
         memory=machine.usable_memory,
         disk=None if described.elsewhere else shutil.disk_usage(existing(output_dir)).free,

@@ -11,10 +11,10 @@ from ktbridge.experts.gpu.probe import NO_KERNEL, ONE_BY_ONE, loops_over_experts
 from ktbridge.files.sizes import figures, size_text
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.fields import Values
-from ktbridge.sft.placement import Choice, compare_placements
+from ktbridge.sft.placement import PlacementChoice, compare_placements
 from ktbridge.sft.plan.inputs import PlanInputs, missed_bytes
-from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, Part, Where, predict, total
-from ktbridge.sft.plan.setting import Setting
+from ktbridge.sft.plan.memory import CUDA_HOST, LIBRARIES, PlanPart, Where, predict_parts, total
+from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import ModelShape, can_quantize, in_storage
 
 FORMAT = "kt_config.kt_expert_weight_format"
@@ -24,7 +24,7 @@ _LEAST_LENGTH = 256  # tokens: no shorter cutoff_len is advised
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FitVerdict:
     """``need`` bytes against the ``have`` that there are; None where that isn't known."""
 
     what: str
@@ -53,8 +53,8 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How fast a run should be once its pages are warm.
+class PredictedPace:
+    """The pace of a run once its pages are warm.
 
     ``how`` describes what was measured and what was assumed. ``cold_bytes`` of experts are read from disk in
     the first step unless they are in the page cache; nothing here counts that time. Where RAM is too small
@@ -70,7 +70,7 @@ class Pace:
     eval_seconds: float = 0.0
     """Of ``seconds``, those of all evaluations of held-out rows."""
 
-    def reading(self, seconds: float, steps: int) -> Pace:
+    def reading(self, seconds: float, steps: int) -> PredictedPace:
         """The pace with ``seconds`` more in each of ``steps`` steps: the kernels wait for the disk."""
         step = self.step_seconds + seconds
         return replace(
@@ -88,7 +88,7 @@ class DiskReads:
 
     ``size`` bytes at least are read in each pass. ``rate`` is the disk's bytes per second, None if it isn't
     known; ``how`` describes how it was measured, or why not. ``enough`` is the memory with which nothing
-    would be read, ``unread`` the tokens/s then, None if no pace was measured: ``Pace`` counts the reading.
+    would be read, ``unread`` the tokens/s then, None if no pace was measured.
     """
 
     size: int
@@ -134,7 +134,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """A training run before it starts. Sizes are bytes.
 
     ``machine`` describes what it is for. ``from_config`` is true if the weights aren't here, and
@@ -149,8 +149,8 @@ class Plan:
     machine: str
     from_config: bool
     to_download: int
-    parts: tuple[Part, ...]
-    verdicts: tuple[Verdict, ...]
+    parts: tuple[PlanPart, ...]
+    verdicts: tuple[FitVerdict, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
     rows: int
@@ -158,7 +158,7 @@ class Plan:
     longest: int
     mean_tokens: float
     steps: int
-    pace: Pace | None
+    pace: PredictedPace | None
     tokens_per_pass: int
     experts: tuple[Experts, ...] = ()
     """Modes of computing the experts, if there is a GPU."""
@@ -219,11 +219,11 @@ class Plan:
         }
 
 
-Check = tuple[Verdict, tuple[Where, ...]]
+Check = tuple[FitVerdict, tuple[Where, ...]]
 """A verdict, and the places whose parts it counts."""
 
 
-def make_plan(inputs: PlanInputs) -> Plan:
+def make_plan(inputs: PlanInputs) -> TrainingPlan:
     """Estimate the needs of a run against its machine, from what ``read_plan_inputs`` found.
 
     Raises ``UsageError`` if the GPU is requested and unavailable, or too small.
@@ -235,7 +235,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
     shape, lengths = setting.shape, setting.lengths
     paces = {choice.name: _pace(choice, inputs) for choice in compared.choices}
     pace = paces[chosen.name]
-    parts = predict(setting)
+    parts = predict_parts(setting)
     reads = None
     if size := missed_bytes(setting, parts, target.memory):
         enough = total(parts, "RAM") + total(parts, "page cache")
@@ -244,7 +244,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
         reads = replace(reads, unread=pace.tokens_per_second)
         pace = pace.reading(setting.micro_batches * seconds, setting.steps)
     checks = [*_checks(setting, parts, inputs)]
-    return Plan(
+    return TrainingPlan(
         model=str(inputs.base),
         model_type=shape.config.model_type,
         device="GPU" if setting.cuda else "CPU",
@@ -275,7 +275,7 @@ def make_plan(inputs: PlanInputs) -> Plan:
     )
 
 
-def _pace(choice: Choice, inputs: PlanInputs) -> Pace | None:
+def _pace(choice: PlacementChoice, inputs: PlanInputs) -> PredictedPace | None:
     """Return the pace of a mode; None if it is unavailable or wasn't timed."""
     if choice.setting is None or inputs.cpu is None:
         return None
@@ -288,40 +288,40 @@ def _pace(choice: Choice, inputs: PlanInputs) -> Pace | None:
     return pace_on_gpu(choice.setting, choice.scored, inputs.costs)
 
 
-def _describe_mode(choice: Choice, pace: Pace | None, timed: bool) -> Experts:
+def _describe_mode(choice: PlacementChoice, pace: PredictedPace | None, timed: bool) -> Experts:
     made = choice.setting
     untimed = made is not None and timed and pace is None
     return Experts(
         name=choice.name,
         chosen=choice.chosen,
-        gpu=total(predict(made), "GPU") if made else None,
+        gpu=total(predict_parts(made), "GPU") if made else None,
         tokens_per_pass=made.most_tokens if made else None,
         tokens_per_second=pace.tokens_per_second if pace else None,
         why="not timed: there is no GPU here" if untimed else choice.why,
     )
 
 
-def _checks(setting: Setting, parts: list[Part], inputs: PlanInputs) -> Iterator[Check]:
+def _checks(setting: RunSetting, parts: list[PlanPart], inputs: PlanInputs) -> Iterator[Check]:
     """Yield what must fit where."""
     target = inputs.target
     if setting.cuda:
-        yield Verdict("GPU memory", total(parts, "GPU"), target.gpu_memory), ("GPU",)
+        yield FitVerdict("GPU memory", total(parts, "GPU"), target.gpu_memory), ("GPU",)
     own = total(parts, "RAM")
     cached = own + total(parts, "page cache")
-    yield Verdict("RAM without the experts' files", own, target.memory), ("RAM",)
+    yield FitVerdict("RAM without the experts' files", own, target.memory), ("RAM",)
     if cached > own:
-        held = Verdict("RAM with the experts' files in the page cache", cached, target.memory)
+        held = FitVerdict("RAM with the experts' files in the page cache", cached, target.memory)
         yield held, ("page cache", "RAM")
     # One disk for everything, unless these go to another than the output's.
     need = total(parts, "disk")
     for disk in inputs.other_disks:
         need -= disk.size
         # Advice is about the output's disk.
-        yield Verdict(f"disk for {disk.what} in {disk.place}", disk.size, disk.free), ()
-    yield Verdict("disk", need, target.disk), ("disk",)
+        yield FitVerdict(f"disk for {disk.what} in {disk.place}", disk.size, disk.free), ()
+    yield FitVerdict("disk", need, target.disk), ("disk",)
 
 
-def _notes(setting: Setting, inputs: PlanInputs, pace: Pace | None) -> Iterator[str]:
+def _notes(setting: RunSetting, inputs: PlanInputs, pace: PredictedPace | None) -> Iterator[str]:
     """Yield notes on the accuracy of the numbers."""
     shape, target = setting.shape, inputs.target
     missing, stub = inputs.missing, inputs.stub
@@ -387,13 +387,13 @@ def _notes(setting: Setting, inputs: PlanInputs, pace: Pace | None) -> Iterator[
         yield "the pace is this machine's, where the kernels were timed, not the other's"
 
 
-def advise(setting: Setting, failed: list[Check]) -> list[Advice]:
+def advise(setting: RunSetting, failed: list[Check]) -> list[Advice]:
     """Return changes that save something in the places that are short, cheapest first, alone each."""
-    before = predict(setting)
+    before = predict_parts(setting)
     found = []
     for verdict, places in failed:
         for change, price, other in _changes(setting):
-            after = predict(other)
+            after = predict_parts(other)
             saved = {place: total(before, place) - total(after, place) for place in places}
             if sum(saved.values()) > 0.01 * verdict.need:
                 most = max(saved, key=lambda place: saved[place])
@@ -403,7 +403,7 @@ def advise(setting: Setting, failed: list[Check]) -> list[Advice]:
     return found
 
 
-def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
+def _changes(setting: RunSetting) -> Iterator[tuple[str, str, RunSetting]]:
     """Yield (overrides, their price, the setting they make), from what changes no result to what does."""
     config = setting.config
     for changes, price in _overrides(config, setting.shape):
@@ -450,11 +450,11 @@ def _overrides(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[Values,
         yield {"cutoff_len": config.cutoff_len // 2}, "longer conversations lose their end"
 
 
-def _by_hand(setting: Setting, failed: list[Check]) -> Iterator[Advice]:
+def _by_hand(setting: RunSetting, failed: list[Check]) -> Iterator[Advice]:
     """Yield advice beyond overrides of the same run."""
     short = {place for _, places in failed for place in places}
     if "GPU" in short:
-        gpu = total(predict(setting), "GPU")
+        gpu = total(predict_parts(setting), "GPU")
         yield Advice("use_cpu=true", "GPU", gpu, "attention on the CPU: many times slower")
 
 

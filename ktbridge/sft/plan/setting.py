@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktbridge import _kernels
-from ktbridge.experts.gpu.placement import Placement, Sizes
+from ktbridge.experts.gpu.placement import ExpertSizes, Placement
 from ktbridge.model import family_of
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.disk import kept_checkpoints
-from ktbridge.sft.plan.lengths import Lengths, evaluations, optimizer_steps
+from ktbridge.sft.plan.lengths import Lengths, count_evaluations, optimizer_steps
 from ktbridge.sft.plan.shape import LayerShape, ModelShape
 
 _DELTA_CHUNK = 64
@@ -29,7 +29,7 @@ _WORKSPACE = 4 << 20  # panels, factors and results of one thread: about three t
 
 
 @dataclass(frozen=True)
-class Batch:
+class MicroBatch:
     """One micro-batch: ``rows`` sequences of ``length`` tokens; ``masked``: some of them padded.
 
     ``width`` is 2 for bfloat16 and 4 for float32 activations, ``lora_width`` the same for LoRA's weights;
@@ -51,7 +51,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """One configuration on one kind of machine."""
 
     shape: ModelShape
@@ -77,7 +77,7 @@ class Setting:
         return 2 if self.config.stage == "dpo" else 1
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> MicroBatch:
         """The largest micro-batch."""
         rows = self.rows or self.config.per_device_train_batch_size
         padded = rows > 1 and not self.lengths.even
@@ -86,7 +86,7 @@ class Setting:
         masked = padded or bool(self.config.forwards_alone)
         lora_width = 2 if self.config.pure_bf16 else 4
         longest, kernels = self.lengths.longest, self.kernels
-        return Batch(rows * sides, longest, masked, width, self.cuda, lora_width, kernels)
+        return MicroBatch(rows * sides, longest, masked, width, self.cuda, lora_width, kernels)
 
     @property
     def most_tokens(self) -> int:
@@ -107,11 +107,11 @@ class Setting:
         return max(1, -(-self.step_rows // rows))
 
     @property
-    def expert_sizes(self) -> Sizes:
+    def expert_sizes(self) -> ExpertSizes:
         """Sizes of the routed experts."""
         model, layers = self.shape.config, self.shape.sparse_layers
         stored = self.shape.expert_bytes // max(layers, 1)
-        return Sizes(
+        return ExpertSizes(
             layers,
             model.num_experts,
             model.experts_per_token,
@@ -131,22 +131,22 @@ class Setting:
 
     @property
     def evaluations(self) -> int:
-        """Return how often the held-out rows are evaluated."""
-        return evaluations(self.config, self.lengths.sequences)
+        """Number of evaluations of the held-out rows."""
+        return count_evaluations(self.config, self.lengths.sequences)
 
     @property
     def saves(self) -> bool:
-        """Return whether checkpoints are written; the last step has one, too."""
+        """True if checkpoints are written; the last step has one, too."""
         return kept_checkpoints(self.config, self.steps) > 0
 
 
-def expert_lora_elements(setting: Setting) -> int:
+def expert_lora_elements(setting: RunSetting) -> int:
     """Return the number of LoRA weights on the routed experts."""
     sizes = setting.expert_sizes
     return sizes.layers * sizes.lora
 
 
-def nonexpert_lora_elements(setting: Setting) -> int:
+def nonexpert_lora_elements(setting: RunSetting) -> int:
     """Return the number of LoRA weights on everything else."""
     rank = setting.config.lora_rank
     found = 0
@@ -156,7 +156,7 @@ def nonexpert_lora_elements(setting: Setting) -> int:
     return found
 
 
-def lora_paths(setting: Setting, layer: LayerShape) -> frozenset[str]:
+def lora_paths(setting: RunSetting, layer: LayerShape) -> frozenset[str]:
     """Return paths in a layer that non-expert LoRA goes to, as ``experts.lora_targets`` chooses them."""
     family = family_of(setting.shape.config.model_type)
     served = family.nonexpert_targets if family else ()
@@ -179,7 +179,7 @@ class LayerBytes:
 
 
 def layer_bytes(
-    shape: ModelShape, layer: LayerShape, targets: frozenset[str], rank: int, batch: Batch
+    shape: ModelShape, layer: LayerShape, targets: frozenset[str], rank: int, batch: MicroBatch
 ) -> LayerBytes:
     """Return the bytes of a layer whose linears in ``targets`` (paths) have LoRA of ``rank``."""
     hidden, width = shape.config.hidden_size, batch.width
@@ -218,7 +218,7 @@ def layer_bytes(
     )
 
 
-def loss_bytes(shape: ModelShape, batch: Batch) -> int:
+def loss_bytes(shape: ModelShape, batch: MicroBatch) -> int:
     """Return the bytes of trl's fused head: logits in tiles of 4,096 tokens by 32,768 words.
 
     Backward makes them again. A GPU has one tile and the float32 gradient of the last hidden states, a CPU
@@ -232,7 +232,7 @@ def loss_bytes(shape: ModelShape, batch: Batch) -> int:
     return rows * words * (batch.width + 6 * 4 + 1) + last
 
 
-def _attention(shape: ModelShape, layer: LayerShape, batch: Batch) -> tuple[int, int]:
+def _attention(shape: ModelShape, layer: LayerShape, batch: MicroBatch) -> tuple[int, int]:
     """Return bytes per token: kept, and temporary in backward."""
     text, width = shape.config.text, batch.width
     if any(name.startswith("linear_attn.") for name in layer.linears):
@@ -255,7 +255,7 @@ def _attention(shape: ModelShape, layer: LayerShape, batch: Batch) -> tuple[int,
     return kept, width * 6 * out
 
 
-def _latent(text: Mapping[str, Any], heads: int, batch: Batch) -> tuple[int, int]:
+def _latent(text: Mapping[str, Any], heads: int, batch: MicroBatch) -> tuple[int, int]:
     """Multi-head latent attention: heads of keys are wider than those of values."""
     plain, rotary = int(text["qk_nope_head_dim"]), int(text["qk_rope_head_dim"])
     key, value = plain + rotary, int(text["v_head_dim"])
@@ -285,7 +285,7 @@ def _linear_attention(text: Mapping[str, Any], width: int, kernels: bool) -> tup
 
 
 def saved_bytes(
-    sizes: Sizes,
+    sizes: ExpertSizes,
     tokens: int,
     retain: bool,
     strips: float | None = None,
@@ -299,7 +299,7 @@ def saved_bytes(
     return _memory(sizes, tokens, retain, strips, doubles).saved
 
 
-def host_bytes(sizes: Sizes, tokens: int, retain: bool, threads: int) -> int:
+def host_bytes(sizes: ExpertSizes, tokens: int, retain: bool, threads: int) -> int:
     """Return the bytes of the kernels during a layer's backward, beyond all that forwards saved.
 
     A forward needs less: h and y.
@@ -307,7 +307,7 @@ def host_bytes(sizes: Sizes, tokens: int, retain: bool, threads: int) -> int:
     return _memory(sizes, tokens, retain).backward + threads * _WORKSPACE
 
 
-def blocks(sizes: Sizes, tokens: int, width: int) -> float:
+def blocks(sizes: ExpertSizes, tokens: int, width: int) -> float:
     """Return the expected blocks of ``width`` slots over all experts, tokens being routed at random.
 
     The sum of E[ceil(n / width)] with n binomial, approximated as Poisson below 400 slots an expert and
@@ -324,7 +324,7 @@ def blocks(sizes: Sizes, tokens: int, width: int) -> float:
 
 
 def _memory(
-    sizes: Sizes,
+    sizes: ExpertSizes,
     tokens: int,
     retain: bool,
     strips: float | None = None,

@@ -23,7 +23,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts import recompute
 from ktbridge.experts.autograd import kernel_seconds
 from ktbridge.experts.gpu.operations import has_tensor_cores
-from ktbridge.experts.gpu.placement import Costs, Limits, Line, Scored, Sizes
+from ktbridge.experts.gpu.placement import Costs, ExpertSizes, Line, MemoryBudget, Scored
 from ktbridge.experts.gpu.timing import (
     OutsideTimes,
     combine_costs,
@@ -42,9 +42,9 @@ from ktbridge.sft.attach import attach_linear_lora, threads_beside_python
 from ktbridge.sft.compat import set_attention
 from ktbridge.sft.disk import checkpoint_bytes
 from ktbridge.sft.placement import MOST_TOKENS, probe_tokens, times_cpu
-from ktbridge.sft.plan.report import Pace
+from ktbridge.sft.plan.report import PredictedPace
 from ktbridge.sft.plan.setting import (
-    Setting,
+    RunSetting,
     expert_lora_elements,
     host_bytes,
     nonexpert_lora_elements,
@@ -104,7 +104,7 @@ class CpuTimes:
     rates: ProductRates
 
 
-def measure_cpu(setting: Setting, memory: int | None) -> CpuTimes:
+def measure_cpu(setting: RunSetting, memory: int | None) -> CpuTimes:
     """Time the experts of some layers as training runs them on the CPU, and one product.
 
     Of ``memory`` bytes a quarter is taken, and at most 3 GB.
@@ -113,7 +113,7 @@ def measure_cpu(setting: Setting, memory: int | None) -> CpuTimes:
     return CpuTimes(measure_experts(setting, tokens, memory), measure_products(setting, tokens))
 
 
-def measure_experts(setting: Setting, tokens: int, memory: int | None) -> ExpertTimes:
+def measure_experts(setting: RunSetting, tokens: int, memory: int | None) -> ExpertTimes:
     """Time several layers with weights and LoRA of their own: all forward, then all backward.
 
     There are so many that neither weights nor activations stay in the last-level cache, if the model has as
@@ -152,7 +152,7 @@ def measure_experts(setting: Setting, tokens: int, memory: int | None) -> Expert
     )
 
 
-def measure_products(setting: Setting, tokens: int) -> ProductRates:
+def measure_products(setting: RunSetting, tokens: int) -> ProductRates:
     """Time a linear [H, H] on ``tokens``, on the device that attention runs on and in its dtype.
 
     Forward and backward differ by more than ten where a CPU has no bfloat16 products: one reads its weights
@@ -180,7 +180,9 @@ def measure_products(setting: Setting, tokens: int) -> ProductRates:
     return ProductRates(forward, backward, "GPU" if device.type == "cuda" else "CPU")
 
 
-def _fit_layers(setting: Setting, tokens: int, memory: int | None) -> tuple[Sizes, int, int]:
+def _fit_layers(
+    setting: RunSetting, tokens: int, memory: int | None
+) -> tuple[ExpertSizes, int, int]:
     """Return what is measured: a layer's sizes, its tokens, and how many layers."""
     size, retain = setting.expert_sizes, setting.retain
     memory = min(_MOST, (memory or _MOST) // 4)
@@ -197,7 +199,7 @@ def _fit_layers(setting: Setting, tokens: int, memory: int | None) -> tuple[Size
 
 
 def _time_steps(
-    layers: Sequence[Any], inputs: tuple[Any, ...], setting: Setting
+    layers: Sequence[Any], inputs: tuple[Any, ...], setting: RunSetting
 ) -> tuple[float, float, float]:
     """Return seconds of the kernels in a step's first micro-batch and in others, and of an update."""
     trained = [parameter for layer in layers for parameter in layer.parameters()]
@@ -244,12 +246,12 @@ def _time_reference(layers: Sequence[Any], inputs: tuple[Any, ...]) -> float:
     return median_seconds(once, _CPU, _SECONDS / 4)
 
 
-def _storage(setting: Setting) -> str:
+def _storage(setting: RunSetting) -> str:
     """Return the storage of the experts that are computed."""
     return setting.shape.expert_storage if setting.shape.mappable else "bf16"
 
 
-def _random_layer(setting: Setting, size: Sizes) -> tuple[ExpertWeights, ...]:
+def _random_layer(setting: RunSetting, size: ExpertSizes) -> tuple[ExpertWeights, ...]:
     """Make gate, up and down of a layer's experts."""
     up = (size.inner, size.hidden)
     return tuple(
@@ -298,7 +300,7 @@ def _last_level_cache() -> int:
     return max(found)
 
 
-def measure_costs(setting: Setting, limits: Limits) -> Costs | None:
+def measure_costs(setting: RunSetting, limits: MemoryBudget) -> Costs | None:
     """Time a step on this machine's GPU by the probes of ``train``; None where it can't be timed.
 
     Weights are in this process's memory, registered with the driver as a mapped file's are.
@@ -322,7 +324,7 @@ def measure_costs(setting: Setting, limits: Limits) -> Costs | None:
     return combine_costs(experts, outside, update, 1 + config.forwards_alone)
 
 
-def measure_outside(setting: Setting, tokens: int) -> OutsideTimes | None:
+def measure_outside(setting: RunSetting, tokens: int) -> OutsideTimes | None:
     """Time what surrounds the routed experts on the GPU, with up to ``tokens``; None: it can't be timed.
 
     That is so where the GPU's memory is too small, and for a class that makes no small model.
@@ -361,7 +363,7 @@ def measure_outside(setting: Setting, tokens: int) -> OutsideTimes | None:
 
 
 def outside_times(
-    model: Any, setting: Setting, sizes: Sequence[tuple[int, int]], device: torch.device
+    model: Any, setting: RunSetting, sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> OutsideTimes:
     """Time a run's ``model`` without its routed experts, with trl's loss (``timing.time_outside``).
 
@@ -389,7 +391,7 @@ def outside_times(
             base.forward = before
 
 
-def probe_sizes(setting: Setting, most: int) -> list[tuple[int, int]]:
+def probe_sizes(setting: RunSetting, most: int) -> list[tuple[int, int]]:
     """Return rows and length of the micro-batches that are timed: tiny, small, and of ``most`` tokens."""
     length = max(2, round(setting.lengths.mean))
     rows = max(1, most // length)
@@ -397,7 +399,7 @@ def probe_sizes(setting: Setting, most: int) -> list[tuple[int, int]]:
     return [(1, min(length, 64)), small, (rows, length)]
 
 
-def _first_layers(setting: Setting, layers: int, device: torch.device) -> Any:
+def _first_layers(setting: RunSetting, layers: int, device: torch.device) -> Any:
     """Make a model of so many layers on ``device``, without routed experts, with the run's LoRA."""
 
     class NoExperts(nn.Module):
@@ -437,7 +439,7 @@ def _first_layers(setting: Setting, layers: int, device: torch.device) -> Any:
     return tuned.train()
 
 
-def pace_on_cpu(setting: Setting, found: CpuTimes, costs: Costs | None = None) -> Pace:
+def pace_on_cpu(setting: RunSetting, found: CpuTimes, costs: Costs | None = None) -> PredictedPace:
     """Return the pace of a run whose experts the CPU computes.
 
     ``costs`` were measured on a GPU; None: what is outside the experts is estimated from products.
@@ -461,7 +463,7 @@ def pace_on_cpu(setting: Setting, found: CpuTimes, costs: Costs | None = None) -
     return _pace(setting, whole + updates, whole, experts, how)
 
 
-def pace_on_gpu(setting: Setting, scored: Scored, costs: Costs) -> Pace:
+def pace_on_gpu(setting: RunSetting, scored: Scored, costs: Costs) -> PredictedPace:
     """Return the pace of a run whose experts the GPU computes: its placement's predicted seconds."""
     step, sizes = scored.seconds.step, setting.expert_sizes
     update = costs.alone_in_update(scored.placement) * sizes.layers * sizes.lora
@@ -470,7 +472,7 @@ def pace_on_gpu(setting: Setting, scored: Scored, costs: Costs) -> Pace:
     return _pace(setting, step, whole, experts, _how_on_gpu(scored, costs))
 
 
-def _outside(setting: Setting, costs: Costs) -> float:
+def _outside(setting: RunSetting, costs: Costs) -> float:
     """Return the seconds of a micro-batch outside its experts."""
     tokens = _tokens(setting)
     forward, backward = (
@@ -480,13 +482,15 @@ def _outside(setting: Setting, costs: Costs) -> float:
     return costs.forwards * forward + backward + costs.loss.at(tokens)
 
 
-def _pace(setting: Setting, step: float, whole: float, experts: float, how: str) -> Pace:
+def _pace(
+    setting: RunSetting, step: float, whole: float, experts: float, how: str
+) -> PredictedPace:
     """Return the pace by seconds of a step, of all its micro-batches, and of the experts in these."""
     held = setting.lengths.held_out * setting.evaluations
     evaluated = held * whole / setting.step_rows * _forward_share(setting)
     trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
     written = _saves(setting) * checkpoint_bytes(setting.config, trained)
-    return Pace(
+    return PredictedPace(
         tokens_per_second=setting.step_rows * setting.sides * setting.lengths.mean / step,
         step_seconds=step,
         seconds=setting.steps * step + written / _DISK_RATE + evaluated,
@@ -497,7 +501,7 @@ def _pace(setting: Setting, step: float, whole: float, experts: float, how: str)
     )
 
 
-def _saves(setting: Setting) -> int:
+def _saves(setting: RunSetting) -> int:
     """Return how many checkpoints are written."""
     saves = -(-setting.steps // setting.config.save_steps) if setting.saves else 0
     if setting.config.load_best_model_at_end:
@@ -505,7 +509,7 @@ def _saves(setting: Setting) -> int:
     return saves
 
 
-def _tokens(setting: Setting) -> int:
+def _tokens(setting: RunSetting) -> int:
     """Return the tokens of a micro-batch that are computed, as rows are on average."""
     return max(
         1, round(min(setting.batch.rows, setting.step_rows * setting.sides) * setting.lengths.mean)
@@ -521,7 +525,7 @@ def _how_on_gpu(scored: Scored, costs: Costs) -> str:
 
 
 def _how(
-    setting: Setting,
+    setting: RunSetting,
     times: ExpertTimes,
     rates: ProductRates,
     updates: float,
@@ -558,18 +562,18 @@ def _seconds(flops: tuple[float, float], rates: ProductRates) -> float:
     return products + _OVERHEAD * (forward + backward) / max(rates.forward, rates.backward)
 
 
-def _runs(setting: Setting) -> int:
+def _runs(setting: RunSetting) -> int:
     """Return how often a layer runs forward."""
     return 1 if setting.config.disable_gradient_checkpointing else 2
 
 
-def _forward_share(setting: Setting) -> float:
+def _forward_share(setting: RunSetting) -> float:
     """Return the part of a micro-batch that running forward alone takes; a backward counts as two."""
     reference = setting.config.forwards_alone
     return (1 + reference) / (_runs(setting) + 2 + reference)
 
 
-def _layer_flops(setting: Setting, tokens: int) -> tuple[float, float]:
+def _layer_flops(setting: RunSetting, tokens: int) -> tuple[float, float]:
     """Return FLOP of the layers' products outside the experts, forward and backward: 2 a weight each way.
 
     Checkpointed layers run forward again; a reference runs forward only.
@@ -584,7 +588,7 @@ def _layer_flops(setting: Setting, tokens: int) -> tuple[float, float]:
     return 2.0 * tokens * forward, 2.0 * tokens * (layers + 2 * lora)
 
 
-def _loss_flops(setting: Setting, tokens: int) -> tuple[float, float]:
+def _loss_flops(setting: RunSetting, tokens: int) -> tuple[float, float]:
     """Return FLOP of the head, which runs forward again in backward; a reference runs forward only."""
     head = setting.shape.vocabulary * setting.shape.config.hidden_size
     runs = 2 + setting.config.forwards_alone
