@@ -379,14 +379,9 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         )
         keep = _KEEP[self.activation] if needed else _kernels.Keep.nothing
         if self.gpu is not None and hidden.device == self.gpu.experts.device:
-            there = GpuCall(
-                self.gpu.experts,
-                self.gpu.index,
-                used,
-                needed,
-                self.accumulate_grad,
-                recompute.replayed(),
-            )
+            experts, index = self.gpu.experts, self.gpu.index
+            again = recompute.replayed()
+            there = GpuCall(experts, index, used, needed, self.accumulate_grad, again)
             result: torch.Tensor = GpuFunction.apply(there, hidden, topk_ids, topk_weights, *lora)
             return result
         if any(parameter.device.type != "cpu" for parameter in lora):

@@ -194,7 +194,7 @@ def model_class(
 
 
 def _unquantized(config: PreTrainedConfig, mapped: MappedExperts) -> dict[str, object]:
-    """Options to load what isn't an expert in plain floats, from a quantized checkpoint."""
+    """Return options to load what isn't an expert in plain floats, from a quantized checkpoint."""
     quantized = getattr(config, "quantization_config", None)
     if not quantized:
         return {}
@@ -348,31 +348,16 @@ def _check_splits(path: Path, settings: dict[str, object]) -> None:
     if not code and "kimi" in str(settings.get("auto_map")):
         return
     if not any(all(part in file.read_text("utf-8") for part in SPLITS) for file in code):
-        where = (
-            ", ".join(file.name for file in code) or "no tokenization_*.py, nor kimi in auto_map"
-        )
-        raise ProblemsError(
-            f"the tokenizer in {path} can't be built from {FILE}.",
-            [
-                problem(
-                    "KTC060", str(path), f"{where}: other splits than Kimi's", "Kimi's tokenizer"
-                )
-            ],
-        )
+        named = ", ".join(file.name for file in code)
+        found = f"{named or 'no tokenization_*.py, nor kimi in auto_map'}: other splits than Kimi's"
+        other = problem("KTC060", str(path), found, "Kimi's tokenizer")
+        raise ProblemsError(f"the tokenizer in {path} can't be built from {FILE}.", [other])
 
 
 def _unreadable(path: Path, found: str) -> ProblemsError:
-    return ProblemsError(
-        f"the tokenizer in {path.parent} can't be built from {FILE}.",
-        [
-            problem(
-                "KTC061",
-                str(path),
-                found,
-                "tiktoken's ranks 0, 1, 2, … and special tokens above them",
-            )
-        ],
-    )
+    expected = "tiktoken's ranks 0, 1, 2, … and special tokens above them"
+    damaged = problem("KTC061", str(path), found, expected)
+    return ProblemsError(f"the tokenizer in {path.parent} can't be built from {FILE}.", [damaged])
 
 
 class _Ranks(TikTokenConverter):
