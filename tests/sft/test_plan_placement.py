@@ -28,12 +28,12 @@ from ktbridge.sft.placement import (
     step_splits,
     with_placement,
 )
-from ktbridge.sft.plan.inputs import TargetMachine
+from ktbridge.sft.plan.inputs import CpuTimes, ExpertTimes, ProductRates, TargetMachine
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.memory import CUDA_CONTEXT, predict_parts, total
 from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import in_storage, read_shape, stub_from_config
-from ktbridge.sft.plan.time import CpuTimes, ExpertTimes, ProductRates, pace_on_cpu, pace_on_gpu
+from ktbridge.sft.plan.time import pace_on_cpu, pace_on_gpu
 
 GB = 10**9
 BENCH = Path(__file__).parents[2] / "docs" / "bench"

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.placement import Costs
@@ -44,9 +43,6 @@ from ktbridge.sft.plan.shape import (
 from ktbridge.sft.precision import decide_precision
 from ktbridge.sft.quantized import QuantizedExperts, find_quantized, storage_notes
 
-if TYPE_CHECKING:
-    from ktbridge.sft.plan.time import CpuTimes
-
 _MOST = 256_000_000  # bytes that are read to time a disk
 _SECONDS = 2.0
 _CHUNK = 16 << 20
@@ -68,6 +64,39 @@ class TargetMachine:
     elsewhere: bool = False
     capabilities: tuple[str, ...] = ()
     """Compute capability of each GPU ("8.6"), where they are this machine's."""
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """Seconds of one layer's experts in a micro-batch, forward and backward.
+
+    ``first`` in an optimizer step, where the LoRA's gradients are made, ``next`` where they are added
+    to; ``reference`` is the forwards that no backward follows, where the stage has any; ``update`` the
+    optimizer's and clipping's seconds for one trained float32 on the CPU.
+    """
+
+    first: float
+    next: float
+    reference: float
+    update: float
+    how: str
+
+
+@dataclass(frozen=True)
+class ProductRates:
+    """FLOP/s of a linear module and of its input's gradient, and the device ("GPU" or "CPU")."""
+
+    forward: float
+    backward: float
+    where: str
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Measurements of a run whose experts the CPU computes: of the experts, and of a linear module."""
+
+    experts: ExpertTimes
+    rates: ProductRates
 
 
 @dataclass(frozen=True)

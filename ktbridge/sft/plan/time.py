@@ -11,7 +11,7 @@ import math
 import mmap
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from ktbridge.sft.attach import attach_linear_lora, threads_beside_python
 from ktbridge.sft.compat import set_attention
 from ktbridge.sft.disk import checkpoint_bytes
 from ktbridge.sft.placement import MOST_TOKENS, probe_tokens, times_cpu
+from ktbridge.sft.plan.inputs import CpuTimes, ExpertTimes, ProductRates
 from ktbridge.sft.plan.report import PredictedPace
 from ktbridge.sft.plan.setting import (
     RunSetting,
@@ -69,39 +70,6 @@ _OVERHEAD = 1.0
 # What a decoder layer's small operations on a GPU take of a micro-batch, beyond what the experts hide.
 _GPU_LAYER = 0.0035
 _DISK_RATE = 1e9
-
-
-@dataclass(frozen=True)
-class ExpertTimes:
-    """Seconds of one layer's experts in a micro-batch, forward and backward.
-
-    ``first`` in an optimizer step, where the LoRA's gradients are made, ``next`` where they are added
-    to; ``reference`` is the forwards that no backward follows, where the stage has any; ``update`` the
-    optimizer's and clipping's seconds for one trained float32 on the CPU.
-    """
-
-    first: float
-    next: float
-    reference: float
-    update: float
-    how: str
-
-
-@dataclass(frozen=True)
-class ProductRates:
-    """FLOP/s of a linear module and of its input's gradient, and the device ("GPU" or "CPU")."""
-
-    forward: float
-    backward: float
-    where: str
-
-
-@dataclass(frozen=True)
-class CpuTimes:
-    """Measurements of a run whose experts the CPU computes: of the experts, and of a linear module."""
-
-    experts: ExpertTimes
-    rates: ProductRates
 
 
 def measure_cpu(setting: RunSetting, memory: int | None) -> CpuTimes:
