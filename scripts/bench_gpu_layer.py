@@ -154,7 +154,7 @@ def cases(layer: Layer, tokens: int, rank: int) -> list[Case]:
 
     def gathered(matrices: torch.Tensor) -> Case:
         def before() -> None:
-            out = operations.gather(source, made.tokens, matrices.shape[1])
+            out = operations.gather_rows(source, made.tokens, matrices.shape[1])
             out[:, hidden:] = operations.by_row(out[:, :hidden], matrices, ends)
 
         name = "gather, A x" if matrices is below else "gather d, d sB"

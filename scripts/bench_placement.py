@@ -45,7 +45,7 @@ from rich.table import Table
 from ktbridge.cli._app import Command, terminable
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan.quantised import quantised_experts
+from ktbridge.sft.quantized import find_quantized
 
 LENGTH = 512
 OF_BEST, PREDICTION, MEMORY, OF_GPUS = 0.97, 0.15, 0.10, 0.95
@@ -153,7 +153,7 @@ def block(row: Row, mode: str) -> Record:
 def quantise(config: Path, row: Row) -> float | None:
     """Make the quantised experts of a run; the seconds that took, None where they were there."""
     parsed = load_config(config, ())
-    found = quantised_experts(parsed, Path(parsed.model_name_or_path))
+    found = find_quantized(parsed, Path(parsed.model_name_or_path))
     if found is None or found.ready:
         return None
     began = time.monotonic()

@@ -32,8 +32,8 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.files.sizes import figures, size_text
 from ktbridge.model import resolve_model
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan.quantised import experts_path
 from ktbridge.sft.plan.shape import read_shape
+from ktbridge.sft.quantized import experts_path
 
 
 def compare(config: str, overrides: tuple[str, ...], storage: str, output: Path) -> dict[str, Any]:

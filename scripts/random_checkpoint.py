@@ -35,8 +35,8 @@ from ktbridge.cli._ui import progress_bar
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.files.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.model.families import family_of
+from ktbridge.model.stub import stored_tensors
 from ktbridge.model.tensorfile import build_header
-from ktbridge.sft.plan.declared import stored_tensors
 
 # Shapes as the models' own config.json states them.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -37,7 +37,7 @@ def allow_on_cpu(put=setattr, free=60_000_000):
 
     put(placement, "GROUPS", (3,))
     put(expert_device, "_obstacle", lambda device: "")
-    put(expert_device, "_limits", lambda *_: placement.Limits(free, 1000, 100, 64, 128))
+    put(expert_device, "_limits", lambda *_: placement.MemoryBudget(free, 1000, 100, 64, 128))
     put(expert_device, "_measure", lambda *_: (some_costs(), 0))
 
 

@@ -1,4 +1,12 @@
-"""Published models' config.json, as far as a plan reads it."""
+"""Published models' config.json, as far as a plan reads it; a run's plan."""
+
+from ktbridge.sft.plan.inputs import read_plan_inputs
+from ktbridge.sft.plan.report import make_plan
+
+
+def plan_run(config, target, measure=True):
+    return make_plan(read_plan_inputs(config, target, measure))
+
 
 V2_LITE = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400,

@@ -16,12 +16,12 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 68_767,
-    "modules": 318,
-    "public names that several modules define": 87,
-    "docstrings that begin with a relative clause": 116,
-    "modules in circles of imports, for types too": 18,
-    "uses of Any": 332,
+    "lines": 72_480,
+    "modules": 306,
+    "public names that several modules define": 52,
+    "docstrings that begin with a relative clause": 80,
+    "modules in circles of imports, for types too": 6,
+    "uses of Any": 327,
 }
 SLACK = 0.03
 """What a number may be below its limit before the limit has to follow."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ktbridge.model.stub import CheckpointStub
     from ktbridge.sft.config import TrainConfig
-    from ktbridge.sft.plan.declared import Declared
 
 
 def ensure_model(named: str, weights: bool = True, *, quiet: bool = False) -> None:
@@ -27,14 +27,14 @@ def ensure_model(named: str, weights: bool = True, *, quiet: bool = False) -> No
         hub.fetch_model(wanted, weights, bar)
 
 
-def declared_model(named: str) -> Declared | None:
-    """The tensors of a model on the Hub whose weights aren't here, by their headers; its small files come.
+def stub_on_hub(named: str) -> CheckpointStub | None:
+    """Return a stub of a model on the Hub whose weights aren't here, by their headers; its small files come.
 
     None for a directory, for weights that are here, and where headers can't be read but config.json is here.
     """
     from ktbridge.errors import KtbridgeError
     from ktbridge.model import hub
-    from ktbridge.sft.plan.declared import Declared
+    from ktbridge.model.stub import CheckpointStub
 
     wanted = hub.repository(named)
     if wanted is None or hub.find_whole(wanted):
@@ -42,7 +42,7 @@ def declared_model(named: str) -> Declared | None:
     ensure_model(named, weights=False)
     path = hub.fetch_model(wanted, weights=False)
     try:
-        return Declared(path, hub.read_headers(wanted, path), from_files=True)
+        return CheckpointStub(path, hub.read_headers(wanted, path), from_files=True)
     except KtbridgeError:  # without a network, the sizes are config.json's
         return None
 

@@ -13,7 +13,7 @@ from ktbridge.cli._machine import described, machine_options
 from ktbridge.errors import UsageError
 
 if TYPE_CHECKING:
-    from ktbridge.sft.plan import Plan
+    from ktbridge.sft.plan.report import TrainingPlan
 
 
 @click.command(cls=Command, extra="train")
@@ -39,11 +39,12 @@ def command(
     are downloaded, never weights. Exit code 0 when the run fits this machine (or the one described), 1 when
     not.
     """
-    from ktbridge.cli._hub import declared_model, ensure_rows
+    from ktbridge.cli._hub import ensure_rows, stub_on_hub
     from ktbridge.cli._ui import emit_json, print_notes, stderr
     from ktbridge.cli.train import stdout_for_results
     from ktbridge.sft.config import load_config
-    from ktbridge.sft.plan import make_plan, this_machine
+    from ktbridge.sft.plan.inputs import read_plan_inputs, this_machine
+    from ktbridge.sft.plan.report import make_plan
 
     parsed = load_config(config, (*overrides, *told_format(from_format)))
     if not parsed.do_train:
@@ -52,10 +53,10 @@ def command(
             "`ktbridge predict CONFIG --dry-run` shows what would be answered.",
         )
     target = this_machine(Path(parsed.output_dir), described(machine))
-    declared = declared_model(parsed.model_name_or_path)
+    stub = stub_on_hub(parsed.model_name_or_path)
     ensure_rows(parsed)
     with stdout_for_results(), stderr.status("Reading headers and rows, timing the kernels …"):
-        plan = make_plan(parsed, target, measure=not no_measure, declared=declared)
+        plan = make_plan(read_plan_inputs(parsed, target, not no_measure, stub))
     if as_json:
         emit_json(plan.as_dict())
     else:
@@ -64,7 +65,7 @@ def command(
     sys.exit(0 if plan.fits else 1)
 
 
-def _show(plan: Plan) -> None:
+def _show(plan: TrainingPlan) -> None:
     from ktbridge.cli._ui import console, shown
     from ktbridge.files.sizes import size_text
 
@@ -92,7 +93,7 @@ def _show(plan: Plan) -> None:
         )
 
 
-def _show_sizes(plan: Plan) -> None:
+def _show_sizes(plan: TrainingPlan) -> None:
     """What takes how much of GPU, RAM, page cache and disk."""
     from rich.table import Table
 
@@ -118,7 +119,7 @@ def _show_sizes(plan: Plan) -> None:
     console.print(table)
 
 
-def _show_steps(plan: Plan) -> None:
+def _show_steps(plan: TrainingPlan) -> None:
     """How many steps, and how long they take."""
     from ktbridge.cli._ui import console, shown
     from ktbridge.files.sizes import figures, size_text
@@ -155,7 +156,7 @@ def _show_steps(plan: Plan) -> None:
     console.print(f"[dim]{shown(pace.how)}[/]", soft_wrap=True)
 
 
-def _show_experts(plan: Plan) -> None:
+def _show_experts(plan: TrainingPlan) -> None:
     """Devices that can compute the experts, with their speed."""
     from rich.table import Table
 

@@ -65,7 +65,7 @@ def _train(
 ) -> None:
     """Train as the first of the processes, or follow it as another."""
     from ktbridge.cli import predict
-    from ktbridge.cli._hub import declared_model, ensure_model, ensure_rows
+    from ktbridge.cli._hub import ensure_model, ensure_rows, stub_on_hub
     from ktbridge.cli._ui import print_notes, print_problems, progress_bar, shown, stderr
     from ktbridge.errors import ProblemsError
     from ktbridge.model import resolve_model
@@ -87,7 +87,7 @@ def _train(
         predict.run(parsed, dry_run=dry_run, as_json=as_json)
         return
     print_notes(parsed.notes, reasons=dry_run)
-    declared = declared_model(parsed.model_name_or_path)
+    declared = stub_on_hub(parsed.model_name_or_path)
     if declared is None and not dry_run:
         ensure_model(parsed.model_name_or_path)
     ensure_rows(parsed)

@@ -90,7 +90,7 @@ def run_backward(
 
 
 @dataclass
-class ExpertCall:
+class KernelCall:
     """State that one forward and its backward share besides tensors.
 
     The kernels hold addresses only, so the weights go along, to outlive the module in autograd.
@@ -118,7 +118,7 @@ class ExpertFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        call: ExpertCall,
+        call: KernelCall,
         hidden: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
@@ -152,7 +152,7 @@ class ExpertFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        call: ExpertCall = ctx.call
+        call: KernelCall = ctx.call
         kept: tuple[torch.Tensor, ...] = ctx.saved_tensors
         assert call.saved is not None  # autograd refuses a second backward above
         hidden, topk_weights, *lora = (*call.host, *kept)
@@ -226,8 +226,11 @@ _seconds = 0.0
 
 
 def kernel_seconds() -> float:
-    """Seconds that this process has spent in the expert kernels so far, forward and backward."""
-    return _seconds + seconds()
+    """Return the seconds that this process has spent in the expert kernels so far, forward and backward.
+
+    Of queued jobs those count that are known to be done.
+    """
+    return _seconds
 
 
 @contextmanager
@@ -293,7 +296,6 @@ class _Queued:
 _queued: defaultdict[CudaStream, deque[_Queued]] = defaultdict(deque)
 """What each stream was given and hasn't been looked at since; a stream runs its jobs in order."""
 _lock = threading.Lock()  # autograd has a thread for each GPU
-_seconds = 0.0
 
 
 @functools.cache
@@ -342,11 +344,6 @@ def finish_jobs(stream: CudaStream) -> None:
 def finish_after_backward(stream: CudaStream) -> None:
     """Call ``finish_jobs`` once, before the backward pass that is running returns to its caller."""
     compat.after_backward(stream, lambda: finish_jobs(stream))
-
-
-def seconds() -> float:
-    """Seconds that queued jobs have taken, of those that are known to be done."""
-    return _seconds
 
 
 def _settle(stream: CudaStream) -> None:

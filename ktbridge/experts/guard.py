@@ -37,7 +37,7 @@ def watch(base: PreTrainedModel) -> None:
         ktbridge_layers=tuple(find_layers(base)),  # to be found without a walk in every forward
     )
     # PEFT warns for any model that has a tuner layer. A model it was really applied to before is
-    # recognised by its configuration as well, which gives a second warning.
+    # recognized by its configuration as well, which gives a second warning.
     warnings.filterwarnings(
         "ignore", "You are trying to modify a model with PEFT for a second time", UserWarning
     )

@@ -21,7 +21,7 @@ from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.experts.gpu.copying import make_copier, make_staged_copier
 from ktbridge.experts.gpu.executor import GpuBinding, GpuExperts
 from ktbridge.experts.gpu.layout import group_experts
-from ktbridge.experts.gpu.placement import Placement, Sizes
+from ktbridge.experts.gpu.placement import ExpertSizes, Placement
 from ktbridge.experts.gpu.ring import Copier
 from ktbridge.experts.guard import has_peft, watch
 from ktbridge.experts.layer import ExpertOptions, MoELoRAExperts, expert_layers, find_layers
@@ -159,12 +159,12 @@ class PlacedExperts:
     """To be closed before the checkpoint's maps go."""
 
 
-def read_sizes(model: nn.Module, top_k: int) -> Sizes:
+def read_sizes(model: nn.Module, top_k: int) -> ExpertSizes:
     """Read the sizes of a wrapped model's routed experts."""
     layers = expert_layers(model)
     first = next(iter(layers.values()))
     stored = sum(each.stored_bytes for each in first.weights)
-    return Sizes(
+    return ExpertSizes(
         len(layers),
         first.num_experts,
         top_k,

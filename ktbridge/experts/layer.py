@@ -24,7 +24,7 @@ from ktbridge import _kernels
 from ktbridge.adapter.keys import LAYER
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import MAX_EXPERT_RANK, recompute
-from ktbridge.experts.autograd import ExpertCall, ExpertFunction, kernels_of
+from ktbridge.experts.autograd import ExpertFunction, KernelCall, kernels_of
 from ktbridge.experts.gpu.executor import GpuBinding, GpuCall, GpuFunction
 from ktbridge.experts.lora import LORA_NAMES, LoraUse, draw_dropout, float_zeros, lora_shapes
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights, Stack, check_layer, describe_tensor
@@ -379,14 +379,9 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         )
         keep = _KEEP[self.activation] if needed else _kernels.Keep.nothing
         if self.gpu is not None and hidden.device == self.gpu.experts.device:
-            there = GpuCall(
-                self.gpu.experts,
-                self.gpu.index,
-                used,
-                needed,
-                self.accumulate_grad,
-                recompute.replayed(),
-            )
+            experts, index = self.gpu.experts, self.gpu.index
+            again = recompute.replayed()
+            there = GpuCall(experts, index, used, needed, self.accumulate_grad, again)
             result: torch.Tensor = GpuFunction.apply(there, hidden, topk_ids, topk_weights, *lora)
             return result
         if any(parameter.device.type != "cpu" for parameter in lora):
@@ -395,7 +390,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
                 f"{hidden.device}.",
                 "Give the layer inputs on that device, or call layer.move_lora(torch.device('cpu')).",
             )
-        call = ExpertCall(
+        call = KernelCall(
             self._layer,
             self.weights,
             used,

@@ -29,21 +29,15 @@ from ktbridge.model import resolve_model
 from ktbridge.model.identity import config_differences
 from ktbridge.model.jsonfile import read_json_file
 
-_ACTING = (
-    "lora_alpha",
-    "r",
-    "use_rslora",
-    "use_dora",
-    "rank_pattern",
-    "alpha_pattern",
-    "fan_in_fan_out",
-)
+_EFFECTIVE = (
+    "lora_alpha", "r", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+)  # fmt: skip
 
 
 def effective_settings(adapter: Adapter) -> dict[str, Any]:
     """Return the part of adapter_config.json that decides how its tensors act."""
     config = adapter.config
-    return {field: config[field] for field in _ACTING if config.get(field) is not None}
+    return {field: config[field] for field in _EFFECTIVE if config.get(field) is not None}
 
 
 @dataclass(frozen=True)
@@ -127,33 +121,24 @@ def load_expert_lora(model: nn.Module, adapter: Adapter) -> None:
     """
     layers, source = expert_layers(model), set(adapter.expert_layers())
     where = str(adapter.path)
+    surplus = "expert LoRA for a layer that has no routed experts in the model"
+    lacking = "no expert LoRA for a layer that has routed experts in the model"
+    expected = f"layers {list(layers)}"
     problems = [
-        problem(
-            "KTL001",
-            f"{where}: layer {layer}",
-            "expert LoRA for a layer that has no routed experts in the model"
-            if layer in source
-            else "no expert LoRA for a layer that has routed experts in the model",
-            f"layers {list(layers)}",
-        )
-        for layer in sorted(source ^ set(layers))
+        problem("KTL001", f"{where}: layer {n}", surplus if n in source else lacking, expected)
+        for n in sorted(source ^ set(layers))
     ]
     loaded: list[tuple[torch.Tensor, torch.Tensor]] = []
     for index in sorted(source & set(layers)):
         problems += _untargeted(layers[index], adapter, index)
         for name in layers[index].lora_names:
             tensor, parameter = adapter.expert_tensor(index, name), getattr(layers[index], name)
-            if tuple(tensor.shape) == tuple(parameter.shape):
+            found, own = list(tensor.shape), list(parameter.shape)
+            if found == own:
                 loaded.append((parameter, to_torch(tensor)))
             else:
-                problems.append(
-                    problem(
-                        "KTL002",
-                        f"{where}: layer {index} {name}",
-                        f"shape {list(tensor.shape)}",
-                        f"{list(parameter.shape)}",
-                    )
-                )
+                place = f"{where}: layer {index} {name}"
+                problems.append(problem("KTL002", place, f"shape {found}", f"{own}"))
     if problems:
         raise ProblemsError("the adapter's expert LoRA doesn't fit this model.", problems)
     with torch.no_grad():

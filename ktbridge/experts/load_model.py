@@ -125,7 +125,7 @@ def load_mapped(
     with readable_load_errors(path):
         own, config = model_class(model_config(path), whole)
         with leave_experts_out(own) as cls:
-            options = _unquantised(config, mapped) | _attending(attention)
+            options = _unquantized(config, mapped) | _attending(attention)
             if device != CPU:
                 options["device_map"] = {"": device}
             model = _loaded(cls, path, config, dtype, options)
@@ -193,21 +193,21 @@ def model_class(
     raise ValueError(f"transformers has no language model for {config.model_type}")
 
 
-def _unquantised(config: PreTrainedConfig, mapped: MappedExperts) -> dict[str, object]:
-    """Options to load what isn't an expert in plain floats, from a quantised checkpoint."""
-    quantised = getattr(config, "quantization_config", None)
-    if not quantised:
+def _unquantized(config: PreTrainedConfig, mapped: MappedExperts) -> dict[str, object]:
+    """Return options to load what isn't an expert in plain floats, from a quantized checkpoint."""
+    quantized = getattr(config, "quantization_config", None)
+    if not quantized:
         return {}
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
     if method == "fp8":
         return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
     packed = [name for name in mapped.checkpoint if name.endswith((".weight_packed", "_blocks"))]
     if any(".experts." not in name for name in packed):
         raise UnmappableError(
             f"{mapped.path} has packed weights outside its routed experts",
-            "dequantise the checkpoint to bfloat16 first",
+            "dequantize the checkpoint to bfloat16 first",
         )
-    del config.quantization_config  # nothing but experts is quantised, and those are ours to read
+    del config.quantization_config  # nothing but experts is quantized, and those are ours to read
     return {}
 
 
@@ -348,31 +348,16 @@ def _check_splits(path: Path, settings: dict[str, object]) -> None:
     if not code and "kimi" in str(settings.get("auto_map")):
         return
     if not any(all(part in file.read_text("utf-8") for part in SPLITS) for file in code):
-        where = (
-            ", ".join(file.name for file in code) or "no tokenization_*.py, nor kimi in auto_map"
-        )
-        raise ProblemsError(
-            f"the tokenizer in {path} can't be built from {FILE}.",
-            [
-                problem(
-                    "KTC060", str(path), f"{where}: other splits than Kimi's", "Kimi's tokenizer"
-                )
-            ],
-        )
+        named = ", ".join(file.name for file in code)
+        found = f"{named or 'no tokenization_*.py, nor kimi in auto_map'}: other splits than Kimi's"
+        other = problem("KTC060", str(path), found, "Kimi's tokenizer")
+        raise ProblemsError(f"the tokenizer in {path} can't be built from {FILE}.", [other])
 
 
 def _unreadable(path: Path, found: str) -> ProblemsError:
-    return ProblemsError(
-        f"the tokenizer in {path.parent} can't be built from {FILE}.",
-        [
-            problem(
-                "KTC061",
-                str(path),
-                found,
-                "tiktoken's ranks 0, 1, 2, … and special tokens above them",
-            )
-        ],
-    )
+    expected = "tiktoken's ranks 0, 1, 2, … and special tokens above them"
+    damaged = problem("KTC061", str(path), found, expected)
+    return ProblemsError(f"the tokenizer in {path.parent} can't be built from {FILE}.", [damaged])
 
 
 class _Ranks(TikTokenConverter):

@@ -1,10 +1,8 @@
-"""LoRA of an expert layer: names, shapes, how one call uses it, and what dropout leaves out.
+"""LoRA of an expert layer: names, shapes, its use in one call, and the dropout of its inputs.
 
-Dropout of the expert LoRA: which elements of its inputs one call of a layer drops.
-
-No mask is kept: whether an element is dropped follows from the call's key and the element's place, by a hash
-whose definition is in kernels/moe/dropout.h. Here it is in torch, for the GPU's executor and for whoever
-checks; ``gpu.triton_kernels`` has it once more."""
+No dropout mask is stored: a hash of the call's key and the element's place decides, as kernels/moe/dropout.h
+defines it. Here it is in torch, for the GPU's executor and for tests; ``gpu.triton_kernels`` has it again.
+"""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class MappedExperts:
         if f"{first}.weight_zero_point" in self.checkpoint:
             raise UnmappableError(
                 f"{first} of {self.path} has a zero point; the kernels read symmetric weights",
-                "dequantise the checkpoint to bfloat16 first",
+                "dequantize the checkpoint to bfloat16 first",
             )
         if f"{first}.weight_packed" in self.checkpoint:
             packed = [self._tensor(f"{stem}.weight_packed") for stem in stems]
@@ -181,7 +181,7 @@ def leave_experts_out(cls: type[PreTrainedModel]) -> Iterator[type[PreTrainedMod
 
 
 ENOUGH = 64
-"""Waits for the disk in one step that are no longer chance; each brings a page and some neighbours."""
+"""Waits for the disk in one step that are no longer chance; each brings a page and some neighbors."""
 
 
 def explain_faults(last_good: str | None = None) -> None:
@@ -202,7 +202,7 @@ def explain_faults(last_good: str | None = None) -> None:
     _kernels.explain_faults("\nerror: KTL021  ", behind)
 
 
-class DiskReads:
+class DiskWaits:
     """Counts this process's waits for the disk when it reads memory (major page faults), by step."""
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ def save_raw_adapter(
     Warns of what was trained and is in neither half, and of an expert LoRA that is all zeros. Raises
     ``KtbridgeError`` where nothing is wrapped, the base model has no name, or the directory is occupied.
     """
-    named = required_base_name(model, base_model, "save_raw_adapter")
+    named = required_base_model(model, base_model, "save_raw_adapter")
     _write(model, directory, named, overwrite=overwrite, extra_files=extra_files, training=training)
 
 
@@ -102,7 +102,7 @@ def save_into(
     path, by default the model's own, which may be empty; ``values`` the trained parameters', by default
     the model's.
     """
-    named = base_name(model) if base_model is None else base_model
+    named = base_model_name(model) if base_model is None else base_model
     target = Path(directory)
     if not target.is_dir() or not any(target.iterdir()):
         _write(model, target, named, values, training=training)
@@ -140,12 +140,12 @@ def _write(
     )
 
 
-def required_base_name(model: nn.Module, given: str | None, asked_by: str) -> str:
-    """Return ``given``, else the model's own ``base_name``. Raises ``KtbridgeError`` if there is neither.
+def required_base_model(model: nn.Module, given: str | None, asked_by: str) -> str:
+    """Return ``given``, else ``base_model_name(model)``. Raises ``KtbridgeError`` if there is neither.
 
     ``asked_by`` is the function or class that takes it as ``base_model``.
     """
-    if named := given or base_name(model):
+    if named := given or base_model_name(model):
         return named
     raise KtbridgeError(
         "the model has no name of the base model it was loaded from.",
@@ -153,7 +153,7 @@ def required_base_name(model: nn.Module, given: str | None, asked_by: str) -> st
     )
 
 
-def base_name(model: nn.Module) -> str:
+def base_model_name(model: nn.Module) -> str:
     """Return the name or path that a model, or the one in a PeftModel, was loaded from; "" if it has none."""
     for config in (getattr(model, "peft_config", None) or {}).values():
         if config.base_model_name_or_path:

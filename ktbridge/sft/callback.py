@@ -14,7 +14,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts.layer import find_layers
 from ktbridge.experts.save_adapter import (
     find_unsaved_parameters,
-    required_base_name,
+    required_base_model,
     save_raw_adapter,
 )
 
@@ -56,7 +56,7 @@ class RawAdapterCallback(TrainerCallback):
                 "RawAdapterCallback found no wrapped experts in the Trainer's model.",
                 "Call ktbridge.sft.wrap_experts(model) before the Trainer is made.",
             )
-        required_base_name(model, self.base_model, "RawAdapterCallback")
+        required_base_model(model, self.base_model, "RawAdapterCallback")
         others = [name for name, _ in find_unsaved_parameters(model)]
         if others:
             raise KtbridgeError(

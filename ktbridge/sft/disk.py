@@ -10,6 +10,12 @@ from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
 
 
+def existing(path: Path) -> Path:
+    """Return ``path``, or the nearest directory above it that is there."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
 def adapter_bytes(trained: int) -> int:
     """Bytes of a raw adapter with ``trained`` weights, in bf16."""
     return 2 * trained
@@ -45,8 +51,7 @@ def check_room(config: TrainConfig, root: Path, trained: int, steps: int, beside
     needed and the free space.
     """
     output = Path(config.output_dir)
-    there = next(path for path in (output, *output.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing(output)).free
     free += sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     need = run_bytes(config, trained, steps) + beside
     if need > free:

@@ -18,7 +18,14 @@ from transformers import TrainerCallback
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.gpu.operations import has_tensor_cores
-from ktbridge.experts.gpu.placement import Costs, Limits, Placement, Scored, Sizes, spread_evenly
+from ktbridge.experts.gpu.placement import (
+    Costs,
+    ExpertSizes,
+    MemoryBudget,
+    Placement,
+    Scored,
+    spread_evenly,
+)
 from ktbridge.experts.gpu.timing import combine_costs, time_experts, time_update
 from ktbridge.experts.inject import PlacedExperts, give_to_gpu, read_sizes
 from ktbridge.experts.layer import expert_layers
@@ -32,7 +39,7 @@ from ktbridge.sft.placement import (
     OF_ALL,
     beyond,
     cpu_tokens,
-    describe,
+    describe_placement,
     limits_for,
     probe_tokens,
     rank_placements,
@@ -42,9 +49,9 @@ from ktbridge.sft.placement import (
     with_placement,
     without_gpu,
 )
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, Setting, predict
-from ktbridge.sft.plan.outside import outside_times, probe_sizes
-from ktbridge.sft.plan.parts import total
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, predict_parts, total
+from ktbridge.sft.plan.setting import RunSetting
+from ktbridge.sft.plan.time import outside_times, probe_sizes
 
 _GAIN = 1.1
 """How much faster a placement must be predicted than what was measured, to be moved to."""
@@ -54,12 +61,12 @@ _MEASURED = (2, 3)
 
 @dataclass
 class Ranking:
-    """What a run's placement was chosen from, to choose again."""
+    """Everything that a run's placement was chosen from, to choose again."""
 
-    setting: Setting
-    limits: Limits
+    setting: RunSetting
+    limits: MemoryBudget
     costs: Costs
-    sizes: Sizes
+    sizes: ExpertSizes
     taken: Scored
     seconds: list[float] = field(default_factory=list)
     """Of the steps in ``_MEASURED``."""
@@ -67,7 +74,7 @@ class Ranking:
 
 @dataclass
 class ExpertDevice:
-    """Where the experts are; as a context, its threads and registered pages are released at the end."""
+    """The device of the experts; as a context, its threads and registered pages are released at the end."""
 
     mode: str
     """cpu, stream or resident."""
@@ -128,8 +135,8 @@ class ExpertDevice:
         if step != _MEASURED[-1]:
             return ""
         measured = mean(ranking.seconds)
-        crossed, busy = self.placed.experts.link()
-        link = crossed / busy if busy else None
+        transferred, busy = self.placed.experts.link()
+        link = transferred / busy if busy else None
         ranking.costs = ranking.costs.scaled(measured / ranking.taken.seconds.step, link)
         now = ranking.taken.placement
         again = rank_placements(ranking.setting, ranking.limits, ranking.costs, ranking.sizes)
@@ -147,12 +154,12 @@ class ExpertDevice:
                 self._move(scored.placement)
                 return (
                     f"a step took {measured:.2f} s; moved to "
-                    f"{describe(scored, ranking.sizes, ranking.limits.step_tokens)}"
+                    f"{describe_placement(scored, ranking.sizes, ranking.limits.step_tokens)}"
                 )
         return ""
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to repeat the bits of this one, but for its tokens a micro-batch."""
+        """Return what a resumed run needs to repeat this one's bits, but for the tokens of a micro-batch."""
         return {"on_gpu": self.placed is not None, "mode": self.mode}
 
     def _move(self, placement: Placement) -> None:
@@ -201,8 +208,8 @@ def _reachable(now: Placement, other: Placement) -> bool:
     return all(getattr(now, name) == getattr(other, name) for name in same)
 
 
-def _smaller(now: Placement, sizes: Sizes, short: int) -> tuple[Placement, str] | None:
-    """A placement that takes some ``short`` bytes less, and what it gave back; None: there is none."""
+def _smaller(now: Placement, sizes: ExpertSizes, short: int) -> tuple[Placement, str] | None:
+    """Return a placement of about ``short`` bytes less and what it gave back; None if there is none."""
     if now.slots > 2:
         slots = max(2, now.slots - -(-short // now.slot_bytes))
         what = f"{now.slots - slots} of {now.slots} slots for streamed experts"
@@ -230,7 +237,7 @@ def check_expert_device(config: TrainConfig) -> None:
 
 
 def place_experts(
-    setting: Setting, model: Any, resumed: Mapping[str, Any] | None = None
+    setting: RunSetting, model: Any, resumed: Mapping[str, Any] | None = None
 ) -> ExpertDevice:
     """Give the experts of a wrapped, loaded model to the CPU kernels or to the GPU; before the optimizer.
 
@@ -271,7 +278,7 @@ def place_experts(
             raise
         return _on_cpu(setting, limits, memory, error)
     taken = ranked[0]
-    why = describe(taken, sizes, limits.step_tokens)
+    why = describe_placement(taken, sizes, limits.step_tokens)
     others = [each for each in ranked if each.placement.on_gpu != taken.placement.on_gpu]
     if others:
         where = "the GPU" if others[0].placement.on_gpu else "the CPU"
@@ -279,7 +286,7 @@ def place_experts(
     placement = taken.placement
     if not placement.on_gpu:
         return ExpertDevice("cpu", placement.tokens, why, predicted=taken.seconds.step)
-    in_all = total(predict(with_placement(setting, placement.tokens, placement)), "GPU")
+    in_all = total(predict_parts(with_placement(setting, placement.tokens, placement)), "GPU")
     placed = give_to_gpu(model, device, placement)
     if len(placement.resident) < sizes.layers:
         why += f"; weights {placed.how}"
@@ -292,9 +299,9 @@ def place_experts(
 
 
 def _on_cpu(
-    setting: Setting, limits: Limits, memory: int | None, short: UsageError
+    setting: RunSetting, limits: MemoryBudget, memory: int | None, short: UsageError
 ) -> ExpertDevice:
-    """The experts on the CPU, because of what is ``short``."""
+    """Return the experts on the CPU, because of what is ``short``."""
     tokens = cpu_tokens(setting, limits, memory)
     return ExpertDevice("cpu", tokens, f"{without_gpu(short)}; {_size(tokens)}")
 
@@ -303,8 +310,8 @@ def _size(tokens: int) -> str:
     return f"{tokens:,} tokens a micro-batch"
 
 
-def _as_before(setting: Setting, resumed: Mapping[str, Any] | None) -> Setting:
-    """The setting with what decides a run's bits as in the run that goes on."""
+def _as_before(setting: RunSetting, resumed: Mapping[str, Any] | None) -> RunSetting:
+    """Return the setting with what decides a run's bits as in the run that goes on."""
     config = setting.config
     if not resumed or not resumed.get("tokens"):
         return setting
@@ -316,9 +323,9 @@ def _as_before(setting: Setting, resumed: Mapping[str, Any] | None) -> Setting:
 
 
 def _measure(
-    setting: Setting, model: Any, sizes: Sizes, limits: Limits, device: torch.device
+    setting: RunSetting, model: Any, sizes: ExpertSizes, limits: MemoryBudget, device: torch.device
 ) -> tuple[Costs, int]:
-    """A step's costs on the run's own model, and bytes a token outside the experts."""
+    """Measure a step's costs on the run's own model, and bytes a token outside the experts."""
     layer = next(iter(expert_layers(model).values()))
     most, short = probe_tokens(limits), times_cpu(setting, limits)
     experts = time_experts(layer, device, sizes.top_k, most, free=max(1, limits.free), cpu=short)
@@ -342,8 +349,8 @@ def _obstacle(device: torch.device) -> str:
     return ""
 
 
-def _limits(setting: Setting, device: torch.device) -> Limits:
-    """GPU memory for experts and activations; a budget is held from here on."""
+def _limits(setting: RunSetting, device: torch.device) -> MemoryBudget:
+    """Return the GPU memory for experts and activations; a budget is held from here on."""
     free, whole = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device)
     budget = setting.config.kt_config.kt_gpu_memory

@@ -31,7 +31,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed.group import add, agree, exchange
 from ktbridge.sft.distributed.optimizer import reduces_itself
 from ktbridge.sft.launch import world
-from ktbridge.sft.placement import cut, fill
+from ktbridge.sft.placement import pack_joined_rows, pack_padded_rows
 
 if TYPE_CHECKING:
     from ktbridge.sft.expert_device import ExpertDevice
@@ -228,7 +228,9 @@ class MicroBatchRunner:
 
     def pack(self, lengths: Sequence[int], tokens: int) -> list[list[int]]:
         """Return the places of the rows of each micro-batch of at most ``tokens`` tokens."""
-        return (fill if self._trainer.is_packed() else cut)(lengths, tokens)
+        return (pack_joined_rows if self._trainer.is_packed() else pack_padded_rows)(
+            lengths, tokens
+        )
 
     def tokens_of(self, rows: Sequence[Row]) -> int:
         """Return the tokens of a micro-batch of ``rows``, padding included."""

@@ -53,7 +53,7 @@ from ktbridge.sft.compat import has_balancing_loss
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import stabilised
 from ktbridge.sft.launch import shards_parameters
-from ktbridge.sft.plan.quantised import experts_path
+from ktbridge.sft.quantized import experts_path
 
 _PACKED = (".weight_packed", ".qweight", ".weight.absmax")
 """Names that quantisers write in a weight's place: compressed-tensors, GPTQ and AWQ, bitsandbytes."""

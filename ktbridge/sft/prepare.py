@@ -21,6 +21,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, h
 from ktbridge.experts.load_model import load_tokenizer
 from ktbridge.install import linear_attention_gaps
 from ktbridge.model import find_model, read_model_config, resolve_model
+from ktbridge.model.stub import CheckpointStub
 from ktbridge.sft.arguments import check_reporters
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import (
@@ -39,9 +40,8 @@ from ktbridge.sft.data.images import Vision, read_vision
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.model import Trainable, check_model, choose_device
-from ktbridge.sft.plan.declared import Declared
 from ktbridge.sft.plan.lengths import Lengths, evaluation_steps, fitted_lengths, optimizer_steps
-from ktbridge.sft.plan.quantised import Quantised, quantised_experts, storage_notes
+from ktbridge.sft.quantized import QuantizedExperts, find_quantized, storage_notes
 from ktbridge.sft.resume import (
     Resumption,
     RunFingerprint,
@@ -88,7 +88,7 @@ class Prepared:
     trainable: Trainable
     notes: tuple[Problem, ...]
     """Notes for the user besides ``config.notes``."""
-    quantised: Quantised | None = None
+    quantised: QuantizedExperts | None = None
     """The quantised experts that it takes, which may have to be made."""
     vision: Vision | None = None
     """The image processor, where rows have images: the model is loaded with its vision tower."""
@@ -98,7 +98,7 @@ def prepare(
     config: TrainConfig,
     processes: int = 1,
     on_rows: Callable[[int, int], None] | None = None,
-    declared: Declared | None = None,
+    declared: CheckpointStub | None = None,
 ) -> Prepared:
     """Check everything that needs no weights: output, packages, model, rows, tokenizer, checkpoint.
 
@@ -182,12 +182,12 @@ class _Checked(NamedTuple):
     slow: list[Problem]
     tokenizer: PreTrainedTokenizerBase
     rows: Rows | TokenizedRun | RowStream
-    quantised: Quantised | None
+    quantised: QuantizedExperts | None
     cache: TokenCache | None
     vision: Vision | None
 
 
-def _check_all(config: TrainConfig, declared: Declared | None) -> _Checked:
+def _check_all(config: TrainConfig, declared: CheckpointStub | None) -> _Checked:
     """Check output, model and rows, and raise all problems together."""
     asked = Problems(code="KTC014")
     asked.attempt("output_dir", lambda: _check_output(config))
@@ -255,7 +255,7 @@ def _held_out_notes(
 def with_weights(config: TrainConfig, ready: Prepared) -> Prepared:
     """Return what ``prepare`` left open because the model's weights were still to be downloaded."""
     notes = (*ready.notes, *storage_notes(config, ready.base))
-    return replace(ready, quantised=quantised_experts(config, ready.base), notes=notes)
+    return replace(ready, quantised=find_quantized(config, ready.base), notes=notes)
 
 
 def _check_attention(config: TrainConfig) -> None:
@@ -268,16 +268,18 @@ def _check_attention(config: TrainConfig) -> None:
         )
 
 
-def _experts_missing(config: TrainConfig, declared: Declared | None) -> bool:
+def _experts_missing(config: TrainConfig, declared: CheckpointStub | None) -> bool:
     """Return whether the experts' weights are still to be downloaded: how they are stored is known then."""
     return declared is not None and not config.kt_config.kt_weight_path
 
 
-def _quantised(config: TrainConfig, base: Path, declared: Declared | None) -> Quantised | None:
+def _quantised(
+    config: TrainConfig, base: Path, declared: CheckpointStub | None
+) -> QuantizedExperts | None:
     """The quantised experts that the run takes, if any. Raises where there is no room to make them."""
-    found = None if _experts_missing(config, declared) else quantised_experts(config, base)
+    found = None if _experts_missing(config, declared) else find_quantized(config, base)
     if found and not found.ready:
-        found.check_room()
+        found.check_disk()
     return found
 
 

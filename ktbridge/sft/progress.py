@@ -21,7 +21,7 @@ from ktbridge import _kernels
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.experts.autograd import kernel_seconds
-from ktbridge.experts.mapped import DiskReads, explain_faults
+from ktbridge.experts.mapped import DiskWaits, explain_faults
 from ktbridge.files.publish import OnProgress
 from ktbridge.sft import distributed
 
@@ -151,7 +151,7 @@ class WeightsWatch(TrainerCallback):
     ) -> None:
         self.notes: list[Problem] = []
         self._last_good, self._isa, self._on_note = last_good, isa, on_note
-        self._reads: DiskReads | None = None
+        self._reads: DiskWaits | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         explain_faults(self._last_good())
@@ -161,7 +161,7 @@ class WeightsWatch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._reads is None:
-            self._reads = DiskReads()
+            self._reads = DiskWaits()
         elif waits := self._reads.step():
             where = f"step {state.global_step}"
             if not any(note.code == "KTL022" for note in self.notes):

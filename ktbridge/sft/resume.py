@@ -26,7 +26,7 @@ from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.fields import Values, options
 from ktbridge.sft.data.images import IMAGE_FILES
 from ktbridge.sft.launch import world
-from ktbridge.sft.plan.quantised import quantised_experts
+from ktbridge.sft.quantized import find_quantized
 
 FINGERPRINT_FILE = "ktbridge_checkpoint.json"
 FILES = "files"
@@ -138,7 +138,7 @@ def fingerprint_run(
     settings = _settings(config)
     block = settings["kt_config"] = _settings(config.kt_config)
     settings["bf16"] = config.in_bfloat16
-    if found := quantised_experts(config, base):
+    if found := find_quantized(config, base):
         settings["experts quantised to"] = found.storage
     # Without it as in runs that began before the experts had dropout, and others aren't taken for those.
     block.pop("kt_lora_dropout", None)

@@ -48,11 +48,11 @@ from ktbridge.sft.liger import use_liger
 from ktbridge.sft.microbatch import MicroBatchRunner, OnNote, tokens_per_pass
 from ktbridge.sft.model import choose_device, load_trainable
 from ktbridge.sft.output import Log, files_beside, write_output
-from ktbridge.sft.plan.memory import Setting
-from ktbridge.sft.plan.quantised import experts_path, quantised_experts
+from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.progress import OnLog, Reporter, WeightsWatch, is_record
+from ktbridge.sft.quantized import experts_path, find_quantized
 from ktbridge.sft.resume import (
     LABELS,
     archive_checkpoints,
@@ -229,10 +229,10 @@ def quantise_first(
     """Make the quantised experts that a run asks for, on each host by its first process; others wait for it.
 
     Returns ``prepared``, which is made where it is needed. ``train`` calls it too, and then finds them there.
-    Raises what ``prepare`` and ``Quantised.make`` raise.
+    Raises what ``prepare`` and ``QuantizedExperts.make`` raise.
     """
     if distributed.world().local_rank:
-        found = quantised_experts(config, resolve_model(config.model_name_or_path))
+        found = find_quantized(config, resolve_model(config.model_name_or_path))
         if found:
             found.wait()
         return prepared
@@ -242,7 +242,7 @@ def quantise_first(
     return ready
 
 
-def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
+def run_setting(config: TrainConfig, ready: Prepared) -> RunSetting:
     """Return the run as the plan knows it, with the lengths of the rows that were tokenized.
 
     ``config`` is that of ``ready``, whose dtype is decided.
@@ -256,7 +256,7 @@ def run_setting(config: TrainConfig, ready: Prepared) -> Setting:
     threads = config.kt_config.kt_num_threads or 1
     cuda = choose_device(config).type == "cuda"
     kernels = cuda and has_linear_attention_kernels()
-    return Setting(shape, config, lengths, cuda, threads, kernels=kernels)
+    return RunSetting(shape, config, lengths, cuda, threads, kernels=kernels)
 
 
 def make_trainer(

@@ -51,7 +51,7 @@ from ktbridge.sft.distributed.group import group
 from ktbridge.sft.expert_device import place_experts
 from ktbridge.sft.model import threads_beside_python
 from ktbridge.sft.plan.lengths import Lengths
-from ktbridge.sft.plan.memory import Setting
+from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import read_shape
 
 OURS = ("cpu", "stream", "resident", "auto")
@@ -110,7 +110,7 @@ def place(case: dict[str, Any], model: Any) -> None:
     )
     each = (length,) * case["rows"]
     lengths = Lengths(case["rows"], case["rows"], length, length, True, False, each)
-    setting = Setting(read_shape(Path(case["checkpoint"])), config, lengths, True, 1)
+    setting = RunSetting(read_shape(Path(case["checkpoint"])), config, lengths, True, 1)
     found = place_experts(setting, model)
     case["placed"] = found.why
     if not passes and found.tokens:

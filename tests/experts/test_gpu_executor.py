@@ -380,7 +380,7 @@ class Launches(TorchDispatchMode):
         self.found, self.waits, self._patch, self._inside = Counter(), [], patch, False
 
     def __enter__(self):
-        for name in (*self.OWN, "gather_thin", "gather", "activation_thin", "combine", "write_borders",
+        for name in (*self.OWN, "gather_thin", "gather_rows", "activation_thin", "combine", "write_borders",
                      "activation_backward_thin", "by_row"):  # fmt: skip
             self._patch.setattr(operations, name, self._counted(name, getattr(operations, name)))
         self._patch.setattr(layer_math, "by_row", operations.by_row)

@@ -75,7 +75,7 @@ def test_routing_in_kernels_is_torchs(kernels, tokens, experts, top_k, dtype):
     for place in (None, torch.randperm(experts)):
         expected = operations.route(ids, place, experts)
         rows = operations.rows_for(ids.numel(), experts)
-        found = triton_kernels.route(there(ids), there(place), experts, rows)
+        found = triton_kernels.launch_route(there(ids), there(place), experts, rows)
         for one, other in zip(found, vars(expected).values(), strict=True):
             assert torch.equal(one.cpu(), other)
 
@@ -91,7 +91,9 @@ def test_rows_gathered_with_their_thin_product(kernels, wide):
         filled = int(rows.ends[-1])
         assert torch.equal(expected[:filled, :HIDDEN], source[rows.tokens[:filled]])
         moved = there(below) if matrices is below else there(right).transpose(1, 2)
-        found = kernels.gather_thin(there(source), there(rows.tokens), moved, there(rows.ends))
+        found = kernels.launch_gather_thin(
+            there(source), there(rows.tokens), moved, there(rows.ends)
+        )
         assert torch.equal(found[:, :HIDDEN].cpu(), expected[:, :HIDDEN])
         close(found, expected, atol=0.1)
         assert not found[filled:].any()
@@ -106,7 +108,7 @@ def test_activation_and_its_gradient_with_their_thin_products(kernels, gating):
     d_h[rows.slots == ids.numel()] = torch.nan  # padding counts nothing, whatever stands there
     below, above = made(EXPERTS, half, INNER), made(EXPERTS, 2 * half, 2 * INNER)
     h = operations.activation_thin(gate_up, below, rows.ends, gating)
-    found = kernels.activation_thin(there(gate_up), there(below), there(rows.ends), gating)
+    found = kernels.launch_activation_thin(there(gate_up), there(below), there(rows.ends), gating)
     close(found, h, atol=0.1)
     weights, more = torch.rand(ids.numel()), torch.randn(count)
     for extra in (None, more):
@@ -117,7 +119,7 @@ def test_activation_and_its_gradient_with_their_thin_products(kernels, gating):
             d, again = operations.activation_backward_thin(
                 gate_up, safe, expected, above, rows.ends, also, extra, gating
             )
-            got, got_h = kernels.activation_backward_thin(
+            got, got_h = kernels.launch_activation_backward_thin(
                 *there_all(gate_up, d_h),
                 weighing,
                 *there_all(above, rows.ends, also, extra),
@@ -149,7 +151,7 @@ def test_borders_have_the_bits_of_a_saved_adapter(kernels, rank, ordered, dtype)
     gate_up, down = (torch.zeros(shape, dtype=DTYPE) for shape in shapes)
     found = [there(each) for each in (gate_up, down)]
     operations.write_borders(gate_up, down, lora, rank, 0.3, order, first)
-    kernels.write_borders(*found, there(lora), rank, 0.3, there(order), first)
+    kernels.launch_write_borders(*found, there(lora), rank, 0.3, there(order), first)
     assert torch.equal(found[0].cpu(), gate_up)
     assert torch.equal(found[1].cpu(), down)
     place = first if order is None else order[first]
@@ -189,7 +191,7 @@ def test_lora_gradients_are_summed_in_float32(kernels, rank, form):
         )
         found = there(replace(expected, tensors={n: t.clone() for n, t in before.items()}))
         operations.lora_gradients(*given, ends, expected)
-        kernels.lora_gradients(*there_all(*given), there(ends), found)
+        kernels.launch_lora_gradients(*there_all(*given), there(ends), found)
         for name, tensor in expected.tensors.items():
             close(found.tensors[name], tensor, rtol=1e-4, atol=1e-3)
             untouched = (tensor == before[name]).flatten(1).all(1)

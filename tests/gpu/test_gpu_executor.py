@@ -110,26 +110,26 @@ def test_the_kernels_of_biases_and_gatings_give_what_torch_gives(triton):
         gate_up, d_h = torch.randn(rows, 2 * width).bfloat16(), torch.randn(rows, width).bfloat16()
         bias, owners = torch.randn(5, 2 * width).bfloat16(), torch.randint(5, (rows,))
         found, expected = gate_up.to(CUDA), gate_up.clone()
-        triton.add_bias(found, bias.to(CUDA), owners.to(CUDA))
+        triton.launch_add_bias(found, bias.to(CUDA), owners.to(CUDA))
         operations.add_bias(expected, bias, owners)
         assert torch.equal(found.cpu(), expected)
-        products = triton.bias_products(*(each.to(CUDA) for each in (gate_up, bias, owners)))
+        products = triton.launch_bias_products(*(each.to(CUDA) for each in (gate_up, bias, owners)))
         expected = operations.bias_products(gate_up, bias, owners)
         torch.testing.assert_close(products.cpu(), expected, rtol=1e-4, atol=1e-3)
         for gating in (GPT_OSS, Gating(0.5), Gating(alpha=1.702, offset=1.0)):
-            found = triton.activation(gate_up.to(CUDA), width, wide, gating)[:, :width]
+            found = triton.launch_activation(gate_up.to(CUDA), width, wide, gating)[:, :width]
             h = operations.activation(gate_up, width, wide, gating)
             close(found, h[:, :width])
             arguments = gate_up, d_h, h, torch.rand(rows)
             d, d_weights = operations.activation_backward(*arguments, width, wide, gating)
-            found, found_weights = triton.activation_backward(
+            found, found_weights = triton.launch_activation_backward(
                 *(tensor.to(CUDA) for tensor in arguments), width, wide, gating
             )
             close(found[:, : 2 * width], d[:, : 2 * width])
             torch.testing.assert_close(found_weights.cpu(), d_weights, rtol=1e-4, atol=1e-3)
         broken = gate_up.clone()
         broken[3, 1] = broken[4, width + 1] = torch.nan
-        found = triton.activation(broken.to(CUDA), width, wide, GPT_OSS).cpu()
+        found = triton.launch_activation(broken.to(CUDA), width, wide, GPT_OSS).cpu()
         assert found[[3, 4], [1, 1]].isnan().all()
 
 
@@ -240,17 +240,17 @@ def close(found, expected):
 def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, slots):
     torch.manual_seed(0)
     source, which = torch.randn(tokens, width).bfloat16(), torch.randint(tokens, (rows,))
-    found = triton.gather(source.to(CUDA), which.to(CUDA), wide)
+    found = triton.launch_gather(source.to(CUDA), which.to(CUDA), wide)
     assert found.shape == (rows, width + wide)
     assert torch.equal(found[:, :width].cpu(), source[which])
     gate_up, d_h = torch.randn(rows, 2 * width).bfloat16(), torch.randn(rows, width).bfloat16()
-    found = triton.activation(gate_up.to(CUDA), width, wide)
+    found = triton.launch_activation(gate_up.to(CUDA), width, wide)
     h = operations.activation(gate_up, width, wide)
     close(found[:, :width], h[:, :width])
     weights = torch.rand(rows)
     arguments = gate_up, d_h, h, weights
     d, d_weights = operations.activation_backward(*arguments, width, 2 * wide)
-    found, found_weights = triton.activation_backward(
+    found, found_weights = triton.launch_activation_backward(
         *(tensor.to(CUDA) for tensor in arguments), width, 2 * wide
     )
     close(found[:, : 2 * width], d[:, : 2 * width])
@@ -259,8 +259,11 @@ def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, s
     for each in (None, counts):
         expected = operations.combine(d_h, at, each)
         given = None if each is None else each.to(CUDA)
-        close(triton.combine(d_h.to(CUDA), at.to(CUDA), given), expected)
-    assert triton.gather(source.to(CUDA), which[:0].to(CUDA), wide).shape == (0, width + wide)
+        close(triton.launch_combine(d_h.to(CUDA), at.to(CUDA), given), expected)
+    assert triton.launch_gather(source.to(CUDA), which[:0].to(CUDA), wide).shape == (
+        0,
+        width + wide,
+    )
     numbers = torch.randint(2**33, (rows,))
     for projection, key in enumerate((5, 2**62 + 12345, 2**63 - 1)):
         mask, there_too = (
@@ -271,7 +274,7 @@ def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, s
             given = source if which_rows is not None else h[:, :width]
             expected = operations.keep(given, which_rows, mask)
             at = None if which_rows is None else which_rows.to(CUDA)
-            assert torch.equal(triton.keep(given.to(CUDA), at, there_too).cpu(), expected)
+            assert torch.equal(triton.launch_keep(given.to(CUDA), at, there_too).cpu(), expected)
         for count in (1, 2) if projection < 2 else (1,):
             total, parts = h[:, :width].clone(), [d_h, h[:, :width].contiguous()][:count]
             masks, theirs = (
@@ -279,7 +282,7 @@ def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, s
                 for each in (mask, there_too)
             )
             found = total.to(CUDA)
-            triton.add_kept(found, [part.to(CUDA) for part in parts], theirs)
+            triton.launch_add_kept(found, [part.to(CUDA) for part in parts], theirs)
             operations.add_kept(total, parts, masks)
             close(found, total)
 

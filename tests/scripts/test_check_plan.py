@@ -7,11 +7,12 @@ from io import StringIO
 
 import pytest
 from click.testing import CliRunner
+from planshapes import plan_run
 from rich.console import Console
 
 from ktbridge.errors import UsageError
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan import make_plan, this_machine
+from ktbridge.sft.plan.inputs import this_machine
 
 TINY = (
     "num_hidden_layers=2 hidden_size=64 num_attention_heads=4 num_key_value_heads=2 head_dim=16 "
@@ -96,6 +97,6 @@ def test_a_case_becomes_a_run_that_can_be_planned(tmp_path):
         "cutoff_len=40 per_device_train_batch_size=2 gradient_accumulation_steps=3 lora_rank=4"
     )
     run = prepare(parse_case(f"qwen3_moe {TINY} / {options} use_cpu=true"), tmp_path, steps=2)
-    made = make_plan(load_config(run), this_machine(tmp_path), measure=False)
+    made = plan_run(load_config(run), this_machine(tmp_path), measure=False)
     assert (made.rows, made.longest, made.mean_tokens, made.steps) == (12, 40, 40, 2)
     assert made.total("RAM") > 0

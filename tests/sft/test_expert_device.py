@@ -21,7 +21,14 @@ from trainrun import DPO, conversation, log_of, losses, pair, text, write_run
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, UsageError
-from ktbridge.experts.gpu.placement import GROUPS, Cut, Limits, Sizes, predict_seconds, rank
+from ktbridge.experts.gpu.placement import (
+    GROUPS,
+    ExpertSizes,
+    MemoryBudget,
+    StepSplit,
+    predict_seconds,
+    rank,
+)
 from ktbridge.sft import expert_device, optimizer
 from ktbridge.sft.optimizer import DeferredAdam
 
@@ -176,9 +183,9 @@ def test_memory_that_nothing_fits_is_not_measured_in(monkeypatch: pytest.MonkeyP
 
 
 def test_what_was_given_back_is_not_taken_again() -> None:
-    sizes = Sizes(6, 8, 2, 64, 32, 4, 8 * 6 * 64 * 32)
-    limits = Limits(10**7, 100, 100, 64, 256)
-    cuts, costs = [Cut(256, (256,))], some_costs()
+    sizes = ExpertSizes(6, 8, 2, 64, 32, 4, 8 * 6 * 64 * 32)
+    limits = MemoryBudget(10**7, 100, 100, 64, 256)
+    cuts, costs = [StepSplit(256, (256,))], some_costs()
     taken = rank(sizes, cuts, limits, costs, mode="stream", gpu_experts=0)[0]
     moved = []
 
@@ -229,9 +236,9 @@ def test_no_placement_takes_more_than_there_is(
     mode: str,
 ) -> None:
     stored = experts * 6 * size * 32
-    sizes = Sizes(layers, experts, min(experts, 8), 32, size, rank_, stored)
-    cuts = [Cut(longest * n, (longest * n,) * -(-count // n)) for n in (1, 2, count)]
-    limits = Limits(free, token, 0, longest, longest * count, min(token, 64 * layers))
+    sizes = ExpertSizes(layers, experts, min(experts, 8), 32, size, rank_, stored)
+    cuts = [StepSplit(longest * n, (longest * n,) * -(-count // n)) for n in (1, 2, count)]
+    limits = MemoryBudget(free, token, 0, longest, longest * count, min(token, 64 * layers))
     found = rank(sizes, cuts, limits, some_costs(), mode=mode)
     for scored in found:
         placement = scored.placement

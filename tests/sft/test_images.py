@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
+from planshapes import plan_run
 from pyarrow import parquet
 from safetensors.torch import load_file
 from trainrun import quiet, tokenized, train, write_lines, write_run
@@ -37,7 +38,7 @@ from ktbridge.predict.run import plan_engine, predict
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import describe_rows, load_rows, tokenize_rows
 from ktbridge.sft.data.images import load_pixels, read_vision
-from ktbridge.sft.plan import Target, make_plan
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.plan.lengths import read_lengths
 
 VL = "qwen3_vl_moe"
@@ -235,7 +236,7 @@ def test_plan_counts_images_and_the_vision_tower(
 ) -> None:
     shown = write_lines(tmp_path / "shown.jsonl", colour_rows(tmp_path, range(2), 128))
     read = write_lines(tmp_path / "read.jsonl", [row("colour?", answer="green")] * 8)
-    target = Target(2**34, 2**34, 2**40, 2)
+    target = TargetMachine(2**34, 2**34, 2**40, 2)
     tower = sum(
         tensor.numel()
         for name, tensor in load_file(bases[kind] / "model.safetensors").items()
@@ -244,7 +245,7 @@ def test_plan_counts_images_and_the_vision_tower(
     plans = {}
     for file in (shown, read):
         config = configured(bases[kind], file, per_device_train_batch_size=2, max_steps=1)
-        plans[file] = plan = make_plan(config, target, measure=False)
+        plans[file] = plan = plan_run(config, target, measure=False)
         parts = {part.what: part for part in plan.parts}
         # Qwen3-VL has no text model without the tower in transformers, so it is always loaded.
         assert ("the vision tower" in parts) == (file == shown or kind == VL)

@@ -24,7 +24,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.microbatch import tokens_per_pass
-from ktbridge.sft.placement import cut, fill
+from ktbridge.sft.placement import pack_joined_rows, pack_padded_rows
 from ktbridge.sft.progress import Diverged
 
 ROWS = 10
@@ -361,7 +361,7 @@ def test_a_cut_has_the_fewest_passes_and_of_those_the_least_padding(
         fits = all(size <= most or len(each) == 1 for size, each in zip(sizes, passes, strict=True))
         return (len(passes), sum(sizes)) if fits else (99, 0)
 
-    found = cut(lengths, most)
+    found = pack_padded_rows(lengths, most)
     assert sorted(row for each in found for row in each) == list(range(len(lengths)))
     assert cost(found) == min(map(cost, partitions(list(range(len(lengths))))))
     assert max(lengths) == lengths[found[0][0]]
@@ -371,7 +371,7 @@ def test_a_cut_has_the_fewest_passes_and_of_those_the_least_padding(
 def test_a_fill_keeps_the_limit_and_leaves_no_two_passes_half_empty(
     lengths: list[int], most: int
 ) -> None:
-    found = fill(lengths, most)
+    found = pack_joined_rows(lengths, most)
     assert sorted(row for each in found for row in each) == list(range(len(lengths)))
     sizes = [sum(lengths[row] for row in each) for each in found]
     assert all(size <= most or len(each) == 1 for size, each in zip(sizes, found, strict=True))

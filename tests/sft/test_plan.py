@@ -13,7 +13,7 @@ import trainrun
 import trl
 from click.testing import CliRunner
 from expertmoe import Shape, make_inputs, make_layer
-from planshapes import V2_LITE
+from planshapes import V2_LITE, plan_run
 from tinymoe import tiny_model
 from trainrun import conversation, pair, write_lines
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,23 +22,27 @@ from ktbridge.cli import main
 from ktbridge.cli.plan import command as plan_command
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts import lora_targets
+from ktbridge.experts.gpu.placement import ExpertSizes
 from ktbridge.files.sizes import parse_size, size_text
 from ktbridge.sft.config import load_config
 from ktbridge.sft.model import attach_lora
-from ktbridge.sft.plan import Target, make_plan, measure, outside
-from ktbridge.sft.plan import target as plan_target
-from ktbridge.sft.plan.layer_bytes import Batch, Pass, blocks, layer_bytes, saved_bytes
+from ktbridge.sft.plan import inputs, time
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.plan.lengths import Lengths
-from ktbridge.sft.plan.memory import (
-    Setting,
+from ktbridge.sft.plan.setting import (
+    MicroBatch,
+    RunSetting,
+    blocks,
     expert_lora_elements,
+    layer_bytes,
     lora_paths,
     nonexpert_lora_elements,
+    saved_bytes,
 )
 from ktbridge.sft.plan.shape import read_shape
 
 GB = 10**9
-ROOMY = Target(gpu_memory=None, memory=64 * GB, disk=100 * GB, cores=2)
+ROOMY = TargetMachine(gpu_memory=None, memory=64 * GB, disk=100 * GB, cores=2)
 TINY_ATTENTION = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8}
 FAMILIES = {
     "qwen3_moe": {**TINY_ATTENTION, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 16,
@@ -90,12 +94,13 @@ def test_the_kernels_keep_what_the_formula_says(shape, rank, activation):
     hidden, ids, weights = make_inputs(shape)
     layer(hidden.requires_grad_(), ids, weights)
     rows = torch.bincount(ids.flatten(), minlength=shape.experts)
-    size = Pass(shape.experts, shape.top_k, shape.hidden, shape.inner, rank, shape.tokens)
+    sizes = ExpertSizes(1, shape.experts, shape.top_k, shape.hidden, shape.inner, rank, stored=0)
+    retain = activation == "retain"
     counted = [float((-(-rows // width)).sum()) for width in (16, 32)]
-    assert saved_bytes(size, activation == "retain", *counted) == layer.saved_bytes
+    assert saved_bytes(sizes, shape.tokens, retain, *counted) == layer.saved_bytes
     # What the plan knows before any token is routed.
-    assert blocks(size, 16) == pytest.approx(counted[0], rel=0.1)
-    assert saved_bytes(size, activation == "retain") == pytest.approx(layer.saved_bytes, rel=0.15)
+    assert blocks(sizes, shape.tokens, 16) == pytest.approx(counted[0], rel=0.1)
+    assert saved_bytes(sizes, shape.tokens, retain) == pytest.approx(layer.saved_bytes, rel=0.15)
 
 
 def made_in(directory, family):
@@ -131,7 +136,7 @@ def test_autograd_keeps_what_the_formula_says(
     for name, parameter in tuned.named_parameters():
         if ".experts." not in name:
             parameter.data = parameter.data.to(lora if parameter.requires_grad else plain)
-    setting = Setting(shape, config, Lengths(1, 1, 256, 256.0, True), False, 2)
+    setting = RunSetting(shape, config, Lengths(1, 1, 256, 256.0, True), False, 2)
     trained = {name: p.numel() for name, p in tuned.named_parameters() if p.requires_grad}
     experts = sum(size for name, size in trained.items() if ".kt." in name)
     assert expert_lora_elements(setting) == experts
@@ -140,7 +145,7 @@ def test_autograd_keeps_what_the_formula_says(
     assert shape.nonexpert_elements == pytest.approx(frozen, rel=0.01)  # experts are no parameters
 
     computed = plain if converted else lora
-    batch = Batch(1, 256, False, plain.itemsize, cuda=False, lora_width=computed.itemsize)
+    batch = MicroBatch(1, 256, False, plain.itemsize, cuda=False, lora_width=computed.itemsize)
     predicted = sum(
         layer_bytes(shape, layer, lora_paths(setting, layer), 8, batch).kept
         for layer in shape.layers
@@ -152,11 +157,11 @@ def test_autograd_keeps_what_the_formula_says(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_some_layers_without_experts_run_as_they_do_in_training(family, tmp_path):
     model, config = made_in(tmp_path, family)
-    setting = Setting(
+    setting = RunSetting(
         read_shape(tmp_path / "base"), config, Lengths(1, 1, 32, 32.0, True), False, 2
     )
     whole, device = attach_lora(model, config), torch.device("cpu")
-    few = outside._first_layers(setting, 2, device)
+    few = time._first_layers(setting, 2, device)
 
     def trained(model):
         found = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
@@ -164,7 +169,7 @@ def test_some_layers_without_experts_run_as_they_do_in_training(family, tmp_path
 
     both = {name for name in trained(whole) if ".layers.0." in name or ".layers.1." in name}
     assert trained(few) == {name: trained(whole)[name] for name in both}
-    found = outside.outside_times(few, setting, outside.probe_sizes(setting, 64), device)
+    found = time.outside_times(few, setting, time.probe_sizes(setting, 64), device)
     assert 0 < found.forward.at(64) <= found.forward.at(6400)
     assert found.backward.at(64) > 0
     assert found.loss.at(64) >= 0
@@ -194,7 +199,7 @@ def saved_by_autograd(tuned, tokens):
 
 
 def test_a_plan_counts_steps_rows_and_places(run_yaml):
-    plan = make_plan(load_config(run_yaml, ["bf16=false"]), ROOMY, measure=False)
+    plan = plan_run(load_config(run_yaml, ["bf16=false"]), ROOMY, measure=False)
     assert (plan.fits, plan.advice, plan.notes, plan.pace, plan.device) == (
         True,
         (),
@@ -213,16 +218,16 @@ def test_a_plan_counts_steps_rows_and_places(run_yaml):
     assert checkpoints.size == 2 * (12 + 2) * trained
 
     there = replace(ROOMY, gpu_memory=24 * GB)
-    on_gpu = make_plan(load_config(run_yaml, ["kt_config.kt_experts=cpu"]), there, measure=False)
+    on_gpu = plan_run(load_config(run_yaml, ["kt_config.kt_experts=cpu"]), there, measure=False)
     assert on_gpu.total("GPU") > 0
     assert mapped(on_gpu) == experts
-    resident = make_plan(load_config(run_yaml, ["kt_experts=auto"]), there, measure=False)
+    resident = plan_run(load_config(run_yaml, ["kt_experts=auto"]), there, measure=False)
     assert [each.name for each in resident.experts if each.chosen] == ["resident"]
     assert mapped(resident) == 0
     assert any(p.what == "experts, resident" and p.where == "GPU" for p in resident.parts)
     assert resident.total("RAM") < on_gpu.total("RAM")
     forced = load_config(run_yaml, ["use_cpu=true"])
-    assert make_plan(forced, replace(ROOMY, gpu_memory=24 * GB), measure=False).device == "CPU"
+    assert plan_run(forced, replace(ROOMY, gpu_memory=24 * GB), measure=False).device == "CPU"
 
 
 def test_each_gpu_memory_budget_is_used_and_kept(run_yaml, tmp_path):
@@ -234,7 +239,7 @@ def test_each_gpu_memory_budget_is_used_and_kept(run_yaml, tmp_path):
     resident, passes = [], []
     for memory in (4, 8, 12, 24, 48, 80):
         target = replace(ROOMY, gpu_memory=memory * GB)
-        plan = make_plan(config, target, measure=False)
+        plan = plan_run(config, target, measure=False)
         (chosen,) = [each for each in plan.experts if each.chosen]
         if memory == 4:
             assert chosen.name == "cpu"
@@ -246,24 +251,24 @@ def test_each_gpu_memory_budget_is_used_and_kept(run_yaml, tmp_path):
         passes.append(plan.tokens_per_pass)
         assert chosen.name == ("resident" if memory >= 48 else "stream")
         asked = replace(config, kt_config=replace(config.kt_config, kt_gpu_memory=memory * GB))
-        assert make_plan(asked, replace(ROOMY, gpu_memory=140 * GB), measure=False).total(
-            "GPU"
-        ) <= (memory * GB)
+        assert plan_run(asked, replace(ROOMY, gpu_memory=140 * GB), measure=False).total("GPU") <= (
+            memory * GB
+        )
     assert resident == sorted(resident)
     assert resident[0] == 0 < resident[2]
     assert passes == sorted(passes)
     short = replace(config, kt_config=replace(config.kt_config, kt_experts="resident"))
     with pytest.raises(UsageError, match=r"all experts resident .* GPU memory"):
-        make_plan(short, replace(ROOMY, gpu_memory=24 * GB), measure=False)
+        plan_run(short, replace(ROOMY, gpu_memory=24 * GB), measure=False)
 
 
 def test_a_plan_refuses_what_training_refuses(run_yaml):
     for experts in ("stream", "resident"):
         config = load_config(run_yaml, [f"kt_experts={experts}"])
         with pytest.raises(UsageError, match=f"kt_experts: {experts} needs a GPU"):
-            make_plan(config, ROOMY, measure=False)
+            plan_run(config, ROOMY, measure=False)
     assert (
-        make_plan(load_config(run_yaml, ["kt_experts=auto"]), ROOMY, measure=False).device == "CPU"
+        plan_run(load_config(run_yaml, ["kt_experts=auto"]), ROOMY, measure=False).device == "CPU"
     )
 
 
@@ -277,12 +282,12 @@ def test_advice_saves_what_it_says(run_yaml, short):
     overrides += ["num_train_epochs=50", "packing=true", "cutoff_len=16384"]
     write_rows(run_yaml.parent / "rows.jsonl", words=5000)
     target = replace(ROOMY, **{"gpu_memory": 24 * GB, short: 100_000})
-    plan = make_plan(load_config(run_yaml, overrides), target, measure=False)
+    plan = plan_run(load_config(run_yaml, overrides), target, measure=False)
     assert not plan.fits
     assert plan.advice
     for item in plan.advice:
         changed = load_config(run_yaml, [*overrides, *item.change.split()])
-        after = make_plan(changed, target, measure=False)
+        after = plan_run(changed, target, measure=False)
         places = {item.where, "RAM"} if item.where == "page cache" else {item.where}
         assert item.saves == sum(plan.total(place) - after.total(place) for place in places) > 0
 
@@ -290,7 +295,7 @@ def test_advice_saves_what_it_says(run_yaml, short):
 @pytest.fixture
 def briefly(monkeypatch):
     """A few runs of each, where a plan takes a second's worth."""
-    monkeypatch.setattr(measure, "_SECONDS", 0.0)
+    monkeypatch.setattr(time, "_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +306,7 @@ def test_measuring_gives_a_pace(run_yaml, overrides, briefly):
     if "stage=dpo" in overrides:
         write_pairs(run_yaml.parent / "rows.jsonl")
     config = load_config(run_yaml, overrides)
-    plan = make_plan(config, ROOMY)
+    plan = plan_run(config, ROOMY)
     pace = plan.pace
     assert pace.tokens_per_second > 0
     assert 0 < pace.expert_share < 1
@@ -327,12 +332,12 @@ def write_pairs(path):
 def test_layers_are_measured_as_far_as_room_allows(run_yaml, storage, briefly):
     config = load_config(run_yaml, ["bf16=true"])
     shape = replace(read_shape(Path(config.model_name_or_path)), expert_storage=storage)
-    setting = Setting(shape, config, Lengths(10, 10, 32, 32.0, True), False, 2)
-    whole = measure.measure_experts(setting, 32, None)
+    setting = RunSetting(shape, config, Lengths(10, 10, 32, 32.0, True), False, 2)
+    whole = time.measure_experts(setting, 32, None)
     assert min(whole.first, whole.update) > 0
     assert (whole.next, whole.reference) == (0, 0)  # one micro-batch a step, no reference model
     assert (storage in whole.how, "2 layers" in whole.how) == (True, True)
-    tight = measure.measure_experts(setting, 32, 1)  # no room: as many experts as a token needs
+    tight = time.measure_experts(setting, 32, 1)  # no room: as many experts as a token needs
     assert f"1 layer, {shape.config.experts_per_token} experts of 8" in tight.how
 
 
@@ -343,7 +348,7 @@ def test_what_the_page_cache_lacks_is_read_in_each_pass(run_yaml, tmp_path):
     def read(memory, *overrides):
         there = replace(ROOMY, memory=memory, gpu_memory=24 * GB)
         config = load_config(run_yaml, [f"model_name_or_path={base}", *overrides])
-        plan = make_plan(config, there, measure=False)
+        plan = plan_run(config, there, measure=False)
         lacks = plan.total("RAM") + plan.total("page cache") - memory
         parts = {part.what: part.size for part in plan.parts}
         return (plan.disk_reads.size if plan.disk_reads else 0), lacks, parts
@@ -361,9 +366,9 @@ def test_what_the_page_cache_lacks_is_read_in_each_pass(run_yaml, tmp_path):
 
 def test_the_disk_that_experts_are_read_from_is_timed(run_yaml, tmp_path, briefly, monkeypatch):
     """Told in place of the first step's reading; without a pace under --no-measure."""
-    plan = make_plan(load_config(run_yaml), ROOMY, measure=False)
+    plan = plan_run(load_config(run_yaml), ROOMY, measure=False)
     memory = plan.total("RAM") + plan.total("page cache") - mapped(plan) // 2
-    monkeypatch.setattr(plan_target, "read_rate", lambda shard: 2e5)
+    monkeypatch.setattr(inputs, "read_rate", lambda shard: 2e5)
 
     def told(*options):
         command = [str(run_yaml), "--memory", f"{memory / 1000:.3f}kB", *options]
@@ -390,7 +395,7 @@ def test_the_disk_that_experts_are_read_from_is_timed(run_yaml, tmp_path, briefl
     def refuse(shard):
         raise OSError("no direct reads here")
 
-    monkeypatch.setattr(plan_target, "read_rate", refuse)
+    monkeypatch.setattr(inputs, "read_rate", refuse)
     assert "past the page cache: no direct reads here)" in told()
 
 
@@ -398,18 +403,18 @@ def test_a_disk_has_a_rate_or_cant_be_asked(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "shard").write_bytes(bytes(20_000_001))
     try:
-        assert plan_target.read_rate(tmp_path / "shard") > 1e6
+        assert inputs.read_rate(tmp_path / "shard") > 1e6
     except OSError as error:
         pytest.skip(f"this file system reads through the page cache alone: {error}")
     with pytest.raises(OSError, match="is empty"):
-        plan_target.read_rate(tmp_path / "empty")
+        inputs.read_rate(tmp_path / "empty")
 
 
 def test_a_machine_with_several_gpus_is_told_of_other_processes(run_yaml):
     target = replace(ROOMY, gpu_memory=24 * GB)
     config = load_config(run_yaml)
-    assert not any("GPUs" in note for note in make_plan(config, target, measure=False).notes)
-    notes = make_plan(config, replace(target, gpus=4), measure=False).notes
+    assert not any("GPUs" in note for note in plan_run(config, target, measure=False).notes)
+    notes = plan_run(config, replace(target, gpus=4), measure=False).notes
     assert any("there are 4 GPUs" in note and "one process" in note for note in notes)
 
 
@@ -419,7 +424,7 @@ def test_gpus_on_which_products_are_made_one_by_one_are_named(run_yaml):
     def told(*overrides, **target):
         config = load_config(run_yaml, [f"kt_config.{each}" for each in overrides])
         there = replace(ROOMY, gpu_memory=24 * GB, **target)
-        return [note for note in make_plan(config, there, measure=False).notes if "loop" in note]
+        return [note for note in plan_run(config, there, measure=False).notes if "loop" in note]
 
     (note,) = told("kt_experts=stream", capabilities=("8.6", "9.0", "8.0"))
     assert note.startswith("the GPU is sm80, sm86: torch's grouped GEMM is a loop over experts")
@@ -449,7 +454,7 @@ def test_what_cannot_be_planned_is_said(run_yaml, tmp_path):
         (odd, "'new_moe'"),
     ):
         with pytest.raises(KtbridgeError, match=words) as caught:
-            make_plan(load_config(run_yaml, [f"model_name_or_path={path}"]), ROOMY, measure=False)
+            plan_run(load_config(run_yaml, [f"model_name_or_path={path}"]), ROOMY, measure=False)
         assert caught.value.next_step
 
 
@@ -523,16 +528,16 @@ def test_packed_rows_share_sequences_as_far_as_they_fit(tmp_path, base_dir):
     """Ten rows of some 100 tokens in sequences of 256: two each; all in one where that is long enough."""
     run = write_run(tmp_path, base_dir, packing=True)
     write_rows(tmp_path / "rows.jsonl", words=90)
-    short = make_plan(load_config(run, ["cutoff_len=256"]), ROOMY, measure=False)
+    short = plan_run(load_config(run, ["cutoff_len=256"]), ROOMY, measure=False)
     assert (short.rows, short.sequences) == (10, 5)
     assert short.longest <= 256
     assert short.mean_tokens == short.longest  # two rows of one length in each
-    long = make_plan(load_config(run, ["cutoff_len=4096"]), ROOMY, measure=False)
+    long = plan_run(load_config(run, ["cutoff_len=4096"]), ROOMY, measure=False)
     assert (long.sequences, long.longest) == (1, 5 * short.longest)  # not cutoff_len
 
 
 def test_what_saves_next_to_nothing_is_no_advice(run_yaml):
-    plan = make_plan(load_config(run_yaml), replace(ROOMY, memory=1_000_000), measure=False)
+    plan = plan_run(load_config(run_yaml), replace(ROOMY, memory=1_000_000), measure=False)
     needs = {verdict.what: verdict.need for verdict in plan.verdicts if not verdict.fits}
     assert needs
     assert all(item.saves > 0.01 * min(needs.values()) for item in plan.advice)
@@ -627,5 +632,5 @@ def test_a_plan_of_many_rows_is_of_a_sample_and_says_so(form, changes, qwen_run,
 
 def test_without_a_chat_template_a_plan_says_that_rows_are_counted_by_text(qwen_run):
     (qwen_run.parent / "qwen/chat_template.jinja").unlink()
-    (note,) = make_plan(load_config(qwen_run, ["bf16=false"]), ROOMY, measure=False).notes
+    (note,) = plan_run(load_config(qwen_run, ["bf16=false"]), ROOMY, measure=False).notes
     assert "no chat template: the rows' text is counted alone, by its tokenizer.json" in note

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from expertmoe import quantise, stored_as
 from moefamilies import FAMILIES, reference
+from planshapes import plan_run
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_model, tiny_tokenizer
 from trainrun import conversation, write_run
@@ -17,11 +18,11 @@ from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import open_checkpoint
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan import Target, make_plan
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.plan.memory import CHECKPOINT
 
 GB = 10**9
-ROOMY = Target(gpu_memory=24 * GB, memory=64 * GB, disk=100 * GB, cores=2)
+ROOMY = TargetMachine(gpu_memory=24 * GB, memory=64 * GB, disk=100 * GB, cores=2)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def run(tmp_path):
 
 
 def planned(run, base, target=ROOMY):
-    return make_plan(load_config(run, [f"model_name_or_path={base}"]), target, measure=False)
+    return plan_run(load_config(run, [f"model_name_or_path={base}"]), target, measure=False)
 
 
 def config_alone(base, directory, *files):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import trainrun
-from planshapes import QWEN3, QWEN3_5, V2_LITE
+from planshapes import QWEN3, QWEN3_5, V2_LITE, plan_run
 from trainrun import conversation, write_lines
 
 from ktbridge.errors import UsageError
@@ -17,22 +17,23 @@ from ktbridge.experts.gpu.placement import Line, Placement, predict_seconds, spr
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.placement import (
+    assumed_costs,
     beyond,
-    cuts_for,
+    choose_placement,
+    compare_placements,
     kept_free,
     limit_of,
     limits_for,
     rank_placements,
+    step_splits,
     with_placement,
 )
-from ktbridge.sft.plan import Target, choices, make_plan, speed
-from ktbridge.sft.plan.choices import assumed_costs, choose, compare
-from ktbridge.sft.plan.declared import declare
+from ktbridge.sft.plan.inputs import CpuTimes, ExpertTimes, ProductRates, TargetMachine
 from ktbridge.sft.plan.lengths import Lengths
-from ktbridge.sft.plan.measure import ExpertTimes, ProductRates
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, Setting, predict
-from ktbridge.sft.plan.parts import total
-from ktbridge.sft.plan.shape import in_storage, read_shape
+from ktbridge.sft.plan.memory import CUDA_CONTEXT, predict_parts, total
+from ktbridge.sft.plan.setting import RunSetting
+from ktbridge.sft.plan.shape import in_storage, read_shape, stub_from_config
+from ktbridge.sft.plan.time import pace_on_cpu, pace_on_gpu
 
 GB = 10**9
 BENCH = Path(__file__).parents[2] / "docs" / "bench"
@@ -51,20 +52,20 @@ def shapes(tmp_path_factory):
     for name, fields in models.items():
         base = tmp_path_factory.mktemp(name)
         (base / "config.json").write_text(json.dumps(fields))
-        found[name] = read_shape(base, None, declare(base))
+        found[name] = read_shape(base, None, stub_from_config(base))
     return found
 
 
 @pytest.fixture
 def made(shapes, run_yaml):
-    """Make a ``Setting`` of a published shape: so many rows of a length in a step."""
+    """Make a ``RunSetting`` of a published shape: so many rows of a length in a step."""
 
     def setting(name, rows, length, *more):
         overrides = ["lora_rank=8", "lora_target=all", "per_device_train_batch_size=1", "bf16=true"]
         overrides += [f"gradient_accumulation_steps={rows}", f"cutoff_len={length}", *more]
         shape = in_storage(shapes[name], "int4") if "int4" in more else shapes[name]
         config = load_config(run_yaml, [each for each in overrides if each != "int4"])
-        return Setting(shape, config, Lengths(999, 999, length, float(length), True), True, 16)
+        return RunSetting(shape, config, Lengths(999, 999, length, float(length), True), True, 16)
 
     return setting
 
@@ -103,7 +104,7 @@ def as_run(made, told, run):
 def test_memory_is_that_of_recorded_runs(made):
     errors = {}
     for number, (name, told, run) in enumerate(recorded()):
-        planned = total(predict(as_run(made, told, run)), "GPU")
+        planned = total(predict_parts(as_run(made, told, run)), "GPU")
         errors[name, number] = planned / run["gpu"]["used"] - 1
     assert len(errors) > 12
     assert min(errors.values()) > -0.02  # a run that takes more than planned fails
@@ -125,7 +126,7 @@ def test_memory_is_that_of_training(made, rows, budget, peak):
     first = next(each.placement for each in ranked if not each.placement.keep_gate_up)
     placed = with_placement(setting, first.tokens, first)
     assert first.tokens == rows * 512
-    assert total(predict(placed), "GPU") == pytest.approx(peak << 20, rel=0.1)
+    assert total(predict_parts(placed), "GPU") == pytest.approx(peak << 20, rel=0.1)
 
 
 @pytest.mark.parametrize("more", [[], ["pure_bf16=true"], ["tokens_per_pass=1024"]])
@@ -140,7 +141,7 @@ def test_a_plans_parts_are_what_a_placement_and_its_limits_take(made, case, more
     assert free >= max(256_000_000, 0.03 * limit - 1)
     ranked = rank_placements(setting, limits, assumed_costs(setting))
     for scored in ranked[::9]:
-        parts = predict(with_placement(setting, scored.placement.tokens, scored.placement))
+        parts = predict_parts(with_placement(setting, scored.placement.tokens, scored.placement))
         taken = CUDA_CONTEXT + limit - free - limits.free + scored.bytes
         assert total(parts, "GPU") == taken <= budget * GB - free
         assert all(part.size >= 0 for part in parts)
@@ -169,7 +170,7 @@ def test_streamed_steps_take_what_was_recorded(made):
             continue
         pinned = f"tokens_per_pass={placement.tokens}"
         name = told["model"]["model_type"]
-        (cut,) = cuts_for(made(name, settings["rows"], settings["length"], pinned))
+        (cut,) = step_splits(made(name, settings["rows"], settings["length"], pinned))
         found = predict_seconds(placement, setting.expert_sizes, cut, assumed_costs(setting))
         errors.append(found.step / statistics.median(run["seconds"][1:]) - 1)
     assert len(errors) >= 11
@@ -182,7 +183,7 @@ def test_a_plan_takes_what_training_takes(made, wanted, rows):
     setting = made("deepseek_v2", rows, 512, f"kt_experts={wanted}")
     limits = limits_for(setting, limit_of(setting, 48 * GB))
     costs = replace(assumed_costs(setting), cpu=Line(0.0, 1e-9))  # so that each device may be it
-    listed, reason = choose(setting, limits, costs, None)
+    listed, reason = choose_placement(setting, limits, costs, None)
     trained = replace(costs, cpu=None) if wanted == "auto" and rows == 16 else costs
     taken = rank_placements(setting, limits, trained)[0]
     (chosen,) = [each for each in listed if each.chosen]
@@ -197,8 +198,7 @@ def test_a_plan_takes_what_training_takes(made, wanted, rows):
 @pytest.mark.parametrize("wanted", ["auto", "stream", "resident"])
 def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
     setting = made("deepseek_v2", 16, 512, f"kt_experts={wanted}")
-    target = Target(80 * GB, memory=64 * GB, disk=None, cores=16)
-    planned = compare(setting, target, measure=False)
+    planned = compare_placements(setting, 80 * GB, 64 * GB)
     limits, given = limits_for(setting, limit_of(setting, 80 * GB)), []
 
     def give(model, device, placement):
@@ -206,7 +206,7 @@ def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
         return type("PlacedExperts", (), {"how": "read in place"})
 
     for name, value in (
-        ("choose", lambda config: torch.device("cpu")),
+        ("choose_device", lambda config: torch.device("cpu")),
         ("_obstacle", lambda *_: ""),
         ("read_sizes", lambda *_: setting.expert_sizes),
         ("_limits", lambda *_: limits),
@@ -218,7 +218,7 @@ def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
     chosen = planned.chosen
     assert given == [chosen.setting.placement]
     assert (trained.mode, trained.predicted) == (chosen.name, chosen.scored.seconds.step)
-    assert trained.predicted_gpu == chosen.described().gpu
+    assert trained.predicted_gpu == total(predict_parts(chosen.setting), "GPU")
     assert planned.reason.removesuffix("; by assumed costs") in trained.why
 
 
@@ -253,31 +253,29 @@ def test_too_little_and_too_much_memory_are_told(run_yaml, made, tmp_path):
         rank_placements(setting, limits, assumed_costs(setting))
     assert "kt_gpu_memory" in caught.value.next_step
     config = load_config(run_yaml, ["kt_config.kt_gpu_memory=80GB"])
-    plan = make_plan(config, Target(24 * GB, memory=64 * GB, disk=100 * GB, cores=2), measure=False)
+    plan = plan_run(
+        config, TargetMachine(24 * GB, memory=64 * GB, disk=100 * GB, cores=2), measure=False
+    )
     assert beyond(made("deepseek_v2", 16, 512, "kt_gpu_memory=80GB"), 24 * GB) in plan.notes
     assert not beyond(setting, 24 * GB)
     assert any("assumed costs" in note for note in plan.notes)
     assert plan.as_dict()["placement"]["on_gpu"] is True
 
 
-def test_a_pace_on_the_gpu_is_its_placements_seconds(made, monkeypatch):
-    """With the CPU timed for its own row alone, and the same seconds as in the reason."""
+def test_a_pace_on_the_gpu_is_its_placements_seconds(made):
+    """As in the reason; the CPU's has the times of its experts, and all else."""
     setting = made("deepseek_v2", 16, 512, "kt_gpu_memory=11GB")
-    costs, cpu = assumed_costs(setting), []
-    monkeypatch.setattr(choices, "_measured", lambda *_: costs)
-
-    def measure(timed, memory):
-        cpu.append(timed)
-        times = ExpertTimes(1.0, 1.0, 0.0, 0.0, "timed")
-        return speed.Measured(times, ProductRates(1e15, 1e15, "GPU"))
-
-    monkeypatch.setattr(speed, "measure", measure)
-    found = compare(setting, Target(80 * GB, memory=64 * GB, disk=None, cores=16), measure=True)
+    costs = assumed_costs(setting)
+    found = compare_placements(setting, 80 * GB, 64 * GB, costs)
     by = {each.name: each for each in found.choices}
-    assert [each.placement.on_gpu for each in cpu] == [False]
-    assert by["cpu"].pace.step_seconds > 26  # a second a layer, and all else
-    assert (by["stream"].chosen, by["resident"].pace) == (True, None)
-    pace, seconds = by["stream"].pace, by["stream"].scored.seconds
+    assert not by["cpu"].setting.placement.on_gpu
+    times = ExpertTimes(1.0, 1.0, 0.0, 0.0, "timed")
+    timed = CpuTimes(times, ProductRates(1e15, 1e15, "GPU"))
+    slow = pace_on_cpu(by["cpu"].setting, timed, costs)
+    assert slow.step_seconds > 26  # a second a layer, and all else
+    assert (by["stream"].chosen, by["resident"].setting) == (True, None)
+    seconds = by["stream"].scored.seconds
+    pace = pace_on_gpu(by["stream"].setting, by["stream"].scored, costs)
     assert pace.step_seconds == seconds.step
     assert pace.tokens_per_second == pytest.approx(16 * 512 / seconds.step)
     assert 0.5 < pace.expert_share < 1  # the link's

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from planshapes import plan_run
 from trainrun import conversation, train, write_run
 
 from ktbridge import kernel_choice
@@ -15,7 +16,7 @@ from ktbridge.errors import ProblemsError
 from ktbridge.machine import read_machine
 from ktbridge.sft.config import load_config
 from ktbridge.sft.model import load_trainable
-from ktbridge.sft.plan import Target, make_plan
+from ktbridge.sft.plan.inputs import TargetMachine
 from ktbridge.sft.prepare import prepare
 from ktbridge.sft.resume import FINGERPRINT_FILE, decide_precision
 
@@ -72,7 +73,7 @@ def test_the_default_is_the_fast_one(
 def test_plan_and_train_take_the_same_dtype_and_say_so_once(run_yaml, on_cpu, flags, dtype):
     on_cpu(flags)
     config = load_config(run_yaml, ["use_cpu=true"])
-    plan = make_plan(config, Target(None, 64 * GB, 100 * GB, cores=2), measure=False)
+    plan = plan_run(config, TargetMachine(None, 64 * GB, 100 * GB, cores=2), measure=False)
     ready = prepare(config)
     model = load_trainable(ready.config, ready.base)
     assert model.get_input_embeddings().weight.dtype == dtype

@@ -20,10 +20,9 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts.load_model import load_mapped, model_class, model_config
 from ktbridge.model.families import FAMILIES, UNSERVED
 from ktbridge.sft import expert_layers, wrap_experts
-from ktbridge.sft.plan.declared import declare
-from ktbridge.sft.plan.shape import read_shape
+from ktbridge.sft.plan.shape import read_shape, stub_from_config
 
-QUANTISED = ("fp8", "int8", "int4")
+QUANTIZED = ("fp8", "int8", "int4")
 """Storages of experts that lie one by one."""
 IDS = torch.arange(3, 43).reshape(2, 20)
 
@@ -39,7 +38,7 @@ def test_the_plan_finds_as_many_weights_as_the_model_is_said_to_have(
     name: str, tmp_path: Path
 ) -> None:
     model, base = MODELS[name], written(tmp_path / "base", MODELS[name].config)
-    shape = read_shape(base, declared=declare(base))
+    shape = read_shape(base, stub=stub_from_config(base))
     weights = shape.nonexpert_elements + shape.sparse_layers * shape.expert_elements
     assert weights / 1e9 == pytest.approx(model.billions, rel=0.01)
     assert (shape.expert_storage, shape.mappable) == (model.storage, True)
@@ -58,7 +57,7 @@ def test_two_layers_in_published_names_and_storage(name: str, tmp_path: Path) ->
     if model.storage == "mxfp4":
         tensors = mxfp4_tensors(whole)
     assert {f"{model.prefix}layers.1.{stem}" for stem in model.names} <= tensors.keys()
-    for key in [key for key in tensors if ".experts." in key and model.storage in QUANTISED]:
+    for key in [key for key in tensors if ".experts." in key and model.storage in QUANTIZED]:
         kind = {"int4": "int4-32"}.get(model.storage, model.storage)
         (stored, scale), _ = quantise(kind, tensors.pop(key).float()[None])
         tensors |= stored_as(kind, key, stored[0], scale[0])

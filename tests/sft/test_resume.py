@@ -533,7 +533,9 @@ def test_another_number_of_processes_goes_on_with_the_same_rows_in_a_step(
     place = run_dir / "raw.checkpoints/checkpoint-2"
     place.mkdir(parents=True)
     (place / "optimizer.pt").touch()
-    record = fingerprint_run(config, Path(config.model_name_or_path), digest(load_rows(config)))
+    record = fingerprint_run(
+        config, Path(config.model_name_or_path), fingerprint_rows(load_rows(config))
+    )
     (place / FINGERPRINT_FILE).write_text(json.dumps(record))
     for name, value in (("WORLD_SIZE", size), ("RANK", 0), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(value))

@@ -309,7 +309,7 @@ def are_expert_pages(spans: Sequence[CopySpan]) -> bool:
 
 
 def _file_maps() -> list[tuple[int, int]]:
-    """Start and end of this process's maps of files, neighbouring ones of one file joined."""
+    """Start and end of this process's maps of files, neighboring ones of one file joined."""
     found: list[tuple[int, int]] = []
     last = ""
     for line in Path("/proc/self/maps").read_text().splitlines():

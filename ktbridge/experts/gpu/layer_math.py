@@ -315,7 +315,7 @@ def backward(
     if w.rank:
         d = operations.gather_thin(d_out, part.tokens, w.down_right, ends)
     else:
-        d = operations.gather(d_out, part.tokens, 0)
+        d = operations.gather_rows(d_out, part.tokens, 0)
     more = None
     if w.biases is not None:
         more = operations.bias_products(d, w.biases.down, part.owners())
@@ -399,10 +399,10 @@ def _inputs(
     """x with its z behind it, [R, H + R']; and with dropout, what gate's and up's A had of x, [R, H] each."""
     size, (wide, half) = w.hidden, border_widths(w.rank)
     if not wide:
-        return operations.gather(hidden, part.tokens, 0), ()
+        return operations.gather_rows(hidden, part.tokens, 0), ()
     if not masks:
         return operations.gather_thin(hidden, part.tokens, w.gate_up_below, part.ends), ()
-    x = operations.gather(hidden, part.tokens, wide)
+    x = operations.gather_rows(hidden, part.tokens, wide)
     seen = tuple(operations.keep(hidden, part.tokens, mask) for mask in masks[:2])
     for index, kept in enumerate(seen):
         first = index * half

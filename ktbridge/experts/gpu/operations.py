@@ -101,7 +101,7 @@ def triton_or_reason(device: torch.device) -> ModuleType | str:
         return str(error)
     try:
         source = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
-        triton_kernels.gather(source, torch.zeros(1, dtype=torch.int64, device=device), 0)
+        triton_kernels.launch_gather(source, torch.zeros(1, dtype=torch.int64, device=device), 0)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # whatever its compilers raise
@@ -111,10 +111,10 @@ def triton_or_reason(device: torch.device) -> ModuleType | str:
     return triton_kernels
 
 
-def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tensor:
+def gather_rows(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tensor:
     """``source`` [T, H] by row: [R, H + wide], whose last ``wide`` columns are not filled."""
     if fused := triton_for(source):
-        return fused.gather(source, tokens, wide)
+        return fused.launch_gather(source, tokens, wide)
     out = source.new_zeros(len(tokens), source.shape[1] + wide)
     out[:, : source.shape[1]] = source[tokens]
     return out
@@ -123,7 +123,7 @@ def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tenso
 def add_bias(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> None:
     """Add to each row [R, n] the bias [E, n] of its expert, ``owners`` [R] int64, in place."""
     if fused := triton_for(rows):
-        fused.add_bias(rows, bias, owners)
+        fused.launch_add_bias(rows, bias, owners)
         return
     rows.copy_(rows.float() + bias.float()[owners])
 
@@ -131,14 +131,14 @@ def add_bias(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> No
 def bias_products(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
     """[R] float32: each row [R, n or more] times the bias [E, n] of its expert."""
     if fused := triton_for(rows):
-        return fused.bias_products(rows, bias, owners)
+        return fused.launch_bias_products(rows, bias, owners)
     return (rows[:, : bias.shape[1]].float() * bias.float()[owners]).sum(1)
 
 
 def activation(gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SILU) -> torch.Tensor:
     """h of gate and up [R, 2I]: [R, I + wide], whose last ``wide`` columns are not filled."""
     if fused := triton_for(gate_up):
-        return fused.activation(gate_up, inner, wide, gating)
+        return fused.launch_activation(gate_up, inner, wide, gating)
     out = gate_up.new_zeros(len(gate_up), inner + wide)
     gate, up = gate_up.float().split(inner, dim=1)
     out[:, :inner] = functional.silu(gate) * up if gating == SILU else gating(gate, up)
@@ -160,7 +160,7 @@ def activation_backward(
     is <h, d_h>.
     """
     if fused := triton_for(gate_up):
-        return fused.activation_backward(gate_up, d_h, h, weights, inner, wide, gating)
+        return fused.launch_activation_backward(gate_up, d_h, h, weights, inner, wide, gating)
     gate, up = gate_up.float().split(inner, dim=1)
     d = d_h.float()
     d_weights = (h[:, :inner].float() * d).sum(1)
@@ -177,7 +177,7 @@ def activation_backward(
 def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch.Tensor:
     """Rows [R, n] of ``source`` [T, n] with zeros where ``mask`` drops them; ``tokens`` None: as they are."""
     if fused := triton_for(source):
-        return fused.keep(source, tokens, mask)
+        return fused.launch_keep(source, tokens, mask)
     rows = source if tokens is None else source[tokens]
     return rows * mask.kept(source.shape[1])
 
@@ -185,7 +185,7 @@ def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch
 def add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]) -> None:
     """Add each of ``parts`` [R, n], one or two, to ``total`` where its mask keeps it."""
     if fused := triton_for(total):
-        fused.add_kept(total, parts, masks)
+        fused.launch_add_kept(total, parts, masks)
         return
     whole = total.float()
     for part, mask in zip(parts, masks, strict=True):
@@ -196,7 +196,7 @@ def add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence
 def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     """Σ_k weights[t, k] · by_row[rows[t, k]] (weights None: 1): [T, H] in ``by_row``'s dtype."""
     if fused := triton_for(by_row):
-        return fused.combine(by_row, rows, weights)
+        return fused.launch_combine(by_row, rows, weights)
     total = torch.zeros(len(rows), by_row.shape[1], device=by_row.device)
     for slot in range(rows.shape[1]):
         part = by_row[rows[:, slot]].float()
@@ -234,7 +234,7 @@ def route(ids: torch.Tensor, place: torch.Tensor | None, experts: int) -> Routed
         from ktbridge.experts.gpu import triton_kernels
 
         rows = rows_for(ids.numel(), experts)
-        return RoutedRows(*triton_kernels.route(ids, place, experts, rows, PAD))
+        return RoutedRows(*triton_kernels.launch_route(ids, place, experts, rows, PAD))
     slots = ids.numel()
     flat = ids.reshape(-1)
     inside = (flat >= 0) & (flat < experts)
@@ -265,7 +265,7 @@ def gather_thin(
     ``below`` is any view, so ``right.transpose(1, 2)`` for d s B. Rows behind the last expert's are 0.
     """
     if fused := _lora_kernels(source):
-        return fused.gather_thin(source, tokens, below, ends)
+        return fused.launch_gather_thin(source, tokens, below, ends)
     columns = source.shape[1]
     out = source.new_zeros(len(tokens), columns + below.shape[1])
     filled = int(ends[-1])
@@ -288,7 +288,7 @@ def activation_thin(
     Rows behind the last expert's are 0.
     """
     if fused := _lora_kernels(gate_up):
-        return fused.activation_thin(gate_up, below, ends, gating)
+        return fused.launch_activation_thin(gate_up, below, ends, gating)
     inner, filled = gate_up.shape[1] // 2, int(ends[-1])
     out = gate_up.new_zeros(len(gate_up), inner + below.shape[1])
     out[:filled] = activation(gate_up[:filled], inner, below.shape[1], gating)
@@ -329,7 +329,7 @@ def activation_backward_thin(
     result is ``activation_thin``'s. Rows behind the last expert's are 0.
     """
     if fused := _lora_kernels(gate_up):
-        return fused.activation_backward_thin(
+        return fused.launch_activation_backward_thin(
             gate_up, d_h, weighing, above, ends, below, more, gating
         )
     inner, filled = gate_up.shape[1] // 2, int(ends[-1])
@@ -369,7 +369,7 @@ def write_borders(
     A and B are rounded to bfloat16 before B is scaled, as the adapter is saved; absent ones are 0.
     """
     if fused := _lora_kernels(gate_up):
-        fused.write_borders(gate_up, down, lora, rank, scale, order, first)
+        fused.launch_write_borders(gate_up, down, lora, rank, scale, order, first)
         return
     half, count = pad_rank(rank), len(down)
     hidden, inner = gate_up.shape[2] - 2 * half, down.shape[2] - half
@@ -438,7 +438,7 @@ def lora_gradients(
     ``d_gate_up`` [R, 2I + 2Q] have their d s B.
     """
     if fused := _lora_kernels(d):
-        fused.lora_gradients(seen, thin_x, h, d, d_gate_up, weighing, ends, into)
+        fused.launch_lora_gradients(seen, thin_x, h, d, d_gate_up, weighing, ends, into)
         return
     half, rank = pad_rank(into.rank), into.rank
     hidden, inner = d.shape[1] - half, h.shape[1] - half

@@ -49,7 +49,7 @@ def spread_evenly(count: int, layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ExpertSizes:
     """A model's routed experts: counts, widths, and a layer's ``stored`` bytes in the checkpoint."""
 
     layers: int
@@ -127,29 +127,29 @@ class Placement:
     rows_at_once: int = 0
     """The most rows that are multiplied at once: a group with more is computed in parts."""
 
-    def mode(self, sizes: Sizes) -> str:
+    def mode(self, sizes: ExpertSizes) -> str:
         """Return the value of ``kt_experts`` that means it: cpu, stream or resident."""
         if not self.on_gpu:
             return "cpu"
         return "resident" if len(self.resident) == sizes.layers else "stream"
 
-    def resident_bytes(self, sizes: Sizes) -> int:
+    def resident_bytes(self, sizes: ExpertSizes) -> int:
         """Return what the layers that stay take on the GPU."""
         return len(self.resident) * sizes.matrices(sizes.experts)
 
-    def streamed_bytes(self, sizes: Sizes) -> int:
+    def streamed_bytes(self, sizes: ExpertSizes) -> int:
         """The ring, and the matrices of the group that is computed; 0 where nothing is streamed."""
         if not self.on_gpu or len(self.resident) == sizes.layers:
             return 0
         return self.slots * self.slot_bytes + sizes.matrices(-(-sizes.experts // self.groups))
 
-    def lora_bytes(self, sizes: Sizes) -> int:
+    def lora_bytes(self, sizes: ExpertSizes) -> int:
         """The LoRA on the GPU: all with its optimizer's states, or one layer's that passes through."""
         if not self.on_gpu:
             return 0
         return sizes.layers * sizes.lora * _MASTERS if self.masters else 12 * sizes.lora
 
-    def activation_bytes(self, sizes: Sizes, passing: int) -> int:
+    def activation_bytes(self, sizes: ExpertSizes, passing: int) -> int:
         """Bytes of the experts' activations; ``passing`` a token come and go when these aren't computed."""
         if not self.on_gpu:
             return self.tokens * passing
@@ -159,7 +159,7 @@ class Placement:
             kept = sizes.layers * sizes.rows(self.tokens) * 2 * 2 * sizes.inner
         return self.tokens * sizes.outputs(self.outputs_on_host) + kept + work
 
-    def overlapped_gradient_bytes(self, sizes: Sizes, limits: Limits) -> int:
+    def overlapped_gradient_bytes(self, sizes: ExpertSizes, limits: MemoryBudget) -> int:
         """Return what the LoRA's gradients don't take on the GPU beside all else.
 
         In a step of one micro-batch they come while backward lets go of the layers' inputs and outputs, so
@@ -171,7 +171,7 @@ class Placement:
         gradients = 4 * sizes.layers * sizes.lora
         return min(gradients, going) * (sizes.layers - 1) // sizes.layers
 
-    def bytes(self, sizes: Sizes, limits: Limits) -> int:
+    def bytes(self, sizes: ExpertSizes, limits: MemoryBudget) -> int:
         """Return what of ``limits.free`` it takes."""
         parts = self.resident_bytes, self.streamed_bytes, self.lora_bytes
         return (
@@ -183,7 +183,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryBudget:
     """GPU memory that is left for experts and activations, bytes a token of what is outside the experts."""
 
     free: int
@@ -202,7 +202,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StepSplit:
     """A way to cut an optimizer step into micro-batches."""
 
     most: int
@@ -309,7 +309,9 @@ class Scored:
     bytes: int
 
 
-def predict_seconds(placement: Placement, sizes: Sizes, cut: Cut, costs: Costs) -> Seconds:
+def predict_seconds(
+    placement: Placement, sizes: ExpertSizes, cut: StepSplit, costs: Costs
+) -> Seconds:
     """Predict an optimizer step of ``placement`` whose rows are ``cut``."""
     link = gpu = host = waiting = alone = 0.0
     lora = sizes.layers * sizes.lora
@@ -359,9 +361,9 @@ def _together(one: float, other: float, power: int) -> float:
 
 
 def rank(
-    sizes: Sizes,
-    cuts: Sequence[Cut],
-    limits: Limits,
+    sizes: ExpertSizes,
+    cuts: Sequence[StepSplit],
+    limits: MemoryBudget,
     costs: Costs,
     *,
     mode: str = "auto",
@@ -386,7 +388,7 @@ def rank(
     return sorted(found, key=lambda each: each.seconds.step)
 
 
-def least_bytes(sizes: Sizes, limits: Limits, mode: str) -> tuple[Placement, int]:
+def least_bytes(sizes: ExpertSizes, limits: MemoryBudget, mode: str) -> tuple[Placement, int]:
     """Return the placement on the GPU that takes least, and what it takes: for who has less."""
     layers = spread_evenly(sizes.layers, sizes.layers) if mode == "resident" else ()
     least = [
@@ -398,7 +400,7 @@ def least_bytes(sizes: Sizes, limits: Limits, mode: str) -> tuple[Placement, int
 
 
 def _candidates(
-    sizes: Sizes, tokens: int, limits: Limits, mode: str, gpu_experts: int | None
+    sizes: ExpertSizes, tokens: int, limits: MemoryBudget, mode: str, gpu_experts: int | None
 ) -> Iterator[Placement]:
     """Yield what may be asked of a micro-batch of ``tokens``; each filled up with what memory is left for."""
     if mode in ("auto", "cpu") and tokens <= max(limits.longest, limits.cpu_tokens or tokens):
@@ -422,12 +424,12 @@ def _candidates(
                 yield made
 
 
-def _groups(sizes: Sizes) -> Iterator[int]:
+def _groups(sizes: ExpertSizes) -> Iterator[int]:
     return (groups for groups in GROUPS if groups <= sizes.experts)
 
 
 def _placed(
-    sizes: Sizes,
+    sizes: ExpertSizes,
     tokens: int,
     groups: int,
     masters: bool = False,
@@ -451,7 +453,7 @@ def _placed(
 
 
 def _filled(
-    start: Placement, sizes: Sizes, limits: Limits, fill: str, layers: int
+    start: Placement, sizes: ExpertSizes, limits: MemoryBudget, fill: str, layers: int
 ) -> Placement | None:
     """Fill ``start`` with ``layers`` resident, a ring, and what memory is left for; None: it doesn't fit.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 MARK = "ktbridge:"
-_CROSSING = 256 << 20  # bytes: some 5 ms on a fast link, a quarter of a second on a slow one
+_TRANSFERRED = 256 << 20  # bytes: some 5 ms on a fast link, a quarter of a second on a slow one
 ONE_BY_ONE = (
     "torch's grouped GEMM is a loop over experts there, which waits for the GPU in each call, so stream and "
     "resident are slower than the link and the GPU allow, the more so the fewer tokens a step has"
@@ -132,9 +132,9 @@ def _link(device: torch.device) -> float:
 
     from ktbridge.experts.gpu.timing import median_seconds
 
-    pinned = torch.empty(_CROSSING, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(_CROSSING, dtype=torch.uint8, device=device)
-    return _CROSSING / median_seconds(lambda: there.copy_(pinned, non_blocking=True), device)
+    pinned = torch.empty(_TRANSFERRED, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_TRANSFERRED, dtype=torch.uint8, device=device)
+    return _TRANSFERRED / median_seconds(lambda: there.copy_(pinned, non_blocking=True), device)
 
 
 def in_place_obstacle() -> str:

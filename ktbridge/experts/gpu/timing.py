@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -241,9 +241,19 @@ def seconds_busy(once: Callable[[], object], device: torch.device) -> float:
     return min(time_runs(once, device, 1))
 
 
-def median_seconds(once: Callable[[], object], device: torch.device) -> float:
-    """The median of some runs after one to warm up."""
-    return median(time_runs(once, device, 1 + _REPEATS)[1:])
+def median_seconds(once: Callable[[], object], device: torch.device, seconds: float = 0.0) -> float:
+    """Return the median of some runs on ``device``, as ``median_columns`` makes them."""
+    return median_columns(lambda: time_runs(once, device, 1), seconds)[0]
+
+
+def median_columns(step: Callable[[], Iterable[float]], seconds: float = 0.0) -> list[float]:
+    """Return medians of what ``step`` yields: three runs or all in ``seconds``, after one to warm up."""
+    list(step())
+    taken: list[list[float]] = []
+    until = time.perf_counter() + seconds
+    while len(taken) < _REPEATS or time.perf_counter() < until:
+        taken.append(list(step()))
+    return [median(column) for column in zip(*taken, strict=True)]
 
 
 def time_runs(once: Callable[[], object], device: torch.device, runs: int) -> list[float]:

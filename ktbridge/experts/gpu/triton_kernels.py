@@ -25,7 +25,7 @@ def _gather(source, tokens, out, columns, out_step, block: tl.constexpr):  # typ
     tl.store(out + row * out_step + at, value, mask=at < columns)
 
 
-def gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tensor:
+def launch_gather(source: torch.Tensor, tokens: torch.Tensor, wide: int) -> torch.Tensor:
     source = source.contiguous()
     columns = source.shape[1]
     out = source.new_empty(len(tokens), columns + wide)
@@ -47,7 +47,7 @@ def _add_bias(rows, bias, owners, columns, block: tl.constexpr):  # type: ignore
     tl.store(place, value.to(tl.bfloat16), mask=mask)
 
 
-def add_bias(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> None:
+def launch_add_bias(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> None:
     """``rows`` and ``bias`` are contiguous."""
     columns = rows.shape[1]
     if len(rows):
@@ -70,7 +70,9 @@ def _bias_products(  # type: ignore[no-untyped-def]
     tl.store(out + row, total)
 
 
-def bias_products(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
+def launch_bias_products(
+    rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor
+) -> torch.Tensor:
     columns = bias.shape[1]
     out = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     if len(rows):
@@ -102,7 +104,9 @@ def _activation(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_step + at, value.to(tl.bfloat16), mask=mask)
 
 
-def activation(gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SILU) -> torch.Tensor:
+def launch_activation(
+    gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SILU
+) -> torch.Tensor:
     out = gate_up.new_empty(len(gate_up), inner + wide)
     if len(gate_up):
         block = min(triton.next_power_of_2(inner), 2048)
@@ -146,7 +150,7 @@ def _activation_backward(  # type: ignore[no-untyped-def]
     tl.store(d_weights + row, total)
 
 
-def activation_backward(
+def launch_activation_backward(
     gate_up: torch.Tensor,
     d_h: torch.Tensor,
     h: torch.Tensor,
@@ -197,7 +201,7 @@ def _keep(  # type: ignore[no-untyped-def]
     tl.store(out + row * columns + at, value, mask=at < columns)
 
 
-def keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch.Tensor:
+def launch_keep(source: torch.Tensor, tokens: torch.Tensor | None, mask: Mask) -> torch.Tensor:
     columns = source.shape[1]
     count = len(source) if tokens is None else len(tokens)
     out = source.new_empty(count, columns)
@@ -233,7 +237,9 @@ def _add_kept(  # type: ignore[no-untyped-def]
     tl.store(total + place, value.to(tl.bfloat16), mask=mask)
 
 
-def add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]) -> None:
+def launch_add_kept(
+    total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]
+) -> None:
     """All tensors are contiguous; a second mask is of the next projection."""
     columns, mask = total.shape[1], masks[0]
     if len(total):
@@ -269,7 +275,9 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(out + token * columns + at, total.to(tl.bfloat16), mask=mask)
 
 
-def combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+def launch_combine(
+    by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None
+) -> torch.Tensor:
     columns = by_row.shape[1]
     out = by_row.new_empty(len(rows), columns)
     if len(rows):
@@ -435,7 +443,7 @@ def _place(  # type: ignore[no-untyped-def]
         tl.store(ends + each, total, mask=each < experts)
 
 
-def route(
+def launch_route(
     ids: torch.Tensor, place: torch.Tensor | None, experts: int, rows: int, pad: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what ``operations.RoutedRows`` has, in three launches."""

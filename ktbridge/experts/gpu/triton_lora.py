@@ -109,7 +109,7 @@ def _thin(wide: int) -> int:
     return max(16, triton.next_power_of_2(wide))
 
 
-def gather_thin(
+def launch_gather_thin(
     source: torch.Tensor, tokens: torch.Tensor, below: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
     experts, wide, columns = below.shape
@@ -168,7 +168,7 @@ def _activation_thin(  # type: ignore[no-untyped-def]
             expert = _owner(ends, start, experts, bins)
 
 
-def activation_thin(
+def launch_activation_thin(
     gate_up: torch.Tensor, below: torch.Tensor, ends: torch.Tensor, gating: Gating = SILU
 ) -> torch.Tensor:
     experts, wide, inner = below.shape
@@ -273,7 +273,7 @@ def _activation_backward_thin(  # type: ignore[no-untyped-def]
             expert = _owner(ends, start, experts, bins)
 
 
-def activation_backward_thin(
+def launch_activation_backward_thin(
     gate_up: torch.Tensor,
     d_h: torch.Tensor,
     weighing: RowWeights,
@@ -357,7 +357,7 @@ def _write_borders(  # type: ignore[no-untyped-def]
 _NAMES = tuple(f"{name}_lora_{side}" for name in ("gate", "up", "down") for side in "ab")
 
 
-def write_borders(
+def launch_write_borders(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     lora: Mapping[str, torch.Tensor],
@@ -454,7 +454,7 @@ def _gradient(  # type: ignore[no-untyped-def]
             _put(other, place, border - half, at, total, rank, columns, rank_step, column_step, add)
 
 
-def lora_gradients(
+def launch_lora_gradients(
     seen: LoraInputs,
     thin_x: torch.Tensor,
     h: torch.Tensor,

@@ -144,7 +144,7 @@ def fitted_lengths(
 
 
 def _tokenizer(config: TrainConfig, base: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """The model's tokenizer if training can use it, else the reason why not."""
+    """Return the model's tokenizer if training can use it, else the reason why not."""
     try:
         from ktbridge.experts.load_model import load_tokenizer
     except ImportError as error:
@@ -159,7 +159,7 @@ def _tokenizer(config: TrainConfig, base: Path) -> tuple[PreTrainedTokenizerBase
 
 
 def _of_dataset(dataset: Dataset) -> Iterator[int]:
-    """Tokens of each sequence, in bounded memory; of a pair the longer answer's with its prompt."""
+    """Yield the tokens of each sequence, in bounded memory; of a pair the longer answer's with its prompt."""
     import pyarrow.compute as pc
 
     names = [name for name in dataset.column_names if name.endswith("_ids")]
@@ -182,7 +182,7 @@ def _of_sample(
     config: TrainConfig,
     vision: Vision | None,
 ) -> Lengths:
-    """Lengths of many rows: the longest by their text and a sample are tokenized.
+    """Return lengths of many rows: the longest by their text and a sample are tokenized.
 
     Each other one is taken to make the sequences of the one nearest in size.
     """
@@ -214,7 +214,7 @@ def _of_sample(
 
 
 def _of_texts(rows: object, config: TrainConfig, base: Path, why: str) -> Lengths:
-    """Lengths by the text alone, where there is no chat template to write rows with."""
+    """Return lengths by the text alone, where there is no chat template to write rows with."""
     if not isinstance(rows, Rows):  # its first rows stand for all
         rows = open_rows(
             replace(
@@ -248,7 +248,7 @@ def _of_texts(rows: object, config: TrainConfig, base: Path, why: str) -> Length
 def _mixed(
     each: Mapping[int, Sequence[int]], rows: Rows, config: TrainConfig, counted: bool
 ) -> Lengths:
-    """Lengths of rows of which each makes sequences of so many tokens; a row without any is refused."""
+    """Return lengths of rows that make sequences of ``each`` tokens; a row without any is refused."""
     order: Sequence[int] = [row for row in range(len(rows.rows)) if each[row]]
     used = len(order)
     if config.mix_strategy not in CONCAT:
@@ -261,7 +261,7 @@ def _mixed(
 
 
 def _packed(lengths: Sequence[int], cut: int) -> Sequence[int]:
-    """Lengths of the sequences that rows are packed into: longest first, each where it fits best."""
+    """Return lengths of the sequences that rows are packed into: longest first, each where it fits best."""
     free: list[int] = []  # ascending
     for length in sorted(lengths, reverse=True):
         place = bisect.bisect_left(free, length)
@@ -271,7 +271,7 @@ def _packed(lengths: Sequence[int], cut: int) -> Sequence[int]:
 
 
 def optimizer_steps(config: TrainConfig, sequences: int, processes: int = 1) -> int:
-    """As transformers counts: an epoch's last batch and its last step may be smaller."""
+    """Return the steps as transformers counts: an epoch's last batch and its last step may be smaller."""
     if config.max_steps > 0:
         return config.max_steps
     return math.ceil(config.num_train_epochs * _epoch_steps(config, sequences, processes))
@@ -283,7 +283,7 @@ def _epoch_steps(config: TrainConfig, sequences: int, processes: int) -> int:
 
 
 def evaluation_steps(config: TrainConfig, sequences: int, processes: int = 1) -> int:
-    """Steps between evaluations of the held-out rows, beside that after the last one; 0: there are none."""
+    """Return the steps between evaluations of held-out rows, beside that after the last one; 0: no such."""
     steps, every = optimizer_steps(config, sequences, processes), config.eval_steps
     if not config.evaluates:
         return 0
@@ -296,7 +296,7 @@ def evaluation_steps(config: TrainConfig, sequences: int, processes: int = 1) ->
     return config.logging_steps if config.eval_strategy else math.ceil(steps / EVALUATIONS)
 
 
-def evaluations(config: TrainConfig, sequences: int, processes: int = 1) -> int:
+def count_evaluations(config: TrainConfig, sequences: int, processes: int = 1) -> int:
     """Return how often the held-out rows are evaluated in a run that isn't ended early."""
     every = evaluation_steps(config, sequences, processes)
     steps = optimizer_steps(config, sequences, processes)
@@ -304,7 +304,7 @@ def evaluations(config: TrainConfig, sequences: int, processes: int = 1) -> int:
 
 
 def _counter(base: Path) -> tuple[Callable[[str], int], bool]:
-    """Text -> tokens, by the model's tokenizer.json where it can be read."""
+    """Return a counter of a text's tokens, by the model's tokenizer.json where it can be read."""
     try:
         from tokenizers import Tokenizer
 

@@ -7,29 +7,28 @@ the same function of another configuration.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from ktbridge.experts.gpu.placement import Limits, Placement, Sizes
+from ktbridge.experts.gpu.placement import MemoryBudget, Placement
 from ktbridge.files.sizes import count_text, size_text
-from ktbridge.model import family_of
-from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.disk import adapter_bytes, checkpoint_bytes, kept_checkpoints
-from ktbridge.sft.plan.layer_bytes import (
-    Batch,
+from ktbridge.sft.plan.setting import (
     LayerBytes,
-    Pass,
+    RunSetting,
+    expert_lora_elements,
     host_bytes,
     layer_bytes,
+    lora_paths,
     loss_bytes,
+    nonexpert_lora_elements,
     saved_bytes,
 )
-from ktbridge.sft.plan.lengths import Lengths, evaluations, optimizer_steps
-from ktbridge.sft.plan.parts import Part, Where
-from ktbridge.sft.plan.shape import LayerShape, ModelShape
 
+Where = Literal["RAM", "page cache", "GPU", "disk"]
 CHECKPOINT = "the model, to be downloaded"
-QUANTISED = "the experts, to be quantised"
+QUANTIZED = "the experts, to be quantised"
 # A process that has imported the recipe: its own memory, and the files it has mapped.
 LIBRARIES = 420_000_000
 LIBRARY_FILES = 240_000_000
@@ -48,140 +47,26 @@ _LARGE = 8192  # tokens
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One configuration on one kind of machine."""
+class PlanPart:
+    """``size`` bytes of one item in one place, and how that was determined."""
 
-    shape: ModelShape
-    config: TrainConfig
-    lengths: Lengths
-    cuda: bool
-    threads: int
-    rows: int | None = None
-    """Rows of a pass; None: as configured."""
-    placement: Placement | None = None
-    """Where its experts are; None: on the CPU, in batches as configured."""
-    kernels: bool = False
-    """Whether flash-linear-attention computes linear attention."""
-
-    @property
-    def placed(self) -> Placement | None:
-        """The placement, if the GPU computes the experts."""
-        return self.placement if self.placement and self.placement.on_gpu else None
-
-    @property
-    def sides(self) -> int:
-        """Sequences per row: dpo runs chosen and rejected side by side."""
-        return 2 if self.config.stage == "dpo" else 1
-
-    @property
-    def batch(self) -> Batch:
-        """The largest pass."""
-        rows = self.rows or self.config.per_device_train_batch_size
-        padded = rows > 1 and not self.lengths.even
-        sides = self.sides
-        width = 2 if self.config.in_bfloat16 or self.config.pure_bf16 else 4
-        masked = padded or bool(self.config.forwards_alone)
-        lora_width = 2 if self.config.pure_bf16 else 4
-        longest, kernels = self.lengths.longest, self.kernels
-        return Batch(rows * sides, longest, masked, width, self.cuda, lora_width, kernels)
-
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens of a micro-batch."""
-        return self.placed.tokens if self.placed else self.batch.tokens
-
-    @property
-    def step_rows(self) -> int:
-        """Rows of an optimizer step."""
-        config = self.config
-        rows = config.per_device_train_batch_size * config.gradient_accumulation_steps
-        return min(rows, self.lengths.sequences)
-
-    @property
-    def passes(self) -> int:
-        """Passes of an optimizer step."""
-        rows = self.rows or self.config.per_device_train_batch_size
-        return max(1, -(-self.step_rows // rows))
-
-    def expert_pass(self, tokens: int) -> Pass:
-        model = self.shape.config
-        return Pass(
-            model.num_experts,
-            model.experts_per_token,
-            model.hidden_size,
-            model.intermediate_size,
-            self.config.expert_rank,
-            tokens,
-        )
-
-    @property
-    def expert_sizes(self) -> Sizes:
-        model, layers = self.shape.config, self.shape.sparse_layers
-        stored = self.shape.expert_bytes // max(layers, 1)
-        return Sizes(
-            layers,
-            model.num_experts,
-            model.experts_per_token,
-            model.hidden_size,
-            model.intermediate_size,
-            self.config.expert_rank,
-            stored,
-        )
-
-    @property
-    def retain(self) -> bool:
-        return self.config.activation == "retain"
-
-    @property
-    def steps(self) -> int:
-        return optimizer_steps(self.config, self.lengths.sequences)
-
-    @property
-    def evaluations(self) -> int:
-        """Return how often the held-out rows are evaluated."""
-        return evaluations(self.config, self.lengths.sequences)
-
-    @property
-    def saves(self) -> bool:
-        """Return whether checkpoints are written; the last step has one, too."""
-        return kept_checkpoints(self.config, self.steps) > 0
+    what: str
+    where: Where
+    size: int
+    how: str
 
 
-def expert_lora_elements(setting: Setting) -> int:
-    model = setting.shape.config
-    one = 3 * setting.config.expert_rank * (model.hidden_size + model.intermediate_size)
-    return setting.shape.sparse_layers * model.num_experts * one
+def total(parts: Sequence[PlanPart], where: Where) -> int:
+    """Return the bytes of all parts in one place."""
+    return sum(part.size for part in parts if part.where == where)
 
 
-def nonexpert_lora_elements(setting: Setting) -> int:
-    rank = setting.config.lora_rank
-    found = 0
-    for layer in setting.shape.layers:
-        every = {**layer.linears, **layer.routers}
-        found += sum(rank * sum(every[name]) for name in lora_paths(setting, layer))
-    return found
-
-
-def lora_paths(setting: Setting, layer: LayerShape) -> frozenset[str]:
-    """Paths in a layer that non-expert LoRA goes to, as ``ktbridge.experts.lora_targets`` chooses them."""
-    family = family_of(setting.shape.config.model_type)
-    served = family.nonexpert_targets if family else ()
-    taken: set[str] = set()
-    for target in setting.config.lora_target:
-        if target == "all":
-            taken |= {name for name in layer.linears if not served or name in served}
-        else:
-            every = (*layer.linears, *layer.routers)
-            taken |= {name for name in every if name == target or name.endswith(f".{target}")}
-    return frozenset(taken)
-
-
-def predict(setting: Setting) -> list[Part]:
-    """Every part of a run, at its peak. The parts of one place add up to what that place must have."""
+def predict_parts(setting: RunSetting) -> list[PlanPart]:
+    """Return every part of a run, at its peak. The parts of one place add up to what that place must have."""
     return [*_expert_parts(setting), *_other_parts(setting), *_disk_parts(setting)]
 
 
-def _expert_parts(setting: Setting) -> Iterator[Part]:
+def _expert_parts(setting: RunSetting) -> Iterator[PlanPart]:
     """Routed experts and their LoRA: on the host in any case."""
     shape, config = setting.shape, setting.config
     layers, hidden = shape.sparse_layers, shape.config.hidden_size
@@ -190,35 +75,35 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         read = layers - (len(setting.placed.resident) if setting.placed else 0)
         how = f"{read} layers of {shape.config.num_experts}, {shape.expert_storage}, as the files have them"
         if read:
-            yield Part("experts, mapped", "page cache", mapped_bytes(setting), how)
+            yield PlanPart("experts, mapped", "page cache", mapped_bytes(setting), how)
     else:
         how = f"stored as {shape.expert_storage} in a form the kernels can't map: loaded as bf16"
-        yield Part("experts, loaded", "RAM", plain, how)
+        yield PlanPart("experts, loaded", "RAM", plain, how)
     lora = expert_lora_elements(setting)
     how = f"rank {config.expert_rank}: {count_text(lora)} float32 weights, gradients, 2 Adam states"
     masters: Where = "GPU" if setting.placed is not None and setting.placed.masters else "RAM"
     spared = 0
     if setting.placed is not None:
         step = math.ceil(setting.step_rows * setting.sides * setting.lengths.mean)
-        limits = Limits(0, 0, 0, 0, step, outside_bytes(setting).kept)
+        limits = MemoryBudget(0, 0, 0, 0, step, outside_bytes(setting).kept)
         spared = setting.placed.overlapped_gradient_bytes(setting.expert_sizes, limits)
         how += "; the gradients come as activations go" if spared else ""
     if lora:
-        yield Part("expert LoRA", masters, 16 * lora - spared, how)
+        yield PlanPart("expert LoRA", masters, 16 * lora - spared, how)
     if lora and setting.placed is not None:
         how = "made on the host, in pages that the process keeps when it moves"
-        yield Part("expert LoRA, first copy", "RAM", 4 * lora, how)
+        yield PlanPart("expert LoRA, first copy", "RAM", 4 * lora, how)
     if setting.placed is not None:
         yield from _gpu_expert_parts(setting, setting.placed)
         return
 
     tokens = setting.batch.tokens
-    one = setting.expert_pass(tokens)
-    kept = layers * saved_bytes(one, setting.retain)
-    word = f"{config.activation}, {tokens:,} tokens x {one.top_k} experts, {layers} layers"
-    yield Part("expert activations", "RAM", round(kept), word)
-    passing = host_bytes(one, setting.retain, setting.threads)
-    yield Part(
+    sizes = setting.expert_sizes
+    kept = layers * saved_bytes(sizes, tokens, setting.retain)
+    word = f"{config.activation}, {tokens:,} tokens x {sizes.top_k} experts, {layers} layers"
+    yield PlanPart("expert activations", "RAM", round(kept), word)
+    passing = host_bytes(sizes, tokens, setting.retain, setting.threads)
+    yield PlanPart(
         "expert kernels", "RAM", round(passing), "one layer's backward, and panels of each thread"
     )
     if setting.cuda:
@@ -226,10 +111,10 @@ def _expert_parts(setting: Setting) -> Iterator[Part]:
         # each layer's hidden states, its output and both gradients are there at once.
         block = 1 << (tokens * hidden * 2 - 1).bit_length()
         how = f"hidden states, outputs and their gradients of {layers} layers, bf16, pinned"
-        yield Part("crossing to the GPU", "RAM", 4 * layers * block + CUDA_PINNED, how)
+        yield PlanPart("crossing to the GPU", "RAM", 4 * layers * block + CUDA_PINNED, how)
 
 
-def mapped_bytes(setting: Setting) -> int:
+def mapped_bytes(setting: RunSetting) -> int:
     """Bytes of experts that every pass reads from the checkpoint's mapped files."""
     shape = setting.shape
     if not shape.mappable:
@@ -238,28 +123,28 @@ def mapped_bytes(setting: Setting) -> int:
     return shape.expert_bytes * (shape.sparse_layers - kept) // shape.sparse_layers
 
 
-def _gpu_expert_parts(setting: Setting, placement: Placement) -> Iterator[Part]:
+def _gpu_expert_parts(setting: RunSetting, placement: Placement) -> Iterator[PlanPart]:
     """Experts that the GPU computes: what stays there, what passes through, and activations."""
     sizes = setting.expert_sizes
     kept, streamed = len(placement.resident), sizes.layers - len(placement.resident)
     if kept:
         how = f"{kept} of {sizes.layers} layers, in bf16"
-        yield Part("experts, resident", "GPU", placement.resident_bytes(sizes), how)
+        yield PlanPart("experts, resident", "GPU", placement.resident_bytes(sizes), how)
     if streamed:
         group = size_text(placement.slot_bytes)
         how = f"{streamed} layers in groups of {group}, {placement.slots} at a time"
-        yield Part("experts, streamed", "GPU", placement.streamed_bytes(sizes), how)
+        yield PlanPart("experts, streamed", "GPU", placement.streamed_bytes(sizes), how)
     if not placement.masters and sizes.rank:
         lora = placement.lora_bytes(sizes)
-        yield Part("expert LoRA of one layer", "GPU", lora, "its masters are in RAM")
+        yield PlanPart("expert LoRA of one layer", "GPU", lora, "its masters are in RAM")
     tokens, passing = placement.tokens, outside_bytes(setting).passing
     how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {sizes.layers} outputs"
     if placement.keep_gate_up:
         how += ", with gate and up of all layers"
-    yield Part("expert activations", "GPU", placement.activation_bytes(sizes, passing), how)
+    yield PlanPart("expert activations", "GPU", placement.activation_bytes(sizes, passing), how)
     if placement.outputs_on_host:
         away = tokens * 2 * sizes.hidden * sizes.layers
-        yield Part("outputs of the experts", "RAM", away, "pinned, until each layer's backward")
+        yield PlanPart("outputs of the experts", "RAM", away, "pinned, until each layer's backward")
 
 
 @dataclass(frozen=True)
@@ -291,7 +176,7 @@ class OutsideBytes:
         return self.lora_more + self.constant + WORKSPACES
 
 
-def outside_bytes(setting: Setting) -> OutsideBytes:
+def outside_bytes(setting: RunSetting) -> OutsideBytes:
     """Return what a run takes of the GPU outside its experts."""
     longest = setting.lengths.longest * setting.sides
     # From large micro-batches: in small ones a tile of the loss decides, which is no larger for more tokens.
@@ -315,20 +200,20 @@ def outside_bytes(setting: Setting) -> OutsideBytes:
     return OutsideBytes(weights, width * lora, more * lora, constant, token, kept, passing)
 
 
-def _other_parts(setting: Setting) -> Iterator[Part]:
+def _other_parts(setting: RunSetting) -> Iterator[PlanPart]:
     """Everything that isn't a routed expert: on the GPU if there is one, else on the host."""
     shape, config, batch = setting.shape, setting.config, setting.batch
     where: Where = "GPU" if setting.cuda else "RAM"
     kind = "bf16" if batch.width == 2 else "float32"
     own = shape.nonexpert_elements - shape.vision_elements
     how = f"{count_text(own)} weights in {kind}"
-    yield Part("attention, embeddings, routers, …", where, own * batch.width, how)
+    yield PlanPart("attention, embeddings, routers, …", where, own * batch.width, how)
     if shape.vision_elements:
         how = f"{count_text(shape.vision_elements)} weights in {kind}, which stay as they are"
-        yield Part("the vision tower", where, shape.vision_elements * batch.width, how)
+        yield PlanPart("the vision tower", where, shape.vision_elements * batch.width, how)
     if setting.lengths.images and setting.placed is None:  # else among activations
         how = f"up to {setting.lengths.most_image_tokens:,} tokens in each of {batch.rows} rows, one layer"
-        yield Part("images in the vision tower", where, _image_bytes(setting), how)
+        yield PlanPart("images in the vision tower", where, _image_bytes(setting), how)
     lora = nonexpert_lora_elements(setting)
     width, kind = (2, "bf16") if config.pure_bf16 else (4, "float32")
     how = f"rank {config.lora_rank}: {count_text(lora)} {kind} weights, gradients, 2 Adam states"
@@ -342,69 +227,69 @@ def _other_parts(setting: Setting) -> Iterator[Part]:
     free += 0 if setting.cuda else width * lora + kept + most
     if saving > free:
         how = "the trained tensors once more, where gradients were"
-        yield Part("saving", "RAM", saving - free, how)
+        yield PlanPart("saving", "RAM", saving - free, how)
     yield from _process_parts(setting.cuda)
 
 
-def _computed_parts(setting: Setting, lora_how: str) -> Iterator[Part]:
+def _computed_parts(setting: RunSetting, lora_how: str) -> Iterator[PlanPart]:
     """LoRA and activations outside the experts, and what the allocator adds to these."""
     where: Where = "GPU" if setting.cuda else "RAM"
     if setting.placed is not None:
         found, tokens = outside_bytes(setting), setting.placed.tokens
         if found.lora_more % 3:
             lora_how += ", a copy in bf16"
-        yield Part("non-expert LoRA", "GPU", found.lora + found.lora_more, lora_how)
+        yield PlanPart("non-expert LoRA", "GPU", found.lora + found.lora_more, lora_how)
         slack = GPU_SEGMENTS_SLACK
         activations, constant = tokens * found.token, found.constant
         kept = min(activations, tokens * found.kept)
         plain = [round(each / (1 + slack)) for each in (activations, constant)]
-        yield Part("activations", "GPU", kept, f"inputs of all layers, {tokens:,} tokens")
+        yield PlanPart("activations", "GPU", kept, f"inputs of all layers, {tokens:,} tokens")
         images = min(plain[0] - kept, _image_bytes(setting) * tokens // setting.batch.tokens)
         if setting.lengths.images:
             most = setting.lengths.most_image_tokens
             how = f"up to {most:,} tokens in each row, one layer"
-            yield Part("images in the vision tower", "GPU", images, how)
+            yield PlanPart("images in the vision tower", "GPU", images, how)
         most = max(0, plain[0] - kept - images) + plain[1]
         how = f"one layer at a time, {tokens:,} tokens, and a tile of the loss"
-        yield Part("temporary: a layer and the loss", "GPU", most, how)
+        yield PlanPart("temporary: a layer and the loss", "GPU", most, how)
         more = activations + constant - kept - images - most
-        yield Part("allocator", "GPU", more, f"{slack:.0%} of what comes and goes")
-        yield Part("workspaces", "GPU", WORKSPACES, "cuBLAS's, for each thread and stream")
+        yield PlanPart("allocator", "GPU", more, f"{slack:.0%} of what comes and goes")
+        yield PlanPart("workspaces", "GPU", WORKSPACES, "cuBLAS's, for each thread and stream")
         return
     width = 2 if setting.config.pure_bf16 else 4
     lora = nonexpert_lora_elements(setting)
-    yield Part("non-expert LoRA", where, 4 * width * lora, lora_how)
+    yield PlanPart("non-expert LoRA", where, 4 * width * lora, lora_how)
     kept, passing, how = _activations(setting)
-    yield Part("activations", where, kept, how)
+    yield PlanPart("activations", where, kept, how)
     loss = loss_bytes(setting.shape, setting.batch)
     most = max(passing, loss)
     what = "logits and loss" if loss >= passing else "one layer at a time"
-    yield Part(f"temporary: {what}", where, most, "the largest at its peak")
+    yield PlanPart(f"temporary: {what}", where, most, "the largest at its peak")
     slack = GPU_SLACK if setting.cuda else HOST_SLACK
     more = round(slack * (kept + most))
-    yield Part("allocator", where, more, f"{slack:.0%} of what comes and goes")
+    yield PlanPart("allocator", where, more, f"{slack:.0%} of what comes and goes")
 
 
-def _image_bytes(setting: Setting) -> int:
+def _image_bytes(setting: RunSetting) -> int:
     """Return what the vision tower has of a pass's images at once: nothing is kept for a backward."""
     batch, most = setting.batch, setting.lengths.most_image_tokens
     return batch.rows * most * setting.shape.image_token_numbers * batch.width
 
 
-def _activation_bytes(setting: Setting) -> tuple[int, int]:
-    """What a micro-batch takes outside the experts: while these are computed, and what passes when not."""
+def _activation_bytes(setting: RunSetting) -> tuple[int, int]:
+    """Return bytes of a micro-batch outside the experts: while these are computed, and passing when not."""
     kept, most, _ = _activations(setting)
     passing = _passing(setting)
     kept += _image_bytes(setting)
     return kept + max(most, loss_bytes(setting.shape, setting.batch)) - passing, passing
 
 
-def _passing(setting: Setting) -> int:
+def _passing(setting: RunSetting) -> int:
     """The largest temporary memory within a layer outside its experts."""
     return max(one.passing for one in _layers(setting))
 
 
-def _layers(setting: Setting) -> list[LayerBytes]:
+def _layers(setting: RunSetting) -> list[LayerBytes]:
     """Each decoder layer's bytes in a pass."""
     shape, rank = setting.shape, setting.config.lora_rank
     return [
@@ -413,20 +298,22 @@ def _layers(setting: Setting) -> list[LayerBytes]:
     ]
 
 
-def _process_parts(cuda: bool) -> Iterator[Part]:
+def _process_parts(cuda: bool) -> Iterator[PlanPart]:
     """Fixed memory of any training process."""
     files = LIBRARY_FILES + (CUDA_FILES if cuda else 0)
     name = "Python, torch, CUDA" if cuda else "Python, torch, …"
-    yield Part(f"{name}, mapped", "page cache", files, "their files, as far as they are touched")
+    yield PlanPart(
+        f"{name}, mapped", "page cache", files, "their files, as far as they are touched"
+    )
     how = "a constant, from test runs on {}: depends on versions"
     if cuda:
-        yield Part(name, "RAM", LIBRARIES + CUDA_HOST, how.format("an H200"))
-        yield Part("CUDA context", "GPU", CUDA_CONTEXT, how.format("an H200"))
+        yield PlanPart(name, "RAM", LIBRARIES + CUDA_HOST, how.format("an H200"))
+        yield PlanPart("CUDA context", "GPU", CUDA_CONTEXT, how.format("an H200"))
     else:
-        yield Part(name, "RAM", LIBRARIES, how.format("a CPU"))
+        yield PlanPart(name, "RAM", LIBRARIES, how.format("a CPU"))
 
 
-def _activations(setting: Setting) -> tuple[int, int, str]:
+def _activations(setting: RunSetting) -> tuple[int, int, str]:
     """Bytes kept between forward and backward, bytes passing, and how."""
     shape, batch = setting.shape, setting.batch
     found = _layers(setting)
@@ -448,18 +335,20 @@ def _activations(setting: Setting) -> tuple[int, int, str]:
     return inputs, most, f"inputs of {len(found)} layers, {size}; the rest is computed again"
 
 
-def _disk_parts(setting: Setting) -> Iterator[Part]:
+def _disk_parts(setting: RunSetting) -> Iterator[PlanPart]:
     if setting.shape.to_download:
-        yield Part(CHECKPOINT, "disk", setting.shape.to_download, "all its tensors, in its storage")
-    if setting.shape.to_quantise:
+        yield PlanPart(
+            CHECKPOINT, "disk", setting.shape.to_download, "all its tensors, in its storage"
+        )
+    if setting.shape.to_quantize:
         how = f"{setting.shape.expert_storage}, made once, before the first step"
-        yield Part(QUANTISED, "disk", setting.shape.to_quantise, how)
+        yield PlanPart(QUANTIZED, "disk", setting.shape.to_quantize, how)
     trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
     config = setting.config
     if setting.saves:
         count, one = kept_checkpoints(config, setting.steps), checkpoint_bytes(config, trained)
         more = "" if config.save_only_model else ", float32 weights and 2 Adam states"
         how = f"{count} kept and one being written: adapter{more}, {size_text(one)} each"
-        yield Part("checkpoints", "disk", (count + 1) * one, how)
+        yield PlanPart("checkpoints", "disk", (count + 1) * one, how)
     how = f"{count_text(trained)} weights in bf16"
-    yield Part("the adapter", "disk", adapter_bytes(trained), how)
+    yield PlanPart("the adapter", "disk", adapter_bytes(trained), how)

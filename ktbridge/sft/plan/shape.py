@@ -6,17 +6,19 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from ktbridge.adapter.quantise import GROUP, stored_bytes
 from ktbridge.errors import KtbridgeError
+from ktbridge.install import install_hint
 from ktbridge.model import Checkpoint, ModelConfig, check_served, open_checkpoint, read_model_config
 from ktbridge.model.families import FAMILIES, ROUTER, UNREACHED
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import ExpertHome, expert_home
-from ktbridge.sft.plan.declared import Declared
+from ktbridge.model.stub import CheckpointStub
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)")
-# What stands beside a quantised weight and is gone once that is dequantised.
+# Tensors beside a quantized weight, which are gone once it is dequantized.
 _SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale", ".weight_shape", "_scales")
 _BIAS = "_bias"  # of fused experts, which isn't read where it lies but loaded, as all that isn't an expert
 # Draft layers, which training doesn't load, and vision towers, which it loads for rows with images.
@@ -29,7 +31,7 @@ _VISION = (
 _WHOLE = (
     "qwen3_vl_moe", "kimi_k25", "glm4v_moe", "glm5_next", "ernie4_5_vl_moe", "unlimited_ocr",
 )  # fmt: skip
-_PLAIN = ("bf16", "F16", "F32")  # what is quantised
+_PLAIN = ("bf16", "F16", "F32")  # storages that can be quantized
 _STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4", "U8": "mxfp4"}
 
 
@@ -61,15 +63,15 @@ class ModelShape:
     expert_bytes: int
     expert_storage: str
     mappable: bool
-    """Whether the kernels read the experts where the files have them; else they are loaded as bf16."""
+    """True if the kernels read the experts where the files have them; else they are loaded as bf16."""
     to_download: int = 0
     """Bytes of a checkpoint of which only config.json is here; 0 for one that is all here."""
     vision_elements: int = 0
     """Weights of the vision tower, where it is loaded; they are among ``nonexpert_elements``."""
     image_token_numbers: int = 0
     """Numbers that it has of an image's token at once, in one of its layers."""
-    to_quantise: int = 0
-    """Bytes of quantised experts that the run makes first; 0 where it makes none, or they are there."""
+    to_quantize: int = 0
+    """Bytes of quantized experts that the run makes first; 0 where it makes none, or they are there."""
 
     @property
     def expert_elements(self) -> int:
@@ -85,12 +87,12 @@ class ModelShape:
 def read_shape(
     path: Path,
     experts: Path | None = None,
-    declared: Declared | None = None,
+    stub: CheckpointStub | None = None,
     whole: bool = False,
 ) -> ModelShape:
-    """Sizes of the model in ``path``, with the routed experts of ``experts`` (``kt_weight_path``) if given.
+    """Return sizes of the model in ``path``, with the routed experts of ``experts`` (``kt_weight_path``).
 
-    No weight is read, and torch is not imported. ``declared`` stands for a checkpoint whose weights aren't
+    No weight is read, and torch is not imported. ``stub`` stands for a checkpoint whose weights aren't
     in ``path``; ``whole``: the model is loaded with its vision tower.
 
     Raises KtbridgeError where the directory is no checkpoint, has no safetensors, isn't a
@@ -99,14 +101,14 @@ def read_shape(
     if experts is not None:
         there = read_shape(experts)
         return replace(
-            read_shape(path, declared=declared, whole=whole),
+            read_shape(path, stub=stub, whole=whole),
             expert_bytes=there.expert_bytes,
             expert_storage=there.expert_storage,
             mappable=there.mappable,
         )
     config = read_model_config(path)
     check_served(config)
-    checkpoint = declared or open_checkpoint(path)
+    checkpoint = stub or open_checkpoint(path)
     if not config.is_moe:
         raise KtbridgeError(
             f"{path} ({config.model_type}) has no routed experts, so there is nothing for ktbridge to plan.",
@@ -130,13 +132,43 @@ def read_shape(
         vocabulary=vocabulary or int(config.text.get("vocab_size") or 0),
         expert_bytes=expert_bytes,
         expert_storage=storage,
-        mappable=storage in _STORAGE.values() and not _turned(checkpoint, config, homes),
-        to_download=declared.nbytes if declared else 0,
+        mappable=storage in _STORAGE.values() and not _is_transposed(checkpoint, config, homes),
+        to_download=stub.nbytes if stub else 0,
     )
 
 
-def _experts(checkpoint: Checkpoint | Declared, prefixes: tuple[str, ...]) -> tuple[int, str]:
-    """Bytes of the experts, and how they are stored."""
+def stub_from_config(path: Path) -> CheckpointStub:
+    """Return the checkpoint whose config.json is in ``path``, by the shapes of transformers' own model.
+
+    The model is made on the "meta" device, vision tower and all, without memory for weights. Raises
+    KtbridgeError where transformers isn't installed or doesn't know the model, and as
+    ``CheckpointStub.from_config_only`` does.
+    """
+    try:
+        import torch
+        import transformers
+
+        from ktbridge.experts.load_model import make_skeleton, model_config, readable_load_errors
+    except ModuleNotFoundError as error:
+        raise KtbridgeError(
+            f"{path} has no weights, and without them sizes come from transformers, which needs {error.name}",
+            install_hint("train"),
+        ) from error
+    model = make_skeleton(path)
+    named = read_json_file(path / "config.json").get("architectures")
+    cls: Any = (
+        getattr(transformers, str(named[0]), None) if isinstance(named, list) and named else None
+    )
+    known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    if known and not isinstance(model, cls):
+        with readable_load_errors(path), torch.device("meta"):
+            model = cls(model_config(path))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return CheckpointStub.from_config_only(path, shapes)
+
+
+def _experts(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> tuple[int, str]:
+    """Return the experts' bytes and storage."""
     own = {
         name: checkpoint.entry(name)
         for name in checkpoint
@@ -152,9 +184,9 @@ def _experts(checkpoint: Checkpoint | Declared, prefixes: tuple[str, ...]) -> tu
 
 
 def _image_token_numbers(path: Path) -> int:
-    """Numbers in the vision tower for a token of an image.
+    """Return the numbers in the vision tower for a token of an image.
 
-    Of each of its patches: pixels (in float32, so twice, and once more converted), hidden states, their norm,
+    Each of its patches has pixels (in float32, so twice, and once more converted), hidden states, their norm,
     output, query, key and value, and the MLP's inner states before and after its activation.
     """
     config = read_json_file(path / "config.json").get("vision_config") or {}
@@ -165,16 +197,16 @@ def _image_token_numbers(path: Path) -> int:
 
 
 def in_storage(shape: ModelShape, storage: str) -> ModelShape:
-    """The model with its experts quantised to ``storage``, which is still to be done."""
+    """Return the model with its experts quantized to ``storage``, which is still to be done."""
     model = shape.config
     one = stored_bytes(model.num_experts, model.hidden_size, model.intermediate_size, storage)
     total = shape.sparse_layers * one
     return replace(
-        shape, expert_bytes=total, expert_storage=storage, mappable=True, to_quantise=total
+        shape, expert_bytes=total, expert_storage=storage, mappable=True, to_quantize=total
     )
 
 
-def can_quantise(shape: ModelShape, storage: str) -> bool:
+def can_quantize(shape: ModelShape, storage: str) -> bool:
     """Return whether the experts are stored in floats that ``storage`` can be made of."""
     model = shape.config
     odd = model.hidden_size % GROUP or model.intermediate_size % GROUP
@@ -200,7 +232,7 @@ def _expert_homes(path: Path, checkpoint: Checkpoint, config: ModelConfig) -> di
 def _outside_experts(
     checkpoint: Checkpoint, config: ModelConfig, prefixes: tuple[str, ...]
 ) -> tuple[list[LayerShape], int, int]:
-    """Layers, not sparse yet, the number of weights that get loaded, and words, of all but the experts."""
+    """Return layers (not sparse yet), the weights that get loaded, and words, of all but the experts."""
     layers = [LayerShape(index, False, {}, {}, {}) for index in range(config.num_layers)]
     elements = vocabulary = 0
     for name in checkpoint:
@@ -228,12 +260,14 @@ def _outside_experts(
     return layers, elements, vocabulary
 
 
-def _turned(checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, ExpertHome]) -> bool:
+def _is_transposed(
+    checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, ExpertHome]
+) -> bool:
     """Return whether fused experts lie transposed or interleaved, so that no row is contiguous."""
     home = next(iter(homes.values()))
     if home.names or f"{home.fused[0]}_blocks" in checkpoint:
         return False
-    if isinstance(checkpoint, Declared):  # only the family's row defines its file layout
+    if isinstance(checkpoint, CheckpointStub):  # only the family's row defines its file layout
         return config.family is None or config.family.storage != "fused"
     shape = checkpoint.entry(home.fused[0]).shape
     rows = (2 * config.intermediate_size, config.hidden_size)

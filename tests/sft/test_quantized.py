@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from planshapes import plan_run
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_model
 from trainrun import ROWS, conversation, losses, quiet, train, write_run
@@ -19,21 +20,21 @@ from ktbridge.errors import ProblemsError
 from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import CACHE
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan import Target, make_plan
-from ktbridge.sft.plan.memory import QUANTISED
-from ktbridge.sft.plan.quantised import experts_path, quantised_experts, storage_notes
+from ktbridge.sft.plan.inputs import TargetMachine
+from ktbridge.sft.plan.memory import QUANTIZED
 from ktbridge.sft.prepare import prepare
+from ktbridge.sft.quantized import experts_path, find_quantized, storage_notes
 
 MAKE = """
 import os, signal, sys
 from pathlib import Path
 from ktbridge.sft.config import load_config
-from ktbridge.sft.plan.quantised import quantised_experts
+from ktbridge.sft.quantized import find_quantized
 config = load_config(sys.argv[1], ["kt_config.kt_backend=AMXINT8"])
 kill = lambda done, total: os.kill(os.getpid(), signal.SIGKILL) if done > total / 2 else None
 wait = lambda holder: print("waits for", holder, flush=True)
 nothing = lambda done, total: None
-found = quantised_experts(config, Path(config.model_name_or_path))
+found = find_quantized(config, Path(config.model_name_or_path))
 found.make(kill if sys.argv[2] == "kill" else nothing, wait)
 """
 
@@ -47,7 +48,7 @@ def run_dir(tmp_path, base_dir):
 
 def found_for(run_dir, *overrides):
     config = load_config(run_dir / "run.yaml", overrides)
-    return quantised_experts(config, Path(config.model_name_or_path))
+    return find_quantized(config, Path(config.model_name_or_path))
 
 
 def kept(directory):
@@ -70,26 +71,26 @@ def test_a_run_trains_on_what_the_script_would_make_and_makes_it_once(run_dir, s
     assert f"are quantised to {storage.upper()} once, into " in note["found"]
     assert kept(run_dir) == []
 
-    there = Target(gpu_memory=None, memory=64 * 10**9, disk=10**12, cores=2)
+    there = TargetMachine(gpu_memory=None, memory=64 * 10**9, disk=10**12, cores=2)
     config = load_config(run_dir / "run.yaml", [asked])
-    planned = make_plan(config, there, measure=False)
-    plain = make_plan(load_config(run_dir / "run.yaml"), there, measure=False)
+    planned = plan_run(config, there, measure=False)
+    plain = plan_run(load_config(run_dir / "run.yaml"), there, measure=False)
 
     first = CliRunner().invoke(main, command)
     assert first.exit_code == 0, first.stderr
     (name,) = kept(run_dir)
-    assert f"{run_dir / name}: " in make_plan(config, there, measure=False).notes[0]
+    assert f"{run_dir / name}: " in plan_run(config, there, measure=False).notes[0]
     files = run_dir / name
     assert sorted(path.name for path in files.iterdir()) == [
         "config.json", "ktbridge_checkpoint.json", "model.safetensors",
     ]  # fmt: skip
     size = sum(tensor.nbytes for tensor in load_file(files / "model.safetensors").values())
     sizes = {part.what: part.size for part in planned.parts}
-    assert sizes[QUANTISED] == sizes["experts, mapped"] == size
+    assert sizes[QUANTIZED] == sizes["experts, mapped"] == size
     assert plain.total("page cache") - planned.total("page cache") == (
         next(part.size for part in plain.parts if part.what == "experts, mapped") - size
     )
-    after = make_plan(config, there, measure=False)
+    after = plan_run(config, there, measure=False)
     assert after.total("disk") == planned.total("disk") - size
     assert after.total("page cache") == planned.total("page cache")
 

@@ -1,4 +1,4 @@
-"""Experts in INT8 or INT4 where a run asks for that: quantised once, kept, and mapped in place of the base's.
+"""Experts in INT8 or INT4 where a run asks for that: quantized once, kept, and mapped instead of the base's.
 
 ``kt_expert_weight_format: int8`` (or ``int4``; a ``kt_backend`` that means it) on experts in BF16, F16 or F32
 makes a checkpoint of the experts alone: in the directory that KTBRIDGE_CACHE names, else beside theirs, or in
@@ -32,8 +32,8 @@ from ktbridge.model import fingerprint, open_checkpoint
 from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.plan.shape import can_quantise, in_storage, read_shape
-from ktbridge.sft.plan.target import existing
+from ktbridge.sft.disk import existing
+from ktbridge.sft.plan.shape import can_quantize, in_storage, read_shape
 
 _POLL = 0.5  # seconds
 _Times = tuple[tuple[str, int, int], ...]
@@ -41,7 +41,7 @@ _Times = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantizedExperts:
     """The experts of ``source`` in ``storage``, in ``directory`` once they are made.
 
     ``size`` are their bytes, ``before`` those of the source's.
@@ -56,7 +56,7 @@ class Quantised:
 
     @property
     def ready(self) -> bool:
-        """Return whether they are there, whole, and made of the source as it is now."""
+        """True if they are there, whole, and made of the source as it is now."""
         try:
             marker = read_json_file(self.directory / CHECKPOINT_FILE)
             files = marker["files"]
@@ -71,17 +71,17 @@ class Quantised:
         on_progress: OnProgress = lambda done, total: None,
         on_wait: Callable[[str], None] = lambda holder: None,
     ) -> None:
-        """Quantise them unless they are there; where another process does, wait until it has.
+        """Quantize them unless they are there; where another process does, wait until it has.
 
         ``on_wait`` is then called with its description. Raises KtbridgeError where they can't be
-        written or the source can't be quantised; nothing is left then.
+        written or the source can't be quantized; nothing is left then.
         """
         if self.ready:
             return
         with lock_target(self.directory, wait=on_wait):
             if self.ready:
                 return
-            self.check_room()
+            self.check_disk()
             plan = plan_quantise(self.source, self.directory, self.storage, True, alone=True)
             plan.about["times"] = self.times
             if problems := list(plan.rewrite.problems(0)):
@@ -94,11 +94,11 @@ class Quantised:
             time.sleep(_POLL)
 
     def to_write(self, beside: Path) -> int:
-        """Bytes that are still to be written on the disk that has ``beside``."""
+        """Return the bytes that are still to be written on the disk that has ``beside``."""
         same = existing(self.directory).stat().st_dev == existing(beside).stat().st_dev
         return self.size if same and not self.ready else 0
 
-    def check_room(self) -> None:
+    def check_disk(self) -> None:
         """Raise ProblemsError where the directory, which isn't there yet, can't be written."""
         there = existing(self.directory.parent)
         free = shutil.disk_usage(there).free
@@ -117,7 +117,7 @@ class Quantised:
 
     @property
     def text(self) -> str:
-        """Return what happens, in a sentence."""
+        """A sentence that says what becomes of the experts."""
         name = self.storage.upper()
         what = f"{size_text(self.size)} instead of {size_text(self.before)} in RAM"
         if self.ready:
@@ -128,8 +128,8 @@ class Quantised:
         )
 
 
-def quantised_experts(config: TrainConfig, base: Path) -> Quantised | None:
-    """The quantised experts that a run on ``base`` takes; None where it takes them as they are stored.
+def find_quantized(config: TrainConfig, base: Path) -> QuantizedExperts | None:
+    """Return the quantized experts that a run on ``base`` takes; None where it takes them as they are stored.
 
     Reads headers. Raises KtbridgeError for a model that can't be read.
     """
@@ -141,8 +141,8 @@ def quantised_experts(config: TrainConfig, base: Path) -> Quantised | None:
 
 
 def experts_path(config: TrainConfig, base: Path) -> Path | None:
-    """The checkpoint that the experts of a run on ``base`` are mapped from; None: ``base``."""
-    if found := quantised_experts(config, base):
+    """Return the checkpoint that the experts of a run on ``base`` are mapped from; None: ``base``."""
+    if found := find_quantized(config, base):
         return found.directory
     own = config.kt_config.kt_weight_path
     return Path(own) if own else None
@@ -155,7 +155,7 @@ def storage_notes(config: TrainConfig, base: Path) -> list[Problem]:
         return []
     key = "kt_backend" if block.kt_expert_weight_format is None else "kt_expert_weight_format"
     where, asked = f"kt_config.{key}", getattr(block, key)
-    if found := quantised_experts(config, base):
+    if found := find_quantized(config, base):
         return [problem("KTC050", where, f"{asked}: {found.text}")]
     source = _source(config, base)
     stored = read_shape(source).expert_storage
@@ -179,9 +179,9 @@ def _times(source: Path) -> _Times:
 
 
 @lru_cache(maxsize=8)
-def _found(source: Path, storage: str, home: Path, times: _Times) -> Quantised | None:
+def _found(source: Path, storage: str, home: Path, times: _Times) -> QuantizedExperts | None:
     shape = read_shape(source)
-    if not can_quantise(shape, storage):
+    if not can_quantize(shape, storage):
         return None
     print_of = fingerprint(source)
     identified = [storage, print_of.tensors_sha256, print_of.values_sha256, [t[:2] for t in times]]
@@ -189,11 +189,11 @@ def _found(source: Path, storage: str, home: Path, times: _Times) -> Quantised |
     directory = home / f"{short_name(source)}.{storage}-experts-{key}"
     size, layers = in_storage(shape, storage).expert_bytes, shape.sparse_layers
     before = shape.expert_bytes if shape.mappable else 2 * shape.expert_elements * layers
-    return Quantised(source, storage, directory, size, before, times)
+    return QuantizedExperts(source, storage, directory, size, before, times)
 
 
 def _home(source: Path) -> Path:
-    """The directory that quantised experts of ``source`` are kept in."""
+    """Return the directory that quantized experts of ``source`` are kept in."""
     if own := named_cache():
         return own
     if source.parent.name != "snapshots" and os.access(source.parent, os.W_OK):

@@ -1,9 +1,8 @@
-"""A checkpoint that isn't here, as its config.json declares it: names, dtypes and shapes of its tensors.
+"""A checkpoint whose weights aren't here: names, dtypes and shapes of its tensors, without their data.
 
-transformers' own class makes the model on the "meta" device, without memory for weights, so the shapes are
-those that training will have. How tensors are stored follows from the family's row (experts one by one or
-fused) and from ``quantization_config``. What transformers doesn't load, such as layers for multi-token
-prediction, isn't there.
+They come from headers on the Hub, or from config.json and the shapes of transformers' model: the family's
+row says how experts are stored (one by one or fused), ``quantization_config`` how linear weights are. What
+transformers doesn't load, such as layers for multi-token prediction, isn't there then.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.install import install_hint
-from ktbridge.model import Checkpoint, Entry, family_of, open_checkpoint
-from ktbridge.model.families import ROUTER
+from ktbridge.model.checkpoint import Checkpoint, open_checkpoint
+from ktbridge.model.families import ROUTER, family_of
 from ktbridge.model.hub import INDEX_FILE
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.model.tensorfile import DTYPE_BITS
+from ktbridge.model.tensorfile import DTYPE_BITS, Entry
 
 Shape = tuple[int, ...]
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -31,8 +29,8 @@ _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 _PACKED = 8  # int4 values in an int32
 
 
-class Declared(Checkpoint):
-    """Stands in for a checkpoint for names and entries; it has no data.
+class CheckpointStub(Checkpoint):
+    """Names and entries of a checkpoint that isn't here.
 
     ``from_files``: the tensors are those of real files elsewhere, not worked out from config.json.
     """
@@ -47,6 +45,32 @@ class Declared(Checkpoint):
         }
         super().__init__(path, dict.fromkeys(self._entries, "model.safetensors"))
 
+    @classmethod
+    def from_config_only(cls, path: Path, shapes: Mapping[str, Shape]) -> CheckpointStub:
+        """Return the checkpoint that ``path``, a directory with config.json, is a part of.
+
+        ``shapes`` are those of the weights of transformers' model by name. Raises KtbridgeError for a
+        quantization whose sizes don't follow from config.json.
+        """
+        config = read_json_file(path / "config.json")
+        text = config.get("text_config")
+        text = text if isinstance(text, dict) else config
+        settings = config.get("quantization_config") or text.get("quantization_config")
+        storage = _read_storage(path, settings)
+        plain = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"
+        dtype = _DTYPES.get(str(plain).removeprefix("torch."), "BF16")
+        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+        model_type = str(config.get("model_type") or text.get("model_type"))
+        return cls(
+            path,
+            (
+                part
+                for name, size in stored_tensors(model_type, shapes)
+                if not (tied and name.endswith("lm_head.weight"))
+                for part in storage.parts(name, size, dtype)
+            ),
+        )
+
     def entry(self, name: str) -> Entry:
         return self._entries[name]
 
@@ -57,7 +81,7 @@ class Declared(Checkpoint):
 
 
 def weights_missing(path: Path) -> str:
-    """Why the weights in ``path`` can't be read yet, "" where all of them are there.
+    """Return why the weights in ``path`` can't be read yet, "" where all of them are there.
 
     Raises KtbridgeError for weights that are there and damaged, or pickled.
     """
@@ -73,32 +97,8 @@ def weights_missing(path: Path) -> str:
     return ""
 
 
-def declare(path: Path) -> Declared:
-    """The checkpoint that ``path``, a directory with config.json, is a part of.
-
-    Raises KtbridgeError where transformers isn't installed or doesn't know the model, and for a
-    quantisation whose sizes don't follow from config.json.
-    """
-    config = read_json_file(path / "config.json")
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    storage = _storage(path, config.get("quantization_config") or text.get("quantization_config"))
-    plain = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"
-    dtype = _DTYPES.get(str(plain).removeprefix("torch."), "BF16")
-    shapes = _shapes(path)
-    if config.get("tie_word_embeddings", text.get("tie_word_embeddings")):
-        shapes = {
-            name: size for name, size in shapes.items() if not name.endswith("lm_head.weight")
-        }
-    model_type = str(config.get("model_type") or text.get("model_type"))
-    stored = stored_tensors(model_type, shapes)
-    return Declared(
-        path, (part for name, size in stored for part in storage.parts(name, size, dtype))
-    )
-
-
 def stored_tensors(model_type: str, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
-    """transformers' fused experts one by one, where the family's checkpoints have them so."""
+    """Yield transformers' fused experts one by one, where the family's checkpoints have them so."""
     family = family_of(model_type)
     names = family.names if family else ("gate_proj", "up_proj", "down_proj")
     layout = family.storage if family else "per-expert"
@@ -117,7 +117,7 @@ def stored_tensors(model_type: str, shapes: Mapping[str, Shape]) -> Iterator[tup
 
 @dataclass(frozen=True)
 class _Storage:
-    """How a checkpoint stores the linear weights of its layers, or its fused experts alone ("mxfp4").
+    """Storage of the linear weights of a checkpoint's layers, or of its fused experts alone ("mxfp4").
 
     ``kind``: "plain", "fp8", "int8", "int4", "mxfp4".
     """
@@ -129,7 +129,7 @@ class _Storage:
     left_out: tuple[str, ...] = ()
 
     def parts(self, name: str, shape: Shape, dtype: str) -> Iterator[tuple[str, str, Shape]]:
-        """The tensors that one weight is stored as: (name, dtype, shape)."""
+        """Yield the tensors that one weight is stored as: (name, dtype, shape)."""
         stem = name.removesuffix(".weight")
         if self.kind == "mxfp4":
             yield from _mxfp4_parts(name, shape, dtype)
@@ -152,9 +152,9 @@ class _Storage:
 
     def _takes(self, stem: str, name: str, shape: Shape) -> bool:
         linear = stem != name and len(shape) == 2 and bool(_IN_A_LAYER.search(name))
-        if not linear or ROUTER.search(stem) or any(_names(p, stem) for p in self.left_out):
+        if not linear or ROUTER.search(stem) or any(_matches(p, stem) for p in self.left_out):
             return False
-        return not self.targets or any(_names(p, stem) for p in self.targets)
+        return not self.targets or any(_matches(p, stem) for p in self.targets)
 
 
 def _mxfp4_parts(name: str, shape: Shape, dtype: str) -> Iterator[tuple[str, str, Shape]]:
@@ -167,8 +167,8 @@ def _mxfp4_parts(name: str, shape: Shape, dtype: str) -> Iterator[tuple[str, str
     yield f"{name}_scales", "U8", (experts, out, -(-inputs // 32))
 
 
-def _names(pattern: str, module: str) -> bool:
-    """Whether a pattern of a quantisation's lists matches a module: "re:…", a path, or a part of one."""
+def _matches(pattern: str, module: str) -> bool:
+    """Return whether a pattern ("re:…", a path, or a part of one) matches a module."""
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], module) is not None
@@ -180,7 +180,7 @@ def _names(pattern: str, module: str) -> bool:
     return pattern == "Linear" or f".{pattern}." in f".{module}."
 
 
-def _storage(path: Path, settings: object) -> _Storage:
+def _read_storage(path: Path, settings: object) -> _Storage:
     """Return what a ``quantization_config`` means; raises KtbridgeError where sizes don't follow from it."""
     if not isinstance(settings, dict):
         return _Storage()
@@ -220,27 +220,3 @@ def _known(settings: dict[str, Any]) -> _Storage | None:
         targets=tuple(map(str, group.get("targets") or ())),
         left_out=tuple(map(str, settings.get("ignore") or ())),
     )
-
-
-def _shapes(path: Path) -> dict[str, Shape]:
-    """Names and shapes of transformers' model, vision tower and all, by the class that config.json names."""
-    try:
-        import torch
-        import transformers
-
-        from ktbridge.experts.load_model import make_skeleton, model_config, readable_load_errors
-    except ModuleNotFoundError as error:
-        raise KtbridgeError(
-            f"{path} has no weights, and without them sizes come from transformers, which needs {error.name}",
-            install_hint("train"),
-        ) from error
-    model = make_skeleton(path)
-    named = read_json_file(path / "config.json").get("architectures")
-    cls: Any = (
-        getattr(transformers, str(named[0]), None) if isinstance(named, list) and named else None
-    )
-    known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-    if known and not isinstance(model, cls):
-        with readable_load_errors(path), torch.device("meta"):
-            model = cls(model_config(path))
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
