@@ -1,9 +1,22 @@
 """Before any test imports torch: its idle threads would spin on the CPUs that the kernels want."""
 
+from pathlib import Path
+
 import pytest
 
 import ktbridge.sft  # noqa: F401  isort: skip
 from warm import WarmPython
+
+SLOW_ROOMS = {"attacks", "fuzz", "scripts"}
+"""Directories of tests that `make test` leaves to `make test-all`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the slow rooms, in place of a line in each of their files."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in SLOW_ROOMS:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

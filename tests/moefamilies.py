@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from expertmoe import to_mxfp4
 from safetensors.torch import save_file
@@ -130,6 +131,30 @@ EXECUTED_ALIKE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Families whose experts differ from others' in nothing but name and place: the kernels alone are held."""
 FAMILIES |= EXECUTED_ALIKE
+
+REPRESENTATIVES = {
+    "deepseek_v3": "latent attention, shared experts",
+    "gpt_oss": "interleaved and transposed gate and up, biases",
+    "mixtral": "experts alone",
+    "qwen3_5_moe_text": "linear attention",
+    "qwen3_moe": "dense layers between",
+    "qwen3_vl_moe": "a vision tower",
+}
+"""Families that stand for the others in `make test`, and for what; all of them are in `make test-all`."""
+
+
+def parametrize_families(*executors: str) -> list[Any]:
+    """Return a parameter for each family and executor; those of no representative are slow."""
+    return [
+        pytest.param(
+            *((name, executor) if executors else (name,)),
+            marks=() if name in REPRESENTATIVES else pytest.mark.slow,
+        )
+        for name in sorted(FAMILIES)
+        for executor in (executors[:1] if name in EXECUTED_ALIKE else executors) or (None,)
+    ]
+
+
 SEEING = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
 """Families with a vision tower."""
 KIMI = {"kimi_k2": "deepseek_v3"}

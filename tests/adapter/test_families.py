@@ -13,7 +13,7 @@ import torch
 from adapterfaults import add, copies, each, edit, rename
 from familygradients import Choices
 from findings import codes
-from moefamilies import FAMILIES, IDS, everything, randomise, reference
+from moefamilies import IDS, everything, parametrize_families, randomise, reference
 from peft import PeftModel
 from rawadapter import FILES
 from safetensors.torch import load_file
@@ -70,7 +70,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.filterwarnings(
     "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
 )
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+@pytest.mark.parametrize("model_type", parametrize_families())
 def test_adapter(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = Choices(monkeypatch)
     tuned = tune(model_type, tmp_path, choices)

@@ -6,17 +6,10 @@ from pathlib import Path
 
 import pytest
 from familygradients import EXECUTORS, check_family
-from moefamilies import EXECUTED_ALIKE, FAMILIES, SEEING
+from moefamilies import SEEING, parametrize_families
 
 
-@pytest.mark.parametrize(
-    ("model_type", "executor"),
-    [
-        (model_type, executor)
-        for model_type in sorted(FAMILIES)
-        for executor in (EXECUTORS if model_type not in EXECUTED_ALIKE else EXECUTORS[:1])
-    ],
-)
+@pytest.mark.parametrize(("model_type", "executor"), parametrize_families(*EXECUTORS))
 def test_family(
     model_type: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
