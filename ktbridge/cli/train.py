@@ -86,6 +86,8 @@ def _train(
     if not parsed.do_train:
         predict.run(parsed, dry_run=dry_run, as_json=as_json)
         return
+    from ktbridge import _kernels  # noqa: F401  an installation without kernels lacks torch, too
+
     print_notes(parsed.notes, reasons=dry_run)
     declared = stub_on_hub(parsed.model_name_or_path)
     if declared is None and not dry_run:
