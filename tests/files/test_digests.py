@@ -60,8 +60,9 @@ def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         model=Path("base"),
         expert=Path("raw"),
         nonexpert=(("raw", Path("raw")),),
+        experts=(),
         bf16=False,
-        arms=(SimpleNamespace(name="full", expert=True, nonexpert="raw"),),
+        arms=(SimpleNamespace(name="full", expert=True, expert_of=None, nonexpert="raw"),),
     )
     source = adapters.Source("full", Path("raw"), "raw", (0, 1), True, None, "d" * 64)  # type: ignore[arg-type]
     rows = records.HubRows(Repository("org/rows", None, "dataset"), folder="é")

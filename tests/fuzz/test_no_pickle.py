@@ -22,10 +22,24 @@ class Bomb:
         return os.system, ("touch exploded",)
 
 
+def _loads_tensors_alone(node: ast.AST) -> bool:
+    """Return whether a call says ``weights_only=True``, with which torch runs nothing of a file."""
+    return isinstance(node, ast.Call) and any(
+        word.arg == "weights_only"
+        and isinstance(word.value, ast.Constant)
+        and word.value.value is True
+        for word in node.keywords
+    )
+
+
 def test_no_module_can_unpickle() -> None:
     found = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tensors_alone = {node.func for node in ast.walk(tree) if _loads_tensors_alone(node)}
+        for node in ast.walk(tree):
+            if node in tensors_alone:
+                continue
             if isinstance(node, ast.Import):
                 names = {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

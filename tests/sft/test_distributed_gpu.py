@@ -133,8 +133,7 @@ def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, ru
     assert stopped.returncode != 0
     assert "interrupted after step 2" in stopped.stderr
     made = run_dir / "fsdp2.checkpoints" / "checkpoint-2"
-    sizes = [(made / f"optimizer{end}.safetensors").stat().st_size for end in ("", "_1")]
-    assert sizes[1] < sizes[0] / 2  # the experts' state is there once
+    assert [path.name for path in made.glob("optimizer*")] == ["optimizer.safetensors"]
     resumed = launch(
         "fsdp2", "fsdp2", *STREAM, "resume_from_checkpoint=true", how=(__file__, "watched")
     )

@@ -119,7 +119,7 @@ class TokenCache:
         try:
             self._save(run)
         except (KtbridgeError, OSError) as error:
-            why = getattr(error, "sentence", None) or getattr(error, "strerror", None) or str(error)
+            why = error.strerror or repr(error) if isinstance(error, OSError) else error.sentence
             step = "Make room there, or name another tokenized_path; this run goes on without."
             self._note("KTD043", f"the rows can't be kept there: {why}", step, "warning")
         for note in self.notes:
