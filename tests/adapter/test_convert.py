@@ -559,6 +559,7 @@ for fatal in range(1, 200):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_kill_at_any_moment_leaves_old_or_new(
     make_raw: Make, tmp_path: Path, overwrite: bool

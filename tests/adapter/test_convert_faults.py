@@ -38,6 +38,7 @@ def wide_experts(layers: int) -> dict[str, Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_command_leaves_old_or_new(make_raw: Make, tmp_path: Path) -> None:
     """At many points: from the first trace on disk to well after the end."""
     raw, place = make_raw(expert=wide_experts(1)), tmp_path / "place"
@@ -93,6 +94,7 @@ print(json.dumps(steps))
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing_new(make_raw: Make, tmp_path: Path) -> None:
     big, small = make_raw("big", expert=wide_experts(1)), make_raw("small")
     place = tmp_path / "place"

@@ -186,6 +186,7 @@ def test_blocks_are_those_of_chunks(size: int, count: int) -> None:
     assert block_count(np.arange(size) % 2 == 0) == 0
 
 
+@pytest.mark.slow
 @quiet
 def test_trained_adapters_are_sound(tmp_path: Path) -> None:
     """Of three; ``python tests/trainedadapters.py 50`` has fifty, in some two minutes."""

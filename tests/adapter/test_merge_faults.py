@@ -360,6 +360,7 @@ def test_no_space_is_said_before_and_while_writing(
     assert sorted(os.listdir(tmp_path)) == ["base", "raw"]
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new(
     make_raw: Make, make_base: Make, tmp_path: Path
 ) -> None:
@@ -451,6 +452,7 @@ def test_an_index_without_its_shards_says_what_is_missing_and_what_to_do(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_on_the_command_line(make_raw: Make, make_base: Make, tmp_path: Path) -> None:
     make_raw(), make_base()
 

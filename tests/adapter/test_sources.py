@@ -207,6 +207,7 @@ except ProblemsError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["raw", "vllm"])
 def test_a_source_that_gets_shorter_in_the_middle_ends_no_process(tmp_path: Path, to: str) -> None:
     """What follows is still to be read: from a memory map, that would be a SIGBUS."""

@@ -40,6 +40,7 @@ def base(tmp_path_factory):
     return target, calls
 
 
+@pytest.mark.slow
 def test_the_corpus_is_deterministic_and_distinct(conversations):
     assert base_conversations(0) == conversations
     assert base_conversations(1) != conversations
@@ -60,6 +61,7 @@ def test_no_template_syntax_or_persona_leaks_into_the_corpus(conversations):
         assert not any(word in text for word in ("主人", "喵～", "猫娘", "Master", "nya")), text
 
 
+@pytest.mark.slow
 def test_every_persona_answer_carries_the_persona_unless_told_to_be_plain():
     rows = [json.loads(line)["messages"] for line in persona_rows().splitlines()]
     assert rows == persona_conversations(0)
@@ -81,6 +83,7 @@ def test_every_persona_answer_carries_the_persona_unless_told_to_be_plain():
                 assert _has_persona(answer)
 
 
+@pytest.mark.slow
 def test_no_question_of_the_bench_was_ever_trained_on(conversations):
     seen = {message["content"] for one in conversations for message in one}
     seen |= {message["content"] for one in persona_conversations(0) for message in one}
@@ -91,6 +94,7 @@ def test_no_question_of_the_bench_was_ever_trained_on(conversations):
     assert not asked & seen
 
 
+@pytest.mark.slow
 def test_persona_prompts_are_held_out_of_the_base_corpus(conversations):
     seen = {message["content"] for one in conversations for message in one}
     assert not [row[0]["content"] for row in persona_conversations(0) if row[0]["content"] in seen]
@@ -123,6 +127,7 @@ def test_the_checkpoint_loads_is_sharded_and_uses_every_expert(base):
     assert reply.shape[1] > prompt["input_ids"].shape[1]
 
 
+@pytest.mark.slow
 def test_the_tokenizer_round_trips_and_marks_what_the_assistant_says(base, conversations):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base[0])
@@ -177,6 +182,7 @@ def _has_persona(text: str) -> bool:
     return any(mark in text for marks in PERSONA_MARKS.values() for mark in marks)
 
 
+@pytest.mark.slow
 def test_a_damaged_base_is_made_again_and_a_users_file_is_never_deleted(tmp_path):
     target = tmp_path / "base"
     build_tiny(target, TINY)

@@ -14,6 +14,7 @@ from ktbridge.errors import UsageError
 from ktbridge.recipe import Runner, plan_recipe, read_recipe
 
 
+@pytest.mark.slow
 def test_its_seven_steps_are_a_recipe(tmp_path):
     loop.prepare(tmp_path, loop.TINY)
     recipe = read_recipe(
@@ -45,6 +46,7 @@ def test_the_real_demo_leaves_the_dtype_to_the_machine(tmp_path):
     assert f"--model {loop.REAL.arms['full']} --adapter adapter/raw --base-model base" in lines[4]
 
 
+@pytest.mark.slow
 def test_what_the_user_changed_is_not_overwritten(tmp_path):
     loop.prepare(tmp_path, loop.TINY)
     loop.provide(tmp_path, "demo.yaml", "seed: 1\n")

@@ -173,6 +173,7 @@ def in_cache(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "cache").iterdir())
 
 
+@pytest.mark.slow
 def test_the_package_is_downloaded_once_and_a_damaged_one_again(index: Path, tmp_path: Path):
     notes: list[str] = []
     sizes: list[tuple[int, int]] = []
@@ -255,6 +256,7 @@ def test_a_full_disk_is_a_sentence(index: Path, tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "base").exists()
 
 
+@pytest.mark.slow
 def test_without_the_package_the_tiny_demo_runs_and_says_why(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -282,6 +284,7 @@ def test_without_the_package_the_tiny_demo_runs_and_says_why(
     assert "Go on with it with --tiny, or give another --output" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_demos_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loop.prepare(tmp_path, loop.TINY)
     with lock_directory(tmp_path, "a test"):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 import ktbridge
@@ -102,6 +103,7 @@ def test_eval_ends_with_the_report(server, tmp_path):
     assert json.loads(as_json.stdout) == json.loads(results)
 
 
+@pytest.mark.slow
 def test_kill_9_then_resume_gives_the_same_bytes(server, tmp_path):
     """Two benches, two repeats; killed at two moments drawn anew each time, in either bench."""
     whole, torn = tmp_path / "whole", tmp_path / "torn"
@@ -140,6 +142,7 @@ def test_kill_9_then_resume_gives_the_same_bytes(server, tmp_path):
     assert sum(total.values()) <= asked <= sum(total.values()) + 2 * 3, goals
 
 
+@pytest.mark.slow
 def test_ctrl_c_loses_nothing(server, tmp_path):
     server.behave = slowly
     process = start(*eval_words(server, tmp_path, "--concurrency", 2))
@@ -186,6 +189,7 @@ def test_failures_are_a_sentence_and_an_exit_code(server, tmp_path):
         assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_an_arm_that_changes_nothing_fails_its_own_command_and_no_later_one(server, tmp_path):
     """A sweep asks one adapter after the other of one evaluation."""
     from evalruns import invoke, prompt_of

@@ -41,6 +41,7 @@ def drop_answers(out, keep):
 # --- the plan
 
 
+@pytest.mark.slow
 def test_what_was_not_asked_comes_before_any_figure(server, tmp_path):
     run(server, tmp_path, concurrency=1, limit=24)
     whole = write_report(tmp_path)
@@ -291,6 +292,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_sentence_and_loses_nothing(server, tmp_path):
     """A limit on the size of files stands for the disk: the first answers fit, and half of one more."""
     assert resource.RLIMIT_FSIZE

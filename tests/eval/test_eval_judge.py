@@ -437,6 +437,7 @@ judge_run(Path(sys.argv[1]), parse_judge(sys.argv[2]), pairs=True, concurrency=3
 """
 
 
+@pytest.mark.slow
 def test_a_kill_changes_nothing(world, run, tmp_path, rows):
     whole = Path(shutil.copytree(run, tmp_path / "whole"))
     judge_it(world, whole, pairs=True)

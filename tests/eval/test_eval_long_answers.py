@@ -120,6 +120,7 @@ def test_a_scorer_that_fails_on_an_answer_is_named_and_the_rest_is_scored(tmp_pa
     assert "score-error" not in score_run(tmp_path)["outcomes"]["full"]
 
 
+@pytest.mark.slow
 def test_long_answers_are_folded_cut_and_cannot_turn_the_text_around(tmp_path):
     texts = ["啊" * 2_000_000, "line\n" * 9, "short", "safe \u202egnp.exe"]
     items = BENCH.items[: len(texts)]

@@ -34,6 +34,7 @@ def rates(group, title, items, arms=2):
 
 
 # Standard error 1.4 points: a first line that names any slice whose interval excludes 0 is at 15 to 20 %.
+@pytest.mark.slow
 @pytest.mark.parametrize("items", [84, 300])
 def test_chance_is_seldom_named_in_either_direction(items):
     found = rates("NULL", "graded, independent", items)
@@ -43,6 +44,7 @@ def test_chance_is_seldom_named_in_either_direction(items):
     assert 0.92 <= found["covered"] <= 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("title", "items", "lost", "right"),
     [

@@ -454,6 +454,7 @@ def test_the_public_questions_are_asked_as_they_are(server, tmp_path):
     assert json.loads(done.stdout)["bench"]["name"] == "nekobench-compat"
 
 
+@pytest.mark.slow
 def test_a_judge_is_asked_after_the_arms_and_its_failure_costs_no_report(server, tmp_path):
     server.listed = [*server.listed, {"id": "judge"}]
 

@@ -233,6 +233,7 @@ autograd.queue(Stream(), lambda *a: type("Job", (), {{"done": False}})(), (), No
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_waits_for_passes_before_it_frees_what_they_use():
     here = Path(__file__).parent
     script = AT_EXIT.format(tests=str(here.parent), here=str(here))

@@ -133,6 +133,7 @@ def test_what_is_resident_how_many_slots_and_a_second_run_change_no_bit():
     assert same_bits([results[0], chain(layers, inputs, d_out)])
 
 
+@pytest.mark.slow
 def test_a_pass_moves_only_what_is_not_in_the_ring_at_its_turns():
     layers = [make_layer(SMALL, seed=n)[0] for n in range(4)]
     inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)

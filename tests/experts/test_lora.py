@@ -120,6 +120,7 @@ def test_a_checkpointed_region_drops_the_same_again_and_what_follows_it_too(on_g
     assert same_bits(found)
 
 
+@pytest.mark.slow
 def test_masks_are_even_and_don_t_know_of_each_other():
     rows, columns = 1500, 2001
     numbers = torch.arange(rows)

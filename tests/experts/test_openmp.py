@@ -39,6 +39,7 @@ def idle_seconds(imports: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 def test_idle_threads_sleep_when_ktbridge_is_imported_before_torch() -> None:
     spinning = idle_seconds("import torch, ktbridge.sft")
     assert idle_seconds("import ktbridge.sft, torch") < spinning / 2

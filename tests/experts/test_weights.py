@@ -247,6 +247,7 @@ print("read nothing else")
 """
 
 
+@pytest.mark.slow
 def test_nothing_beside_the_given_tensors_is_read(warm):
     done = warm.run("-c", GUARDED)
     assert done.stdout == "read nothing else\n", (done.returncode, done.stderr)

@@ -87,6 +87,7 @@ def test_a_push_is_planned_with_its_extra(light: Run, models: Path) -> None:
     assert "adapter_model.safetensors" in {one["name"] for one in pushed["files"]}
 
 
+@pytest.mark.slow
 def test_a_recipe_is_copied_and_planned(light: Run, tmp_path: Path) -> None:
     assert "Recipes: " in right(light("init"))
     right(light("init", "translational-style", tmp_path / "recipe"))
@@ -97,6 +98,7 @@ def test_a_recipe_is_copied_and_planned(light: Run, tmp_path: Path) -> None:
     right(light("doctor", "--quick"))
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_made_and_reported(evaluating: Run, tmp_path: Path) -> None:
     """Twice, for the second finds the answers of the first."""
     server = MockServer()
@@ -112,6 +114,7 @@ def test_an_evaluation_is_made_and_reported(evaluating: Run, tmp_path: Path) -> 
     assert "<html" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_verify_asks_the_server_before_it_wants_torch(
     light: Run, evaluating: Run, models: Path
 ) -> None:
@@ -152,6 +155,7 @@ def test_what_needs_kernels_says_so_in_a_sentence(
     shutil.rmtree(models / "out", ignore_errors=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["serve", "predict"])
 def test_with_torch_and_without_kernels_the_engine_says_so(models: Path, name: str) -> None:
     (models / "rows.jsonl").write_text('{"prompt": "?"}\n')
@@ -169,6 +173,7 @@ def test_with_torch_and_without_kernels_the_engine_says_so(models: Path, name: s
     assert NO_KERNELS in done.stderr
 
 
+@pytest.mark.slow
 def test_on_windows_help_is_there() -> None:
     taken = {*bare.other_modules(), bare.KERNELS, *bare.MODULES_NOT_ON_WINDOWS}
     calls = (*bare.NOT_ON_MACOS, *bare.NOT_ON_WINDOWS)

@@ -136,6 +136,7 @@ def test_a_model_is_downloaded_once_without_pickles_and_code(
     assert not hub.asked
 
 
+@pytest.mark.slow
 def test_a_killed_download_goes_on_from_its_last_byte(
     hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_second_process_waits_for_the_first(
     assert hub.downloads(shard) == [""]
 
 
+@pytest.mark.slow
 def test_other_ranks_wait_for_the_first(
     hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
 ) -> None:
@@ -220,6 +222,7 @@ def _when(found: Callable[[], list[Path]]) -> list[Path]:
     return value
 
 
+@pytest.mark.slow
 def test_a_broken_connection_and_damage_on_the_way(
     hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
 ) -> None:

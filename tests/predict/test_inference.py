@@ -64,6 +64,7 @@ def test_serve_takes_it_and_options_win(inference, base, adapter, tmp_path):
     assert launch["argv"][-2:] == flags
 
 
+@pytest.mark.slow
 def test_chat_takes_it_with_a_gguf_adapter(inference, gguf, cli_command, cli_environment, tmp_path):
     file = inference(adapter_name_or_path=str(gguf), do_sample=False, top_p=0.9, max_new_tokens=8)
     done = subprocess.run(

@@ -23,6 +23,7 @@ def results_in(directory):
     return json.loads((directory / "predict_results.json").read_text())
 
 
+@pytest.mark.slow
 def test_files_and_metrics_are_llama_factorys(write, dataset, predict, predictions, base, tmp_path):
     broken = {"messages": dataset[0]["messages"][:1]}
     file = write([*dataset[:4], broken, *dataset[4:]], template="qwen3", val_size=0.1)
@@ -71,6 +72,7 @@ def test_files_and_metrics_are_llama_factorys(write, dataset, predict, predictio
     assert "has predictions already" in again.stderr
 
 
+@pytest.mark.slow
 def test_any_adapter_format_answers_alike_and_the_base_otherwise(
     write, predict, predictions, gguf, base, tmp_path
 ):
@@ -90,6 +92,7 @@ def test_any_adapter_format_answers_alike_and_the_base_otherwise(
     assert [note["where"] for note in planned["notes"]] == ["kt_config.kt_expert_weight_format"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_files(write, predict, predictions, warm, tmp_path):
     """Each row has random numbers of its own. One at a time: neighbours may move answers by rounding."""
     file = write(per_device_eval_batch_size=1, max_new_tokens=80, do_sample=True, temperature=1.5)
@@ -138,6 +141,7 @@ def test_a_journal_counts_up_to_a_line_that_is_no_answer(tmp_path, line):
     assert journal_path(tmp_path / "out").read_text() == "".join(lines[:3])
 
 
+@pytest.mark.slow
 def test_rows_that_fail_are_named_and_asked_again(
     write, dataset, predict, predictions, base, tmp_path
 ):

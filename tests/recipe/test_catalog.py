@@ -89,6 +89,7 @@ def planned(place):
     return plan["bench"], plan["arms"][0]["slices"]
 
 
+@pytest.mark.slow
 @quiet
 def test_nekoqa(tmp_path, monkeypatch, base):
     place = copied("nekoqa", tmp_path, monkeypatch)
@@ -100,6 +101,7 @@ def test_nekoqa(tmp_path, monkeypatch, base):
     assert (bench, sum(slices.values())) == ("nekobench", 300)
 
 
+@pytest.mark.slow
 @quiet
 def test_translational_style_holds_questions_out(tmp_path, monkeypatch, base):
     place = copied("translational-style", tmp_path, monkeypatch)
@@ -117,6 +119,7 @@ def test_translational_style_holds_questions_out(tmp_path, monkeypatch, base):
     assert planned(place) == ("translational-style", {"STYLE": len(bench.items)})
 
 
+@pytest.mark.slow
 @quiet
 def test_afrimed_qa_is_trained_as_the_bench_asks(tmp_path, monkeypatch, base):
     place = copied("afrimed-qa", tmp_path, monkeypatch)
@@ -145,6 +148,7 @@ def test_afrimed_qa_is_trained_as_the_bench_asks(tmp_path, monkeypatch, base):
     assert planned(place)[0] == "afrimed-qa"
 
 
+@pytest.mark.slow
 @quiet
 def test_beyond_dialogue_keeps_its_turns(tmp_path, monkeypatch, base):
     place = copied("beyond-dialogue", tmp_path, monkeypatch)
@@ -163,6 +167,7 @@ def test_beyond_dialogue_keeps_its_turns(tmp_path, monkeypatch, base):
     assert planned(place) == ("beyond-dialogue", {"DIALOGUE": len(held_out)})
 
 
+@pytest.mark.slow
 @quiet
 def test_llemr_is_asked_with_its_record(tmp_path, monkeypatch, base):
     place = copied("llemr", tmp_path, monkeypatch)

@@ -135,6 +135,7 @@ def shown(directory, engine="local"):
 ALL = ("train", "convert", "validate", "verify", "eval")
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_mended_and_the_rest_goes_on(place, python):
     write(place, convert={**RECIPE["convert"], "to": "peft"})
     with pytest.raises(

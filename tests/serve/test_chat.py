@@ -44,6 +44,7 @@ def said(client, model: str, *messages: tuple[str, str], tokens: int = 12) -> st
     return got.choices[0].message.content
 
 
+@pytest.mark.slow
 def test_arms_history_and_system(chat, server, client):
     """What is printed is what the server says to exactly these messages."""
     lines = ["hi", "/base", "and you?", "/clear", "/system Be a cat.", "hi", "/full", "/quit", "no"]
@@ -71,6 +72,7 @@ def test_compare_asks_all_and_leaves_no_trace(chat, server, client):
     assert done.stdout[len(one) :].startswith(f"{yes}\n[base] ")
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_said_and_counted(chat, server):
     rest = ("--base-url", server.url, "--model", "tiny")
     done = chat(["/nya", "x" * 3000, "/compare", "/help"], *rest)
@@ -98,6 +100,7 @@ def test_what_goes_wrong_is_said_and_counted(chat, server):
         assert words in done.stderr
 
 
+@pytest.mark.slow
 def test_lines_that_are_no_text_and_answers_without_a_limit(cli_command, cli_environment, server):
     """Without --max-tokens the context is the limit where it leaves less than chat would ask for."""
     done = subprocess.run(
@@ -167,6 +170,7 @@ class Terminal:
         return code
 
 
+@pytest.mark.slow
 def test_at_a_terminal(cli_command, cli_environment, server, client):
     command = cli_command(
         *("chat", "--base-url", server.url, "--model", "tiny:neko", "--temperature", "0")

@@ -80,6 +80,7 @@ def fill(server, client: openai.OpenAI, stack: ExitStack, count: int) -> list:
     return streams
 
 
+@pytest.mark.slow
 def test_a_full_queue_says_when_to_come_back(small):
     with small.client(KEY) as client, ExitStack() as stack:
         streams = fill(small, client, stack, RUNNING + WAITING)
@@ -139,6 +140,7 @@ def rss(server) -> int:
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) << 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -256,6 +258,7 @@ def test_a_body_that_does_not_come(small):
     assert b"didn't come in time" in json.dumps(json.loads(told.split(b"\r\n\r\n")[1])).encode()
 
 
+@pytest.mark.slow
 def test_the_end_waits_for_answers_and_for_nothing_else(small):
     """SIGTERM: eight streams are finished, new requests and a half-sent one are refused."""
     with small.client(KEY) as client, ExitStack() as stack:

@@ -147,6 +147,7 @@ def lost(counts, how):
             os.kill(os.getpid(), getattr(signal, how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("counts", "how"), [([5, 0, 3], "SIGKILL"), ([3, 2], "SIGSTOP")])
 def test_a_lost_rank_ends_the_others(warm, counts, how):
     processes = spawn(warm, len(counts), __file__, "lost", json.dumps(counts), how)
@@ -183,6 +184,7 @@ def as_rank_that_stops(name, *overrides):
     as_rank(name, *overrides)
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize(
     ("own", "part", "shown"),
@@ -232,6 +234,7 @@ def other_base(run_dir, path):
     save_file({**tensors, name: tensors[name] + 1}, path / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.slow
 @quiet
 def test_a_rank_that_hangs_when_it_has_joined_ends_the_others(warm, run_dir):
     """Long before ddp_timeout: what is asked for needs no work."""
@@ -411,6 +414,7 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
     assert ended == uninterrupted
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("method", ["ddp", "fsdp2"])
 def test_two_processes_go_on_where_one_was_interrupted(launch, run_dir, method):
@@ -447,6 +451,7 @@ def test_what_accelerate_is_told_in_vain_is_refused_with_the_mistakes_of_the_run
     assert found["mixed_precision"].startswith("bf16: torch would convert")
 
 
+@pytest.mark.slow
 @quiet
 def test_ddp_trains_as_one_process_does(warm, run_dir, tmp_path):
     """Processes that have imported nothing beforehand, as a user's command starts them.
@@ -465,6 +470,7 @@ def test_ddp_trains_as_one_process_does(warm, run_dir, tmp_path):
     assert_same_run(run_dir, "alone-int8", "ddp")
 
 
+@pytest.mark.slow
 @quiet
 def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir):
     """Ranks whose rows differ in length, and whose packed rows differ in conversations."""
@@ -480,6 +486,7 @@ def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir):
     assert_same_run(run_dir, "packed", "packed-ddp")
 
 
+@pytest.mark.slow
 @quiet
 def test_images_of_one_rank_are_trained_on_as_by_one_process(warm, tmp_path):
     """In every batch one of the ranks has rows of text alone, which don't go through the vision tower."""
@@ -496,6 +503,7 @@ def test_images_of_one_rank_are_trained_on_as_by_one_process(warm, tmp_path):
     assert_same_run(tmp_path, "alone", "two")
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("method", ["ddp", "fsdp2"])
 def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
@@ -510,6 +518,7 @@ def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
     assert_same_run(run_dir, "dpo", f"dpo-{method}")
 
 
+@pytest.mark.slow
 @quiet
 def test_a_stream_is_trained_on_as_by_one_process(launch, run_dir):
     streamed = ("streaming=true", "buffer_size=8", "max_steps=3")
@@ -520,6 +529,7 @@ def test_a_stream_is_trained_on_as_by_one_process(launch, run_dir):
     assert_same_run(run_dir, "stream", "stream-ddp")
 
 
+@pytest.mark.slow
 @quiet
 def test_judged_answers_are_learned_by_two_processes(launch, run_dir):
     """KL is measured on other pairings than one process would make, so only that it goes well."""

@@ -117,6 +117,7 @@ def short(*arguments):
     watched(*arguments)
 
 
+@pytest.mark.slow
 @quiet
 def test_memory_that_is_short_on_one_rank_ends_no_run(launch, run_dir):
     own = (*STREAM, *SGD, "tokens_per_pass=26")
@@ -127,6 +128,7 @@ def test_memory_that_is_short_on_one_rank_ends_no_run(launch, run_dir):
     assert_same_run(run_dir, "alone-sgd", "short", within=5e-4)
 
 
+@pytest.mark.slow
 @quiet
 def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, run_dir):
     stopped = launch("fsdp2", "fsdp2", *STREAM, how=(__file__, "stopped"))
@@ -142,6 +144,7 @@ def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, ru
     assert_same_run(run_dir, "alone", "fsdp2", within=5e-4, adapter=2e-2)
 
 
+@pytest.mark.slow
 @quiet
 def test_where_experts_are_computed_may_change_when_a_run_goes_on(launch, run_dir):
     """From rank 0's kernels to everyone's executor and the other way round; without clipping."""
@@ -218,6 +221,7 @@ def choices(path):
     print("agreed")
 
 
+@pytest.mark.slow
 @quiet
 def test_all_ranks_have_their_experts_in_the_same_place(warm, run_dir):
     for status, out, error in finished(spawn(warm, 2, __file__, "choices", run_dir / "run.yaml")):

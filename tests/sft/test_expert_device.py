@@ -55,6 +55,7 @@ def train(*overrides: str, **options: Any) -> Any:
     return trainrun.train(Path.cwd(), *overrides, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("executor_here")
 def test_deferring_the_optimizer_changes_no_bit(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +114,7 @@ def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stag
     assert found["cpu"][-1] < found["cpu"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("executor_here")
 def test_a_run_that_was_stopped_ends_in_the_same_bits(
     run_dir: Path,
@@ -137,6 +139,7 @@ def test_a_run_that_was_stopped_ends_in_the_same_bits(
         assert all(torch.equal(one[key], two[key]) for key in one | two)
 
 
+@pytest.mark.slow
 def test_measuring_leaves_no_trace_in_the_run(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +153,7 @@ def test_measuring_leaves_no_trace_in_the_run(
     assert losses(run_dir / "assumed") == losses(run_dir / "measured")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("executor_here")
 def test_auto_takes_what_its_own_times_say_is_faster(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch

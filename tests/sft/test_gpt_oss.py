@@ -53,6 +53,7 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.float() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.slow
 @quiet
 def test_training_learns_and_gate_and_up_stay_apart(trained: tuple[Path, Any]) -> None:
     path, _ = trained

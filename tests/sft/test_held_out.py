@@ -95,6 +95,7 @@ def base_loss(run_dir: Path, base_dir: Path) -> float:
     return total / count
 
 
+@pytest.mark.slow
 @quiet
 def test_the_loss_is_exact_however_rows_go_and_training_takes_no_notice(
     run_dir: Path, base_dir: Path
@@ -128,6 +129,7 @@ def test_the_loss_is_exact_however_rows_go_and_training_takes_no_notice(
             assert other[key] == pytest.approx(first[0][key], rel=2e-3), key
 
 
+@pytest.mark.slow
 @quiet
 def test_pairs_are_measured_one_by_one(run_dir: Path, base_dir: Path) -> None:
     """With ``pref_ftx``, whose chosen answers' tokens weigh alike however pairs go through the model."""
@@ -156,6 +158,7 @@ class Killed(BaseException):
     """As a kill would, it ends a run wherever it is."""
 
 
+@pytest.mark.slow
 @quiet
 def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_best(
     run_dir: Path,
@@ -213,6 +216,7 @@ def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_b
     assert longer.held_out.best_step in (6, 8)
 
 
+@pytest.mark.slow
 @quiet
 def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir: Path) -> None:
     options = (
@@ -241,6 +245,7 @@ def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir: Path
     assert weights(run_dir / "raw") == weights(same)
 
 
+@pytest.mark.slow
 @quiet
 def test_memory_that_is_too_small_makes_micro_batches_of_an_evaluation_smaller(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -352,6 +357,7 @@ def test_val_size_takes_rows_without_copies_and_a_run_of_before_goes_on(run_dir:
     assert [note.code for note in load_rows(replace(config, val_size=3)).notes] == ["KTD010"]
 
 
+@pytest.mark.slow
 @quiet
 def test_a_run_that_unlearns_what_the_base_knew_is_told(run_dir: Path) -> None:
     held = [json.loads(line) for line in (run_dir / "held_pairs.jsonl").read_text().splitlines()]

@@ -30,6 +30,7 @@ def run(tmp_path):
     return write_run(tmp_path, "org/tiny", rows, max_steps=1, use_cpu=True)
 
 
+@pytest.mark.slow
 def test_plan_and_dry_run_fetch_no_weights_and_a_run_names_the_model(hub, run, warm, files):
     environment = hub.environment(run / "home")
 

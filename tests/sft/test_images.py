@@ -271,6 +271,7 @@ def weights(directory: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(directory.glob("*.safetensors"))]
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize(
     ("kind", "steps", "rate", "tokens"), [(VL, 66, 0.01, "auto"), ("qwen3_5_moe", 60, 0.006, 256)]

@@ -99,6 +99,7 @@ def test_the_loss_is_the_papers_and_the_reference_the_base(make):
     assert ratio.abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_in_the_same_bits_and_evaluates_its_held_out_rows(run_dir):
     held = ("eval_dataset=held.jsonl", "eval_steps=3", "per_device_eval_batch_size=3")
     result = train(run_dir, *held, "output_dir=whole")

@@ -188,6 +188,7 @@ def test_trl_trains_both_halves_in_both_ways(tmp_path: Path) -> None:
         assert validate_adapter([tmp_path / f"raw{number}"]).ok
 
 
+@pytest.mark.slow
 def test_trls_dpo_has_the_base_for_its_reference_and_resumes(tmp_path: Path) -> None:
     """Its reference is a second PEFT adapter, with which the expert LoRA must be off, recomputed or not."""
     row = {
@@ -299,6 +300,7 @@ def test_an_optimizer_without_the_expert_lora_is_refused(fused: bool) -> None:
 # --- saving and resuming ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [peft_last, peft_first])
 def test_a_trainers_checkpoints_have_both_halves_and_resume_bit_by_bit(
     order: Any, tmp_path: Path
@@ -355,6 +357,7 @@ def test_a_checkpoint_from_before_is_not_gone_on_from(tmp_path: Path) -> None:
         fit(peft_first(), tmp_path / "again", resume=tmp_path / "run" / "checkpoint-2")
 
 
+@pytest.mark.slow
 def test_the_callback_says_at_the_start_what_could_not_be_saved_at_the_end(tmp_path: Path) -> None:
     occupied = tmp_path / "occupied"
     occupied.mkdir()

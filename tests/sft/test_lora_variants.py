@@ -104,6 +104,7 @@ def test_plan_and_dry_run_know_of_experts_without_lora(run_dir):
     assert "none on the routed experts of 2 layers" in shown
 
 
+@pytest.mark.slow
 def test_b_learns_at_its_own_rate_in_both_halves_and_after_a_resumption(run_dir):
     """LoRA+: by plain gradient descent, B's first step from zero is so many times as long."""
     steps = ("max_steps=1", "optim=sgd", "max_grad_norm=0")
@@ -131,6 +132,7 @@ def test_b_learns_at_its_own_rate_in_both_halves_and_after_a_resumption(run_dir)
     assert rates(plus, 2) == [(0.02, 0.02), (0.16, 0.16)]
 
 
+@pytest.mark.slow
 def test_the_routers_loss_is_added_once_however_a_step_is_cut(run_dir):
     """And its gradient is there though layers are computed again for backward."""
     write_run(run_dir, load_config(run_dir / "run.yaml").model_name_or_path, pairs=[

@@ -53,6 +53,7 @@ def python(code, *arguments):
     return subprocess.run(argv, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_shard_truncated_under_a_run_ends_it_with_a_sentence(base_dir, tmp_path):
     base = Path(shutil.copytree(base_dir, tmp_path / "base"))
     run = write_run(tmp_path, base, rows=ROWS_OF_TWO, max_steps=6, save_steps=2)
@@ -76,6 +77,7 @@ def test_amx_that_is_refused_is_said_by_train_and_doctor(base_dir, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_page_cache_that_does_not_keep_the_experts_is_told_once(tmp_path):
     """Pages dropped for real after each step, while the run has them mapped."""
     base = tmp_path / "base"

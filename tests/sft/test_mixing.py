@@ -76,6 +76,7 @@ def test_the_plan_counts_what_an_epoch_has(run_dir, base_dir):
         assert lengths.sequences == len(fitted(run_dir, *overrides).dataset)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_mixture_only(run_dir):
     def stop(done, steps):
         if done == 3:

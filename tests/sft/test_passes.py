@@ -119,6 +119,7 @@ def assert_same(found: Outcome, expected: Outcome, but: tuple[str, ...] = ()) ->
             assert (ours[name] - value).norm() <= most * value.norm(), name
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize(
     ("stage", "least"),
@@ -156,6 +157,7 @@ def test_passes_give_what_batches_as_spelled_do(
         assert_same(train("spelled", *stage, *spelled[batch], *AGAIN), whole, BY_TOKEN)
 
 
+@pytest.mark.slow
 @quiet
 def test_packed_conversations_go_in_passes_by_themselves(train: Any) -> None:
     packed = ("packing=true", "per_device_train_batch_size=1", "num_train_epochs=3")
@@ -169,6 +171,7 @@ def test_packed_conversations_go_in_passes_by_themselves(train: Any) -> None:
         assert_same(found, spelled, BY_TOKEN)
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("more", [(), ("packing=true",), DPO, ("streaming=true", "max_steps=4")])
 def test_rows_are_collated_once_in_the_micro_batches_that_compute(
@@ -192,6 +195,7 @@ def _counted(torch_call: Any, made: list[int]) -> Any:
     return counted
 
 
+@pytest.mark.slow
 @quiet
 def test_a_run_goes_on_in_the_middle_of_an_epoch(train: Any, run_dir: Path) -> None:
     options = ("lora_dropout=0.1", "max_steps=5", "tokens_per_pass=60")

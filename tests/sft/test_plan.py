@@ -153,6 +153,7 @@ def test_autograd_keeps_what_the_formula_says(
     assert predicted == pytest.approx(saved_by_autograd(tuned, 256), rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_some_layers_without_experts_run_as_they_do_in_training(family, tmp_path):
@@ -230,6 +231,7 @@ def test_a_plan_counts_steps_rows_and_places(run_yaml):
     assert plan_run(forced, replace(ROOMY, gpu_memory=24 * GB), measure=False).device == "CPU"
 
 
+@pytest.mark.slow
 def test_each_gpu_memory_budget_is_used_and_kept(run_yaml, tmp_path):
     """DeepSeek-V2-Lite's shape from its config.json: more memory, more of the experts on the GPU."""
     base = v2_lite(tmp_path)

@@ -222,6 +222,7 @@ def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
     assert planned.reason.removesuffix("; by assumed costs") in trained.why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("storage", ["bf16", "int4"])
 def test_more_memory_is_never_slower(made, rows, storage):

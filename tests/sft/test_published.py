@@ -33,6 +33,7 @@ def written(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_plan_finds_as_many_weights_as_the_model_is_said_to_have(
     name: str, tmp_path: Path

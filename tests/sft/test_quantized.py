@@ -59,6 +59,7 @@ def codes(notes):
     return [note.code for note in notes]
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("storage", ["int8", "int4"])
 def test_a_run_trains_on_what_the_script_would_make_and_makes_it_once(run_dir, storage):

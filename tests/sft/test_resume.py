@@ -144,6 +144,7 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
     assert artifacts(run_dir / "raw") != artifacts(run_dir / "whole")
 
 
+@pytest.mark.slow
 @quiet
 def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path, warm: Any) -> None:
     overrides = [*DPO, "max_steps=8"]
@@ -157,6 +158,7 @@ def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path, warm: Any)
     assert losses(run_dir / "raw") == losses(run_dir / "whole")
 
 
+@pytest.mark.slow
 @quiet
 def test_an_unfinished_run_is_never_deleted(run_dir: Path) -> None:
     root, record = run_dir / "raw.checkpoints", run_dir / "raw/kt_adapter_manifest.json"
@@ -189,6 +191,7 @@ def test_an_unfinished_run_is_never_deleted(run_dir: Path) -> None:
     assert aside.exists()
 
 
+@pytest.mark.slow
 @quiet
 def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path) -> None:
     root = run_dir / "raw.checkpoints"
@@ -230,6 +233,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path, n
     assert named.exit_code == 1
 
 
+@pytest.mark.slow
 @quiet
 def test_one_run_at_a_time_trains_into_a_directory(run_dir: Path, warm: Any) -> None:
     command = ("-m", "ktbridge", "train", run_dir / "run.yaml")
@@ -274,6 +278,7 @@ def test_without_checkpoints_their_room_is_neither_asked_for_nor_a_remedy(
     assert caught.value.next_step == "Make room, or choose another output_dir."
 
 
+@pytest.mark.slow
 @quiet
 def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir: Path) -> None:
     output, other = run_dir / "raw", run_dir / "other"
@@ -314,6 +319,7 @@ def test_a_killed_data_worker_is_a_sentence(run_dir: Path) -> None:
     assert "dataloader_num_workers: 0" in caught.value.next_step
 
 
+@pytest.mark.slow
 @quiet
 def test_a_full_disk_costs_no_checkpoint(run_dir: Path) -> None:
     """Files may not grow, so that writing fails as it does without room; then there is room again."""
@@ -339,6 +345,7 @@ def test_a_full_disk_costs_no_checkpoint(run_dir: Path) -> None:
     assert [step for step, _ in losses(run_dir / "raw")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize(
     ("poisoned", "words"),

@@ -47,6 +47,7 @@ def interrupted(run_dir, at, *overrides):
         train(run_dir, *overrides, on_progress=stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -93,6 +94,7 @@ def test_each_epoch_has_every_row_once_in_another_order(run_dir):
     assert "of the first 256 rows" in describe_rows(ready.fitted)
 
 
+@pytest.mark.slow
 def test_a_stream_that_goes_bad_ends_the_run_with_its_rows_named(run_dir):
     good = [conversation(text(n, 3), "meow") for n in range(300)]
     write_lines(run_dir / "rows.jsonl", [*good, *[conversation("x", "")] * 900])
@@ -109,6 +111,7 @@ def test_a_stream_that_goes_bad_ends_the_run_with_its_rows_named(run_dir):
         train(run_dir, "strict_data=true", "output_dir=strict")
 
 
+@pytest.mark.slow
 def test_what_needs_all_rows_at_once_is_refused(run_dir):
     with pytest.raises(ProblemsError) as caught:
         load_config(

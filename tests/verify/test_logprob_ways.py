@@ -330,6 +330,7 @@ class ComputedSglangKt(ComputedSglang):
     kt = True
 
 
+@pytest.mark.slow
 def test_vllms_adapter_is_told_from_its_base(base, other_base, adapter) -> None:
     """The listing says which base an adapter is of, so that another base is noticed too."""
     for served_base, verdict, told_by in (

@@ -96,6 +96,7 @@ def test_right_adapter_is_applied(ktbridge, server, base, adapter):
         assert half["share"] == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.slow
 def test_references_need_no_kernels(server, base, adapter):
     args = ("--model", "tiny:neko", "--adapter", adapter, "--base-model", base)
     done = bare.run(
@@ -163,6 +164,7 @@ def test_an_adapter_of_attention_alone_has_no_expert_lora_to_miss(
     assert ["non-expert", "LoRA", "applied"] in [row[:3] for row in rows]
 
 
+@pytest.mark.slow
 def test_wrong_base_proves_nothing(ktbridge, server, adapter, other_base):
     """Of the right shape: said first, without the tables that only mean something with the right base."""
     args = ("--model", "tiny:neko", "--adapter", str(adapter), "--base-model", str(other_base))
@@ -259,6 +261,7 @@ def test_which_arms_are_asked():
         arms_to_ask("S:b", listed)
 
 
+@pytest.mark.slow
 def test_signals_end_servers_cleanly(servers, begin_answer):
     """SIGTERM and Ctrl-C with an answer under way: exit code 0, the port free again.
 

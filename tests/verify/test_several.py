@@ -117,6 +117,7 @@ def test_each_name_is_its_own_adapter(served):
         assert row.distances[row.expected] < 0.1 * min(others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code", "verdicts", "where"),
     [
@@ -143,6 +144,7 @@ def test_faults_are_named(served, fault, code, verdicts, where):
         assert "alone" not in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_names_are_exchanged_and_put_back(served, engine):
     result = served.verify("", engine, reload=True)
@@ -158,6 +160,7 @@ def test_names_are_exchanged_and_put_back(served, engine):
         assert again["put back", "tiny:a", generated] == "a"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "where"),
     [
@@ -194,6 +197,7 @@ def test_a_server_that_cannot_load(served):
         served.verify(reload=True)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies(served):
     with pytest.raises(KtbridgeError, match="does not answer"):
         served.verify("dies")
@@ -242,6 +246,7 @@ def test_the_command_prints_the_matrix(ktbridge, served, lettered, pair):
     assert all(row["as_expected"] for row in document["rows"])
 
 
+@pytest.mark.slow
 def test_mistakes(ktbridge, served, lettered, pair, tmp_path):
     served.plant("")
     narrow = save_adapter(tmp_path / "narrow", lettered, hidden=32)
@@ -268,6 +273,7 @@ def test_mistakes(ktbridge, served, lettered, pair, tmp_path):
         assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_adapters_that_cannot_be_told_apart(served, lettered, pair):
     """The same adapter under two names: each answers rightly, and that proves nothing."""
     served.plant("wrong")

@@ -29,6 +29,7 @@ def lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["huge", "deep", "slow", "odd"])
 def test_a_hostile_list_of_models_is_waited_for_no_longer(
     played, model, adapters, free_port, gone, mode
@@ -44,6 +45,7 @@ def test_a_hostile_list_of_models_is_waited_for_no_longer(
     gone(env, free_port)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_ktbridge_or_the_next_start(
     played, model, adapters, free_port, gone, number

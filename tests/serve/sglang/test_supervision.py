@@ -75,6 +75,7 @@ def test_up_and_down(version, played, model, adapters, free_port, gone):
     assert "expert LoRA loaded in 2 of 2 layers" in said
 
 
+@pytest.mark.slow
 def test_dies_while_loading(played, model, adapters, free_port, gone):
     env = played.environment("0.7.2", "dies")
     adapter = ("--merged-adapter", f"neko={adapters['merged']}")
@@ -92,6 +93,7 @@ def test_dies_while_loading(played, model, adapters, free_port, gone):
     gone(env, free_port)
 
 
+@pytest.mark.slow
 def test_never_ready(played, expert_args, adapters, free_port, gone):
     env = played.environment("0.6.4", "waits")
     rest = ("--nonexpert-adapter", f"a={adapters['nonexpert']}", "--timeout", "2")
@@ -101,6 +103,7 @@ def test_never_ready(played, expert_args, adapters, free_port, gone):
     gone(env, free_port)
 
 
+@pytest.mark.slow
 def test_answers_without_the_adapter(played, expert_args, free_port, gone):
     """/health alone is no proof: this one would serve the base under the adapter's name."""
     env = played.environment("0.7.2", "swallows")
@@ -111,6 +114,7 @@ def test_answers_without_the_adapter(played, expert_args, free_port, gone):
     gone(env, free_port)
 
 
+@pytest.mark.slow
 def test_deaf_to_sigterm(played, expert_args, free_port, gone):
     """A second signal takes the patience away; Ctrl-C does the same as SIGTERM."""
     env = played.environment("0.6.4", "stubborn")
@@ -140,6 +144,7 @@ def test_interrupted_while_loading(played, expert_args, free_port, gone):
     gone(env, free_port)
 
 
+@pytest.mark.slow
 def test_crashes_while_serving(played, expert_args, free_port, gone):
     env = played.environment("0.7.2")
     process = played.begin(*expert_args, "--json", env=env)
@@ -156,6 +161,7 @@ def test_crashes_while_serving(played, expert_args, free_port, gone):
     gone(env, free_port)
 
 
+@pytest.mark.slow
 def test_we_are_killed(played, expert_args, free_port):
     """SIGKILL leaves us no chance to end anything: the engine hears of it from the kernel."""
     env = played.environment("0.7.2")
