@@ -13,7 +13,7 @@ Code outside ``ktbridge.cli`` never prints or exits: it raises one of these.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -114,6 +114,12 @@ def worst_first(problems: Iterable[Problem]) -> list[Problem]:
 def has_errors(problems: Iterable[Problem]) -> bool:
     """Return whether any problem is an error (warnings and infos don't fail a command)."""
     return any(problem.severity == "error" for problem in problems)
+
+
+def list_names(names: Sequence[str], most: int) -> str:
+    """Return the first ``most`` names, and how many more there are: "a, b and 3 more"."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str:

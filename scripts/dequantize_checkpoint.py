@@ -24,7 +24,7 @@ from checkpoint_io import run
 from numpy.typing import NDArray
 
 from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, to_bf16, widened
-from ktbridge.adapter.storages import KNOWN, Floats, Stored, find_stored
+from ktbridge.adapter.storages import E2M1, KNOWN, Floats, Stored, find_stored
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, family_of, open_checkpoint, resolve_model
@@ -38,7 +38,6 @@ _FOREIGN = (
     "_zero_point", "_g_idx", ".qweight", ".qzeros",
 )  # fmt: skip
 # OCP Microscaling Formats 1.0: a code's value, and the scale that stands for NaN.
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _NAN_SCALE = 255
 _PLAIN = ("BF16", "F16", "F32", "F64", "I64", "I32", "I16", "BOOL")
 
@@ -108,7 +107,7 @@ class Weights:
                 codes = packed[expert][:, at // 2] >> (at % 2 * 4).astype(np.uint8) & 15
                 powers = exponents[expert][:, at // 32]
                 with np.errstate(over="ignore"):  # looked at by what follows
-                    values = np.ldexp(_E2M1[codes], powers.astype(np.int32) - 127)
+                    values = np.ldexp(E2M1[codes], powers.astype(np.int32) - 127)
                 values[powers == _NAN_SCALE] = np.nan
                 found.append(values.T)
             return (self._stored(np.ascontiguousarray(np.concatenate(found)), blocks.name),)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.adapter import Slice
-from ktbridge.adapter.blocks import Span, as_float32
+from ktbridge.adapter.blocks import Span
 from ktbridge.adapter.merge_plan import Delta, Deltas, Matrix
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
 from ktbridge.errors import KtbridgeError
@@ -174,7 +173,7 @@ def products_of(matrix: Matrix, delta: Delta) -> list[Product]:
     """
     products, turned = [], []
     for pair in matrix.pairs:
-        a, b = _matrix(pair.a), _matrix(pair.b) * np.float32(pair.scale)
+        a, b = pair.factors()
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise KtbridgeError(
                 f"{pair.a.file.path} has NaN or infinite values for {delta.label} of layer {delta.layer}",
@@ -204,10 +203,6 @@ def _tiles(right: NDArray[np.float32]) -> NDArray[np.float32]:
     padded = np.zeros((rank, tiles * _TILE), np.float32)
     padded[:, :columns] = right
     return np.ascontiguousarray(padded.reshape(rank, tiles, -1).transpose(1, 0, 2))
-
-
-def _matrix(part: Slice) -> NDArray[np.float32]:
-    return as_float32(part.file.read(part.start, part.end), part.dtype).reshape(part.shape)
 
 
 def add_products(values: NDArray[Any], products: Sequence[Product], first: int) -> int | None:

@@ -353,8 +353,8 @@ def _e4m3_steps() -> Floats:
 
 E4M3_STEPS = _e4m3_steps()
 """What lies between each code's value and the next one's."""
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1 = np.concatenate((_E2M1, -_E2M1))
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The value of each code of MXFP4."""
 _E2M1_STEPS = np.array([0.5, 0.5, 0.5, 0.5, 1, 1, 2, 2] * 2, np.float32)
 MXFP4_GROUP = 32
 
@@ -368,4 +368,4 @@ def decode_mxfp4(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> tuple[
     codes = np.stack((blocks & 15, blocks >> 4), -1).reshape(len(blocks), -1)
     powers = np.exp2(scales.astype(np.float32) - 127)
     wide = np.repeat(powers, MXFP4_GROUP, 1)[:, : codes.shape[1]]
-    return _E2M1[codes] * wide, _E2M1_STEPS[codes] * wide
+    return E2M1[codes] * wide, _E2M1_STEPS[codes] * wide

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ktbridge.cli._app import named_directories
-from ktbridge.cli.verify import STYLES, WRONG, Told, new_table
+from ktbridge.cli.verify import STYLES, WRONG, VerifyOptions, distance_cells, new_table
 from ktbridge.errors import KtbridgeError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ktbridge.verify.matrix import MatrixRow, SeveralVerification
 
 
-def run(told: Told, given: Sequence[str], *, reload: bool) -> None:
+def run(options: VerifyOptions, given: Sequence[str], *, reload: bool) -> None:
     """Check, print, and end with the exit code."""
     from ktbridge.cli._hub import ensure_model
     from ktbridge.cli._ui import emit_json, print_problems, print_readings, progress_bar
@@ -33,38 +33,38 @@ def run(told: Told, given: Sequence[str], *, reload: bool) -> None:
         raise click.UsageError(
             f"--adapter: {error.message} Give --model NAME with one DIR, or NAME=DIR for each."
         ) from error
-    ensure_model(told.base_model)
-    adapters = _open_all(directories, told)
+    ensure_model(options.base_model)
+    adapters = _open_all(directories, options)
     print_readings([adapter.reading for adapter in adapters.values()])
     with progress_bar("asking the server", "layers") as bar:
         result = verify_several(
-            LogprobClient(told.server, told.api_key),
+            LogprobClient(options.server, options.api_key),
             adapters,
-            told.base_model,
+            options.base_model,
             reload=reload,
-            repeat=told.repeat,
-            logprobs_from=told.logprobs_from,
+            repeat=options.repeat,
+            logprobs_from=options.logprobs_from,
             on_progress=bar,
             on_stage=bar.describe,
         )
-    if told.as_json:
+    if options.as_json:
         emit_json(result.as_dict())
     else:
         _print_names(result)
     print_problems(result.problems)
-    if not told.as_json:
+    if not options.as_json:
         _print_matrix(result)
     sys.exit(0 if result.ok else 1)
 
 
-def _open_all(directories: dict[str, str], told: Told) -> dict[str, Adapter]:
+def _open_all(directories: dict[str, str], options: VerifyOptions) -> dict[str, Adapter]:
     """Open each adapter. Raises KtbridgeError with all that can't be opened."""
     from ktbridge.adapter import open_adapter
 
     adapters, failed = {}, []
     for name, directory in directories.items():
         try:
-            adapters[name] = open_adapter(directory, told.from_format, told.base_model)
+            adapters[name] = open_adapter(directory, options.from_format, options.base_model)
         except KtbridgeError as error:
             failed.append((name, error))
     if len(failed) == 1:
@@ -128,12 +128,7 @@ def _cells(row: MatrixRow, columns: Sequence[str]) -> list[str]:
     """Distances, the nearest in bold; how many tokens; what the row should be, and whether it is."""
     from rich.markup import escape
 
-    cells = [
-        f"[bold]{row.distances[column]:.4f}[/]"
-        if column == row.nearest
-        else f"{row.distances[column]:.4f}"
-        for column in columns
-    ]
+    cells = distance_cells(row.distances, row.nearest, columns)
     should = escape(row.expected)
     if not row.as_expected:
         is_what = f"it is {escape(row.answers_as)}" if row.answers_as is not None else "it is not"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -118,18 +119,20 @@ def command(
     ktbridge verify --merged DIR --adapter DIR --base-model MODEL --html merged.html
     """
     _check_usage(server, merged, model, adapters, html, reload)
+    if server is not None and model is None and expert_model is not None:
+        raise click.UsageError("--expert-model goes with --model NAME.")
     if merged is not None:
         from ktbridge.cli._verify_merged import run_merged
 
         run_merged(merged, base_model, next(iter(adapters), None), from_format, html, as_json)
     assert server is not None
     if model is None:
-        if expert_model is not None:
-            raise click.UsageError("--expert-model goes with --model NAME.")
         from ktbridge.cli._verify_several import run
 
-        told = Told(server, api_key, base_model, from_format, repeat, logprobs_from, as_json)
-        run(told, adapters, reload=reload)
+        options = VerifyOptions(
+            server, api_key, base_model, from_format, repeat, logprobs_from, as_json
+        )
+        run(options, adapters, reload=reload)
         return
     (adapter_dir,) = adapters
     from ktbridge.adapter import open_adapter
@@ -192,7 +195,7 @@ def _check_usage(
         raise click.UsageError(f"{what} with --adapter NAME=DIR, without --model.")
 
 
-class Told(NamedTuple):
+class VerifyOptions(NamedTuple):
     """Options of every form of the command."""
 
     server: str
@@ -247,12 +250,7 @@ def _arms(result: Verification) -> Table:
         table.add_column(REFERENCES[name], justify="right")
     table.add_column("should be")
     for arm in result.arms:
-        cells = [
-            f"[bold]{arm.distances[name]:.4f}[/]"
-            if name == arm.nearest
-            else f"{arm.distances[name]:.4f}"
-            for name in references
-        ]
+        cells = distance_cells(arm.distances, arm.nearest, references)
         should = REFERENCES[arm.expected] + ("" if arm.as_expected else "  (it is not)")
         style = "" if arm.as_expected else "red"
         table.add_row(escape(arm.model), *cells, should, style=style)
@@ -295,6 +293,14 @@ def _hypotheses(result: Verification) -> Table:
     for hypothesis in result.hypotheses[:SHOWN]:
         table.add_row(escape(hypothesis.looks_like), f"{hypothesis.distance:.4f}")
     return table
+
+
+def distance_cells(
+    distances: Mapping[str, float], nearest: str, columns: Sequence[str]
+) -> list[str]:
+    """Return a table's cells of the distances to some references, the nearest in bold."""
+    texts = {name: f"{distances[name]:.4f}" for name in columns}
+    return [f"[bold]{text}[/]" if name == nearest else text for name, text in texts.items()]
 
 
 def new_table(title: str, first: str) -> Table:

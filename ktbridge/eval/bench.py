@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel
 
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, ProblemsError, UsageError
+from ktbridge.errors import Problem, ProblemsError, UsageError, list_names
 from ktbridge.eval.results.types import Json, Message
 from ktbridge.eval.schema import (
     OURS,
@@ -416,8 +416,7 @@ def _merge_alike(problems: list[Problem]) -> list[Problem]:
         if len(places) > 1:
             names = [place.strip().partition(" (")[0] for place in places]
             lines = "lines " if all(map(str.isdigit, names)) else ""
-            rest = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
-            where = f"{one.where}: {lines}{', '.join(names[:_MANY])}{rest}"
+            where = f"{one.where}: {lines}{list_names(names, _MANY)}"
         merged.append(replace(one, where=where))
     return merged
 

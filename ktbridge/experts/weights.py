@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ktbridge.adapter.storages import E2M1, MXFP4_GROUP
 from ktbridge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ _SCALE_DTYPES = {
     "mxfp4": (torch.uint8,),
 }
 _PACKED = {"int4": 8, "mxfp4": 2}  # values in an int32, in a byte
-_MXFP4_GROUP = 32
-_E2M1 = [sign * size for sign in (1.0, -1.0) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 _CONTIGUOUS = "Make the tensors alike with .contiguous() (which copies), or load them as stored."
 
 
@@ -250,9 +249,9 @@ class ExpertWeights:
 def from_mxfp4(packed: torch.Tensor, scales: torch.Tensor, columns: int) -> torch.Tensor:
     """float32 [rows, columns] of ``mxfp4``'s bytes [rows, columns / 2] and scales [rows, columns / 32]."""
     codes = torch.stack((packed & 15, packed >> 4), 2).flatten(1)[:, :columns]
-    plain = torch.tensor(_E2M1, device=packed.device)[codes.long()]
+    plain = torch.tensor(E2M1, device=packed.device)[codes.long()]
     powers = torch.exp2(scales.double() - 127).float()
-    return plain.mul_(powers.repeat_interleave(_MXFP4_GROUP, 1)[:, :columns])
+    return plain.mul_(powers.repeat_interleave(MXFP4_GROUP, 1)[:, :columns])
 
 
 Triple = tuple[ExpertWeights, ExpertWeights, ExpertWeights]

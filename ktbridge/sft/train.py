@@ -127,9 +127,9 @@ class TrainEvents:
     on_evaluation: OnProgress | None = None
 
     def note(self, *notes: Problem) -> None:
-        for note in notes if self.on_note else ():
-            assert self.on_note is not None
-            self.on_note(note)
+        if self.on_note:
+            for note in notes:
+                self.on_note(note)
 
 
 def train(

@@ -15,7 +15,7 @@ from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import LAYER, parse_key
 from ktbridge.adapter.lora_config import expert_scales, numbers_of
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, list_names
 from ktbridge.experts.lora import to_torch
 from ktbridge.verify.layerwise import ExpertCall, LayerwiseModel
 from ktbridge.verify.verdict import Variant
@@ -315,8 +315,7 @@ def _grouped(adapter: Adapter, found: Sequence[_Finding], check: str) -> Iterato
     for kind, (first, *others) in kinds.items():
         text = f"{kind}: {first.found}" if first.found else kind
         if others:
-            named = ", ".join(item.where for item in others[:SHOWN])
-            rest = f" and {len(others) - SHOWN:,} more" if len(others) > SHOWN else ""
-            text += f"; {len(others) + 1:,} like it: also {named}{rest}"
+            named = list_names([item.where for item in others], SHOWN)
+            text += f"; {len(others) + 1:,} like it: also {named}"
         step = None if first.of_base else check
         yield problem("KTV001", f"{adapter.path}: {first.where}", text, first.expected, step)

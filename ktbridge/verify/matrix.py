@@ -8,7 +8,7 @@ nearer than to every other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
@@ -299,13 +299,6 @@ def _alike(readings: Sequence[Reading]) -> Iterator[Problem]:
             if apart < limit:
                 found = f"{apart:.3g} nats apart"
                 yield problem("KTV024", f"{one} and {other}", found, f"at least {limit:.3g}")
-
-
-def floored(references: References, spread: float) -> References:
-    """``references`` whose noise is at least what identical requests differed by."""
-    return replace(
-        references, noise={name: max(value, spread) for name, value in references.noise.items()}
-    )
 
 
 def _listed(words: Sequence[str]) -> str:

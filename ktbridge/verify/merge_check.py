@@ -19,13 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from ktbridge.adapter import Adapter
-from ktbridge.adapter.adapter import Slice
-from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.checks.base import Base, check_identity
-from ktbridge.adapter.merge_plan import Pair
 from ktbridge.adapter.storages import Floats
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, list_names
 from ktbridge.machine import own_cpus
 from ktbridge.model import open_checkpoint, read_model_config, resolve_model
 from ktbridge.verify import merge_faults, merge_sums
@@ -179,16 +176,13 @@ def _unmatched(plan: UnitPlan, merged: Side) -> Iterator[Problem]:
     needed = [name for name in plan.missing if not is_optional(name, config)]
     for names, severity in ((needed, None), (optional, "warning")):
         if names:
-            found = f"lacks {len(names)} tensors of the base model: {_listed(names)}"
+            found = f"lacks {len(names)} tensors of the base model: {list_names(names, 3)}"
             yield problem("KTV030", where, found, severity=severity)  # type: ignore[arg-type]
     if plan.added:
-        found = f"has {len(plan.added)} tensors that the base model hasn't: {_listed(plan.added)}"
+        found = (
+            f"has {len(plan.added)} tensors that the base model hasn't: {list_names(plan.added, 3)}"
+        )
         yield problem("KTV033", where, found)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _compare_raw(plan: UnitPlan, base: Side, merged: Side) -> Iterator[MatrixFinding]:
@@ -282,7 +276,7 @@ def _judge_part(unit: Unit, part: MatrixPart) -> tuple[Sums, str]:
             else:
                 sums.add(_read(part, first, last), None, None, False)
         return sums, judge_without(sums)
-    a, b = _factors(pair)
+    a, b = pair.factors()
     norm = merge_sums.pair_norm(a, b)
     sums, basis = Sums(rows, columns, len(a), _allowed(part)), orthonormal(a)
     star: bool | None = None
@@ -344,9 +338,7 @@ def _changes(parts: Iterable[MatrixPart]) -> Iterator[tuple[int, Floats, float]]
     for part in parts:
         for first, last in _bands(part):
             block = _read(part, first, last)
-            sums = Sums(part.base.rows, part.base.columns)
-            sums.add(block, None, None, False)
-            yield at + first, block.merged - block.base, sums.noise
+            yield at + first, block.merged - block.base, block.noise
         at += part.base.rows
 
 
@@ -368,15 +360,6 @@ def _read(part: MatrixPart, first: int, last: int) -> RowBlock:
 
 def _allowed(part: MatrixPart) -> float:
     return merge_sums.ALLOWED_PLAIN if part.merged.matrix.is_plain else merge_sums.ALLOWED
-
-
-def _factors(pair: Pair) -> tuple[Floats, Floats]:
-    """A [r, in], and B [out, r] with the scale in it."""
-    return _matrix(pair.a), _matrix(pair.b) * np.float32(pair.scale)
-
-
-def _matrix(part: Slice) -> Floats:
-    return as_float32(part.file.read(part.start, part.end), part.dtype).reshape(part.shape)
 
 
 class _PairSource:
@@ -413,7 +396,7 @@ class _PairSource:
         for number in numbers:
             pair = self._units[kind, layer, expert].parts[number].pair
             assert pair is not None
-            blocks.append(_factors(pair))
+            blocks.append(pair.factors())
         made = stack_pairs(blocks)
         with self._lock:
             self._held[key] = made

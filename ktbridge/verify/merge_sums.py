@@ -76,7 +76,7 @@ class Sums:
         self, block: RowBlock, delta: Floats | None, row_space: Floats | None, star: bool
     ) -> None:
         """Add rows of the matrix; ``row_space``: an orthonormal basis [r, in] of A's rows."""
-        base, merged, steps, base_steps = block
+        base, merged, steps, _ = block
         self.values += base.size
         change = merged - base
         finite = float(np.vdot(change, change))
@@ -86,9 +86,7 @@ class Sums:
         self.changed += int(np.count_nonzero(change))
         self.oo += finite
         self.ww += _square(base)
-        self.noise += _noise(steps, base.shape)
-        if base_steps is not None:
-            self.noise += _noise(base_steps, base.shape)
+        self.noise += block.noise
         if delta is None or row_space is None:
             return
         self.od += float(np.vdot(change, delta))
@@ -149,13 +147,16 @@ class RowBlock(NamedTuple):
     steps: Floats
     base_steps: Floats | None
 
+    @property
+    def noise(self) -> float:
+        """N²: the energy that rounding is expected to have."""
+        steps = [self.steps] if self.base_steps is None else [self.steps, self.base_steps]
+        return sum(_square(np.ascontiguousarray(s)) / 12 * (self.base.size / s.size) for s in steps)
+
 
 def needs_star(norm: float, first: RowBlock, values: int) -> bool:
     """Return whether a delta of ``norm`` ‖D‖² has to be rounded here, by the first rows of its matrix."""
-    noise = _noise(first.steps, first.base.shape)
-    if first.base_steps is not None:
-        noise += _noise(first.base_steps, first.base.shape)
-    return norm < RESOLVED * noise * values / first.base.size
+    return norm < RESOLVED * first.noise * values / first.base.size
 
 
 def judge_sums(sums: Sums) -> str:
@@ -215,7 +216,3 @@ def pair_norm(a: Floats, b: Floats) -> float:
 
 def _square(values: Floats) -> float:
     return float(np.vdot(values, values))
-
-
-def _noise(steps: Floats, shape: tuple[int, ...]) -> float:
-    return _square(np.ascontiguousarray(steps)) / 12 * (math.prod(shape) / steps.size)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ktbridge.codes import problem
 from ktbridge.document import Block, Phrase, Sentences, Table, TableRow, Tone
-from ktbridge.errors import Problem
+from ktbridge.errors import Problem, list_names
 from ktbridge.files.sizes import size_text
 from ktbridge.verify.merge_check import MatrixFinding, MergeCheck
 from ktbridge.verify.merge_faults import (
@@ -423,8 +423,7 @@ def _changed_problem(check: MergeCheck, changed: list[MatrixFinding], total: int
     names = dict.fromkeys(
         f"layer {f.layer} {f.label}" if f.layer >= 0 else f.label for f in changed
     )
-    shown = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     sizes = [finding.change for finding in changed]
-    found = f"{len(changed)} of {total} tensors without LoRA are not the base's: {shown}"
+    found = f"{len(changed)} of {total} tensors without LoRA are not the base's: {list_names(list(names), 3)}"
     found += f"; by up to {max(sizes):.2%}"
     return problem("KTV032", str(check.merged), found)

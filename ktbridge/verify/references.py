@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 def mean_distance(left: Sequence[float], right: Sequence[float]) -> float:
@@ -26,6 +26,10 @@ class References:
         """From logprobs in float32 and in bfloat16."""
         noise = {name: mean_distance(exact[name], rounded[name]) for name in exact}
         return cls(exact, noise, rounded)
+
+    def with_floor(self, least: float) -> References:
+        """Return the same with a noise of at least ``least``, as what identical requests differed by."""
+        return replace(self, noise={key: max(value, least) for key, value in self.noise.items()})
 
     def at(self, places: Sequence[int]) -> References:
         """Those of some of the tokens."""

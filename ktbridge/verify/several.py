@@ -40,7 +40,6 @@ from ktbridge.verify.matrix import (
     Reading,
     SeveralVerification,
     find_problems,
-    floored,
     judge_names,
     make_rows,
 )
@@ -151,7 +150,7 @@ def verify_several(
             one.model,
             one.expected,
             one.answer.logprobs,
-            floored(columns.at(find_places(spans, one.answer.spans)), spread or 0.0),
+            columns.at(find_places(spans, one.answer.spans)).with_floor(spread or 0.0),
             one.generated,
             one.answer.spread,
         )

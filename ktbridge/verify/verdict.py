@@ -197,8 +197,7 @@ def judge(
     floor = max(spread.values(), default=0.0)
 
     def floored_for(name: str) -> References:
-        of = own.get(name, references)
-        return replace(of, noise={key: max(value, floor) for key, value in of.noise.items()})
+        return own.get(name, references).with_floor(floor)
 
     floored = floored_for(model)
     arms = tuple(

@@ -22,7 +22,7 @@ from ktbridge.adapter.checks.layers import left_out, numbers, other_layer, targe
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.manifest import trained_on
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, Severity
+from ktbridge.errors import KtbridgeError, Problem, Severity, list_names
 from ktbridge.model import Checkpoint, Fingerprint, ModelConfig, fingerprint
 from ktbridge.model.identity import Weights, config_differences
 
@@ -58,9 +58,7 @@ def check_identity(
         else:
             weights = recorded.weights(ours)
         keys = list(config_differences(recorded.config, ours.config))
-        listed = ", ".join(keys[:_NAMED])
-        if len(keys) > _NAMED:
-            listed += f" and {len(keys) - _NAMED} more"
+        listed = list_names(keys, _NAMED)
         severity: Severity = "warning" if allowed else "error"
         meant = f"{adapter.base_model or 'the model'}, which it was trained on"
         if weights == "other values":

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, Slice
+from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.checks import many
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
@@ -44,21 +45,12 @@ class _Format(NamedTuple):
     magnitude: int  # every bit but the sign
     infinity: int  # bit pattern of +inf: anything not below is infinite or NaN
     rounded: int  # fraction bits that bfloat16, with 7 of them, drops
-    floating: Any  # numpy's type of the same bits, after a shift to the left by so many
-    shift: int = 0
-
-    def to_float(self, bits: NDArray[Any]) -> NDArray[np.float32]:
-        """Return what bit patterns stand for, as float32 of the same shape."""
-        if self.shift:  # bfloat16 is the upper half of a float32
-            return (bits.astype(np.uint32) << np.uint32(self.shift)).view(np.float32)
-        values: NDArray[np.float32] = bits.astype(self.integer).view(self.floating)
-        return values.astype(np.float32)
 
 
 FORMATS = {
-    "BF16": _Format(np.uint16, 0x7FFF, 0x7F80, 0, np.float32, 16),
-    "F16": _Format(np.uint16, 0x7FFF, 0x7C00, 0x7, np.float16),
-    "F32": _Format(np.uint32, 0x7FFFFFFF, 0x7F800000, 0xFFFF, np.float32),
+    "BF16": _Format(np.uint16, 0x7FFF, 0x7F80, 0),
+    "F16": _Format(np.uint16, 0x7FFF, 0x7C00, 0x7),
+    "F32": _Format(np.uint32, 0x7FFFFFFF, 0x7F800000, 0xFFFF),
 }
 
 
@@ -243,7 +235,9 @@ def _rank(piece: Slice, sample: int = 0) -> int:
     words = np.frombuffer(piece.file.view(piece.start, piece.end), layout.integer)
     wide = words.reshape(piece.shape) if rows < columns else words.reshape(piece.shape).T
     step = max(1, max(rows, columns) // sample) if sample else 1
-    values = layout.to_float(np.ascontiguousarray(wide[:, ::step])).astype(np.float64)
+    sample_of = np.ascontiguousarray(wide[:, ::step])
+    values = as_float32(sample_of.data.cast("B"), piece.dtype).reshape(sample_of.shape)
+    values = values.astype(np.float64)
     largest = np.abs(values).max()
     if not largest:
         return 0

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part
+from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.checks import many
 from ktbridge.adapter.checks.damage import FORMATS, Pair, Side, check_damage
 from ktbridge.codes import problem
@@ -136,7 +137,8 @@ class _Values:
         self._count += count
         edge = (scan.first == 0) | (scan.last == 0)
         mark = scan.first.astype(np.uint64) << np.uint64(32) | scan.last
-        self._runs.append(Side(scan.top == 0, bad, edge, layout.to_float(scan.top), mark))
+        size = as_float32(scan.top.astype(layout.integer).tobytes(), dtype)
+        self._runs.append(Side(scan.top == 0, bad, edge, size, mark))
 
     def of(self, tensors: Sequence[Part]) -> Side:
         """Return the values of tensors' matrices, in order; what wasn't read, being no float, is bad."""

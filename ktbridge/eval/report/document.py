@@ -30,7 +30,7 @@ from ktbridge.document import (
     TableRow,
     show_direction,
 )
-from ktbridge.errors import Problem
+from ktbridge.errors import Problem, list_names
 from ktbridge.eval.report import sentences
 from ktbridge.eval.report.sentences import (
     contrast_tone,
@@ -269,8 +269,7 @@ def axis_description(results: Results, axis: str) -> str:
         if name == "references":
             return f"{_METRICS.get(metric, metric)} with the reference it is nearest to"
         return f"the check {checks[0]!r}"
-    more = f" and {len(checks) - _SCORERS_NAMED} more" if len(checks) > _SCORERS_NAMED else ""
-    return f"mean of each item's checks: {', '.join(checks[:_SCORERS_NAMED])}{more}"
+    return f"mean of each item's checks: {list_names(checks, _SCORERS_NAMED)}"
 
 
 _OF_AXIS = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, Severity
+from ktbridge.errors import KtbridgeError, Problem, Severity, list_names
 from ktbridge.files import digests, records
 from ktbridge.files.publish import Staging
 from ktbridge.files.sizes import size_text
@@ -104,8 +104,7 @@ class TokenCache:
         if own is None or theirs != own:
             keys = sorted(theirs.keys() | (own or {}).keys())
             differ = [key for key in keys if own and theirs.get(key) != own.get(key)]
-            more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-            return "KTD041", f"kept of another {', '.join(differ[:3]) or 'dataset'}{more}"
+            return "KTD041", f"kept of another {list_names(differ, 3) or 'dataset'}"
         for name, (size, digest) in record["files"].items():
             if not digests.is_whole(self.directory / name, size, digest):
                 return "KTD042", f"{name} is damaged"
