@@ -24,11 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice
-from ktbridge.adapter.blocks import BITS, as_float32
+from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.keys import PROJECTIONS
@@ -61,14 +58,6 @@ class Pair(NamedTuple):
     scale: float
     first: int = 0
     step: int = 1
-
-    def factors(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return A [r, in], and B [out, r] with the scale in it."""
-        a, b = (
-            as_float32(part.file.read(part.start, part.end), part.dtype).reshape(part.shape)
-            for part in (self.a, self.b)
-        )
-        return a, b * np.float32(self.scale)
 
 
 class Matrix(NamedTuple):

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.blocks import Span
-from ktbridge.adapter.merge_plan import Delta, Deltas, Matrix
+from ktbridge.adapter.blocks import Span, as_float32
+from ktbridge.adapter.merge_plan import Delta, Deltas, Matrix, Pair
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
 from ktbridge.errors import KtbridgeError
 from ktbridge.kernel_choice import choose_isa, has_kernels
@@ -166,6 +166,15 @@ class Product(NamedTuple):
     columns: int
 
 
+def read_factors(pair: Pair) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return A [r, in] of a pair, and B [out, r] with the scale in it."""
+    a, b = (
+        as_float32(part.file.read(part.start, part.end), part.dtype).reshape(part.shape)
+        for part in (pair.a, pair.b)
+    )
+    return a, b * np.float32(pair.scale)
+
+
 def products_of(matrix: Matrix, delta: Delta) -> list[Product]:
     """A matrix's delta, in which every value of it belongs to one product: scale * B A, or transposed.
 
@@ -173,7 +182,7 @@ def products_of(matrix: Matrix, delta: Delta) -> list[Product]:
     """
     products, turned = [], []
     for pair in matrix.pairs:
-        a, b = pair.factors()
+        a, b = read_factors(pair)
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise KtbridgeError(
                 f"{pair.a.file.path} has NaN or infinite values for {delta.label} of layer {delta.layer}",

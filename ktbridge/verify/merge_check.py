@@ -20,6 +20,7 @@ import numpy as np
 
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.checks.base import Base, check_identity
+from ktbridge.adapter.merge_values import read_factors
 from ktbridge.adapter.storages import Floats
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, list_names
@@ -276,7 +277,7 @@ def _judge_part(unit: Unit, part: MatrixPart) -> tuple[Sums, str]:
             else:
                 sums.add(_read(part, first, last), None, None, False)
         return sums, judge_without(sums)
-    a, b = pair.factors()
+    a, b = read_factors(pair)
     norm = merge_sums.pair_norm(a, b)
     sums, basis = Sums(rows, columns, len(a), _allowed(part)), orthonormal(a)
     star: bool | None = None
@@ -396,7 +397,7 @@ class _PairSource:
         for number in numbers:
             pair = self._units[kind, layer, expert].parts[number].pair
             assert pair is not None
-            blocks.append(pair.factors())
+            blocks.append(read_factors(pair))
         made = stack_pairs(blocks)
         with self._lock:
             self._held[key] = made
