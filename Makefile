@@ -18,8 +18,6 @@
 #                    than the versions of constraints-tested.txt (2 GB in .venv-newest, made anew)
 # make lock    write the newest versions into constraints-tested.txt, which demo, test and CI install
 # make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
-# make soak    serve under mixed and hostile requests, eval of a misbehaving server, train killed and resumed,
-#              SECONDS=600 and some minutes more; a report in build/soak
 # make check   lint, formatting, types, and families that are new in transformers
 # make wheel   a wheel with kernels and one without, each tried in a new environment that has no compiler, then the
 #              small demo in one of them (2 GB in build/, some 15 minutes); in dist/
@@ -47,7 +45,7 @@ PIP_INSTALL := PIP_CONSTRAINT="$(TESTED) $(CPU)" PIP_BUILD_CONSTRAINT="$(TESTED)
   $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PIP_OTHER := python -m pip install --disable-pip-version-check --quiet $(CPU:%=-c %)
 
-.PHONY: wheel check-clang demo proof test test-all test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients soak check format clean help test-kernels sanitize
+.PHONY: wheel check-clang demo proof test test-all test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients check format clean help test-kernels sanitize
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -166,10 +164,6 @@ $(VLLM)/.installed: tests/engine_vllm/requirements.txt
 
 test-clients: $(VENV)/.dev $(CLIENTS)/.installed
 	@KTBRIDGE_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest tests/clients
-
-SECONDS ?= 600
-soak: $(VENV)/.dev
-	@$(BIN)/python scripts/soak.py $(SECONDS) build/soak
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check $(PYTHON_FILES)
