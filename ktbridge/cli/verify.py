@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
+from click.core import ParameterSource
 
 from ktbridge.cli._app import Command, from_option
 from ktbridge.verify.logprobs import SAMPLED, WAYS
@@ -21,6 +22,13 @@ WRONG = "bold red"
 SHOWN = 4  # hypotheses tested
 REFERENCES = {"base": "base", "expert": "expert", "nonexpert": "non-expert", "full": "full"}
 NAMES = {"expert": "expert LoRA", "nonexpert": "non-expert LoRA"}
+# Options that only some forms of the command have: the forms, the options, and what these go with.
+_OPTIONS_OF_FORMS = (
+    (("merged",), ("html",), "--merged DIR"),
+    (("model", "several"), ("model", "api_key", "repeat", "logprobs_from"), "--server URL"),
+    (("model",), ("expert_model",), "--server URL --model NAME"),
+    (("several",), ("reload",), "--server URL --adapter NAME=DIR, without --model"),
+)
 
 
 @click.command(cls=Command, extra="serve")
@@ -118,9 +126,7 @@ def command(
     ktbridge verify --server URL --adapter a=DIR --adapter b=DIR --base-model MODEL --reload
     ktbridge verify --merged DIR --adapter DIR --base-model MODEL --html merged.html
     """
-    _check_usage(server, merged, model, adapters, html, reload)
-    if server is not None and model is None and expert_model is not None:
-        raise click.UsageError("--expert-model goes with --model NAME.")
+    _check_usage(click.get_current_context(), adapters)
     if merged is not None:
         from ktbridge.cli._verify_merged import run_merged
 
@@ -166,33 +172,33 @@ def command(
     sys.exit(0 if result.ok else 1)
 
 
-def _check_usage(
-    server: str | None,
-    merged: str | None,
-    model: str | None,
-    adapters: tuple[str, ...],
-    html: str | None,
-    reload: bool,
-) -> None:
-    """Raise click's usage error for options that don't go together."""
-    if (server is None) == (merged is None):
+def _check_usage(context: click.Context, adapters: tuple[str, ...]) -> None:
+    """Raise one usage error that names every option without a meaning in the form that was chosen."""
+    given = {
+        parameter.name or "": parameter.opts[0]
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+    }
+    if ("server" in given) == ("merged" in given):
         raise click.UsageError("give one of --server URL and --merged DIR.")
-    if merged is not None:
-        if model is not None:
-            raise click.UsageError(
-                "--model names what a server serves: leave it out with --merged."
-            )
-        if reload or len(adapters) > 1:
-            what = "--reload goes" if reload else "several adapters go"
-            raise click.UsageError(f"{what} with --server.")
-        return
-    if html is not None:
-        raise click.UsageError("--html goes with --merged.")
-    if not adapters:
-        raise click.UsageError("Missing option '--adapter'.")
-    if model is not None and (len(adapters) > 1 or reload):
-        what = "--reload goes" if reload else "several adapters go"
-        raise click.UsageError(f"{what} with --adapter NAME=DIR, without --model.")
+    form = "merged" if "merged" in given else "model" if "model" in given else "several"
+    wrong = []
+    for forms, names, goes_with in _OPTIONS_OF_FORMS:
+        found = [option for name, option in given.items() if name in names and form not in forms]
+        if found:
+            go, them = ("goes", "it") if len(found) == 1 else ("go", "them")
+            wrong.append(f"{' and '.join(found)} {go} with {goes_with}: leave {them} out.")
+    if form == "merged":
+        if len(adapters) > 1:
+            wrong.append("a merged checkpoint is compared with one adapter: give --adapter once.")
+        if "from_format" in given and not adapters:
+            wrong.append("--from is the format of an adapter: give --adapter DIR, too.")
+    elif not adapters:
+        wrong.append("Missing option '--adapter'.")
+    elif form == "model" and len(adapters) > 1:
+        wrong.append("several adapters go with --adapter NAME=DIR, without --model.")
+    if wrong:
+        raise click.UsageError("\n".join(wrong))
 
 
 class VerifyOptions(NamedTuple):

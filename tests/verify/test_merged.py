@@ -295,9 +295,40 @@ def test_the_command(tmp_path: Path) -> None:
     done = run("--merged", str(path / "copy"), *adapter)
     assert done.exit_code == 1
     assert done.stdout.startswith("not applied: ")
-    for words in (
-        (), ("--server", "http://x", "--merged", "y"), ("--merged", "y", "--model", "z"),
-        ("--server", "http://x", "--model", "z"), ("--server", "http://x", *adapter),
-        ("--server", "http://x", "--model", "z", *adapter, "--html", "f"),
-    ):  # fmt: skip
-        assert run(*words).exit_code == 2, words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", ["give one of --server URL and --merged DIR"]),
+        ("--server u --merged y", ["give one of --server URL and --merged DIR"]),
+        (
+            "--merged y --model z --repeat 1 --logprobs-from auto --api-key k --expert-model e --reload "
+            "--from raw --adapter a --adapter b",
+            ["--model and --api-key and --repeat and --logprobs-from go with --server URL: leave them out",
+             "--expert-model goes with", "--reload goes with", "compared with one adapter"],
+        ),
+        ("--merged y --from raw", ["give --adapter DIR"]),
+        ("--server u --model z --html f --reload", ["--html goes with --merged DIR: leave it out",
+                                                    "--reload goes with", "Missing option '--adapter'"]),
+        ("--server u --model z --adapter a --adapter b", ["several adapters go with"]),
+        ("--server u --adapter a=b --expert-model e", ["--expert-model goes with --server URL --model"]),
+        ("--server u", ["Missing option '--adapter'"]),
+    ],
+)  # fmt: skip
+def test_options_without_a_meaning_are_refused_together(words: str, said: list[str]) -> None:
+    done = CliRunner().invoke(command, [*words.split(), "--base-model", "x"])
+    assert done.exit_code == 2
+    assert [text for text in said if text not in done.stderr] == []
+    assert len(done.stderr.split("Error: ")[1].splitlines()) == len(said)
+
+
+def test_a_key_of_the_environment_is_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KTBRIDGE_API_KEY", "k")
+    model, path, _ = make(tmp_path, "qwen3_moe")
+    model.write(path / "copy")
+    words = ["--merged", str(path / "copy"), "--base-model", str(path / "base")]
+    done = CliRunner().invoke(command, words)
+    assert (done.exit_code, done.stdout[:10]) == (1, "unchanged:")
