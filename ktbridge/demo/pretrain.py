@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
     from .corpus import Conversation
-    from .tiny import Recipe
+    from .tiny import TinyRecipe
 
 # Batches are taken from pools of this many batches sorted by length: little padding, still mixed.
 _POOL = 16
@@ -70,7 +70,7 @@ def encode(
 def pretrain(
     model: Qwen3MoeForCausalLM,
     data: Sequence[Encoded],
-    recipe: Recipe,
+    recipe: TinyRecipe,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Pretrained:
     """Train ``model`` (float32, in place) for ``recipe.steps`` optimizer steps of AdamW."""
@@ -127,7 +127,7 @@ def pretrain(
     )
 
 
-def _schedule(step: int, recipe: Recipe) -> float:
+def _schedule(step: int, recipe: TinyRecipe) -> float:
     """Linear warm-up, then a cosine down to 2 % of the peak."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
@@ -164,7 +164,7 @@ def _tensors(batch: Sequence[Encoded], pad: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _shares(
-    router_logits: Sequence[torch.Tensor], real: torch.Tensor, recipe: Recipe
+    router_logits: Sequence[torch.Tensor], real: torch.Tensor, recipe: TinyRecipe
 ) -> torch.Tensor:
     """Return what share of the routed (token, slot) pairs each expert of each layer got: [layers, E]."""
     keep = real.flatten().bool()

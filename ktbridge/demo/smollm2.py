@@ -23,7 +23,7 @@ from ktbridge.files.publish import OnProgress
 from ktbridge.machine import libc_function
 
 from .base import is_made, publish_base
-from .package import GGUF, PACKAGE, SHA256, full, read_license, require_room
+from .package import GGUF, PACKAGE, SHA256, full_disk, read_license, require_room
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, MixtralForCausalLM, PreTrainedTokenizerBase
@@ -184,5 +184,5 @@ def _explained(target: Path) -> Iterator[None]:
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
         if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise full(target.parent, ROOM, "the base model") from error
+            raise full_disk(target.parent, ROOM, "the base model") from error
         raise

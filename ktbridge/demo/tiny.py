@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TinyRecipe:
     """Everything the result depends on besides the corpus; H and I are multiples of 32."""
 
     seed: int = 0
@@ -60,19 +60,19 @@ def make_tiny(directory: str | os.PathLike[str], on_progress: OnProgress | None 
 
     ``on_progress(done, total)`` is called after every optimizer step.
     """
-    build_tiny(directory, Recipe(), on_progress)
+    build_tiny(directory, TinyRecipe(), on_progress)
 
 
 def build_tiny(
     directory: str | os.PathLike[str],
-    recipe: Recipe,
+    recipe: TinyRecipe,
     on_progress: OnProgress | None = None,
 ) -> None:
     """:func:`make_tiny` for any recipe."""
     publish_base(directory, recipe.digest(), lambda work: _build(work, recipe, on_progress))
 
 
-def _build(work: Path, recipe: Recipe, on_progress: OnProgress | None) -> dict[str, object]:
+def _build(work: Path, recipe: TinyRecipe, on_progress: OnProgress | None) -> dict[str, object]:
     from transformers import GenerationConfig
 
     from .pretrain import encode, pretrain
@@ -98,7 +98,7 @@ def _build(work: Path, recipe: Recipe, on_progress: OnProgress | None) -> dict[s
     }
 
 
-def _new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
+def _new_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -24,7 +24,7 @@ from ktbridge.server_api.served_names import (
     adapter_name,
     adapters_of,
     engine_of,
-    find_model,
+    find_served_model,
     listed_as,
     names_adapter,
     read_models,
@@ -142,7 +142,7 @@ class Listing:
 
     def find(self, name: str) -> ServedModel | None:
         """The model that a request for ``name`` gets; None if it isn't offered."""
-        return find_model(name, self.entries, self.models)
+        return find_served_model(name, self.entries, self.models)
 
     def entry(self, name: str) -> ModelEntry:
         """The entry for a ``name`` that is offered."""

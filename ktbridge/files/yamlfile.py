@@ -49,7 +49,7 @@ def load_yaml(text: str, *, unique: bool = False) -> Any:
 
 
 def _values(node: yaml.Node, seen: dict[int, float]) -> float:
-    """How many values a node holds, with what its aliases stand for; infinity where it holds itself."""
+    """Count the values of a node, with what its aliases stand for; infinity where it holds itself."""
     if id(node) not in seen:
         seen[id(node)] = math.inf
         parts: list[yaml.Node] = []
@@ -89,7 +89,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
     )
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """A value as YAML, at most one line."""
     text = (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)

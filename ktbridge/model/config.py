@@ -66,7 +66,7 @@ class ModelConfig:
 
     @property
     def has_delta_rule(self) -> bool:
-        """Whether layers have linear attention by a delta rule: those of Qwen3-Next, Qwen3.5, Kimi Linear."""
+        """True if layers have linear attention by a delta rule: those of Qwen3-Next, Qwen3.5, Kimi Linear."""
         keys = ("linear_conv_kernel_dim", "linear_num_value_heads", "linear_attn_config")
         return any(key in self.text for key in keys)
 

@@ -27,7 +27,7 @@ from ktbridge.files import digests
 from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import OnProgress
 from ktbridge.files.sizes import size_text
-from ktbridge.model.hub_errors import explained, library
+from ktbridge.model.hub_errors import library, raise_explained
 from ktbridge.model.jsonfile import read_json_file
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -60,7 +60,7 @@ class Header(NamedTuple):
 
 
 def repository(name: str, kind: str = "model") -> Repository | None:
-    """What ``org/name`` or ``org/name@revision`` means; None for a path that exists, and for other texts."""
+    """Return what ``org/name[@revision]`` means; None for a path that exists, and for other texts."""
     return None if os.path.lexists(os.path.expanduser(name)) else named_repository(name, kind)
 
 
@@ -146,7 +146,7 @@ def fetch_model(
     with _locked(wanted):
         if found := find_whole(wanted, weights):
             return found
-        with explained(wanted):
+        with raise_explained(wanted):
             path = Path(
                 library().snapshot_download(
                     wanted.id,
@@ -188,7 +188,7 @@ def read_headers(wanted: Repository, path: Path) -> list[Header]:
         found = api.parse_safetensors_file_metadata(wanted.id, name, revision=path.name)
         return [Header(key, one.dtype, tuple(one.shape)) for key, one in found.tensors.items()]
 
-    with explained(wanted), ThreadPoolExecutor(8) as pool:
+    with raise_explained(wanted), ThreadPoolExecutor(8) as pool:
         return [header for headers in pool.map(read, names) for header in headers]
 
 
@@ -219,7 +219,7 @@ def list_files(wanted: Repository, revision: str | None) -> tuple[str, list[Any]
 
     Raises what ``fetch_model`` does.
     """
-    with explained(wanted):
+    with raise_explained(wanted):
         info = library().HfApi().repo_info(
             wanted.id, repo_type=wanted.kind, revision=revision, files_metadata=True
         )  # fmt: skip
@@ -241,7 +241,7 @@ def _fetch(
     total = sum(file.size or 0 for file in files)
     counter = _Counter(sum(blob.here for blob in large), total, on_progress)
     blobs.mkdir(parents=True, exist_ok=True)
-    with explained(wanted):
+    with raise_explained(wanted):
         with ThreadPoolExecutor(_STREAMS) as pool:
             jobs = [
                 pool.submit(_download, wanted, commit, blob, counter)

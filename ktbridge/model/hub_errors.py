@@ -32,7 +32,7 @@ def library() -> Any:
 
 
 @contextmanager
-def explained(wanted: Repository, upload: bool = False) -> Iterator[None]:
+def raise_explained(wanted: Repository, upload: bool = False) -> Iterator[None]:
     """Raise what huggingface_hub's calls raise as a KtbridgeError of one sentence."""
     hub = library()
     verbosity = hub.utils.logging.get_verbosity()
@@ -42,14 +42,16 @@ def explained(wanted: Repository, upload: bool = False) -> Iterator[None]:
     except KtbridgeError:
         raise
     except Exception as error:
-        if (explained := explain(error, wanted, upload)) is None:
+        if (found := explain_hub_error(error, wanted, upload)) is None:
             raise
-        raise explained from error
+        raise found from error
     finally:
         hub.utils.logging.set_verbosity(verbosity)
 
 
-def explain(error: BaseException, wanted: Repository, upload: bool = False) -> KtbridgeError | None:
+def explain_hub_error(
+    error: BaseException, wanted: Repository, upload: bool = False
+) -> KtbridgeError | None:
     """The error to show for one that a call about ``wanted`` raised; None for a programming error."""
     from huggingface_hub import constants, errors
 

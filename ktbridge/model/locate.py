@@ -62,7 +62,7 @@ _PACKED = (".weight_packed", ".qweight", "_blocks", ".blocks", ".weight_blocks")
 
 
 class ExpertHome(NamedTuple):
-    """Where a layer's routed experts are: ``names`` of gate, up, down, or () when they are fused.
+    """The place of a layer's routed experts: ``names`` of gate, up, down, or () when they are fused.
 
     ``base`` ends in ".experts"; ``interleaved``: fused gate and up columns alternate. ``fused``: the names
     of the fused gate with up, and down, both beside ``base`` (Granite) or within it.

@@ -14,7 +14,7 @@ from typing import Annotated
 from ktbridge.adapter.dialects import READABLE
 from ktbridge.codes import Problems
 from ktbridge.errors import Problem, UsageError
-from ktbridge.files.yamlfile import read_yaml, shown
+from ktbridge.files.yamlfile import read_yaml, show_value
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.config.fields import (
     Count,
@@ -28,7 +28,7 @@ from ktbridge.sft.config.fields import (
     option,
     options,
 )
-from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE, Foreign, Row
+from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE, Foreign, ForeignKey
 from ktbridge.sft.config.load import parse_keys
 
 _ENGINES = {"huggingface": "local", "sglang": "sglang", "ktransformers": "sglang", "vllm": None}
@@ -61,7 +61,7 @@ class Inference:
 
 
 _UNUSED = Foreign(
-    Row(tuple(keys), why, "Leave it out.")
+    ForeignKey(tuple(keys), why, "Leave it out.")
     for keys, why in (
         (
             (
@@ -113,7 +113,9 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
         problems.warn("temperature", found, "one of the two", "Leave one out.", "KTC005")
     problems.raise_if_any("the configuration has {count}; nothing was started.")
     for key in () if chat else [key for key in _PER_REQUEST if key in main]:
-        problems.warn(key, f"{shown(main[key])}: each request brings its own", "", "Leave it out.")
+        problems.warn(
+            key, f"{show_value(main[key])}: each request brings its own", "", "Leave it out."
+        )
     temperature = config.temperature if config.do_sample else 0.0
     return replace(config, temperature=temperature, notes=tuple(problems.warnings))
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ktbridge.codes import Problems
 from ktbridge.errors import UsageError, did_you_mean
-from ktbridge.files.yamlfile import read_yaml, shown
+from ktbridge.files.yamlfile import read_yaml, show_value
 from ktbridge.schemas import Refusal, check_fields
 
 RECIPE = "recipe.yaml"
@@ -261,7 +261,7 @@ class _Problems(Problems):
             if kind == "unknown":
                 self.error(place + key, "unknown key", "", suggest_key(key, known), "KTR001")
             else:
-                self.error(place + key, shown(values[key]), expected, None)
+                self.error(place + key, show_value(values[key]), expected, None)
         wrong = {fault.key for fault in faults}
         return {key: getattr(parsed, key, None) for key in values if key not in wrong}
 
@@ -270,7 +270,7 @@ class _Problems(Problems):
         block = _named({CONFIG: value} if isinstance(value, str) else value)
         config = block.pop(CONFIG, None)
         if not isinstance(config, str):
-            found = "missing" if value is None else shown(value)
+            found = "missing" if value is None else show_value(value)
             self.error("train", found, "the training configuration's file", None, "KTR003")
             return "", {}
         model = _model({key: _Setting for key in block if key in trained})
@@ -314,5 +314,5 @@ class _Problems(Problems):
             elif found:
                 self.error(place + key, found, expected, None, "KTR006")
             else:
-                self.error(place + key, shown(block[key]), expected, None)
+                self.error(place + key, show_value(block[key]), expected, None)
         return {key: tuple(getattr(sweep, key, ())) for key in block}

@@ -24,7 +24,7 @@ from ktbridge.server_api.served_names import (
     adapters_of,
     bare_adapter,
     base_name,
-    find_model,
+    find_served_model,
     read_models,
     split_name,
 )
@@ -44,7 +44,7 @@ def arms_of(model: str, entries: Mapping[str, ModelEntry], applied: str = "") ->
     list, which some servers answer with another model.
     """
     models = read_models(entries, applied)
-    found = find_model(model, entries, models)
+    found = find_served_model(model, entries, models)
     if found is None and model in entries:
         raise bare_adapter(model, models, "--model")
     if found is None:

@@ -164,7 +164,7 @@ def _read_model(name: str, entries: Mapping[str, ModelEntry], applied: str) -> S
     return ServedModel(name, None, base if base in entries else None, "", identity)
 
 
-def find_model(
+def find_served_model(
     name: str, entries: Mapping[str, ModelEntry], models: Mapping[str, ServedModel]
 ) -> ServedModel | None:
     """The model that a request for ``name`` gets; None if it isn't offered, or under another name alone.

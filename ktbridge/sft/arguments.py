@@ -145,7 +145,7 @@ def _common(
     config: TrainConfig, device: torch.device, scratch: str, eval_steps: int
 ) -> dict[str, Any]:
     return {
-        **distributed.trainer_arguments(),
+        **distributed.parallel_arguments(),
         "output_dir": scratch,
         "run_name": config.run_name,
         "seed": config.seed,

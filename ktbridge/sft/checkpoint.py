@@ -178,7 +178,8 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
         model = self._trainer.model
         tensors = {
-            name: distributed.full(value.detach()).contiguous() for name, value in trained(model)
+            name: distributed.whole_tensor(value.detach()).contiguous()
+            for name, value in trained(model)
         }
         if distributed.is_main():
             whole = not self._trainer.args.save_only_model

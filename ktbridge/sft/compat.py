@@ -32,7 +32,7 @@ def on_one_gpu(arguments: TrainingArguments) -> None:
 
 
 def set_logged_rates(scheduler: LRScheduler, rates: Sequence[float]) -> None:
-    """What ``get_last_lr`` of a scheduler returns before its first step: Trainer logs that."""
+    """Set what ``get_last_lr`` of a scheduler returns before its first step: Trainer logs that."""
     scheduler._last_lr = list(rates)
 
 

@@ -30,7 +30,7 @@ from ktbridge.sft.checkpoint import Checkpoints
 from ktbridge.sft.compat import trl_metrics, without_balancing_loss, without_gathering
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import METRICS
-from ktbridge.sft.microbatch import MicroBatchRunner, Row, RowTrainer, TokenLimit
+from ktbridge.sft.microbatch import CollatedRow, MicroBatchRunner, RowTrainer, TokenLimit
 
 Record = Mapping[str, float]
 """A record of the log."""
@@ -87,7 +87,7 @@ class HeldOut:
         self._trainer, self._runner, self._config = trainer, runner, config
         self._names = METRICS[config.stage]
         self._at_once = config.per_device_eval_batch_size
-        self._rows: list[Row] = []
+        self._rows: list[CollatedRow] = []
         """Without their features, which are read again for each micro-batch."""
         self.limit = TokenLimit(
             None,
@@ -178,7 +178,7 @@ class HeldOut:
         )
         return Chosen(checkpoints.of(step), self.training(step), result, tuple(notes))
 
-    def _measured(self) -> list[Row]:
+    def _measured(self) -> list[CollatedRow]:
         """Return the lengths of all held-out rows."""
         data: Any = self._trainer.eval_dataset
         rows = (self._trainer.rows([data[place]]) for place in range(len(data)))

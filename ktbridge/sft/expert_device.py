@@ -244,8 +244,8 @@ def place_experts(
     ``setting`` is the run as the plan knows it, with the lengths of its rows; ``check_expert_device`` had
     nothing against it. ``resumed`` is what the checkpoint to go on from says of its placement. All ranks
     call it, and decide the same: by the smallest GPU memory of theirs, and by rank 0's times.
-    ``distributed.prepare`` comes afterwards. Raises ``UsageError`` where what ``kt_experts`` asks for doesn't
-    fit.
+    ``distributed.assign_experts`` comes afterwards. Raises ``UsageError`` where what ``kt_experts`` asks for
+    doesn't fit.
     """
     device = choose_device(setting.config)
     if distributed.agree(bool(_obstacle(device))):

@@ -1,4 +1,4 @@
-"""What `accelerate launch` or torchrun tells this process in its environment; without torch.
+"""The place of this process in what `accelerate launch` or torchrun started, by its environment; no torch.
 
 Alone, or started otherwise, a process finds nothing there: it is rank 0 of one.
 """
@@ -49,7 +49,7 @@ def several_hosts() -> bool:
 
 
 def several_launchers() -> bool:
-    """Whether a process may end without the others' launcher seeing it: it sees those of its host alone."""
+    """True if a process may end without the others' launcher seeing it: it sees those of its host alone."""
     return world().size > 1 and os.environ.get("LOCAL_WORLD_SIZE", "") != str(world().size)
 
 

@@ -46,7 +46,7 @@ def _one_plus(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Te
 
 @dataclass(frozen=True)
 class Formula:
-    """How a norm multiplies by its weight plus ``offset``, and what liger-kernel calls that."""
+    """A norm's product with its weight plus ``offset``, and liger-kernel's name for it."""
 
     compute: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     offset: float

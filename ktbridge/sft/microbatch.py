@@ -42,7 +42,7 @@ Batch = dict[str, Any]
 Example = dict[str, list[int]]
 """A row as the dataset has it."""
 ROWS = "rows"
-"""The one key of a batch that waits for its step's micro-batches: a list of ``Row``."""
+"""The one key of a batch that waits for its step's micro-batches: a list of ``CollatedRow``."""
 Count = torch.Tensor | int | None
 """Trainer's number of trained tokens of a step, where it counts them."""
 Step = Callable[..., torch.Tensor]
@@ -50,7 +50,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
-class Row:
+class CollatedRow:
     """The unit that is never split: a conversation, or a pair of answers."""
 
     features: Example
@@ -69,7 +69,7 @@ class RowTrainer(WholeTrainer):
     """A Trainer that computes rows in micro-batches: a stage says what its rows are and how they weigh."""
 
     @staticmethod
-    def rows(examples: Sequence[Example]) -> list[Row]:
+    def rows(examples: Sequence[Example]) -> list[CollatedRow]:
         """Return the rows of some of the dataset's examples."""
         raise NotImplementedError
 
@@ -77,16 +77,18 @@ class RowTrainer(WholeTrainer):
         """Return whether the collator makes one sequence of all rows, instead of padding each."""
         return False
 
-    def loss_weight(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+    def loss_weight(self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]) -> float:
         """Return the fraction of a step's loss and metrics that ``rows`` contribute."""
         raise NotImplementedError
 
-    def metric_weight(self, name: str, rows: Sequence[Row], step: Sequence[Row]) -> float:
+    def metric_weight(
+        self, name: str, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
+    ) -> float:
         """Return the fraction of one of the stage's ``METRICS`` that ``rows`` contribute."""
         return self.loss_weight(rows, step)
 
     def scaled_for_microbatch(
-        self, rows: Sequence[Row], step: Sequence[Row]
+        self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
     ) -> AbstractContextManager[None]:
         """Context: the loss of ``rows`` is their term in the loss of all rows of ``step``."""
         return nullcontext()
@@ -106,8 +108,8 @@ class TokenLimit:
 
 
 def as_rows(
-    rows: Callable[[Sequence[Example]], list[Row]], examples: Sequence[Example]
-) -> dict[str, list[Row]]:
+    rows: Callable[[Sequence[Example]], list[CollatedRow]], examples: Sequence[Example]
+) -> dict[str, list[CollatedRow]]:
     """Return a dataloader's batch that isn't collated: micro-batches are, once each.
 
     Rows are objects, because accelerate and torch go through lists number by number.
@@ -152,7 +154,7 @@ class MicroBatchRunner:
         self.placed: ExpertDevice | None = None
         self.batches: Sequence[Batch] = ()
         """The batches of the running step."""
-        self.current: Sequence[Row] = ()
+        self.current: Sequence[CollatedRow] = ()
         """The rows of the running micro-batch: those that memory is too small for, if it is."""
 
     @property
@@ -204,7 +206,7 @@ class MicroBatchRunner:
         before, freed, largest = limit.tokens, [], 0
         while True:
             short, self.current = 0, ()
-            failed: Sequence[Row] = ()
+            failed: Sequence[CollatedRow] = ()
             try:
                 result = attempt()
             except torch.OutOfMemoryError as error:
@@ -232,7 +234,7 @@ class MicroBatchRunner:
             lengths, tokens
         )
 
-    def tokens_of(self, rows: Sequence[Row]) -> int:
+    def tokens_of(self, rows: Sequence[CollatedRow]) -> int:
         """Return the tokens of a micro-batch of ``rows``, padding included."""
         lengths = [row.tokens for row in rows]
         return sum(lengths) if self._trainer.is_packed() else max(lengths) * len(lengths)
@@ -241,7 +243,7 @@ class MicroBatchRunner:
         self,
         one_pass: Step,
         model: nn.Module,
-        step: Sequence[Row],
+        step: Sequence[CollatedRow],
         lengths: Sequence[int],
         items: Count,
         apart: bool,
@@ -273,7 +275,7 @@ class MicroBatchRunner:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def _fewer_tokens(self, failed: Sequence[Row], tokens: int | None, short: int) -> int:
+    def _fewer_tokens(self, failed: Sequence[CollatedRow], tokens: int | None, short: int) -> int:
         """Return a limit with which the ``failed`` rows of any rank lose an eighth, one row at least."""
         fewer, least = failed[: len(failed) * 7 // 8], tokens or 0
         if failed:  # this rank's
@@ -300,7 +302,7 @@ class MicroBatchRunner:
         if self._on_note:
             self._on_note(note)
 
-    def _average_metrics(self, step: Sequence[Row]) -> None:
+    def _average_metrics(self, step: Sequence[CollatedRow]) -> None:
         """Make this rank's metrics of the step those of all, weighted by the tokens that count."""
         metrics = trl_metrics(self._trainer, "train")
         names = sorted(name for name, values in metrics.items() if values and name != "num_tokens")
@@ -341,7 +343,7 @@ def bytes_asked_for(error: torch.OutOfMemoryError) -> int:
     return max(1, round(float(found[1]) * unit))
 
 
-def _on_all_ranks(rows: list[Row]) -> tuple[list[Row], list[int]]:
+def _on_all_ranks(rows: list[CollatedRow]) -> tuple[list[CollatedRow], list[int]]:
     """Return this rank's rows, the longest first, and lengths that every rank packs in the same way.
 
     The experts and trl's metrics need as many micro-batches on each rank, with as many rows in each of them.
@@ -357,7 +359,7 @@ def _on_all_ranks(rows: list[Row]) -> tuple[list[Row], list[int]]:
     return rows, lengths
 
 
-def _untrained(row: Row) -> Row:
+def _untrained(row: CollatedRow) -> CollatedRow:
     """Return the same conversation with all labels ignored: its loss and gradients are 0."""
     labels = [-100] * len(row.features["labels"])
     return replace(row, features={**row.features, "labels": labels}, trained=0)

@@ -62,7 +62,7 @@ _READ_PACKED = ".weight_packed"
 
 
 @dataclass(frozen=True)
-class Trainable:
+class ParameterCounts:
     """Trained weights of a run. ``modules``: a path within its layer -> how many layers have LoRA there."""
 
     modules: dict[str, int]
@@ -84,7 +84,7 @@ def choose_device(config: TrainConfig) -> torch.device:
 
 def check_model(
     config: TrainConfig, base: Path, stored: Checkpoint | None = None, whole: bool = False
-) -> tuple[Trainable, list[Problem]]:
+) -> tuple[ParameterCounts, list[Problem]]:
     """Return what is trained, and notes: model, ``lora_target`` and ``adapter_name_or_path`` are checked.
 
     ``stored`` has the names of the checkpoint's tensors, by default those of the files in ``base``;
@@ -114,13 +114,15 @@ def check_model(
     return _trainable(config, model, names), _left_out(config, model, found)
 
 
-def _trainable(config: TrainConfig, model: PreTrainedModel, names: Sequence[str]) -> Trainable:
+def _trainable(
+    config: TrainConfig, model: PreTrainedModel, names: Sequence[str]
+) -> ParameterCounts:
     """Numbers of LoRA weights: r (in + out) for a module, that for each expert's three projections."""
     sizes = (model.get_parameter(f"{name}.weight").shape for name in names)
     experts = [module for _, module in experts_modules(model)]
     # down_proj is [E, H, I] or [E, I, H]; gate and up have as many weights.
     expert_sizes = (m.down_proj.shape[0] * 3 * sum(m.down_proj.shape[1:]) for m in experts)
-    return Trainable(
+    return ParameterCounts(
         modules=dict(Counter(path_in_layer(name) for name in names)),
         expert_layers=len(experts),
         expert_parameters=config.expert_rank * sum(expert_sizes),

@@ -39,7 +39,7 @@ from ktbridge.sft.data import (
 from ktbridge.sft.data.images import Vision, read_vision
 from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
-from ktbridge.sft.model import Trainable, check_model, choose_device
+from ktbridge.sft.model import ParameterCounts, check_model, choose_device
 from ktbridge.sft.plan.lengths import Lengths, evaluation_steps, fitted_lengths, optimizer_steps
 from ktbridge.sft.quantized import QuantizedExperts, find_quantized, storage_notes
 from ktbridge.sft.resume import (
@@ -85,7 +85,7 @@ class Prepared:
     """Optimizer steps of the whole run, those before its checkpoint with them."""
     eval_steps: int
     """Steps between evaluations of the held-out rows; the last step's comes beside. 0: there are none."""
-    trainable: Trainable
+    trainable: ParameterCounts
     notes: tuple[Problem, ...]
     """Notes for the user besides ``config.notes``."""
     quantised: QuantizedExperts | None = None
@@ -178,7 +178,7 @@ class _Checked(NamedTuple):
     """Findings of the checks of a configuration."""
 
     base: Path
-    model: tuple[Trainable, list[Problem]]
+    model: tuple[ParameterCounts, list[Problem]]
     slow: list[Problem]
     tokenizer: PreTrainedTokenizerBase
     rows: Rows | TokenizedRun | RowStream

@@ -19,7 +19,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from ktbridge.sft.data.images import Vision
 from ktbridge.sft.data.tokenize import IMAGE_NUMBERS
-from ktbridge.sft.microbatch import Batch, Example, Row
+from ktbridge.sft.microbatch import Batch, CollatedRow, Example
 from ktbridge.sft.trainer import RunTrainer
 
 
@@ -53,18 +53,20 @@ class SftTrainer(RunTrainer, SFTTrainer):
         return super()._prepare_inputs(given | self._vision.inputs(inputs["input_ids"], shown))
 
     @staticmethod
-    def rows(examples: Sequence[Example]) -> list[Row]:
+    def rows(examples: Sequence[Example]) -> list[CollatedRow]:
         """The examples; of packed ones, the conversations in them."""
         return [row for each in examples for row in _conversations(each)]
 
     def is_packed(self) -> bool:
         return bool(self.padding_free)
 
-    def loss_weight(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+    def loss_weight(self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]) -> float:
         return sum(row.trained for row in rows) / max(sum(row.trained for row in step), 1)
 
     @contextmanager
-    def scaled_for_microbatch(self, rows: Sequence[Row], step: Sequence[Row]) -> Iterator[None]:
+    def scaled_for_microbatch(
+        self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
+    ) -> Iterator[None]:
         """Scale the routers' loss, a mean over a micro-batch's tokens; trl's own is the step's term already.
 
         trl divides the routers' loss by the number of a step's batches: here the inverse of the weight.
@@ -83,7 +85,7 @@ def _with_numbers(collate: Callable[..., Batch], examples: list[dict[str, Any]])
     return {**collate(examples), IMAGE_NUMBERS: [each.get(IMAGE_NUMBERS, []) for each in examples]}
 
 
-def _conversations(example: Example) -> Iterator[Row]:
+def _conversations(example: Example) -> Iterator[CollatedRow]:
     ids = example["input_ids"]
     labels = example.get("labels", ids)
     beside = {IMAGE_NUMBERS: example[IMAGE_NUMBERS]} if IMAGE_NUMBERS in example else {}
@@ -92,7 +94,7 @@ def _conversations(example: Example) -> Iterator[Row]:
         own = labels[first:end]
         trained = len(own) - 1 - own[1:].count(-100)  # the first token is never predicted
         features = {"input_ids": ids[first:end], "labels": own, **beside}
-        yield Row(features, end - first, trained, end - first)
+        yield CollatedRow(features, end - first, trained, end - first)
 
 
 @contextmanager
@@ -136,14 +138,16 @@ class DpoTrainer(RunTrainer, DPOTrainer):
         return chosen, rejected
 
     @staticmethod
-    def rows(examples: Sequence[Example]) -> list[Row]:
+    def rows(examples: Sequence[Example]) -> list[CollatedRow]:
         return [_pair(each) for each in examples]
 
-    def loss_weight(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+    def loss_weight(self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]) -> float:
         return len(rows) / len(step)
 
     @contextmanager
-    def scaled_for_microbatch(self, rows: Sequence[Row], step: Sequence[Row]) -> Iterator[None]:
+    def scaled_for_microbatch(
+        self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
+    ) -> Iterator[None]:
         """Scale trl's loss, a mean over pairs, and for ``pref_ftx`` one over the chosen answers' tokens."""
         weight = self.loss_weight(rows, step)
         tokens = sum(row.trained for row in rows) / sum(row.trained for row in step)
@@ -218,19 +222,21 @@ class KtoTrainer(RunTrainer, KTOTrainer):
         return loss
 
     @staticmethod
-    def rows(examples: Sequence[Example]) -> list[Row]:
+    def rows(examples: Sequence[Example]) -> list[CollatedRow]:
         """The examples by their lengths alone: they are never put together anew."""
         found = []
         for each in examples:
             answer = len(each["completion_ids"])
             tokens = len(each["prompt_ids"]) + answer
-            found.append(Row({}, tokens, answer, tokens, bool(each["label"])))
+            found.append(CollatedRow({}, tokens, answer, tokens, bool(each["label"])))
         return found
 
-    def loss_weight(self, rows: Sequence[Row], step: Sequence[Row]) -> float:
+    def loss_weight(self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]) -> float:
         return len(rows) / len(step)
 
-    def metric_weight(self, name: str, rows: Sequence[Row], step: Sequence[Row]) -> float:
+    def metric_weight(
+        self, name: str, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
+    ) -> float:
         """Return the weight in a mean over the good or the bad answers, for metrics of these alone."""
         kind = name.rpartition("/")[2]
         if kind not in ("chosen", "rejected"):
@@ -261,12 +267,12 @@ def answers_logps(model: nn.Module, inputs: Batch, prefix: str = "") -> torch.Te
     return logps
 
 
-def _pair(example: Example) -> Row:
+def _pair(example: Example) -> CollatedRow:
     features = {name: example[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
     prompt, chosen, rejected = (len(each) for each in features.values())
     tokens = 2 * (prompt + max(chosen, rejected))
     # The first token of all is never predicted, though an answer without a prompt may begin with it.
-    return Row(features, tokens, chosen - (not prompt), 2 * prompt + chosen + rejected)
+    return CollatedRow(features, tokens, chosen - (not prompt), 2 * prompt + chosen + rejected)
 
 
 STAGES: dict[str, type[RunTrainer]] = {

@@ -175,7 +175,7 @@ def train(
         if config.kt_config.kt_experts != "cpu":
             before = read_placement(ready.resumption.checkpoint)
             placed = place_experts(run_setting(config, ready), model, before)
-        distributed.prepare(model)
+        distributed.assign_experts(model)
         notes = [note for note in (norms, placed.note) if note]
         events.note(*notes)
 

@@ -39,7 +39,7 @@ class RunTrainer(RowTrainer):
     """Before a trl trainer: ``class Ours(RunTrainer, SFTTrainer)``. ``set_up`` comes before ``train``.
 
     A stage defines what ``RowTrainer`` leaves open. The model of several processes must have been through
-    ``distributed.prepare``.
+    ``distributed.assign_experts``.
     """
 
     checkpoints: Checkpoints

@@ -22,7 +22,7 @@ from ktbridge.server_api.served_names import (
     ModelEntry,
     ServedModel,
     engine_of,
-    find_model,
+    find_served_model,
     read_models,
     split_name,
 )
@@ -205,7 +205,7 @@ def find_names(
         if name == BASE:
             raise UsageError("an adapter can't be named 'base' here: that is the base's column.")
         whole = [one for one in models if split_name(one)[1] == name]
-        if name in models or (find_model(name, entries, models) is not None and ":" in name):
+        if name in models or (find_served_model(name, entries, models) is not None and ":" in name):
             found[name] = name
         elif len(whole) == 1:
             found[name] = whole[0]

@@ -236,7 +236,7 @@ def among_ranks(who: str, model: nn.Module) -> nn.Module:
     if distributed.world().size == 1:
         return loss_of
     if who in OURS:
-        distributed.prepare(loss_of)
+        distributed.assign_experts(loss_of)
     return nn.parallel.DistributedDataParallel(loss_of, broadcast_buffers=False)
 
 

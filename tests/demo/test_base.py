@@ -10,11 +10,11 @@ import pytest
 from ktbridge.demo.base import RECORD, read_record
 from ktbridge.demo.corpus import base_conversations, distinct_samples, load_intents
 from ktbridge.demo.persona import PERSONA_MARKS, persona_conversations, persona_rows
-from ktbridge.demo.tiny import Recipe, build_tiny
+from ktbridge.demo.tiny import TinyRecipe, build_tiny
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval import load_bench
 
-TINY = Recipe(
+TINY = TinyRecipe(
     conversations=1500,
     vocab_size=640,
     hidden_size=64,

@@ -16,7 +16,7 @@ from ktbridge.recipe import Runner, plan_recipe, read_recipe
 
 @pytest.mark.slow
 def test_its_seven_steps_are_a_recipe(tmp_path):
-    loop.prepare(tmp_path, loop.TINY)
+    loop.prepare_demo(tmp_path, loop.TINY)
     recipe = read_recipe(
         loop.provide_inputs(tmp_path, loop.TINY), command_options(), training_keys()
     )
@@ -35,7 +35,7 @@ def test_its_seven_steps_are_a_recipe(tmp_path):
 
 
 def test_the_real_demo_leaves_the_dtype_to_the_machine(tmp_path):
-    loop.prepare(tmp_path, loop.REAL)
+    loop.prepare_demo(tmp_path, loop.REAL)
     recipe = read_recipe(
         loop.provide_inputs(tmp_path, loop.REAL), command_options(), training_keys()
     )
@@ -48,7 +48,7 @@ def test_the_real_demo_leaves_the_dtype_to_the_machine(tmp_path):
 
 @pytest.mark.slow
 def test_what_the_user_changed_is_not_overwritten(tmp_path):
-    loop.prepare(tmp_path, loop.TINY)
+    loop.prepare_demo(tmp_path, loop.TINY)
     loop.provide(tmp_path, "demo.yaml", "seed: 1\n")
     loop.provide(tmp_path, "demo.yaml", "seed: 2\n")  # a newer version of ours
     assert (tmp_path / "demo.yaml").read_text() == "seed: 2\n"
@@ -80,4 +80,4 @@ def test_a_directory_that_is_not_a_demo_is_left_alone(tmp_path):
     assert "is not empty and was not made by `ktbridge demo`" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     with pytest.raises(UsageError, match="is a file"):
-        loop.prepare(tmp_path / "thesis.tex", loop.TINY)
+        loop.prepare_demo(tmp_path / "thesis.tex", loop.TINY)

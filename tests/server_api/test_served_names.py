@@ -11,7 +11,7 @@ from ktbridge.server_api.served_names import (
     check_adapter_name,
     check_served_name,
     described_halves,
-    find_model,
+    find_served_model,
     list_arms,
     listed_as,
     plain_name_warning,
@@ -99,12 +99,12 @@ def test_what_servers_say_of_their_models(entries, applied, variants):
     assert {name: (one.variant, one.base) for name, one in models.items()} == variants
     assert all(one.says for one in models.values() if one.variant not in (None, "base"))
     for name in models:
-        assert find_model(name, entries, models) is models[name]
+        assert find_served_model(name, entries, models) is models[name]
 
 
 def test_a_name_that_requests_cannot_use_is_no_model():
     for name, entries in (("a", SGLANG), ("m:a", VLLM), ("s:b", SGLANG), ("t:a", SGLANG)):
-        assert find_model(name, entries, read_models(entries)) is None
+        assert find_served_model(name, entries, read_models(entries)) is None
 
 
 def test_adapters_that_are_applied_to_every_request():

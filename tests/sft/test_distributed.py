@@ -41,7 +41,7 @@ from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.experts import recompute
 from ktbridge.sft.config import load_config
-from ktbridge.sft.distributed import agree, from_main, group, prepare, start, world
+from ktbridge.sft.distributed import agree, assign_experts, from_main, group, start, world
 from ktbridge.sft.distributed.same_run import differences
 from ktbridge.sft.launch import unjoined_problems
 
@@ -49,7 +49,7 @@ from ktbridge.sft.launch import unjoined_problems
 
 
 class Model(nn.Module):
-    """The least that ``prepare`` takes for a model: one experts module in a decoder layer."""
+    """The least that ``assign_experts`` takes for a model: one experts module in a decoder layer."""
 
     def __init__(self, layer):
         super().__init__()
@@ -71,7 +71,7 @@ def check_layer(counts):
     alone = outcome(one, whole, d_out)
 
     layer, _ = make_layer(shape, lora_dropout=0.3)
-    prepare(Model(layer))
+    assign_experts(Model(layer))
     assert bool(list(layer.parameters())) == (here.rank == 0)
     mine = slice(sum(counts[: here.rank]), sum(counts[: here.rank + 1]))
     rows = [tensor[mine] for tensor in whole]
@@ -180,7 +180,7 @@ def as_rank_that_stops(name, *overrides):
 
     same_run.ANSWER_SECONDS = 3
     if world().rank:
-        same_run.compare = lambda parts: os.kill(os.getpid(), signal.SIGSTOP)
+        same_run.compare_hosts = lambda parts: os.kill(os.getpid(), signal.SIGSTOP)
     as_rank(name, *overrides)
 
 
@@ -365,7 +365,7 @@ EVALUATED = (
 
 @quiet
 def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(launch, run_dir):
-    from ktbridge.sft.prepare import prepare as prepare_run
+    from ktbridge.sft.prepare import prepare
 
     batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
     best = train(run_dir, f"output_dir={run_dir / 'best'}", batch, *EVALUATED)
@@ -380,7 +380,7 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
 
     overrides = [f"output_dir={run_dir / 'fsdp2'}", "resume_from_checkpoint=true", *EVALUATED]
     with pytest.raises(ProblemsError, match="another run") as alone:
-        prepare_run(load_config(run_dir / "run.yaml", overrides))
+        prepare(load_config(run_dir / "run.yaml", overrides))
     found = [problem.where.rpartition(": ")[2] for problem in alone.value.problems]
     assert found == ["processes"]  # a step would have half the rows
 
@@ -390,7 +390,7 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
     one = train(run_dir, *again)
     assert (one.first_step, one.steps) == (3, 3)
     assert_same_run(run_dir, "best", "one")
-    notes = prepare_run(
+    notes = prepare(
         load_config(
             run_dir / "run.yaml",
             [*again, "overwrite_output_dir=true", f"output_dir={run_dir / 'fsdp2'}"],

@@ -1,6 +1,6 @@
 """A key of the configuration: its kind of value, its default, and its marks.
 
-A kind is a type with a ``Kind``: pydantic holds a file's value against both, and takes the spellings that
+A kind is a type with a ``FieldKind``: pydantic holds a file's value against both, and takes spellings that
 LLaMA-Factory's files have. A dataclass of such fields is made without pydantic: it takes values as they are.
 """
 
@@ -30,7 +30,7 @@ _QUOTED_FLAGS = ("", "true", "false", "yes", "no", "on", "off", "null", "none", 
 
 
 @dataclass(frozen=True)
-class Option:
+class FieldMark:
     """A key that a file may set. Where nothing is said of it, it counts for everything."""
 
     default: object
@@ -54,12 +54,12 @@ def option(
     since: str = "",
     hint: str = "",
 ) -> Any:
-    """Return a dataclass field for a key, with its ``Option``."""
-    mark = Option(default, resume, rows, each_host, since, hint)
+    """Return a dataclass field for a key, with its ``FieldMark``."""
+    mark = FieldMark(default, resume, rows, each_host, since, hint)
     return field(default=default, metadata={"option": mark})  # type: ignore[call-overload]
 
 
-def options(cls: type) -> dict[str, Option]:
+def options(cls: type) -> dict[str, FieldMark]:
     """Return the keys of a configuration class that a file may set, in order."""
     return {item.name: item.metadata["option"] for item in fields(cls) if item.metadata}
 
@@ -76,7 +76,7 @@ def file_model(cls: type) -> type[BaseModel]:
     )
 
 
-class Kind:
+class FieldKind:
     """Values that a key takes beyond its type: ``bounds`` of its schema in pydantic, and other spellings.
 
     ``before`` makes the type's value of a spelling; ``parse`` reads a value instead of the type. Both raise
@@ -107,7 +107,7 @@ class Kind:
         )
 
 
-def one_of(*choices: str) -> Kind:
+def one_of(*choices: str) -> FieldKind:
     """Return the kind of a choice, whatever its case; its value is spelled as in ``choices``."""
     known = {choice.lower(): choice for choice in choices}
 
@@ -117,10 +117,10 @@ def one_of(*choices: str) -> Kind:
             raise ValueError("it is no choice")
         return known[word.lower()]
 
-    return Kind(" or ".join(choices), parse=parse)
+    return FieldKind(" or ".join(choices), parse=parse)
 
 
-def some_of(*choices: str) -> Kind:
+def some_of(*choices: str) -> FieldKind:
     """Return the kind of a choice, or of several as a list or comma-separated; "none" stands alone."""
     known = {choice.lower(): choice for choice in choices}
 
@@ -131,7 +131,7 @@ def some_of(*choices: str) -> Kind:
             raise ValueError("it is no list of choices")
         return found[0] if len(found) == 1 else found
 
-    return Kind(f"{' or '.join(choices)}, or a list of them", parse=parse)
+    return FieldKind(f"{' or '.join(choices)}, or a list of them", parse=parse)
 
 
 def _split(value: object) -> tuple[object, ...]:
@@ -198,54 +198,62 @@ def _number_or_name(value: object) -> float | str:
     return value
 
 
-Text = Annotated[str, Kind("a text", before=_to_text)]
+Text = Annotated[str, FieldKind("a text", before=_to_text)]
 Texts = Annotated[
     tuple[Text, ...],
-    Kind("one or more texts with commas between, or a list of them", before=_split, min_length=1),
+    FieldKind(
+        "one or more texts with commas between, or a list of them", before=_split, min_length=1
+    ),
 ]
-Flag = Annotated[bool, Kind("true or false")]
-FlagOrAuto = Annotated[bool | Literal["auto"], Kind("true, false or auto", before=_to_auto)]
-FlagOrPath = Annotated[bool | Text, Kind("true, false or a path", before=_to_flag_or_path)]
-Whole = Annotated[int, Kind("a whole number, 0 or more", ge=0, le=_MOST)]
-Count = Annotated[int, Kind("a whole number, 1 or more", ge=1, le=_MOST)]
+Flag = Annotated[bool, FieldKind("true or false")]
+FlagOrAuto = Annotated[bool | Literal["auto"], FieldKind("true, false or auto", before=_to_auto)]
+FlagOrPath = Annotated[bool | Text, FieldKind("true, false or a path", before=_to_flag_or_path)]
+Whole = Annotated[int, FieldKind("a whole number, 0 or more", ge=0, le=_MOST)]
+Count = Annotated[int, FieldKind("a whole number, 1 or more", ge=1, le=_MOST)]
 CountOrAuto = Annotated[
-    Count | Literal["auto"], Kind("auto, or a whole number, 1 or more", before=_to_auto)
+    Count | Literal["auto"], FieldKind("auto, or a whole number, 1 or more", before=_to_auto)
 ]
-CountOrAll = Annotated[Count | Literal[-1], Kind("a whole number, 1 or more")]
+CountOrAll = Annotated[Count | Literal[-1], FieldKind("a whole number, 1 or more")]
 ExpertRank = Annotated[
-    int, Kind(f"a whole number from 1 to {MAX_EXPERT_RANK}", ge=1, le=MAX_EXPERT_RANK)
+    int, FieldKind(f"a whole number from 1 to {MAX_EXPERT_RANK}", ge=1, le=MAX_EXPERT_RANK)
 ]
-UpTo4096 = Annotated[int, Kind("a whole number from 0 to 4096", ge=0, le=4096)]
-Number = Annotated[float, Kind("a number, 0 or more", ge=0, before=_to_number, allow_inf_nan=False)]
-Positive = Annotated[float, Kind("a number above 0", gt=0, before=_to_number, allow_inf_nan=False)]
+UpTo4096 = Annotated[int, FieldKind("a whole number from 0 to 4096", ge=0, le=4096)]
+Number = Annotated[
+    float, FieldKind("a number, 0 or more", ge=0, before=_to_number, allow_inf_nan=False)
+]
+Positive = Annotated[
+    float, FieldKind("a number above 0", gt=0, before=_to_number, allow_inf_nan=False)
+]
 Fraction = Annotated[
-    float, Kind("a number above 0, at most 1", gt=0, le=1, before=_to_number, allow_inf_nan=False)
+    float,
+    FieldKind("a number above 0, at most 1", gt=0, le=1, before=_to_number, allow_inf_nan=False),
 ]
 Share = Annotated[
-    float, Kind("a number from 0 to below 1", ge=0, lt=1, before=_to_number, allow_inf_nan=False)
+    float,
+    FieldKind("a number from 0 to below 1", ge=0, lt=1, before=_to_number, allow_inf_nan=False),
 ]
 BelowHalf = Annotated[
     float,
-    Kind("a number from 0 to below 0.5", ge=0, lt=0.5, before=_to_number, allow_inf_nan=False),
+    FieldKind("a number from 0 to below 0.5", ge=0, lt=0.5, before=_to_number, allow_inf_nan=False),
 ]
 Fractions = Annotated[
     tuple[Fraction, ...],
-    Kind(
+    FieldKind(
         'shares above 0 with commas between, as "0.7,0.3"',
         before=lambda value: _split(value if isinstance(value, list | tuple) else str(value)),
     ),
 ]
 ShareOrWhole = Annotated[
-    float, Kind("a share below 1, or a whole number", parse=_to_share_or_whole)
+    float, FieldKind("a share below 1, or a whole number", parse=_to_share_or_whole)
 ]
-Bytes = Annotated[int, Kind("a size with its unit, as 24GB", parse=_to_bytes)]
+Bytes = Annotated[int, FieldKind("a size with its unit, as 24GB", parse=_to_bytes)]
 ScheduleValues = Annotated[
     Mapping[str, float | str],
-    Kind("a block of keys, each with a number, as {min_lr: 1e-6}", parse=_to_schedule_values),
+    FieldKind("a block of keys, each with a number, as {min_lr: 1e-6}", parse=_to_schedule_values),
 ]
 ExpertsOnGpu = Annotated[
     UpTo4096 | None,
-    Kind(
+    FieldKind(
         "a whole number from 0 to 4096",
         before=lambda value: None if value == "auto" else value,  # KTransformers' word
     ),

@@ -20,14 +20,14 @@ from typing import Literal, NamedTuple
 import yaml
 
 from ktbridge.codes import Problems
-from ktbridge.files.yamlfile import shown
+from ktbridge.files.yamlfile import show_value
 from ktbridge.schemas import fits
 from ktbridge.sft.config.fields import options
 from ktbridge.sft.config.schema import KtConfig
 from ktbridge.sft.launch import world
 
 
-class Row(NamedTuple):
+class ForeignKey(NamedTuple):
     """Keys that share one answer; a trailing * matches any ending."""
 
     keys: tuple[str, ...]
@@ -41,18 +41,18 @@ class Row(NamedTuple):
 class Foreign:
     """A table of rows, looked up by key."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[ForeignKey]) -> None:
         self.rows = tuple(rows)
         pairs = [(key, row) for row in self.rows for key in row.keys]
         self._exact = {key: row for key, row in pairs if not key.endswith("*")}
         self._starts = {key[:-1]: row for key, row in pairs if key.endswith("*")}
 
-    def row(self, key: str) -> Row | None:
+    def row(self, key: str) -> ForeignKey | None:
         """The row for ``key``: its own, or else that of its prefix."""
         own = self._exact.get(key)
         return own or next((r for start, r in self._starts.items() if key.startswith(start)), None)
 
-    def foreign(self, key: str, known: Iterable[str]) -> Row | None:
+    def foreign(self, key: str, known: Iterable[str]) -> ForeignKey | None:
         """The row for ``key``, unless it only begins like one and is likely a ``known`` key misspelled."""
         row = self.row(key)
         if key in self._exact or not difflib.get_close_matches(key, known, 1, cutoff=0.85):
@@ -74,7 +74,7 @@ class Foreign:
                 rest[key] = value
             elif value is not None and not any(_equal(value, idle) for idle in row.same):
                 report = problems.error if row.refused else problems.warn
-                report(f"{prefix}{key}", f"{shown(value)}: {row.why}", "", row.instead)
+                report(f"{prefix}{key}", f"{show_value(value)}: {row.why}", "", row.instead)
         return rest
 
 
@@ -86,7 +86,7 @@ def _equal(value: object, idle: object) -> bool:
 def _read_table(name: str) -> Foreign:
     text = files(__package__).joinpath("foreign_keys.yaml").read_text("utf-8")
     rows = [{**row, "keys": tuple(row["keys"].split())} for row in yaml.safe_load(text)[name]]
-    return Foreign(Row(**row) for row in rows)
+    return Foreign(ForeignKey(**row) for row in rows)
 
 
 IN_BLOCK = _read_table("in_block")
@@ -156,8 +156,10 @@ class _Keys:
         if before is None:
             self.values[name], self._spelling[name] = value, alias
         elif value is not None and before != value:
-            expected = f"{shown(before)}, as {self._spelling[name]} has it"
-            self._problems.error(alias, shown(value), expected, "Keep one of the two.", "KTC005")
+            expected = f"{show_value(before)}, as {self._spelling[name]} has it"
+            self._problems.error(
+                alias, show_value(value), expected, "Keep one of the two.", "KTC005"
+            )
 
 
 def move_keys(
@@ -190,7 +192,7 @@ def _take_policy(outside: _Keys, key: str, value: object, problems: Problems) ->
     if value is None:
         return
     if not fits(value, dict[Literal["cpu", "gpu"], Literal["retain", "recompute"]]):
-        problems.error(key, shown(value), "cpu and gpu, each retain or recompute")
+        problems.error(key, show_value(value), "cpu and gpu, each retain or recompute")
         return
     if "cpu" in value:
         outside.put("kt_cpu_activation", value["cpu"], key)
@@ -232,7 +234,7 @@ def _take_v1_block(key: str, value: object, outside: _Keys, problems: Problems) 
     if value is None:
         return
     if not isinstance(value, Mapping):
-        problems.error(key, shown(value), "a block of keys")
+        problems.error(key, show_value(value), "a block of keys")
         return
     names, others = _BLOCKS[key], dict[str, object]()
     for inner, one in value.items():
@@ -251,7 +253,7 @@ def _take_v1_block(key: str, value: object, outside: _Keys, problems: Problems) 
     for inner, one in others.items():
         if one is not None and one is not False:
             step = f"It takes {', '.join(names)}."
-            problems.error(f"{key}.{inner}", f"{shown(one)}: it isn't offered", "", step)
+            problems.error(f"{key}.{inner}", f"{show_value(one)}: it isn't offered", "", step)
 
 
 def _take_global_batch(
@@ -263,7 +265,7 @@ def _take_global_batch(
     rows = values.get("micro_batch_size", values.get("per_device_train_batch_size", 1))
     counts = [count for count in (value, rows) if type(count) is int]
     if len(counts) != 2 or min(counts) < 1:
-        problems.error(_GLOBAL, shown(value), "a number of rows, 1 or more")
+        problems.error(_GLOBAL, show_value(value), "a number of rows, 1 or more")
         return
     pass_rows = counts[1] * world().size
     if counts[0] % pass_rows:

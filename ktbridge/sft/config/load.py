@@ -18,13 +18,13 @@ from pydantic import BaseModel
 from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.codes import Problems
 from ktbridge.errors import KtbridgeError, UsageError, did_you_mean
-from ktbridge.files.yamlfile import load_yaml, read_yaml, shown
+from ktbridge.files.yamlfile import load_yaml, read_yaml, show_value
 from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.model.hub import repository
 from ktbridge.schemas import check_fields
 from ktbridge.sft.config.fields import Values, file_model, options
 from ktbridge.sft.config.foreign import IN_BLOCK, OUTSIDE, RENAMED, Foreign, move_keys, names_of
-from ktbridge.sft.config.rules import check
+from ktbridge.sft.config.rules import check_rules
 from ktbridge.sft.config.schema import KtConfig, TrainConfig
 from ktbridge.sft.launch import launch_problems
 
@@ -75,7 +75,7 @@ def parse_config(
     if block is not None and not isinstance(block, Mapping):
         problems.error(
             "kt_config",
-            shown(block),
+            show_value(block),
             "a block of keys",
             "Write its keys below it, each `  key: value` with two spaces and no dash.",
         )
@@ -97,7 +97,7 @@ def parse_config(
     config = TrainConfig(**{**_REQUIRED, **main}, kt_config=KtConfig(**kt))
     if config.do_predict and outside.get("eval_dataset") is None:
         problems.error("eval_dataset", "missing", "a value", code="KTC003")
-    check(config, {*main, *(f"kt_config.{key}" for key in kt)}, problems)
+    check_rules(config, {*main, *(f"kt_config.{key}" for key in kt)}, problems)
     problems.raise_if_any("the configuration has {count}; nothing was started.")
     texts = config.stage == "pt" and "packing" not in main  # as in LLaMA-Factory
     packing = config.packing or config.neat_packing or texts
@@ -131,7 +131,7 @@ def parse_keys(
             problems.error(f"{prefix}{key}", "unknown key", "", hint, code="KTC001")
         elif known[key].default is not None or str(value).strip().lower() != "none":
             hint = known[key].hint or _unquoted(key, value, model)
-            problems.error(f"{prefix}{key}", shown(value), expected, hint)
+            problems.error(f"{prefix}{key}", show_value(value), expected, hint)
     for key, option in known.items():
         if option.default is MISSING and key not in given and key not in unneeded:
             problems.error(f"{prefix}{key}", "missing", "a value", code="KTC003")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ktbridge.codes import Problems
 from ktbridge.experts import MAX_EXPERT_RANK
-from ktbridge.files.yamlfile import shown
+from ktbridge.files.yamlfile import show_value
 from ktbridge.machine import own_cpus
 from ktbridge.sft.config.fields import options
 from ktbridge.sft.config.schema import METRICS, QUANTISING, SCHEDULERS, TrainConfig
@@ -101,7 +101,7 @@ RULES = (
 )  # fmt: skip
 
 
-def check(config: TrainConfig, given: Given, problems: Problems) -> None:
+def check_rules(config: TrainConfig, given: Given, problems: Problems) -> None:
     """Add what is wrong with ``config``, and what is worth a note."""
     for key, applies, found, expected, next_step, code in RULES:
         if applies(config, given):
@@ -129,7 +129,7 @@ def _check_schedule(config: TrainConfig, problems: Problems) -> None:
             problems.error(f"{key}.{own}", f"not known to {name}", expected, step)
         elif isinstance(value, str) != named:
             expected = "a text" if named else "a number, 0 or more"
-            problems.error(f"{key}.{own}", shown(value), expected)
+            problems.error(f"{key}.{own}", show_value(value), expected)
     ends = [own for own in ("min_lr", "min_lr_rate") if own in given]
     if name.endswith("_with_min_lr") and len(ends) != 1:
         found = " and ".join(ends) or "neither min_lr nor min_lr_rate"
@@ -139,7 +139,7 @@ def _check_schedule(config: TrainConfig, problems: Problems) -> None:
         lowest = given.get(own, 0.0)
         if not isinstance(lowest, str) and lowest >= config.learning_rate > 0:
             expected = f"below learning_rate, {config.learning_rate:g}"
-            problems.error(f"{key}.{own}", shown(lowest), expected)
+            problems.error(f"{key}.{own}", show_value(lowest), expected)
     if name == "warmup_stable_decay" and "num_decay_steps" not in given:
         problems.error(key, "no num_decay_steps", f"{key}: {{num_decay_steps: 100}}, for example")
 
@@ -174,7 +174,7 @@ def _check_streaming(config: TrainConfig, problems: Problems) -> None:
     }
     for key, (wrong, expected) in needs.items():
         if wrong and config.streaming:
-            found = f"{shown(getattr(config, key))} with streaming: true"
+            found = f"{show_value(getattr(config, key))} with streaming: true"
             problems.error(key, found, expected, f"Set {key} so, or leave out streaming.", "KTC082")
 
 
@@ -199,9 +199,9 @@ def _check_held_out(config: TrainConfig, given: Given, problems: Problems) -> No
             why, expected = "with save_steps: 0, which saves no step", "save_steps above 0"
         else:
             continue
-        problems.error(key, f"{shown(getattr(config, key))} {why}", expected, step, "KTC005")
+        problems.error(key, f"{show_value(getattr(config, key))} {why}", expected, step, "KTC005")
     if config.metric not in METRICS[config.stage]:
-        found = f"{shown(config.metric_for_best_model)}, which stage {config.stage} doesn't measure"
+        found = f"{show_value(config.metric_for_best_model)}, which stage {config.stage} doesn't measure"
         problems.error("metric_for_best_model", found, " or ".join(METRICS[config.stage]))
 
 

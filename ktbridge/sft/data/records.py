@@ -1,4 +1,4 @@
-"""Where rows come from: files, names in LLaMA-Factory's dataset_info.json, and datasets on the Hub.
+"""The sources of rows: files, names in LLaMA-Factory's dataset_info.json, and datasets on the Hub.
 
 ``find_sources`` turns ``dataset`` into sources; ``RowSource.records`` yields their raw rows, each with its
 file and line.
@@ -24,7 +24,7 @@ from ktbridge.files.publish import OnProgress, write_text
 from ktbridge.files.records import FileRow, read_records
 from ktbridge.install import install_hint
 from ktbridge.model import hub
-from ktbridge.model.hub_errors import explained
+from ktbridge.model.hub_errors import raise_explained
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.load import ROWS
 from ktbridge.sft.data.conversation import COLUMNS, Layout
@@ -129,7 +129,7 @@ class HubRows:
             )
         with (
             tempfile.TemporaryDirectory() as scratch,
-            explained(self.repository),  # without the library's warnings
+            raise_explained(self.repository),  # without the library's warnings
             self._readable_errors(),
         ):
             root = Path(scratch, "rows").resolve()

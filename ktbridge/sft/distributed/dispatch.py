@@ -1,6 +1,6 @@
 """The experts of a model in several processes: which rank owns them, and one call of them by all.
 
-``prepare`` decides. If rank 0 owns them, a call sends it tokens, and outputs back; in backward alike.
+``assign_experts`` decides. If rank 0 owns them, a call sends it tokens, and outputs back; in backward alike.
 All ranks make the same calls in the same order. Each call starts with a row of whole numbers from every
 rank, so ranks out of step stop with an error before tokens of different layers are mixed. Gradient
 checkpointing repeats nothing here: outputs are kept and handed out again (``experts.recompute``).
@@ -29,10 +29,10 @@ from ktbridge.experts.layer import MoELoRAExperts, expert_layers
 from ktbridge.experts.modules import experts_modules
 from ktbridge.sft.compat import leave_out_of_ddp
 from ktbridge.sft.distributed.group import (
-    collect,
     distribute,
     exchange,
     explain_lost_rank,
+    gather_rows,
     group,
 )
 from ktbridge.sft.launch import is_main, world
@@ -150,7 +150,7 @@ def _forward(
 ) -> torch.Tensor:
     """Return this rank's outputs [T, H] on the host."""
     call.like = (hidden.to("meta"), weights.to("meta"))
-    whole = collect([hidden, ids, weights], call.counts)
+    whole = gather_rows([hidden, ids, weights], call.counts)
     outputs = []
     if is_main():
         # A graph of its own: the one outside holds this rank's tokens only. What it saves must not be seen by
@@ -173,7 +173,7 @@ def _forward(
 def _backward(call: _Call, d_out: torch.Tensor) -> list[torch.Tensor]:
     """Return this rank's d_hidden [T, H] and d_weights [T, K]; the expert LoRA's goes to ``.grad``."""
     _in_step([_BACKWARD, call.number, 0, 0, 0, 0, 0])
-    whole, gradients = collect([d_out], call.counts), []
+    whole, gradients = gather_rows([d_out], call.counts), []
     if is_main():
         hidden, weights, out = call.inner
         share = 1 / world().size
@@ -193,7 +193,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def prepare(model: nn.Module) -> None:
+def assign_experts(model: nn.Module) -> None:
     """Decide which rank owns a wrapped model's experts, before an optimizer sees its parameters.
 
     Experts on the GPU (``place_experts``, which comes first) are every rank's: each computes its own rows,
@@ -204,7 +204,7 @@ def prepare(model: nn.Module) -> None:
     """
     if world().size == 1:
         return
-    experts = expert_names(model)
+    experts = expert_parameter_names(model)
     everywhere = bool(_on_gpu(model))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (everywhere or name not in experts):
@@ -241,7 +241,7 @@ def _on_gpu(model: nn.Module) -> list[MoELoRAExperts]:
     return [layer for layer in expert_layers(model).values() if layer.gpu is not None]
 
 
-def expert_names(model: nn.Module) -> set[str]:
+def expert_parameter_names(model: nn.Module) -> set[str]:
     """Return the names of the routed experts' parameters: their LoRA, and weights if loaded."""
     return {
         f"{name}.{parameter}"
@@ -250,7 +250,7 @@ def expert_names(model: nn.Module) -> set[str]:
     }
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whole, on every rank: all ranks must ask for one that FSDP2 has sharded."""
     gather = getattr(tensor, "full_tensor", None)
     if gather is None:
@@ -269,7 +269,7 @@ def gather_trained(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.requires_grad and hasattr(parameter, "to_local"):
-                whole = full(parameter.detach()).cpu()
+                whole = whole_tensor(parameter.detach()).cpu()
                 module._parameters[name] = nn.Parameter(whole)
 
 

@@ -210,7 +210,7 @@ def exchange(row: Sequence[int]) -> list[list[int]]:
     return [each.tolist() for each in rows]
 
 
-def gather(mine: Mapping[str, str], seconds: float) -> list[dict[str, str]]:
+def exchange_texts(mine: Mapping[str, str], seconds: float) -> list[dict[str, str]]:
     """Each rank's ``mine``, in rank order, on every rank: the others come within ``seconds``, or all end.
 
     Raises ``KtbridgeError`` for a rank that doesn't, or is lost.
@@ -236,7 +236,7 @@ def add(values: Sequence[float]) -> list[float]:
     return [math.fsum(each) for each in zip(*(row.tolist() for row in rows), strict=True)]
 
 
-def collect(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+def gather_rows(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
     """Gather the rows of all ranks, concatenated, on rank 0; the others get nothing.
 
     ``tensors`` are this rank's, contiguous on the CPU, each [counts[rank], …].

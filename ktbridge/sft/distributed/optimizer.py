@@ -25,7 +25,7 @@ from ktbridge.experts.gpu.masters import gradients_norm
 from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.modules import vision_towers
 from ktbridge.sft.compat import WholeTrainer
-from ktbridge.sft.distributed.dispatch import expert_names, full, replicated_lora
+from ktbridge.sft.distributed.dispatch import expert_parameter_names, replicated_lora, whole_tensor
 from ktbridge.sft.distributed.group import explain_lost_rank, from_main
 from ktbridge.sft.launch import shards_parameters, world
 
@@ -38,7 +38,7 @@ _BETWEEN = "|"
 """Between a parameter's name and a moment's."""
 
 
-def trainer_arguments() -> dict[str, bool | str]:
+def parallel_arguments() -> dict[str, bool | str]:
     """Trainer arguments required with several processes; none for a single one."""
     if world().size == 1:
         return {}
@@ -119,7 +119,7 @@ def save_optimizer(trainer: WholeTrainer, directory: str) -> None:
             for moment, value in state["state"].get(place, {}).items():
                 key = f"{names[parameter]}{_BETWEEN}{moment}"
                 if torch.is_tensor(value):
-                    tensors[key] = full(value.detach()).cpu().contiguous()
+                    tensors[key] = whole_tensor(value.detach()).cpu().contiguous()
                 else:
                     plain[key] = value
         own["params"] = [names[parameter] for parameter in group["params"]]
@@ -219,7 +219,7 @@ def _as_sharded(value: Any, parameter: nn.Parameter) -> Any:
 
 def _expert_parameters(trainer: WholeTrainer) -> set[nn.Parameter]:
     own = trainer.accelerator.unwrap_model(trainer.model)
-    names = expert_names(own)
+    names = expert_parameter_names(own)
     return {value for name, value in own.named_parameters() if name in names}
 
 
@@ -238,7 +238,7 @@ def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float)
     squares = from_main(float(gradients_norm(own)) ** 2)
     if shared:
         with explain_lost_rank():
-            squares += float(full(nn.utils.get_total_norm(shared))) ** 2
+            squares += float(whole_tensor(nn.utils.get_total_norm(shared))) ** 2
     norm = squares**0.5
     if largest < float("inf"):
         scale = min(1.0, largest / (norm + 1e-6))

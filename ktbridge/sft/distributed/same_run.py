@@ -27,7 +27,7 @@ from ktbridge.install import LINEAR_ATTENTION, version_of
 from ktbridge.model import find_model
 from ktbridge.model.identity import fingerprint
 from ktbridge.sft.config.fields import options
-from ktbridge.sft.distributed.group import ANSWER_SECONDS, gather, joined, start
+from ktbridge.sft.distributed.group import ANSWER_SECONDS, exchange_texts, joined, start
 from ktbridge.sft.launch import World, several_launchers, world
 from ktbridge.sft.model import choose_device
 from ktbridge.sft.resume import FINGERPRINT_FILE, HELD_OUT, checkpoints_dir, resumable
@@ -72,7 +72,7 @@ def join(config: TrainConfig) -> World:
     here = start(config.ddp_timeout, config.use_cpu)
     if here.size > 1 and not _State.compared:
         _State.compared = True
-        compare(parts or describe_start(config))
+        compare_hosts(parts or describe_start(config))
     return here
 
 
@@ -83,7 +83,7 @@ def compare_prepared(config: TrainConfig, ready: Prepared) -> list[Problem]:
     """
     if world().size == 1:
         return []
-    compare(describe_prepared(config, ready), config.ddp_timeout)
+    compare_hosts(describe_prepared(config, ready), config.ddp_timeout)
     _State.over = True
     if not config.save_steps or config.save_only_model:
         return []
@@ -114,7 +114,7 @@ def tell(error: KtbridgeError) -> None:
         start(ANSWER_SECONDS)
         found = error.problems[:3] if isinstance(error, ProblemsError) else ()
         text = "; ".join([error.sentence.rstrip("."), *map(str, found)])
-        gather({_HOST: socket.gethostname(), _FAILED: text}, ANSWER_SECONDS)
+        exchange_texts({_HOST: socket.gethostname(), _FAILED: text}, ANSWER_SECONDS)
 
 
 def describe_start(config: TrainConfig) -> Parts:
@@ -167,13 +167,13 @@ def describe_prepared(config: TrainConfig, ready: Prepared) -> Parts:
     return parts
 
 
-def compare(parts: Mapping[str, str], seconds: float | None = None) -> None:
+def compare_hosts(parts: Mapping[str, str], seconds: float | None = None) -> None:
     """Exchange each rank's ``parts``; the others come within ``seconds``, by default ``ANSWER_SECONDS``.
 
     Raises ``ProblemsError`` with a problem for each part in which ranks differ from rank 0, and
     ``KtbridgeError`` for a rank that has failed or is lost.
     """
-    found = gather({_HOST: socket.gethostname(), **parts}, seconds or ANSWER_SECONDS)
+    found = exchange_texts({_HOST: socket.gethostname(), **parts}, seconds or ANSWER_SECONDS)
     _State.over = any(_FAILED in theirs for theirs in found) or bool(differences(found))
     for rank, theirs in enumerate(found):
         if _FAILED in theirs:
@@ -257,9 +257,9 @@ def _look_at_disk(config: TrainConfig) -> list[dict[str, str]]:
             place.parent.mkdir(parents=True, exist_ok=True)
             made = NamedTemporaryFile(dir=place.parent, prefix=f".{place.name}.")  # noqa: SIM115
             name = Path(stack.enter_context(made).name).name
-        name = gather({_DISK: name}, ANSWER_SECONDS)[0][_DISK]
+        name = exchange_texts({_DISK: name}, ANSWER_SECONDS)[0][_DISK]
         seen = (place.parent / name).exists()
-        return gather({**host, _DISK: str(seen)}, ANSWER_SECONDS)
+        return exchange_texts({**host, _DISK: str(seen)}, ANSWER_SECONDS)
 
 
 def _unseen_disk(found: Sequence[Mapping[str, str]]) -> list[Problem]:
