@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ktbridge.cli._ui import progress_bar
+from ktbridge.errors import KtbridgeError
+from ktbridge.model import hub
+from ktbridge.model.stub import CheckpointStub
+from ktbridge.sft.data.records import find_sources
+
 if TYPE_CHECKING:
-    from ktbridge.model.stub import CheckpointStub
     from ktbridge.sft.config import TrainConfig
 
 
@@ -15,11 +22,6 @@ def ensure_model(named: str, weights: bool = True, *, quiet: bool = False) -> No
     Without ``weights`` only config.json and the other small files. Afterwards ``find_model`` and
     ``resolve_model`` find it by its name. Raises KtbridgeError in one sentence. ``quiet`` shows no progress.
     """
-    from contextlib import nullcontext
-
-    from ktbridge.cli._ui import progress_bar
-    from ktbridge.model import hub
-
     wanted = hub.repository(named)
     if wanted is None or hub.find_whole(wanted, weights):
         return
@@ -32,10 +34,6 @@ def stub_on_hub(named: str) -> CheckpointStub | None:
 
     None for a directory, for weights that are here, and where headers can't be read but config.json is here.
     """
-    from ktbridge.errors import KtbridgeError
-    from ktbridge.model import hub
-    from ktbridge.model.stub import CheckpointStub
-
     wanted = hub.repository(named)
     if wanted is None or hub.find_whole(wanted):
         return None
@@ -51,8 +49,6 @@ def wait_for_model(named: str) -> None:
     """Wait until another process of this host has downloaded it; the launcher ends us if that one fails."""
     import time
 
-    from ktbridge.model import hub
-
     wanted = hub.repository(named)
     while wanted is not None and hub.find_whole(wanted) is None:
         time.sleep(0.5)
@@ -63,13 +59,6 @@ def ensure_rows(config: TrainConfig) -> None:
 
     What can't be downloaded is left to the reader of the rows, who reports it with all else that is wrong.
     """
-    from contextlib import suppress
-    from dataclasses import replace
-
-    from ktbridge.cli._ui import progress_bar
-    from ktbridge.errors import KtbridgeError
-    from ktbridge.sft.data.records import find_sources
-
     sources, failed = find_sources(replace(config, dataset=(*config.dataset, *config.eval_dataset)))
     for source in sources if not failed else ():
         if source.remote and source.remote.cached() is None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from ktbridge.cli._ui import print_notes
 from ktbridge.errors import UsageError
+from ktbridge.predict.inference import load_inference
 
 if TYPE_CHECKING:
     from ktbridge.predict.inference import Inference
@@ -30,8 +32,6 @@ def inference_argument(
     def read(context: click.Context, _: click.Parameter, path: str | None) -> None:
         if path is None or context.resilient_parsing:
             return
-        from ktbridge.cli._ui import print_notes
-        from ktbridge.predict.inference import load_inference
 
         found = context.meta[_META] = load_inference(path, chat)
         print_notes(found.notes)

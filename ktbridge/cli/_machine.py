@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ktbridge.errors import UsageError
-
-if TYPE_CHECKING:
-    from ktbridge.machine import Described
+from ktbridge.files.sizes import parse_size
+from ktbridge.machine import Described
 
 NAMES = ("cores", "memory", "gpus", "gpu_memory")
 
@@ -21,8 +20,6 @@ class Size(click.ParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from ktbridge.files.sizes import parse_size
-
         if isinstance(value, int):
             return value
         try:
@@ -51,6 +48,4 @@ def machine_options(
 
 def described(options: dict[str, Any]) -> Described:
     """Pop the four options from a command's keywords."""
-    from ktbridge.machine import Described
-
     return Described(**{name: options.pop(name) for name in NAMES})

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from ktbridge.cli._ui import console, emit_json, shown
+from ktbridge.sft.data import describe_rows
+
 if TYPE_CHECKING:
     from ktbridge.sft.config import TrainConfig
     from ktbridge.sft.model import ParameterCounts
@@ -18,8 +21,6 @@ REFUSED = 20
 
 def show_plan(ready: Prepared, as_json: bool) -> None:
     """--dry-run: settings, trained weights, first sequence, refused rows, steps."""
-    from ktbridge.cli._ui import emit_json
-
     parsed, fitted, trainable = ready.config, ready.fitted, ready.trainable
     held = ready.held_out.refused if ready.held_out else []
     refused = [{"where": item.where, "why": item.why} for item in (*fitted.refused, *held)]
@@ -73,8 +74,6 @@ def _held_out_plan(parsed: TrainConfig, ready: Prepared) -> dict[str, object] | 
 
 def rows_lines(ready: Prepared) -> list[str]:
     """Return how many rows are used, and of the held-out rows."""
-    from ktbridge.sft.data import describe_rows
-
     held = [f"held out: {describe_rows(ready.held_out, 'evaluated')}"] if ready.held_out else []
     return [describe_rows(ready.fitted), *held]
 
@@ -89,8 +88,6 @@ def _effective(parsed: TrainConfig) -> dict[str, object]:
 
 def _show_settings(parsed: TrainConfig) -> None:
     """Settings that differ from the defaults, and always the LoRA's."""
-    from ktbridge.cli._ui import console
-
     always = ("lora_rank", "lora_alpha", "learning_rate", "cutoff_len")
     settings = dataclasses.asdict(dataclasses.replace(parsed, notes=())) | _effective(parsed)
     usual = {item.name: item.default for item in dataclasses.fields(type(parsed))}
@@ -104,8 +101,6 @@ def _show_settings(parsed: TrainConfig) -> None:
 
 
 def _show_trainable(trainable: ParameterCounts, parsed: TrainConfig) -> None:
-    from ktbridge.cli._ui import console, shown
-
     console.print(f"trains {trainable.parameters:,} LoRA weights:")
     experts = f"{trainable.expert_parameters:,} of rank {parsed.expert_rank}"
     if not parsed.expert_rank:
@@ -121,8 +116,6 @@ def _show_trainable(trainable: ParameterCounts, parsed: TrainConfig) -> None:
 
 def _show_preview(name: str, pieces: list[tuple[str, bool]]) -> None:
     """The text with trained parts in green, and between ⟦ and ⟧ for output without colours."""
-    from ktbridge.cli._ui import console, shown
-
     console.print(f"the first {name}; the loss counts what is between [green]⟦ and ⟧[/]:")
     text, room = "", PREVIEW
     for piece, trained in pieces:
@@ -136,8 +129,6 @@ def _show_preview(name: str, pieces: list[tuple[str, bool]]) -> None:
 
 
 def show_refused(refused: list[dict[str, str]]) -> None:
-    from ktbridge.cli._ui import console, shown
-
     if refused:
         console.print(f"{len(refused):,} row{'s' if len(refused) > 1 else ''} can't be used:")
     for item in refused[:REFUSED]:
@@ -149,8 +140,6 @@ def show_refused(refused: list[dict[str, str]]) -> None:
 
 
 def _show_steps(ready: Prepared, parsed: TrainConfig) -> None:
-    from ktbridge.cli._ui import console, shown
-
     for line in rows_lines(ready):
         console.print(shown(line), soft_wrap=True)
     begins = f", after step {ready.resumption.step}" if ready.resumption.checkpoint else ""

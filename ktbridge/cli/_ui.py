@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -319,3 +319,20 @@ def progress_bar(label: str, unit: str = "") -> Iterator[Bar | Lines]:
     )
     with Progress(*columns, console=stderr, transient=True) as bar:
         yield Bar(bar, label)
+
+
+@contextmanager
+def stdout_for_results() -> Iterator[None]:
+    """Redirect libraries' stdout to stderr within the block, and permanently for their child processes.
+
+    wandb's process, for example, still writes after the run; transformers logs about it on import.
+    """
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(before, 1)
+        os.close(before)

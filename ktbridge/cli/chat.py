@@ -10,10 +10,20 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from ktbridge.cli._app import Command, Terminated, from_option, render, terminable
+from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._inference import for_chat, from_file, inference_argument, inference_of
+from ktbridge.cli._ui import console, printable, shown
 from ktbridge.errors import KtbridgeError, UsageError
+from ktbridge.model import find_model
+from ktbridge.model.jsonfile import read_json_file
+from ktbridge.serve.chat import ADAPTER, Conversation, arms_of, default_model, engine
+from ktbridge.server_api.client import OpenAIClient
+from ktbridge.server_api.served_names import adapter_name, engine_of, read_models, split_name
 
 if TYPE_CHECKING:
     from ktbridge.predict.inference import Inference
@@ -96,9 +106,6 @@ def command(context: click.Context, **options: Any) -> None:
     with terminable(), ExitStack() as stack:
         child = None
         if options["server"] is None:
-            from ktbridge.cli._hub import ensure_model
-            from ktbridge.serve.chat import engine
-
             base_model = options["base_model"] or options["model"]
             ensure_model(base_model)
             flags = _engine_flags(options, inference_of(context))
@@ -152,10 +159,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversation:
     """With the engine ``child`` that was started for this chat, or with the server in the options."""
-    from ktbridge.serve.chat import ADAPTER, Conversation, arms_of, default_model
-    from ktbridge.server_api.client import OpenAIClient
-    from ktbridge.server_api.served_names import adapter_name, engine_of, read_models, split_name
-
     asked = {name: options[name] for name in ("temperature", "top_p", "max_tokens", "seed")}
     if child is None:
         client = OpenAIClient(options["server"], options["api_key"])
@@ -190,9 +193,6 @@ def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversati
 
 def _is_greedy(base_model: str) -> bool:
     """Return whether the model's generation_config.json disables sampling."""
-    from ktbridge.model import find_model
-    from ktbridge.model.jsonfile import read_json_file
-
     path = find_model(base_model) / "generation_config.json"
     return path.is_file() and read_json_file(path).get("do_sample") is False
 
@@ -302,8 +302,6 @@ def _without_empty_thought(pieces: Iterable[str]) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """A model's text without terminal control characters."""
-    from ktbridge.cli._ui import printable
-
     return "".join(c if c in "\n\t" else printable(c) for c in text)
 
 
@@ -341,12 +339,6 @@ def _compare(talk: Conversation, question: str) -> None:
 
     Raises KtbridgeError after all have ended, if one failed.
     """
-    from rich.live import Live
-    from rich.table import Table
-    from rich.text import Text
-
-    from ktbridge.cli._ui import console, shown
-
     answers = dict.fromkeys(talk.arms, "")
     failed: list[tuple[str, KtbridgeError]] = []
 

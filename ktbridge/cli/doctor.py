@@ -6,8 +6,12 @@ import sys
 from itertools import groupby
 
 import click
+from rich.markup import escape
+from rich.table import Table
 
 from ktbridge.cli._app import Command
+from ktbridge.cli._ui import console, emit_json
+from ktbridge.serve.doctor import diagnose
 
 MARKS = {"ok": "[green]✓[/]", "missing": "[yellow]–[/]", "problem": "[bold red]✗[/]"}
 
@@ -30,12 +34,6 @@ def command(engine_python: str | None, quick: bool, as_json: bool) -> None:
 
     Exit code 1 when something is broken; what is merely not installed is no failure.
     """
-    from rich.markup import escape
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console, emit_json
-    from ktbridge.serve.doctor import diagnose
-
     diagnosis = diagnose(engine_python, ask_torch=not quick)
     if as_json:
         emit_json(diagnosis.as_dict())

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 
 import click
+from rich.table import Table
 
 from ktbridge.cli._app import Command
+from ktbridge.cli._ui import console, emit_json, shown
+from ktbridge.recipe import copy_recipe, list_recipes
 
 
 @click.command(cls=Command)
@@ -19,9 +22,6 @@ def command(name: str | None, directory: str | None, as_json: bool) -> None:
     A recipe is a folder: a training configuration, where its data come from and how they are laid out,
     and recipe.yaml for `ktbridge run`. Nothing that exists is written over.
     """
-    from ktbridge.cli._ui import emit_json
-    from ktbridge.recipe import copy_recipe
-
     if name is None:
         _list(as_json)
         return
@@ -40,11 +40,6 @@ def command(name: str | None, directory: str | None, as_json: bool) -> None:
 
 
 def _list(as_json: bool) -> None:
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console, emit_json, shown
-    from ktbridge.recipe import list_recipes
-
     found = list_recipes()
     if as_json:
         keys = ("name", "teaches", "model", "hardware", "before")

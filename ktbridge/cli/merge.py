@@ -7,8 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
+from ktbridge.adapter import open_adapter
+from ktbridge.adapter.merge import execute_merge, plan_merge
 from ktbridge.cli._app import Command, from_option
+from ktbridge.cli._hub import ensure_model
+from ktbridge.cli._ui import (
+    console,
+    emit_json,
+    print_problems,
+    print_readings,
+    progress_bar,
+    shown,
+    stderr,
+)
+from ktbridge.errors import KtbridgeError
+from ktbridge.files.sizes import size_text
+from ktbridge.model import resolve_model
 
 if TYPE_CHECKING:
     from ktbridge.adapter import Adapter
@@ -69,12 +85,6 @@ def command(
     Weights in block FP8, or in INT8 and INT4 as compressed-tensors stores them, are requantised in the
     same scheme; what that cost is printed layer by layer, and in logprobs of fixed tokens.
     """
-    from ktbridge.adapter import open_adapter
-    from ktbridge.adapter.merge import execute_merge, plan_merge
-    from ktbridge.cli._hub import ensure_model
-    from ktbridge.cli._ui import emit_json, print_problems, print_readings, progress_bar, stderr
-    from ktbridge.model import resolve_model
-
     ensure_model(base_model, weights=not dry_run)
     base = resolve_model(base_model)
     if measure == "only":
@@ -105,9 +115,6 @@ def command(
 
 
 def _print_report(report: MergeReport, distance: dict[str, Any] | None) -> None:
-    from ktbridge.cli._ui import print_problems, stderr
-    from ktbridge.files.sizes import size_text
-
     print_problems(report.findings)
     _print_summary(report.modules)
     _print_losses(report.losses)
@@ -125,9 +132,6 @@ def _print_report(report: MergeReport, distance: dict[str, Any] | None) -> None:
 
 def _measure(base: Path, merged: Path, adapter: Adapter) -> dict[str, Any]:
     """The logprob distances of ``ktbridge.verify.merged``, or why there are none."""
-    from ktbridge.cli._ui import progress_bar
-    from ktbridge.errors import KtbridgeError
-
     try:
         from ktbridge.verify.merged import merge_distance
 
@@ -140,10 +144,6 @@ def _measure(base: Path, merged: Path, adapter: Adapter) -> dict[str, Any]:
 
 
 def _print_losses(losses: tuple[Loss, ...]) -> None:
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console
-
     if not losses:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -162,8 +162,6 @@ def _print_losses(losses: tuple[Loss, ...]) -> None:
 
 
 def _print_distance(found: dict[str, Any] | None) -> None:
-    from ktbridge.cli._ui import stderr
-
     if found is None:
         return
     if "not_measured" in found:
@@ -178,10 +176,6 @@ def _print_distance(found: dict[str, Any] | None) -> None:
 
 
 def _print_summary(modules: list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console, shown
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("module", "weights", "matrices", "rank", "scale", "dtype"):
         left = title in ("module", "dtype")

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
 from ktbridge.cli._app import Command, from_option, told_format
+from ktbridge.cli._hub import ensure_rows, stub_on_hub
 from ktbridge.cli._machine import described, machine_options
+from ktbridge.cli._ui import console, emit_json, print_notes, shown, stderr, stdout_for_results
 from ktbridge.errors import UsageError
+from ktbridge.files.sizes import figures, size_text
+from ktbridge.sft.config import load_config
 
 if TYPE_CHECKING:
     from ktbridge.sft.plan.report import TrainingPlan
@@ -39,10 +44,6 @@ def command(
     are downloaded, never weights. Exit code 0 when the run fits this machine (or the one described), 1 when
     not.
     """
-    from ktbridge.cli._hub import ensure_rows, stub_on_hub
-    from ktbridge.cli._ui import emit_json, print_notes, stderr
-    from ktbridge.cli.train import stdout_for_results
-    from ktbridge.sft.config import load_config
     from ktbridge.sft.plan.inputs import read_plan_inputs, this_machine
     from ktbridge.sft.plan.report import make_plan
 
@@ -66,9 +67,6 @@ def command(
 
 
 def _show(plan: TrainingPlan) -> None:
-    from ktbridge.cli._ui import console, shown
-    from ktbridge.files.sizes import size_text
-
     _show_sizes(plan)
     console.print(f"\nfor {plan.machine}", markup=False, soft_wrap=True)
     _show_steps(plan)
@@ -95,10 +93,6 @@ def _show(plan: TrainingPlan) -> None:
 
 def _show_sizes(plan: TrainingPlan) -> None:
     """Print each part's use of GPU, RAM, page cache and disk."""
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console, shown
-
     # One unit for all, so that a column is comparable: MB if every part is below 1 GB.
     unit, scale = ("GB", 1e9) if max(part.size for part in plan.parts) >= 1e9 else ("MB", 1e6)
 
@@ -121,9 +115,6 @@ def _show_sizes(plan: TrainingPlan) -> None:
 
 def _show_steps(plan: TrainingPlan) -> None:
     """Print the number of steps and their time."""
-    from ktbridge.cli._ui import console, shown
-    from ktbridge.files.sizes import figures, size_text
-
     packed = f" packed into {plan.sequences:,}" if plan.sequences < plan.rows else ""
     if plan.sequences > plan.rows:
         packed = f" in {plan.sequences:,} sequences"
@@ -158,11 +149,6 @@ def _show_steps(plan: TrainingPlan) -> None:
 
 def _show_experts(plan: TrainingPlan) -> None:
     """Devices that can compute the experts, with their speed."""
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console, shown
-    from ktbridge.files.sizes import figures, size_text
-
     table = Table(box=None, padding=(0, 1), title_justify="left")
     table.title = "who computes the experts (kt_experts)"
     for heading in ("", "GPU memory", "tokens a micro-batch", "tokens/s", ""):
@@ -180,8 +166,6 @@ def _show_experts(plan: TrainingPlan) -> None:
 
 def _duration(seconds: float) -> str:
     """ "0.34 s", "45 s", "12 min", "3 h 05 min", "2 days 4 h"."""
-    from ktbridge.files.sizes import figures
-
     if seconds < 90:
         return f"{figures(seconds)} s"
     minutes = round(seconds / 60)

@@ -8,7 +8,22 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import Command, from_option, told_format
+from ktbridge.cli._app import Command, from_option, terminable, told_format
+from ktbridge.cli._hub import ensure_model, ensure_rows
+from ktbridge.cli._train_plan import show_refused
+from ktbridge.cli._ui import (
+    console,
+    emit_json,
+    print_notes,
+    print_problems,
+    print_readings,
+    progress_bar,
+    shown,
+    stderr,
+    stdout_for_results,
+)
+from ktbridge.sft.config import load_config
+from ktbridge.sft.launch import world
 
 if TYPE_CHECKING:
     from ktbridge.predict.prompts import PredictionInputs
@@ -45,8 +60,6 @@ def command(
     ktbridge predict run.yaml eval_dataset=held-out.jsonl max_new_tokens=256 do_sample=false
     ktbridge predict run.yaml eval_dataset=held-out.jsonl max_samples=20 --dry-run
     """
-    from ktbridge.sft.config import load_config
-
     more = ["do_predict=true", *(["strict_data=true"] if strict_data else [])]
     parsed = load_config(config, (*overrides, *told_format(from_format), *more))
     run(parsed, dry_run=dry_run, as_json=as_json)
@@ -54,10 +67,6 @@ def command(
 
 def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool) -> None:
     """Predict, or show what would be predicted."""
-    from ktbridge.cli._hub import ensure_model, ensure_rows
-    from ktbridge.cli._ui import emit_json, print_notes, print_problems
-    from ktbridge.sft.launch import world
-
     if world().rank:  # the first process alone predicts
         return
     print_notes(parsed.notes)
@@ -79,9 +88,6 @@ def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool) -> None:
 
 def read(parsed: TrainConfig, before_training: bool = False) -> PredictionInputs:
     """Everything that needs neither weights nor the adapter; prints what is to be noted."""
-    from ktbridge.cli._ui import print_problems, progress_bar, stderr
-    from ktbridge.cli.train import stdout_for_results
-
     with stdout_for_results(), stderr.status("Loading torch …"):
         from ktbridge.predict.prompts import prepare_predictions
     with progress_bar("reading rows", unit="rows") as bar:
@@ -92,9 +98,6 @@ def read(parsed: TrainConfig, before_training: bool = False) -> PredictionInputs
 
 def answer(ready: PredictionInputs) -> PredictResult:
     """Predict with a bar showing rows and ETA. Raises KeyboardInterrupt saying how far it came."""
-    from ktbridge.cli._app import terminable
-    from ktbridge.cli._ui import print_problems, print_readings, progress_bar, stderr
-    from ktbridge.cli.train import stdout_for_results
     from ktbridge.predict.run import choose_adapter, plan_engine, predict
 
     # A row that fails is a problem of the result; its traceback is for --debug.
@@ -128,8 +131,6 @@ def answer(ready: PredictionInputs) -> PredictResult:
 
 def show(result: PredictResult) -> None:
     """The metrics, and how many rows they are of."""
-    from ktbridge.cli._ui import console
-
     for name, value in sorted(result.metrics.items()):
         console.print(f"{name:28} {value:g}", markup=False)
     parts = {
@@ -148,8 +149,6 @@ def show(result: PredictResult) -> None:
 
 def _show_plan(ready: PredictionInputs, as_json: bool) -> None:
     """--dry-run: who answers, how, the first prompt with its label, refused rows."""
-    from ktbridge.cli._train_plan import show_refused
-    from ktbridge.cli._ui import console, emit_json, print_readings, shown
     from ktbridge.predict.run import choose_adapter, choose_sampling, plan_engine
 
     plan, first = plan_engine(ready), ready.prompts[0]

@@ -6,7 +6,17 @@ from typing import Any
 
 import click
 
+from ktbridge.adapter.push import execute_push, plan_push
 from ktbridge.cli._app import Command, from_option
+from ktbridge.cli._ui import (
+    console,
+    emit_json,
+    print_problems,
+    print_readings,
+    progress_bar,
+    stderr,
+)
+from ktbridge.files.sizes import size_text
 
 
 @click.command(cls=Command, extra="hub")
@@ -46,17 +56,6 @@ def command(
     ktbridge push out/neko me/neko --dry-run
     ktbridge push out/neko me/neko --eval out/eval --private
     """
-    from ktbridge.adapter.push import execute_push, plan_push
-    from ktbridge.cli._ui import (
-        console,
-        emit_json,
-        print_problems,
-        print_readings,
-        progress_bar,
-        stderr,
-    )
-    from ktbridge.files.sizes import size_text
-
     with progress_bar("validating", "bytes") as on_progress:
         plan = plan_push(
             adapter_dir,

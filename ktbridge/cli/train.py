@@ -6,15 +6,32 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import Command, from_option, told_format
+from ktbridge.cli import predict
+from ktbridge.cli._app import Command, from_option, terminable, told_format
+from ktbridge.cli._hub import ensure_model, ensure_rows, stub_on_hub, wait_for_model
 from ktbridge.cli._train_plan import rows_lines, show_plan
+from ktbridge.cli._ui import (
+    Lines,
+    console,
+    emit_json,
+    print_notes,
+    print_problems,
+    progress_bar,
+    shown,
+    stderr,
+    stdout_for_results,
+    training_bar,
+)
+from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.files.sizes import size_text
+from ktbridge.model import resolve_model
+from ktbridge.sft.config import load_config
+from ktbridge.sft.launch import several_launchers, unjoined_problems, world
 
 if TYPE_CHECKING:
     from ktbridge.predict.prompts import PredictionInputs
@@ -46,9 +63,6 @@ def command(
     (adapter_model.safetensors, fused_expert_lora.safetensors, adapter_config.json,
     kt_adapter_manifest.json), the log, the loss plot, and refused_rows.jsonl if rows can't be used.
     """
-    from ktbridge.errors import KtbridgeError
-    from ktbridge.sft.launch import several_launchers
-
     try:
         given = (*overrides, *told_format(from_format))
         _train(config, given, dry_run=dry_run, strict_data=strict_data, as_json=as_json)
@@ -64,14 +78,6 @@ def _train(
     config: str, overrides: tuple[str, ...], *, dry_run: bool, strict_data: bool, as_json: bool
 ) -> None:
     """Train as the first of the processes, or follow it as another."""
-    from ktbridge.cli import predict
-    from ktbridge.cli._hub import ensure_model, ensure_rows, stub_on_hub
-    from ktbridge.cli._ui import print_notes, print_problems, progress_bar, shown, stderr
-    from ktbridge.errors import ProblemsError
-    from ktbridge.model import resolve_model
-    from ktbridge.sft.config import load_config
-    from ktbridge.sft.launch import unjoined_problems, world
-
     parsed = load_config(config, (*overrides, *(["strict_data=true"] if strict_data else [])))
     if parsed.kt_config.kt_experts != "cpu" and "PYTORCH_ALLOC_CONF" not in os.environ:
         # Read when CUDA starts: batches of many sizes would fragment fixed-size memory segments.
@@ -127,9 +133,6 @@ def _report(
     result: TrainResult, notes: list[dict[str, str]], asked: PredictionInputs | None, as_json: bool
 ) -> None:
     """Show what was trained, then predict what is ``asked``; exit with 1 where rows have no answer."""
-    from ktbridge.cli import predict
-    from ktbridge.cli._ui import emit_json, print_problems
-
     if not as_json:
         _show_result(result)
     predicted = predict.answer(asked) if asked else None
@@ -145,8 +148,6 @@ def _report(
 
 def _follow(parsed: TrainConfig, local_rank: int) -> None:
     """Train as one of several processes that isn't the first."""
-    from ktbridge.cli._hub import ensure_model, wait_for_model
-
     if local_rank:
         wait_for_model(parsed.model_name_or_path)
     else:  # the first of another host, whose cache may be its own
@@ -160,8 +161,6 @@ def _follow(parsed: TrainConfig, local_rank: int) -> None:
 
 def _quantise(parsed: TrainConfig, ready: Prepared) -> None:
     """Make the quantised experts that the run asks for, under a progress bar, unless they are there."""
-    from ktbridge.cli._app import terminable
-    from ktbridge.cli._ui import progress_bar, shown, stderr
     from ktbridge.sft import train
 
     if ready.quantised is None or ready.quantised.ready:
@@ -175,9 +174,6 @@ def _quantise(parsed: TrainConfig, ready: Prepared) -> None:
 
 
 def _show_result(result: TrainResult) -> None:
-    from ktbridge.cli._ui import console, shown, stderr
-    from ktbridge.files.sizes import size_text
-
     losses = (
         ""
         if result.first_loss is None or result.last_loss is None
@@ -232,7 +228,6 @@ def _held_out_line(held: HeldOutResult) -> str:
 
 def _train_with_progress(config: TrainConfig, ready: Prepared) -> TrainResult:
     """Run the recipe with a bar showing step, loss, pace and ETA; without a terminal print twenty lines."""
-    from ktbridge.cli._ui import Lines, print_problems, stderr, training_bar
     from ktbridge.sft import train
 
     behind = ready.resumption.step
@@ -285,23 +280,6 @@ def _details(record: dict[str, float]) -> str:
         "eval_rewards/margins": "margin",
     }
     return "".join(f"  {name} {record[key]:.3f}" for key, name in shown.items() if key in record)
-
-
-@contextmanager
-def stdout_for_results() -> Iterator[None]:
-    """Redirect libraries' stdout to stderr within the block, and permanently for their child processes.
-
-    wandb's process, for example, still writes after the run; transformers logs about it on import.
-    """
-    sys.stdout.flush()
-    before = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(before, 1)
-        os.close(before)
 
 
 def _stage(record: dict[str, float], shift: int = 0) -> int:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
+from ktbridge.adapter import validate_adapter
 from ktbridge.cli._app import Command, from_option
+from ktbridge.cli._hub import ensure_model
+from ktbridge.cli._ui import console, emit_json, print_problems, printable, progress_bar, shown
 
 if TYPE_CHECKING:
     from ktbridge.adapter import ValidationReport
@@ -53,10 +57,6 @@ def command(
     """
     import gc
 
-    from ktbridge.adapter import validate_adapter
-    from ktbridge.cli._hub import ensure_model
-    from ktbridge.cli._ui import emit_json, print_problems, progress_bar
-
     if base_model is not None:
         ensure_model(base_model, weights=False)
     # 60,000 tensors are half a million live objects: repeated garbage collection of them would take a
@@ -92,8 +92,6 @@ def _annotation(finding: Problem) -> str:
 
     https://docs.github.com/actions/reference/workflow-commands-for-github-actions
     """
-    from ktbridge.cli._ui import printable
-
     level = {"error": "error", "warning": "warning", "info": "notice"}[finding.severity]
     lines = [f"{finding.where}: {finding.found}"]
     lines += [f"expected: {finding.expected}"] if finding.expected else []
@@ -103,10 +101,6 @@ def _annotation(finding: Problem) -> str:
 
 
 def _print_summary(report: ValidationReport) -> None:
-    from rich.table import Table
-
-    from ktbridge.cli._ui import console, shown
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("layout", "rank", "alpha", "experts", "non-expert", "directory"):
         table.add_column(title, justify="left" if title in ("layout", "directory") else "right",
@@ -128,8 +122,6 @@ def _print_summary(report: ValidationReport) -> None:
 
 
 def _print_verdict(report: ValidationReport) -> None:
-    from ktbridge.cli._ui import console
-
     counts = {
         severity: sum(finding.severity == severity for finding in report.problems)
         for severity in ("error", "warning", "info")
