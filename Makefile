@@ -17,7 +17,8 @@
 # make test-newest   the suite on the newest libraries that pyproject.toml allows, after naming what is newer
 #                    than the versions of constraints-tested.txt (2 GB in .venv-newest, made anew)
 # make lock    write the newest versions into constraints-tested.txt, which demo, test and CI install
-# make test-peft      adapters of older PEFT and Unsloth, by these releases themselves (in build/peft)
+# make test-peft      adapters of older PEFT and Unsloth, and checkpoints merged by PEFT, Unsloth, mergekit and
+#                     axolotl, by these releases themselves (0.4 GB in build/peft, once)
 # make check   lint, formatting, types, and families that are new in transformers
 # make wheel   a wheel with kernels and one without, each tried in a new environment that has no compiler, then the
 #              small demo in one of them (2 GB in build/, some 15 minutes); in dist/
@@ -88,7 +89,12 @@ test-peft: $(VENV)/.dev
 	@test -d build/peft/transformers-5.5.4 || $(PIP_INSTALL) --target build/peft/transformers-5.5.4 --no-deps \
 	  transformers==5.5.4 'tokenizers==0.22.*' 'huggingface-hub==1.9.*'
 	@test -d build/peft/unsloth_zoo || $(PIP_INSTALL) --no-deps --target build/peft/unsloth_zoo unsloth_zoo==2026.3.1
-	@$(BIN)/python -m pytest -v tests/adapter/dialects/test_peft_versions.py tests/adapter/dialects/test_real_peft.py
+	@for tool in unsloth_zoo==2026.10.9 axolotl==0.19.0 mergekit==0.1.5 bitsandbytes==0.50.2; do \
+	  place=build/peft/$${tool%%==*}-$${tool##*==}; test -d $$place || $(PIP_INSTALL) --no-deps --target $$place $$tool; done
+	@test -d build/peft/mergekit-0.1.5/immutables || \
+	  $(PIP_INSTALL) --no-deps --target build/peft/mergekit-0.1.5 immutables
+	@$(BIN)/python -m pytest -v tests/adapter/dialects/test_peft_versions.py tests/adapter/dialects/test_real_peft.py \
+	  tests/verify/test_merge_peft.py tests/verify/test_merge_tools.py
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/gpu tests/engine

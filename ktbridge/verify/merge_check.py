@@ -8,6 +8,7 @@ for each worker, one expert where it is stored transposed, and the LoRA of some 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import OrderedDict, deque
@@ -25,7 +26,7 @@ from ktbridge.adapter.storages import Floats
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, list_names
 from ktbridge.machine import own_cpus
-from ktbridge.model import open_checkpoint, read_model_config, resolve_model
+from ktbridge.model import Checkpoint, open_checkpoint, read_model_config, resolve_model
 from ktbridge.verify import merge_faults, merge_sums
 from ktbridge.verify.merge_faults import (
     EXPERT,
@@ -54,7 +55,7 @@ from ktbridge.verify.stored_weights import release_held
 BLOCK = 1 << 17  # values at a time, in some six buffers of float32: they fit a core's cache
 _PAIRS = 96  # units whose LoRA is kept
 _WORKERS = 4
-_SHOWN = 20
+_WRAPPED = re.compile(r"\.(?:base_layer|lora_[AB])\.")
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def check_merge(
     for path in (base_path, merged_path):
         checkpoint = open_checkpoint(path)
         checkpoint.check()
+        _check_names(checkpoint)
         sides.append(Side(checkpoint, read_model_config(path)))
     check = MergeCheck(base_path, merged_path, adapter)
     if adapter is not None:
@@ -164,6 +166,17 @@ def _find_merged(merged: str | os.PathLike[str]) -> Path:
             f"{path} is an adapter, not a merged checkpoint", "give it as --adapter"
         )
     return resolve_model(merged)
+
+
+def _check_names(checkpoint: Checkpoint) -> None:
+    """Raise KtbridgeError for the state of a model that PEFT still wraps, whose names nothing reads."""
+    wrapped = [name for name in checkpoint if _WRAPPED.search(name)]
+    if wrapped:
+        raise KtbridgeError(
+            f"{checkpoint.path} has PEFT's wrapped modules ({list_names(wrapped, 1)}), which "
+            "transformers and engines don't find, and replace by random weights",
+            "save what merge_and_unload() returns, or merge anew: ktbridge merge",
+        )
 
 
 def _has_safetensors(path: Path) -> bool:
@@ -222,6 +235,9 @@ def _check_unit(unit: Unit, source: _PairSource) -> list[MatrixFinding]:
         return [_compare_part(unit, part) for part in unit.parts]
     judged = [_judge_part(unit, part) for part in unit.parts]
     found = [_finding(unit, part, *each) for part, each in zip(unit.parts, judged, strict=True)]
+    for n, part in enumerate(unit.parts):
+        if judged[n][1] == merge_sums.CHANGED and part.pair is None and _is_four_bit(part):
+            found[n] = replace(found[n], detail=merge_sums.FOUR_BIT)
     open_ones = [
         n for n, (_, verdict) in enumerate(judged)
         if verdict in (merge_sums.UNEXPLAINED, merge_sums.FURTHER) and unit.parts[n].pair is not None
@@ -289,6 +305,14 @@ def _judge_part(unit: Unit, part: MatrixPart) -> tuple[Sums, str]:
     if not norm:
         return sums, judge_without(sums)
     return sums, judge_sums(sums)
+
+
+def _is_four_bit(part: MatrixPart) -> bool:
+    """Return whether the merged matrix, and not the base's, was once quantized to 4 bits."""
+    if not part.merged.matrix.is_plain or part.base.columns % merge_sums.GROUP:
+        return False
+    block = _read(part, *next(_bands(part)))
+    return merge_sums.has_few_values(block.merged) and not merge_sums.has_few_values(block.base)
 
 
 def _compare_part(unit: Unit, part: MatrixPart) -> MatrixFinding:

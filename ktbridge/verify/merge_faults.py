@@ -406,7 +406,9 @@ def _unknown(evidence: Evidence, found: Sequence[MergeFault]) -> MergeFault:
     assert thin is not None
     usual = found[0]
     sure = _SURE**2 * evidence.noise / max(evidence.values, 1)
-    there = usual.explained * evidence.oo > sure and abs(usual.k - 1) < 0.1
+    # What is there beside D has a product with it by chance, which is large only in tiny matrices.
+    chance = math.sqrt(evidence.oo / max(pairs.norm * evidence.values, 1e-300))
+    there = usual.explained * evidence.oo > sure and abs(usual.k - 1) < max(0.1, 4 * chance)
     if not there and evidence.oo <= 1.5 * evidence.noise:
         return MergeFault(NOT_APPLIED, "no more than rounding is changed")
     a_share, b_share = _shares(evidence)

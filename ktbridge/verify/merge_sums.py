@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 APPLIED, NOT_APPLIED, ROUNDED = "applied", "not applied", "rounded away"
 FURTHER, UNEXPLAINED = "further changes", "unexplained"
+FOUR_BIT = "quantized to 4 bits and dequantized"
 SAME, CHANGED, DIFFERS = "unchanged", "changed without LoRA", "differs"
 RESOLVED = 12.0
 """‖D‖²/N² from which on rounding doesn't bias k: steps are no larger than D."""
@@ -35,6 +36,8 @@ ALLOWED = 2.5
 """Times N² that may be left over: quantised once from other values than the base's."""
 ALLOWED_PLAIN = 5.0
 """The same of BF16, F16 and F32: rounded twice, or toward zero."""
+GROUP = 32
+"""Values in a row that share a scale in every 4-bit format (NF4, FP4, INT4, MXFP4)."""
 _ARITHMETIC = 4e-4  # of ‖D‖²: products rounded to bfloat16 twice
 _NEAR = 0.02  # of k
 _ALIKE = 0.25  # of ‖D*‖²
@@ -199,6 +202,13 @@ def judge_without(sums: Sums) -> str:
     if sums.unfinite:
         return CHANGED
     return SAME if not sums.changed or sums.oo <= sums.allowed * sums.noise else CHANGED
+
+
+def has_few_values(rows: Floats) -> bool:
+    """Return whether ``GROUP`` values in a row are 16 different ones at most, as 4 bits have them."""
+    ordered = np.sort(rows.reshape(-1, GROUP), axis=1)
+    distinct = 1 + np.count_nonzero(np.diff(ordered, axis=1), axis=1)
+    return bool(np.mean(distinct <= 16) > 0.99)
 
 
 def orthonormal(rows: Floats) -> Floats:

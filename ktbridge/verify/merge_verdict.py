@@ -35,6 +35,7 @@ from ktbridge.verify.merge_sums import (
     APPLIED,
     CHANGED,
     DIFFERS,
+    FOUR_BIT,
     FURTHER,
     KEPT,
     NOT_APPLIED,
@@ -130,7 +131,9 @@ def judge_merge(check: MergeCheck) -> MergeVerdict:
     if changed and verdict in (APPLIED, FURTHER):
         verdict = FURTHER
         sentence += f"; {len(changed)} of {len(others)} tensors without LoRA are not the base's"
-    if another_base:
+    if changed and all(finding.detail == FOUR_BIT for finding in changed):
+        sentence += f", but {FOUR_BIT}: it was merged as QLoRA trains, and not into these weights"
+    elif another_base:
         sentence += ": it may have been merged into another base model"
     return MergeVerdict(verdict, sentence, kept, groups, tuple(problems))
 
@@ -382,14 +385,14 @@ def _scale_sentence(check: MergeCheck, findings: list[MatrixFinding], what: str)
 def _cause(k: float, scale: float, rank: int) -> str:
     """Return what usually makes such a factor."""
     root = math.sqrt(rank) if rank else 0.0
-    causes = {
-        1 / scale if scale else 0.0: "alpha/r was left out",
-        2.0: "it was added twice, or alpha doubled",
-        root: "alpha/√r as of rsLoRA, where the adapter has alpha/r",
-        1 / root if root else 0.0: "alpha/r, where the adapter is rsLoRA with alpha/√r",
-        scale: "alpha/r was applied twice",
-    }
-    fitting = [cause for value, cause in causes.items() if value and abs(k / value - 1) < 0.03]
+    causes = (
+        (1 / scale if scale else 0.0, "alpha/r was left out"),
+        (2.0, "it was added twice, or alpha doubled"),
+        (root, "alpha/√r as of rsLoRA, where the adapter has alpha/r"),
+        (1 / root if root else 0.0, "alpha/r, where the adapter is rsLoRA with alpha/√r"),
+        (scale, "alpha/r was applied twice"),
+    )
+    fitting = [cause for value, cause in causes if value and abs(k / value - 1) < 0.03]
     parts = round(1 / k) if 0 < k < 0.55 else 0
     if parts > 1 and abs(k * parts - 1) < 0.03:
         fitting.append(f"the mean over {parts} processes instead of the sum")
