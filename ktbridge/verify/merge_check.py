@@ -41,18 +41,10 @@ from ktbridge.verify.merge_faults import (
     sketch_pair,
     stack_pairs,
 )
-from ktbridge.verify.merge_sums import (
-    RowBlock,
-    Sums,
-    judge_sums,
-    judge_without,
-    needs_star,
-    orthonormal,
-)
+from ktbridge.verify.merge_sums import Factors, Sums, judge_sums, judge_without, needs_star
 from ktbridge.verify.merge_units import MatrixPart, Side, Unit, UnitPlan, is_optional, plan_units
-from ktbridge.verify.stored_weights import release_held
+from ktbridge.verify.stored_weights import PairReader, release_held
 
-BLOCK = 1 << 17  # values at a time, in some six buffers of float32: they fit a core's cache
 _PAIRS = 96  # units whose LoRA is kept
 _WORKERS = 4
 _WRAPPED = re.compile(r"\.(?:base_layer|lora_[AB])\.")
@@ -233,7 +225,7 @@ def _run(
 def _check_unit(unit: Unit, source: _PairSource) -> list[MatrixFinding]:
     if source.adapter is None:
         return [_compare_part(unit, part) for part in unit.parts]
-    judged = [_judge_part(unit, part) for part in unit.parts]
+    judged = [_judge_part(part) for part in unit.parts]
     found = [_finding(unit, part, *each) for part, each in zip(unit.parts, judged, strict=True)]
     for n, part in enumerate(unit.parts):
         if judged[n][1] == merge_sums.CHANGED and part.pair is None and _is_four_bit(part):
@@ -281,29 +273,38 @@ def _as_rounded(sums: Sums, k: float) -> bool:
     return abs(k - wanted) <= max(0.05, 6 * sums.sigma)
 
 
-def _judge_part(unit: Unit, part: MatrixPart) -> tuple[Sums, str]:
-    """Read one matrix of both checkpoints once."""
-    pair = part.pair
+def _judge_part(part: MatrixPart) -> tuple[Sums, str]:
+    """Read one matrix of both checkpoints once; what has the same bits throughout costs no arithmetic."""
+    with PairReader(part.base, part.merged) as reader:
+        return _judge_rows(part, reader)
+
+
+def _judge_rows(part: MatrixPart, reader: PairReader) -> tuple[Sums, str]:
     rows, columns = part.base.rows, part.base.columns
-    if pair is None:
-        sums = Sums(rows, columns, allowed=_allowed(part))
-        for first, last in _bands(part):
-            if part.base.same_bytes(part.merged, first, last):
+    factors = None if part.pair is None else Factors(*read_factors(part.pair))
+    if factors is None or not factors.norm:
+        sums = Sums(rows, columns, allowed=reader.allowed)
+        for first, last in reader.bands():
+            block = reader.read_changed(first, last)
+            if block is None:
                 sums.values += (last - first) * columns
             else:
-                sums.add(_read(part, first, last), None, None, False)
+                sums.add(block)
         return sums, judge_without(sums)
-    a, b = read_factors(pair)
-    norm = merge_sums.pair_norm(a, b)
-    sums, basis = Sums(rows, columns, len(a), _allowed(part)), orthonormal(a)
-    star: bool | None = None
-    for first, last in _bands(part):
-        block = _read(part, first, last)
-        if star is None:
-            star = needs_star(norm, block, rows * columns)
-        sums.add(block, b[first:last] @ a, basis, star)
-    if not norm:
-        return sums, judge_without(sums)
+    sums = Sums(rows, columns, len(factors.a), reader.allowed, dd=factors.norm)
+    equal = []
+    star = needs_star(factors.norm, reader.read(*next(reader.bands())), rows * columns)
+    for first, last in reader.bands():
+        block = reader.read(first, last) if star else reader.read_changed(first, last)
+        if block is None:
+            equal.append((first, last))
+        else:
+            sums.add(block, factors, first, star)
+    for first, last in equal:
+        if sums.changed:
+            sums.add(reader.read(first, last), factors, first)
+        else:
+            sums.values += (last - first) * columns
     return sums, judge_sums(sums)
 
 
@@ -311,28 +312,29 @@ def _is_four_bit(part: MatrixPart) -> bool:
     """Return whether the merged matrix, and not the base's, was once quantized to 4 bits."""
     if not part.merged.matrix.is_plain or part.base.columns % merge_sums.GROUP:
         return False
-    block = _read(part, *next(_bands(part)))
+    with PairReader(part.base, part.merged) as reader:
+        block = reader.read(*next(reader.bands()))
     return merge_sums.has_few_values(block.merged) and not merge_sums.has_few_values(block.base)
 
 
 def _compare_part(unit: Unit, part: MatrixPart) -> MatrixFinding:
     """Without an adapter: size and rank of the change."""
     rows, columns = part.base.rows, part.base.columns
-    sums = Sums(rows, columns, allowed=_allowed(part))
     evidence = Evidence(
         Pairs(np.zeros((0, columns), np.float32), np.zeros((rows, 0), np.float32), (), ()),
         rows,
         columns,
     )
-    for first, last in _bands(part):
-        if part.base.same_bytes(part.merged, first, last):
-            sums.values += (last - first) * columns
-            continue
-        block = _read(part, first, last)
-        before = sums.noise
-        sums.add(block, None, None, False)
-        if not sums.unfinite:
-            evidence.add(first, block.merged - block.base, sums.noise - before)
+    with PairReader(part.base, part.merged) as reader:
+        sums = Sums(rows, columns, allowed=reader.allowed)
+        for first, last in reader.bands():
+            block = reader.read_changed(first, last)
+            if block is None:
+                sums.values += (last - first) * columns
+                continue
+            sums.add(block)
+            if not sums.unfinite:
+                evidence.add(first, block.change, block.noise)
     verdict, rank = judge_without(sums), 0
     if verdict == merge_sums.CHANGED:
         verdict = merge_sums.DIFFERS
@@ -346,45 +348,28 @@ def _explain(unit: Unit, numbers: list[int], source: _PairSource, known: bool) -
     parts = [unit.parts[n] for n in numbers]
     pairs = source.unit_pairs(unit.kind, unit.layer, unit.expert, tuple(numbers))
     columns = parts[0].base.columns
-    evidence = Evidence(pairs, sum(pairs.rows), columns, _allowed(parts[0]))
-    for at, change, noise in _changes(parts):
+    evidence = Evidence(
+        pairs, sum(pairs.rows), columns, PairReader(parts[0].base, parts[0].merged).allowed
+    )
+    for at, change, noise in _read_changes(parts):
         evidence.add(at, change, noise)
     neighbors = Neighbors() if known else _Others(unit, tuple(numbers), source)
 
     def project(a: Floats) -> Floats:
-        return np.concatenate([change @ a.T for _, change, _ in _changes(parts)])
+        return np.concatenate([change @ a.T for _, change, _ in _read_changes(parts)])
 
     return explain_change(evidence, neighbors, project)
 
 
-def _changes(parts: Iterable[MatrixPart]) -> Iterator[tuple[int, Floats, float]]:
-    """O of matrices one above the other: the first row, rows, and the energy of their rounding."""
+def _read_changes(parts: Iterable[MatrixPart]) -> Iterator[tuple[int, Floats, float]]:
+    """Yield O of matrices one above the other: the first row, rows, and the energy of their rounding."""
     at = 0
     for part in parts:
-        for first, last in _bands(part):
-            block = _read(part, first, last)
-            yield at + first, block.merged - block.base, block.noise
+        with PairReader(part.base, part.merged) as reader:
+            for first, last in reader.bands():
+                block = reader.read(first, last)
+                yield at + first, block.change, block.noise
         at += part.base.rows
-
-
-def _bands(part: MatrixPart) -> Iterator[tuple[int, int]]:
-    rows, step = part.base.rows, max(1, BLOCK // max(1, part.base.columns))
-    for view in (part.base, part.merged):
-        if view.matrix.stored is not None:
-            step = max(step, view.matrix.stored.group[0])
-    for first in range(0, rows, step):
-        yield first, min(rows, first + step)
-
-
-def _read(part: MatrixPart, first: int, last: int) -> RowBlock:
-    base, merged = part.base.read(first, last), part.merged.read(first, last)
-    anew = part.base.matrix.storage != part.merged.matrix.storage
-    own = base.steps if anew and not part.base.matrix.is_plain else None
-    return RowBlock(base.values, merged.values, merged.steps, own)
-
-
-def _allowed(part: MatrixPart) -> float:
-    return merge_sums.ALLOWED_PLAIN if part.merged.matrix.is_plain else merge_sums.ALLOWED
 
 
 class _PairSource:

@@ -64,7 +64,6 @@ class Sums:
     oo: float = 0.0
     od: float = 0.0
     dd: float = 0.0
-    ee: float = 0.0
     pe: float = 0.0
     noise: float = 0.0
     moved_star: int = 0
@@ -76,34 +75,35 @@ class Sums:
     has_star: bool = False
 
     def add(
-        self, block: RowBlock, delta: Floats | None, row_space: Floats | None, star: bool
+        self, block: RowBlock, factors: Factors | None = None, first: int = 0, star: bool = False
     ) -> None:
-        """Add rows of the matrix; ``row_space``: an orthonormal basis [r, in] of A's rows."""
-        base, merged, steps, _ = block
-        self.values += base.size
-        change = merged - base
-        finite = float(np.vdot(change, change))
-        if not math.isfinite(finite):
+        """Add rows of the matrix from ``first`` on; ``star``: D is to be rounded here, too.
+
+        D isn't formed otherwise: ⟨O,D⟩ = ⟨O·Aᵀ,B⟩, and (O - D)·Aᵀ = O·Aᵀ - B·(A·Aᵀ).
+        """
+        change = block.change
+        self.values += change.size
+        energy = square_norm(change)
+        if not math.isfinite(energy):
             self.unfinite += int(change.size - np.count_nonzero(np.isfinite(change)))
             return
-        self.changed += int(np.count_nonzero(change))
-        self.oo += finite
-        self.ww += _square(base)
+        self.changed += block.changed
+        self.oo += energy
+        self.ww += square_norm(block.base)
         self.noise += block.noise
-        if delta is None or row_space is None:
+        if factors is None:
             return
-        self.od += float(np.vdot(change, delta))
-        self.dd += _square(delta)
+        b = factors.b[first : first + len(change)]
+        left = change @ factors.turned_a
+        self.od += float(np.vdot(left, b))
+        left -= b @ factors.gram
+        self.pe += square_norm(left @ factors.within)
         if star:
-            self._add_star(base, change, delta, steps, row_space)
-        change -= delta
-        self.ee += _square(change)
-        self.pe += _square(change @ row_space.T)
+            self._add_star(block, b @ factors.a, factors.row_space)
 
-    def _add_star(
-        self, base: Floats, change: Floats, delta: Floats, steps: Floats, row_space: Floats
-    ) -> None:
+    def _add_star(self, block: RowBlock, delta: Floats, row_space: Floats) -> None:
         self.has_star = True
+        base, steps = block.base, block.steps
         safe = np.where(steps > 0, steps, np.float32(1))
         rounded = np.rint((base + delta) / safe)
         rounded *= safe
@@ -112,11 +112,16 @@ class Sums:
             np.count_nonzero(np.abs(np.rint(base / safe) * safe - base) > safe * 1e-3)
         )
         self.moved_star += int(np.count_nonzero(np.abs(rounded) > safe * 1e-3))
-        self.oo_star += _square(rounded)
+        self.oo_star += square_norm(rounded)
         self.od_star += float(np.vdot(rounded, delta))
-        rounded -= change
-        self.xx += _square(rounded)
-        self.px += _square(rounded @ row_space.T)
+        rounded -= block.change
+        self.xx += square_norm(rounded)
+        self.px += square_norm(rounded @ row_space.T)
+
+    @property
+    def ee(self) -> float:
+        """‖O - D‖²; what its terms lose to each other is far below what arithmetic is allowed."""
+        return max(0.0, self.oo - 2 * self.od + self.dd)
 
     @property
     def k(self) -> float:
@@ -143,10 +148,15 @@ class Sums:
 
 
 class RowBlock(NamedTuple):
-    """Rows of both checkpoints, and the steps of their storages; None where the base's don't count."""
+    """Rows of both checkpoints; ``changed``: values that differ, ``steps``: of the merged one's storage.
+
+    ``base_steps``: of the base's, where it was rounded anew; None where that doesn't count.
+    """
 
     base: Floats
     merged: Floats
+    change: Floats
+    changed: int
     steps: Floats
     base_steps: Floats | None
 
@@ -154,7 +164,31 @@ class RowBlock(NamedTuple):
     def noise(self) -> float:
         """N²: the energy that rounding is expected to have."""
         steps = [self.steps] if self.base_steps is None else [self.steps, self.base_steps]
-        return sum(_square(np.ascontiguousarray(s)) / 12 * (self.base.size / s.size) for s in steps)
+        return sum(
+            square_norm(np.ascontiguousarray(s)) / 12 * (self.base.size / s.size) for s in steps
+        )
+
+
+class Factors:
+    """LoRA of one matrix: ``a`` [r, in], ``b`` [out, r] with the scale in it, and what follows from A.
+
+    ``gram`` A·Aᵀ [r, r]; ``within`` [r, rank]: O·Aᵀ·within is O in an orthonormal basis of A's rows, which is
+    ``row_space`` [rank, in]; ``norm`` ‖B·A‖².
+    """
+
+    def __init__(self, a: Floats, b: Floats) -> None:
+        self.a, self.b = a, b
+        self.turned_a = np.ascontiguousarray(a.T)
+        gram = a.astype(np.float64) @ a.T
+        values, vectors = np.linalg.eigh(gram)
+        there = values > 1e-8 * max(float(values[-1]), 1e-300)
+        self.gram: Floats = gram.astype(np.float32)
+        self.within: Floats = (vectors[:, there] / np.sqrt(values[there])).astype(np.float32)
+        self.norm = pair_norm(a, b)
+
+    @property
+    def row_space(self) -> Floats:
+        return np.ascontiguousarray(self.within.T) @ self.a
 
 
 def needs_star(norm: float, first: RowBlock, values: int) -> bool:
@@ -211,18 +245,11 @@ def has_few_values(rows: Floats) -> bool:
     return bool(np.mean(distinct <= 16) > 0.99)
 
 
-def orthonormal(rows: Floats) -> Floats:
-    """Return an orthonormal basis [rank, in] of what a few rows span."""
-    values, vectors = np.linalg.eigh(rows.astype(np.float64) @ rows.T)
-    there = values > 1e-10 * max(float(values[-1]), 1e-300)
-    turned = (vectors[:, there] / np.sqrt(values[there])).T
-    return np.ascontiguousarray(turned.astype(np.float32) @ rows)
-
-
 def pair_norm(a: Floats, b: Floats) -> float:
     """Return ‖B·A‖² without forming it."""
     return float(np.sum((b.T.astype(np.float64) @ b) * (a.astype(np.float64) @ a.T)))
 
 
-def _square(values: Floats) -> float:
+def square_norm(values: Floats) -> float:
+    """Return the sum of squares."""
     return float(np.vdot(values, values))

@@ -14,6 +14,8 @@ transposed [in, o]  column first + j, or 2j, 2j + 1                the whole mat
 ==================  =============================================  ============================
 
 Files are read through buffers, never mapped: memory is a block, or one expert where it lies transposed.
+Fresh memory costs a page fault every 4 KB, which takes longer than the sums over it, so a thread uses its own
+again: what is read is valid until it reads the next rows.
 """
 
 from __future__ import annotations
@@ -21,19 +23,23 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from ktbridge.adapter.blocks import BITS, as_float32
+from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.storages import KNOWN, Floats, Stored, decode_mxfp4, find_stored
 from ktbridge.errors import KtbridgeError
-from ktbridge.model import Checkpoint, Entry, ModelConfig
+from ktbridge.model import Checkpoint, Entry, ModelConfig, TensorFile
 from ktbridge.model.locate import ExpertHome, module_weights, stored_as
+from ktbridge.verify.merge_sums import ALLOWED, ALLOWED_PLAIN, RowBlock
 
+BLOCK = 1 << 17
+"""Values at a time, in some six arrays that fit a core's cache."""
 _HELD = 2  # whole matrices a thread keeps: the base's and the merged one's
 # 2 ** -bits of mantissa, and the least distance between two values.
 _PRECISION = {
@@ -83,10 +89,7 @@ class CheckpointMatrix:
         return self._bytes(self.entry, self.rows, first, last)
 
     def lines(self, first: int, last: int) -> WeightLines:
-        """WeightLines ``first`` to ``last``, dequantised."""
-        if self.is_plain:
-            values = as_float32(self.raw(first, last), self.entry.dtype).reshape(-1, self.columns)
-            return WeightLines(values, steps_of(values, self.entry.dtype))
+        """Lines ``first`` to ``last`` of a quantized matrix."""
         if self.scale is not None:
             blocks = np.frombuffer(self.raw(first, last), np.uint8).reshape(last - first, -1)
             exponents = np.frombuffer(self._bytes(self.scale, self.rows, first, last), np.uint8)
@@ -139,9 +142,45 @@ class View:
     def name(self) -> str:
         return self.matrix.entry.name
 
-    def read(self, first: int, last: int) -> WeightLines:
-        """Rows ``first`` to ``last`` as float32."""
+    @property
+    def is_straight(self) -> bool:
+        """Rows of plain values, one after the other."""
+        return self.matrix.is_plain and not self.turned and self.step == 1
+
+    def bits(self, first: int, last: int, side: str, descriptor: int | None) -> NDArray[np.generic]:
+        """Rows as they are stored, of a view that ``is_straight``; ``descriptor``: of its open file."""
+        matrix, entry = self.matrix, self.matrix.entry
+        bits = scratch(f"{side} bits", (last - first, matrix.columns), BITS[entry.dtype])
+        row = matrix.index * matrix.rows + self.first + first
+        start = entry.start + row * matrix.columns * bits.itemsize
+        self.file.read_into(start, bits.data.cast("B"), descriptor)
+        return bits
+
+    @property
+    def file(self) -> TensorFile:
+        checkpoint = self.matrix.checkpoint
+        return checkpoint.file(checkpoint.shard(self.name))
+
+    def widened(self, bits: NDArray[np.generic], side: str) -> Floats:
+        """Return what ``bits`` gave as float32, in this thread's memory for ``side``."""
+        dtype = self.matrix.entry.dtype
+        if dtype == "F32":
+            return bits.view(np.float32)
+        values = scratch(f"{side} values", bits.shape).view(np.float32)
+        if dtype == "F16":
+            np.copyto(values, bits.view(np.float16))
+        else:
+            wide = values.view(np.uint32)
+            np.copyto(wide, bits)
+            np.left_shift(wide, 16, out=wide)
+        return values
+
+    def read(self, first: int, last: int, side: str, descriptor: int | None = None) -> WeightLines:
+        """Rows ``first`` to ``last`` as float32; some are in this thread's memory for ``side``."""
         matrix = self.matrix
+        if self.is_straight:
+            values = self.widened(self.bits(first, last, side, descriptor), side)
+            return WeightLines(values, steps_of(values, matrix.entry.dtype, side))
         if not self.turned and self.step == 1:
             return matrix.lines(self.first + first, self.first + last)
         picked = slice(
@@ -149,34 +188,90 @@ class View:
         )
         if matrix.is_plain:  # narrow until it is picked
             whole = _whole_raw(matrix)
-            part = np.ascontiguousarray(whole[:, picked].T if self.turned else whole[picked])
-            values = as_float32(part.data.cast("B"), matrix.entry.dtype).reshape(part.shape)
-            return WeightLines(values, steps_of(values, matrix.entry.dtype))
+            part = whole[:, picked].T if self.turned else whole[picked]
+            bits = scratch(f"{side} bits", part.shape, BITS[matrix.entry.dtype])
+            np.copyto(bits, part)
+            values = self.widened(bits, side)
+            return WeightLines(values, steps_of(values, matrix.entry.dtype, side))
         values, steps = _whole_lines(matrix)
         if not self.turned:
             return WeightLines(values[picked], steps[picked])
         wide = np.broadcast_to(steps, values.shape)
         return WeightLines(*(np.ascontiguousarray(each[:, picked].T) for each in (values, wide)))
 
-    def same_bytes(self, other: View, first: int, last: int) -> bool | None:
-        """Return whether the rows have the same bytes; None if they are stored in another way."""
-        if self.turned or other.turned or self.step != 1 or other.step != 1:
-            return None
-        one, two = self.matrix, other.matrix
-        if not one.is_plain or one.entry.dtype != two.entry.dtype or one.columns != two.columns:
-            return None
-        mine = one.raw(self.first + first, self.first + last)
-        return mine == two.raw(other.first + first, other.first + last)
+
+class PairReader:
+    """Reads a matrix of both checkpoints, as a context; ``allowed``: times N² that may be left of it."""
+
+    def __init__(self, base: View, merged: View) -> None:
+        self.base, self.merged = base, merged
+        self.allowed = ALLOWED_PLAIN if merged.matrix.is_plain else ALLOWED
+        self._alike = (
+            base.is_straight
+            and merged.is_straight
+            and base.matrix.entry.dtype == merged.matrix.entry.dtype
+        )
+        self._files = ExitStack()
+
+    def __enter__(self) -> PairReader:
+        both = (self.base, self.merged)
+        self._open = [self._files.enter_context(view.file.opened()) for view in both]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def bands(self) -> Iterator[tuple[int, int]]:
+        """Ranges of rows, from first to last."""
+        rows, step = self.base.rows, max(1, BLOCK // max(1, self.base.columns))
+        for view in (self.base, self.merged):
+            if view.matrix.stored is not None:
+                step = max(step, view.matrix.stored.group[0])
+        for first in range(0, rows, step):
+            yield first, min(rows, first + step)
+
+    def read(self, first: int, last: int) -> RowBlock:
+        """Return rows ``first`` to ``last``."""
+        block = self._read(first, last, equal_too=True)
+        assert block is not None
+        return block
+
+    def read_changed(self, first: int, last: int) -> RowBlock | None:
+        """Return the rows, or None if they have the same bits in both checkpoints."""
+        return self._read(first, last, equal_too=False)
+
+    def _read(self, first: int, last: int, *, equal_too: bool) -> RowBlock | None:
+        base, merged = self.base, self.merged
+        of_base, of_merged = self._open
+        anew = base.matrix.storage != merged.matrix.storage and not base.matrix.is_plain
+        changed = -1
+        if self._alike:
+            one = base.bits(first, last, "base", of_base)
+            two = merged.bits(first, last, "merged", of_merged)
+            flags = scratch("flags", one.shape, np.bool_)
+            changed = int(np.count_nonzero(np.not_equal(one, two, out=flags)))
+            if not (changed or equal_too):
+                return None
+            old, new = base.widened(one, "base"), merged.widened(two, "merged")
+            steps, own = steps_of(new, merged.matrix.entry.dtype, "merged"), None
+        else:
+            old, own = base.read(first, last, "base", of_base)
+            new, steps = merged.read(first, last, "merged", of_merged)
+        change = np.subtract(new, old, out=scratch("change", new.shape))
+        if changed < 0:
+            changed = int(np.count_nonzero(change != 0))
+        return RowBlock(old, new, change, changed, steps, own if anew else None)
 
 
-def steps_of(values: Floats, dtype: str) -> Floats:
-    """Distances to the next larger value of BF16, F16 or F32, [n, in]."""
+def steps_of(values: Floats, dtype: str, side: str) -> Floats:
+    """Distances to the next larger value of BF16, F16 or F32, in this thread's memory for ``side``."""
     relative, least = _PRECISION[dtype]
-    powers = (values.view(np.uint32) & _EXPONENT).view(np.float32)
-    powers *= np.float32(relative)
+    steps = scratch(f"{side} steps", values.shape).view(np.float32)
+    np.bitwise_and(values.view(np.uint32), _EXPONENT, out=steps.view(np.uint32))
+    steps *= np.float32(relative)
     if dtype == "F16":
-        np.maximum(powers, np.float32(least), out=powers)
-    return powers
+        np.maximum(steps, np.float32(least), out=steps)
+    return steps
 
 
 def open_matrix(
@@ -306,11 +401,10 @@ _local = threading.local()
 
 
 def _whole_raw(matrix: CheckpointMatrix) -> NDArray[np.generic]:
-    """All values of a plain matrix, as stored (BF16 as uint16)."""
-    kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[matrix.entry.dtype]
+    """All values of a plain matrix, as stored."""
     held = _holder(matrix, "raw")
     if "raw" not in held:
-        data = np.frombuffer(matrix.raw(0, matrix.rows), kind)
+        data = np.frombuffer(matrix.raw(0, matrix.rows), BITS[matrix.entry.dtype])
         held["raw"] = data.reshape(matrix.rows, matrix.columns)
     return held["raw"]
 
@@ -339,7 +433,18 @@ def _holder(matrix: CheckpointMatrix, kind: str) -> dict[str, NDArray[np.generic
     return held[key]
 
 
+def scratch(name: str, shape: tuple[int, ...], kind: DTypeLike = np.float32) -> NDArray[np.generic]:
+    """Return this thread's memory of that name, of ``shape``; what was in it is overwritten."""
+    if not hasattr(_local, "scratch"):
+        _local.scratch = {}
+    count, kind = math.prod(shape), np.dtype(kind)
+    memory = _local.scratch.get((name, kind))
+    if memory is None or memory.size < count:
+        memory = _local.scratch[name, kind] = np.empty(count, kind)
+    found: NDArray[np.generic] = memory[:count].reshape(shape)
+    return found
+
+
 def release_held() -> None:
-    """Let go of the whole matrices that this thread keeps."""
-    if hasattr(_local, "held"):
-        _local.held.clear()
+    """Let go of the memory that this thread keeps."""
+    _local.__dict__.clear()

@@ -116,6 +116,7 @@ def merged_by(
             "HF_HUB_OFFLINE": "1",
             **environment,
         },
+        cwd=out,  # Unsloth writes a cache there
         capture_output=True,
         text=True,
     )
