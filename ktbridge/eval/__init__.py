@@ -8,10 +8,11 @@ run's directory, so scoring again needs no requests.
 from __future__ import annotations
 
 from ktbridge.eval.arms import Arm, parse_arms
-from ktbridge.eval.bench import Bench, Item, load_bench
+from ktbridge.eval.bench import Bench, load_bench
 from ktbridge.eval.request import EvalRequest
 from ktbridge.eval.results.build import failures, score_run, write_report
 from ktbridge.eval.run import Collected, RunEvents, collect
+from ktbridge.eval.schema import Item
 
 __all__ = [
     "Arm",

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 import urllib.parse
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,12 +25,11 @@ from pydantic import BaseModel
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError, list_names
-from ktbridge.eval.results.types import Json, Message
+from ktbridge.eval.results.types import Json
 from ktbridge.eval.schema import (
     OURS,
     BenchFile,
-    ItemLine,
-    Partner,
+    Item,
     Slice,
     list_questions,
     slice_table,
@@ -58,33 +58,7 @@ weights: {address: 0.5, tic: 0.5}
 """
 
 
-@dataclass(frozen=True)
-class Item:
-    """One question. ``cluster`` ties items that are not independent (pairs, rewordings).
-
-    ``judge`` holds the yes/no questions for a judge, "yes" being the good answer to each.
-    """
-
-    id: str
-    slice: str
-    sub: str
-    lang: str
-    cluster: str
-    messages: tuple[Message, ...]
-    gold: object
-    checks: tuple[Json, ...]
-    max_tokens: int
-    judge: tuple[str, ...] = ()
-
-    @property
-    def references(self) -> list[str]:
-        """The texts that an answer is compared with by the scorer "references"; else []."""
-        compared = any(check["scorer"] == "references" for check in self.checks)
-        return list(self.gold) if compared and isinstance(self.gold, list) else []
-
-
-@dataclass(frozen=True)
-class Bench:
+class Bench(BenchFile):
     """A checked bench. ``sha256`` covers the bytes of its three files.
 
     ``max_tokens`` is the command line's limit for every item, None if the bench's own limits apply;
@@ -93,20 +67,11 @@ class Bench:
     only be sent to a judge on this machine.
     """
 
-    name: str
-    version: str
-    language: str
-    margin: float
-    sampling: Json
     slices: tuple[Slice, ...]
     items: tuple[Item, ...]
     persona: Persona
     sha256: str
     files: Mapping[str, bytes]
-    data: Json | None = None
-    notes: tuple[str, ...] = ()
-    partner: Partner | None = None
-    private: bool = False
     max_tokens: int | None = None
 
     @property
@@ -138,13 +103,8 @@ class Bench:
     def in_turn(self, items: Sequence[Item]) -> list[Item]:
         """``items`` round-robin over the slices: the first of each, the second of each, and so on. In
         this order, an interrupted run has as much of every slice as one with a ``limit``."""
-        order = {one.name: i for i, one in enumerate(self.slices)}
-        turn = Counter[str]()
-        ranked: list[tuple[int, int, int, Item]] = []
-        for item in items:
-            turn[item.slice] += 1
-            ranked.append((turn[item.slice], order[item.slice], len(ranked), item))
-        return [item for *_, item in sorted(ranked, key=lambda one: one[:3])]
+        groups = [[item for item in items if item.slice == one.name] for one in self.slices]
+        return [item for turn in itertools.zip_longest(*groups) for item in turn if item]
 
     def refuse_remote_judge(self, url: str, *, allowed: bool = False) -> None:
         """Raise UsageError if private data would be sent to a judge that is not on this machine.
@@ -236,21 +196,12 @@ def parse_bench(given: Mapping[str, bytes]) -> Bench:
     digest = hashlib.sha256()
     for name in FILES:
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
-    return Bench(
-        name=head.name,
-        version=head.version,
-        language=head.language,
-        margin=head.margin,
-        sampling={str(key): value for key, value in head.sampling.items()},
-        slices=tuple(slices.values()),
-        items=tuple(_make_item(row, head, persona) for row in rows),
+    return Bench.model_construct(
+        **{**dict(head), "slices": tuple(slices.values())},
+        items=tuple(_finish_item(row, head, persona) for row in rows),
         persona=persona,
         sha256=digest.hexdigest(),
         files=files,
-        data=head.data if isinstance(head.data, dict) else None,
-        notes=tuple(head.notes),
-        partner=head.partner,
-        private=head.private,
         max_tokens=head.override.get("max_tokens"),
     )
 
@@ -309,9 +260,9 @@ def _check_slices(
 
 def _check_items(
     data: bytes, slices: Mapping[str, Slice], lists: Json, problems: list[Problem]
-) -> list[ItemLine]:
+) -> list[Item]:
     """Return the valid lines of items.jsonl."""
-    rows: list[ItemLine] = []
+    rows: list[Item] = []
     first_line: dict[str, int] = {}
     for number, _, given, error in parse_json_lines(data.split(b"\n")):
         where, row = f"items.jsonl:{number}", None
@@ -359,9 +310,9 @@ def _fill_defaults(
 
 def _check_item(
     given: dict[str, object], slices: Mapping[str, Slice], lists: Json
-) -> tuple[ItemLine | None, list[tuple[str, str]]]:
+) -> tuple[Item | None, list[tuple[str, str]]]:
     """Return an item, or None and its faults as (found, expected)."""
-    row, faults = check_fields(ItemLine, given, {"slices": slices, "lists": lists})
+    row, faults = check_fields(Item, given, {"slices": slices, "lists": lists})
     missing = {
         "slice": ("no 'slice'", "one of " + ", ".join(slices)),
         "checks": ("neither 'gold' nor 'checks'", "what a right answer holds, or how to check it"),
@@ -383,24 +334,21 @@ def _check_item(
     return (None if found else row), found
 
 
-def _make_item(row: ItemLine, head: BenchFile, persona: Persona) -> Item:
-    checks = tuple(
+def _finish_item(row: Item, head: BenchFile, persona: Persona) -> Item:
+    """``row`` with the bench's persona, checklists and limit of tokens in their places."""
+    checks = [
         {**check, "persona": persona} if SCORERS[str(check["scorer"])].needs_persona else check
         for check in row.checks
-        if isinstance(check, dict)
-    )
-    return Item(
-        row.id,
-        row.slice,
-        row.sub,
-        row.lang,
-        row.cluster or row.id,
-        tuple(row.messages),  # type: ignore[arg-type]
-        row.gold,
-        checks,
-        head.override.get("max_tokens", row.max_tokens or head.max_tokens),
-        list_questions(row.judge, {str(key): one for key, one in head.checklists.items()}),
-    )
+    ]
+    values = {
+        "cluster": row.cluster or row.id,
+        "checks": checks,
+        "judge": list_questions(
+            row.judge, {str(name): one for name, one in head.checklists.items()}
+        ),
+        "max_tokens": head.override.get("max_tokens", row.max_tokens or head.item_tokens),
+    }
+    return row.model_copy(update=values)
 
 
 def _merge_alike(problems: list[Problem]) -> list[Problem]:
@@ -474,28 +422,31 @@ def read_prompts(script: Path, modules: Collection[str]) -> dict[str, str]:
     with. Raises UsageError if they are not there or not those that are reproduced here.
     """
     try:
-        tree = ast.parse(_source(script.read_text("utf-8")))
-    except (OSError, ValueError, SyntaxError) as error:
+        text = script.read_text("utf-8")
+        if text.lstrip().startswith("{"):  # a notebook: its cells, one after the other
+            cells = [one for one in json.loads(text)["cells"] if one["cell_type"] == "code"]
+            text = "\n".join("".join(one["source"]) for one in cells)
+        tree = ast.parse(text)
+    except (OSError, ValueError, SyntaxError, LookupError, TypeError) as error:
         raise UsageError(f"{str(script)!r} can't be read: {error}.", _WHERE) from None
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        names = {one.id for one in targets if isinstance(one, ast.Name)} & {*_LITERALS}
-        if names and isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = {one.id for one in targets if isinstance(one, ast.Name)} & {*_LITERALS}
             with contextlib.suppress(ValueError):
-                found[names.pop()] = ast.literal_eval(node.value)
-        if isinstance(node, ast.Call):
+                found |= {name: ast.literal_eval(node.value) for name in names}
+        elif isinstance(node, ast.Call):
             given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
             if REQUEST.keys() <= given.keys():
                 found["request"] = {name: given[name] for name in REQUEST}
     try:
         texts, places = (found[name] for name in _LITERALS)
         prompts = {module: str(texts[places[module]]) for module in modules}
-        fits = len(places) == len(prompts)
-    except (KeyError, IndexError, TypeError):
+        fits = len(places) == len(prompts) and found["request"] == REQUEST
+    except (LookupError, TypeError):
         prompts, fits = {}, False
-    fits = fits and all(len(set(PLACE.findall(one))) == 2 for one in prompts.values())
-    if not fits or found.get("request") != REQUEST:
+    if not fits or any(len(set(PLACE.findall(one))) != 2 for one in prompts.values()):
         raise UsageError(
             f"{str(script)!r} is not the public script that is reproduced here: PROMPT_LIST with a place for "
             f"the question and one for the answer, MODULE_TO_INDEX for {', '.join(modules)}, and a "
@@ -503,15 +454,6 @@ def read_prompts(script: Path, modules: Collection[str]) -> dict[str, str]:
             _WHERE,
         )
     return prompts
-
-
-def _source(text: str) -> str:
-    """Python's text: of a notebook its cells, one after the other."""
-    if not text.lstrip().startswith("{"):
-        return text
-    cells = json.loads(text).get("cells", [])
-    parts = ["".join(cell.get("source", [])) for cell in cells if cell.get("cell_type") == "code"]
-    return "\n".join(parts)
 
 
 # --- what the command line changes

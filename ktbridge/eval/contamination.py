@@ -14,8 +14,9 @@ from pathlib import Path
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
-from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.types import Contamination, Hit, SliceOverlap
+from ktbridge.eval.schema import Item
 from ktbridge.eval.scorers.text_metrics import unicode_tokens
 from ktbridge.eval.sources import read_rows
 from ktbridge.eval.store import make_directory, read_document, write_json

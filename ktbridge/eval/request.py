@@ -18,7 +18,6 @@ from ktbridge.errors import UsageError
 from ktbridge.eval.arms import Arm, arm_card, discover_arms, parse_arms, parse_model
 from ktbridge.eval.bench import (
     Bench,
-    Item,
     answer_limit,
     load_bench,
     load_compat,
@@ -38,6 +37,7 @@ from ktbridge.eval.results.types import (
     PlanCounts,
     SlicePlan,
 )
+from ktbridge.eval.schema import Item
 from ktbridge.eval.store import (
     ANSWERS,
     FAILED,

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import Arm
-from ktbridge.eval.bench import Bench, Item, answer_limit
+from ktbridge.eval.bench import Bench, answer_limit
 from ktbridge.eval.preflight import Preflight, check_arms
 from ktbridge.eval.request import (
     AnswerRequest,
@@ -25,7 +25,7 @@ from ktbridge.eval.request import (
     update_plan,
 )
 from ktbridge.eval.results.types import ArmCard, Identical, Message
-from ktbridge.eval.schema import Partner
+from ktbridge.eval.schema import Item, Partner
 from ktbridge.eval.store import (
     ANSWERS,
     AnswerRecord,

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    SkipValidation,
+)
 from pydantic import ValidationInfo as Info
 
 from ktbridge.eval.results.types import Json, Message, Text
@@ -21,7 +29,7 @@ OURS = ("model", "messages", "max_tokens", "stream", "n")
 _Texts = Annotated[
     list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 ]
-_STRICT = ConfigDict(extra="forbid", strict=True)
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _Some = Annotated[str, Field(pattern=r"\S", description="some text")]
 _Word = Annotated[str, BeforeValidator(str)]  # a version may look like a number in YAML
 
@@ -52,17 +60,19 @@ class Partner(BaseModel):
     slices: list[_Word]
 
 
-def _check_sampling(value: dict[object, object]) -> dict[object, object]:
+def _check_sampling(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
     if not is_json(value):
         raise ValueError("it isn't JSON")
     if ours := sorted(key for key in OURS if key in value):
         raise Refusal(", ".join(ours), "fields that ktbridge does not set itself")
-    return value
+    return {str(key): one for key, one in value.items()}
 
 
 class BenchFile(BaseModel):
-    """bench.yaml. ``data`` (the items' provenance) and ``override`` (of the command line) are a run's
-    only."""
+    """bench.yaml. ``item_tokens`` is the limit of items without their own. ``data`` (the items' provenance)
+    and ``override`` (of the command line) are a run's only."""
 
     model_config = _STRICT
 
@@ -74,10 +84,10 @@ class BenchFile(BaseModel):
     slices: object
     version: _Word = "1"
     language: _Word = "any"
-    max_tokens: PositiveInt = Field(512, description="a whole number above 0")
+    item_tokens: PositiveInt = Field(512, alias="max_tokens", description="a whole number above 0")
     sampling: Annotated[
-        dict[object, object],
-        AfterValidator(_check_sampling),
+        dict[str, object],
+        BeforeValidator(_check_sampling),
         Field(description="a mapping of request fields that JSON can hold"),
     ] = {"temperature": 0}
     margin: float = Field(0.1, gt=0, lt=1, description="a number between 0 and 1")
@@ -91,7 +101,7 @@ class BenchFile(BaseModel):
         None, description="{system: text, turns: n, slices: [NAME, ...]}"
     )
     private: bool = Field(False, description="true or false")
-    data: object = Field(None, exclude=True)
+    data: dict[str, object] | None = Field(None, exclude=True)
     override: dict[Literal["max_tokens"], PositiveInt] = Field(
         {}, description="{max_tokens: a whole number above 0}", exclude=True
     )
@@ -181,7 +191,7 @@ class SourceFile(BaseModel):
 
 def _check_messages(value: list[Message]) -> list[Message]:
     roles = ("system", "user", "assistant")
-    if any(len(one) < 2 or one["role"] not in roles for one in value):
+    if any(one.keys() != {"role", "content"} or one["role"] not in roles for one in value):
         raise ValueError("a message without role or content")
     if not value or value[-1]["role"] != "user":
         raise ValueError("it doesn't end with the user's turn")
@@ -210,8 +220,12 @@ Questions = Annotated[
 ]
 
 
-class ItemLine(BaseModel):
-    """A line of items.jsonl with defaults filled in. ``checks`` are the scorers' to validate."""
+class Item(BaseModel):
+    """One question: a line of items.jsonl, with all defaults filled in.
+
+    ``cluster`` ties items that are not independent (pairs, rewordings). ``checks`` are the scorers' to
+    validate. ``judge`` holds the yes/no questions for a judge, "yes" being the good answer to each.
+    """
 
     model_config = _STRICT
 
@@ -221,16 +235,22 @@ class ItemLine(BaseModel):
     lang: Text = Field("", description="a string")
     cluster: Text = Field("", description="a string")
     messages: Annotated[
-        list[dict[Literal["role", "content"], str]],
+        list[Message],
         AfterValidator(_check_messages),
         Field(description="[{role, content}, ...] that ends with the user's turn"),
     ]
     gold: object = None
-    checks: list[object] = Field(min_length=1, description="at least one check")
+    checks: list[SkipValidation[Json]] = Field(min_length=1, description="at least one check")
     judge: Questions = []
     max_tokens: PositiveInt = Field(0, description="a whole number above 0")
     origin: Text = Field("", description="a string")
     license: Text = Field("", description="a string")
+
+    @property
+    def references(self) -> list[str]:
+        """The texts that an answer is compared with by the scorer "references"; else []."""
+        compared = any(check["scorer"] == "references" for check in self.checks)
+        return list(self.gold) if compared and isinstance(self.gold, list) else []
 
 
 class AnchorRow(BaseModel):
@@ -247,7 +267,7 @@ class AnchorRow(BaseModel):
     gold: object = None
 
 
-def list_questions(judge: list[str], lists: Mapping[str, list[str]]) -> tuple[str, ...]:
+def list_questions(judge: list[str], lists: Mapping[str, list[str]]) -> list[str]:
     """Return the questions of ``judge``, with those of a checklist where it is named."""
     groups = [lists.get(one[1:], []) if one[0] == "@" else [one] for one in judge]
-    return tuple(question for group in groups for question in group)
+    return [question for group in groups for question in group]

@@ -19,7 +19,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 10_000
 SEED = 20_240
 _EXACT_CLUSTERS = 13  # 2**13 sign patterns are fewer than RESAMPLES: enumerate them
-_FEW_CLUSTERS = 20  # below this the bootstrap's percentiles are coarse, so t is used
+FEW_CLUSTERS = 20  # below this the bootstrap's percentiles are coarse, so t is used
 _TINY = 1e-12
 POWER = 0.8
 
@@ -37,7 +37,10 @@ class Interval:
 
 
 def cluster_sums(values: Sequence[float], clusters: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Sum and size of each cluster, in order of first appearance: two float arrays [G]."""
+    """Sum and size of each cluster, in order of first appearance: two float arrays [G]. Raises ValueError
+    for no values."""
+    if not len(values):
+        raise ValueError("no values")
     index = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
     where = np.array([index[name] for name in clusters], dtype=int)
     sums = np.bincount(where, weights=np.asarray(values, dtype=float), minlength=len(index))
@@ -52,82 +55,59 @@ def mean_interval(
 ) -> Interval:
     """The reported interval of a mean (or of a mean paired difference).
 
-    Binary values (every value 0 or 1, bounds 0..1) get ``wilson``, fewer than 20 clusters ``t``,
-    the rest ``bootstrap``: in simulations the coverage of each is closest to 95 % there. Raises
-    ValueError for no values.
+    Binary values (every value 0 or 1, bounds 0..1) get ``wilson``, fewer than 20 clusters ``t``, the rest
+    ``bootstrap``: in simulations the coverage of each is closest to 95 % there. A single cluster of several
+    values carries no information: its interval is all of ``bounds``. Raises ValueError for no values.
     """
-    if bounds == (0.0, 1.0) and all(value in (0, 1) for value in values):
-        return wilson_interval(values, clusters)
-    if len(set(clusters)) < _FEW_CLUSTERS:
-        return t_interval(values, clusters, bounds=bounds)
-    return bootstrap_interval(values, clusters, bounds=bounds)
+    sums, sizes = cluster_sums(values, clusters)
+    groups, total = len(sums), int(sizes.sum())
+    binary = bounds == (0.0, 1.0) and all(value in (0, 1) for value in values)
+    low, high = bounds
+    if binary and (groups > 1 or total == 1):
+        low, high = _wilson(sums, sizes)
+    elif groups > 1:
+        low, high = (float(end[0]) for end in interval_rows(sums[None], sizes, bounds))
+    method = "wilson" if binary else "t" if groups < FEW_CLUSTERS else "bootstrap"
+    low, high = max(bounds[0], low), min(bounds[1], high)
+    return Interval(float(sums.sum() / total), low, high, total, groups, method)
 
 
-def t_interval(
-    values: Sequence[float], clusters: Sequence[str], *, bounds: tuple[float, float]
-) -> Interval:
-    """Student's interval with the variance taken between clusters.
-
-    The mean is a ratio of sums, linearised: var = G/(G-1) sum_g (s_g - mean n_g)^2 / N^2, with G-1
-    degrees of freedom (Cochran 1977, Sampling Techniques, section 9A.2; Miller 2024, "Adding error
-    bars to evals", section 2.2, for benches). If all clusters have the same mean see ``_unseen``.
-    Raises ValueError for no values.
-    """
-    sums, sizes = _checked(values, clusters, "values")
-    low, high = t_rows(sums[None], sizes, bounds)
-    return _interval(sums, sizes, float(low[0]), float(high[0]), bounds, "t")
-
-
-def t_rows(
-    sums: np.ndarray, sizes: np.ndarray, bounds: tuple[float, float]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ends [R] of the t intervals of R experiments: ``sums`` [R, G], ``sizes`` [G]."""
-    groups, total = sums.shape[1], sizes.sum()
-    mean = sums.sum(axis=1) / total
-    if groups == 1:
-        return np.full(len(sums), bounds[0]), np.full(len(sums), bounds[1])
-    half = t_quantile(groups - 1, (1 + CONFIDENCE) / 2) * standard_error(sums, sizes)
-    return _unseen(sums, sizes, mean - half, mean + half, bounds)
-
-
-def bootstrap_interval(
-    values: Sequence[float],
-    clusters: Sequence[str],
-    *,
+def interval_rows(
+    sums: np.ndarray,
+    sizes: np.ndarray,
     bounds: tuple[float, float],
     resamples: int = RESAMPLES,
     seed: int = SEED,
-) -> Interval:
-    """Cluster bootstrap interval of a mean (or of a mean paired difference).
-
-    Whole clusters are drawn with replacement (Field & Welsh 2007, J. R. Stat. Soc. B 69:369). The
-    percentiles are taken further out, at Phi(-sqrt(G/(G-1)) t_{G-1}), because plain percentiles are
-    too narrow for few clusters (Hesterberg 2015, Am. Stat. 69:371, "expanded percentile"). Where
-    Student's interval reaches further, its end is taken: near the ceiling or the floor a few clusters
-    differ and the percentiles alone cover 93 %. If all clusters have the same mean see ``_unseen``. A
-    single cluster carries no information: its interval is all of ``bounds``. Raises ValueError for no
-    values.
-    """
-    sums, sizes = _checked(values, clusters, "values")
-    low, high = bootstrap_rows(sums[None], sizes, bounds, resamples, seed)
-    return _interval(sums, sizes, float(low[0]), float(high[0]), bounds, "bootstrap")
-
-
-def bootstrap_rows(
-    sums: np.ndarray, sizes: np.ndarray, bounds: tuple[float, float], resamples: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ends [R] of the bootstrap intervals of R experiments that share the same draws."""
+    """Ends [R] of the intervals of R experiments over the same G > 1 clusters: ``sums`` [R, G], ``sizes`` [G].
+
+    Student's, with the variance taken between clusters. The mean is a ratio of sums, linearised: var =
+    G/(G-1) sum_g (s_g - mean n_g)^2 / N^2, with G-1 degrees of freedom (Cochran 1977, Sampling Techniques,
+    section 9A.2; Miller 2024, "Adding error bars to evals", section 2.2, for benches).
+
+    For many clusters also the cluster bootstrap, whose draws the experiments share (Field & Welsh 2007, J.
+    R. Stat. Soc. B 69:369). The percentiles are taken further out, at Phi(-sqrt(G/(G-1)) t_{G-1}), because
+    plain percentiles are too narrow for few clusters (Hesterberg 2015, Am. Stat. 69:371, "expanded
+    percentile"). The end that reaches further is taken: near the ceiling or the floor a few clusters differ
+    and the percentiles alone cover 93 %.
+
+    If all clusters have the same mean, the variance is 0, and a width of 0 would claim certainty:
+    ``unseen_share`` of the population is then assumed to differ by as much as the bounds allow.
+    """
     groups = sums.shape[1]
-    if groups == 1:
-        return np.full(len(sums), bounds[0]), np.full(len(sums), bounds[1])
-    times = draw_clusters(groups, resamples, seed)
-    means = (sums @ times.T) / (times @ sizes)
-    reach = t_quantile(groups - 1, (1 + CONFIDENCE) / 2)
-    tail = normal_cdf(-math.sqrt(groups / (groups - 1)) * reach)
-    low, high = np.quantile(means, [tail, 1 - tail], axis=1)
-    mean, half = sums.sum(axis=1) / sizes.sum(), reach * standard_error(sums, sizes)
-    low, high = np.minimum(low, mean - half), np.maximum(high, mean + half)
-    return _unseen(sums, sizes, low, high, bounds)
+    mean, reach = sums.sum(axis=1) / sizes.sum(), _t_reach(groups)
+    half = reach * standard_error(sums, sizes)
+    low, high = mean - half, mean + half
+    if groups >= FEW_CLUSTERS:
+        times = draw_clusters(groups, resamples, seed)
+        means = (sums @ times.T) / (times @ sizes)
+        tail = normal_cdf(-math.sqrt(groups / (groups - 1)) * reach)
+        ends = np.quantile(means, [tail, 1 - tail], axis=1)
+        low, high = np.minimum(ends[0], low), np.maximum(ends[1], high)
+    alike = np.ptp(sums / sizes, axis=1) < _TINY
+    share = unseen_share(groups)
+    low = np.where(alike, mean - share * (mean - bounds[0]), low)
+    return low, np.where(alike, mean + share * (bounds[1] - mean), high)
 
 
 def draw_clusters(groups: int, resamples: int, seed: int) -> np.ndarray:
@@ -138,28 +118,25 @@ def draw_clusters(groups: int, resamples: int, seed: int) -> np.ndarray:
     return times.reshape(resamples, groups).astype(float)
 
 
-def wilson_interval(values: Sequence[float], clusters: Sequence[str]) -> Interval:
+def _wilson(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
     """Wilson's score interval of a proportion (Wilson 1927, J. Am. Stat. Assoc. 22:209).
 
     With clusters of several items n is divided by the design effect, and z becomes t of G-1 (Korn &
-    Graubard 1998, Surv. Methodol. 24:193). Raises ValueError for no values.
+    Graubard 1998, Surv. Methodol. 24:193).
     """
-    sums, sizes = _checked(values, clusters, "values")
     groups, total = len(sums), float(sizes.sum())
     share = float(sums.sum() / total)
-    if groups == 1 and total > 1:
-        return _interval(sums, sizes, 0.0, 1.0, (0.0, 1.0), "wilson")
-    z, effective = normal_quantile((1 + CONFIDENCE) / 2), total
+    z, effective = NormalDist().inv_cdf((1 + CONFIDENCE) / 2), total
     if total > groups:
-        z = t_quantile(groups - 1, (1 + CONFIDENCE) / 2)
+        z = _t_reach(groups)
         simple = share * (1 - share) / total
         ratio = float(standard_error(sums[None], sizes)[0]) ** 2 / simple if simple > 0 else 0.0
         # All equal: the sample size is the number of clusters, and never more than the items.
         effective = min(total, total / ratio) if ratio > _TINY else float(groups)
     center = (share + z * z / (2 * effective)) / (1 + z * z / effective)
-    half = z * np.sqrt(share * (1 - share) / effective + z * z / (4 * effective**2))
-    half = float(half) / (1 + z * z / effective)
-    return _interval(sums, sizes, center - half, center + half, (0.0, 1.0), "wilson")
+    half = z * math.sqrt(share * (1 - share) / effective + z * z / (4 * effective**2))
+    half /= 1 + z * z / effective
+    return center - half, center + half
 
 
 def unseen_share(clusters: int) -> float:
@@ -171,27 +148,6 @@ def unseen_share(clusters: int) -> float:
     return 1 - ((1 - CONFIDENCE) / 2) ** (1 / clusters)
 
 
-def _checked(
-    values: Sequence[float], clusters: Sequence[str], name: str
-) -> tuple[np.ndarray, np.ndarray]:
-    if not len(values):
-        raise ValueError(f"no {name}")
-    return cluster_sums(values, clusters)
-
-
-def _interval(
-    sums: np.ndarray,
-    sizes: np.ndarray,
-    low: float,
-    high: float,
-    bounds: tuple[float, float],
-    method: str,
-) -> Interval:
-    total = int(sizes.sum())
-    low, high = max(bounds[0], low), min(bounds[1], high)
-    return Interval(float(sums.sum() / total), low, high, total, len(sums), method)
-
-
 def standard_error(sums: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Standard error [R] of each row's mean, between clusters."""
     groups, total = sums.shape[1], sizes.sum()
@@ -200,47 +156,26 @@ def standard_error(sums: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.sqrt(groups / (groups - 1) * spread) / total
 
 
-def _unseen(
-    sums: np.ndarray,
-    sizes: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    bounds: tuple[float, float],
-) -> tuple[np.ndarray, np.ndarray]:
-    """If all clusters have the same mean, the variance is 0, and a width of 0 would claim certainty:
-    ``unseen_share`` of the population is then assumed to differ by as much as the bounds allow."""
-    mean = sums.sum(axis=1) / sizes.sum()
-    alike = np.ptp(sums / sizes, axis=1) < _TINY
-    share = unseen_share(sums.shape[1])
-    low = np.where(alike, mean - share * (mean - bounds[0]), low)
-    return low, np.where(alike, mean + share * (bounds[1] - mean), high)
-
-
 # --- tests of "no difference"
 
 
-def sign_flip_p(
-    differences: Sequence[float],
-    clusters: Sequence[str],
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = SEED,
-) -> float:
-    """Two-sided mid-p of "the differences are symmetric around 0" by flipping clusters' signs.
+def sign_flip_p(differences: Sequence[float], clusters: Sequence[str]) -> float:
+    """Two-sided mid-p of "the differences are symmetric around 0", see ``sign_flip_rows``. Raises ValueError
+    for no differences."""
+    sums, _ = cluster_sums(differences, clusters)
+    return float(sign_flip_rows(sums[None])[0])
+
+
+def sign_flip_rows(sums: np.ndarray, resamples: int = RESAMPLES, seed: int = SEED) -> np.ndarray:
+    """Mid-p [R] of R experiments with cluster sums [R, G], by flipping clusters' signs.
 
     All patterns for at most 13 clusters (Fisher 1935, The Design of Experiments, section 21), else
     ``resamples`` random ones plus the observed one, so that p is never 0 (Phipson & Smyth
     2010, Stat. Appl. Genet. Mol. Biol. 9:39). Patterns that are exactly as extreme count half
     (Lancaster 1961, J. Am. Stat. Assoc. 56:223): counted fully, the test of yes/no marks rejects
     far less often than its nominal level (Fagerland et al. 2013, BMC Med. Res. Methodol. 13:91).
-    Differences that add up to 0 give p = 1. Raises ValueError for no differences.
+    Differences that add up to 0 give p = 1.
     """
-    sums, _ = _checked(differences, clusters, "differences")
-    return float(sign_flip_rows(sums[None], resamples, seed)[0])
-
-
-def sign_flip_rows(sums: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Mid-p [R] of R experiments with cluster sums [R, G]."""
     signs = draw_signs(sums.shape[1], resamples, seed)
     flipped = np.abs(sums @ signs.T)
     observed = np.abs(sums.sum(axis=1))[:, None]
@@ -269,7 +204,9 @@ def mcnemar_p(gained: int, lost: int) -> float:
     """
     if gained == lost:
         return 1.0
-    return 2 * binomial_mid_p(min(gained, lost), gained + lost)
+    fewer, total = min(gained, lost), gained + lost
+    below = sum(math.comb(total, k) for k in range(fewer))
+    return (2 * below + math.comb(total, fewer)) / 2**total
 
 
 # --- multiple tests
@@ -277,26 +214,19 @@ def mcnemar_p(gained: int, lost: int) -> float:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down adjustment of a family of p-values (Holm 1979, Scand. J. Stat. 6:65)."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted = [0.0] * len(p_values)
-    running = 0.0
-    for rank, i in enumerate(order):
-        running = max(running, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = running
-    return adjusted
+    p, order = np.array(p_values, dtype=float), np.argsort(p_values, kind="stable")
+    steps = np.arange(len(p), 0, -1) * p[order]
+    p[order] = np.minimum(1.0, np.maximum.accumulate(steps))
+    return p.tolist()
 
 
 def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
     """Step-up adjustment: named at 0.10, at most 10 % of the names are false on average (Benjamini &
     Hochberg 1995, J. R. Stat. Soc. B 57:289)."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted = [1.0] * len(p_values)
-    running = 1.0
-    for rank in range(len(p_values), 0, -1):
-        i = order[rank - 1]
-        running = min(running, len(p_values) / rank * p_values[i])
-        adjusted[i] = running
-    return adjusted
+    p, order = np.array(p_values, dtype=float), np.argsort(p_values, kind="stable")[::-1]
+    steps = len(p) / np.arange(len(p), 0, -1) * p[order]
+    p[order] = np.minimum(1.0, np.minimum.accumulate(steps))
+    return p.tolist()
 
 
 # --- the noise between two runs of one arm, and power
@@ -308,15 +238,13 @@ def noise_floor(
     """The difference of means that the noise between two runs of one arm alone exceeds in 5 of 100
     runs: t over the clusters' mean differences (``first`` and ``second`` are marks of the same items).
     None for one cluster. Raises ValueError for no items or unequal lengths."""
-    if not first or len(first) != len(second):
+    if len(first) != len(second):
         raise ValueError("two runs of the same items are needed")
-    differences = [later - earlier for earlier, later in zip(first, second, strict=True)]
-    sums, sizes = cluster_sums(differences, clusters)
+    sums, sizes = cluster_sums(np.subtract(second, first).tolist(), clusters)
     groups = len(sums)
     if groups == 1:
         return None
-    quantile = t_quantile(groups - 1, (1 + CONFIDENCE) / 2)
-    return quantile * float(np.std(sums / sizes, ddof=1)) / math.sqrt(groups)
+    return _t_reach(groups) * float(np.std(sums / sizes, ddof=1)) / math.sqrt(groups)
 
 
 def power(effect: float, sd: float, clusters: int, alpha: float = 1 - CONFIDENCE) -> float:
@@ -350,9 +278,10 @@ def detectable_effect(
         return None
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (
-            (low, middle) if power(middle, sd, clusters, alpha) >= chance else (middle, high)
-        )
+        if power(middle, sd, clusters, alpha) >= chance:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -371,12 +300,12 @@ def smallest_seen(
     if groups < 2 or 2.0**-groups >= alpha:
         return None
     error = float(standard_error(sums[None], sizes)[0])
-    if error < 1e-12:
+    if error < _TINY:
         return unseen_share(groups)
     return detectable_effect(error * math.sqrt(groups), groups, alpha=alpha)
 
 
-# --- Student's t and the binomial distribution: a few formulas in place of scipy's 143 MB (tests compare)
+# --- Student's t: a few formulas in place of scipy's 143 MB (tests compare)
 #
 # T, noncentral with shift d and n degrees of freedom, is (Z + d) / S, where Z is normal and n S^2
 # chi-squared: P(T <= t) is the mean of Phi(t S - d). Over y = log S it is an integral of an analytic
@@ -385,19 +314,13 @@ def smallest_seen(
 
 _NEGLIGIBLE = 45.0  # exp(-45): 3e-20
 _STEP = 0.5  # of the narrower of the two features of the integrand, over which it changes by e
-_ROUNDS = (
-    200  # of Newton's method: it is done after ten but far out, where t has few degrees of freedom
-)
+# Of Newton's method, which is done after ten but far out, where t has few degrees of freedom.
+_ROUNDS = 200
 
 
 def normal_cdf(x: float) -> float:
     """P(Z <= x) of the normal distribution."""
     return 0.5 * math.erfc(-x / math.sqrt(2))
-
-
-def normal_quantile(p: float) -> float:
-    """The x with P(Z <= x) = p, 0 < p < 1 (Wichura 1988, Appl. Stat. 37:477)."""
-    return NormalDist().inv_cdf(p)
 
 
 def t_cdf(freedom: int, t: float, shift: float = 0.0) -> float:
@@ -411,9 +334,11 @@ def t_quantile(freedom: int, p: float) -> float:
     """The t with P(T <= t) = p, 0 < p < 1, for ``freedom`` degrees of freedom."""
     if p < 0.5:
         return -t_quantile(freedom, 1 - p)
-    scales = np.exp(_spread(freedom, 0.0)[0])
-    weights = _spread(freedom, 0.0)[1]
-    t = normal_quantile(p)  # below it; P is concave from 0 on, so that each step stays below it
+    logs, weights = _spread(freedom, 0.0)
+    scales = np.exp(logs)
+    t = NormalDist().inv_cdf(
+        p
+    )  # below it; P is concave from 0 on, so that each step stays below it
     for _ in range(_ROUNDS):
         slope = float(weights @ (scales * np.exp(-0.5 * np.square(t * scales))))
         step = (p - float(weights @ _normal(t * scales))) * math.sqrt(2 * math.pi) / slope
@@ -423,13 +348,9 @@ def t_quantile(freedom: int, p: float) -> float:
     return t
 
 
-def binomial_mid_p(fewer: int, n: int) -> float:
-    """P(X < fewer) + P(X = fewer) / 2 of ``n`` fair coins, rounded once."""
-    term, below = 1, 0
-    for k in range(fewer):
-        below += term
-        term = term * (n - k) // (k + 1)
-    return (2 * below + term) / (1 << (n + 1))
+def _t_reach(groups: int) -> float:
+    """Half-width of a 95 % t interval over ``groups`` clusters, in standard errors."""
+    return t_quantile(groups - 1, (1 + CONFIDENCE) / 2)
 
 
 @lru_cache(maxsize=256)

@@ -259,7 +259,7 @@ def test_our_benches_have_anchors_of_both_kinds_and_lengths(name, count):
     bench = load_bench(name)
     anchors = read_anchors(bench)
     assert len(anchors) == count
-    asked = {one.item.judge for one in anchors}
+    asked = {tuple(one.item.judge) for one in anchors}
     lists = {tuple(item.judge) for item in bench.items if item.judge}
     # Every checklist is covered; an item's own questions beside one are not.
     assert all(any(judge[: len(one)] == one for one in asked) for judge in lists)

@@ -278,7 +278,7 @@ def test_a_copy_that_was_changed_is_refused(tmp_path):
         load_compat("nekobench", tmp_path / "nosuch")
     path.write_text(json.dumps([good]), "utf-8")
     (item,) = load_compat("nekobench", path).items
-    assert item.judge == ()
+    assert item.judge == []
 
 
 @pytest.mark.parametrize("name", ["script.ipynb", "script.py"])

@@ -6,28 +6,29 @@ import math
 
 import numpy as np
 import pytest
+from scipy import special
 from scipy import stats as reference
 
 from ktbridge.eval.stats import (
-    _FEW_CLUSTERS,
-    bootstrap_interval,
-    bootstrap_rows,
+    benjamini_hochberg,
     detectable_effect,
     holm,
+    interval_rows,
     mcnemar_p,
     mean_interval,
     noise_floor,
+    normal_cdf,
     power,
     sign_flip_p,
     sign_flip_rows,
-    t_interval,
-    t_rows,
+    t_cdf,
+    t_quantile,
     unseen_share,
-    wilson_interval,
 )
 
 RUNS = 4000
 BOUNDS = (-1.0, 1.0)
+SHARE = (0.0, 1.0)
 
 
 def names(count):
@@ -47,17 +48,10 @@ def draw(kind, clusters, rng, effect=0.0):
     return rng.beta(8 * hard, 8 * (1 - hard)) - rng.beta(8 * hard, 8 * (1 - hard)) + effect
 
 
-def interval_rows(sums, sizes):
-    """As ``mean_interval`` chooses, with fewer resamples."""
-    if sums.shape[1] < _FEW_CLUSTERS:
-        return t_rows(sums, sizes, BOUNDS)
-    return bootstrap_rows(sums, sizes, BOUNDS, 800, 3)
-
-
 def rates(differences, sizes=None, truth=0.0):
     """(coverage, false positives) in percent."""
     sizes = np.ones(differences.shape[1]) if sizes is None else sizes
-    low, high = interval_rows(differences, sizes)
+    low, high = interval_rows(differences, sizes, BOUNDS, 800, 3)
     covered = np.mean((low <= truth + 1e-9) & (high >= truth - 1e-9))
     return 100 * covered, 100 * np.mean(sign_flip_rows(differences, 800, 5) < 0.05)
 
@@ -130,7 +124,7 @@ def test_pairs_count_once():
 def test_shares_are_covered(share, count):
     wins = np.random.default_rng(3).binomial(count, share, 2000)
     ends = {
-        k: wilson_interval([1.0] * k + [0.0] * (count - k), names(count))
+        k: mean_interval([1.0] * k + [0.0] * (count - k), names(count), bounds=SHARE)
         for k in set(wins.tolist())
     }
     covered = np.mean([ends[k].low <= share <= ends[k].high for k in wins.tolist()])
@@ -142,10 +136,10 @@ def test_shares_are_covered(share, count):
 
 def test_intervals_agree_with_scipy_where_scipy_has_them():
     values = np.random.default_rng(2).uniform(-0.4, 0.6, 9)
-    ours = t_interval(values.tolist(), names(9), bounds=BOUNDS)
+    ours = mean_interval(values.tolist(), names(9), bounds=BOUNDS)
     theirs = reference.ttest_1samp(values, 0).confidence_interval(0.95)
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
-    share = wilson_interval([1.0] * 7 + [0.0] * 5, names(12))
+    share = mean_interval([1.0] * 7 + [0.0] * 5, names(12), bounds=SHARE)
     theirs = reference.binomtest(7, 12).proportion_ci(0.95, "wilson")
     assert (share.low, share.high) == pytest.approx((theirs.low, theirs.high))
 
@@ -159,40 +153,44 @@ def test_the_interval_that_is_reported_is_chosen_by_shape():
 
 
 def test_a_share_of_pairs_is_no_surer_than_its_pairs():
-    together = wilson_interval([1.0, 1.0, 0.0, 0.0] * 5, [str(i // 2) for i in range(20)])
-    apart = wilson_interval([1.0, 1.0, 0.0, 0.0] * 5, names(20))
+    pairs = [str(i // 2) for i in range(20)]
+    halves, ones = [1.0, 1.0, 0.0, 0.0] * 5, [1.0] * 20
+    together = mean_interval(halves, pairs, bounds=SHARE)
+    apart = mean_interval(halves, names(20), bounds=SHARE)
     assert together.mean == apart.mean == 0.5
     assert together.high - together.low > 1.3 * (apart.high - apart.low)
-    all_right = wilson_interval([1.0] * 20, [str(i // 2) for i in range(20)])
-    assert all_right.low < wilson_interval([1.0] * 20, names(20)).low < 1
+    all_right = mean_interval(ones, pairs, bounds=SHARE)
+    assert all_right.low < mean_interval(ones, names(20), bounds=SHARE).low < 1
 
 
 def test_a_real_effect_is_found():
     values = (0.3 + np.random.default_rng(1).uniform(-0.6, 0.6, 30)).tolist()
-    interval = bootstrap_interval(values, names(30), bounds=BOUNDS)
+    interval = mean_interval(values, names(30), bounds=BOUNDS)
     assert 0 < interval.low < 0.3 < interval.high
     assert sign_flip_p(values, names(30)) < 0.001
 
 
 def test_clusters_are_what_is_resampled():
-    values = [0.0, 1.0] * 10
-    tied = bootstrap_interval(values * 4, names(20) * 4, bounds=(0.0, 1.0))
-    free = bootstrap_interval(values * 4, names(80), bounds=(0.0, 1.0))
+    values = [0.25, 0.75] * 10
+    tied = mean_interval(values * 4, names(20) * 4, bounds=SHARE)
+    free = mean_interval(values * 4, names(80), bounds=SHARE)
     assert tied.mean == free.mean == 0.5
     assert (tied.n, tied.clusters, free.clusters) == (80, 20, 80)
     assert tied.high - tied.low > 1.8 * (free.high - free.low)
 
 
-@pytest.mark.parametrize("interval", [t_interval, bootstrap_interval])
-def test_equal_values_are_not_certainty(interval):
-    same = interval([0.0] * 12, names(12), bounds=BOUNDS)
-    assert same.high == pytest.approx(1 - 0.025 ** (1 / 12))  # 0.265
+@pytest.mark.parametrize("count", [12, 40])
+def test_equal_values_are_not_certainty(count):
+    same = mean_interval([0.0] * count, names(count), bounds=BOUNDS)
+    assert same.high == pytest.approx(1 - 0.025 ** (1 / count))  # 0.265, 0.088
     assert same.low == -same.high
-    pairs = interval([0.0, 1.0] * 4, list("aabbccdd"), bounds=(0.0, 1.0))
-    assert pairs.low < 0.3
-    assert pairs.high > 0.7
-    alone = interval([0.4, 0.6], ["a", "a"], bounds=(0.0, 1.0))
-    assert (alone.low, alone.high) == (0.0, 1.0)
+    halves = mean_interval(
+        [0.1, 0.9] * count, [str(i // 2) for i in range(2 * count)], bounds=SHARE
+    )
+    share = unseen_share(count) / 2
+    assert (halves.low, halves.high) == pytest.approx((0.5 - share, 0.5 + share))
+    alone = mean_interval([0.4, 0.6], ["a", "a"], bounds=SHARE)
+    assert (alone.low, alone.high) == SHARE
 
 
 def test_sign_flip_enumerates_few_clusters_and_counts_ties_half():
@@ -223,17 +221,18 @@ def test_how_many_items_that_agree_exclude_a_margin():
     assert unseen_share(1) == pytest.approx(0.975)
 
 
-def test_holm_by_hand():
+def test_adjusted_p_values_by_hand():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm([]) == benjamini_hochberg([]) == []
+    ps = [0.01, 0.2, 0.04, 0.03, 0.9]
+    assert benjamini_hochberg(ps) == pytest.approx(reference.false_discovery_control(ps))
 
 
 def test_nothing_to_average_is_refused():
-    for interval in (t_interval, bootstrap_interval, mean_interval):
-        with pytest.raises(ValueError, match="no values"):
-            interval([], [], bounds=(0.0, 1.0))
-    with pytest.raises(ValueError, match="no differences"):
+    with pytest.raises(ValueError, match="no values"):
+        mean_interval([], [], bounds=SHARE)
+    with pytest.raises(ValueError, match="no values"):
         sign_flip_p([], [])
 
 
@@ -268,3 +267,30 @@ def test_the_noise_of_two_runs():
     assert noise_floor([0.1, 0.2], [0.2, 0.2], ["a", "a"]) is None
     with pytest.raises(ValueError, match="two runs"):
         noise_floor([1.0], [1.0, 0.0], ["a", "b"])
+
+
+# --- our distributions against scipy's, which reports used before
+
+FREEDOMS = (1, 2, 3, 4, 7, 12, 19, 30, 100, 1000, 20_000)
+
+
+@pytest.mark.parametrize("freedom", FREEDOMS)
+def test_students_t_with_and_without_a_shift(freedom):
+    for p in (0.025, 0.2, 0.6, 0.9, 0.975, 0.99, 0.995, 0.9995):
+        assert t_quantile(freedom, p) == pytest.approx(special.stdtrit(freedom, p), rel=1e-12)
+    for shift in (0.0, 0.1, 1.0, 2.8, 4.0, 7.0, 15.0, 30.0):
+        for t in (-12.7, -2.0, -0.5, 0.0, 0.3, 1.0, 2.5, 4.0, 12.7, 40.0, 300.0):
+            theirs = special.nctdtr(freedom, shift, t) if shift else special.stdtr(freedom, t)
+            if not math.isnan(theirs):  # scipy has no number where it is below 1e-16
+                assert t_cdf(freedom, t, shift) == pytest.approx(theirs, abs=1e-13)
+
+
+def test_the_normal_distribution_and_fair_coins():
+    for x in (-9.0, -3.0, -0.1, 0.0, 1.0, 4.0):
+        assert normal_cdf(x) == pytest.approx(special.ndtr(x), rel=1e-13)
+    for n in (1, 2, 9, 50, 333, 3000):
+        for fewer in {0, 1, n // 3, (n - 1) // 2}:
+            if 2 * fewer < n:
+                below = special.bdtr(fewer - 1, n, 0.5) if fewer else 0.0
+                theirs = below + special.bdtr(fewer, n, 0.5)
+                assert mcnemar_p(fewer, n - fewer) == pytest.approx(theirs, rel=1e-12)

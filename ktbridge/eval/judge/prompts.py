@@ -23,9 +23,9 @@ import yaml
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.arms import Arm, parse_model
-from ktbridge.eval.bench import HIGHEST, PLACE, REQUEST, Bench, Item
+from ktbridge.eval.bench import HIGHEST, PLACE, REQUEST, Bench
 from ktbridge.eval.results.types import ArmAnswer, ItemRow, Json, JudgeCheck, JudgeState, Message
-from ktbridge.eval.schema import AnchorRow, list_questions, slice_table
+from ktbridge.eval.schema import AnchorRow, Item, list_questions, slice_table
 from ktbridge.eval.store import Compared
 from ktbridge.files import digests
 from ktbridge.schemas import check_fields, is_json
@@ -303,7 +303,7 @@ def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
     for name, values in slice_table(head).items():
         rows = values.get("anchors", [])
         for number, given in enumerate(rows if isinstance(rows, list) else [rows], 1):
-            digit = asked.get(name, ()) if digits else None
+            digit = asked.get(name, []) if digits else None
             found, faults = _read_anchor(given, name, number, lists, digit)
             where = f"bench.yaml: slices.{name}.anchors[{number}]"
             problems += [problem("KTB874", where, *fault) for fault in faults]
@@ -320,7 +320,7 @@ def _read_anchor(
     slice_: str,
     number: int,
     lists: Mapping[str, list[str]],
-    digit: tuple[str, ...] | None,
+    digit: list[str] | None,
 ) -> tuple[list[Anchor], list[tuple[str, str]]]:
     """Return the good and the bad anchor of a row, or its faults as (found, expected).
 
@@ -348,9 +348,11 @@ def _read_anchor(
         expected = f"question numbers, 1 to {len(questions)}"
         return [], [(f"fails = {row.fails!r}"[:60], expected)]
     system = [{"role": "system", "content": row.system}] if row.system else []
-    messages = (*system, {"role": "user", "content": row.user})
+    messages = [*system, {"role": "user", "content": row.user}]
     name = f"{slice_}#{number}"
-    item = Item(name, slice_, "", "", name, messages, row.gold, (), 1, questions)
+    item = Item.model_construct(
+        id=name, slice=slice_, messages=messages, gold=row.gold, checks=[], judge=questions
+    )
     good = Anchor(item, "good", row.good, {n - 1: True for n in every})
     bad = Anchor(item, "bad", row.bad, {n - 1: False for n in numbers})
     return [one for one in (good, bad) if one.answer], []

@@ -10,7 +10,7 @@ from pathlib import Path
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import VOLATILE
-from ktbridge.eval.bench import HIGHEST, Bench, Item
+from ktbridge.eval.bench import HIGHEST, Bench
 from ktbridge.eval.judge.prompts import (
     VERSION,
     JsonSchema,
@@ -26,6 +26,7 @@ from ktbridge.eval.judge.score import named_judge, read_card, read_judgements
 from ktbridge.eval.results.rows import read_rows
 from ktbridge.eval.results.types import Json, Message
 from ktbridge.eval.run import Asked, AskingLoop, is_silent, run_until_interrupt
+from ktbridge.eval.schema import Item
 from ktbridge.eval.store import JUDGE, JUDGE_FAILED, JUDGEMENTS, JudgementRecord, Ledger, write_json
 from ktbridge.server_api.client import Client
 from ktbridge.server_api.failures import remedy, think_only_remedy
@@ -135,10 +136,13 @@ def _name_judge(directory: Path, judge: Judge, pairs: bool, server: Json) -> Non
 # --- before any arm is asked
 
 
-_CANARY = Item(
-    "canary", "", "", "en", "canary", ({"role": "user", "content": "What is 2 + 2?"},), None, (), 1,
-    ("Does the answer give the number four?", "Does the answer name the capital of Peru?"),
-)  # fmt: skip
+_CANARY = Item.model_construct(
+    id="canary",
+    slice="",
+    messages=[{"role": "user", "content": "What is 2 + 2?"}],
+    checks=[],
+    judge=["Does the answer give the number four?", "Does the answer name the capital of Peru?"],
+)
 _CANARY_ANSWER = ShownAnswer("2 + 2 = 4.")
 _CANARY_RIGHT = [True, False]
 

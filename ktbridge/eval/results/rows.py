@@ -14,7 +14,7 @@ from typing import Final, Literal, cast
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
-from ktbridge.eval.bench import Bench, Item
+from ktbridge.eval.bench import Bench
 from ktbridge.eval.request import answer_key
 from ktbridge.eval.results.types import (
     ArmAnswer,
@@ -27,6 +27,7 @@ from ktbridge.eval.results.types import (
     TextCell,
     Texts,
 )
+from ktbridge.eval.schema import Item
 from ktbridge.eval.scorers import FAMILIES, ScorerError, measure_texts, score_task
 from ktbridge.eval.scorers.registry import time_limit
 from ktbridge.eval.store import (
