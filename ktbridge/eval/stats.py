@@ -79,7 +79,7 @@ def interval_rows(
     resamples: int = RESAMPLES,
     seed: int = SEED,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ends [R] of the intervals of R experiments over the same G > 1 clusters: ``sums`` [R, G], ``sizes`` [G].
+    """Ends [R] of the intervals of R experiments over G > 1 clusters: ``sums`` [R, G], ``sizes`` [G].
 
     Student's, with the variance taken between clusters. The mean is a ratio of sums, linearised: var =
     G/(G-1) sum_g (s_g - mean n_g)^2 / N^2, with G-1 degrees of freedom (Cochran 1977, Sampling Techniques,

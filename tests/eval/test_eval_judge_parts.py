@@ -265,9 +265,15 @@ def test_our_benches_have_anchors_of_both_kinds_and_lengths(name, count):
     assert all(any(judge[: len(one)] == one for one in asked) for judge in lists)
     for judge in asked:
         good = [
-            len(one.answer) for one in anchors if one.item.judge == judge and one.kind == "good"
+            len(one.answer)
+            for one in anchors
+            if tuple(one.item.judge) == judge and one.kind == "good"
         ]
-        bad = [len(one.answer) for one in anchors if one.item.judge == judge and one.kind == "bad"]
+        bad = [
+            len(one.answer)
+            for one in anchors
+            if tuple(one.item.judge) == judge and one.kind == "bad"
+        ]
         longer = [a > b for a, b in zip(good, bad, strict=True)]
         assert True in longer, judge
         assert False in longer, judge
