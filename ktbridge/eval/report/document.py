@@ -1,8 +1,8 @@
 """A run's report, and the overview of several benches: blocks for terminal and Markdown, and the HTML page.
 
 The page is one file: no network, no external reference, every answer escaped; rendered from the results
-alone, so the same results give the same bytes. Template (which draws the charts), CSS and script are in
-``page/``.
+alone, so the same results give the same bytes. Template (which draws the charts) and script are in
+``page/``; the CSS is that of all pages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 
 from ktbridge.document import (
@@ -28,6 +27,8 @@ from ktbridge.document import (
     Sentences,
     Table,
     TableRow,
+    page_environment,
+    render_page,
     show_direction,
 )
 from ktbridge.errors import Problem, list_names
@@ -364,13 +365,7 @@ def render_overview(index: Index, failures: Sequence[str]) -> str:
 
 
 def _render(blocks: Sequence[Block], **context: object) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_PAGE),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+    environment = page_environment(_PAGE)
     environment.filters |= {
         "signed": signed,
         "interval": interval,
@@ -378,7 +373,6 @@ def _render(blocks: Sequence[Block], **context: object) -> str:
         "cut": _cut,
         "unfold": _unfold,
         "is_long": lambda text: shown_lines(text, _FOLDED) > _FOLDED,
-        "anchor": lambda text: "-".join(re.findall(r"\w+", text)) or "sign",
         "detectable": detectable,
         "tone": contrast_tone,
         "across": _across,
@@ -386,13 +380,9 @@ def _render(blocks: Sequence[Block], **context: object) -> str:
         "reach_y": lambda spoke, value: round(180 + _RADIUS * value * spoke["sin"], 1),
         "pretty": lambda value: json.dumps(value, indent=1, ensure_ascii=False, sort_keys=True),
     }
-    blocks = [block for block in blocks if "page" in block.media]
     # Our own files must not be escaped; everything else is.
-    style, script = (
-        Markup((_PAGE / name).read_text("utf-8")) for name in ("report.css", "report.js")
-    )
-    page = environment.get_template("report.html.j2")
-    return page.render(blocks=blocks, style=style, script=script, **context)
+    script = Markup((_PAGE / "report.js").read_text("utf-8"))
+    return render_page(environment, "report.html.j2", blocks, script=script, **context)
 
 
 def _across(value: float, reach: float | None = None) -> float:

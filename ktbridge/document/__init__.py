@@ -1,7 +1,7 @@
 """Documents: what a command says of its results, as a list of blocks from top to bottom.
 
-A block is built once. The terminal (``cli/_ui.py``), Markdown (``to_markdown``) and an HTML page (a template,
-``eval/report/page``) show it each in its own way; ``media`` names those that show it.
+A block is built once. The terminal (``cli/_ui.py``), Markdown (``to_markdown``) and an HTML page
+(``render_page``) show it each in its own way; ``media`` names those that show it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ktbridge.errors import Problem
+
+if TYPE_CHECKING:
+    import jinja2
 
 Medium = Literal["terminal", "markdown", "page"]
 MEDIA: tuple[Medium, ...] = ("terminal", "markdown", "page")
 Tone = Literal["improved", "dropped", "calm"]  # green, red, grey
 
+_FOLDER = Path(__file__).parent  # of the templates
 _SIGNS = {"improved": "🟢", "dropped": "🔴", "calm": "⚪"}
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|~!@&$])")
 # Unicode bidi controls that change the text direction, except those that a right-to-left text needs
@@ -119,6 +124,42 @@ def show_direction(text: str) -> str:
 def to_markdown(blocks: Iterable[Block]) -> str:
     """Return what Markdown shows of ``blocks``: paragraphs with an empty line between them."""
     return "\n\n".join(filter(None, _paragraphs(blocks))) + "\n"
+
+
+def page_environment(*folders: Path) -> jinja2.Environment:
+    """Return jinja2's environment for pages, with the templates of ``folders`` and the macros of all blocks.
+
+    What a template prints is escaped, and a name that it isn't given raises an error.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, _FOLDER]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["anchor"] = lambda text: "-".join(re.findall(r"\w+", text)) or "sign"
+    return environment
+
+
+def render_page(
+    environment: jinja2.Environment, template: str, blocks: Iterable[Block], **context: object
+) -> str:
+    """Return one HTML file without external references: what a page shows of ``blocks``.
+
+    The template "page.html.j2" needs ``title`` and ``parts``, the functions that draw each ``PagePart``.
+    """
+    from markupsafe import Markup
+
+    context = {
+        "terms": {},
+        "style": Markup((_FOLDER / "page.css").read_text("utf-8")),
+        "blocks": [block for block in blocks if "page" in block.media],
+        **context,
+    }
+    return environment.get_template(template).render(context)
 
 
 def _paragraphs(blocks: Iterable[Block]) -> Iterator[str]:
