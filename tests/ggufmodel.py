@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 RANK, ALPHA = 4, 8
 
 
-def save_base(model_type: str, directory: Path, seed: int = 0, **sizes: int) -> Path:
+def save_base(model_type: str, directory: Path, seed: int = 0, **sizes: Any) -> Path:
     """A checkpoint in bfloat16 with a tokenizer of its own; ``sizes`` go before ours."""
     from transformers import AutoConfig
 
@@ -50,11 +50,11 @@ def save_base(model_type: str, directory: Path, seed: int = 0, **sizes: int) -> 
 
 def save_lora(
     base: Path, directory: Path, *, expert: bool = True, nonexpert: bool = True,
-    modules: tuple[str, ...] | None = None, strength: float = 0.3,
+    modules: tuple[str, ...] | None = None, strength: float = 0.3, seed: int = 7,
 ) -> Path:  # fmt: skip
     """A raw adapter for ``base``: either half as it would be in the whole."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(name: str, *shape: int, scale: float) -> Tensor:
         values = (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)

@@ -28,6 +28,7 @@ _REFUSED_LIMIT = re.compile(
 _TEXT_PARTS = ("text", "output_text")
 _THINKING_PARTS = ("thinking", "reasoning", "redacted_thinking", "summary_text", "reasoning_text")
 _SHOWN = 300  # characters of a server's error
+_ERROR_KEYS = ("error", "message", "detail", "error_message")  # the last: SGLang's of adapters
 _LONGEST_ERROR = 100_000  # characters of an error's body that are read as JSON
 _MOST_PARTS = 100_000  # lists and objects in a reply
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -280,7 +281,7 @@ def describe_reply(status: int, body: bytes) -> str:
 
 
 def read_error(text: str) -> tuple[str, str]:
-    """Message and code of a JSON error ({"error": {"message": ...}}, {"message": ...}, {"detail": ...})."""
+    """Message and code of a JSON error ({"error": {"message": ...}}, or one of ``_ERROR_KEYS``)."""
     code = ""
     if len(text) > _LONGEST_ERROR:
         return " ".join(text[:_LONGEST_ERROR].split()), code
@@ -290,7 +291,7 @@ def read_error(text: str) -> tuple[str, str]:
             if not isinstance(value, dict):
                 break
             code = next((c for key in ("code", "type") if isinstance(c := value.get(key), str)), "")
-            value = next((value[k] for k in ("error", "message", "detail") if value.get(k)), None)
+            value = next((value[k] for k in _ERROR_KEYS if value.get(k)), None)
         if isinstance(value, str):
             text = value
         elif isinstance(value, list):  # FastAPI's list of errors

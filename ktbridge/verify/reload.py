@@ -66,11 +66,14 @@ class AdapterLoader:
         try:
             self._server.send(f"/{path}", body, native=self._native)
         except Refused as refused:
-            if refused.status in (404, 405) and self._loaded == self.roots:  # nothing was changed
-                raise KtbridgeError(
-                    f"{self._server.url} has no API to load adapters ({refused.reason}).", _STEP
-                ) from refused
-            raise
+            if self._loaded != self.roots:
+                raise
+            # Nothing was changed: this server lets nobody exchange its adapters.
+            if refused.status in (404, 405):
+                said = f"{self._server.url} has no API to load adapters ({refused.reason})."
+                raise KtbridgeError(said, _STEP) from refused
+            said = f"{self._server.url} lets no adapter be loaded ({refused.reason.rstrip('.')})."
+            raise KtbridgeError(said, "leave out --reload") from refused
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
