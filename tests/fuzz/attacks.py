@@ -389,15 +389,19 @@ def mutate_request(rng: random.Random) -> bytes:
 
 def check_request(data: bytes) -> str:
     """What the server makes of a request's body: "taken", or "refused" in one short sentence."""
-    from ktbridge.serve.local.bodies import read_body
-    from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest
+    from ktbridge.serve.local.schema import (
+        ApiError,
+        ChatRequest,
+        CompletionRequest,
+        read_request,
+    )
 
     taken = 0
     with deadline():
         for kind in (ChatRequest, CompletionRequest):
             error = None
             try:
-                read_body(kind, data)
+                read_request(kind, data)
                 taken += 1
             except ApiError as refused:
                 error = refused

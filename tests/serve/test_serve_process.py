@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -114,24 +116,22 @@ def test_fingerprint_sees_every_small_file(base, tmp_path):
     assert len(seen) == 4
 
 
-def test_a_signal_leaves_the_queue_to_the_event_loop():
-    """The first begins the end, the second doesn't wait for it."""
+def test_the_first_signal_drains_and_the_second_aborts():
+    """By the event loop, and whoever called the server gets neither."""
+    done = []
+    worker = SimpleNamespace(drain=lambda: done.append("drain"), close=lambda: done.append("close"))
 
     async def scenario() -> None:
-        draining, closed = asyncio.Event(), asyncio.Event()
-        config = uvicorn.Config(app=lambda: None)
-        server = _Server(config, draining.set, closed.set, seconds=60)
+        server = _Server(uvicorn.Config(app=lambda: None), worker, seconds=60)
         with server.capture_signals():
-            server.handle_exit(signal.SIGTERM, None)
-            assert not draining.is_set()
-            await asyncio.wait_for(draining.wait(), 5)
-            assert server.should_exit
-            assert not closed.is_set()
-            server.handle_exit(signal.SIGTERM, None)
-            await asyncio.wait_for(closed.wait(), 5)
-        server.ended()  # else it would end this process a minute later
+            for count in (1, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                while len(done) < count:
+                    await asyncio.sleep(0.01)
+                assert server.should_exit
 
     asyncio.run(scenario())
+    assert done == ["drain", "close"]
 
 
 def test_dry_run_says_the_plan_and_hides_the_key(run_cli, base, adapter):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import os
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.local.plan import ServePlan, fingerprints
 from ktbridge.server_api import hosts
+
+if TYPE_CHECKING:
+    from ktbridge.serve.local.worker import Worker
 
 GRACE_SECONDS = 5  # for what is left after aborting everything
 
@@ -73,13 +75,12 @@ def serve(
             server_header=False,
         )
         worker = app.state.worker
-        server = _Server(config, app.state.drain, worker.close, plan.limits.drain_seconds)
+        server = _Server(config, worker, plan.limits.drain_seconds)
         worker.on_failure = server.stop
         gc.freeze()  # a collection among all that was imported and loaded stops everyone for half a second
         try:
             asyncio.run(_serve(server, listener, on_ready))
         finally:
-            server.ended()
             gc.unfreeze()
         if worker.failure is not None:
             raise KtbridgeError(
@@ -101,61 +102,42 @@ async def _serve(server: _Server, listener: socket.socket, on_ready: Callable[[s
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with graceful shutdown: a signal stops the server instead of killing the process.
+    """uvicorn, ended by signals in two steps.
 
     The first signal lets answers in progress finish, for ``seconds`` at most; the second aborts them.
     """
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        drain: Callable[[], None],
-        give_up: Callable[[], None],
-        seconds: float,
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, worker: Worker, seconds: float) -> None:
         super().__init__(config)
-        self._drain = drain
-        self._abort = give_up
-        self._seconds = seconds
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._late: threading.Timer | None = None
+        self._worker, self._seconds = worker, seconds
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        self._loop = asyncio.get_running_loop()
-        wanted = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in wanted}
+        """Have the event loop handle signals: a handler might interrupt a holder of the queue's lock.
+
+        uvicorn's own method raises them once more at the end, which would kill whoever called us.
+        """
+        loop, wanted = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        for number in wanted:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in wanted:
+                loop.remove_signal_handler(number)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._worker.close()
+            return
+        self.should_exit = True
+        self._worker.drain()
+        # Answers that take too long end with an error that states the reason.
+        asyncio.get_running_loop().call_later(self._seconds, self._worker.close)
 
     def stop(self) -> None:
         """End without a signal; from any thread."""
         self.should_exit = True
-
-    def ended(self) -> None:
-        """Whoever called the server goes on: nothing ends its process any more."""
-        if self._late is not None:
-            self._late.cancel()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        again = self.should_exit
-        self.should_exit = True
-        if not again:
-            # Whatever holds up the event loop or a thread, the process ends in time.
-            self._late = threading.Timer(self._seconds + 3 * GRACE_SECONDS, os._exit, (1,))
-            self._late.daemon = True
-            self._late.start()
-        # Not from the handler: the signal may have interrupted a holder of the queue's lock.
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._abort if again else self._begin_shutdown)
-
-    def _begin_shutdown(self) -> None:
-        self._drain()
-        # Answers that take too long end with an error that states the reason.
-        asyncio.get_running_loop().call_later(self._seconds, self._abort)
 
 
 def _port_error(host: str, port: int, error: OSError) -> KtbridgeError:

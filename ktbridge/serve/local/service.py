@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from ktbridge.serve.local.batch import Ask, Batch
+from ktbridge.serve.local.detokenize import Tokens
 from ktbridge.serve.local.engine import Engine
-from ktbridge.serve.local.prompts import Prompts
 from ktbridge.serve.local.replies import (
     ChatReply,
     CompletionReply,
@@ -22,7 +25,7 @@ from ktbridge.serve.local.replies import (
     while_connected,
 )
 from ktbridge.serve.local.sampling import Sampling
-from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest
+from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest, Message
 from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
 from ktbridge.serve.request import Limits
 from ktbridge.server_api.served_names import ServedArm, base_name, split_name
@@ -98,10 +101,7 @@ class Service:
         rooms = [prompts.room(prompt, body.max_tokens, "prompt") for prompt in ids]
         samplings = [self._sampling(body, room, body.logprobs, scored) for room in rooms]
         job = self._start(arm, ids, samplings, body.n)
-        echoes = [
-            await asyncio.to_thread(self._echo, body, *pair)
-            for pair in zip(body.prompts, ids, strict=True)
-        ]
+        echoes = [self._echo(body, *pair) for pair in zip(body.prompts, ids, strict=True)]
         reply = CompletionReply(
             arm.name,
             self.engine.tokens,
@@ -124,7 +124,7 @@ class Service:
         if body.stream:
             return stream(job, reply, tokens, body.include_usage)
         choices = await collect(job, len(prompts) * body.n, request)
-        return await asyncio.to_thread(lambda: JSONResponse(reply.whole(choices, tokens)))
+        return JSONResponse(reply.whole(choices, tokens))
 
     def _echo(self, body: CompletionRequest, given: str | list[int], prompt: list[int]) -> Echo:
         """The part of a prompt that the reply echoes."""
@@ -175,3 +175,93 @@ class Service:
             top_logprobs=tops,
             prompt_logprobs=scored,
         )
+
+
+class Prompts:
+    """Renders and tokenizes prompts in a thread of their own, and checks them against the context length.
+
+    A text that can't fit by its length is refused before it is tokenized. The thread's tokenizer is its own,
+    since a tokenizer changes its settings while it encodes.
+    """
+
+    def __init__(self, tokens: Tokens, vocab_size: int, context: int) -> None:
+        self._vocab_size, self._context = vocab_size, context
+        self._longest = tokens.longest()
+        self._templates = bool(getattr(tokens.tokenizer, "chat_template", None))
+        self._tokenizer = copy.deepcopy(tokens.tokenizer)
+        self._thread = ThreadPoolExecutor(1, "ktbridge-prompts")
+
+    async def chat(self, messages: Sequence[Message], variables: Mapping[str, object]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins. Raises ApiError."""
+        if not self._templates:
+            raise ApiError(
+                400,
+                "this model's tokenizer has no chat template; use /v1/completions",
+                code="no_chat_template",
+            )
+        rows = [message.as_template_input() for message in messages]
+
+        def work() -> list[int]:
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    rows,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **variables,  # type: ignore[arg-type]
+                )
+            except Exception as error:  # templates may raise any exception, jinja's included
+                raise ApiError(
+                    400,
+                    f"the chat template refuses these messages: {str(error)[:300]}",
+                    param="messages",
+                ) from error
+            # The template wrote the special tokens itself.
+            return self._encode(str(text), special=False, param="messages")
+
+        return await asyncio.wrap_future(self._thread.submit(work))
+
+    async def completion(self, prompt: str | list[int]) -> list[int]:
+        """Token ids of a prompt given as text or as ids. Raises ApiError."""
+        if isinstance(prompt, str):
+            work = partial(self._encode, prompt, special=True, param="prompt")
+            return await asyncio.wrap_future(self._thread.submit(work))
+        if len(prompt) > self._context:
+            raise self._too_long(f"has {len(prompt)} tokens", "prompt")
+        if any(token >= self._vocab_size for token in prompt):
+            raise ApiError(
+                400, f"token ids must be below {self._vocab_size}, the vocabulary", param="prompt"
+            )
+        return prompt
+
+    def room(self, prompt: Sequence[int], limit: int | None, param: str) -> int:
+        """Return how many tokens may be generated: ``limit``, or what the context leaves."""
+        size, context = len(prompt), self._context
+        if not prompt:
+            raise ApiError(400, "the prompt has no tokens", param=param)
+        left = context - size
+        # A prompt that fills the context can still be scored, though not continued.
+        if left < 0 or (left == 0 and limit != 0):
+            raise self._too_long(f"has {size} tokens", param)
+        if limit is None:
+            return left
+        if limit > left:
+            text = (
+                f"the prompt has {size} tokens and {limit} more were asked for; this model's context is "
+                f"{context}"
+            )
+            raise ApiError(400, text, param="max_tokens", code="context_length_exceeded")
+        return limit
+
+    def fits(self, text: str, tokens: int) -> bool:
+        """Return whether ``tokens`` tokens can be this text, by its length."""
+        return len(text) <= tokens * self._longest  # a character is a byte or more
+
+    def _encode(self, text: str, *, special: bool, param: str) -> list[int]:
+        if not self.fits(text, self._context):
+            how = f"has {len(text):,} characters, at most {self._longest} of which are a token"
+            raise self._too_long(how, param)
+        return self._tokenizer.encode(text, add_special_tokens=special)
+
+    def _too_long(self, how: str, param: str) -> ApiError:
+        text = f"the prompt {how}; this model's context is {self._context}, the answer included"
+        return ApiError(400, text, param=param, code="context_length_exceeded")
