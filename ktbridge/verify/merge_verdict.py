@@ -45,7 +45,8 @@ from ktbridge.verify.merge_sums import (
 
 IN_PART, SEVERAL, CANT_TELL = "in part", "several mistakes", "can't tell"
 _PARTIAL = {RANKS, SLICE, NOT_APPLIED}
-_MEANING = {
+MEANINGS = {
+    DIFFERS: "changed; no adapter was given to compare with",
     APPLIED: "the base plus the adapter's delta",
     NOT_APPLIED: "the base's",
     ROUNDED: "the delta is smaller than the steps between stored values",
@@ -320,7 +321,7 @@ def _with_adapter(
         (only,) = counts
         if only == SCALE:
             return SCALE, _scale_sentence(check, findings, f"all {total:,} matrices")
-        return only, f"all {total:,} matrices with LoRA: {_MEANING[only]}{_how(groups, only)}"
+        return only, f"all {total:,} matrices with LoRA: {MEANINGS[only]}{_how(groups, only)}"
     if kinds <= {APPLIED, ROUNDED, *_PARTIAL}:
         right = counts[APPLIED] + counts[ROUNDED]
         return (
@@ -338,7 +339,7 @@ def _with_adapter(
         places = _where(groups, wrong[0])
         return wrong[0], (
             f"{counts[wrong[0]]:,} of {total:,} matrices with LoRA ({places}): "
-            f"{_MEANING[wrong[0]]}{_how(groups, wrong[0])}"
+            f"{MEANINGS[wrong[0]]}{_how(groups, wrong[0])}"
         )
     return SEVERAL, f"of {total:,} matrices with LoRA {_places(groups, set(wrong))}"
 

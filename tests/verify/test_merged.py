@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -19,7 +18,7 @@ from ktbridge.adapter.merge import merge_adapter
 from ktbridge.cli.verify import command
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.verify.merge_check import MergeCheck, check_merge
-from ktbridge.verify.merge_page import render_merge_page
+from ktbridge.verify.merge_page import build_keys, build_panels, render_merge_page
 from ktbridge.verify.merge_verdict import MergeVerdict, judge_merge
 
 # fault: the verdict of all, and that of the experts' matrices which it is about
@@ -260,20 +259,49 @@ def test_the_page_is_whole_and_escaped(tmp_path: Path) -> None:
     model, path, _ = make(tmp_path, "qwen3_moe", experts=8)
     half = {name: d for name, d in model.deltas().items() if name[0] == 0 or 0 <= name[1] < 4}
     merged = model.write(path / "a<b>", model.added(half))
-    page = render_merge_page(*verified(path / "base", merged, path / "adapter"))
-    assert page.count("<svg") == page.count("</svg>") == 4
+    check, verdict = verified(path / "base", merged, path / "adapter")
+    page = render_merge_page(check, verdict)
+    assert page.count("<svg") == page.count("</svg>") == 3 + 4  # of the legend, and maps
     assert "a<b>" not in page
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    gate = page.split("experts.gate_proj: layers down")[1].split("</svg>")[0]
-    cells = re.findall(r'fill="(#\w+)" fill-opacity="1.00">\s*<title>([^<]*)', gate)
-    assert [title for _, title in cells] == [
-        "layer 0, experts 0-7: applied, k 1",
-        *(
-            f"layer {layer}, experts {experts}"
-            for layer in (1, 2)
-            for experts in ("0-3: applied, k 1", "4-7: not applied, k 0")
-        ),
+    assert "://" not in page
+    assert "<title>layer 2, expert 3: applied, k 1</title>" in page
+    gate, up, down, others = build_panels(check.findings)
+    assert [panel.title for panel in (gate, up, down)] == [
+        f"experts.{name}_proj" for name in ("gate", "up", "down")
     ]
+    assert gate.cells[8:] == [
+        cell._replace(y=y, title=cell.title.replace("layer 0", f"layer {layer}"))
+        if expert < 4
+        else cell._replace(
+            y=y, look=absent, title=f"layer {layer}, expert {expert}: not applied, k 0"
+        )
+        for layer, y, absent in (
+            (1, gate.cells[8].y, gate.cells[12].look),
+            (2, gate.cells[16].y, gate.cells[12].look),
+        )
+        for expert, cell in enumerate(gate.cells[:8])
+    ]
+    assert {cell.title for cell in others.cells} == {
+        f"layer {layer}, self_attn.{name}_proj: {'not ' if layer else ''}applied, k {int(not layer)}"
+        for layer in range(3)
+        for name in "qo"
+    }
+    legend = {key.verdict: (key.matrices, key.look) for key in build_keys(check.findings)}
+    assert legend["not applied"] == (28, gate.cells[12].look)
+    assert legend["applied"][0] == 50
+
+
+def test_the_map_of_many_experts_joins_what_looks_the_same(tmp_path: Path) -> None:
+    model, path, _ = make(tmp_path, "qwen3_moe", experts=40, layers=1, hidden=32, inner=16)
+    half = {name: d for name, d in model.deltas().items() if name[1] < 16}
+    merged = model.write(path / "merged", model.added(half))
+    check, _ = verified(path / "base", merged, path / "adapter")
+    gate = next(build_panels(check.findings))
+    assert [cell.title for cell in gate.cells] == [
+        "layer 0, experts 0-15: applied, k 1", "layer 0, experts 16-39: not applied, k 0",
+    ]  # fmt: skip
+    assert gate.cells[1].x > gate.cells[0].x + gate.cells[0].width
+    assert len({cell.look.color for cell in gate.cells}) == 2
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -291,7 +319,7 @@ def test_the_command(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert (report["ok"], report["verdict"], report["scale"]) == (True, "applied", 2.0)
     assert report["matrices"] == {"applied": 42, "unchanged": 4}
-    assert page.read_text().endswith("</html>\n")
+    assert page.read_text().endswith("</html>")
     done = run("--merged", str(path / "copy"), *adapter)
     assert done.exit_code == 1
     assert done.stdout.startswith("not applied: ")
