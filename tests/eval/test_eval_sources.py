@@ -15,10 +15,11 @@ from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench
 from ktbridge.eval.bench import FILES, benches_root, load_compat, parse_bench
 from ktbridge.eval.contamination import find_contamination, overlap_problems
-from ktbridge.eval.judge.prompts import first_digit, judge_messages
+from ktbridge.eval.judge.prompts import DigitRequest, ReplyError, ShownAnswer, parse_judge
 from ktbridge.eval.scorers import score_task
 
 NEKOBENCH = Path(__file__).parents[3] / "shared" / "data" / "nekobench" / "NekoBench.json"
+JUDGE = parse_judge("m@http://127.0.0.1:1")
 SOURCED = ("translational-style", "afrimed-qa", "beyond-dialogue", "llemr", "generic")
 
 
@@ -287,7 +288,9 @@ def test_the_judge_is_asked_word_for_word_what_the_public_script_asks(tmp_path, 
     path.write_text(json.dumps([{"module": m, "question": f"{m}？"} for m in MODULES]), "utf-8")
     bench = load_compat("nekobench", path, script)
     for module, item in zip(MODULES, bench.items, strict=True):
-        (asked,) = judge_messages(item, "很好 {{asked of PES}}")
+        (asked,) = DigitRequest(
+            JUDGE, item, (ShownAnswer("很好 {{asked of PES}}"),), "base"
+        ).messages
         assert asked == {
             "role": "user",
             "content": f"# Mark {module}\n[Q]: {module}？\n[A]: 很好 {{{{asked of PES}}}}\nOne digit.",
@@ -314,4 +317,10 @@ def test_the_judge_is_asked_word_for_word_what_the_public_script_asks(tmp_path, 
     ],
 )
 def test_a_grade_is_the_first_digit_in_the_reply(reply, digit):
-    assert first_digit(reply) == digit
+    item = next(one for one in load_bench("nekobench").items if one.judge)
+    request = DigitRequest(JUDGE, item, (), "base")
+    if digit is None:
+        with pytest.raises(ReplyError):
+            request.read(reply)
+    else:
+        assert request.read(reply).digit == digit

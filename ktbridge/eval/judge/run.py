@@ -11,17 +11,8 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.eval.arms import VOLATILE
 from ktbridge.eval.bench import HIGHEST, Bench
-from ktbridge.eval.judge.prompts import (
-    VERSION,
-    JsonSchema,
-    Judge,
-    JudgeRequest,
-    ReplyError,
-    ShownAnswer,
-    check_judge,
-    digit_question,
-    plan_judging,
-)
+from ktbridge.eval.judge import prompts
+from ktbridge.eval.judge.prompts import JsonSchema, Judge, JudgeRequest, ReplyError, ShownAnswer
 from ktbridge.eval.judge.score import named_judge, read_card, read_judgements
 from ktbridge.eval.results.rows import read_rows
 from ktbridge.eval.results.types import Json, Message
@@ -65,11 +56,11 @@ def judge_run(
     """
     _, stored, rows = read_rows(directory)
     bench = stored.bench
-    check_judge(bench, judge, may_be_remote)
+    prompts.check_judge(bench, judge, may_be_remote)
     before = read_card(directory)
     if before and named_judge(before) == judge:
         pairs = pairs or before["pairs"]
-    requests = plan_judging(bench, rows, judge, pairs=pairs).mixed()
+    requests = prompts.plan_judging(bench, rows, judge, pairs=pairs).mixed()
     if not requests:
         nothing = problem(
             "KTB887",
@@ -125,7 +116,7 @@ def _name_judge(directory: Path, judge: Judge, pairs: bool, server: Json) -> Non
         "schema": "ktbridge.judge/1",
         "model": judge.model,
         "url": judge.url,
-        "version": VERSION,
+        "version": prompts.VERSION,
         "extra_body": dict(judge.extra_body),
         "pairs": pairs,
         "server": server,
@@ -157,9 +148,9 @@ def judge_preflight(
     warnings; raises ProblemsError if it isn't listed, doesn't answer, or not in that form (JSON may come
     on the second request).
     """
-    requests = [digit_question(judge, bench) for bench in benches if bench.is_compat]
+    requests = [prompts.ask_anchors(judge, one)[0] for one in benches if one.is_compat]
     if not requests or len(requests) < len(benches):
-        requests.append(JudgeRequest(judge, "checks", _CANARY, (_CANARY_ANSWER,), "canary"))
+        requests.append(JudgeRequest(judge, _CANARY, (_CANARY_ANSWER,), "canary"))
 
     async def check() -> list[Problem]:
         async with Client(judge.url, timeout=timeout, backoff=backoff, api_key=api_key) as client:
