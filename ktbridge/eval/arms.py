@@ -111,23 +111,18 @@ def arm_card(arm: Arm, server: Json, sampling: Json) -> ArmCard:
     move to another port. Its ``parent`` says nothing that isn't in the fingerprint, and 0.6.0 had none.
     """
     ignored = VOLATILE | ({"parent"} if "fingerprint" in server else set())
+    listed = {key: server[key] for key in sorted(server) if key not in ignored}
     card: ArmCard = {
         "name": arm.name,
         "url": arm.url,
         "model": arm.model,
-        "server": {key: server[key] for key in sorted(server) if key not in ignored},
+        "server": listed,
         "sampling": dict(sampling),
         "fingerprint": "",
     }
-    identity: dict[str, object] = {
-        "model": card["model"],
-        "server": card["server"],
-        "sampling": card["sampling"],
-    }
-    if "fingerprint" not in server:
-        identity["url"] = arm.url
-    card["fingerprint"] = digests.of_json(identity)
-    return card
+    url = {} if "fingerprint" in server else {"url": arm.url}
+    told = {"model": arm.model, "server": listed, "sampling": card["sampling"], **url}
+    return {**card, "fingerprint": digests.of_json(told)}
 
 
 # --- what the servers say of the arms' models
@@ -166,8 +161,9 @@ def check_roles(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pr
     for arm, model in _find_models(arms, listings):
         others = [one for one in listings[arm.url].models.values() if one.base == model.base]
         whole = next((one.name for one in others if one.variant == "full"), "")
-        problems.append(_check_role(arm, model, whole))
-    return [one for one in problems if one]
+        if found := _check_role(arm, model, whole):
+            problems.append(found)
+    return problems
 
 
 def _find_models(
@@ -248,13 +244,13 @@ def discover_arms(url: str, api_key: str | None = None) -> tuple[Arm, ...]:
     except UsageError:
         like = f"http://{url}" if "://" not in url and url else "http://127.0.0.1:8000"
         raise UsageError(f"{url!r} is no server's URL.", f"write it as --server {like}") from None
-    listing = asyncio.run(_ask_list(base_url, api_key))
+
+    async def ask_list() -> Listing:
+        async with Client(base_url, api_key=api_key) as client:
+            return await list_models(client)
+
+    listing = asyncio.run(ask_list())
     return tuple(Arm(name, model, base_url) for name, model in _name_arms(listing, url))
-
-
-async def _ask_list(url: str, api_key: str | None) -> Listing:
-    async with Client(url, api_key=api_key) as client:
-        return await list_models(client)
 
 
 def _name_arms(listing: Listing, url: str) -> list[tuple[str, str]]:
@@ -285,17 +281,18 @@ def _name_arms(listing: Listing, url: str) -> list[tuple[str, str]]:
 
 def _refusal(listing: Listing, url: str, why: str) -> UsageError:
     """The error with --arm lines for the listed models, as far as their names allow."""
-    plain = [name for name in listing.models if not names_adapter(name)]
+    plain = next((name for name in listing.models if not names_adapter(name)), "")
     lines = []
     for name, model in listing.models.items():
-        arm = model.variant if model.variant in ("base", "expert", "full") else None
-        if arm is not None or model.variant == "adapter" or names_adapter(name):
-            line = (arm or "full", name)
-        elif name == plain[0]:
-            line = ("expert", name)
+        if model.variant in ("base", "expert", "full"):
+            arm, asked = model.variant, name
+        elif model.variant == "adapter" or names_adapter(name):
+            arm, asked = "full", name
+        elif name == plain:
+            arm, asked = "expert", name
         else:
-            line = ("full", adapter_name(plain[0], name))  # as SGLang lists an adapter
-        lines.append(f"--arm {line[0]}={line[1]}@{url}")
+            arm, asked = "full", adapter_name(plain, name)  # as SGLang lists an adapter
+        lines.append(f"--arm {arm}={asked}@{url}")
     listed = ", ".join(listing.entries) or "nothing"
     return UsageError(
         f"{url} lists {why}: {listed}.",

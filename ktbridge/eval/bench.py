@@ -106,17 +106,17 @@ class Bench(BenchFile):
         groups = [[item for item in items if item.slice == one.name] for one in self.slices]
         return [item for turn in itertools.zip_longest(*groups) for item in turn if item]
 
-    def refuse_remote_judge(self, url: str, *, allowed: bool = False) -> None:
-        """Raise UsageError if private data would be sent to a judge that is not on this machine.
+    def refuse_remote(self, url: str, role: str, step: str) -> None:
+        """Raise UsageError if private data would be sent to a ``role`` that is not on this machine.
 
-        ``allowed``: the user permits it. Only literal loopback addresses count as this machine
-        ("localhost", 127.0.0.0/8, ::1); no name is resolved.
+        Only literal loopback addresses count as this machine ("localhost", 127.0.0.0/8, ::1); no name is
+        resolved.
         """
-        if self.private and not is_loopback_url(url) and not allowed:
+        if self.private and not is_loopback_url(url):
             host = urllib.parse.urlsplit(url).hostname or ""
             raise UsageError(
-                f"the data of {self.name!r} is private and the judge {host!r} is another machine.",
-                "use a judge on loopback, or --judge-may-be-remote if your agreement allows it",
+                f"the data of {self.name!r} is private and the {role} {host!r} is another machine.",
+                step,
             )
 
 

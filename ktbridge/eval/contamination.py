@@ -122,6 +122,7 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
     slices: dict[str, SliceOverlap] = {
         one.name: {"items": 0, "exact": 0, "overlap": 0, "short": 0} for one in bench.slices
     }
+    hits = [_count(one, parts[one.id], slices[one.slice]) for one in bench.items]
     return {
         "file": train_data.name,
         "sha256": digests.of_file(train_data),
@@ -129,9 +130,7 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
         "texts": texts,
         "gram": GRAM,
         "slices": slices,
-        "hits": [
-            hit for one in bench.items if (hit := _count(one, parts[one.id], slices[one.slice]))
-        ],
+        "hits": [hit for hit in hits if hit],
     }
 
 
@@ -153,9 +152,7 @@ def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            if key not in _LABELS:
-                yield from _texts(one)
+        yield from _texts([one for key, one in value.items() if key not in _LABELS])
     elif isinstance(value, Sequence):
         for one in value:
             yield from _texts(one)

@@ -210,18 +210,14 @@ async def _probe(request: EvalRequest, clients: Mapping[str, Client]) -> Answers
 
 def _is_hopeless(given: Sequence[Answer]) -> bool:
     """Return whether an arm's probes show that the next one would fail too."""
+    # A server may refuse one question for what it is.
     kinds = [
         kind_of(one.status, one.detail) if one.outcome == "http-error" else None for one in given
     ]
-    if kinds[-1] is None:
-        return False
-    # A server may refuse one question for what it is.
-    surely = [kind in WHOLE or kind in TRANSIENT for kind in kinds]
-    return (
-        kinds[-1] in ("key", "quota")
-        or (len(kinds) == 1 and surely[0])
-        or (len(kinds) > 1 and None not in kinds[-2:] and (surely[-1] or None not in kinds))
-    )
+    last, surely = kinds[-1], kinds[-1] in WHOLE or kinds[-1] in TRANSIENT
+    if last is None or last in ("key", "quota"):
+        return last is not None
+    return surely if len(kinds) == 1 else kinds[-2] is not None and (surely or None not in kinds)
 
 
 def _failed_probes(answers: Answers, planned: int) -> list[Problem]:
@@ -254,9 +250,9 @@ def _blank_arms(answers: Answers, bench: Bench) -> dict[str, Problem]:
     """A problem for each arm whose answers to all probes were empty, or thinking that had an end."""
     blank = {}
     for name, given in answers.items():
-        outcomes = {one.outcome for one in given.values() if one.outcome == "empty" or not one.cut}
-        all_ended = all(one.outcome == "empty" or not one.cut for one in given.values())
-        if given and all_ended and outcomes <= {"empty", "think-only"}:
+        ended = all(one.outcome == "empty" or not one.cut for one in given.values())
+        outcomes = {one.outcome for one in given.values()}
+        if ended and outcomes and outcomes <= {"empty", "think-only"}:
             thought = "think-only" in outcomes
             what = "reasoning alone, without an answer" if thought else "nothing"
             found = f"all of {len(given)} probes were answered with {what}"

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from typing_extensions import TypedDict
 
@@ -32,7 +31,6 @@ from ktbridge.eval.results.types import (
     ArmCard,
     ArmPlan,
     ItemRow,
-    Json,
     PartnerCard,
     PlanCounts,
     SlicePlan,
@@ -195,14 +193,7 @@ def check_partner(bench: Bench, items: tuple[Item, ...], partner: Arm | None) ->
             "partner to hold them with.",
             f"give --partner MODEL@URL{without}",
         )
-    try:
-        bench.refuse_remote_judge(partner.url)
-    except UsageError:
-        raise UsageError(
-            f"the data of {bench.name!r} is private and the partner "
-            f"{urlsplit(partner.url).hostname!r} is another machine.",
-            "use a partner on loopback",
-        ) from None
+    bench.refuse_remote(partner.url, "partner", "use a partner on loopback")
 
 
 def partner_card(partner: Arm | None) -> PartnerCard | None:
@@ -223,13 +214,6 @@ class PlannedArm(TypedDict):
     completion_tokens_at_most: int
 
 
-class PlannedJudge(TypedDict):
-    model: str
-    url: str
-    pairs: bool
-    answers: int
-
-
 class PlannedBench(TypedDict):
     """Answers to be asked for, of one bench (schema ``ktbridge.eval-plan/1``)."""
 
@@ -239,7 +223,7 @@ class PlannedBench(TypedDict):
     sampling: dict[str, object]
     max_tokens: int | None
     arms: list[PlannedArm]
-    judge: PlannedJudge | None
+    judge: dict[str, object] | None
 
 
 def describe_plan(request: EvalRequest) -> PlannedBench:
@@ -252,7 +236,11 @@ def describe_plan(request: EvalRequest) -> PlannedBench:
     known = read_run(request.directory)["arms"]
     cards = {arm.name: _expected_card(known.get(arm.name), arm, request) for arm in request.arms}
     plan = plan_answers(request, cards, read_ledger(request.directory, ANSWERS))
-    judged = request.questions * len(request.arms) * request.repeat
+    judged: dict[str, object] | None = None
+    if judge:
+        most = request.questions * len(request.arms) * request.repeat
+        judged = {"model": judge.model, "url": judge.url}
+        judged |= {"pairs": request.judge_pairs, "answers": most}
     return {
         "bench": bench.name,
         "version": bench.version,
@@ -260,14 +248,7 @@ def describe_plan(request: EvalRequest) -> PlannedBench:
         "sampling": dict(bench.sampling),
         "max_tokens": bench.max_tokens,
         "arms": [_describe_arm(arm, bench, plan) for arm in request.arms],
-        "judge": {
-            "model": judge.model,
-            "url": judge.url,
-            "pairs": request.judge_pairs,
-            "answers": judged,
-        }
-        if judge
-        else None,
+        "judge": judged,
     }
 
 
@@ -327,55 +308,42 @@ def update_plan(before: Plan, request: EvalRequest) -> Plan:
     """
     order = [one.name for one in request.bench.slices]
     counts = Counter(item.slice for item in request.items)
-    now: dict[str, PlannedSlice] = {
-        name: {"items": count, "repeat": request.repeat} for name, count in counts.items()
-    }
     plan: Plan = {name: dict(slices) for name, slices in before.items()}
     for arm in request.arms:
-        others = {
-            name: one
-            for name, one in plan.get(arm.name, {}).items()
-            if name not in (request.slices or order)
+        old = plan.get(arm.name, {})
+        kept = {name: old[name] for name in old.keys() - (request.slices or order)}
+        now: dict[str, PlannedSlice] = {
+            name: {"items": count, "repeat": request.repeat} for name, count in counts.items()
         }
-        both = others | now
+        both = kept | now
         known = [name for name in order if name in both]
         plan[arm.name] = {name: both[name] for name in [*known, *sorted(both.keys() - set(known))]}
     return plan
 
 
-def planned_answers(plan: Plan, bench: Bench) -> dict[str, dict[str, int]]:
-    """Arm -> item id -> how many answers are planned."""
-    planned: dict[str, dict[str, int]] = {}
-    for arm, slices in plan.items():
-        planned[arm] = {}
-        for name, one in slices.items():
-            items = [item for item in bench.items if item.slice == name][: one["items"]]
-            planned[arm] |= {item.id: one["repeat"] for item in items}
-    return planned
-
-
 def compare_plan(
-    planned: Mapping[str, Mapping[str, int]],
-    arms: Sequence[str],
-    slice_of: Mapping[str, str],
-    rows: Sequence[ItemRow],
+    plan: Plan, bench: Bench, arms: Sequence[str], rows: Sequence[ItemRow]
 ) -> PlanCounts:
     """Return how much of the plan for ``arms`` was asked, regardless of the outcome.
 
-    An item is missing if an arm that it was planned for has no first answer. ``slice_of``: the
-    slice of each item by id.
+    An item is missing if an arm that it was planned for has no first answer.
     """
     answers = {row["id"]: row["answers"] for row in rows}
     slices: dict[str, SlicePlan] = {}
-    by_arm: dict[str, ArmPlan] = {
-        arm: {"answers": 0, "missing": 0} for arm in arms if arm in planned
-    }
-    for item, name in slice_of.items():
-        wanted = {arm: planned[arm][item] for arm in by_arm if item in planned[arm]}
+    by_arm: dict[str, ArmPlan] = {arm: {"answers": 0, "missing": 0} for arm in arms if arm in plan}
+    turn = Counter[str]()
+    for item in bench.items:
+        turn[item.slice] += 1
+        own = {arm: plan[arm].get(item.slice) for arm in by_arm}
+        wanted = {
+            arm: one["repeat"]
+            for arm, one in own.items()
+            if one and turn[item.slice] <= one["items"]
+        }
         if not wanted:
             continue
-        had = {arm: _count_asked(answers.get(item, {}).get(arm)) for arm in wanted}
-        row = slices.setdefault(name, {"items": 0, "missing": 0})
+        had = {arm: _count_asked(answers.get(item.id, {}).get(arm)) for arm in wanted}
+        row = slices.setdefault(item.slice, {"items": 0, "missing": 0})
         row["items"] += 1
         row["missing"] += not all(had.values())
         for arm, count in wanted.items():
@@ -436,11 +404,8 @@ def read_requests(given: EvalOptions, api_key: str | None) -> tuple[list[EvalReq
             "give arms with --arm NAME=MODEL@URL, or let --server URL find them.",
             "one of the two" if given.arms else "try --server http://127.0.0.1:8000",
         )
-    if (given.judge_pairs or given.judge_extra_body) and not given.judge:
-        option = "--judge-pairs" if given.judge_pairs else "--judge-extra-body"
-        raise UsageError(f"{option} needs a judge.", "give --judge MODEL@URL")
     gates = [parse_gate(text) for text in given.fail_on]
-    fields = parse_extra_body(given.extra_body) if given.extra_body else {}
+    fields = parse_extra_body(given.extra_body or "{}")
     benches = [
         with_max_tokens(with_sampling(one, fields), given.max_tokens)
         for one in _load_benches(given)
@@ -449,7 +414,7 @@ def read_requests(given: EvalOptions, api_key: str | None) -> tuple[list[EvalReq
     judged_before = any((folder / JUDGE).is_file() for folder in folders)
     refuse_unknown(gates, benches, judged=bool(given.judge) or judged_before)
     slices = _choose_slices(benches, given.slices)
-    judge = _read_judge(given, given.judge, benches) if given.judge else None
+    judge = _read_judge(given, benches)
     partner = parse_model("partner", given.partner) if given.partner else None
     if partner and not any(one.partner for one in benches):
         raise UsageError("--partner: no bench here has dialogues.", "leave --partner out")
@@ -471,7 +436,7 @@ def read_requests(given: EvalOptions, api_key: str | None) -> tuple[list[EvalReq
         )
         for bench, folder in zip(benches, folders, strict=True)
     ]
-    if given.server:
+    if given.server:  # asked last: what else is wrong is told without any request
         arms = discover_arms(given.server, api_key)
         requests = [replace(one, arms=arms) for one in requests]
     return requests, gates
@@ -518,30 +483,33 @@ def _choose_slices(benches: Sequence[Bench], text: str | None) -> dict[str, tupl
     known = {one.name: [each.name for each in one.slices] for one in benches}
     every = list(dict.fromkeys(name for names in known.values() for name in names))
     chosen = tuple(name.strip() for name in text.split(",") if name.strip())
+    step = f"choose from {', '.join(every)}"
     if not chosen:
-        raise UsageError(f"--slices {text!r} names no slice.", f"choose from {', '.join(every)}")
+        raise UsageError(f"--slices {text!r} names no slice.", step)
     if len(benches) == 1:
         return {benches[0].name: chosen}
     if unknown := [name for name in chosen if name not in every]:
-        raise UsageError(
-            f"no bench has a slice {', '.join(map(repr, unknown))}.",
-            f"choose from {', '.join(every)}",
-        )
-    if empty := [bench for bench, names in known.items() if not set(names) & set(chosen)]:
+        raise UsageError(f"no bench has a slice {', '.join(map(repr, unknown))}.", step)
+    slices = {
+        bench: tuple(name for name in chosen if name in names) for bench, names in known.items()
+    }
+    if empty := [bench for bench, names in slices.items() if not names]:
         raise UsageError(
             f"--slices {text!r} leaves nothing of the bench {empty[0]!r}.",
             f"leave that bench out, or add one of {', '.join(known[empty[0]])}",
         )
-    return {
-        bench: tuple(name for name in chosen if name in names) for bench, names in known.items()
-    }
+    return slices
 
 
-def _read_judge(given: EvalOptions, text: str, benches: Sequence[Bench]) -> Judge:
-    extra: Json = {}
-    if given.judge_extra_body:
-        extra = parse_extra_body(given.judge_extra_body, "--judge-extra-body")
-    judge = parse_judge(text, extra)
+def _read_judge(given: EvalOptions, benches: Sequence[Bench]) -> Judge | None:
+    if not given.judge:
+        if given.judge_pairs or given.judge_extra_body:
+            option = "--judge-pairs" if given.judge_pairs else "--judge-extra-body"
+            raise UsageError(f"{option} needs a judge.", "give --judge MODEL@URL")
+        return None
+    judge = parse_judge(
+        given.judge, parse_extra_body(given.judge_extra_body or "{}", "--judge-extra-body")
+    )
     if given.compat and not any(item.judge for bench in benches for item in bench.items):
         raise UsageError(
             f"--compat {given.compat} has no prompts for a judge without the public script.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, Severity, has_errors
 from ktbridge.eval.arms import Arm
 from ktbridge.eval.bench import Bench, answer_limit
 from ktbridge.eval.preflight import Preflight, check_arms
@@ -25,7 +25,7 @@ from ktbridge.eval.request import (
     update_plan,
 )
 from ktbridge.eval.results.types import ArmCard, Identical, Message
-from ktbridge.eval.schema import Item, Partner
+from ktbridge.eval.schema import Item
 from ktbridge.eval.store import (
     ANSWERS,
     AnswerRecord,
@@ -186,19 +186,29 @@ class _Run:
         keys of the requests sent. Raises ProblemsError if a server refuses its smallest request as well.
         """
         single = [one for one in missing if not is_dialogue(one.item, self._request.bench)]
-        sent: dict[str, AnswerRequest] = {}
+        by_arm = [[one for one in single if one.arm == arm] for arm in self._request.arms]
+        sent: set[str] = set()
 
-        async def find_refused(arms: Sequence[Arm], largest: bool) -> dict[Arm, AnswerRequest]:
-            by_size = sorted(single, key=_estimate_tokens, reverse=largest)
-            found = [next((one for one in by_size if one.arm == arm), None) for arm in arms]
-            first = [one for one in found if one]
-            await self._loop.ask_all([one for one in first if one.key not in sent])
-            sent.update({one.key: one for one in first})
-            return {one.arm: one for one in first if self._is_refused(one)}
+        async def find_refused(requests: Sequence[AnswerRequest]) -> dict[Arm, AnswerRequest]:
+            await self._loop.ask_all([one for one in requests if one.key not in sent])
+            sent.update(one.key for one in requests)
+            records = self._store.records
+            return {one.arm: one for one in requests if _is_refused(records[one.key])}
 
-        largest = await find_refused(self._request.arms, True)
-        smallest = await find_refused(list(largest), False)
-        problems = [self._refusal(one, smallest.get(arm)) for arm, one in largest.items()]
+        largest = await find_refused([max(own, key=_estimate_tokens) for own in by_arm if own])
+        again = [own for own in by_arm if own and own[0].arm in largest]
+        smallest = await find_refused([min(own, key=_estimate_tokens) for own in again])
+        problems = []
+        for arm, one in largest.items():
+            asked = smallest.get(arm, one)
+            record = self._store.records[asked.key]
+            which = "even its smallest request" if arm in smallest else "its largest request"
+            limit = answer_limit(asked.item, self._request.bench)
+            found = f"{which} ({limit} answer tokens) is refused: {record['detail']}"
+            step = remedy(record["status"], record["detail"])
+            severity: Severity = "error" if arm in smallest else "warning"
+            where, expected = f"arm {arm.name}", "an answer to every request"
+            problems.append(problem("KTB805", where, found, expected, step, severity))
         preflight.problems += problems
         if has_errors(problems):
             raise ProblemsError(
@@ -206,36 +216,17 @@ class _Run:
             )
         if problems:
             self._events.on_preflight(Preflight({}, problems=problems))
-        return set(sent)
-
-    def _is_refused(self, asked: AnswerRequest) -> bool:
-        record = self._store.records[asked.key]
-        failed = record["outcome"] == "http-error"
-        return failed and is_refusal(record["status"], record["detail"])
-
-    def _refusal(self, largest: AnswerRequest, smallest: AnswerRequest | None) -> Problem:
-        asked = smallest or largest
-        record = self._store.records[asked.key]
-        which = "even its smallest request" if smallest else "its largest request"
-        limit = answer_limit(asked.item, self._request.bench)
-        return problem(
-            "KTB805",
-            f"arm {largest.arm.name}",
-            f"{which} ({limit} answer tokens) is refused: {record['detail']}",
-            "an answer to every request",
-            remedy(record["status"], record["detail"]),
-            severity="error" if smallest else "warning",
-        )
+        return sent
 
     async def _ask(self, asked: AnswerRequest) -> Asked[AnswerRecord]:
         arm, item, bench, nth = asked.arm, asked.item, self._request.bench, asked.repeat
         partner = self._request.partner
+        turns: list[Message] = []
         if partner is not None and is_dialogue(item, bench):
-            done = await hold_dialogue(arm, item, bench, nth, partner, self._clients)
+            answer, url = await hold_dialogue(arm, item, bench, nth, partner, self._clients, turns)
         else:
             answer = await self._clients[arm.url].chat(build_request(arm, item, bench, nth))
-            done = Dialogue(answer, [], arm.url)
-        answer = done.answer
+            url = arm.url
         record: AnswerRecord = {
             "key": asked.key,
             "arm": arm.name,
@@ -252,11 +243,11 @@ class _Run:
         if nth:
             record["repeat"] = nth
         if is_dialogue(item, bench):
-            record["turns"] = done.turns
+            record["turns"] = turns
         if not is_silent(answer.outcome == "http-error", answer.status, answer.detail):
-            return Asked(record, done.url)
+            return Asked(record, url)
         step = remedy(answer.status, answer.detail) if answer.status else ""
-        return Asked(record, done.url, answer.detail, step)
+        return Asked(record, url, answer.detail, step)
 
     def _count(self, asked: Asked[AnswerRecord]) -> None:
         self._progress.done += 1
@@ -271,78 +262,60 @@ def _estimate_tokens(asked: AnswerRequest) -> int:
     return content // 3 + asked.item.max_tokens
 
 
-# --- dialogues, and the loop that serves arms and judges alike
-
-
-# --- the request for an item
+def _is_refused(record: AnswerRecord) -> bool:
+    failed = record["outcome"] == "http-error"
+    return failed and is_refusal(record["status"], record["detail"])
 
 
 # --- dialogues with a partner model that plays the user
 
 
-@dataclass(frozen=True)
-class Dialogue:
-    """``answer`` has all the arm's turns as its text; ``turns`` are the messages after the item's own;
-    ``url`` is the server that was asked last."""
-
-    answer: Answer
-    turns: list[Message]
-    url: str
-
-
 async def hold_dialogue(
-    arm: Arm, item: Item, bench: Bench, repeat: int, partner: Arm, clients: Mapping[str, Client]
-) -> Dialogue:
+    arm: Arm,
+    item: Item,
+    bench: Bench,
+    repeat: int,
+    partner: Arm,
+    clients: Mapping[str, Client],
+    turns: list[Message],
+) -> tuple[Answer, str]:
     """Ask turn by turn; the arm has the first turn and the last. A failed turn ends the dialogue.
 
-    A failed request, from either side, makes its outcome http-error; an arm's turn that is empty,
-    truncated or thinking only gives the whole dialogue that outcome.
+    The messages after the item's own are added to ``turns``. Returns all the arm's turns as one answer, and
+    the URL of the server that was asked last. A failed request, from either side, makes its outcome
+    http-error; an arm's turn that is empty, truncated or thinking only gives the whole dialogue that outcome.
     """
     assert bench.partner is not None
-    turns: list[Message] = []
     given: list[Answer] = []
     request = build_request(arm, item, bench, repeat)
+    # The instruction and the scene are a first user message for the partner, as many templates require one
+    # before any answer, and some support no system message.
+    scene = [one["content"] for one in item.messages if one["role"] == "system"]
+    opening = {"role": "user", "content": "\n\n".join([bench.partner.system.strip(), *scene])}
+    other = {"user": "assistant", "assistant": "user"}
     for turn in range(1, bench.partner.turns + 1):
         answer = await clients[arm.url].chat({**request, "messages": [*item.messages, *turns]})
         given.append(answer)
         if answer.outcome != "ok":
             detail = f"turn {turn}" + (f": {answer.detail}" if answer.detail else "")
-            return Dialogue(_whole(given, answer.outcome, detail), turns, arm.url)
+            return _join_turns(given, answer.outcome, detail), arm.url
         turns.append({"role": "assistant", "content": answer.text})
         if turn == bench.partner.turns:
             break
-        asked = {
-            **request,
-            "model": partner.model,
-            "messages": _seen_by_partner(item, bench.partner, turns),
-        }
+        said = [one for one in (*item.messages, *turns) if one["role"] in other]
+        seen = [{"role": other[one["role"]], "content": one["content"]} for one in said]
+        asked = {**request, "model": partner.model, "messages": [opening, *seen]}
         reply = await clients[partner.url].chat(asked)
         if reply.outcome not in ("ok", "truncated"):
             detail = f"turn {turn}: the partner's is {reply.outcome}"
             detail += f": {reply.detail}" if reply.detail else ""
-            failed = replace(_whole(given, "http-error", detail), status=reply.status)
-            return Dialogue(failed, turns, partner.url)
+            failed = replace(_join_turns(given, "http-error", detail), status=reply.status)
+            return failed, partner.url
         turns.append({"role": "user", "content": reply.text})
-    return Dialogue(_whole(given, "ok", ""), turns, arm.url)
+    return _join_turns(given, "ok", ""), arm.url
 
 
-def _seen_by_partner(item: Item, partner: Partner, turns: list[Message]) -> list[Message]:
-    """The dialogue with user and assistant swapped. The instruction and the scene are a first user
-    message, as many templates require one before any answer, and some support no system message."""
-    scene = [message["content"] for message in item.messages if message["role"] == "system"]
-    other = {"user": "assistant", "assistant": "user"}
-    messages = [*item.messages, *turns]
-    return [
-        {"role": "user", "content": "\n\n".join([partner.system.strip(), *scene])},
-        *(
-            {"role": other[message["role"]], "content": message["content"]}
-            for message in messages
-            if message["role"] in other
-        ),
-    ]
-
-
-def _whole(given: list[Answer], outcome: Outcome, detail: str) -> Answer:
+def _join_turns(given: list[Answer], outcome: Outcome, detail: str) -> Answer:
     """One answer from an arm's turns; tokens and seconds are sums, None if a turn has none."""
 
     def total(counts: list[_Count | None]) -> _Count | None:
@@ -397,9 +370,7 @@ class AskingLoop(Generic[_Question, _Record]):
     on_stored: Callable[[Asked[_Record]], None]
     who: str
     next_step: str
-
-    def __post_init__(self) -> None:
-        self._silent: Counter[str] = Counter()
+    _silent: Counter[str] = field(default_factory=Counter, init=False)
 
     async def ask_all(self, questions: Iterable[_Question]) -> None:
         queue = iter(questions)
@@ -430,14 +401,14 @@ class AskingLoop(Generic[_Question, _Record]):
 def run_until_interrupt(work: Coroutine[None, None, _Result]) -> _Result:
     """``asyncio.run`` whose Ctrl-C always cancels the work as a whole, which stores what it received,
     and then raises KeyboardInterrupt. Before Python 3.11 it would hit whichever task is running."""
+
+    async def cancelled_by_interrupt() -> _Result:
+        task = asyncio.ensure_future(work)
+        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals there
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+        return await task
+
     try:
-        return asyncio.run(_cancelled_by_interrupt(work))
+        return asyncio.run(cancelled_by_interrupt())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
-
-
-async def _cancelled_by_interrupt(work: Coroutine[None, None, _Result]) -> _Result:
-    task = asyncio.ensure_future(work)
-    with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: no signals there
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-    return await task

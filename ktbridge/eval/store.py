@@ -12,7 +12,6 @@ import os
 import stat
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Generic, Literal, TypeVar
@@ -122,14 +121,12 @@ def read_run(directory: Path) -> RunFile:
             f"{str(path)!r} is not a run's description.", "use another --output directory"
         )
     found = {name: stored.get(name, default) for name, default in run.items()}
-    if not fits(found, RunFile) or any(
-        name != card["name"] for name, card in found["arms"].items()
-    ):
-        raise KtbridgeError(
-            f"{str(path)!r} is damaged.",
-            "delete it and run the same `ktbridge eval` command again; the answers are kept",
-        )
-    return found
+    if fits(found, RunFile) and all(name == one["name"] for name, one in found["arms"].items()):
+        return found
+    raise KtbridgeError(
+        f"{str(path)!r} is damaged.",
+        "delete it and run the same `ktbridge eval` command again; the answers are kept",
+    )
 
 
 def write_run(directory: Path, run: RunFile, bench: Bench) -> None:
@@ -213,9 +210,9 @@ def run_directories(directory: Path, names: Sequence[str]) -> tuple[Path, ...]:
     if len(names) == 1 and not (directory / BENCHES).is_file():
         return (directory,)
     twice = sorted({name for name in names if names.count(name) > 1})
+    odd = [name for name in names if not fits(name, _Folder)]
     if twice:
         raise UsageError(f"two benches are named {twice[0]!r}.", "give each its own --output")
-    odd = [name for name in names if not fits(name, _Folder)]
     if odd:
         raise UsageError(f"{odd[0]!r} cannot name a folder.", "change `name` in its bench.yaml")
     if (directory / RUN).is_file():
@@ -344,14 +341,12 @@ class Ledger(Generic[_Record]):
         self.directory = directory
         self.records: dict[str, _Record] = {}
         self._kind: Kind[_Record] = kind
-        self._closing = ExitStack()
 
     def __enter__(self) -> Ledger[_Record]:
         make_directory(self.directory)
         path = self.directory / self._kind.name
-        with ExitStack() as opened:
-            self._file = LedgerFile(path, encode=_encode)
-            opened.callback(self._file.close)
+        self._file = LedgerFile(path, encode=_encode)
+        try:
             if not self._file.lock():
                 raise KtbridgeError(
                     f"another `ktbridge eval` is writing to {str(path)!r}.",
@@ -359,11 +354,13 @@ class Ledger(Generic[_Record]):
                 )
             self._file.keep(self._file.lines())
             self.records = read_ledger(self.directory, self._kind)
-            self._closing = opened.pop_all()
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._closing.close()
+        self._file.close()
 
     def has(self, key: str) -> bool:
         """Return whether a record other than a failure is stored under ``key``."""

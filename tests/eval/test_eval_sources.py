@@ -103,16 +103,15 @@ def test_a_stay_is_a_cluster_and_its_data_stays_on_the_machine():
         "stay-900002",
     ]
     for url in ("http://127.0.0.1:8000/v1", "http://localhost:8000", "http://[::1]:80/v1"):
-        bench.refuse_remote_judge(url)
+        bench.refuse_remote(url, "judge", "")
     for url in (
         "https://judge.example.org/v1",
         "http://127.0.0.1.example.org",
         "http://10.0.0.7/v1",
     ):
         with pytest.raises(UsageError, match="is private"):
-            bench.refuse_remote_judge(url)
-        bench.refuse_remote_judge(url, allowed=True)
-        load_bench("generic").refuse_remote_judge(url)
+            bench.refuse_remote(url, "judge", "")
+        load_bench("generic").refuse_remote(url, "judge", "")
 
 
 def test_a_bench_says_itself_how_records_become_items(tmp_path):

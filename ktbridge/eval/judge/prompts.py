@@ -64,7 +64,9 @@ def check_judge(bench: Bench, judge: Judge, may_be_remote: bool = False) -> None
     Raises UsageError if private data would leave this machine, ProblemsError with every invalid
     anchor.
     """
-    bench.refuse_remote_judge(judge.url, allowed=may_be_remote)
+    if not may_be_remote:
+        step = "use a judge on loopback, or --judge-may-be-remote if your agreement allows it"
+        bench.refuse_remote(judge.url, "judge", step)
     read_anchors(bench)
 
 

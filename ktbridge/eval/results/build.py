@@ -25,7 +25,7 @@ from ktbridge.eval.report.document import (
     render_report,
 )
 from ktbridge.eval.report.sentences import slice_title, summarize
-from ktbridge.eval.request import compare_plan, planned_answers
+from ktbridge.eval.request import compare_plan
 from ktbridge.eval.results import rows as counts_of
 from ktbridge.eval.results import types
 from ktbridge.eval.results.compare import (
@@ -66,8 +66,7 @@ def score_run(directory: Path) -> Results:
     left_out = [name for name in ranked if name not in names]
     planned = None
     if run["plan"] is not None:
-        slice_of = {item.id: item.slice for item in bench.items}
-        planned = compare_plan(planned_answers(run["plan"], bench), names, slice_of, rows)
+        planned = compare_plan(run["plan"], bench, names, rows)
     for row in rows:
         row["answers"] = {name: row["answers"][name] for name in names}
     valid = [row for row in rows if all(row["answers"][n]["outcome"] == "ok" for n in names)]
