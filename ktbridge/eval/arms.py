@@ -169,7 +169,6 @@ def check_roles(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pr
 def _find_models(
     arms: Sequence[Arm], listings: Mapping[str, Listing]
 ) -> list[tuple[Arm, ServedModel]]:
-    """The arms that a server lists, with their models."""
     found = [(arm, listings[arm.url].find(arm.model)) for arm in arms if arm.url in listings]
     return [(arm, model) for arm, model in found if model]
 

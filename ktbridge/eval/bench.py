@@ -236,8 +236,6 @@ def _check_keys(
 def _check_slices(
     given: object, head: BenchFile | None, problems: list[Problem]
 ) -> dict[str, Slice]:
-    """Return the valid slices of bench.yaml by name."""
-
     def complain(key: str, found: object, expected: str) -> None:
         problems.append(problem("KTB811", f"bench.yaml: {key}", repr(found)[:80], expected))
 
@@ -261,7 +259,6 @@ def _check_slices(
 def _check_items(
     data: bytes, slices: Mapping[str, Slice], lists: Json, problems: list[Problem]
 ) -> list[Item]:
-    """Return the valid lines of items.jsonl."""
     rows: list[Item] = []
     first_line: dict[str, int] = {}
     for number, _, given, error in parse_json_lines(data.split(b"\n")):

@@ -121,7 +121,6 @@ def _stop_on_errors(problems: Sequence[Problem]) -> None:
 async def _read_listings(
     clients: Mapping[str, Client], problems: list[Problem]
 ) -> dict[str, Listing]:
-    """Return what each server says of its models, by URL."""
     listings = {}
     for url, client in clients.items():
         try:
@@ -221,7 +220,6 @@ def _is_hopeless(given: Sequence[Answer]) -> bool:
 
 
 def _failed_probes(answers: Answers, planned: int) -> list[Problem]:
-    """A problem for each arm of which probes failed."""
     problems = []
     for name, answered in answers.items():
         given = list(answered.values())

@@ -78,7 +78,19 @@ class EvalRequest:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        check_partner(self.bench, self.items, self.partner)
+        bench = self.bench
+        if bench.partner is None or not any(is_dialogue(item, bench) for item in self.items):
+            return
+        if self.partner is not None:
+            bench.refuse_remote(self.partner.url, "partner", "use a partner on loopback")
+            return
+        rest = [one.name for one in bench.slices if one.name not in bench.partner.slices]
+        without = f", or leave them out with --slices {','.join(rest)}" if rest else ""
+        raise UsageError(
+            f"the bench {bench.name!r} has dialogues ({', '.join(bench.partner.slices)}) and no "
+            "partner to hold them with.",
+            f"give --partner MODEL@URL{without}",
+        )
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
@@ -109,18 +121,11 @@ class AnswerRequest:
     repeat: int
 
 
-@dataclass(frozen=True)
-class AnswerPlan:
-    """All answers of a request, in the order of asking, and those that aren't stored yet."""
-
-    wanted: list[AnswerRequest]
-    missing: list[AnswerRequest]
-
-
 def plan_answers(
     request: EvalRequest, cards: Mapping[str, ArmCard], stored: Mapping[str, AnswerRecord]
-) -> AnswerPlan:
-    """Plan the answers of the arms in ``cards`` (by name); ``stored`` are records by key.
+) -> tuple[list[AnswerRequest], list[AnswerRequest]]:
+    """Return all answers of the arms in ``cards`` (by name) in the order of asking, and those that aren't
+    stored yet; ``stored`` are records by key.
 
     Items are asked of all arms in turn, round-robin over the slices, so that an interrupted run is still
     paired and covers every slice, and each item once before any is repeated.
@@ -135,7 +140,7 @@ def plan_answers(
     missing = [
         one for one in wanted if one.key not in stored or stored[one.key]["outcome"] == FAILED
     ]
-    return AnswerPlan(wanted, missing)
+    return wanted, missing
 
 
 # --- the request for an item
@@ -181,21 +186,6 @@ def answer_key(card: ArmCard, arm: Arm, item: Item, bench: Bench, repeat: int = 
     return request_key(card["fingerprint"], request, repeat)
 
 
-def check_partner(bench: Bench, items: tuple[Item, ...], partner: Arm | None) -> None:
-    """Raise UsageError if dialogues among ``items`` have no partner, or may not be sent to this one."""
-    if bench.partner is None or not any(is_dialogue(item, bench) for item in items):
-        return
-    if partner is None:
-        rest = [one.name for one in bench.slices if one.name not in bench.partner.slices]
-        without = f", or leave them out with --slices {','.join(rest)}" if rest else ""
-        raise UsageError(
-            f"the bench {bench.name!r} has dialogues ({', '.join(bench.partner.slices)}) and no "
-            "partner to hold them with.",
-            f"give --partner MODEL@URL{without}",
-        )
-    bench.refuse_remote(partner.url, "partner", "use a partner on loopback")
-
-
 def partner_card(partner: Arm | None) -> PartnerCard | None:
     """The partner's entry in an arm's card in run.json."""
     return {"model": partner.model, "url": partner.url} if partner else None
@@ -235,7 +225,7 @@ def describe_plan(request: EvalRequest) -> PlannedBench:
     bench, judge = request.bench, request.judge
     known = read_run(request.directory)["arms"]
     cards = {arm.name: _expected_card(known.get(arm.name), arm, request) for arm in request.arms}
-    plan = plan_answers(request, cards, read_ledger(request.directory, ANSWERS))
+    wanted, missing = plan_answers(request, cards, read_ledger(request.directory, ANSWERS))
     judged: dict[str, object] | None = None
     if judge:
         most = request.questions * len(request.arms) * request.repeat
@@ -247,14 +237,16 @@ def describe_plan(request: EvalRequest) -> PlannedBench:
         "directory": str(request.directory),
         "sampling": dict(bench.sampling),
         "max_tokens": bench.max_tokens,
-        "arms": [_describe_arm(arm, bench, plan) for arm in request.arms],
+        "arms": [_describe_arm(arm, bench, wanted, missing) for arm in request.arms],
         "judge": judged,
     }
 
 
-def _describe_arm(arm: Arm, bench: Bench, plan: AnswerPlan) -> PlannedArm:
-    wanted = [one.item for one in plan.wanted if one.arm == arm]
-    left = [one.item for one in plan.missing if one.arm == arm]
+def _describe_arm(
+    arm: Arm, bench: Bench, all_wanted: Sequence[AnswerRequest], missing: Sequence[AnswerRequest]
+) -> PlannedArm:
+    wanted = [one.item for one in all_wanted if one.arm == arm]
+    left = [one.item for one in missing if one.arm == arm]
     counts = Counter(item.slice for item in wanted)
     return {
         "name": arm.name,

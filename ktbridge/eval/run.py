@@ -94,8 +94,6 @@ def collect(request: EvalRequest, events: RunEvents = RunEvents()) -> Collected:
 
 
 class _Run:
-    """One invocation's work, inside its store."""
-
     def __init__(
         self, request: EvalRequest, events: RunEvents, store: Ledger[AnswerRecord]
     ) -> None:
@@ -131,15 +129,15 @@ class _Run:
             self._events.on_preflight(preflight)
             write_run(request.directory, self._update_run(run, preflight), request.bench)
             cards = {name: card for name, card in preflight.cards.items() if "refused" not in card}
-            plan = plan_answers(request, cards, store.records)
-            progress.done = progress.stored = len(plan.wanted) - len(plan.missing)
-            progress.total = len(plan.wanted)
+            wanted, missing = plan_answers(request, cards, store.records)
+            progress.done = progress.stored = len(wanted) - len(missing)
+            progress.total = len(wanted)
             self._events.on_progress(progress)
-            probed = await self._probe_token_limits(plan.missing, preflight)
-            await self._loop.ask_all([one for one in plan.missing if one.key not in probed])
-        outcomes = Counter[str](store.records[one.key]["outcome"] for one in plan.wanted)
+            probed = await self._probe_token_limits(missing, preflight)
+            await self._loop.ask_all([one for one in missing if one.key not in probed])
+        outcomes = Counter[str](store.records[one.key]["outcome"] for one in wanted)
         return Collected(
-            len(plan.missing),
+            len(missing),
             progress.stored,
             dict(outcomes),
             preflight.identical,

@@ -59,10 +59,8 @@ def read_source(source: object, folder: Path, items: Path | None) -> tuple[list[
     _check_columns(records, spec, path.name)
     made, skipped = _make_rows(records, spec)
     if skipped and spec.strict:
-        problems = [
-            problem("KTB815", f"{path.name}: record {number}", why) for number, why in skipped
-        ]
-        raise _refuse_all(path.name, problems)
+        faults = [(f"{path.name}: record {number}", why) for number, why in skipped]
+        raise _refuse_all(path.name, [problem("KTB815", *one) for one in faults])
     reasons = Counter(reason for _, reason in skipped)
     if not made:
         told = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
@@ -70,10 +68,15 @@ def read_source(source: object, folder: Path, items: Path | None) -> tuple[list[
         raise _refuse(path.name, fault, f"a file in the layout of {spec.loader}")
     origin = path.name if spec.origin is None else spec.origin
     terms = spec.license if spec.license and items is None else "see the data's own terms"
-    rows: list[Row] = []
-    for number, row in enumerate(made, 1):
-        name = f"{str(row['slice']).lower()}-{number:05d}"
-        rows.append({"origin": origin, "license": terms, "id": name, **row})
+    rows = [
+        {
+            "origin": origin,
+            "license": terms,
+            "id": f"{str(row['slice']).lower()}-{number:05d}",
+            **row,
+        }
+        for number, row in enumerate(made, 1)
+    ]
     card: Row = {"loader": spec.loader, "file": path.name, "sha256": digests.of_file(path)}
     return rows, card | {"items": len(rows), "records": len(records), "skipped": dict(reasons)}
 
@@ -83,10 +86,9 @@ def _read_spec(source: object) -> SourceFile:
     given = source if isinstance(source, Mapping) else {"loader": source}
     spec, faults = check_fields(SourceFile, given)
     if spec is None:
+        where = "bench.yaml: source."
         found = [
-            problem(
-                "KTB811", f"bench.yaml: source.{one.key}", repr(given[one.key])[:80], one.expected
-            )
+            problem("KTB811", where + one.key, repr(given[one.key])[:80], one.expected)
             for one in faults
         ]
         raise ProblemsError("the bench's source cannot be read; nothing was asked.", found)
@@ -133,7 +135,6 @@ def _find_fault(row: object) -> tuple[str, str] | None:
 
 
 def _refuse(name: str, found: str, expected: str) -> ProblemsError:
-    """The error of a file as a whole."""
     return _refuse_all(name, [problem("KTB815", name, found, expected, next_step="")])
 
 
@@ -143,7 +144,6 @@ def _refuse_all(name: str, problems: Sequence[Problem]) -> ProblemsError:
 
 
 def _check_columns(records: Sequence[Json], spec: SourceFile, name: str) -> None:
-    """Raise ProblemsError unless the fields of at least one group in ``columns`` occur."""
     seen = {key for record in records for key in record}
     if spec.columns and not any(set(group) <= seen for group in spec.columns):
         wanted = " or ".join("{" + ", ".join(group) + "}" for group in spec.columns)
