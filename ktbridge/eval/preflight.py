@@ -25,7 +25,7 @@ from ktbridge.eval.arms import (
     list_models,
 )
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.request import EvalRequest, build_request, with_limit
+from ktbridge.eval.request import EvalRequest, build_request
 from ktbridge.eval.results.types import ArmCard, Identical
 from ktbridge.files import digests
 from ktbridge.server_api.client import Client
@@ -38,7 +38,7 @@ from ktbridge.server_api.failures import (
     remedy,
     think_only_remedy,
 )
-from ktbridge.server_api.replies import Answer
+from ktbridge.server_api.replies import OTHER_LIMIT, Answer
 from ktbridge.server_api.served_names import (
     BASE,
     adapter_name,
@@ -79,11 +79,22 @@ async def check_arms(
     earlier runs into the same directory, by fingerprint. For a dialogue the partner is only looked for
     in /v1/models.
     """
-    arms = request.arms
+    arms, partner = request.arms, request.dialogue_partner
     result = Preflight({})
     problems, cards = result.problems, result.cards
-    listings = await _read_listings(clients, problems)
-    cards |= _make_cards(request, listings, problems)
+    listings: dict[str, Listing] = {}
+    for url, client in clients.items():
+        try:
+            listings[url] = await list_models(client)
+        except KtbridgeError as error:
+            found = error.sentence.removeprefix(url).strip().rstrip(".")
+            problems.append(problem("KTB801", url, found, "a list of models", error.next_step))
+    for arm in [*arms, partner] if partner else arms:
+        listing = listings.get(arm.url)
+        if listing is not None and listing.find(arm.model) is None:
+            problems.append(_unlisted(arm, listing, arm is partner))
+        elif listing is not None and arm is not partner:
+            cards[arm.name] = arm_card(arm, listing.entry(arm.model), request.bench.sampling)
     problems += check_roles(arms, listings)
     problems += check_same(arms, listings)
     named = [arm for arm in arms if names_adapter(arm.model) and arm.name in cards]
@@ -116,36 +127,6 @@ def _stop_on_errors(problems: Sequence[Problem]) -> None:
 
 
 # --- what the servers list
-
-
-async def _read_listings(
-    clients: Mapping[str, Client], problems: list[Problem]
-) -> dict[str, Listing]:
-    listings = {}
-    for url, client in clients.items():
-        try:
-            listings[url] = await list_models(client)
-        except KtbridgeError as error:
-            found = error.sentence.removeprefix(url).strip().rstrip(".")
-            problems.append(problem("KTB801", url, found, "a list of models", error.next_step))
-    return listings
-
-
-def _make_cards(
-    request: EvalRequest, listings: Mapping[str, Listing], problems: list[Problem]
-) -> dict[str, ArmCard]:
-    """Return the cards of the arms that are listed; the others and the partner's absence are problems."""
-    cards = {}
-    partner = request.dialogue_partner
-    for arm in [*request.arms, *([partner] if partner else [])]:
-        listing = listings.get(arm.url)
-        if listing is None:
-            continue
-        if listing.find(arm.model) is None:
-            problems.append(_unlisted(arm, listing, arm is partner))
-        elif arm is not partner:
-            cards[arm.name] = arm_card(arm, listing.entry(arm.model), request.bench.sampling)
-    return cards
 
 
 def _unlisted(arm: Arm, listing: Listing, is_partner: bool) -> Problem:
@@ -200,7 +181,10 @@ async def _probe(request: EvalRequest, clients: Mapping[str, Client]) -> Answers
     # requests can change an answer on a real engine.
     for item in request.bench.select(limit=PROBES):
         for arm in request.arms:
-            body = with_limit(build_request(arm, item, request.bench), PROBE_TOKENS)
+            body = build_request(arm, item, request.bench)
+            limit = OTHER_LIMIT if OTHER_LIMIT in body else "max_tokens"
+            asked = body[limit]
+            body[limit] = min(PROBE_TOKENS, asked) if isinstance(asked, int) else PROBE_TOKENS
             answers[arm.name][item.id] = await clients[arm.url].chat(body, ATTEMPTS)
         if any(_is_hopeless(list(given.values())) for given in answers.values()):
             break

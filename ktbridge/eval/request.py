@@ -162,13 +162,6 @@ def build_request(arm: Arm, item: Item, bench: Bench, repeat: int = 0) -> dict[s
     return {"model": arm.model, "messages": messages, **limit, **sampling}
 
 
-def with_limit(request: dict[str, object], most: int) -> dict[str, object]:
-    """``request`` with its limit of tokens lowered to ``most``."""
-    name = OTHER_LIMIT if OTHER_LIMIT in request else "max_tokens"
-    asked = request[name]
-    return {**request, name: min(most, asked) if isinstance(asked, int) else most}
-
-
 def is_dialogue(item: Item, bench: Bench) -> bool:
     """Return whether a partner model continues the dialogue with the arm on this item."""
     return bench.partner is not None and item.slice in bench.partner.slices

@@ -247,6 +247,8 @@ def test_arms_are_parsed_and_ordered():
     assert (arms[1].model, arms[1].url) == ("org/m:neko@v2", "http://h:1/v1")
     assert arms[1].served == "org/m"
     assert arms[2].url == "https://h/v1"
+    with pytest.raises(UsageError, match="two arms are named 'a'"):
+        parse_arms(["a=m@http://h", "a=n@http://h"])
 
 
 @pytest.mark.parametrize(
@@ -266,11 +268,6 @@ def test_arms_are_parsed_and_ordered():
 def test_an_arm_that_makes_no_sense_is_refused(text):
     with pytest.raises(UsageError):
         parse_arms([text])
-
-
-def test_two_arms_of_one_name_are_refused():
-    with pytest.raises(UsageError, match="two arms are named 'a'"):
-        parse_arms(["a=m@http://h", "a=n@http://h"])
 
 
 def test_what_the_readme_shows_is_a_bench(tmp_path):
