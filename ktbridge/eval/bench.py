@@ -72,7 +72,11 @@ class Bench(BenchFile):
     persona: Persona
     sha256: str
     files: Mapping[str, bytes]
-    max_tokens: int | None = None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The limit of the command line for every item."""
+        return self.override.get("max_tokens")
 
     @property
     def has_persona(self) -> bool:
@@ -202,7 +206,6 @@ def parse_bench(given: Mapping[str, bytes]) -> Bench:
         persona=persona,
         sha256=digest.hexdigest(),
         files=files,
-        max_tokens=head.override.get("max_tokens"),
     )
 
 

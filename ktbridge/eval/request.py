@@ -79,7 +79,8 @@ class EvalRequest:
 
     def __post_init__(self) -> None:
         bench = self.bench
-        if bench.partner is None or not any(is_dialogue(item, bench) for item in self.items):
+        dialogues = [one for one in self.items if is_dialogue(one, bench)]  # refuses unknown slices
+        if bench.partner is None or not dialogues:
             return
         if self.partner is not None:
             bench.refuse_remote(self.partner.url, "partner", "use a partner on loopback")

@@ -131,7 +131,7 @@ def test_a_dialogue_without_a_fitting_partner_is_refused_before_any_request(serv
     with pytest.raises(UsageError, match="no partner") as caught:
         run(server, tmp_path, bench=TALK)
     assert "--slices OBJECTIVE" in caught.value.next_step
-    private = dataclasses.replace(TALK, private=True)
+    private = TALK.model_copy(update={"private": True})
     with pytest.raises(UsageError, match=r"partner 'far\.example' is another machine"):
         run(server, tmp_path, bench=private, partner=parse_model("partner", "m@http://far.example"))
     assert server.requests == []
