@@ -14,7 +14,7 @@ from askedprocess import Asked, fetched_wheel, unpacked
 from ktbridge.adapter import Adapter, Tensor
 from ktbridge.model import open_tensor_file
 from ktbridge.serve.sglang.facts import read_installed
-from ktbridge.serve.sglang.plan import Plan
+from ktbridge.serve.sglang.launch import Launch
 
 # One version of each contract; the first with the merged one is between them in its code.
 SPLIT, FIRST_MERGED, MERGED = "0.6.4", "0.7.0.post4", "0.7.2"
@@ -137,7 +137,7 @@ class Engine(Asked):
         driver = Path(__file__).parent / "engine_cpu" / "driver.py"
         super().__init__([python, str(driver)], environment, root)
 
-    def run(self, plan: Plan, load: bool = True) -> Loaded:
+    def run(self, plan: Launch, load: bool = True) -> Loaded:
         """Parse and validate the flags of ``plan``; with ``load``, load the adapters they name."""
         out = Path(tempfile.mkdtemp(dir=self._root)) / "loaded.safetensors" if load else None
         flags = plan.argv[3:]  # behind "python -m sglang.launch_server"

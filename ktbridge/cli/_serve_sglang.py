@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,8 +19,7 @@ from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.serve.request import SglangRequest
 
 if TYPE_CHECKING:
-    from ktbridge.serve.sglang.facts import Facts
-    from ktbridge.serve.sglang.plan import Plan
+    from ktbridge.serve.sglang.launch import Launch
     from ktbridge.serve.sglang.supervise import EngineFailed, Progress
 
 TITLE = "Options of SGLang-KT (--engine sglang)"
@@ -94,29 +93,27 @@ def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
     """Plan the launch and print it, or serve until Ctrl-C or SIGTERM."""
     from ktbridge.cli._ui import emit_json, print_problems, print_readings
     from ktbridge.serve.sglang.facts import gather
-    from ktbridge.serve.sglang.launch import check_sources
-    from ktbridge.serve.sglang.leftovers import end_leftovers
-    from ktbridge.serve.sglang.plan import plan as make_plan
-    from ktbridge.serve.sglang.preflight import sort_problems
+    from ktbridge.serve.sglang.launch import Launch
+    from ktbridge.serve.sglang.preflight import plan_launch
+    from ktbridge.serve.sglang.processes import end_leftovers
+    from ktbridge.serve.sglang.supervise import check_sources
 
     request = _request(options, dry_run)
     if not dry_run:
         print_problems(end_leftovers())  # before a port or memory is found to be taken
     facts = gather(request)
     print_readings(source.reading for source in facts.sources)
-    plan = make_plan(request, facts)
-    found = check_sources(plan, facts, request.allow_other_base)
-    plan = replace(plan, problems=sort_problems([*plan.problems, *found]))
+    launch = plan_launch(request, facts, check_sources(Launch(request, facts)))
     if not dry_run:
         log = options["log"]
-        _launch(plan, request, facts, log=log, timeout=options["timeout"], as_json=as_json)
+        _launch(launch, log=log, timeout=options["timeout"], as_json=as_json)
     if as_json:
-        emit_json({"ok": plan.ok, **plan.as_dict()})
+        emit_json({"ok": launch.ok, **launch.as_dict()})
     else:
         # Infos are the same for every launch; `ktbridge doctor` and --json show them.
-        print_problems(found for found in plan.problems if found.severity != "info")
-        _print_plan(plan)
-    if not plan.ok:
+        print_problems(found for found in launch.problems if found.severity != "info")
+        _print_plan(launch)
+    if not launch.ok:
         sys.exit(1)
 
 
@@ -147,9 +144,7 @@ def _request(options: dict[str, Any], dry_run: bool) -> SglangRequest:
 
 
 def _launch(
-    plan: Plan,
-    request: SglangRequest,
-    facts: Facts,
+    launch: Launch,
     *,
     log: str | None,
     timeout: float,
@@ -158,38 +153,35 @@ def _launch(
     """Serve until the engine ends, and exit with its code. Raises ProblemsError, EngineFailed."""
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import console, emit_json, print_problems, stderr
-    from ktbridge.serve.sglang.launch import default_log, prepare, serve
-    from ktbridge.serve.sglang.supervise import EngineFailed
+    from ktbridge.serve.sglang.supervise import EngineFailed, default_log, prepare, serve
 
-    if not plan.ok:
-        message = f"sglang-kt {plan.version} can't be launched like this"
-        raise ProblemsError(message, plan.problems, "the same with --dry-run shows the plan")
-    print_problems(found for found in plan.problems if found.severity != "info")
+    if not launch.ok:
+        message = f"sglang-kt {launch.version} can't be launched like this"
+        raise ProblemsError(message, launch.problems, "the same with --dry-run shows the plan")
+    print_problems(found for found in launch.problems if found.severity != "info")
 
     def on_step(text: str) -> None:
         stderr.print(f"{text} ...", markup=False, soft_wrap=True)
 
     def on_ready(base_url: str) -> None:
         if as_json:
-            emit_json({"ok": True, **plan.as_dict(), "base_url": base_url, "log": str(path)})
+            emit_json({"ok": True, **launch.as_dict(), "base_url": base_url, "log": str(path)})
         else:
             console.print(f"ready: {base_url}", markup=False)
-            print_models(plan.models, "#   ", "# ")
-            _print_more_arms(plan)
+            print_models(launch.models, "#   ", "# ")
+            _print_more_arms(launch)
             stderr.print("Ctrl-C ends the server and everything it started.")
         console.file.flush()
 
     with terminable():
-        print_problems(prepare(plan, facts, on_step, request.allow_other_base))
-        path = Path(log).expanduser() if log else default_log(plan.port)
+        print_problems(prepare(launch, on_step))
+        path = Path(log).expanduser() if log else default_log(launch.facts.port)
         stderr.print(
-            f"starting sglang-kt {plan.version}; log: {path}", markup=False, soft_wrap=True
+            f"starting sglang-kt {launch.version}; log: {path}", markup=False, soft_wrap=True
         )
         show = _LoadProgress().show
         try:
-            code = serve(
-                plan, request, log=path, timeout=timeout, on_progress=show, on_ready=on_ready
-            )
+            code = serve(launch, log=path, timeout=timeout, on_progress=show, on_ready=on_ready)
         except EngineFailed as failure:
             _print_tail(failure)
             raise
@@ -215,23 +207,24 @@ class _LoadProgress:
             self._shown = text
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(launch: Launch) -> None:
     from ktbridge.cli._ui import console
 
-    for reason in plan.reasons:
+    for reason in launch.reasons():
         console.print(f"# {reason}", markup=False, soft_wrap=True)
-    for line in plan.commands():
+    for line in launch.commands():
         console.print(line, markup=False, soft_wrap=True)
     console.print("# requests may name", markup=False)
-    print_models(plan.models, "#   ", "# ")
-    _print_more_arms(plan)
+    print_models(launch.models, "#   ", "# ")
+    _print_more_arms(launch)
 
 
-def _print_more_arms(plan: Plan) -> None:
+def _print_more_arms(launch: Launch) -> None:
     """Print the arms that an evaluation would miss on this server, and what starts them."""
     from ktbridge.cli._ui import console
 
-    for line in plan.more_arms.lines() if plan.more_arms else ():
+    more = launch.more_arms()
+    for line in more.lines() if more else ():
         console.print(f"# {line}", markup=False, soft_wrap=True)
 
 

@@ -1,6 +1,6 @@
 """Serving.
 
 ``local``: the embedded engine. ``sglang``: the launcher of SGLang-KT. ``request``: what both are asked for.
-``processes``: the end of an engine. ``chat``: a client for any server. ``doctor``: checks of this machine.
+``chat``: a client for any server. ``doctor``: checks of this machine.
 Importing this package imports nothing heavy.
 """

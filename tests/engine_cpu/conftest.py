@@ -34,7 +34,8 @@ from ktbridge.adapter import read_adapter
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import convert, read_sources
 from ktbridge.serve.sglang.facts import read_installed
-from ktbridge.serve.sglang.plan import Plan, plan
+from ktbridge.serve.sglang.launch import Launch
+from ktbridge.serve.sglang.preflight import plan_launch
 
 PYTHON = "KTBRIDGE_ENGINE_PYTHON"
 
@@ -100,10 +101,10 @@ def raws(
 
 
 @pytest.fixture
-def make_plan(model: Path, tmp_path: Path) -> Callable[..., Plan]:
+def make_plan(model: Path, tmp_path: Path) -> Callable[..., Launch]:
     """make_plan(version, **request): the plan on a good machine, its conversions made."""
 
-    def make(version: str, python: str = "python", **fields: Any) -> Plan:
+    def make(version: str, python: str = "python", **fields: Any) -> Launch:
         request = SglangRequest(model=str(model), **fields)
         sources, problems = read_sources(request)
         facts = facts_for(
@@ -113,7 +114,7 @@ def make_plan(model: Path, tmp_path: Path) -> Callable[..., Plan]:
             source_problems=tuple(problems),
             cache=tmp_path / "cache",
         )
-        made = plan(request, facts)
+        made = plan_launch(request, facts)
         for step in made.conversions:
             convert(step)
         return made

@@ -17,7 +17,8 @@ from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import convert, read_sources
 from ktbridge.serve.sglang.facts import read_installed
-from ktbridge.serve.sglang.plan import Plan, plan
+from ktbridge.serve.sglang.launch import Launch
+from ktbridge.serve.sglang.preflight import plan_launch
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a version starts its engine
 
@@ -64,7 +65,7 @@ GATED = (
 
 def prepared(
     path: Path, version: str, model_type: str, family: tuple[str, dict[str, Any]], **changed: Any
-) -> tuple[Path, Path, Plan]:
+) -> tuple[Path, Path, Launch]:
     """A base of which only config.json is there, an adapter of it, and the plan with its conversions made."""
     architecture, settings = family
     sizes = {
@@ -92,7 +93,7 @@ def prepared(
         source_problems=tuple(problems),
         cache=path / "cache",
     )
-    made = plan(request, facts)
+    made = plan_launch(request, facts)
     for step in made.conversions:
         convert(step)
     return model, raw, made

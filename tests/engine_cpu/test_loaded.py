@@ -13,8 +13,8 @@ from realengine import FIRST_MERGED, MERGED, SPLIT, Pairs, trained, wheel_path
 
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.serve.sglang.facts import ENGINE_CACHE
-from ktbridge.serve.sglang.leftovers import place
 from ktbridge.serve.sglang.logs import diagnose
+from ktbridge.serve.sglang.processes import place
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a version starts its engine
 

@@ -24,7 +24,6 @@ from ktbridge.model import (
     read_model_config,
     resolve_model,
 )
-from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Source, read_sources
@@ -179,13 +178,6 @@ class Facts:
     cache: Path
     environment: Mapping[str, str]
     described: Described = field(default_factory=Described)
-
-
-def served_name(request: SglangRequest, facts: Facts) -> str:
-    """The served model name: the option, or the model directory's name."""
-    if request.served_name is not None:
-        return request.served_name
-    return short_name(facts.model_path)
 
 
 def gather(request: SglangRequest) -> Facts:

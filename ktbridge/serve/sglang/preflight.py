@@ -1,8 +1,13 @@
-"""Preflight checks: everything that would make a launch fail or expose it, before anything is started."""
+"""Everything that would make a launch fail or expose it, found before anything is started.
+
+The engine's parser takes any unambiguous beginning of a flag for the flag, so abbreviations of guarded flags
+are refused: otherwise ``--kt-num-gpu 4`` would bypass the check.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from ktbridge.adapter.engines import (
@@ -17,9 +22,8 @@ from ktbridge.codes.serving import LAUNCH
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.sizes import size_text
 from ktbridge.serve.request import SglangRequest
-from ktbridge.serve.sglang.adapters import Choice
-from ktbridge.serve.sglang.facts import LOGGING, Facts, served_name
-from ktbridge.serve.sglang.flags import EngineFlag, value_of
+from ktbridge.serve.sglang.facts import LOGGING, Facts
+from ktbridge.serve.sglang.launch import EngineFlag, Launch
 from ktbridge.server_api.hosts import is_loopback
 from ktbridge.server_api.served_names import BASE
 
@@ -30,6 +34,8 @@ _HOPPER = "9."
 # Bytes in RAM for each byte of bfloat16 experts; the native formats keep the checkpoint's bytes.
 _PACKED = {"AMXINT8": 0.53, "AMXINT4": 0.28}
 _PROCESSES = 6 * 2**30
+# These read experts as kt-kernel's own converter writes them; the others read the checkpoint.
+_CONVERTED_WEIGHTS = ("AMXBF16", "AMXINT8", "AMXINT4")
 # Problems of this machine: they don't apply to a plan for another one.
 OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
 
@@ -37,27 +43,167 @@ CODES = frozenset(row.code for row in LAUNCH.codes)
 """Codes of launch problems: ``--allow`` turns them into warnings, for a user who knows better."""
 
 
-def preflight(
-    request: SglangRequest, facts: Facts, choice: Choice, method: str, version: str
-) -> Iterator[Problem]:
-    """Every finding about names, network, machine, model and engine packages."""
-    yield from _names(request, facts)
-    yield from _network(request, facts, version)
+def plan_launch(request: SglangRequest, facts: Facts, others: Iterable[Problem] = ()) -> Launch:
+    """Decide a launch and find all problems of it, the worst first; ``others`` are among them.
+
+    Errors that the request allows are warnings. Raises UsageError for an invalid engine version.
+    """
+    launch = Launch(request, facts)
+    found = dict.fromkeys([*launch.decision_problems(), *preflight(launch), *others])
+    # A version that isn't installed here is for another machine: this one's problems are warnings then.
+    ahead = request.engine_version and not launch.is_installed and not facts.described.given
+    eased = (request.allowed & CODES) | frozenset(OF_THE_MACHINE if ahead else ())
+    problems = [
+        replace(p, severity="warning") if p.severity == "error" and p.code in eased else p
+        for p in found
+    ]
+    order = ("error", "warning", "info")
+    problems.sort(key=lambda p: order.index(p.severity))
+    return replace(launch, problems=tuple(dict.fromkeys(problems)))
+
+
+def preflight(launch: Launch) -> Iterator[Problem]:
+    """Yield every finding about flags, names, network, machine, model and engine packages."""
+    facts = launch.facts
+    yield from _flags(launch)
+    yield from _names(launch)
+    yield from _network(launch)
     if not facts.described.elsewhere:
-        yield from _engine(facts, version)
-        yield from _cpu(facts, choice, method)
-    yield from _memory(facts, method)
-    yield from _gpu(request, facts)
-    if facts.model.auto_map and not request.trust_remote_code:
+        yield from _engine(facts, launch.version)
+        yield from _cpu(launch)
+    yield from _memory(facts, launch.method)
+    yield from _gpu(launch.request, facts)
+    if facts.model.auto_map and not launch.request.trust_remote_code:
         found = "brings its own Python code, which loading it would run"
         yield problem("KTB960", str(facts.model_path / "config.json"), found)
     if LOGGING in facts.environment:
         found = "a logging configuration of its own may hide that the LoRA was loaded"
         yield problem("KTB965", LOGGING, f"is {facts.environment[LOGGING]}: {found}")
+    yield from _attention(launch)
+    if launch.method in _CONVERTED_WEIGHTS and launch.flag("--kt-weight-path") is None:
+        found = f"{launch.method} reads experts as kt-kernel's converter writes them, not the checkpoint"
+        step = "name their directory after --: -- --kt-weight-path DIR"
+        yield problem("KTB953", "--kt-weight-path", found, "a directory", step)
 
 
-def _names(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
-    served = served_name(request, facts)
+# Flags covered by ktbridge's own options: planning and supervision need to know their values.
+OWNED = {
+    "--model-path": "--base-model",
+    "--model": "--base-model",
+    "--served-model-name": "--served-model-name",
+    "--host": "--host",
+    "--port": "--port",
+    "--api-key": "--api-key, or KTBRIDGE_API_KEY",
+    "--lora-paths": "--adapter NAME=DIR",
+    "--kt-expert-lora-path": "--expert-adapter DIR",
+    "--kt-lora-path": "--expert-adapter DIR",
+    "--trust-remote-code": "--trust-remote-code",
+    "--tensor-parallel-size": "--tp-size",
+    "--tp-size": "--tp-size",
+}
+
+
+Condition = Callable[[EngineFlag, Launch], bool]
+_CPU_EXPERTS = "expert LoRA is applied by the CPU experts only, so none may be on the GPU"
+_ONE_STAGE = "a merged adapter needs every non-expert layer on each rank: tensor parallel only"
+_HOLE = "it opens a socket that unpickles what anybody sends (CVE-2026-3060)"
+
+
+def _always(flag: EngineFlag, launch: Launch) -> bool:
+    return True
+
+
+def _on_gpu(flag: EngineFlag, launch: Launch) -> bool:
+    return launch.has_expert and flag.number != 0
+
+
+def _staged(flag: EngineFlag, launch: Launch) -> bool:
+    return launch.layout == "merged" and not launch.contract.base_requests and flag.number != 1
+
+
+# Flag -> when it contradicts the contract or what is served, and why.
+GUARDED: dict[str, tuple[Condition, str]] = {
+    "--kt-num-gpu-experts": (_on_gpu, _CPU_EXPERTS),
+    "--kt-gpu-experts-ratio": (_on_gpu, _CPU_EXPERTS),
+    "--kt-gpu-prefill-token-threshold": (_on_gpu, "prefill on the GPU bypasses the expert LoRA"),
+    "--kt-enable-dynamic-expert-update": (
+        lambda flag, launch: launch.has_expert,
+        "it moves experts to the GPU",
+    ),
+    "--kt-method": (
+        lambda flag, launch: (
+            launch.has_expert and flag.value.upper() not in launch.contract.methods
+        ),
+        "the methods that take an expert LoRA are {methods}",
+    ),
+    "--max-running-requests": (
+        lambda flag, launch: launch.has_expert and (flag.number is None or flag.number < 2),
+        "with expert LoRA and fewer than 2, no request ever enters the batch",
+    ),
+    "--speculative-algorithm": (
+        lambda flag, launch: bool(launch.choice.nonexpert) and flag.value != "NGRAM",
+        "LoRA goes with NGRAM speculation only",
+    ),
+    "--node-rank": (
+        lambda flag, launch: flag.number != 0,
+        "the first node alone loads the expert LoRA and lists models, and ktbridge waits for both",
+    ),
+    "--pipeline-parallel-size": (_staged, _ONE_STAGE),
+    "--pp-size": (_staged, _ONE_STAGE),
+    "--lora-backend": (
+        lambda flag, launch: bool(launch.choice.nonexpert) and flag.value != "triton",
+        "KT's LoRA was only seen right with triton",
+    ),
+    "--log-level": (
+        lambda flag, launch: launch.has_expert and flag.value.lower() not in ("info", "debug"),
+        "the proof that the expert LoRA was loaded is logged at level info",
+    ),
+    "--config": (_always, "flags in a file can't be checked against the contract"),
+    "--grpc-mode": (_always, "there would be no HTTP server to wait for"),
+    "--encoder-only": (_always, _HOLE),
+    "--language-only": (_always, _HOLE),
+    "--encoder-urls": (_always, _HOLE),
+    "--enable-custom-logit-processor": (
+        lambda flag, launch: not is_loopback(launch.request.host),
+        "it runs code that a request brings (CVE-2026-7304)",
+    ),
+}
+
+
+def _flags(launch: Launch) -> Iterator[Problem]:
+    """Yield problems of the user's flags, and of ours that the installed engine's parser doesn't define."""
+    flags, parser = launch.flags, launch.parser
+    guarded = sorted({*OWNED, *GUARDED})
+    seen: set[str] = set()
+    for flag in flags:
+        if flag.name in seen:
+            yield problem("KTB953", flag.name, "is given twice", next_step="give it once")
+        seen.add(flag.name)
+        meant = [name for name in guarded if name.startswith(flag.name)]
+        if flag.name in OWNED:
+            found = "belongs to an option of ktbridge"
+            yield problem("KTB953", flag.name, found, next_step=f"use {OWNED[flag.name]} before --")
+        elif flag.name in GUARDED:
+            wrong, why = GUARDED[flag.name]
+            if wrong(flag, launch):
+                why = why.format(methods=", ".join(launch.contract.methods))
+                yield problem("KTB953", str(flag), f"contradicts the contract: {why}")
+        elif parser is not None and flag.name not in parser:
+            near = difflib.get_close_matches(flag.name, parser, n=1)
+            step = f"did you mean {near[0]}?" if near else None
+            yield problem("KTB954", flag.name, "is no flag of the installed engine", next_step=step)
+        elif parser is None and meant:
+            found = f"is short for {' or '.join(meant)}"
+            yield problem("KTB953", flag.name, found, next_step="write engine flags in full")
+    unknown = [word for word in launch.argv if word.startswith("--") and word not in (parser or ())]
+    if parser is not None and unknown:
+        found = f"the engine's parser does not know {', '.join(unknown)}"
+        step = f"install {ENGINE} again; its metadata and its code disagree"
+        yield problem("KTB954", launch.python, found, next_step=step)
+
+
+def _names(launch: Launch) -> Iterator[Problem]:
+    served = launch.served_name
     if ":" in served:
         found = "has a colon: what follows the first one in a request names the adapter"
         step = "give another with --served-model-name"
@@ -65,7 +211,7 @@ def _names(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
     elif not served.strip() or served != served.strip() or not served.isprintable():
         step = "give one with --served-model-name"
         yield problem("KTB963", repr(served), "is no name", "printable text", step)
-    names = [source.name for source in facts.sources if source.name is not None]
+    names = [source.name for source in launch.facts.sources if source.name is not None]
     for name in names:
         bad = any(c.isspace() or c in ':="{},' or not c.isprintable() for c in name)
         if bad or not name:
@@ -78,7 +224,8 @@ def _names(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
         yield problem("KTB963", name, "names two adapters")
 
 
-def _network(request: SglangRequest, facts: Facts, version: str) -> Iterator[Problem]:
+def _network(launch: Launch) -> Iterator[Problem]:
+    request, facts, version = launch.request, launch.facts, launch.version
     if facts.port_fault:
         step = "bind to 127.0.0.1 with --host" if "address" in facts.port_fault else None
         yield problem("KTB955", f"{request.host}:{request.port}", facts.port_fault, "", step)
@@ -130,12 +277,13 @@ def _release(version: str) -> object:
         return version
 
 
-def _cpu(facts: Facts, choice: Choice, method: str) -> Iterator[Problem]:
+def _cpu(launch: Launch) -> Iterator[Problem]:
+    facts, method = launch.facts, launch.method
     isa = set(facts.machine.isa)
     where = facts.machine.cpu or "CPU"
     if not isa:
         yield problem("KTB958", where, "has no AVX2", "AVX2 for any kernel of kt-kernel")
-    elif choice.expert is not None and method != "MXFP4" and "amx_bf16" not in isa:
+    elif launch.has_expert and method != "MXFP4" and "amx_bf16" not in isa:
         # kt-kernel 0.7.2 has the classes in its AMX and AVX512-BF16 builds only.
         if "avx512_bf16" in isa:
             found = (
@@ -184,20 +332,7 @@ def _gpu(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
         yield problem("KTB957", "GPU", found, f"at most 0.9 of {size_text(smallest)}", step)
 
 
-def unknown_flags(
-    argv: Sequence[str], parser: frozenset[str] | None, python: str
-) -> Iterator[Problem]:
-    """Flags of ours that the installed engine's parser doesn't define."""
-    if parser is None:
-        return
-    missing = [word for word in argv if word.startswith("--") and word not in parser]
-    if missing:
-        found = f"the engine's parser does not know {', '.join(missing)}"
-        step = f"install {ENGINE} again; its metadata and its code disagree"
-        yield problem("KTB954", python, found, next_step=step)
-
-
-def check_attention(flags: Sequence[EngineFlag], facts: Facts, version: str) -> Iterator[Problem]:
+def _attention(launch: Launch) -> Iterator[Problem]:
     """KTB967 where ``version`` would compute this model's prompts wrongly on these GPUs.
 
     The fused kernel of sglang-kt before 0.7.0 rotates queries in place, and keys only on their way into the
@@ -206,12 +341,13 @@ def check_attention(flags: Sequence[EngineFlag], facts: Facts, version: str) -> 
     shows it. Of the models that KT serves only Qwen3-MoE's attention uses that kernel. Observed with 0.6.4
     and triton: logprobs 0.4 nats off, equal to those of a model without rotated keys to within rounding.
     """
+    facts, version = launch.facts, launch.version
     if version_order(version) >= _ROTATED_SINCE or facts.model.model_type != _NOT_ROTATED:
         return
-    stored = value_of(flags, "--kv-cache-dtype")
+    stored = launch.flag("--kv-cache-dtype")
     if stored is not None and stored.value not in ("auto", "bf16", "bfloat16"):
         return  # the fused kernel is for a bfloat16 cache alone
-    given = value_of(flags, "--prefill-attention-backend") or value_of(flags, "--attention-backend")
+    given = launch.flag("--prefill-attention-backend") or launch.flag("--attention-backend")
     if given is None:
         # The engine's default: fa3 on Hopper, others elsewhere.
         if facts.gpus and all(gpu.capability.startswith(_HOPPER) for gpu in facts.gpus):
@@ -226,20 +362,3 @@ def check_attention(flags: Sequence[EngineFlag], facts: Facts, version: str) -> 
         where, found = given.name, f"is {given.value}"
     found += f": {ENGINE} {version} computes prompts of {_NOT_ROTATED} with it as if keys had no position"
     yield problem("KTB967", where, found, " or ".join(_READS_THE_CACHE))
-
-
-def allow(problems: list[Problem], allowed: frozenset[str]) -> tuple[Problem, ...]:
-    """The problems, worst first, with allowed errors as warnings. Other codes can't be allowed."""
-    eased = [
-        replace(p, severity="warning")
-        if p.severity == "error" and p.code in allowed and p.code in CODES
-        else p
-        for p in problems
-    ]
-    return sort_problems(eased)
-
-
-def sort_problems(problems: list[Problem]) -> tuple[Problem, ...]:
-    """Each problem once, the worst first."""
-    order = {"error": 0, "warning": 1, "info": 2}
-    return tuple(sorted(dict.fromkeys(problems), key=lambda p: order[p.severity]))

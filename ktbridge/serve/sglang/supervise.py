@@ -1,4 +1,4 @@
-"""One engine process and its descendants: started, watched until ready, and all terminated.
+"""One launch carried out: conversions, the engine and its descendants started, watched, and all terminated.
 
 A server is ready when it answers /health, each MoE layer has logged its expert LoRA, and /v1/models
 lists the non-expert adapters: the first alone is also true of a server that dropped the adapter.
@@ -13,17 +13,21 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.adapter import validate_adapter
+from ktbridge.adapter.engines import ENGINE
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.machine import end_with_parent
-from ktbridge.serve.processes import MARK, adopt_orphans, children, end_members, members
-from ktbridge.serve.sglang.leftovers import Place
+from ktbridge.serve.sglang.adapters import convert
+from ktbridge.serve.sglang.launch import Conditions, Launch
 from ktbridge.serve.sglang.logs import Pump, diagnose, readable
+from ktbridge.serve.sglang.processes import MARK, Place, Tree, adopt_orphans, children, place
 from ktbridge.server_api.client import OpenAIClient
+from ktbridge.server_api.hosts import url_from_here
 
 GRACE_SECONDS = 20.0
 # Log lines may still be in the pipe when the server already answers.
@@ -32,21 +36,6 @@ _TAIL = 12
 _RECORD_SECONDS = 2.0
 
 _LOADED = re.compile(rb"Loaded KT expert LoRA for layer (\d+)\b")
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """``layers`` that must have logged their expert LoRA, ``adapters`` that /v1/models must list."""
-
-    layers: tuple[int, ...]
-    adapters: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "health": True,
-            "expert_lora_layers": list(self.layers),
-            "models_listed": list(self.adapters),
-        }
 
 
 @dataclass
@@ -155,7 +144,7 @@ class Engine:
             name: value for name, value in os.environ.items() if name != "KTBRIDGE_API_KEY"
         }
         adopt_orphans()
-        self._strangers = children()
+        strangers = children()
         self._process = subprocess.Popen(
             list(argv),
             stdin=subprocess.DEVNULL,
@@ -166,6 +155,7 @@ class Engine:
             start_new_session=True,  # we forward the terminal's Ctrl-C
             preexec_fn=partial(end_with_parent, os.getpid()),  # no thread runs yet
         )
+        self._tree = Tree(self._process.pid, self._mark, strangers=strangers)
         self._home, self._recorded = home, 0.0
         self._record()
         assert self._process.stdout is not None
@@ -227,15 +217,14 @@ class Engine:
         """
         if self._code is not None:
             return self._code
-        leader = self._process.pid
         try:
             if self._process.poll() is None:
                 self._process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(self._grace)
-            left = end_members(leader, self._mark, strangers=self._strangers)
+            left = self._tree.end()
         except KeyboardInterrupt:
-            left = end_members(leader, self._mark, grace=0.0, strangers=self._strangers)
+            left = self._tree.end(grace=0.0)
         if left:
             numbers = ", ".join(map(str, sorted(left)))
             raise KtbridgeError(
@@ -246,19 +235,16 @@ class Engine:
         self._code = _exit_code(code)
         return self._code
 
-    def _members(self) -> set[int]:
-        return members(self._process.pid, self._mark, strangers=self._strangers)
-
     def _record(self) -> None:
         """Write down the tree for the next start, which finds it if ktbridge is killed."""
         now = time.monotonic()
         if now - self._recorded >= _RECORD_SECONDS:
             self._recorded = now
-            self._home.record(self._process.pid, self._mark, self._members())
+            self._home.record(self._tree)
 
     def _ended(self, when: str) -> EngineFailed:
         code = self._process.wait()
-        if not self._members():
+        if not self._tree.members():
             self._pump.join(5.0)  # its last log lines
         else:
             time.sleep(0.2)
@@ -278,3 +264,106 @@ class Engine:
 
 def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
+
+
+# --- a launch, carried out -------------------------------------------------------------------------
+
+# Problems that a conversion fixes: the layout isn't served as it is.
+_LAYOUT = "KTB901"
+
+
+def check_sources(launch: Launch) -> list[Problem]:
+    """Check the given adapters against the engine's rules; headers only.
+
+    The layout of adapters that the plan converts is not a problem.
+    """
+    facts = launch.facts
+    if not facts.sources:
+        return []
+    report = validate_adapter(
+        list(dict.fromkeys(source.path for source in facts.sources)),
+        base_model=launch.facts.model_path,
+        engine=f"{ENGINE}=={launch.version}",
+        structure_only=True,
+        allow_other_base=launch.request.allow_other_base,
+    )
+    # KTB901 is planned for: a layout that can't be served is a problem of the plan already.
+    return [found for found in report.problems if found.code != _LAYOUT]
+
+
+def prepare(
+    launch: Launch,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> list[Problem]:
+    """Make the conversions and check what will be served, values too. Returns warnings.
+
+    Raises ProblemsError when the engine would refuse or silently ignore something.
+    """
+    for step in launch.conversions:
+        on_step(f"converting to the {step.layout} layout")
+        made = convert(step)
+        on_step(f"{'wrote' if made else 'found'} {step.target}")
+    if not launch.directories:
+        return []
+    on_step("checking the adapter")
+    directories = list(dict.fromkeys(launch.directories))
+    report = validate_adapter(
+        directories,
+        base_model=launch.facts.model_path,
+        engine=f"{ENGINE}=={launch.version}",
+        allow_other_base=launch.request.allow_other_base,
+    )
+    if has_errors(report.problems):
+        raise ProblemsError(
+            f"{ENGINE} {launch.version} would not serve this adapter as it was trained",
+            report.problems,
+            "see the problems above",
+        )
+    return [found for found in report.problems if found.severity != "info"]
+
+
+def default_log(port: int) -> Path:
+    """$XDG_STATE_HOME/ktbridge/logs/serve-PORT-TIME.log, or below ~/.local/state."""
+    home = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return home / "ktbridge" / "logs" / f"serve-{port}-{stamp}.log"
+
+
+def serve(
+    launch: Launch,
+    *,
+    log: Path,
+    timeout: float,
+    grace: float = GRACE_SECONDS,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_ready: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Start the engine of ``launch`` and serve until it ends or KeyboardInterrupt is raised here.
+
+    ``on_ready(base_url)`` is called when requests are answered with the adapter. Returns the
+    engine's exit code (128 + n where signal n ended it) after an interrupt, 0 when it ended well.
+    Raises EngineFailed otherwise. Nothing of the engine is left running, whatever happens.
+    """
+    url = f"{url_from_here(launch.request.host, launch.facts.port)}/v1"
+    with ExitStack() as stack, ExitStack() as key:
+        home = stack.enter_context(place())
+        key_flags = key.enter_context(home.key_file(launch.request.api_key))
+        engine = stack.enter_context(
+            Engine(
+                (*launch.argv, *key_flags),
+                launch.environment,
+                launch.ready,
+                url=url,
+                log=log,
+                secret=launch.request.api_key,
+                grace=grace,
+                home=home,
+            )
+        )
+        try:
+            engine.wait_until_ready(timeout, on_progress)
+            key.close()  # the engine has read it
+            on_ready(url)
+            return engine.wait()
+        except KeyboardInterrupt:
+            return engine.end()

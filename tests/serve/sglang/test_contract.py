@@ -18,9 +18,9 @@ from ktbridge.adapter.engines import ARCHITECTURES, CONTRACTS, contract_for, ver
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Source
 from ktbridge.serve.sglang.facts import ENGINE_CACHE, parser_flags
-from ktbridge.serve.sglang.flags import GUARDED, OWNED
-from ktbridge.serve.sglang.plan import plan
-from ktbridge.serve.sglang.supervise import Conditions, Progress
+from ktbridge.serve.sglang.launch import Conditions
+from ktbridge.serve.sglang.preflight import GUARDED, OWNED, plan_launch
+from ktbridge.serve.sglang.supervise import Progress
 
 # The ends of every row, and what lies between them: versions that were published.
 VERSIONS = (
@@ -81,7 +81,7 @@ def plans(version: str, model: Path):
         )  # fmt: skip
         facts = facts_for(model, version, sources=sources, gpus=())
         request = SglangRequest(model="m", tp_size=4, trust_remote_code=True)
-        yield layout, plan(request, facts)
+        yield layout, plan_launch(request, facts)
 
 
 def test_the_parser_knows_every_flag_that_we_write(wheel: Wheel, model: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ktbridge.serve.sglang.leftovers import end_leftovers
+from ktbridge.serve.sglang.processes import end_leftovers
 
 KEY = "a-secret_4711"
 

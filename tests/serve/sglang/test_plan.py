@@ -20,10 +20,10 @@ from ktbridge.errors import ProblemsError
 from ktbridge.machine import Gpu, NumaNode
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Conversion, cached, convert, is_intact, read_sources
-from ktbridge.serve.sglang.command import plan_threads
 from ktbridge.serve.sglang.facts import Facts, Installed, Weights, parser_flags, stored_format
+from ktbridge.serve.sglang.launch import Launch, plan_threads
 from ktbridge.serve.sglang.logs import CAUSES, diagnose, readable
-from ktbridge.serve.sglang.plan import Plan, plan
+from ktbridge.serve.sglang.preflight import plan_launch
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def make(model: Path, adapters: dict[str, Path], facts_of: Any) -> Any:
 
     def make(
         version: str = "0.7.2", given: str = "raw", facts: dict | None = None, **fields: Any
-    ) -> Plan:
+    ) -> Launch:
         options: dict[str, Any] = {"raw": {"adapters": {"neko": str(adapters["raw"])}}}
         options["expert"] = {"expert_adapter": str(adapters["expert"])}
         options["nonexpert"] = {"nonexpert_adapters": {"neko": str(adapters["nonexpert"])}}
@@ -58,7 +58,7 @@ def make(model: Path, adapters: dict[str, Path], facts_of: Any) -> Any:
             source_problems=tuple(problems),
             **(facts or {}),
         )
-        return plan(request, found)
+        return plan_launch(request, found)
 
     return make
 
@@ -67,7 +67,7 @@ def after(argv: tuple[str, ...], flag: str) -> str:
     return argv[argv.index(flag) + 1]
 
 
-def errors(made: Plan) -> list[str]:
+def errors(made: Launch) -> list[str]:
     return [f"{p.code} {p}" for p in made.problems if p.severity == "error"]
 
 
@@ -199,7 +199,7 @@ def test_the_machine(facts_of) -> None:
     bad = {"machine": small, "gpus": (), "weights": Weights(9 * GIB, GIB)}
 
     def codes(request: SglangRequest, facts: Facts) -> dict[str, str]:
-        return {p.code: p.severity for p in plan(request, facts).problems}
+        return {p.code: p.severity for p in plan_launch(request, facts).problems}
 
     request = SglangRequest(model="m")
     facts = facts_of(**bad)
@@ -213,9 +213,9 @@ def test_the_machine(facts_of) -> None:
 def test_code_keys_and_public_addresses(facts_of) -> None:
     brings = replace(facts_of().model, auto_map=True)
     request = SglangRequest(model="m", host="0.0.0.0")
-    found = plan(request, facts_of(model=brings)).problems
+    found = plan_launch(request, facts_of(model=brings)).problems
     assert {"KTB960", "KTB961"} <= {p.code for p in found if p.severity == "error"}
-    fine = plan(
+    fine = plan_launch(
         replace(request, api_key="secret-1", trust_remote_code=True), facts_of(model=brings)
     )
     assert fine.ok
@@ -226,7 +226,7 @@ def test_code_keys_and_public_addresses(facts_of) -> None:
     assert any("CVE-2026-7301" in text for text in told)
     assert "secret-1" not in repr(request) + repr(fine) + json.dumps(fine.as_dict())
     assert fine.commands()[-1].endswith('--api-key "$KTBRIDGE_API_KEY"')
-    assert not plan(replace(request, api_key="-x"), facts_of()).ok
+    assert not plan_launch(replace(request, api_key="-x"), facts_of()).ok
 
 
 ADA = tuple(Gpu(index, "A GPU", 48 * GIB, "8.9") for index in range(4))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ktbridge.serve.processes import adopt_orphans, end_members, members, reap
+from ktbridge.serve.sglang.processes import Tree, adopt_orphans
 from ktbridge.serve.sglang.supervise import GRACE_SECONDS
 
 KEY = "a-secret_4711"
@@ -233,8 +233,8 @@ def test_a_process_counts_until_its_last_thread_is_gone() -> None:
         while stat.read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < until
             time.sleep(0.01)
-        assert members(process.pid, "no mark") == {process.pid}
-        assert end_members(process.pid, "no mark", grace=0.0) == set()
+        assert Tree(process.pid, "no mark").members() == {process.pid}
+        assert Tree(process.pid, "no mark").end(grace=0.0) == set()
         assert process.wait(20) < 0
 
 
@@ -257,5 +257,5 @@ def test_orphans_are_buried() -> None:
         until = time.monotonic() + 20
         while Path(f"/proc/{orphan}").exists():
             assert time.monotonic() < until, "a zombie is left"
-            reap(process.pid, set())
+            Tree(process.pid, "no mark").reap(set())
             time.sleep(0.01)
