@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,7 +90,7 @@ def test_answers_cannot_break_out_of_the_page(server, tmp_path):
 
 
 def test_no_name_can_break_out_of_page_or_markdown(tmp_path):
-    bench = replace(BENCH, items=BENCH.items[:3])
+    bench = BENCH.model_copy(update={"items": BENCH.items[:3]})
     results = score_run(stored(tmp_path, dict.fromkeys(ARMS, knows), bench))
     results["bench"]["notes"] = [EVIL]
     results["bench"]["name"] = results["arms"][0]["url"] = results["items"][0]["id"] = EVIL
