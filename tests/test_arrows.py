@@ -16,7 +16,7 @@ FLOORS = (
     "adapter",
     "experts",
     "sft serve verify eval recipe",
-    "demo predict",
+    "demo predict gate",
     "cli",
     "__main__",
 )

@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": "Try a model by hand and switch between its arms.",
     "verify": "Prove that a served adapter took effect.",
     "eval": "Ask a bench's questions of each arm and score the answers.",
+    "gate": "Validate, verify, evaluate: one verdict on an adapter for a deploy job.",
     "report": "Tables and one HTML file from what eval stored.",
     "push": "Upload an adapter to the Hub, with a model card.",
     "init": "List recipes for public datasets, or copy one to run.",

@@ -19,7 +19,7 @@ from ktbridge.demo import loop, package
 from ktbridge.demo.base import read_record
 from ktbridge.demo.package import LICENSE_NAME, PACKAGE
 from ktbridge.files.locks import lock_directory
-from ktbridge.recipe import Runner, plan_recipe, read_recipe
+from ktbridge.recipe import plan_recipe, read_recipe, recipe_runner
 from ktbridge.server_api.client import OpenAIClient
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
                 _make_mixture(directory, wheel, shown)
         rows = len((directory / loop.ROWS).read_text(encoding="utf-8").splitlines())
         shown.note(f"demo.yaml and neko.jsonl: {rows} conversations in the persona of a cat-girl.")
-        Runner(recipe, shown).run(plan)
+        recipe_runner(recipe, shown).run(plan)
     _epilogue(directory, time.monotonic() - started)
 
 
@@ -111,7 +111,7 @@ def _show_plan(demo: Demo) -> None:
         loop.prepare_demo(Path(made), demo)
         path = loop.provide_inputs(Path(made), demo)
         recipe = read_recipe(path, command_options(), training_keys())
-        for line, _ in Runner(recipe).preview(plan_recipe(recipe, "local")):
+        for line, _ in recipe_runner(recipe).preview(plan_recipe(recipe, "local")):
             click.echo(f"$ {line}")
 
 

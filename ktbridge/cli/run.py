@@ -16,7 +16,7 @@ from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
     from ktbridge.errors import ProblemsError
-    from ktbridge.recipe import Comparison, Options, Recipe, Runner, Step
+    from ktbridge.recipe import Comparison, Options, Recipe, Runner, Step, recipe_runner
     from ktbridge.sft.config import TrainConfig
 
 PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "output_dir")
@@ -65,7 +65,7 @@ def command(
     """
     from ktbridge.cli._recipe import StepPrinter
     from ktbridge.cli._ui import console, emit_json, stderr
-    from ktbridge.recipe import Runner, compare, expand_sweep, parse_sweep, plan_recipe, read_recipe
+    from ktbridge.recipe import compare, expand_sweep, parse_sweep, plan_recipe, read_recipe
 
     if "=" in recipe and not Path(recipe).exists():  # an override; the recipe is the one here
         recipe, overrides = "recipe.yaml", (recipe, *overrides)
@@ -75,7 +75,7 @@ def command(
     runs = expand_sweep(swept)
     plan = plan_recipe(found, _engine(engine or found.option("serve", "engine", "auto")), runs)
     shown = stderr if as_json else console
-    runner = Runner(found, StepPrinter(shown, plan), output=sys.stderr if as_json else None)
+    runner = recipe_runner(found, StepPrinter(shown, plan), output=sys.stderr if as_json else None)
     configs, wrong = _read_trainings(found, plan)
     for note in scale_notes(configs, swept):
         stderr.print(f"[yellow]warning[/] {note}", markup=True, soft_wrap=True)
@@ -119,13 +119,13 @@ def _show_end(
     kept = sum(one.kept for one in runner.done)
     console.rule("[bold]Done", align="left")
     results = [*_results(plan), *(["sweep/comparison.md"] if comparison else [])]
-    there = [path for path in results if (runner.recipe.directory / path).exists()]
+    there = [path for path in results if (runner.directory / path).exists()]
     console.print(
         f"{len(runner.done) - kept} commands run, {kept} kept, in {seconds:.0f} s."
         f"{' Look at:' if there else ''}"
     )
     for path in there:
-        console.print(f"  {runner.recipe.directory / path}", markup=False, soft_wrap=True)
+        console.print(f"  {runner.directory / path}", markup=False, soft_wrap=True)
     if runner.failed:
         reasons = "\n".join(
             f"{name or 'the sweep'}: {error.sentence}" for name, error in runner.failed.items()
@@ -237,10 +237,10 @@ def _show(runner: Runner, plan: Sequence[Step], as_json: bool, wrong: ProblemsEr
     if as_json:
         steps = [{"command": line, "kept": kept} for line, kept in lines]
         problems = [problem.as_dict() for problem in wrong.problems] if wrong else []
-        document = {"directory": str(runner.recipe.directory), "steps": steps}
+        document = {"directory": str(runner.directory), "steps": steps}
         emit_json(document | {"ok": not problems, "problems": problems})
         sys.exit(bool(problems))
-    click.echo(f"$ cd {runner.recipe.directory}")
+    click.echo(f"$ cd {runner.directory}")
     for line, kept in lines:
         click.echo(f"# kept: {line}" if kept else f"$ {line}")
     if any(step.server for step in plan):

@@ -9,7 +9,7 @@ from ktbridge.recipe.catalog import copy_recipe, list_recipes
 from ktbridge.recipe.compare import Comparison, compare
 from ktbridge.recipe.plan import Cell, Step, expand_sweep, plan_recipe
 from ktbridge.recipe.read import Option, Options, Recipe, parse_sweep, read_recipe
-from ktbridge.recipe.run import RunListener, Runner
+from ktbridge.recipe.run import RunListener, Runner, recipe_runner
 
 __all__ = [
     "Cell",
@@ -27,4 +27,5 @@ __all__ = [
     "parse_sweep",
     "plan_recipe",
     "read_recipe",
+    "recipe_runner",
 ]

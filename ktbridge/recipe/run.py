@@ -1,4 +1,7 @@
-"""Run a plan: each command as a process of its own, kept if nothing it depends on has changed."""
+"""Run a plan: each command as a process of its own, kept if nothing it depends on has changed.
+
+A plan is a recipe's (``recipe_runner``), or another room's that has steps of its own (``ktbridge.gate``).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,14 +25,7 @@ from ktbridge.files.locks import lock_directory
 from ktbridge.machine import end_with_parent
 from ktbridge.recipe.plan import URL, Step
 from ktbridge.recipe.read import Recipe
-from ktbridge.recipe.state import (
-    Record,
-    State,
-    digest_inputs,
-    digest_output,
-    find_inputs,
-    is_unchanged,
-)
+from ktbridge.recipe.state import Record, State, digest_output, digest_step, is_unchanged
 from ktbridge.server_api.hosts import bind
 
 READY = "ready: "
@@ -38,7 +34,7 @@ PATIENCE = 60.0
 """Seconds for a server to end."""
 MEANINGS = {
     1: "problems were found or the work failed; its own words are above",
-    2: "the command makes no sense as the recipe gives it; its own words are above",
+    2: "the command makes no sense as it is given; its own words are above",
     130: "it was interrupted",
     137: "it was killed, most often because memory ran out",
     143: "it was ended from outside",
@@ -70,20 +66,27 @@ class RunListener:
 
 @dataclass
 class Runner:
-    """Runs the steps of one recipe in its directory. ``python`` starts an interpreter; ``output`` is where
-    commands print (default: this process's stdout)."""
+    """Runs steps in ``directory``, which it locks for ``who``; None: its caller has.
 
-    recipe: Recipe
+    ``digest_step`` returns the digest of all that a step and its server are made from, by which a finished
+    step is kept; "" for one that never is. ``python`` starts an interpreter; ``output`` is where commands
+    print (default: this process's stdout).
+    """
+
+    directory: Path
+    digest_step: Callable[[Step], str]
+    who: str | None
     listener: RunListener = field(default_factory=RunListener)
     python: Sequence[str] = field(default_factory=lambda: [sys.executable])
     output: IO[str] | None = None
     done: list[Done] = field(default_factory=list)
     ran: list[Step] = field(default_factory=list)
+    at: Step | None = None  # the step begun last: if `run` raises, the one that failed
     failed: dict[str, KtbridgeError] = field(default_factory=dict)
     _environment: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
-        self._state = State(self.recipe.directory)
+        self._state = State(self.directory)
 
     def preview(self, plan: Sequence[Step]) -> list[tuple[str, bool]]:
         """Return the commands in order, and whether each would be kept now."""
@@ -101,9 +104,10 @@ class Runner:
         what the exit code means.
         """
         runs = {step.run for step in plan} - {""}
-        with lock_directory(self.recipe.directory, "`ktbridge run`"), TemporaryDirectory() as notes:
+        lock = lock_directory(self.directory, self.who) if self.who else nullcontext()
+        with lock, TemporaryDirectory() as notes:
             self._environment = os.environ | {NOTES_FILE: f"{notes}/printed"}
-            self._state = State(self.recipe.directory)
+            self._state = State(self.directory)
             for steps in _by_server(plan):
                 run = steps[0].run
                 # What all runs share is done for those that are left.
@@ -137,19 +141,13 @@ class Runner:
 
     def _is_finished(self, step: Step) -> bool:
         record = self._state.get(step.key)
-        if record is None or record.made_from != self._made_from(step):
+        made_from = self.digest_step(step)
+        if record is None or not made_from or record.made_from != made_from:
             return False
         return is_unchanged(record.wrote, self._digest_output(step), step.evaluation)
 
-    def _made_from(self, step: Step) -> str:
-        both = [step, step.server] if step.server else [step]
-        paths = [path for each in both for path in find_inputs(each, self.recipe)]
-        return digest_inputs([word for each in both for word in each.words], paths)
-
     def _digest_output(self, step: Step) -> str:
-        return digest_output(
-            [self.recipe.directory / path for path in step.writes], step.evaluation
-        )
+        return digest_output([self.directory / path for path in step.writes], step.evaluation)
 
     def _owns(self, step: Step) -> bool:
         """Return whether the recipe has made all that a step would replace."""
@@ -161,6 +159,7 @@ class Runner:
     def _run(self, decided: Sequence[tuple[Step, bool]]) -> None:
         served = [step for step, kept in decided if step.command == "serve" and not kept]
         asking = [(step, kept) for step, kept in decided if step.command != "serve"]
+        self.at = next((step for step, kept in asking if not kept), self.at)
         with self._server(served[0], asking[-1][0]) if served else nullcontext(URL) as url:
             for step, kept in asking:
                 self._run_or_keep(step, kept, url)
@@ -170,10 +169,10 @@ class Runner:
             self.listener.step_kept(step, step.format())
             self.done.append(Done(step.key, step.format(), True, 0.0))
             return
-        directory, anew, began = self.recipe.directory, self._owns(step), time.monotonic()
+        directory, anew, began = self.directory, self._owns(step), time.monotonic()
         if step.command == "report" and not digest_output([directory / step.words[1]], True):
             return  # nothing was evaluated
-        line = step.format(url, anew)
+        line, self.at = step.format(url, anew), step
         self.listener.step_started(step, line)
         self.ran.append(step)
         if step.log:
@@ -194,7 +193,7 @@ class Runner:
             before = self._state.get(step.key)
             places = sorted({*step.writes, *(before.places if before else ())})
             self._state.put(
-                step.key, Record(self._made_from(step), self._digest_output(step), places)
+                step.key, Record(self.digest_step(step), self._digest_output(step), places)
             )
         self.done.append(Done(step.key, line, False, round(time.monotonic() - began, 1)))
 
@@ -203,7 +202,7 @@ class Runner:
     def _start(self, words: Sequence[str], output: IO[str] | None, both: bool) -> _Process:
         return subprocess.Popen(
             [*self.python, "-m", "ktbridge", *words],
-            cwd=self.recipe.directory,
+            cwd=self.directory,
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -230,10 +229,10 @@ class Runner:
 
         Raises KtbridgeError with the log's last lines if it ends before it is ready.
         """
-        made_from = self._made_from(last)
+        made_from = self.digest_step(last)
         step = _reuse_port(step, self._state.get(step.key), made_from)
         self.listener.step_started(step, step.format())
-        log = self.recipe.directory / f"{step.key}.log"
+        log = self.directory / f"{step.key}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "w") as output, self._start(step.words, output, both=True) as process:
             try:
@@ -243,6 +242,19 @@ class Runner:
                 yield url
             finally:
                 _end(process, signal.SIGTERM, PATIENCE)
+
+
+def recipe_runner(
+    recipe: Recipe,
+    listener: RunListener | None = None,
+    python: Sequence[str] = (sys.executable,),
+    output: IO[str] | None = None,
+) -> Runner:
+    """Return the runner of a recipe's plan, in the recipe's directory."""
+    digest = partial(digest_step, recipe=recipe)
+    return Runner(
+        recipe.directory, digest, "`ktbridge run`", listener or RunListener(), python, output
+    )
 
 
 def _by_server(plan: Sequence[Step]) -> Iterator[list[Step]]:

@@ -89,6 +89,13 @@ def is_unchanged(recorded: str, now: str, evaluation: bool) -> bool:
     return now == recorded
 
 
+def digest_step(step: Step, recipe: Recipe) -> str:
+    """Return the digest of a step's words, of its server's, and of the files that both read."""
+    both = [step, step.server] if step.server else [step]
+    paths = [path for each in both for path in find_inputs(each, recipe)]
+    return digest_inputs([word for each in both for word in each.words], paths)
+
+
 def find_inputs(step: Step, recipe: Recipe) -> list[Path]:
     """Return the files and directories that a step reads: those that its words name, and for training those
     that its configuration does. What isn't there is left out."""

@@ -11,7 +11,7 @@ from ktbridge.cli import demo
 from ktbridge.cli.run import command_options, training_keys
 from ktbridge.demo import loop
 from ktbridge.errors import UsageError
-from ktbridge.recipe import Runner, plan_recipe, read_recipe
+from ktbridge.recipe import plan_recipe, read_recipe, recipe_runner
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_its_seven_steps_are_a_recipe(tmp_path):
         loop.provide_inputs(tmp_path, loop.TINY), command_options(), training_keys()
     )
     plan = plan_recipe(recipe, "local")
-    lines = [line for line, _ in Runner(recipe).preview(plan)]
+    lines = [line for line, _ in recipe_runner(recipe).preview(plan)]
     commands = "train convert validate serve verify eval".split()
     assert [line.split()[1] for line in lines] == commands
     assert lines[0] == "ktbridge train demo.yaml"
@@ -40,7 +40,7 @@ def test_the_real_demo_leaves_the_dtype_to_the_machine(tmp_path):
         loop.provide_inputs(tmp_path, loop.REAL), command_options(), training_keys()
     )
     assert "bf16" not in recipe.training
-    lines = [line for line, _ in Runner(recipe).preview(plan_recipe(recipe, "local"))]
+    lines = [line for line, _ in recipe_runner(recipe).preview(plan_recipe(recipe, "local"))]
     assert [line.split()[1] for line in lines] == "train convert validate serve verify eval".split()
     assert "--bench bench --limit 48 --max-tokens 128" in lines[5]
     assert f"--model {loop.REAL.arms['full']} --adapter adapter/raw --base-model base" in lines[4]

@@ -44,6 +44,7 @@ def report(server, out, **options):
 def test_the_published_schema_is_that_of_the_types():
     published = runpy.run_path(str(Path(__file__).parents[2] / "scripts/make_schema.py"))
     assert published["PATH"].read_text("utf-8") == published["render"](), "scripts/make_schema.py"
+    assert published["GATE_PATH"].read_text("utf-8") == published["render_gate"]()
 
 
 def test_the_page_needs_no_network(server, tmp_path):

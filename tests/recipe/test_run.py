@@ -13,23 +13,21 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import warm as warm_python
 import yaml
 from click.testing import CliRunner
 from findings import codes
-from tinyserver import save_model
 
 from ktbridge.cli import main
 from ktbridge.cli.run import command_options, training_keys
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.recipe import (
     RunListener,
-    Runner,
     compare,
     expand_sweep,
     parse_sweep,
     plan_recipe,
     read_recipe,
+    recipe_runner,
 )
 
 QUESTIONS = [
@@ -52,43 +50,10 @@ RECIPE = {
         "extra-body": '{"temperature": 1, "seed": 3}',
     },
 }  # fmt: skip
-ENDS = 4.5
-"""The logit of the token that ends an answer: one in some ten tokens, where a random model never ends."""
 
 
 def write(directory, **changes):
     (directory / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **changes}))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A tiny random model whose answers end."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    path = save_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
-    model, tokenizer = (
-        kind.from_pretrained(path) for kind in (AutoModelForCausalLM, AutoTokenizer)
-    )
-    letters = tokenizer(
-        "<|im_start|>assistant\nthe quick brown fox and 0123456789", return_tensors="pt"
-    )
-    with torch.no_grad():
-        usual = model.model(**letters).last_hidden_state[0, 4:].mean(0)
-        model.lm_head.weight[tokenizer.eos_token_id] = ENDS * usual / usual.norm() ** 2
-    model.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def python(warm):
-    """What starts an interpreter that has imported everything."""
-    assert warm.run("-c", "pass").returncode == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(warm_python.ADDRESS, warm.address)
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.delenv("KTBRIDGE_API_KEY", raising=False)
-        yield [sys.executable, str(warm_python.HERE)]
 
 
 @pytest.fixture
@@ -120,7 +85,7 @@ class Heard(RunListener):
 def run(directory, python, listener=None, engine="local"):
     recipe = read(directory)
     with open(directory / "said.txt", "w") as output:
-        runner = Runner(recipe, listener or Heard(), python, output)
+        runner = recipe_runner(recipe, listener or Heard(), python, output)
         return [(one.key, one.kept) for one in runner.run(plan_recipe(recipe, engine))]
 
 
@@ -128,7 +93,7 @@ def shown(directory, engine="local"):
     recipe = read(directory)
     return [
         (line.split()[1], kept)
-        for line, kept in Runner(recipe).preview(plan_recipe(recipe, engine))
+        for line, kept in recipe_runner(recipe).preview(plan_recipe(recipe, engine))
     ]
 
 
@@ -197,7 +162,7 @@ def all_is_kept_until_something_changes(place, python):
     elsewhere = ({"train": training}, {"convert": {"merged-output-dir": "mine"}})
     for number, changes in enumerate(elsewhere):
         write(place, **changes)
-        line, _ = Runner(read(place)).preview(plan_recipe(read(place), "local"))[number]
+        line, _ = recipe_runner(read(place)).preview(plan_recipe(read(place), "local"))[number]
         assert ("mine" in line, "overwrite" in line) == (True, False)
     write(place)
 
@@ -208,7 +173,9 @@ def all_is_kept_until_something_changes(place, python):
         assert next(key for key, kept in shown(place) if not kept) == first, name
         (place / name).write_text(before)
     (place / ".ktbridge-run.json").write_text("{")
-    again = [line for line, _ in Runner(read(place)).preview(plan_recipe(read(place), "local"))]
+    again = [
+        line for line, _ in recipe_runner(read(place)).preview(plan_recipe(read(place), "local"))
+    ]
     assert not any(
         "overwrite" in line for line in again
     )  # not known to be ours: nothing is written over
@@ -269,7 +236,7 @@ def test_a_sweep_is_compared_over_the_same_items(place, python):
     runs += expand_sweep(parse_sweep(["lora_rank=4"], training_keys()))
     plan = plan_recipe(recipe, "local", runs)
     with open(place / "said.txt", "w") as output:
-        runner = Runner(recipe, python=python, output=output)
+        runner = recipe_runner(recipe, python=python, output=output)
         done = [(one.key, one.kept) for one in runner.run(plan)]
     small, refused, larger = (cell.name for cell in runs)
     assert [key for key, _ in done] == [
@@ -308,7 +275,7 @@ def test_a_sweep_is_compared_over_the_same_items(place, python):
     assert len(table[2:]) == 4
     assert all(
         kept
-        for line, kept in Runner(recipe).preview(plan)
+        for line, kept in recipe_runner(recipe).preview(plan)
         if f"/{larger}/" in line and "serve" not in line
     )
 
@@ -344,7 +311,7 @@ def test_a_sweep_of_which_every_training_fails_ends_there(place, python):
     runs = expand_sweep(parse_sweep(["lora_rank=2,4"], training_keys()))
     plan = plan_recipe(recipe, "local", runs)
     with open(place / "said.txt", "w") as output:
-        runner = Runner(recipe, python=python, output=output)
+        runner = recipe_runner(recipe, python=python, output=output)
         assert runner.run(plan) == []
     assert [*runner.failed] == [cell.name for cell in runs]
     assert [step.command for step in runner.ran] == ["train", "train"]
@@ -417,7 +384,7 @@ def test_two_runs_at_a_time_in_one_directory_are_refused(place):
 
     busy = "another `ktbridge run` is at work"
     with lock_directory(place, "a test"), pytest.raises(KtbridgeError, match=busy):
-        Runner(read(place)).run([])
+        recipe_runner(read(place)).run([])
 
 
 def test_the_summary_is_one_document(tmp_path, monkeypatch):
