@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write docs/results.schema.json and docs/gate.schema.json from their types: ``python scripts/make_schema.py``.
+"""Write docs/{results,gate}.schema.json from their types: ``python scripts/make_schema.py``.
 
 A test fails when a file is not what this prints.
 """
