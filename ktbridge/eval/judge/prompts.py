@@ -30,6 +30,8 @@ from ktbridge.schemas import check_fields, is_json
 
 _TEXTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text("utf-8"))
 VERSION: str = _TEXTS["version"]
+_VENDORS = (one.split() for one in _TEXTS["families"].split("|"))
+FAMILIES = {name: names[0] for names in _VENDORS for name in names}
 Form = Literal["checks", "digit", "pair"]
 Kind = Literal["good", "bad"]
 Winner = Literal["first", "second", "tie"]

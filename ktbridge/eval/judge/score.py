@@ -7,33 +7,24 @@ the table of reasons to doubt a judge.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
+import numpy as np
 from typing_extensions import NotRequired, TypedDict
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity
 from ktbridge.eval.bench import Bench
-from ktbridge.eval.judge.prompts import (
-    VERSION,
-    Judge,
-    JudgeRequest,
-    JudgeScore,
-    JudgingPlan,
-    Kind,
-    ReplyError,
-    Winner,
-    plan_judging,
-)
+from ktbridge.eval.judge import prompts
+from ktbridge.eval.judge.prompts import Judge, JudgeRequest, JudgeScore, JudgingPlan, Kind, Winner
 from ktbridge.eval.results import types
-from ktbridge.eval.results.types import Json, JudgeFacts, LengthBias, PositionBias, Tally
-from ktbridge.eval.stats import mean_interval
+from ktbridge.eval.results.compare import round_interval
+from ktbridge.eval.results.types import Json, JudgeCard, LengthBias, PositionBias, Tally
 from ktbridge.eval.store import (
     JUDGE,
     JUDGEMENTS,
@@ -70,8 +61,18 @@ class Judgements:
 
     scores: Mapping[str, Mapping[str, JudgeScore]]
     pairs: list[types.JudgedPair]
-    card: types.JudgeCard
+    card: JudgeCard
     problems: list[Problem]
+
+    @property
+    def cost(self) -> types.Cost:
+        """Tokens of the judge, over all its replies."""
+        card = self.card
+        return {
+            "prompt_tokens": card["prompt_tokens"],
+            "completion_tokens": card["completion_tokens"],
+            "answers": card["calls"],
+        }
 
 
 def read_card(directory: Path) -> NamedJudge | None:
@@ -107,7 +108,7 @@ def read_judgements(
     if named is None:
         return None
     judge = named_judge(named)
-    plan = plan_judging(bench, rows, judge, pairs=named["pairs"])
+    plan = prompts.plan_judging(bench, rows, judge, pairs=named["pairs"])
     stored = read_ledger(directory, JUDGEMENTS)
     replies = {one.key: _read(one, stored.get(one.key)) for one in plan.mixed()}
     records = [stored[key] for key in replies if key in stored]
@@ -119,7 +120,7 @@ def read_judgements(
     checks = {(one.of, one.key): one for one in plan.scores if one.form == "checks"}.values()
     verdicts = [verdict for one in checks for verdict in replies[one.key].verdicts]
     family = same_family(judge, named["server"], read_run(directory)["arms"].values())
-    facts: JudgeFacts = {
+    card: JudgeCard = {
         "model": judge.model,
         "url": judge.url,
         "extra_body": dict(judge.extra_body),
@@ -139,18 +140,20 @@ def read_judgements(
         "anchor_pairs": tally_right(one.result == "win" for one in known),
         "pairs_unread": len(plan.pairs) // 2 - len(compared),
         "same_family": bool(family),
+        "refused": False,
+        "pairs_refused": False,
     }
     if means := _public_means(plan, replies):
-        facts["digits"] = means
-    if named["version"] != VERSION:
-        facts["outdated"] = f"its prompts are version {named['version']}, ours are {VERSION}"
-    problems, refused, pairs_refused = check_trust(facts, plan, replies, records, family)
-    return Judgements(
-        {} if refused else scores,
-        [] if refused or pairs_refused else _pair_rows(plan, compared),
-        {**facts, "refused": refused, "pairs_refused": pairs_refused},
-        problems,
-    )
+        card["digits"] = means
+    if named["version"] != prompts.VERSION:
+        card["outdated"] = f"its prompts are version {named['version']}, ours are {prompts.VERSION}"
+    problems = check_trust(card, plan, replies, records, family)
+    errors = {one.code for one in problems if one.severity == "error"}
+    # Missing judgements are an error, but no reason to omit the others.
+    card["refused"] = bool(errors & {"KTB876", "KTB878"} or (outcomes and not outcomes["ok"]))
+    card["pairs_refused"] = "KTB886" in errors
+    pairs = [] if card["refused"] or card["pairs_refused"] else _pair_rows(plan, compared)
+    return Judgements({} if card["refused"] else scores, pairs, card, problems)
 
 
 def _rate(count: int, total: int) -> float | None:
@@ -164,7 +167,7 @@ def _read(request: JudgeRequest, record: JudgementRecord | None) -> JudgeScore:
         return JudgeScore(None, record["outcome"])
     try:
         return request.read(record["reply"])
-    except ReplyError:
+    except prompts.ReplyError:
         return JudgeScore(None, "parse-fail")
 
 
@@ -210,21 +213,10 @@ def _compare(requests: Sequence[JudgeRequest], replies: Replies) -> list[Compare
 
 
 def _pair_rows(plan: JudgingPlan, compared: Sequence[ComparedPair]) -> list[types.JudgedPair]:
-    rows: list[types.JudgedPair] = [
-        {
-            "item": one.item,
-            "of": one.of,
-            "minus": one.minus,
-            "result": one.result,
-            "flipped": one.flipped,
-            "same": False,
-        }
-        for one in compared
-    ]
-    return rows + [
-        {"item": item.id, "of": of, "minus": minus, "result": "tie", "flipped": False, "same": True}
-        for item, of, minus in plan.same
-    ]
+    judged = [(one.item, one.of, one.minus, one.result, one.flipped, False) for one in compared]
+    judged += [(item.id, of, minus, "tie", False, True) for item, of, minus in plan.same]
+    names = ("item", "of", "minus", "result", "flipped", "same")
+    return [cast("types.JudgedPair", dict(zip(names, one, strict=True))) for one in judged]
 
 
 def _public_means(plan: JudgingPlan, replies: Replies) -> dict[str, types.DigitMeans]:
@@ -236,17 +228,17 @@ def _public_means(plan: JudgingPlan, replies: Replies) -> dict[str, types.DigitM
         if one.form == "digit" and reply.outcome in ("ok", "parse-fail"):
             found.setdefault(one.of, {}).setdefault(one.item.slice, []).append(reply.digit)
 
-    def mean(digits: Sequence[int | None]) -> float | None:
+    def mean(digits: Iterable[int | None]) -> float | None:
         read = [one for one in digits if one is not None]
         return round(sum(read) / len(read), 6) if read else None
 
     means: dict[str, types.DigitMeans] = {}
-    for arm, rows in found.items():
-        every = [one for row in rows.values() for one in row]
+    for arm, modules in found.items():
+        every = list(itertools.chain(*modules.values()))
         means[arm] = {
             "mean": mean(every),
-            "mean_with_unread": mean([-1 if one is None else one for one in every]),  # the script's
-            "modules": {module: mean(row) for module, row in rows.items()},
+            "mean_with_unread": mean(-1 if one is None else one for one in every),  # the script's
+            "modules": {module: mean(digits) for module, digits in modules.items()},
             "answers": len(every),
             "unread": every.count(None),
         }
@@ -263,14 +255,6 @@ _NO_PLACE: PositionBias = {"first_share": 0.5, "low": 0.0, "high": 1.0, "n": 0}
 _NO_LENGTH: LengthBias = {
     "from": "pairs", "longer_share": 0.5, "low": 0.0, "high": 1.0, "n": 0, "excess": 0.0, "correlation": None
 }  # fmt: skip
-# Names of model families by vendor, whose models are trained on each other's output; a model's name may
-# contain several (a distilled model's does).
-_VENDORS = """
-    baichuan | claude | command | deepseek | ernie | falcon | gemini gemma | glm | gpt | granite | grok |
-    hunyuan | internlm | kimi moonlight | llama | mimo | minimax | mistral mixtral | nemotron |
-    olmo olmoe | phi | qwen qwq | yi
-"""
-_FAMILIES = {name: one.split()[0] for one in _VENDORS.split("|") for name in one.split()}
 
 
 # --- comparisons of two answers, and biases
@@ -319,15 +303,19 @@ def position_bias(compared: Sequence[ComparedPair]) -> PositionBias | None:
     Each pair is shown in both orders, so a judge that looks at the answers alone has exactly 0.5.
     """
     shown = [(verdict, one.cluster) for one in compared for verdict in one.verdicts]
-    decided = [(verdict == "first", cluster) for verdict, cluster in shown if verdict != "tie"]
-    if not decided:
+    found = _share((verdict == "first", cluster) for verdict, cluster in shown if verdict != "tie")
+    if found is None:
         return None
-    mean, low, high = _share(decided)
-    return {"first_share": mean, "low": low, "high": high, "n": len(decided)}
+    return {
+        "first_share": found["mean"],
+        "low": found["low"],
+        "high": found["high"],
+        "n": found["n"],
+    }
 
 
 def length_bias(
-    source: Literal["pairs", "checks"], decisions: Iterable[Decision]
+    source: Literal["pairs", "checks"], decisions: Sequence[Decision]
 ) -> LengthBias | None:
     """Return how often the longer of two answers won, excluding ties and equal lengths.
 
@@ -336,35 +324,33 @@ def length_bias(
     is arbitrary, and both means are then 0). Longer answers may be better ones: this is an upper
     bound on the effect of length, not an estimate.
     """
-    decided = []
-    products = squares = ratios = 0.0
-    for (one, other), outcome, cluster in decisions:
-        ratio = math.log(one / other) if one and other else 0.0
-        products += ratio * outcome
-        ratios += ratio * ratio
-        squares += outcome * outcome
-        if ratio and outcome:
-            decided.append(((ratio > 0) == (outcome > 0), cluster))
-    if not decided:
+    ratios = np.array([np.log(a / b) if a and b else 0.0 for (a, b), *_ in decisions])
+    outcomes = np.array([one.outcome for one in decisions])
+    products = ratios * outcomes
+    found = _share(
+        (product > 0, one.cluster)
+        for product, one in zip(products, decisions, strict=True)
+        if product
+    )
+    if found is None:
         return None
-    mean, low, high = _share(decided)
-    scale = math.sqrt(ratios * squares)
+    scale = np.sqrt(ratios @ ratios * (outcomes @ outcomes))
     return {
         "from": source,
-        "longer_share": mean,
-        "low": low,
-        "high": high,
-        "n": len(decided),
-        "excess": round(mean - 0.5, 6),
-        "correlation": round(products / scale, 6) if scale else None,
+        "longer_share": found["mean"],
+        "low": found["low"],
+        "high": found["high"],
+        "n": found["n"],
+        "excess": round(found["mean"] - 0.5, 6),
+        "correlation": round(float(products.sum() / scale), 6) if scale else None,
     }
 
 
-def _share(decided: Sequence[tuple[bool, str]]) -> tuple[float, float, float]:
-    """Return mean, low and high of (decision, cluster) pairs."""
-    values = [float(decision) for decision, _ in decided]
-    found = mean_interval(values, [cluster for _, cluster in decided], bounds=(0.0, 1.0))
-    return round(found.mean, 6), round(found.low, 6), round(found.high, 6)
+def _share(decisions: Iterable[tuple[bool, str]]) -> types.Numbers | None:
+    """Return how many of (decision, cluster) are true, with an interval; None of none."""
+    decided = list(decisions)
+    values, clusters = [float(one) for one, _ in decided], [cluster for _, cluster in decided]
+    return round_interval(values, clusters, (0.0, 1.0)) if decided else None
 
 
 # --- answers of known quality
@@ -419,24 +405,21 @@ class Doubt(NamedTuple):
 
 
 def check_trust(
-    facts: JudgeFacts,
+    card: JudgeCard,
     plan: JudgingPlan,
-    replies: Mapping[str, JudgeScore],
+    replies: Replies,
     records: Sequence[JudgementRecord],
     family: Collection[str],
-) -> tuple[list[Problem], bool, bool]:
-    """Return the problems of a judge, and whether the report omits its scores and its pairs for them.
-
-    ``records`` are the stored judgements of the plan, ``family`` the model families shared with the arms.
-    """
-    where, outcomes = f"judge {facts['model']}", facts["outcomes"]
+) -> list[Problem]:
+    """Return the problems of a judge. ``records`` are the stored judgements of the plan, ``family`` the model
+    families shared with the arms."""
+    outcomes, anchors, pairs = card["outcomes"], card["anchors"], card["anchor_pairs"]
     ok, total = outcomes.get("ok", 0), sum(outcomes.values())
     unread, failed = outcomes.get("parse-fail", 0), outcomes.get("judge-error", 0)
-    waiting, outdated = outcomes.get("not-run", 0), facts.get("outdated")
-    anchors, pairs = facts["anchors"], facts["anchor_pairs"]
+    waiting, outdated = outcomes.get("not-run", 0), card.get("outdated")
     fails = any(one["right"] < PASS * one["asked"] for one in _asked(anchors))
-    flips = facts["flip_rate"] or 0.0
-    place, length = facts["position_bias"] or _NO_PLACE, facts["length_bias"] or _NO_LENGTH
+    flips = card["flip_rate"] or 0.0
+    place, length = card["position_bias"] or _NO_PLACE, card["length_bias"] or _NO_LENGTH
     first = place["low"] > 0.5
     share = place["first_share"] if first else 1 - place["first_share"]
 
@@ -445,7 +428,7 @@ def check_trust(
         return next(details, "it was read by other rules")
 
     doubts = (
-        Doubt("KTB879", (facts["parse_fail_rate"] or 0) > _MANY_PARSE_FAILS,
+        Doubt("KTB879", (card["parse_fail_rate"] or 0) > _MANY_PARSE_FAILS,
               f"{unread} of {total} replies could not be read, not even when told so: {detail('parse-fail')}",
               "the form that was asked for; what can't be read is no score",
               severity="warning" if ok else "error"),
@@ -455,7 +438,7 @@ def check_trust(
         Doubt("KTB885", waiting,
               f"{waiting} of {total} judgements were not asked for" + (f" ({outdated})" if outdated else ""),
               "a judgement of every answer"),
-        _monotony(facts, plan, replies),
+        _monotony(card, plan, replies),
         Doubt("KTB875", not plan.anchors,
               "the bench has no anchors, so nothing shows what this judge is worth",
               "a few known-good and known-bad answers a slice"),
@@ -489,26 +472,23 @@ def check_trust(
               f"it is of the family that it judges ({', '.join(sorted(family))})",
               "a judge of another family: models favour their own kind"),
     )  # fmt: skip
-    problems = [
+    where = f"judge {card['model']}"
+    return [
         problem(one.code, where + one.place, one.found, one.expected, one.next_step, one.severity)
         for one in doubts
         if one.holds
     ]
-    errors = {one.code for one in problems if one.severity == "error"}
-    # Missing judgements are an error, but no reason to omit the others.
-    omits_scores = bool(errors & {"KTB876", "KTB878"}) or (not ok and total > 0)
-    return problems, omits_scores, "KTB886" in errors
 
 
-def _monotony(facts: JudgeFacts, plan: JudgingPlan, replies: Mapping[str, JudgeScore]) -> Doubt:
+def _monotony(card: JudgeCard, plan: JudgingPlan, replies: Replies) -> Doubt:
     """Return the doubt about a judge that gives every answer the same verdict: that says nothing."""
-    share, count, words = facts["yes_rate"] or 0.0, facts["verdicts"], ("yes", "no")
+    share, count, words = card["yes_rate"] or 0.0, card["verdicts"], ("yes", "no")
     digits = [one for one in (*plan.scores, *plan.anchors) if one.form == "digit"]
     if good := [verdict for one in digits for verdict in replies[one.key].verdicts]:
         share, count, words = sum(good) / len(good), len(good), ("3 or more", "less than 3")
     # Very good answers deserve a yes to everything, so only the known-bad ones count as evidence.
     kind: Kind = "bad" if share > 0.5 else "good"
-    asked, right = facts["anchors"][kind]["asked"], facts["anchors"][kind]["right"]
+    asked, right = (card["anchors"][kind][name] for name in ("asked", "right"))
     convicted = asked and right <= (1 - PASS) * asked
     on_known = f", and {asked - right} of {asked} on known-{kind} answers" if asked else ""
     useless = "; these judgements are useless" if convicted or not asked else ""
@@ -555,7 +535,7 @@ def _families(model: str, entry: Json) -> set[str]:
     # "chatglm" and "codellama" count; "yi" is too short to be searched for at a word's end.
     return {
         family
-        for name, family in _FAMILIES.items()
+        for name, family in prompts.FAMILIES.items()
         for word in words
         if word == name or (len(name) > 2 and word.endswith(name))
     }

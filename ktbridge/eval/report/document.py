@@ -11,10 +11,11 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
+import yaml
 from markupsafe import Markup
 
 from ktbridge.document import (
@@ -273,55 +274,6 @@ def axis_description(results: Results, axis: str) -> str:
     return f"mean of each item's checks: {list_names(checks, _SCORERS_NAMED)}"
 
 
-_OF_AXIS = {
-    "persona": ("term of address", "tic", "out of character"),
-    "judge": ("flipped", "anchors"),
-}
-TERMS = {
-    "arm": "one thing under evaluation: base (no adapter), expert (its expert LoRA alone), full (all of "
-    "it), or whatever name the command gave",
-    "[95 %]": "the interval in which the true mean lies in 95 of 100 such evaluations",
-    "adjusted p": "how often chance alone gives a difference like this: of a whole axis as it is, of the "
-    "axis's own slices by Benjamini–Hochberg, of other arms and other axes by Holm",
-    "improved, dropped": "the interval excludes 0 and p is below 0.05; of a slice the adjusted p is at most "
-    "0.10, so that about one in ten such names is false",
-    "may have improved, may have dropped": "the interval excludes 0, but the adjusted p is too large or the "
-    "run was not made to find this; one interval in 40 does so by chance in each direction",
-    "within margin": "a loss of the bench's margin or more is excluded (of the persona, a change of that "
-    "size either way)",
-    "inconclusive": "these items show neither a change nor its absence; see detectable",
-    "detectable": "the smallest true change that these items would show in 8 of 10 runs, given their "
-    "spread and the number of comparisons; none: so few items that no change would show",
-    "gained / lost": "yes/no items that only the later arm, or only the earlier one, has right, with "
-    "McNemar's p",
-    "term of address": "what the persona calls the user, as persona.yaml lists it (主人, Master)",
-    "tic": "a word that the persona puts into its sentences, as persona.yaml lists it (喵, nya)",
-    "out of character": "an answer with a phrase that the persona would never say (as an AI model), "
-    "which then earns no persona mark",
-    "ok": "a finished answer; only these are scored",
-    "truncated": "cut off at the token limit; not scored",
-    "think-only": "nothing but thinking; not scored",
-    "empty": "nothing at all; not scored",
-    "http-error": "the request failed after every attempt; not scored, asked again by the next run",
-    "score-error": "an answer on which a scorer failed; a fault of ktbridge, not of the arm",
-    "not-run": "not asked yet",
-    "byte-identical": "the same text to the last character",
-    "could be read": "the answer holds the letter, number or JSON that is to be marked",
-    "length ratio": "characters of the answers over characters of the references",
-    "flipped": "the judge chose the other answer when the two changed places; counted as a tie",
-    "anchors": "answers of known worth among those that the judge is shown; it is believed only if it "
-    "tells them apart",
-    "fingerprint": "a hash of what the server says of the model, and of the sampling",
-    "cluster": "items that are not independent, such as two wordings of one question; counted as one",
-}
-
-
-def terms_for(axes: Sequence[str]) -> dict[str, str]:
-    """``TERMS`` without those of axes that the report doesn't have."""
-    absent = {term for axis, terms in _OF_AXIS.items() if axis not in axes for term in terms}
-    return {term: meaning for term, meaning in TERMS.items() if term not in absent}
-
-
 # --- the page
 
 _FOLDED = 8  # lines of a text that are shown before it is expanded
@@ -335,6 +287,9 @@ def render_report(results: Results) -> str:
     """Return the page of a run."""
     names = [card["name"] for card in results["arms"]]
     axes = [axis for axis in AXES_SHOWN if axis in results["axes"]]
+    words = yaml.safe_load((_PAGE / "words.yaml").read_text("utf-8"))
+    explained = {*axes, *["judge"] * bool(results["judge"])}
+    absent = {word for axis, own in words["only"].items() if axis not in explained for word in own}
     return _render(
         build_report(results).blocks,
         results=results,
@@ -344,9 +299,11 @@ def render_report(results: Results) -> str:
         axis_words=sentences.AXIS_WORDS,
         facts=report_header(results),
         meanings={one["name"]: one["meaning"] for one in results["bench"]["slices"]},
-        terms=terms_for([*results["axes"], *["judge"] * bool(results["judge"])]),
+        terms={word: text for word, text in words["terms"].items() if word not in absent},
         made_of={axis: axis_description(results, axis) for axis in axes},
         slice_title=lambda name: slice_title(results, name),
+        head_size=_HEAD,
+        tail_size=_TAIL,
         marks={name: _MARKS[i % len(_MARKS)] for i, name in enumerate(names)},
         number={name: i % len(_MARKS) for i, name in enumerate(names)},
         slices={axis: ordered_slices(results, axis) for axis in axes},
@@ -369,9 +326,7 @@ def _render(blocks: Sequence[Block], **context: object) -> str:
     environment.filters |= {
         "signed": signed,
         "interval": interval,
-        "flat": _flat,
         "cut": _cut,
-        "unfold": _unfold,
         "is_long": lambda text: shown_lines(text, _FOLDED) > _FOLDED,
         "detectable": detectable,
         "tone": contrast_tone,
@@ -391,19 +346,6 @@ def _across(value: float, reach: float | None = None) -> float:
     return round(168 + (value - low) / (high - low) * 318, 1)
 
 
-def _flat(value: object) -> str:
-    """Return a value of the judge's card on one line: "first_share 0.75, n 40"."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_flat(one)}" for key, one in value.items()) or "–"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_flat, value)) or "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return "–" if value is None else str(value)
-
-
 def _cut(text: str) -> str:
     """Return ``text`` as the page shows it: only start and end of a very long one, and text direction
     marks made visible."""
@@ -411,13 +353,6 @@ def _cut(text: str) -> str:
         left_out = f"[… {len(text) - _HEAD - _TAIL:,} characters are in results.json …]"
         text = f"{text[:_HEAD]}\n{left_out}\n{text[-_TAIL:]}"
     return show_direction(text)
-
-
-def _unfold(text: str) -> str:
-    """Return the label that expands a folded text."""
-    if len(text) <= _HEAD + _TAIL:
-        return f"show all {len(text):,} characters"
-    return f"show the first {_HEAD:,} and the last {_TAIL:,} of {len(text):,} characters"
 
 
 def shown_lines(text: str, enough: int, width: int = 44) -> int:

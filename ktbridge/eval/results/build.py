@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, cast
 
@@ -18,25 +18,13 @@ from ktbridge.errors import KtbridgeError, Problem, Severity
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.contamination import overlap_problems, read_contamination
 from ktbridge.eval.judge.score import Judgements, read_judgements
-from ktbridge.eval.report.document import (
-    build_overview,
-    build_report,
-    render_overview,
-    render_report,
-)
+from ktbridge.eval.report import document
 from ktbridge.eval.report.sentences import slice_title, summarize
 from ktbridge.eval.request import compare_plan
-from ktbridge.eval.results import rows as counts_of
-from ktbridge.eval.results import types
-from ktbridge.eval.results.compare import (
-    NULLS,
-    OVERALL,
-    compare_arms,
-    count_pairs,
-    measure_noise,
-    signed,
-)
-from ktbridge.eval.results.rows import SCORE_ERROR, count_outcomes, read_rows
+from ktbridge.eval.results import compare, types
+from ktbridge.eval.results import rows as row_counts
+from ktbridge.eval.results.compare import NULLS, OVERALL, signed
+from ktbridge.eval.results.rows import SCORE_ERROR, read_rows
 from ktbridge.eval.results.types import Index, IndexFile, Results
 from ktbridge.eval.stats import CONFIDENCE, RESAMPLES, SEED
 from ktbridge.eval.store import BENCHES, NOT_RUN, RUN, read_benches, write_text
@@ -59,28 +47,38 @@ def score_run(directory: Path) -> Results:
         mark_judged(rows, judged)
     contamination = read_contamination(directory)
     # An arm that was never asked (a mistyped one) must not empty the comparison of the others.
-    ranked = [arm.name for arm in stored.arms]
-    names = [
-        name for name in ranked if any(row["answers"][name]["outcome"] != NOT_RUN for row in rows)
+    asked = [
+        arm
+        for arm in stored.arms
+        if any(row["answers"][arm.name]["outcome"] != NOT_RUN for row in rows)
     ]
-    left_out = [name for name in ranked if name not in names]
+    names = [arm.name for arm in asked]
+    left_out = [arm.name for arm in stored.arms if arm not in asked]
     planned = None
     if run["plan"] is not None:
         planned = compare_plan(run["plan"], bench, names, rows)
     for row in rows:
         row["answers"] = {name: row["answers"][name] for name in names}
     valid = [row for row in rows if all(row["answers"][n]["outcome"] == "ok" for n in names)]
-    tables, contrasts = compare_arms(card, names, valid)
-    axes = list(tables)
-    pairs = judged.pairs if judged is not None else []
-    costs: dict[str, types.Cost] = {}
-    if judged is not None:
-        costs[JUDGE_COST] = {
-            "prompt_tokens": judged.card["prompt_tokens"],
-            "completion_tokens": judged.card["completion_tokens"],
-            "answers": judged.card["calls"],
+    tables, contrasts = compare.compare_arms(card, names, valid)
+    pairs = (
+        [one for one in judged.pairs if {one["of"], one["minus"]} <= set(names)] if judged else []
+    )
+    costs = {arm.name: stored.cost(arm) for arm in asked}
+    repeats: types.Repeats | None = None
+    if stored.repeats > 1:
+        every = {
+            name: [one for row in rows for one in row["answers"][name]["repeats"]] for name in names
         }
-    references = {item.id: item.references for item in bench.items if item.references}
+        repeats = {
+            "n": stored.repeats,
+            "outcomes": {
+                name: row_counts.count_outcomes(answers) for name, answers in every.items()
+            },
+            "noise": compare.measure_noise(
+                rows, names, [axis for axis in tables if axis != "judge"]
+            ),
+        }
     results: Results = {
         "verdict": cast("types.Verdict", {}),  # made of all the others, but first in the file
         "schema": SCHEMA,
@@ -89,35 +87,31 @@ def score_run(directory: Path) -> Results:
         "arms": [stored.cards[name] for name in names],
         "left_out": left_out,
         "refused": {
-            name: stored.cards[name]["refused"]
-            for name in left_out
-            if "refused" in stored.cards[name]
+            name: why for name in left_out if (why := stored.cards[name].get("refused")) is not None
         },
         "date": run["date"],
         "plan": planned,
         "asked": len(rows),
         "valid": len(valid),
-        "axes": axes,
+        "axes": list(tables),
         "outcomes": {
-            name: count_outcomes(row["answers"][name]["outcome"] for row in rows) for name in names
+            name: row_counts.count_outcomes(row["answers"][name] for row in rows) for name in names
         },
         "tables": tables,
         "contrasts": contrasts,
         "persona_parts": (
-            {name: counts_of.persona_rates(valid, name) for name in names}
+            {name: row_counts.persona_rates(valid, name) for name in names}
             if card["persona"]
             else {}
         ),
-        "parse_rates": counts_of.parse_rates(rows, names),
-        "texts": counts_of.measure_overlap(rows, names, references),
-        "identical": counts_of.compare_texts(rows, names),
-        "judge": judged.card if judged is not None else None,
-        "pairs": count_pairs(
-            [pair for pair in pairs if {pair["of"], pair["minus"]} <= set(names)], rows
-        ),
-        "repeat": _repeats(stored.repeats, rows, names, axes) if stored.repeats > 1 else None,
+        "parse_rates": row_counts.parse_rates(rows, names),
+        "texts": row_counts.measure_overlap(rows, names, bench),
+        "identical": row_counts.compare_texts(rows, names),
+        "judge": judged and judged.card,
+        "pairs": compare.count_pairs(pairs, rows),
+        "repeat": repeats,
         "contamination": contamination,
-        "costs": costs | {arm.name: stored.cost(arm) for arm in stored.arms if arm.name in names},
+        "costs": ({JUDGE_COST: judged.cost} if judged else {}) | costs,
         "statistics": {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED},
         "items": rows,
         "warnings": [],
@@ -128,20 +122,6 @@ def score_run(directory: Path) -> Results:
     results["warnings"] = [cast("types.ProblemRow", problem.as_dict()) for problem in problems]
     results["verdict"] = summarize(results)
     return results
-
-
-def _repeats(
-    count: int, rows: Sequence[types.ItemRow], names: Sequence[str], axes: Sequence[types.Axis]
-) -> types.Repeats:
-    outcomes = {
-        name: [one["outcome"] for row in rows for one in row["answers"][name]["repeats"]]
-        for name in names
-    }
-    return {
-        "n": count,
-        "outcomes": {name: count_outcomes(every) for name, every in outcomes.items()},
-        "noise": measure_noise(rows, names, [axis for axis in axes if axis != "judge"]),
-    }
 
 
 def bench_card(bench: Bench) -> types.BenchCard:
@@ -171,7 +151,7 @@ def bench_card(bench: Bench) -> types.BenchCard:
 
 
 def _checks(bench: Bench, name: str) -> Iterator[str]:
-    """The scorers of a slice's items, each with its metric if it has one."""
+    """Yield the scorers of a slice's items, each with its metric if it has one."""
     for check in (check for item in bench.items if item.slice == name for check in item.checks):
         yield str(check["scorer"]) + (f" ({check['metric']})" if "metric" in check else "")
 
@@ -179,9 +159,8 @@ def _checks(bench: Bench, name: str) -> Iterator[str]:
 def mark_judged(rows: list[types.ItemRow], judged: Judgements) -> None:
     """Add the judge's marks and evidence to the rows."""
     for row in rows:
-        for name, score in judged.scores.get(row["id"], {}).items():
-            answer = row["answers"].get(name)
-            if answer is None:
+        for name, answer in row["answers"].items():
+            if (score := judged.scores.get(row["id"], {}).get(name)) is None:
                 continue
             answer["judge_outcome"] = score.outcome
             answer["judge_checks"] = [check.copy() for check in score.checks]
@@ -199,18 +178,8 @@ def write_report(directory: Path) -> Results | Index:
     (schema ``ktbridge.index/1``). Raises KtbridgeError if there is nothing
     to report.
     """
-    if (directory / BENCHES).is_file():
-        return _write_index(directory)
-    return _write_results(directory)
-
-
-def _write_results(directory: Path) -> Results:
-    results = score_run(directory)
-    _write(directory, results, render_report(results), to_markdown([build_report(results)]))
-    return results
-
-
-def _write_index(directory: Path) -> Index:
+    if not (directory / BENCHES).is_file():
+        return _write_results(directory)
     benches: list[types.IndexEntry] = []
     for folder in read_benches(directory):
         # A bench that an interrupted run did not reach must not hide the others.
@@ -228,26 +197,26 @@ def _write_index(directory: Path) -> Index:
         )
     index: Index = {"schema": INDEX_SCHEMA, "ktbridge": ktbridge.__version__, "benches": benches}
     failed = failures(index)
+    markdown = to_markdown(document.build_overview(index, failed))
     published: IndexFile = {**index, "benches": [_link(one) for one in benches]}
-    markdown = to_markdown(build_overview(index, failed))
-    _write(directory, published, render_overview(index, failed), markdown)
+    _write(directory, published, document.render_overview(index, failed), markdown)
     return index
 
 
+def _write_results(directory: Path) -> Results:
+    results = score_run(directory)
+    markdown = to_markdown([document.build_report(results)])
+    _write(directory, results, document.render_report(results), markdown)
+    return results
+
+
 def _link(bench: types.IndexEntry) -> types.IndexLink:
-    """A bench's entry in the index file; the full results are in its own folder."""
-    results = bench["results"]
-    return {
-        "name": bench["name"],
-        "error": bench["error"],
-        "path": f"{bench['name']}/results.json",
-        "verdict": results and results["verdict"],
-        "asked": results and results["asked"],
-        "valid": results and results["valid"],
-        "plan": results and results["plan"],
-        "warnings": results and results["warnings"],
-        "costs": results and results["costs"],
-    }
+    """Return a bench's entry in the index file; the full results are in its own folder."""
+    path, results = f"{bench['name']}/results.json", bench["results"]
+    kept = ("verdict", "asked", "valid", "plan", "warnings", "costs")
+    facts = {key: cast("dict[str, object]", results)[key] if results else None for key in kept}
+    link = {"name": bench["name"], "error": bench["error"], "path": path, **facts}
+    return cast("types.IndexLink", link)
 
 
 def _write(directory: Path, results: Results | IndexFile, page: str, markdown: str) -> None:

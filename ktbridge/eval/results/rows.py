@@ -16,17 +16,8 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.eval.arms import Arm, arm_rank
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.request import answer_key
-from ktbridge.eval.results.types import (
-    ArmAnswer,
-    ArmCard,
-    Cost,
-    Identical,
-    ItemRow,
-    ParseCell,
-    PersonaRates,
-    TextCell,
-    Texts,
-)
+from ktbridge.eval.results import types
+from ktbridge.eval.results.types import ArmAnswer, ArmCard, ItemRow, ParseCell, PersonaRates, Texts
 from ktbridge.eval.schema import Item
 from ktbridge.eval.scorers import FAMILIES, ScorerError, measure_texts, score_task
 from ktbridge.eval.scorers.registry import time_limit
@@ -63,7 +54,7 @@ class StoredAnswers:
         keys = (answer_key(card, arm, item, self.bench, nth) for nth in range(self.repeats))
         return [self.records.get(key) for key in keys]
 
-    def cost(self, arm: Arm) -> Cost:
+    def cost(self, arm: Arm) -> types.Cost:
         """Count the tokens of an arm's answers as its server did; None where it never did."""
         records = [one for item in self.bench.items for one in self.of(arm, item) if one]
         prompts = [n for one in records if type(n := one.get("prompt_tokens")) is int]
@@ -103,7 +94,6 @@ def read_rows(directory: Path) -> tuple[RunFile, StoredAnswers, list[ItemRow]]:
 
 
 def _row(stored: StoredAnswers, item: Item) -> ItemRow | None:
-    """Return the item with every arm's answer; None if no arm was asked."""
     answers = {arm.name: _answer(item, stored.bench, stored.of(arm, item)) for arm in stored.arms}
     if all(answer["outcome"] == NOT_RUN for answer in answers.values()):
         return None
@@ -167,9 +157,9 @@ def _score(item: Item, bench: Bench, record: AnswerRecord | None) -> ArmAnswer:
 # --- counts over the rows
 
 
-def count_outcomes(outcomes: Iterable[str]) -> dict[str, int]:
+def count_outcomes(answers: Iterable[ArmAnswer]) -> dict[str, int]:
     """Count each outcome, ok first."""
-    counts = Counter(outcomes)
+    counts = Counter[str](answer["outcome"] for answer in answers)
     known = (*OUTCOMES, SCORE_ERROR, NOT_RUN)
     return {outcome: counts[outcome] for outcome in known if counts[outcome]}
 
@@ -191,9 +181,9 @@ def persona_rates(valid: Rows, arm: str) -> PersonaRates:
     }
 
 
-def compare_texts(rows: Rows, names: Sequence[str]) -> list[Identical]:
+def compare_texts(rows: Rows, names: Sequence[str]) -> list[types.Identical]:
     """Return the share of byte-identical answers of each pair of arms, among items both answered."""
-    found: list[Identical] = []
+    found: list[types.Identical] = []
     for one, other in itertools.combinations(names, 2):
         pairs = [(row["answers"][one], row["answers"][other]) for row in rows]
         same = [a["text"] == b["text"] for a, b in pairs if a["outcome"] == b["outcome"] == "ok"]
@@ -225,28 +215,26 @@ def _by_slice(rows: Rows) -> dict[str, list[ItemRow]]:
     return groups
 
 
-def measure_overlap(
-    rows: Rows, names: Sequence[str], references: Mapping[str, Sequence[str]]
-) -> Texts | None:
+def measure_overlap(rows: Rows, names: Sequence[str], bench: Bench) -> Texts | None:
     """Measure the three families of text metrics per slice and arm, over items that have references.
 
-    ``references``: item id -> its references. Only items that every arm answered count, so that the
-    arms are measured on the same texts. A family whose packages are missing is listed in
-    ``missing``. None if no item has references.
+    Only items that every arm answered count, so that the arms are measured on the same texts. A family whose
+    packages are missing is listed in ``missing``. None if no item has references.
     """
+    references = {item.id: item.references for item in bench.items if item.references}
     rows = [row for row in rows if row["id"] in references]
     if not rows:
         return None
     missing: dict[str, str] = {}
-    slices: dict[str, dict[str, dict[str, TextCell]]] = {}
+    slices: dict[str, dict[str, dict[str, types.TextCell]]] = {}
     for name, group in _by_slice(rows).items():
         valid = [row for row in group if all(row["answers"][n]["outcome"] == "ok" for n in names)]
         if not valid:
             continue
-        wanted = [list(references[row["id"]]) for row in valid]
+        wanted = [references[row["id"]] for row in valid]
         slices[name] = {}
         for family in FAMILIES:
-            cells: dict[str, TextCell] = {}
+            cells: dict[str, types.TextCell] = {}
             try:
                 for arm in names:
                     texts = [row["answers"][arm]["text"] for row in valid]

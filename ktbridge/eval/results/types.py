@@ -123,8 +123,8 @@ class DigitMeans(TypedDict):
     unread: Count
 
 
-class JudgeFacts(TypedDict):
-    """A judge, its biases, and how it judged answers of known quality (anchors)."""
+class JudgeCard(TypedDict):
+    """A judge with the verdict on it."""
 
     model: str
     url: str
@@ -150,10 +150,6 @@ class JudgeFacts(TypedDict):
     digits: NotRequired[
         Annotated[dict[str, DigitMeans], note("By arm; only of the public NekoBench.")]
     ]
-
-
-class JudgeCard(JudgeFacts):
-    """A judge with the verdict on it."""
 
     refused: Annotated[bool, note("It failed on the anchors, so its scores are left out.")]
     pairs_refused: bool
