@@ -91,8 +91,7 @@ def test_answers_cannot_break_out_of_the_page(server, tmp_path):
 
 
 def test_no_name_can_break_out_of_page_or_markdown(tmp_path):
-    bench = BENCH.model_copy(update={"items": BENCH.items[:3]})
-    results = score_run(stored(tmp_path, dict.fromkeys(ARMS, knows), bench))
+    results = score_run(stored(tmp_path, dict.fromkeys(ARMS, knows), items=BENCH.items[:3]))
     results["bench"]["notes"] = [EVIL]
     results["bench"]["name"] = results["arms"][0]["url"] = results["items"][0]["id"] = EVIL
     results["arms"][1]["model"] = "x | `y` | <b>"

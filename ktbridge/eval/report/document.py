@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -34,14 +34,7 @@ from ktbridge.document import (
 )
 from ktbridge.errors import Problem, list_names
 from ktbridge.eval.report import sentences
-from ktbridge.eval.report.sentences import (
-    contrast_tone,
-    detectable,
-    main_contrasts,
-    ordered_slices,
-    primary_axes,
-    slice_title,
-)
+from ktbridge.eval.report.sentences import contrast_tone, detectable, ordered_slices, slice_title
 from ktbridge.eval.results.compare import LOSSES, find_contrast, interval, signed
 from ktbridge.eval.results.types import AXES_SHOWN, Axis, Index, ItemRow, Results
 from ktbridge.eval.scorers.text_metrics import CJK
@@ -109,10 +102,10 @@ def build_overview(index: Index, failures: Sequence[str]) -> list[Section | Sent
 
 
 def _problems(results: Results) -> tuple[list[Problem], list[Problem]]:
-    """Errors, and the other problems."""
+    """Return the errors, and the other problems."""
     problems = [Problem(**row) for row in results["warnings"]]
     errors = [one for one in problems if one.severity == "error"]
-    return errors, [one for one in problems if one.severity != "error"]
+    return errors, [one for one in problems if one not in errors]
 
 
 def _verdict(results: Results) -> list[Sentences]:
@@ -163,14 +156,19 @@ def _pairs(results: Results) -> list[Table]:
     return [table] if rows else []
 
 
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+
+
 def _outcomes(results: Results) -> Iterator[str]:
     for name, counts in results["outcomes"].items():
-        text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        text = _counted(counts)
         if rates := results["persona_parts"].get(name):
-            text += (
-                f"; a term of address in {_share(rates['address_rate'])} of answers, "
-                f"a tic in {_share(rates['tic_rate'])} of sentences"
+            address, tics = (
+                "–" if rate is None else f"{rate:.0%}"
+                for rate in (rates["address_rate"], rates["tic_rate"])
             )
+            text += f"; a term of address in {address} of answers, a tic in {tics} of sentences"
         yield f"{name}: {text}"
     if results["valid"] < results["asked"]:
         yield (
@@ -196,27 +194,14 @@ def _identical(results: Results) -> Iterator[str]:
             yield f"{names}: {pair['share']:.0%} of {pair['n']} answers are byte-identical"
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
-
-
 def _run_card(results: Results) -> Section:
-    bench = results["bench"]
-    rows = []
+    bench, rows = results["bench"], []
     for card in results["arms"]:
-        counts = results["outcomes"][card["name"]]
-        cost = results["costs"].get(card["name"])
-        rows.append(
-            TableRow(
-                [
-                    card["name"],
-                    ", ".join(f"{count} {outcome}" for outcome, count in counts.items()),
-                    str((cost and cost["completion_tokens"]) or "–"),
-                    f"{card['model']} at {card['url']}",
-                    card["fingerprint"][:12],
-                ]
-            )
-        )
+        name, cost = card["name"], results["costs"].get(card["name"])
+        tokens = str((cost and cost["completion_tokens"]) or "–")
+        model = f"{card['model']} at {card['url']}"
+        counted = _counted(results["outcomes"][name])
+        rows.append(TableRow([name, counted, tokens, model, card["fingerprint"][:12]]))
     fields = {**bench["sampling"], **({"max_tokens": n} if (n := bench["max_tokens"]) else {})}
     sampling = ", ".join(f"{key} {value}" for key, value in fields.items()) or "unknown"
     head = ["arm", "outcomes", "completion tokens", "model", "fingerprint"]
@@ -371,38 +356,33 @@ def _changes(results: Results) -> dict[str, object] | None:
     The last arm minus the first: whole axes, each slice on its own axis, and task or judged quality where
     it may have dropped elsewhere. None if there is nothing to compare.
     """
-    primary = primary_axes(results)
-    main, found = main_contrasts(results), []
-    found += [one for one in main if primary.get(one["slice"], one["axis"]) == one["axis"]]
-    found += [
-        one
-        for one in main
-        if one not in found and one["axis"] != "persona" and one["verdict"] in LOSSES
-    ]
-    if not found:
+    primary, own, lost = sentences.primary_axes(results), [], []
+    for one in sentences.main_contrasts(results):
+        if primary.get(one["slice"], one["axis"]) == one["axis"]:
+            own.append(one)
+        elif one["axis"] != "persona" and one["verdict"] in LOSSES:
+            lost.append(one)
+    if not own + lost:
         return None
-    ends = [abs(end) for one in found for end in (one["low"], one["high"])]
+    ends = [abs(end) for one in own + lost for end in (one["low"], one["high"])]
     reach = math.ceil(10 * max(*ends, 2 * results["bench"]["margin"])) / 10
-    return {
-        "rows": [(sentences.contrast_title(results, one), one) for one in found],
-        "reach": reach,
-    }
+    rows = [(sentences.contrast_title(results, one), one) for one in own + lost]
+    return {"rows": rows, "reach": reach}
 
 
 def _spokes(results: Results) -> list[dict[str, object]]:
     """Return the slices of the radar, each on its own axis, with their directions; none for fewer than
     three."""
-    slices = [
-        one
-        for one in results["bench"]["slices"]
-        if one["name"] in results["tables"].get(one["primary"], {})
+    tables = results["tables"]
+    shown = [
+        one for one in results["bench"]["slices"] if one["name"] in tables.get(one["primary"], {})
     ]
-    angles = [2 * math.pi * i / len(slices) - math.pi / 2 for i in range(len(slices))]
-    return [
-        {"slice": one, "cos": math.cos(angle), "sin": math.sin(angle)}
-        for one, angle in zip(slices, angles, strict=True)
-        if len(slices) > 2
+    turns = [2 * math.pi * i / len(shown) - math.pi / 2 for i in range(len(shown))]
+    spokes = [
+        {"slice": one, "cos": math.cos(turn), "sin": math.sin(turn)}
+        for one, turn in zip(shown, turns, strict=True)
     ]
+    return spokes if len(spokes) > 2 else []
 
 
 def _item(row: ItemRow, names: Sequence[str], axes: Sequence[Axis]) -> dict[str, object]:

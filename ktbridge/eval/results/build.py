@@ -107,7 +107,7 @@ def score_run(directory: Path) -> Results:
         "parse_rates": row_counts.parse_rates(rows, names),
         "texts": row_counts.measure_overlap(rows, names, bench),
         "identical": row_counts.compare_texts(rows, names),
-        "judge": judged and judged.card,
+        "judge": judged.card if judged else None,
         "pairs": compare.count_pairs(pairs, rows),
         "repeat": repeats,
         "contamination": contamination,

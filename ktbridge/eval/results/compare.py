@@ -93,11 +93,10 @@ def compare_arms(
         tables[axis] = {}
         marked = [row for row in rows if all(axis in row["answers"][name] for name in names)]
         own = own_slices(card, axis)
-        groups = [(OVERALL, [row for row in marked if row["slice"] in own])]
-        for one in card["slices"]:
-            groups.append((one["name"], [row for row in marked if row["slice"] == one["name"]]))
+        parts = {OVERALL: own, **{one["name"]: [one["name"]] for one in card["slices"]}}
         pairs: list[tuple[Contrast, list[float], list[str]]] = []
-        for slice_, group in groups:
+        for slice_, names_of in parts.items():
+            group = [row for row in marked if row["slice"] in names_of]
             if not group:
                 continue
             clusters = [row["cluster"] for row in group]

@@ -11,7 +11,6 @@ std        sacrebleu's corpus BLEU and chrF, rouge-score over a Unicode tokenize
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import re
 import unicodedata
@@ -19,6 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
+from importlib.metadata import version as _version
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -175,7 +175,9 @@ def _lf(answers: Sequence[str], references: References) -> Scored:
         bleu = sentence_bleu([list(one) for one in group], list(answer))
         scores = {**_rouges(answer, group), "bleu-4": bleu}
         samples.append({name: round(100 * value, 4) for name, value in scores.items()})
-    return _means(samples), f"lf|bleu4:chars,method3,sentence-mean|rouge:f1,{_jieba_name()}"
+    return _means(
+        samples
+    ), f"lf|bleu4:chars,method3,sentence-mean|rouge:f1,jieba {_version('jieba')}"
 
 
 def _seedlike(answers: Sequence[str], references: References) -> Scored:
@@ -184,8 +186,11 @@ def _seedlike(answers: Sequence[str], references: References) -> Scored:
         tokens, wanted = jieba_tokens(answer), [jieba_tokens(one) for one in group]
         bleu = {f"bleu-{n}": sentence_bleu(wanted, tokens, n) for n in (1, 2, 3, 4)}
         samples.append({**bleu, **_rouges(answer, group)})
-    signature = f"seedlike|bleu1-4:cumulative,method3,sentence-mean,{_jieba_name()}|rouge:f1,{_jieba_name()}"
-    return _means(samples, 100), signature
+    made = f"jieba {_version('jieba')}"
+    return (
+        _means(samples, 100),
+        f"seedlike|bleu1-4:cumulative,method3,sentence-mean,{made}|rouge:f1,{made}",
+    )
 
 
 def _means(samples: Sequence[Mapping[str, float]], scale: float = 1) -> dict[str, float]:
@@ -215,7 +220,7 @@ def _std(answers: Sequence[str], references: References) -> Scored:
     scores |= _means(samples, 100)
     signature = (
         f"std|bleu:{bleu.get_signature()}|chrf:{chrf.get_signature()}"
-        f"|rouge:rouge-score {importlib.metadata.version('rouge-score')},f1,unicode-tokens,no-stemmer"
+        f"|rouge:rouge-score {_version('rouge-score')},f1,unicode-tokens,no-stemmer"
     )
     return scores, signature
 
@@ -251,10 +256,6 @@ def _jieba() -> jieba.Tokenizer:
     tokenizer = jieba.Tokenizer()
     tokenizer.initialize()
     return tokenizer
-
-
-def _jieba_name() -> str:
-    return f"jieba {importlib.metadata.version('jieba')}"
 
 
 def jieba_tokens(text: str) -> list[str]:
