@@ -254,7 +254,8 @@ def _finding(
         verdict, detail, k, other, rank = fault.name, fault.detail, fault.k, fault.other, fault.rank
         left = max(0.0, 1 - fault.explained) ** 0.5
         if fault.name == merge_faults.SCALE and _as_rounded(sums, fault.k):
-            verdict = merge_sums.APPLIED
+            right = sums.has_star or sums.ee <= sums.may_be_left
+            verdict = merge_sums.APPLIED if right else merge_sums.FURTHER
             if sums.k_star < merge_sums.KEPT:
                 verdict = merge_sums.ROUNDED
     if sums.unfinite:

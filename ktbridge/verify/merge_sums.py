@@ -124,6 +124,11 @@ class Sums:
         return max(0.0, self.oo - 2 * self.od + self.dd)
 
     @property
+    def may_be_left(self) -> float:
+        """‖O - D‖² of a right merge, at most."""
+        return self.allowed * self.noise + _ARITHMETIC * self.dd
+
+    @property
     def k(self) -> float:
         """The scale at which D is in O, by least squares."""
         return self.od / self.dd if self.dd else 0.0
@@ -207,7 +212,7 @@ def judge_sums(sums: Sums) -> str:
     share = sums.rank / sums.columns
     spread = 1 + 6 * math.sqrt(2 / max(1, sums.rows * sums.rank))
     inside = sums.allowed * sums.noise * share * spread + _ARITHMETIC * sums.dd
-    total = sums.allowed * sums.noise + _ARITHMETIC * sums.dd
+    total = sums.may_be_left
     error = max(_NEAR, 6 * sums.sigma)
     if not sums.has_star:
         if sums.pe <= inside:

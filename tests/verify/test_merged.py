@@ -195,6 +195,18 @@ def test_small_deltas_in_bfloat16_are_told_from_a_scale(tmp_path: Path) -> None:
     assert not verified(path / "base", path / "half", path / "adapter")[1].ok
 
 
+def test_an_adapter_of_a_step_later_is_another(tmp_path: Path) -> None:
+    """The same A, and B three percent off: a delta of nearly the right size and direction."""
+    model, path, _ = make(tmp_path, "qwen3_moe")
+    random = np.random.default_rng(7)
+    for name, b in model.b.items():
+        model.b[name] = b + 0.03 * b.std() * random.standard_normal(b.shape, np.float32)
+    model.write(path / "merged", model.added(model.deltas()))
+    check, verdict = verified(path / "base", path / "merged", path / "adapter")
+    assert (verdict.ok, verdict.verdict) == (False, "further changes"), verdict.sentence
+    assert {f.verdict for f in check.findings if f.has_lora} == {"further changes"}
+
+
 def test_what_has_no_lora_must_be_the_bases(tmp_path: Path) -> None:
     model, path, _ = make(tmp_path, "qwen3_moe")
     model.norms = {name: value * np.float32(1.125) for name, value in model.norms.items()}
