@@ -40,7 +40,7 @@ def save_base(model_type: str, directory: Path, seed: int = 0, **sizes: Any) -> 
     # So that servers' texts of tokens tell which ones they are.
     tokenizer = save_tokenizer(directory, ASCII)
     config = AutoConfig.for_model(
-        model_type, **SIZES | FAMILIES[model_type][0] | sizes, vocab_size=len(tokenizer),
+        model_type, **SIZES | FAMILIES.get(model_type, ({}, ()))[0] | sizes, vocab_size=len(tokenizer),
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(seed)

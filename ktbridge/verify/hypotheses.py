@@ -19,16 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ktbridge.codes import problem
-from ktbridge.verify.references import References, mean_distance
 from ktbridge.verify.verdict import (
     CLEAR_OF_NOISE,
     HALVES,
     WITHIN,
     ArmReading,
     Hypothesis,
+    References,
     Variant,
     Verdict,
     Verification,
+    mean_distance,
 )
 
 ROUNDS = 4  # refinement rounds, each one more pass over the checkpoint
@@ -45,8 +46,8 @@ OWNS = {"expert": "the experts' LoRA", "nonexpert": "attention's LoRA"}
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What determines the possible explanations: rank and layers of each half of the adapter."""
+class AdapterFacts:
+    """Rank and layers of each half of an adapter, which the possible explanations depend on."""
 
     ranks: Mapping[str, int]
     layers: Mapping[str, Sequence[int]]
@@ -57,7 +58,11 @@ class Facts:
 
 
 def explain(
-    first: Verification, vector: Vector, references: References, facts: Facts, compute: Compute
+    first: Verification,
+    vector: Vector,
+    references: References,
+    facts: AdapterFacts,
+    compute: Compute,
 ) -> Verification:
     """``first``, with the explanation that fits ``vector``, the asked arm's logprobs, if one does.
 
@@ -81,7 +86,7 @@ class _Search:
         first: Verification,
         vector: Vector,
         references: References,
-        facts: Facts,
+        facts: AdapterFacts,
         compute: Compute,
     ) -> None:
         self.vector, self.references, self.facts, self.compute = vector, references, facts, compute

@@ -46,7 +46,7 @@ class ExpertCall(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Where tensors of the checkpoint belong: ``owner``'s ``attribute``, in ``dtype``."""
+    """Tensors of the checkpoint, and their place: ``owner``'s ``attribute``, in ``dtype``."""
 
     owner: nn.Module
     attribute: str

@@ -153,7 +153,7 @@ class AdapterLora:
                     )
 
     def _projections(self, layer: int) -> list[str]:
-        """Those that have LoRA in a layer: gate, up, down."""
+        """Projections that have LoRA in a layer: gate, up, down."""
         return [name for name in SWAPPED if (layer, name, "A") in self._adapter.experts]
 
     def _add_to_expert(self, call: ExpertCall, y: torch.Tensor) -> torch.Tensor:

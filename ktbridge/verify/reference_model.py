@@ -19,8 +19,7 @@ from ktbridge.adapter import Adapter
 from ktbridge.errors import Problem, ProblemsError
 from ktbridge.verify.layerwise import LayerwiseModel
 from ktbridge.verify.lora import AdapterLora, VariantBatch
-from ktbridge.verify.references import References
-from ktbridge.verify.verdict import STANDARD, Variant, standard_variants
+from ktbridge.verify.verdict import STANDARD, References, Variant, standard_variants
 
 TOKENS = 8192  # of all variants together, in one pass over the checkpoint
 

@@ -25,9 +25,10 @@ from ktbridge.server_api.served_names import (
     read_models,
     split_name,
 )
-from ktbridge.verify.hypotheses import Facts, explain
-from ktbridge.verify.logprobs import SAMPLED, WAYS, LogprobClient, Span
-from ktbridge.verify.sampled import FORMS, Sampler
+from ktbridge.verify.hypotheses import AdapterFacts, explain
+from ktbridge.verify.logprobs import SAMPLED, WAYS, LogprobClient
+from ktbridge.verify.protocols import TokenSpan
+from ktbridge.verify.sampled import FORMS, ContinuationSampler
 from ktbridge.verify.verdict import Variant, Verification, judge
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def verify(
 
     tokenizer = load_tokenizer(base)
     prompts = fixed_prompts(tokenizer, read_model_config(base).vocab_size)
-    sampler = Sampler(tokenizer, prompts)
+    sampler = ContinuationSampler(tokenizer, prompts)
     server.choose(model, prompts, sampler, logprobs_from)
     asked = server.ask_all(arms, repeat, needed=(model, expert_model))
     spans = list(dict.fromkeys(span for answer in asked.values() for span in answer.spans))
@@ -200,7 +201,7 @@ def name_references(expert: bool, nonexpert: bool) -> dict[str, str]:
     }
 
 
-def find_places(spans: Sequence[Span], of: Sequence[Span]) -> list[int]:
+def find_places(spans: Sequence[TokenSpan], of: Sequence[TokenSpan]) -> list[int]:
     """Return where the tokens of the spans ``of`` are among those of all ``spans``."""
     starts, count = {}, 0
     for span in spans:
@@ -209,7 +210,9 @@ def find_places(spans: Sequence[Span], of: Sequence[Span]) -> list[int]:
     return [starts[span] + n for span in of for n in range(span.size)]
 
 
-def _with_source(result: Verification, way: str, sampler: Sampler, accepted: bool) -> Verification:
+def _with_source(
+    result: Verification, way: str, sampler: ContinuationSampler, accepted: bool
+) -> Verification:
     """Return how the logprobs were got, and KTV010 and KTV011 for what sampled ones don't tell."""
     asked = describe_way(way, sampler)
     if way != SAMPLED:
@@ -220,13 +223,13 @@ def _with_source(result: Verification, way: str, sampler: Sampler, accepted: boo
     return replace(result, reason=reason, logprobs_from=way, asked=asked, problems=problems)
 
 
-def describe_way(way: str, sampler: Sampler) -> str:
+def describe_way(way: str, sampler: ContinuationSampler) -> str:
     """Describe how logprobs were asked for."""
     return f"{WAYS[way]}, by {FORMS[sampler.form]}" if way == SAMPLED else WAYS[way]
 
 
 def sampled_problems(
-    where: str, positions: int, sampler: Sampler, accepted: bool
+    where: str, positions: int, sampler: ContinuationSampler, accepted: bool
 ) -> Iterator[Problem]:
     """KTV010, and KTV011 if need be, of a check on ``positions`` sampled tokens; ``accepted``: by users."""
     found = f"logprobs of {positions} tokens of its own choosing, and of no fixed ones"
@@ -239,13 +242,13 @@ def sampled_problems(
         yield problem("KTV011", where, left_out)
 
 
-def adapter_facts(adapter: Adapter) -> Facts:
+def adapter_facts(adapter: Adapter) -> AdapterFacts:
     """Ranks and layers of the halves of ``adapter``."""
     layers = {
         "expert": adapter.expert_layers(),
         "nonexpert": tuple(sorted({part.key.layer for part in adapter.nonexpert.values()})),
     }
-    return Facts(
+    return AdapterFacts(
         {half: half_numbers(adapter, half).rank for half, found in layers.items() if found},
         {half: found for half, found in layers.items() if found},
     )

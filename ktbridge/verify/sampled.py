@@ -16,15 +16,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ktbridge.server_api.client import Refused
-from ktbridge.verify.logprobs import (
-    ENOUGH,
-    Asked,
-    LogprobClient,
-    Span,
+from ktbridge.verify.logprobs import ENOUGH, LogprobClient
+from ktbridge.verify.protocols import (
+    SpanLogprobs,
+    TokenSpan,
     Unusable,
     dig,
-    numbers,
-    short,
+    finite_floats,
+    shorten_refusal,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ FORMS = {
 _REFUSED = (400, 404, 405, 415, 422, 500, 501)  # what a form that a server doesn't have ends in
 
 
-class Sampler:
+class ContinuationSampler:
     """Continues prompts on a server. ``form`` is how they are given, one of FORMS.
 
     ``prompts`` are token ids. ``unlike`` counts prompts that the server tokenises otherwise.
@@ -53,7 +52,7 @@ class Sampler:
 
     @property
     def size(self) -> int:
-        """Of the vocabulary."""
+        """Number of ids in the vocabulary."""
         return len(self._tokenizer)
 
     def text(self, prompt: Sequence[int]) -> str:
@@ -78,12 +77,12 @@ class Sampler:
             except Refused as refused:
                 if refused.status not in _REFUSED:
                     raise
-                said.append(f"{form}: {short(refused)}")
+                said.append(f"{form}: {shorten_refusal(refused)}")
             except Unusable as unusable:
                 said.append(f"{form}: {unusable.what}")
         raise Unusable(f"no {ENOUGH} sampled tokens ({'; '.join(said)})")
 
-    def __call__(self, model: str, number: int) -> Asked | None:
+    def __call__(self, model: str, number: int) -> SpanLogprobs | None:
         """The continuation of one prompt; None where the server tokenises the prompt otherwise."""
         ids, given = self._given(self.prompts[number])
         body = {"model": model, "max_tokens": LENGTH, "temperature": 0, **given}
@@ -97,7 +96,7 @@ class Sampler:
             return None
         generated = dig(answer, "usage", "completion_tokens")
         tokens, logprobs = self._generated(dig(answer, "choices", 0, "logprobs"), generated)
-        return Span((*ids, *tokens), len(ids)), logprobs
+        return TokenSpan((*ids, *tokens), len(ids)), logprobs
 
     def _given(self, prompt: Sequence[int]) -> tuple[list[int], dict[str, object]]:
         """The prompt's ids, and the part of the request that gives it."""
@@ -143,7 +142,7 @@ class Sampler:
             if token is None or (given is not None and self._texts.get(given) != text):
                 break
             tokens.append(token)
-        return tokens, numbers([value for _, _, value in rows[: len(tokens)]])
+        return tokens, finite_floats([value for _, _, value in rows[: len(tokens)]])
 
     def _id_of(self, text: str) -> int | None:
         if text.startswith("token_id:") and text[9:].isdigit():

@@ -27,7 +27,7 @@ from ktbridge.server_api.served_names import (
     split_name,
 )
 from ktbridge.verify.hypotheses import explain
-from ktbridge.verify.logprobs import SAMPLED, Answer, LogprobClient, Span, Unusable
+from ktbridge.verify.logprobs import SAMPLED, LogprobClient, ServedLogprobs
 from ktbridge.verify.matrix import (
     AFTER,
     BEFORE,
@@ -43,7 +43,7 @@ from ktbridge.verify.matrix import (
     judge_names,
     make_rows,
 )
-from ktbridge.verify.references import References
+from ktbridge.verify.protocols import TokenSpan, Unusable
 from ktbridge.verify.reload import AdapterLoader
 from ktbridge.verify.run import (
     adapter_facts,
@@ -54,8 +54,8 @@ from ktbridge.verify.run import (
     name_references,
     sampled_problems,
 )
-from ktbridge.verify.sampled import Sampler
-from ktbridge.verify.verdict import Variant, Verification, judge
+from ktbridge.verify.sampled import ContinuationSampler
+from ktbridge.verify.verdict import References, Variant, Verification, judge
 
 if TYPE_CHECKING:
     from ktbridge.verify.reference_model import ReferenceModel
@@ -81,7 +81,7 @@ class _Asked:
     stage: str
     model: str
     expected: str
-    answer: Answer
+    answer: ServedLogprobs
     generated: bool = False
 
 
@@ -118,12 +118,12 @@ def verify_several(
 
     tokenizer = load_tokenizer(base)
     prompts = fixed_prompts(tokenizer, read_model_config(base).vocab_size)
-    sampler = Sampler(tokenizer, prompts)
+    sampler = ContinuationSampler(tokenizer, prompts)
     first = base_name or served[0].model
     server.choose(first, prompts, sampler, logprobs_from)
     generator, silent = None, ""
     if server.way != SAMPLED:
-        generator = Sampler(tokenizer, prompts[::GENERATED_FROM])
+        generator = ContinuationSampler(tokenizer, prompts[::GENERATED_FROM])
         try:
             generator.choose(server, first)
         except Unusable as unusable:
@@ -237,7 +237,7 @@ class _Server:
     """Access to the server, and the ways of asking it."""
 
     client: LogprobClient
-    generator: Sampler | None
+    generator: ContinuationSampler | None
     repeat: int
     on_stage: Callable[[str], None]
 
@@ -321,7 +321,7 @@ class _Explanations:
     def __init__(
         self,
         model: ReferenceModel,
-        spans: Sequence[Span],
+        spans: Sequence[TokenSpan],
         computed: Sequence[References],
         on_progress: Callable[[int, int], None],
         on_stage: Callable[[str], None],
@@ -363,9 +363,9 @@ class _Explanations:
         references = self._references(number, answer)
         return explain(result, answer.logprobs, references, adapter_facts(one.adapter), compute)
 
-    def _references(self, number: int, answer: Answer) -> References:
+    def _references(self, number: int, answer: ServedLogprobs) -> References:
         return self._computed[number].at(find_places(self._spans, answer.spans))
 
 
-def _alone(one: ServedAdapter, asked: Sequence[_Asked]) -> Answer:
+def _alone(one: ServedAdapter, asked: Sequence[_Asked]) -> ServedLogprobs:
     return next(a.answer for a in asked if a.stage == ONE_BY_ONE and a.model == one.model)

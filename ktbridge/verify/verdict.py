@@ -10,14 +10,49 @@ floor. What this can't classify goes to ``ktbridge.verify.hypotheses``, which tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
-from ktbridge.verify.references import References, mean_distance
 
 HALVES = ("expert", "nonexpert")
+
+
+def mean_distance(left: Sequence[float], right: Sequence[float]) -> float:
+    """Mean |Δ| of two vectors of equal length."""
+    return sum(abs(a - b) for a, b in zip(left, right, strict=True)) / len(left)
+
+
+@dataclass(frozen=True)
+class References:
+    """Logprob vectors by reference name, and mean |bfloat16 - float32| of each (the noise floor)."""
+
+    logprobs: Mapping[str, Sequence[float]]
+    noise: Mapping[str, float]
+    rounded: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, exact: Mapping[str, Sequence[float]], rounded: Mapping[str, Sequence[float]]
+    ) -> References:
+        """From logprobs in float32 and in bfloat16."""
+        noise = {name: mean_distance(exact[name], rounded[name]) for name in exact}
+        return cls(exact, noise, rounded)
+
+    def with_floor(self, least: float) -> References:
+        """Return the same with a noise of at least ``least``, as what identical requests differed by."""
+        return replace(self, noise={key: max(value, least) for key, value in self.noise.items()})
+
+    def at(self, places: Sequence[int]) -> References:
+        """References of some of the tokens, by their places."""
+        if not self.rounded:
+            raise ValueError("references without the rounded logprobs can't be divided")
+
+        def some(vectors: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+            return {name: [vector[n] for n in places] for name, vector in vectors.items()}
+
+        return References.of(some(self.logprobs), some(self.rounded))
 
 
 @dataclass(frozen=True)

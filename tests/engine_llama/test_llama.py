@@ -14,8 +14,7 @@ from realllama import PROMPTS
 from ktbridge.adapter import convert_adapter
 from ktbridge.demo import package, smollm2
 from ktbridge.errors import ProblemsError
-from ktbridge.verify.references import mean_distance
-from ktbridge.verify.verdict import Variant
+from ktbridge.verify.verdict import Variant, mean_distance
 
 EXACT = 5e-5  # nats, the largest difference: float32 products in another order
 # nats, the median: llama.cpp rounds activations to bfloat16 where LoRA is stored in it, and now and then

@@ -17,10 +17,11 @@ from tinyserver import ASCII, save_tokenizer
 
 from ktbridge.adapter import read_adapter
 from ktbridge.errors import KtbridgeError
-from ktbridge.verify.logprobs import LogprobClient, Span
+from ktbridge.verify.logprobs import LogprobClient
+from ktbridge.verify.protocols import TokenSpan
 from ktbridge.verify.reference_model import ReferenceModel
 from ktbridge.verify.run import verify
-from ktbridge.verify.sampled import LENGTH, Sampler
+from ktbridge.verify.sampled import LENGTH, ContinuationSampler
 from ktbridge.verify.verdict import Variant
 
 PROMPTS = [[5, 40, 7], [90, 33, 12, 60], [17, 18, 19], [51, 52]]
@@ -229,10 +230,12 @@ def start(tokenizer):
     """start(engine, way): a client that has chosen how to ask it, and the sampler."""
     servers = []
 
-    def run(engine: Any, way: str = "auto", using: Any = None) -> tuple[LogprobClient, Sampler]:
+    def run(
+        engine: Any, way: str = "auto", using: Any = None
+    ) -> tuple[LogprobClient, ContinuationSampler]:
         servers.append(engine(using or tokenizer))
         client = LogprobClient(servers[-1].url, timeout=10)
-        sampler = Sampler(using or tokenizer, PROMPTS)
+        sampler = ContinuationSampler(using or tokenizer, PROMPTS)
         client.choose("tiny", PROMPTS, sampler, way)
         return client, sampler
 
@@ -272,7 +275,7 @@ def test_each_engine_is_asked_in_the_way_that_it_has(start, engine, way: str, fo
                    for s in answer.spans)  # fmt: skip
     else:
         before = (1,) if way == "tgi" else ()
-        assert answer.spans == tuple(Span((*before, *prompt), 1) for prompt in PROMPTS)
+        assert answer.spans == tuple(TokenSpan((*before, *prompt), 1) for prompt in PROMPTS)
 
 
 class Computed(Engine):
@@ -395,7 +398,7 @@ def test_an_echo_may_end_with_what_was_generated(start) -> None:
 
     client, _ = start(Longer)
     answer = client.ask_all(["tiny"])["tiny"]
-    assert answer.spans == tuple(Span(tuple(prompt), 1) for prompt in PROMPTS)
+    assert answer.spans == tuple(TokenSpan(tuple(prompt), 1) for prompt in PROMPTS)
     assert -1.0 not in answer.logprobs
 
 

@@ -10,8 +10,9 @@ import pytest
 from mockserver import JsonServer
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.verify.logprobs import FIXED, LogprobClient, Span
-from ktbridge.verify.sampled import Sampler
+from ktbridge.verify.logprobs import LogprobClient
+from ktbridge.verify.protocols import PROTOCOLS, TokenSpan
+from ktbridge.verify.sampled import ContinuationSampler
 
 RECORDED = {
     file.stem: json.loads(file.read_text("utf-8"))
@@ -43,12 +44,14 @@ class Vocabulary:
         return " ".join(map(str, tokens))
 
 
-def asked(record: dict[str, Any], way: str) -> tuple[tuple[Span, ...], list[float]]:
+def asked(record: dict[str, Any], way: str) -> tuple[tuple[TokenSpan, ...], list[float]]:
     server = Played(record["answer"])
     try:
         client = LogprobClient(server.url, timeout=10)
         prompts = [record["prompt"]]
-        client.choose("tiny", prompts, Sampler(Vocabulary(record["vocabulary"]), prompts), way)
+        client.choose(
+            "tiny", prompts, ContinuationSampler(Vocabulary(record["vocabulary"]), prompts), way
+        )
         answer = client.ask_all(["tiny"])["tiny"]
     finally:
         server.close()
@@ -60,7 +63,7 @@ def test_what_a_server_answered_is_read(name: str) -> None:
     record = RECORDED[name]
     for way in (record["way"], *record["also"]):
         spans, logprobs = asked(record, way)
-        assert spans == (Span(tuple(record["tokens"]), 1),)
+        assert spans == (TokenSpan(tuple(record["tokens"]), 1),)
         assert logprobs == record["logprobs"]
 
 
@@ -68,6 +71,6 @@ def test_what_a_server_answered_is_read(name: str) -> None:
 def test_and_by_no_other_way(name: str) -> None:
     """An answer without what a way needs is refused in words, not by an exception of Python's."""
     record = RECORDED[name]
-    for way in FIXED.keys() - {record["way"], *record["also"]}:
+    for way in PROTOCOLS.keys() - {record["way"], *record["also"]}:
         with pytest.raises(KtbridgeError, match=f"{way}: "):
             asked(record, way)

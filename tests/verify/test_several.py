@@ -256,7 +256,7 @@ def test_mistakes(ktbridge, served, lettered, pair, tmp_path):
         (2, "is not NAME=DIR", (str(a),)),
         (2, "can't be named 'base'", (f"base={a}",)),
         (2, "two names are the same served model, tiny:a", (f"a={a}", f"tiny:a={b}")),
-        (2, "--reload goes with --adapter NAME=DIR", (str(a), "--model", "tiny:a", "--reload")),
+        (2, "--reload goes with --server URL --adapter NAME=DIR", (str(a), "--model", "tiny:a", "--reload")),
         (2, "several adapters go with", (str(a), "--model", "tiny:a", "--adapter", str(b))),
         (1, "does not list 'c', 'd'; it lists tiny:a, tiny:b, tiny:base", (f"c={a}", f"d={b}")),
         (1, "nowhere", (f"a={a}", f"b={tmp_path / 'nowhere'}")),

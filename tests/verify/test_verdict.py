@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from ktbridge.verify.references import References
-from ktbridge.verify.verdict import judge
+from ktbridge.verify.verdict import References, judge
 
 SIZE = 200
 

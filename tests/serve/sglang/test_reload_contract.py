@@ -16,7 +16,8 @@ from sglangapi import MISSING, SglangApi
 from ktbridge.errors import KtbridgeError
 from ktbridge.server_api.client import Refused
 from ktbridge.server_api.served_names import read_models
-from ktbridge.verify.logprobs import LogprobClient, Unusable
+from ktbridge.verify.logprobs import LogprobClient
+from ktbridge.verify.protocols import SglangGenerate
 from ktbridge.verify.reload import AdapterLoader
 from ktbridge.verify.several import find_base, find_names
 
@@ -101,12 +102,10 @@ def test_logprobs_are_asked_for_in_its_words(read: Read) -> None:
 
     generate.__annotations__["obj"] = asked_type
     api.app.add_api_route("/generate", generate, methods=["POST"])
+    protocol = SglangGenerate(str, 9)
     with api.served() as url:
-        client = LogprobClient(url)
-        client.prompts = [[3, 4, 5]]
-        ask = client._fixed("sglang")
-        with pytest.raises(Unusable):
-            ask("tiny:b", 0)
+        body = protocol.request("tiny:b", [3, 4, 5])
+        LogprobClient(url).ask(protocol.path, body, native=protocol.native)
     ((asked, given),) = api.asked
     assert asked_type.__dataclass_fields__.keys() >= given.keys()
     assert {name: getattr(asked, name) for name in given} == given
