@@ -7,7 +7,7 @@ from typing import Any
 
 from ktbridge.machine import Gpu, Machine, NumaNode
 from ktbridge.model import read_model_config
-from ktbridge.serve.sglang.facts import Facts, Installed, Weights
+from ktbridge.serve.sglang.facts import Installed, LaunchFacts, Weights
 
 GIB = 2**30
 AMX = Machine(
@@ -19,7 +19,7 @@ AMX = Machine(
 GPUS = tuple(Gpu(index, "A GPU", 80 * GIB, "9.0") for index in range(8))
 
 
-def facts_for(model: Path, version: str = "0.7.2", /, **changes: Any) -> Facts:
+def facts_for(model: Path, version: str = "0.7.2", /, **changes: Any) -> LaunchFacts:
     """Facts of a launch with ``model``, of which config.json alone is read, and sglang-kt ``version``."""
     written: dict[str, Any] = {
         "installed": Installed("python", version, version), "machine": AMX, "gpus": GPUS,
@@ -27,4 +27,4 @@ def facts_for(model: Path, version: str = "0.7.2", /, **changes: Any) -> Facts:
         "stored": "bf16", "sources": (), "source_problems": (), "port": 8000, "port_fault": "",
         "cache": Path("/cache"), "environment": {},
     }  # fmt: skip
-    return Facts(**written | changes)
+    return LaunchFacts(**written | changes)

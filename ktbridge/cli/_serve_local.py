@@ -93,7 +93,7 @@ def refuse(options: Mapping[str, Any]) -> None:
 def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
     """Plan the launch and print it, or serve until Ctrl-C or SIGTERM."""
     from ktbridge.cli._ui import console, emit_json, print_problems, print_readings, stderr
-    from ktbridge.serve.local.launch import bind, serve
+    from ktbridge.serve.local.launch import bind_port, serve
     from ktbridge.serve.local.plan import check_installed, plan_local
 
     check_installed()
@@ -102,7 +102,7 @@ def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
     print_readings(plan.readings)
     print_problems(found for found in plan.problems if found.severity != "info")
     if dry_run:
-        bind(plan.host, plan.port).close()  # fail early if the address can't be bound
+        bind_port(plan.host, plan.port).close()  # fail early if the address can't be bound
         if as_json:
             emit_json(plan.as_dict())
         else:

@@ -20,7 +20,7 @@ from ktbridge.serve.request import SglangRequest
 
 if TYPE_CHECKING:
     from ktbridge.serve.sglang.launch import Launch
-    from ktbridge.serve.sglang.supervise import EngineFailed, Progress
+    from ktbridge.serve.sglang.supervise import EngineFailed, StartProgress
 
 TITLE = "Options of SGLang-KT (--engine sglang)"
 FLAGS = "engine flags after --"
@@ -153,7 +153,12 @@ def _launch(
     """Serve until the engine ends, and exit with its code. Raises ProblemsError, EngineFailed."""
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import console, emit_json, print_problems, stderr
-    from ktbridge.serve.sglang.supervise import EngineFailed, default_log, prepare, serve
+    from ktbridge.serve.sglang.supervise import (
+        EngineFailed,
+        default_log,
+        prepare_launch,
+        serve_sglang,
+    )
 
     if not launch.ok:
         message = f"sglang-kt {launch.version} can't be launched like this"
@@ -174,14 +179,16 @@ def _launch(
         console.file.flush()
 
     with terminable():
-        print_problems(prepare(launch, on_step))
+        print_problems(prepare_launch(launch, on_step))
         path = Path(log).expanduser() if log else default_log(launch.facts.port)
         stderr.print(
             f"starting sglang-kt {launch.version}; log: {path}", markup=False, soft_wrap=True
         )
         show = _LoadProgress().show
         try:
-            code = serve(launch, log=path, timeout=timeout, on_progress=show, on_ready=on_ready)
+            code = serve_sglang(
+                launch, log=path, timeout=timeout, on_progress=show, on_ready=on_ready
+            )
         except EngineFailed as failure:
             _print_tail(failure)
             raise
@@ -194,7 +201,7 @@ class _LoadProgress:
     def __init__(self) -> None:
         self._shown = ""
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: StartProgress) -> None:
         from ktbridge.cli._ui import stderr
 
         wanted = len(progress.conditions.layers)

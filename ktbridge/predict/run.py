@@ -27,7 +27,7 @@ from ktbridge.predict.output import (
 from ktbridge.predict.prompts import PredictionInputs, Prompt
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.plan import ServePlan, fingerprints, plan_local
-from ktbridge.serve.local.sampling import SEED_STEP, Delta, Event, Finish, Sampling
+from ktbridge.serve.local.sampling import SEED_STEP, Event, Finish, Sampling, TextDelta
 from ktbridge.serve.request import ServeRequest
 from ktbridge.server_api.served_names import adapter_name
 from ktbridge.sft.config import TrainConfig
@@ -236,7 +236,7 @@ class _Listener:
         self._finish, self._text = finish, ""
 
     def deliver(self, choice: int, event: Event) -> None:
-        if isinstance(event, Delta):
+        if isinstance(event, TextDelta):
             self._text += event.text
         elif isinstance(event, Finish):
             self._finish(self._text, event.reason == "length")

@@ -1,4 +1,4 @@
-"""What a server is asked to serve, before any check. Imports nothing heavy."""
+"""Requests for a server, before any check. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SglangRequest(ServeRequest):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one embedded engine handles at a time.
+    """Limits on what one embedded engine handles at a time.
 
     ``running`` answers are computed together, ``waiting`` prompts wait for their turn.
     ``context``: tokens of prompt and answer together, if less than the model's own limit; an answer's

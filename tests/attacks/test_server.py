@@ -135,9 +135,9 @@ def test_an_empty_key_is_refused(run_cli, base: Path, given: dict[str, str]) -> 
 
 DYING = """
 import sys
-from ktbridge.serve.local import worker
+from ktbridge.serve.local import batch
 def step(*args): raise MemoryError("no more")
-worker.Worker._next = step
+batch.Worker._next = step
 from ktbridge.cli import main
 main()
 """

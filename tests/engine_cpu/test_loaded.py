@@ -13,8 +13,8 @@ from realengine import FIRST_MERGED, MERGED, SPLIT, Pairs, trained, wheel_path
 
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.serve.sglang.facts import ENGINE_CACHE
-from ktbridge.serve.sglang.logs import diagnose
-from ktbridge.serve.sglang.processes import place
+from ktbridge.serve.sglang.logs import explain_failure
+from ktbridge.serve.sglang.processes import engine_place
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a version starts its engine
 
@@ -130,7 +130,7 @@ def test_the_engine_understands_each_flag_as_we_do(engines, make_plan, raws, ver
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
 def test_the_api_key_arrives_through_its_file(engines, make_plan, raws, version) -> None:
     made = make_plan(version, adapters={"neko": str(raws[version])}, api_key="s3cret: #'\"x")
-    with place() as home, home.key_file("s3cret: #'\"x") as words:
+    with engine_place() as home, home.key_file("s3cret: #'\"x") as words:
         link = Path(words[-1])
         link.unlink()  # the process that is asked was begun before, and has no such descriptor
         link.symlink_to(f"/proc/{os.getpid()}/fd/{home.inherited[0]}")
@@ -185,7 +185,7 @@ def test_a_routers_lora_is_for_the_merged_contract(
     made = make_plan(SPLIT, nonexpert_adapters={"neko": str(tmp_path / "rest")})
     loaded = engines(SPLIT).run(made)
     assert "not implemented for gate" in loaded.error
-    assert "0.7.2" in diagnose([f"{loaded.error}\n"], 1).remedy
+    assert "0.7.2" in explain_failure([f"{loaded.error}\n"], 1).remedy
     report = validate_adapter([tmp_path / "rest"], base_model=model, engine=f"sglang-kt=={SPLIT}")
     assert {found.code for found in report.problems if found.severity == "error"} == {"KTB903"}
 

@@ -15,12 +15,10 @@ from peft.tuners.lora import LoraLayer
 from ktbridge.experts.inject import wrap_experts
 from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.lora_targets import find_lora_targets, inject_lora
-from ktbridge.serve.local.arms import Mixer
-from ktbridge.serve.local.batch import Ask, Batch
-from ktbridge.serve.local.engine import Engine
+from ktbridge.serve.local.batch import Ask, Batch, Job, QueueFull, ServerStopping, Worker
+from ktbridge.serve.local.engine import LocalEngine, Mixer
 from ktbridge.serve.local.loading import pack_linears, worth_packing
-from ktbridge.serve.local.sampling import HEAD, Finish, Sampler, Sampling
-from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
+from ktbridge.serve.local.sampling import HEAD, Finish, Sampling, TokenSampler
 from ktbridge.server_api.served_names import ServedArm
 
 BASE, EXPERT = ServedArm("s:base", False, None), ServedArm("s", True, None)
@@ -53,7 +51,7 @@ class NoWords:
         return "".join(f"<{token}>" for token in ids)
 
 
-def make_engine(kind: str) -> Engine:
+def make_engine(kind: str) -> LocalEngine:
     """A random model with LoRA everywhere: experts, and two adapters on all linears and routers."""
     torch.manual_seed(0)
     model = moefamilies.made(kind, moefamilies.FAMILIES[kind] | KINDS[kind]).eval()
@@ -79,7 +77,7 @@ def make_engine(kind: str) -> Engine:
         layer.to(torch.bfloat16)
     assert expert_layers(model)
     model.requires_grad_(False)
-    engine = Engine(model, NoWords(), {"a": "slot0", "b": "slot1"}, tuned)
+    engine = LocalEngine(model, NoWords(), {"a": "slot0", "b": "slot1"}, tuned)
     engine.stop_ids = frozenset()  # answers as long as asked for
     return engine
 
@@ -161,7 +159,7 @@ def test_a_crowd_changes_nothing(kind):
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
+def engine() -> LocalEngine:
     made = make_engine("qwen3_moe")
     made.warm_up(ARMS)
     return made
@@ -283,13 +281,13 @@ def test_a_draw_is_as_likely_as_its_word():
         (0.6, 3, torch.tensor([0, 0.625, 0, 0, 0.375])),  # of the three alone
         (1.0, 99, shares),
     ):
-        picker = Sampler(Sampling(1, top_p=top_p, top_k=top_k, seed=5))
+        picker = TokenSampler(Sampling(1, top_p=top_p, top_k=top_k, seed=5))
         drawn = torch.tensor([picker.pick(shares.log()) for _ in range(3000)])
         found = drawn.bincount(minlength=5) / len(drawn)
         assert bool(((found - expected).abs() <= 5 * (expected / len(drawn)).sqrt()).all())
     # A nucleus wider than where it is looked for first is found all the same.
     flat = torch.zeros(3 * HEAD)
-    picker = Sampler(Sampling(1, top_p=0.5, seed=5))
+    picker = TokenSampler(Sampling(1, top_p=0.5, seed=5))
     assert len({picker.pick(flat) for _ in range(1500)}) > HEAD
     with pytest.raises(ArithmeticError):
         picker.pick(torch.full((8,), torch.nan))

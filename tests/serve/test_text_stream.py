@@ -7,9 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktbridge.serve.local.app import check_key
-from ktbridge.serve.local.detokenize import BYTE_OF, StopScanner, TextOffsets, TextStream, Tokens
-from ktbridge.serve.local.sampling import Answer, Finish, Sampling
+from ktbridge.serve.local.app import check_bearer
+from ktbridge.serve.local.sampling import (
+    BYTE_OF,
+    AnswerStream,
+    Finish,
+    Sampling,
+    StopScanner,
+    TextOffsets,
+    TextStream,
+    Tokens,
+)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +118,7 @@ def test_a_stop_string_takes_its_tokens_with_it(tokens):
         for i, word in enumerate(words):  # words of the vocabulary, and byte by byte
             whole = tokens.tokenizer.encode(word)
             ids += [of_byte(c) for c in byte_level(word)] if i % 2 else whole
-        answer = Answer(
+        answer = AnswerStream(
             *(tokens, frozenset()),
             Sampling(len(ids), temperature=0, stop=tuple(stops), top_logprobs=0),
         )
@@ -154,5 +162,5 @@ def test_a_stop_string_takes_its_tokens_with_it(tokens):
     ],
 )
 def test_who_may_pass(path, header, key, expected):
-    error = check_key(path, header.decode("latin-1"), key)
+    error = check_bearer(path, header.decode("latin-1"), key)
     assert (error is None) is expected

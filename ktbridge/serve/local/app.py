@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktbridge import __version__
-from ktbridge.serve.local.engine import Engine
+from ktbridge.serve.local.engine import LocalEngine
 from ktbridge.serve.local.replies import ClientGone
 from ktbridge.serve.local.schema import (
     SEED_RANGE,
@@ -41,7 +41,7 @@ LINGER_SECONDS = 2.0
 
 
 def create_app(
-    engine: Engine,
+    engine: LocalEngine,
     arms: tuple[ServedArm, ...],
     fingerprints: Mapping[str, str],
     *,
@@ -96,11 +96,11 @@ class CheckCaller:
             headers = Headers(scope=scope)
             error = check_host(headers)
             if self._key is not None:
-                error = check_key(scope["path"], headers.get("authorization", ""), self._key)
+                error = check_bearer(scope["path"], headers.get("authorization", ""), self._key)
         await (self._app if error is None else _respond(error))(scope, receive, send)
 
 
-def check_key(path: str, authorization: str, key: str) -> ApiError | None:
+def check_bearer(path: str, authorization: str, key: str) -> ApiError | None:
     """Return what is wrong with a request's bearer token; /health needs none. Takes constant time."""
     scheme, _, token = authorization.partition(" ")
     right = hmac.compare_digest(token.strip().encode("latin-1"), key.encode())

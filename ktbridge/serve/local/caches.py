@@ -19,7 +19,7 @@ ROOM = 128  # spare positions of a cache: it is copied when they are used up
 
 
 def _there(*names: str) -> tuple[type, ...]:
-    """Those of transformers' kinds of layers that this version has; older ones have fewer."""
+    """Return those of transformers' kinds of layers that this version has; older ones have fewer."""
     return tuple(getattr(kinds, name) for name in names if hasattr(kinds, name))
 
 

@@ -19,12 +19,12 @@ from ktbridge.serve.local.plan import ServePlan, fingerprints
 from ktbridge.server_api import hosts
 
 if TYPE_CHECKING:
-    from ktbridge.serve.local.worker import Worker
+    from ktbridge.serve.local.batch import Worker
 
 GRACE_SECONDS = 5  # for what is left after aborting everything
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_port(host: str, port: int) -> socket.socket:
     """Bind ``port`` without listening yet, so that clients are refused until the model is ready.
 
     Raises KtbridgeError when the port or the address is unavailable. Port 0 takes any free one.
@@ -51,7 +51,7 @@ def serve(
     Raises KtbridgeError when the port is taken (before the model is loaded) or the model or an
     adapter does not load, or the thread that computes dies.
     """
-    listener = bind(plan.host, plan.port)
+    listener = bind_port(plan.host, plan.port)
     try:
         on_loading()
         from ktbridge.serve.local.app import create_app

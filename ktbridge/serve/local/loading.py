@@ -26,7 +26,7 @@ from ktbridge.experts.load_model import load_for_kernels, load_tokenizer
 from ktbridge.experts.lora_targets import find_lora_targets, inject_lora
 from ktbridge.experts.modules import experts_modules
 from ktbridge.machine import read_machine
-from ktbridge.serve.local.engine import Engine
+from ktbridge.serve.local.engine import LocalEngine
 from ktbridge.serve.local.plan import ServePlan
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ MOST_LOST = 2.0**-12  # of a matrix's norm; bfloat16's own rounding is 2**-9 of 
 SHARE = 4  # packed copies take at most this fraction of free memory
 
 
-def load_engine(plan: ServePlan, whole: bool = False) -> Engine:
+def load_engine(plan: ServePlan, whole: bool = False) -> LocalEngine:
     """Load what ``plan`` names; ``whole``: with the vision tower, to be asked about images.
 
     Raises KtbridgeError when an adapter does not fit the model.
@@ -60,7 +60,7 @@ def load_engine(plan: ServePlan, whole: bool = False) -> Engine:
     model.eval().requires_grad_(False)
     pack_linears(model)
     copy_last_rows(model)
-    engine = Engine(model, tokenizer, slots, tuned, experts)
+    engine = LocalEngine(model, tokenizer, slots, tuned, experts)
     engine.warm_up(plan.arms)
     return engine
 

@@ -14,14 +14,12 @@ from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ktbridge.serve.local.detokenize import TextOffsets, Tokens
-from ktbridge.serve.local.sampling import Finish, TokenLogprob
+from ktbridge.serve.local.batch import Job, ServerStopping
+from ktbridge.serve.local.sampling import Finish, TextOffsets, TokenLogprob, Tokens
 from ktbridge.serve.local.schema import ApiError
-from ktbridge.serve.local.worker import Job, ServerStopping
 
 Json = dict[str, object]
 Result = TypeVar("Result")
-AT_ONCE = 1 << 13  # bytes of a stream that are made before others have their turn
 
 
 class ClientGone(Exception):
@@ -33,7 +31,7 @@ def server_is_stopping() -> ApiError:
 
 
 @dataclass
-class Choice:
+class WholeChoice:
     """One whole answer."""
 
     text: str
@@ -54,7 +52,7 @@ class Reply:
         self._model = model
         self._tokens = tokens
 
-    def whole(self, choices: Sequence[Choice], prompt_tokens: int) -> Json:
+    def whole(self, choices: Sequence[WholeChoice], prompt_tokens: int) -> Json:
         bodies = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         usage = _usage(prompt_tokens, [choice.finish for choice in choices])
         return self._body(self.whole_kind, bodies) | {"usage": usage}
@@ -62,7 +60,7 @@ class Reply:
     def usage_only(self, ends: Sequence[Finish], prompt_tokens: int) -> Json:
         return self._body(self.chunk_kind, []) | {"usage": _usage(prompt_tokens, ends)}
 
-    def _whole_choice(self, index: int, choice: Choice) -> Json:
+    def _whole_choice(self, index: int, choice: WholeChoice) -> Json:
         raise NotImplementedError
 
     def _body(self, kind: str, choices: Sequence[Json]) -> Json:
@@ -80,7 +78,7 @@ class ChatReply(Reply):
         self._wants_logprobs = logprobs
         self._n = n
 
-    def _whole_choice(self, index: int, choice: Choice) -> Json:
+    def _whole_choice(self, index: int, choice: WholeChoice) -> Json:
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -145,7 +143,7 @@ class CompletionReply(Reply):
         self._wants_tops = tops
         self._tables = [LogprobTable(tokens, echo) for echo in echoes] if logprobs else None
 
-    def _whole_choice(self, index: int, choice: Choice) -> Json:
+    def _whole_choice(self, index: int, choice: WholeChoice) -> Json:
         text = self._echoes[index].text + choice.text
         return self._choice(index, text, choice.entries, choice.finish.reason)
 
@@ -214,10 +212,10 @@ def _usage(prompt: int, ends: Iterable[Finish]) -> dict[str, int]:
 # --- answering -------------------------------------------------------------------------------------
 
 
-async def collect(job: Job, choices: int, request: Request) -> list[Choice]:
+async def collect_choices(job: Job, choices: int, request: Request) -> list[WholeChoice]:
     """All choices of a job."""
 
-    async def gather() -> list[Choice]:
+    async def gather() -> list[WholeChoice]:
         texts: list[list[str]] = [[] for _ in range(choices)]
         entries: list[list[TokenLogprob]] = [[] for _ in range(choices)]
         ends: dict[int, Finish] = {}
@@ -227,7 +225,7 @@ async def collect(job: Job, choices: int, request: Request) -> list[Choice]:
             else:
                 texts[index].append(event.text)
                 entries[index] += event.logprobs
-        return [Choice("".join(texts[i]), entries[i], ends[i]) for i in range(choices)]
+        return [WholeChoice("".join(texts[i]), entries[i], ends[i]) for i in range(choices)]
 
     try:
         return await while_connected(request, gather())
@@ -275,10 +273,9 @@ def stream(
                     ready += _sse(reply.last(index, event))
                 else:
                     ready += _sse(reply.piece(index, event.text, event.logprobs))
-                if job.events.empty() or len(ready) >= AT_ONCE:
+                if job.events.empty():
                     yield ready
                     ready = b""
-                    await asyncio.sleep(0)  # a queue that has more doesn't give way by itself
             if include_usage:
                 ready += _sse(reply.usage_only(ends, prompt_tokens))
             yield ready + b"data: [DONE]\n\n"

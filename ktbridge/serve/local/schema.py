@@ -168,7 +168,7 @@ class TextPart(Strict):
     text: str
 
 
-class Message(Strict):
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
@@ -207,7 +207,7 @@ class TextFormat(Strict):
     type: Annotated[str, AfterValidator(_text_only), WithJsonSchema({"const": "text"})]
 
 
-class Request(Strict):
+class CommonRequest(Strict):
     """Fields common to both endpoints.
 
     Penalties and biases are declared so that their neutral values pass; other values aren't
@@ -244,14 +244,14 @@ class Request(Strict):
         return stop
 
     @model_validator(mode="after")
-    def _options_need_stream(self) -> Request:
+    def _options_need_stream(self) -> CommonRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         return self
 
 
-class ChatRequest(Request):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+class ChatRequest(CommonRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -285,7 +285,7 @@ class ChatRequest(Request):
         return value
 
 
-class CompletionRequest(Request):
+class CompletionRequest(CommonRequest):
     """``prompt``: one or several, as text or token ids; each is answered ``n`` times."""
 
     prompt: Prompts

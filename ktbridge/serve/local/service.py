@@ -12,21 +12,19 @@ from functools import partial
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from ktbridge.serve.local.batch import Ask, Batch
-from ktbridge.serve.local.detokenize import Tokens
-from ktbridge.serve.local.engine import Engine
+from ktbridge.serve.local.batch import Ask, Batch, Job, QueueFull, ServerStopping, Worker
+from ktbridge.serve.local.engine import LocalEngine
 from ktbridge.serve.local.replies import (
     ChatReply,
     CompletionReply,
     Echo,
-    collect,
+    collect_choices,
     server_is_stopping,
     stream,
     while_connected,
 )
-from ktbridge.serve.local.sampling import Sampling
-from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest, Message
-from ktbridge.serve.local.worker import Job, QueueFull, ServerStopping, Worker
+from ktbridge.serve.local.sampling import Sampling, Tokens
+from ktbridge.serve.local.schema import ApiError, ChatMessage, ChatRequest, CompletionRequest
 from ktbridge.serve.request import Limits
 from ktbridge.server_api.served_names import ServedArm, base_name, split_name
 
@@ -36,7 +34,7 @@ class Service:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LocalEngine,
         arms: tuple[ServedArm, ...],
         fingerprints: Mapping[str, str],
         limits: Limits,
@@ -123,7 +121,7 @@ class Service:
         tokens = sum(map(len, prompts))
         if body.stream:
             return stream(job, reply, tokens, body.include_usage)
-        choices = await collect(job, len(prompts) * body.n, request)
+        choices = await collect_choices(job, len(prompts) * body.n, request)
         return JSONResponse(reply.whole(choices, tokens))
 
     def _echo(self, body: CompletionRequest, given: str | list[int], prompt: list[int]) -> Echo:
@@ -191,7 +189,9 @@ class Prompts:
         self._tokenizer = copy.deepcopy(tokens.tokenizer)
         self._thread = ThreadPoolExecutor(1, "ktbridge-prompts")
 
-    async def chat(self, messages: Sequence[Message], variables: Mapping[str, object]) -> list[int]:
+    async def chat(
+        self, messages: Sequence[ChatMessage], variables: Mapping[str, object]
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins. Raises ApiError."""
         if not self._templates:
             raise ApiError(

@@ -30,7 +30,7 @@ ServedLayout = Literal["base", "expert", "nonexpert", "split", "merged"]
 
 
 @dataclass(frozen=True)
-class Source:
+class AdapterSource:
     """One adapter directory. ``name`` is what requests select it by; None for a bare expert one.
 
     ``layers`` are those with expert LoRA. ``nonexpert``: whether it has any other LoRA.
@@ -52,13 +52,13 @@ class Source:
         return bool(self.layers)
 
 
-def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Problem]]:
+def read_sources(request: ServeRequest) -> tuple[tuple[AdapterSource, ...], list[Problem]]:
     """Open every adapter of the request; also the problems of those that can't be opened or don't fit
     their option.
 
     Reads each file once, for its hash.
     """
-    sources: list[Source] = []
+    sources: list[AdapterSource] = []
     problems: list[Problem] = []
     # Whole adapters first: their order is part of the command line and of the cache's keys.
     for name, directory, layout in sorted(request.directories(), key=lambda given: bool(given[2])):
@@ -76,7 +76,7 @@ def read_sources(request: ServeRequest) -> tuple[tuple[Source, ...], list[Proble
             found = f"has the {adapter.format or adapter.layout} layout"
             problems.append(problem("KTB951", directory, found, f"the {layout} layout", step))
             continue
-        source = Source(
+        source = AdapterSource(
             name=name,
             path=adapter.path.resolve(),
             layout=adapter.layout,
@@ -104,12 +104,12 @@ def _content_digest(directory: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is served: the source of the expert LoRA, those of the non-expert LoRA, the layout."""
+class LayoutChoice:
+    """Parts that are served: the source of the expert LoRA, those of the non-expert LoRA, the layout."""
 
     layout: ServedLayout
-    expert: Source | None
-    nonexpert: tuple[Source, ...]
+    expert: AdapterSource | None
+    nonexpert: tuple[AdapterSource, ...]
     reasons: tuple[str, ...]
     problems: tuple[Problem, ...]
 
@@ -121,8 +121,8 @@ def granting(grants: Callable[[Contract], bool]) -> str:
 
 
 def choose_layout(
-    sources: Sequence[Source], requested: RequestedLayout, contract: Contract
-) -> Choice:
+    sources: Sequence[AdapterSource], requested: RequestedLayout, contract: Contract
+) -> LayoutChoice:
     """Decide the layout; an unsupported one is a problem that names the versions supporting it."""
     experts = [source for source in sources if source.expert]
     nonexpert = tuple(source for source in sources if source.nonexpert)
@@ -153,7 +153,7 @@ def choose_layout(
     if missing and requested != "auto":
         found = f"--layout {requested} needs {missing}"
         problems.append(_refusal(contract, found, "both", "leave --layout out"))
-    return Choice(layout, expert, nonexpert, tuple(reasons), tuple(problems))
+    return LayoutChoice(layout, expert, nonexpert, tuple(reasons), tuple(problems))
 
 
 def _layout_of_both(
@@ -203,7 +203,7 @@ class Conversion:
         return {"layout": self.layout, "sources": sources, "target": str(self.target)}
 
 
-def cached(sources: Sequence[Source], root: Path) -> Path:
+def cached(sources: Sequence[AdapterSource], root: Path) -> Path:
     """The directory below ``root`` for what is made from ``sources``."""
     made_of = "".join(f"\0{source.layout}\0{source.digest}" for source in sources)
     return root / digests.of_text(RECIPE + made_of)[:24]

@@ -26,7 +26,7 @@ from ktbridge.model import (
 )
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.serve.request import SglangRequest
-from ktbridge.serve.sglang.adapters import Source, read_sources
+from ktbridge.serve.sglang.adapters import AdapterSource, read_sources
 from ktbridge.server_api.hosts import bind
 
 LOGGING = "SGLANG_LOGGING_CONFIG_PATH"
@@ -60,7 +60,7 @@ _FLAG = re.compile(r"[\"'](--[A-Za-z0-9][\w-]*)[\"']")
 
 @dataclass(frozen=True)
 class Installed:
-    """What is installed for ``python``. ``parser`` are the flags its argument parser knows.
+    """Packages that are installed for ``python``. ``parser`` are the flags its argument parser knows.
 
     Versions are None where a distribution is missing; ``upstream`` is SGLang without KTransformers,
     which has none of the flags. ``parser`` is None where its text can't be found.
@@ -155,7 +155,7 @@ def stored_format(config: Mapping[str, object]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Facts:
+class LaunchFacts:
     """The facts. ``port`` is the request's, or a free one where that was 0.
 
     ``port_fault`` is the reason why it is unavailable. ``stored`` is the format of the checkpoint's experts,
@@ -171,7 +171,7 @@ class Facts:
     model_path: Path
     weights: Weights
     stored: str | None
-    sources: tuple[Source, ...]
+    sources: tuple[AdapterSource, ...]
     source_problems: tuple[Problem, ...]
     port: int
     port_fault: str
@@ -180,7 +180,7 @@ class Facts:
     described: Described = field(default_factory=Described)
 
 
-def gather(request: SglangRequest) -> Facts:
+def gather(request: SglangRequest) -> LaunchFacts:
     """Collect all facts. Raises KtbridgeError for a model or an interpreter that can't be read."""
     model_path = Path(resolve_model(request.model)).absolute()
     sources, problems = read_sources(request)
@@ -191,7 +191,7 @@ def gather(request: SglangRequest) -> Facts:
         installed, fault = Installed(request.python or "python3", version, version), ""
     else:
         installed = read_installed(request.python)
-    return Facts(
+    return LaunchFacts(
         installed=installed,
         machine=request.described.machine(read_machine()),
         gpus=_gpus(request),
@@ -222,7 +222,7 @@ def _gpus(request: SglangRequest) -> tuple[Gpu, ...] | None:
     return tuple(Gpu(index, "GPU", described.gpu_memory or 0) for index in range(count))
 
 
-def machine_text(facts: Facts) -> str:
+def machine_text(facts: LaunchFacts) -> str:
     """Return which machine a plan is for, and what is assumed of a machine other than this one."""
     machine, described = facts.machine, facts.described
     has = [f"{machine.usable_cores} cores"]

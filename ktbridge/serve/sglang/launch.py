@@ -19,14 +19,14 @@ from ktbridge.model import ModelConfig
 from ktbridge.model.hub import short_name
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import (
-    Choice,
+    AdapterSource,
     Conversion,
-    Source,
+    LayoutChoice,
     cached,
     choose_layout,
     granting,
 )
-from ktbridge.serve.sglang.facts import ENGINE_CACHE, KERNEL_CACHE, Facts, machine_text
+from ktbridge.serve.sglang.facts import ENGINE_CACHE, KERNEL_CACHE, LaunchFacts, machine_text
 from ktbridge.server_api.hosts import url_from_here
 from ktbridge.server_api.served_names import ServedArm, adapter_name, names_adapter
 
@@ -164,7 +164,7 @@ class Launch:
     """
 
     request: SglangRequest
-    facts: Facts
+    facts: LaunchFacts
     problems: tuple[Problem, ...] = ()
 
     @property
@@ -200,7 +200,7 @@ class Launch:
     # --- what is served
 
     @cached_property
-    def choice(self) -> Choice:
+    def choice(self) -> LayoutChoice:
         return choose_layout(self.facts.sources, self.request.layout, self.contract)
 
     @property
@@ -236,7 +236,7 @@ class Launch:
             adapters=tuple(str(source.name) for source in self.choice.nonexpert),
         )
 
-    def _needed(self) -> Iterator[tuple[str, str | None, tuple[Source, ...]]]:
+    def _needed(self) -> Iterator[tuple[str, str | None, tuple[AdapterSource, ...]]]:
         """Each directory that the engine gets: its layout, its name, and the sources that it is made of."""
         choice = self.choice
         if choice.layout == "merged" and choice.expert is not None:
@@ -248,7 +248,7 @@ class Launch:
         for source in choice.nonexpert:
             yield "nonexpert", source.name, (source,)
 
-    def _place(self, layout: str, sources: tuple[Source, ...]) -> Path:
+    def _place(self, layout: str, sources: tuple[AdapterSource, ...]) -> Path:
         if len(sources) == 1 and sources[0].layout == layout:
             return sources[0].path
         return cached(sources, self.facts.cache) / layout
@@ -264,7 +264,7 @@ class Launch:
 
     @property
     def conversions(self) -> tuple[Conversion, ...]:
-        """What must be made first."""
+        """Directories that must be made first."""
         found = []
         for layout, _, sources in self._needed():
             target = self._place(layout, sources)
@@ -298,7 +298,7 @@ class Launch:
         return METHOD_OF.get(self.facts.stored or "", "BF16")
 
     def decision_problems(self) -> Iterator[Problem]:
-        """What could not be decided: adapters, layout, flags that are none, the method."""
+        """Yield problems of what had to be decided: adapters, layout, flags that are none, the method."""
         yield from self.facts.source_problems
         yield from self.choice.problems
         yield from self._parsed[1]

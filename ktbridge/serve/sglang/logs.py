@@ -192,7 +192,7 @@ _SIGNALS = {
 }
 
 
-class Diagnosis(NamedTuple):
+class FailureCause(NamedTuple):
     """``error`` is the engine's own message; ``cause`` and ``remedy`` are "" when not in the table."""
 
     error: str
@@ -200,16 +200,16 @@ class Diagnosis(NamedTuple):
     remedy: str
 
 
-def diagnose(lines: Sequence[str], code: int | None) -> Diagnosis:
+def explain_failure(lines: Sequence[str], code: int | None) -> FailureCause:
     """Diagnose a failure from the log and the exit code (negative: a signal, None: still running)."""
     errors = [text for text in map(clean, lines) if _ERROR.search(text)]
     own_errors = [text for text in errors if not _ECHO.search(text)]
     for text in reversed(own_errors):
         for row in CAUSES:
             if re.search(row.pattern, text):
-                return Diagnosis(text, row.cause, row.remedy)
+                return FailureCause(text, row.cause, row.remedy)
     error = (own_errors or errors or [""])[-1]
     if code is not None and code < 0 and -code in _SIGNALS:
         cause, remedy = _SIGNALS[signal.Signals(-code)]
-        return Diagnosis(error, cause, remedy)
-    return Diagnosis(error, "", "")
+        return FailureCause(error, cause, remedy)
+    return FailureCause(error, "", "")

@@ -22,7 +22,7 @@ from ktbridge.codes.serving import LAUNCH
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.sizes import size_text
 from ktbridge.serve.request import SglangRequest
-from ktbridge.serve.sglang.facts import LOGGING, Facts
+from ktbridge.serve.sglang.facts import LOGGING, LaunchFacts
 from ktbridge.serve.sglang.launch import EngineFlag, Launch
 from ktbridge.server_api.hosts import is_loopback
 from ktbridge.server_api.served_names import BASE
@@ -43,7 +43,9 @@ CODES = frozenset(row.code for row in LAUNCH.codes)
 """Codes of launch problems: ``--allow`` turns them into warnings, for a user who knows better."""
 
 
-def plan_launch(request: SglangRequest, facts: Facts, others: Iterable[Problem] = ()) -> Launch:
+def plan_launch(
+    request: SglangRequest, facts: LaunchFacts, others: Iterable[Problem] = ()
+) -> Launch:
     """Decide a launch and find all problems of it, the worst first; ``others`` are among them.
 
     Errors that the request allows are warnings. Raises UsageError for an invalid engine version.
@@ -251,7 +253,7 @@ def _network(launch: Launch) -> Iterator[Problem]:
         yield problem("KTB959", request.host, found, next_step=step, severity="warning")
 
 
-def _engine(facts: Facts, version: str) -> Iterator[Problem]:
+def _engine(facts: LaunchFacts, version: str) -> Iterator[Problem]:
     installed = facts.installed
     step = f"{install_engine(version)} in an environment of its own, and name its interpreter with"
     step += " --engine-python"
@@ -298,7 +300,7 @@ def _cpu(launch: Launch) -> Iterator[Problem]:
             yield problem("KTB958", where, found, "AMX")
 
 
-def _memory(facts: Facts, method: str) -> Iterator[Problem]:
+def _memory(facts: LaunchFacts, method: str) -> Iterator[Problem]:
     # The experts on the CPU, and the engine's processes. A lower estimate.
     factor = _PACKED.get(method, 1.0) if facts.stored == "bf16" else 1.0
     needed = int(facts.weights.experts * factor) + _PROCESSES
@@ -312,7 +314,7 @@ def _memory(facts: Facts, method: str) -> Iterator[Problem]:
         yield problem("KTB956", "RAM", found, expected, step, severity="warning")
 
 
-def _gpu(request: SglangRequest, facts: Facts) -> Iterator[Problem]:
+def _gpu(request: SglangRequest, facts: LaunchFacts) -> Iterator[Problem]:
     wanted = request.tp_size
     if facts.gpus is None:
         return

@@ -167,7 +167,7 @@ class Place:
 
 
 @contextmanager
-def place() -> Iterator[Place]:
+def engine_place() -> Iterator[Place]:
     """A private directory for an engine, gone afterwards."""
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=os.environ.get("XDG_RUNTIME_DIR")))
     lock = os.open(path, os.O_RDONLY)

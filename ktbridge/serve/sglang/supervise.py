@@ -24,8 +24,8 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
 from ktbridge.machine import end_with_parent
 from ktbridge.serve.sglang.adapters import convert
 from ktbridge.serve.sglang.launch import Conditions, Launch
-from ktbridge.serve.sglang.logs import Pump, diagnose, readable
-from ktbridge.serve.sglang.processes import MARK, Place, Tree, adopt_orphans, children, place
+from ktbridge.serve.sglang.logs import Pump, explain_failure, readable
+from ktbridge.serve.sglang.processes import MARK, Place, Tree, adopt_orphans, children, engine_place
 from ktbridge.server_api.client import OpenAIClient
 from ktbridge.server_api.hosts import url_from_here
 
@@ -39,7 +39,7 @@ _LOADED = re.compile(rb"Loaded KT expert LoRA for layer (\d+)\b")
 
 
 @dataclass
-class Progress:
+class StartProgress:
     """Startup progress, fed with the server's log, line by line, and with its answers."""
 
     conditions: Conditions
@@ -113,7 +113,7 @@ class EngineFailed(KtbridgeError):
         self.exit_code = exit_code
 
 
-class Engine:
+class EngineProcess:
     """A started engine. Use as a context manager: leaving it ends the whole tree.
 
     ``url`` is its API's from here. ``secret``, the API key, is redacted from the log. Its processes
@@ -132,7 +132,7 @@ class Engine:
         grace: float = GRACE_SECONDS,
         home: Place,
     ) -> None:
-        self.progress = Progress(conditions)
+        self.progress = StartProgress(conditions)
         self.log = log
         self._client = OpenAIClient(url, secret, timeout=2.0, direct=True)
         self._grace = grace
@@ -161,14 +161,14 @@ class Engine:
         assert self._process.stdout is not None
         self._pump = Pump(self._process.stdout, log, self.progress.read, secret)  # type: ignore[arg-type]
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
 
     def wait_until_ready(
-        self, timeout: float, on_progress: Callable[[Progress], None] = lambda _: None
+        self, timeout: float, on_progress: Callable[[StartProgress], None] = lambda _: None
     ) -> None:
         """Return when the server is ready; ``timeout`` is in seconds.
 
@@ -253,7 +253,7 @@ class Engine:
 
     def _failed(self, message: str, step: str, code: int | None = None) -> EngineFailed:
         lines = self._pump.lines()
-        diagnosis = diagnose(lines, code)
+        diagnosis = explain_failure(lines, code)
         if diagnosis.error:
             message += f"; its last error: {diagnosis.error}"
         if diagnosis.cause:
@@ -291,7 +291,7 @@ def check_sources(launch: Launch) -> list[Problem]:
     return [found for found in report.problems if found.code != _LAYOUT]
 
 
-def prepare(
+def prepare_launch(
     launch: Launch,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> list[Problem]:
@@ -315,7 +315,7 @@ def prepare(
     )
     if has_errors(report.problems):
         raise ProblemsError(
-            f"{ENGINE} {launch.version} would not serve this adapter as it was trained",
+            f"{ENGINE} {launch.version} would not serve_sglang this adapter as it was trained",
             report.problems,
             "see the problems above",
         )
@@ -329,13 +329,13 @@ def default_log(port: int) -> Path:
     return home / "ktbridge" / "logs" / f"serve-{port}-{stamp}.log"
 
 
-def serve(
+def serve_sglang(
     launch: Launch,
     *,
     log: Path,
     timeout: float,
     grace: float = GRACE_SECONDS,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Callable[[StartProgress], None] = lambda _: None,
     on_ready: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Start the engine of ``launch`` and serve until it ends or KeyboardInterrupt is raised here.
@@ -346,10 +346,10 @@ def serve(
     """
     url = f"{url_from_here(launch.request.host, launch.facts.port)}/v1"
     with ExitStack() as stack, ExitStack() as key:
-        home = stack.enter_context(place())
+        home = stack.enter_context(engine_place())
         key_flags = key.enter_context(home.key_file(launch.request.api_key))
         engine = stack.enter_context(
-            Engine(
+            EngineProcess(
                 (*launch.argv, *key_flags),
                 launch.environment,
                 launch.ready,

@@ -16,11 +16,11 @@ from realengine import wheel_path
 
 from ktbridge.adapter.engines import ARCHITECTURES, CONTRACTS, contract_for, version_order
 from ktbridge.serve.request import SglangRequest
-from ktbridge.serve.sglang.adapters import Source
+from ktbridge.serve.sglang.adapters import AdapterSource
 from ktbridge.serve.sglang.facts import ENGINE_CACHE, parser_flags
 from ktbridge.serve.sglang.launch import Conditions
 from ktbridge.serve.sglang.preflight import GUARDED, OWNED, plan_launch
-from ktbridge.serve.sglang.supervise import Progress
+from ktbridge.serve.sglang.supervise import StartProgress
 
 # The ends of every row, and what lies between them: versions that were published.
 VERSIONS = (
@@ -75,7 +75,7 @@ def plans(version: str, model: Path):
         if not getattr(contract, layout):
             continue
         sources = tuple(
-            Source(name or None, Path("/a"), "merged" if layout == "merged" else layout,  # type: ignore[arg-type]
+            AdapterSource(name or None, Path("/a"), "merged" if layout == "merged" else layout,  # type: ignore[arg-type]
                    (0, 1) if expert else (), nonexpert, None, name)
             for name, expert, nonexpert in given
         )  # fmt: skip
@@ -116,7 +116,7 @@ def test_the_row_says_what_the_wheel_says(wheel: Wheel) -> None:
     found = re.search(r'"(Loaded KT expert LoRA for layer %d) from', wrapper)
     assert bool(found) == contract.expert
     if found:
-        progress = Progress(Conditions((7,), ()))
+        progress = StartProgress(Conditions((7,), ()))
         progress.read(b"[2026-11-21 10:00:00 TP0] " + (found[1] % 7).encode() + b" from x\n")
         assert progress.missing_layers == ()
     assert (ENGINE_CACHE in arguments) == contract.merged

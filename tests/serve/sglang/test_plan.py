@@ -20,9 +20,9 @@ from ktbridge.errors import ProblemsError
 from ktbridge.machine import Gpu, NumaNode
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Conversion, cached, convert, is_intact, read_sources
-from ktbridge.serve.sglang.facts import Facts, Installed, Weights, parser_flags, stored_format
+from ktbridge.serve.sglang.facts import Installed, LaunchFacts, Weights, parser_flags, stored_format
 from ktbridge.serve.sglang.launch import Launch, plan_threads
-from ktbridge.serve.sglang.logs import CAUSES, diagnose, readable
+from ktbridge.serve.sglang.logs import CAUSES, explain_failure, readable
 from ktbridge.serve.sglang.preflight import plan_launch
 
 
@@ -30,7 +30,7 @@ from ktbridge.serve.sglang.preflight import plan_launch
 def facts_of(model: Path) -> Any:
     """facts_of(**changes): a good machine and a model, nothing read but config.json."""
 
-    def facts_of(**changes: Any) -> Facts:
+    def facts_of(**changes: Any) -> LaunchFacts:
         return facts_for(model, **{"model_path": Path("/models/tiny")} | changes)
 
     return facts_of
@@ -198,7 +198,7 @@ def test_the_machine(facts_of) -> None:
     small = replace(AMX, isa=("avx2",), memory=8 * GIB, memory_available=GIB)
     bad = {"machine": small, "gpus": (), "weights": Weights(9 * GIB, GIB)}
 
-    def codes(request: SglangRequest, facts: Facts) -> dict[str, str]:
+    def codes(request: SglangRequest, facts: LaunchFacts) -> dict[str, str]:
         return {p.code: p.severity for p in plan_launch(request, facts).problems}
 
     request = SglangRequest(model="m")
@@ -347,12 +347,12 @@ def test_causes() -> None:
         "[2026-11-21 10:00:00] Received sigquit from a child process.\n",
         "EOFError\n",
     ]
-    told = diagnose(log, 1)
+    told = explain_failure(log, 1)
     assert told.error.startswith("ValueError: Explicit")
     assert "--layout merged" in told.remedy
-    assert diagnose(["Killed\n"], -9).cause.startswith("the kernel killed it")
-    assert diagnose(["nothing of note\n"], 1) == ("", "", "")
-    unknown = diagnose(["sglang.Oops: x\n", "OSError: [Errno 5] odd\n", "EOFError\n"], 1)
+    assert explain_failure(["Killed\n"], -9).cause.startswith("the kernel killed it")
+    assert explain_failure(["nothing of note\n"], 1) == ("", "", "")
+    unknown = explain_failure(["sglang.Oops: x\n", "OSError: [Errno 5] odd\n", "EOFError\n"], 1)
     assert (unknown.error, unknown.cause) == ("OSError: [Errno 5] odd", "")
     assert [line for line in readable(log, 9) if "raise" in line or "File" in line] == []
     assert readable(["x\n", "x\n", "10%|##  | 1/10\r 50%|###\n", "y\n"], 9) == ["x", "y"]
