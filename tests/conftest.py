@@ -3,12 +3,27 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import ktbridge.sft  # noqa: F401  isort: skip
 from warm import WarmPython
 
 SLOW_ROOMS = {"attacks", "fuzz", "scripts"}
 """Directories of tests that `make test` leaves to `make test-all`."""
+
+FEW, MANY = 15, 100
+"""Examples of a hypothesis test in `make test`, and in all other runs."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have few examples drawn where slow tests are left out; a busy machine is no failure."""
+    settings.register_profile(
+        "ktbridge",
+        max_examples=FEW if config.option.markexpr == "not slow" else MANY,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    settings.load_profile("ktbridge")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -81,4 +81,20 @@ def log_of(output: Path):
 
 
 def losses(output: Path):
-    return [(record["step"], record["loss"]) for record in log_of(output)]
+    return [(record["step"], record["loss"]) for record in log_of(output) if "loss" in record]
+
+
+def interrupt_at(step):
+    """A progress callback that ends a run for good after a step, as a kill would."""
+
+    def stop(done, steps):
+        if done == step:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def interrupt(directory, step, *overrides):
+    """A run of ``directory``/run.yaml that ends for good after a step."""
+    with pytest.raises(KeyboardInterrupt):
+        train(directory, *overrides, on_progress=interrupt_at(step))

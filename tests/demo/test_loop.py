@@ -1,8 +1,5 @@
 """The demo's directory: its inputs and its recipe; what runs it is tested in tests/recipe."""
 
-import subprocess
-import sys
-
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -71,12 +68,8 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(tmp_path, monkeypatch,
 
 def test_a_directory_that_is_not_a_demo_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    done = subprocess.run(
-        [sys.executable, "-m", "ktbridge", "demo", "--dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
+    done = CliRunner().invoke(demo.command, ["--dir", str(tmp_path)])
+    assert done.exit_code == 2
     assert "is not empty and was not made by `ktbridge demo`" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     with pytest.raises(UsageError, match="is a file"):

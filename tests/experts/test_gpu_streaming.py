@@ -8,7 +8,7 @@ import pytest
 import torch
 from expertmoe import pack_int4
 from gpuexperts import Breaking
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ktbridge.experts.gpu import copying, operations, probe
@@ -98,7 +98,6 @@ def layers(draw):
     return weights, plain, shards
 
 
-@settings(max_examples=80, deadline=None)
 @given(layer=layers(), fill=st.floats(1, 4))
 def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
     weights, plain, shards = layer
@@ -193,7 +192,6 @@ def whole_pass(ring, backward):
     return ring.transfers - before
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_a_slot_holds_what_was_asked_for_in_every_order(data):
     count, slots = data.draw(st.integers(1, 12), "N"), data.draw(st.integers(1, 14), "S")
@@ -225,7 +223,6 @@ def test_a_slot_holds_what_was_asked_for_in_every_order(data):
     assert whole_pass(ring, False) <= (count if missing else 0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_sorted_rows_hold_every_slot_once_and_parts_every_row(data):
     experts, tokens = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 40))
@@ -290,7 +287,6 @@ def test_regions_are_whole_pages_that_cover_all_spans_once(spans, expected):
     assert page_regions([CopySpan(address, 0, size) for address, size in spans]) == expected
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     wanted=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=3),
     there=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), max_size=3),

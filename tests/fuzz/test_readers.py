@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fuzz import attacks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rawadapter import write_raw
 
@@ -20,10 +20,7 @@ from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import open_checkpoint, open_tensor_file, read_model_config
 
-FUZZ = settings(
-    deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+FUZZ = settings(derandomize=True, database=None)
 NUMBERS = st.integers(0, 2**32)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -18,9 +18,6 @@ from tensorfiles import write_tensor_file
 
 from ktbridge.model import Tensor, TensorFileError, open_tensor_file
 
-QUICK = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 SIZES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "I64": 8}
 
 
@@ -52,7 +49,6 @@ def tensors(draw: st.DrawFn) -> list[Tensor]:
     return result
 
 
-@QUICK
 @given(tensors=tensors())
 def test_what_is_written_is_read_back_by_us_and_by_safetensors(
     tmp_path: Path, tensors: list[Tensor]
@@ -144,7 +140,6 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
             open_tensor_file(cut)
 
 
-@QUICK
 @given(
     junk=st.binary(max_size=200),
     header=st.recursive(

@@ -10,7 +10,7 @@ import make_keys
 import numpy as np
 import pytest
 from configurations import GOOD, notes_of, written
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -363,7 +363,6 @@ def test_overrides_win_and_paths_are_relative_to_the_file_or_the_working_directo
         ),
     )
 )  # fmt: skip
-@settings(deadline=None)
 def test_no_values_whatever_end_in_anything_but_a_config_or_problems(values):
     try:
         config = parse_config({**GOOD, **values})

@@ -34,7 +34,7 @@ from manyranks import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainrun import DPO, log_of, quiet, text, train, write_lines
+from trainrun import DPO, interrupt, log_of, quiet, text, train, write_lines
 from visionmoe import colour_rows, vision_base
 
 from ktbridge.adapter import validate_adapter
@@ -420,12 +420,7 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
 def test_two_processes_go_on_where_one_was_interrupted(launch, run_dir, method):
     name, batch = f"two-{method}", f"per_device_train_batch_size={GLOBAL_BATCH}"
 
-    def stop(done, steps):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(run_dir, f"output_dir={run_dir / name}", batch, "save_steps=1", on_progress=stop)
+    interrupt(run_dir, 2, f"output_dir={run_dir / name}", batch, "save_steps=1")
     refused = launch(name, method, "save_steps=1")
     assert refused.returncode == 1  # unasked, it is another run
     assert "resume_from_checkpoint=true" in refused.stdout + refused.stderr

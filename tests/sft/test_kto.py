@@ -99,23 +99,12 @@ def test_the_loss_is_the_papers_and_the_reference_the_base(make):
     assert ratio.abs().max() > 1e-2
 
 
-@pytest.mark.slow
-def test_a_killed_run_ends_in_the_same_bits_and_evaluates_its_held_out_rows(run_dir):
-    held = ("eval_dataset=held.jsonl", "eval_steps=3", "per_device_eval_batch_size=3")
-    result = train(run_dir, *held, "output_dir=whole")
+def test_held_out_judgements_are_measured_by_their_weights(run_dir):
+    result = train(
+        run_dir, "eval_dataset=held.jsonl", "eval_steps=3", "per_device_eval_batch_size=3"
+    )
     assert (result.used, result.refused) == (24, 0)
-
-    def stop(done, steps):
-        if done == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(run_dir, *held, on_progress=stop)
-    again = train(run_dir, *held)
-    assert again.first_step > 1
-    for name in ("fused_expert_lora.safetensors", "adapter_model.safetensors"):
-        assert (run_dir / "raw" / name).read_bytes() == (run_dir / "whole" / name).read_bytes()
-    first, *_, last = [one for one in log_of(run_dir / "whole") if "eval_loss" in one]
+    first, *_, last = [one for one in log_of(run_dir / "raw") if "eval_loss" in one]
     weights = [WEIGHTS["kto_chosen_weight"], WEIGHTS["kto_rejected_weight"]]
     # Nothing is learned yet: each loss is half its weight.
     good = [row.get("kto_tag", row.get("label")) in (True, "true") for row in judged(5, 100)]

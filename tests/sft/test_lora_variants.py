@@ -36,22 +36,15 @@ def logits(model):
         return model.eval()(IDS).logits
 
 
-def test_attention_alone_is_trained_resumed_and_taken_by_everything_behind(run_dir, base_dir):
-    steps = ("max_steps=4", "save_steps=2", "save_total_limit=9", WITHOUT)
+def test_attention_alone_is_trained_and_taken_by_everything_behind(run_dir, base_dir):
+    steps = ("max_steps=4", WITHOUT)
     whole = train(run_dir, *steps)
     raw = run_dir / "raw"
     assert whole.expert_parameters == 0
     assert losses(raw)[-1][1] < losses(raw)[0][1]
-    # Bit for bit from the checkpoint in the middle; the backend's name says the same.
-    where = (
-        f"output_dir={run_dir / 'again'}",
-        f"resume_from_checkpoint={raw}.checkpoints/checkpoint-2",
-    )
-    train(run_dir, *steps, *where)
     names = {path.name for path in raw.glob("*.safetensors")}
     assert names == {"adapter_model.safetensors"}
-    for name in (*names, "adapter_config.json"):
-        assert (run_dir / "again" / name).read_bytes() == (raw / name).read_bytes()
+    # The backend's name says the same.
     named = load_config(run_dir / "run.yaml", ["kt_config.kt_backend=AMXBF16_SkipLoRA"])
     assert (named.expert_rank, named.notes) == (0, ())
 

@@ -3,7 +3,7 @@
 import pytest
 from findings import codes
 from tinymoe import tiny_tokenizer
-from trainrun import conversation, quiet, tokenized, train, write_lines, write_run
+from trainrun import conversation, quiet, tokenized, write_lines, write_run
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
@@ -74,23 +74,6 @@ def test_the_plan_counts_what_an_epoch_has(run_dir, base_dir):
         overrides = [f"mix_strategy={strategy}"]
         lengths = read_lengths(load_config(run_dir / "run.yaml", overrides), base_dir)
         assert lengths.sequences == len(fitted(run_dir, *overrides).dataset)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_the_same_mixture_only(run_dir):
-    def stop(done, steps):
-        if done == 3:
-            raise KeyboardInterrupt
-
-    train(run_dir, "output_dir=whole")
-    with pytest.raises(KeyboardInterrupt):
-        train(run_dir, on_progress=stop)
-    with pytest.raises(ProblemsError, match="another run") as caught:
-        train(run_dir, "interleave_probs=[0.5,0.5]")
-    assert codes(caught) == {"KTC010"}
-    train(run_dir)
-    name = "fused_expert_lora.safetensors"
-    assert (run_dir / "raw" / name).read_bytes() == (run_dir / "whole" / name).read_bytes()
 
 
 def test_shares_that_fit_no_datasets_are_refused(run_dir):

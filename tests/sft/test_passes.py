@@ -197,27 +197,13 @@ def _counted(torch_call: Any, made: list[int]) -> Any:
 
 @pytest.mark.slow
 @quiet
-def test_a_run_goes_on_in_the_middle_of_an_epoch(train: Any, run_dir: Path) -> None:
-    options = ("lora_dropout=0.1", "max_steps=5", "tokens_per_pass=60")
-    whole = train("whole", *options)
-
-    def stop(done: int, steps: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train("raw", *options, on_progress=stop)
-    resumed = train("raw", *options)
-    assert len(resumed.widths) < len(whole.widths)
-    for key in ("loss", "num_input_tokens_seen"):
-        assert [each[key] for each in resumed.log] == [each[key] for each in whole.log]
-    assert all(torch.equal(resumed.tensors[name], each) for name, each in whole.tensors.items())
-
-    # What was begun batch by batch goes on in passes, as the same run, and the other way round.
+def test_what_began_in_batches_goes_on_in_micro_batches_and_the_other_way_round(
+    train: Any, run_dir: Path
+) -> None:
     spelled = train("spelled", "max_steps=5")
     for name, first, then in (("a", "auto", "60"), ("b", "60", "auto")):
-        with pytest.raises(KeyboardInterrupt):
-            train(name, "max_steps=5", f"tokens_per_pass={first}", on_progress=stop)
+        own = ("max_steps=5", f"output_dir={name}", f"tokens_per_pass={first}")
+        trainrun.interrupt(run_dir, 2, *own)
         mixed = train(name, "max_steps=5", f"tokens_per_pass={then}")
         assert_same(mixed, spelled, BY_TOKEN)
 

@@ -19,7 +19,21 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from trainrun import DPO, WORDS, conversation, losses, pair, quiet, train, write_run
+from gpuexperts import allow_on_cpu
+from trainrun import (
+    DPO,
+    WORDS,
+    conversation,
+    interrupt,
+    log_of,
+    losses,
+    pair,
+    quiet,
+    text,
+    train,
+    write_lines,
+    write_run,
+)
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.cli import main
@@ -42,17 +56,31 @@ from ktbridge.sft.resume import (
 )
 
 ARTIFACTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
+TIMED = {"tokens_per_second", "expert_share", "eval_runtime", "eval_samples_per_second"}
+STREAM = ("streaming=true", "buffer_size=16")
+MIXED = (
+    "dataset=rows.jsonl,some.jsonl",
+    "mix_strategy=interleave_over",
+    "interleave_probs=0.6,0.4",
+)
+KTO = ("stage=kto", "dataset=judged.jsonl")
+HELD = ("eval_dataset=held.jsonl", "eval_steps=3")
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    rows, pairs = [], []
+    rows, pairs, judged = [], [], []
     for number in range(40):
         words = [WORDS[(number * step) % len(WORDS)] for step in range(1, 9)]
         question, answer = " ".join(words[:4]), " ".join(words[4:])
         rows.append(conversation(question, answer))
         pairs.append(pair(question, answer, "no meow"))
+        judged.append({"prompt": question, "completion": answer, "label": number % 3 > 0})
+    some = [conversation(text(n, 3), text(n + 1, 2 + n % 5)) for n in range(40)]
+    some[7::10] = [conversation("nothing", "")] * 4
+    for name, each in (("judged", judged), ("held", judged[:5]), ("some", some)):
+        write_lines(tmp_path / f"{name}.jsonl", each)
     return write_run(
         tmp_path, base_dir, rows, pairs,
         overwrite_output_dir=True,  # as many files of LLaMA-Factory have it
@@ -92,16 +120,6 @@ def terminated_after_saving(root: Path) -> Iterator[None]:
         watching.join()
 
 
-def interrupt_at(step: int) -> Any:
-    """A progress callback that ends a run for good after a step, as a kill would."""
-
-    def stop(done: int, steps: int) -> None:
-        if done == step:
-            raise KeyboardInterrupt
-
-    return stop
-
-
 def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -109,7 +127,16 @@ def flip_a_bit(path: Path) -> None:
 
 
 def artifacts(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in ARTIFACTS}
+    return {
+        path.name: path.read_bytes() for path in map(directory.joinpath, ARTIFACTS) if path.exists()
+    }
+
+
+def untimed(output: Path) -> list[dict]:
+    """A run's log, without what the clock says."""
+    return [
+        {key: value for key, value in each.items() if key not in TIMED} for each in log_of(output)
+    ]
 
 
 @quiet
@@ -144,26 +171,74 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
     assert artifacts(run_dir / "raw") != artifacts(run_dir / "whole")
 
 
-@pytest.mark.slow
 @quiet
-def test_a_killed_preference_run_ends_in_the_same_bits(run_dir: Path, warm: Any) -> None:
-    overrides = [*DPO, "max_steps=8"]
-    with ThreadPoolExecutor() as beside:
-        status = beside.submit(killed, warm, run_dir, *overrides)
-        train(run_dir, *overrides, "output_dir=whole", "save_steps=0")
-    assert status.result() == -signal.SIGKILL
+@pytest.mark.parametrize(
+    ("run", "how", "other"),
+    [
+        ((*STREAM, *MIXED, "val_size=5", "max_steps=8"), "Ctrl-C", "interleave_probs=0.5,0.5"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (("max_steps=8", "tokens_per_pass=60"), "SIGKILL", "lora_dropout=0.2"),
+                (("max_steps=8", "dataloader_num_workers=1"), "SIGTERM", "neftune_noise_alpha=5"),
+                (MIXED, "Ctrl-C", "mix_strategy=interleave_once"),
+                ((*DPO, "max_steps=8"), "SIGKILL", "pref_beta=0.3"),
+                ((*KTO, *HELD, "max_steps=8"), "Ctrl-C", "kto_chosen_weight=2"),
+                ((*STREAM, "dataset=some.jsonl"), "SIGTERM", "seed=1"),
+                ((*STREAM, "packing=true", "cutoff_len=24", "val_size=5"), "Ctrl-C", "cutoff_len=25"),
+                ((*STREAM, *DPO, "max_steps=8"), "Ctrl-C", "buffer_size=17"),
+                ((*STREAM, *KTO, "max_steps=8"), "SIGKILL", "kto_chosen_weight=2"),
+                (("kt_experts=stream", "kt_num_gpu_experts=0", "max_steps=6"), "SIGTERM", "lora_rank=2"),
+                (("kt_skip_expert_lora_adaptation=true", "max_steps=6"), "Ctrl-C", "lora_rank=2"),
+            )
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)  # fmt: skip
+def test_every_kind_of_run_ends_in_the_same_bits_however_it_was_interrupted(
+    run: tuple[str, ...], how: str, other: str, run_dir: Path, warm: Any, monkeypatch: Any
+) -> None:
+    """Adapter, log and counts of rows; ``other`` makes it another run, which doesn't go on."""
+    if "kt_experts=stream" in run:
+        allow_on_cpu(monkeypatch.setattr)
+    whole = train(run_dir, *run, "output_dir=whole")
+    if how == "SIGKILL":
+        assert killed(warm, run_dir, *run) == -signal.SIGKILL
+    elif how == "SIGTERM":
+        with (
+            terminated_after_saving(run_dir / "raw.checkpoints"),
+            pytest.raises(KtbridgeError, match="interrupted after step"),
+        ):
+            train(run_dir, *run)
+    else:
+        interrupt(run_dir, whole.steps - 1, *run)
     assert not (run_dir / "raw").exists()
-    train(run_dir, *overrides)
-    assert artifacts(run_dir / "raw") == artifacts(run_dir / "whole")
-    assert losses(run_dir / "raw") == losses(run_dir / "whole")
+    with pytest.raises(ProblemsError, match="another run") as caught:
+        train(run_dir, *run, other)
+    assert {problem.code for problem in caught.value.problems} == {"KTC010"}
+    again = train(run_dir, *run)
+    assert again.first_step > 1
+    assert artifacts(run_dir / "raw") == artifacts(run_dir / "whole") != {}
+    assert untimed(run_dir / "raw") == untimed(run_dir / "whole")
+    summaries = [
+        json.loads((run_dir / of / "training_data.json").read_text()) for of in ("raw", "whole")
+    ]
+    assert summaries[0] == summaries[1]
+    if "streaming=true" in run:  # counts what was read, of all epochs
+        assert summaries[0]["streamed"]
+        assert (summaries[0]["rows"], summaries[0]["used"]) == (whole.rows, whole.used)
+        assert whole.used + whole.refused == whole.rows
+    if "dataset=some.jsonl" in run:  # goes through its rows more than once
+        assert whole.rows > 40
+        lines = (run_dir / "raw" / "refused_rows.jsonl").read_text().splitlines()
+        assert len(lines) == whole.refused == summaries[0]["refused"] > 4
 
 
 @pytest.mark.slow
 @quiet
 def test_an_unfinished_run_is_never_deleted(run_dir: Path) -> None:
     root, record = run_dir / "raw.checkpoints", run_dir / "raw/kt_adapter_manifest.json"
-    with pytest.raises(KeyboardInterrupt):
-        train(run_dir, "max_steps=6", on_progress=interrupt_at(5))
+    interrupt(run_dir, 5, "max_steps=6")
     assert [path.name for path in root.iterdir()] == ["checkpoint-4"]
     for change in ("learning_rate=1e-3", "lora_rank=2", "max_steps=8"):
         with pytest.raises(ProblemsError, match="this is another run") as caught:
@@ -181,8 +256,7 @@ def test_an_unfinished_run_is_never_deleted(run_dir: Path) -> None:
 
     # A finished run is another matter: its output is replaced, as overwrite_output_dir asks, and
     # its checkpoints with it, but not before the new run ends.
-    with pytest.raises(KeyboardInterrupt):
-        train(run_dir, "max_steps=6", "lora_rank=2", on_progress=interrupt_at(1))
+    interrupt(run_dir, 1, "max_steps=6", "lora_rank=2")
     assert record.read_bytes() == first
     assert (run_dir / "raw.checkpoints.replaced/checkpoint-6").is_dir()
     train(run_dir, "max_steps=6", "lora_rank=2")
@@ -205,20 +279,20 @@ def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path)
 
 
 @quiet
-@pytest.mark.parametrize(
-    "name",
-    [
-        "optimizer.pt",
-        "scheduler.pt",
-        "rng_state.pth",
-        "trainable.safetensors",
-        "trainer_state.json",
-    ],
-)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path, name: str) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        train(run_dir, "max_steps=6", "save_total_limit=2", on_progress=interrupt_at(5))
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -> None:
+    """Whichever of its files is damaged; the last one stays so."""
+    interrupt(run_dir, 5, "max_steps=6", "save_total_limit=2")
     root = run_dir / "raw.checkpoints"
+    config = load_config(run_dir / "run.yaml", ["max_steps=6", "save_total_limit=2"])
+    assert found(config).step == 4
+    files = sorted(path for path in (root / "checkpoint-4").iterdir() if path.is_file())
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth"} < {path.name for path in files}
+    for path in files:
+        whole = path.read_bytes()
+        flip_a_bit(path)
+        assert found(config).step == 2, path.name
+        path.write_bytes(whole)
+    name = "trainable.safetensors"
     flip_a_bit(root / "checkpoint-4" / name)
     command = ["train", str(run_dir / "run.yaml"), "max_steps=6", "save_total_limit=2", "--dry-run"]
     shown = CliRunner().invoke(main, command)
@@ -401,6 +475,16 @@ def found(config: TrainConfig) -> Resumption:
     )
 
 
+def began(run_dir: Path, config: TrainConfig) -> None:
+    """The second step's checkpoint, as far as it is looked at before anything is loaded."""
+    place = run_dir / "raw.checkpoints/checkpoint-2"
+    place.mkdir(parents=True)
+    (place / "optimizer.pt").touch()
+    rows = fingerprint_rows(load_rows(config))
+    record = fingerprint_run(config, Path(config.model_name_or_path), rows)
+    (place / FINGERPRINT_FILE).write_text(json.dumps(record))
+
+
 def as_of_0_6(record):
     """A checkpoint's record with what 0.6.0 wrote of keys at their defaults."""
     assert not {"use_rslora", "split_turns"} & record.keys()
@@ -507,16 +591,10 @@ def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rat
     schedule: list[str], goes_on: bool, run_dir: Path
 ) -> None:
     config, _ = decide_precision(load_config(run_dir / "run.yaml", schedule), cuda=False)
-    place = run_dir / "raw.checkpoints/checkpoint-2"
-    place.mkdir(parents=True)
-    (place / "optimizer.pt").touch()
-    record = fingerprint_run(
-        config, Path(config.model_name_or_path), fingerprint_rows(load_rows(config))
-    )
-    (place / FINGERPRINT_FILE).write_text(json.dumps(record))
+    began(run_dir, config)
     longer = load_config(run_dir / "run.yaml", [*schedule, "max_steps=20"])
     if goes_on:
-        assert found(longer).checkpoint == place
+        assert found(longer).step == 2
         assert [note.code for note in found(longer).notes] == ["KTC011", "KTC021"]
     else:
         with pytest.raises(ProblemsError, match="this is another run") as caught:
@@ -537,13 +615,7 @@ def test_another_number_of_processes_goes_on_with_the_same_rows_in_a_step(
     size: int, overrides: list[str], other: set[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, _ = decide_precision(load_config(run_dir / "run.yaml"), cuda=False)
-    place = run_dir / "raw.checkpoints/checkpoint-2"
-    place.mkdir(parents=True)
-    (place / "optimizer.pt").touch()
-    record = fingerprint_run(
-        config, Path(config.model_name_or_path), fingerprint_rows(load_rows(config))
-    )
-    (place / FINGERPRINT_FILE).write_text(json.dumps(record))
+    began(run_dir, config)
     for name, value in (("WORLD_SIZE", size), ("RANK", 0), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ProblemsError, match="this is another run") as unasked:

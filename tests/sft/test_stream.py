@@ -1,10 +1,10 @@
-"""`streaming`: rows are read while the run goes; a run that goes on is at the same place, to the bit."""
+"""`streaming`: rows are read while the run goes; how it goes on is in test_resume.py."""
 
 import json
 
 import pytest
 from findings import codes
-from trainrun import conversation, log_of, quiet, text, train, write_lines, write_run
+from trainrun import conversation, interrupt, quiet, text, train, write_lines, write_run
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
@@ -12,7 +12,6 @@ from ktbridge.sft.data import RowStream, describe_rows
 from ktbridge.sft.prepare import prepare
 
 pytestmark = quiet
-ARTIFACTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors", "training_data.json")
 
 
 @pytest.fixture
@@ -20,62 +19,12 @@ def run_dir(tmp_path, base_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [conversation(text(n, 3), text(n + 1, 2 + n % 5)) for n in range(400)]
     rows[7::10] = [conversation("nothing", "")] * 40
-    pairs = [{"prompt": text(n, 3), "chosen": text(n, 4), "rejected": "no"} for n in range(40)]
-    write_lines(tmp_path / "pairs.jsonl", pairs)
-    judged = [
-        {"prompt": text(n, 3), "completion": text(n, 4), "label": n % 3 > 0} for n in range(40)
-    ]
-    write_lines(tmp_path / "judged.jsonl", judged)
     write_lines(tmp_path / "more.jsonl", [conversation(text(n, 2), "meow") for n in range(30)])
     return write_run(
         tmp_path, base_dir, rows, streaming=True, buffer_size=64, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, max_steps=50, save_steps=5, lora_dropout=0.1, plot_loss=False,
         learning_rate=1e-3, kt_config={"kt_num_threads": 2}, logging_steps=1,
     )  # fmt: skip
-
-
-def curve(output):
-    return [(one["step"], one["loss"]) for one in log_of(output) if "loss" in one]
-
-
-def interrupted(run_dir, at, *overrides):
-    def stop(done, steps):
-        if done == at:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(run_dir, *overrides, on_progress=stop)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("packing=true", "cutoff_len=24", "max_steps=12", "val_size=5"),
-        ("stage=dpo", "dataset=pairs.jsonl", "max_steps=8"),
-        ("stage=kto", "dataset=judged.jsonl", "max_steps=8"),
-        ("dataset=rows.jsonl,more.jsonl", "mix_strategy=interleave_over", "interleave_probs=0.5,0.5",
-         "max_steps=8"),
-    ],
-    ids=["two epochs", "packed", "pairs", "judged", "mixed"],
-)  # fmt: skip
-def test_an_interrupted_run_ends_in_the_same_bits(run_dir, overrides):
-    whole = train(run_dir, *overrides, "output_dir=whole")
-    interrupted(run_dir, whole.steps - 2, *overrides)
-    again = train(run_dir, *overrides)
-    assert again.first_step > 1
-    for name in ARTIFACTS:
-        assert (run_dir / "raw" / name).read_bytes() == (run_dir / "whole" / name).read_bytes()
-    assert curve(run_dir / "raw") == curve(run_dir / "whole")
-    summary = json.loads((run_dir / "raw" / "training_data.json").read_text())
-    assert summary["streamed"]
-    assert (summary["rows"], summary["used"]) == (whole.rows, whole.used)
-    if not overrides:  # 400 sequences, and 360 usable rows in the file
-        assert whole.rows == 512
-        assert whole.used + whole.refused == 512
-        lines = (run_dir / "raw" / "refused_rows.jsonl").read_text().splitlines()
-        assert len(lines) == whole.refused == summary["refused"] > 40
 
 
 def test_each_epoch_has_every_row_once_in_another_order(run_dir):
@@ -126,7 +75,7 @@ def test_what_needs_all_rows_at_once_is_refused(run_dir):
         prepare(load_config(run_dir / "run.yaml", ["dataset=list.json"]))
     assert codes(caught) == {"KTD044"}
     lines = (run_dir / "rows.jsonl").read_text()
-    interrupted(run_dir, 6)
+    interrupt(run_dir, 6)
     (run_dir / "rows.jsonl").write_text(lines.replace("who", "are", 1))
     with pytest.raises(ProblemsError, match="another run") as caught:
         train(run_dir)
