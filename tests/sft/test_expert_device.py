@@ -89,7 +89,7 @@ def test_deferring_the_optimizer_changes_no_bit(
 
 
 @pytest.mark.usefixtures("executor_here")
-@pytest.mark.parametrize("stage", [(), DPO])
+@pytest.mark.parametrize("stage", [(), pytest.param(DPO, marks=pytest.mark.slow)])
 def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stage: Any) -> None:
     notes: list[Any] = []
     found = {}

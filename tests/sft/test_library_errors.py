@@ -61,14 +61,13 @@ def test_the_command_line_shows_them_once_and_json_is_as_it_was():
 
 def own_errors(trees: list[ast.Module]) -> set[str]:
     """Names of KtbridgeError and all that derives from it."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     names, before = set(ROOTS), set()
     while names != before:
         before = set(names)
-        for tree in trees:
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ClassDef):
-                    bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
-                    names |= {node.name} if bases & names else set()
+        for each in classes:
+            bases = {base.id for base in each.bases if isinstance(base, ast.Name)}
+            names |= {each.name} if bases & names else set()
     return names
 
 

@@ -214,7 +214,7 @@ def test_memory_that_is_too_small_gives_back_then_takes_fewer_rows_and_repeats_t
 ) -> None:
     from ktbridge.sft.stages import SftTrainer
 
-    expected = train("whole", "max_steps=4")
+    expected = train("whole", "max_steps=2")
     compute_loss, calls = SftTrainer.compute_loss, []
 
     def room_for(tokens: int) -> Any:
@@ -229,7 +229,7 @@ def test_memory_that_is_too_small_gives_back_then_takes_fewer_rows_and_repeats_t
         return small
 
     monkeypatch.setattr(SftTrainer, "compute_loss", room_for(50))
-    command = ["train", str(run_dir / "run.yaml"), "--json", "max_steps=4", "tokens_per_pass=5000"]
+    command = ["train", str(run_dir / "run.yaml"), "--json", "max_steps=2", "tokens_per_pass=5000"]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.stderr
     # Rows of 40, 22, 20 and 18 tokens: one micro-batch; two, of which the first makes its gradients; three.

@@ -490,20 +490,18 @@ def test_sizes_are_written_in_the_largest_unit_that_there_is():
 
 
 def test_the_command_answers_by_exit_code_and_without_torch_counts_the_rows_text(run_yaml):
-    def plan(*options):
-        program = (
-            "import sys; sys.argv[0] = 'ktbridge'; sys.modules['torch'] = None\n"
-            "from ktbridge.cli import main\n"
-            "main()"
-        )
-        return subprocess.run(
-            [sys.executable, "-c", program, "plan", str(run_yaml), "--no-measure", *options],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+    command = ["plan", str(run_yaml), "--no-measure"]
 
-    roomy = plan("--memory", "64GB", "--gpu-memory", "24GB")
+    def plan(*options):
+        return CliRunner().invoke(main, [*command, *options])
+
+    program = (
+        "import sys; sys.argv[0] = 'ktbridge'; sys.modules['torch'] = None\n"
+        "from ktbridge.cli import main\n"
+        "main()"
+    )
+    words = [sys.executable, "-c", program, *command, "--memory", "64GB", "--gpu-memory", "24GB"]
+    roomy = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert roomy.returncode == 0, roomy.stderr
     assert "of 24.0 GB GPU memory" in roomy.stdout
     assert "what to change" not in roomy.stdout
@@ -512,16 +510,16 @@ def test_the_command_answers_by_exit_code_and_without_torch_counts_the_rows_text
     assert "not judged: " in roomy.stdout  # that machine's disk
     write_rows(run_yaml.parent / "rows.jsonl", words=900)
     small = plan("--memory", "10MB", "--json", "cutoff_len=1024", "packing=true")
-    assert small.returncode == 1, small.stderr
+    assert small.exit_code == 1, small.stderr
     told = json.loads(small.stdout)
     assert not told["fits"]
     assert any(item["change"] == "cutoff_len=512" for item in told["advice"])
-    assert plan("--memory", "lots").returncode == 2
+    assert plan("--memory", "lots").exit_code == 2
     for option in ("--memory", "--gpu-memory"):
         bare = plan(option, "24")
-        assert bare.returncode == 2
+        assert bare.exit_code == 2
         assert "24GB or 24GiB" in bare.stderr
-    assert plan("--gpus", "2", "--gpu-memory", "24GiB").returncode == 0
+    assert plan("--gpus", "2", "--gpu-memory", "24GiB").exit_code == 0
     assert "no GPU" in plan("--gpus", "0").stdout
     assert Path(told["model"]).is_dir()
 
