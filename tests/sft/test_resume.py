@@ -317,8 +317,10 @@ def test_one_run_at_a_time_trains_into_a_directory(run_dir: Path, warm: Any) -> 
     lock = run_dir / ".raw.ktbridge.lock"
     while first.poll() is None and not (lock.exists() and lock.read_text()):
         time.sleep(0.01)
-    for overrides in ((), ("output_dir=link/raw",)):  # another name of the same place
-        (run_dir / "link").symlink_to(run_dir) if overrides else None
+    (run_dir / "link").symlink_to(run_dir)
+    anew = ("seed=2", "resume_from_checkpoint=false")
+    same = ("output_dir=link/raw",)  # another name of the same place
+    for overrides in ((), anew, same):
         second = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *overrides])
         assert second.exit_code == 1
         assert (
