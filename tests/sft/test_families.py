@@ -19,7 +19,12 @@ def test_family(
 
 @pytest.mark.parametrize(
     ("model_type", "executor"),
-    [*((kind, EXECUTORS[0]) for kind in SEEING), ("qwen3_5_moe", EXECUTORS[1])],
+    [
+        (SEEING[0], EXECUTORS[0]),
+        pytest.param(SEEING[1], EXECUTORS[0], marks=pytest.mark.slow),
+        pytest.param(SEEING[1], EXECUTORS[1], marks=pytest.mark.slow),
+        pytest.param(SEEING[2], EXECUTORS[0], marks=pytest.mark.slow),
+    ],
 )
 def test_family_with_images(
     model_type: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
