@@ -31,6 +31,8 @@ from ktbridge.eval.judge.score import ComparedPair, length_bias, position_bias, 
 from ktbridge.eval.report.document import axis_description
 from ktbridge.eval.store import read_snapshot
 
+JUDGE = parse_judge("m@http://127.0.0.1:1")
+
 
 @pytest.fixture
 def world():
@@ -61,16 +63,14 @@ def test_only_the_form_asked_for_is_read(reply):
 
 
 def test_a_dialogue_is_judged_with_all_its_turns(tmp_path):
-    bench, judge = load_bench(make_bench(tmp_path / "bench")), parse_judge("m@http://127.0.0.1:1")
+    bench = load_bench(make_bench(tmp_path / "bench"))
 
     def plan(partner):
         turns = [("assistant", "Thank you."), ("user", partner), ("assistant", "Blue.")]
         answer = {"outcome": "ok", "text": "Thank you.\n\nBlue."}
         answer["turns"] = [{"role": role, "content": text} for role, text in turns]
-        (ask,) = plan_judging(
-            bench, [{"id": "i0", "answers": {"full": answer}}], judge, pairs=True
-        ).scores
-        return ask
+        row = {"id": "i0", "answers": {"full": answer}}
+        return plan_judging(bench, [row], JUDGE, pairs=True).scores[0]
 
     shown = plan("And which colour?").messages[1]["content"]
     assert (
@@ -104,7 +104,7 @@ checklists2:
     head = re.sub(r"    anchors:\n(      - .*\n)+", broken.replace("checklists2:\n", ""), BENCH)
     bench = load_bench(make_bench(tmp_path / "bench", head))
     with pytest.raises(ProblemsError) as caught:
-        check_judge(bench, parse_judge("m@http://127.0.0.1:1"))
+        check_judge(bench, JUDGE)
     assert [one.where[-2] for one in caught.value.problems] == ["1", "2", "3", "4", "5"]
     assert codes(caught.value.problems) == {"KTB874"}
 
@@ -197,7 +197,7 @@ def test_digits_of_the_public_bench(world, tmp_path):
     ]
     path.write_text(json.dumps(rows), "utf-8")
     bench = load_compat("nekobench", path, write_script(tmp_path / "script.py"))
-    known = {one.answer: one.kind for one in read_anchors(bench)}
+    known = {one.answers[0].text: one.of for one in read_anchors(bench, JUDGE)}
     arms = parse_arms([f"{name}=tiny:{name}@{world.url}" for name in ("base", "full")])
     collect(EvalRequest(bench, arms, tmp_path / "run", backoff=0.001, concurrency=8))
 
@@ -257,23 +257,21 @@ def test_digits_of_the_public_bench(world, tmp_path):
 )
 def test_our_benches_have_anchors_of_both_kinds_and_lengths(name, count):
     bench = load_bench(name)
-    anchors = read_anchors(bench)
+    anchors = read_anchors(bench, JUDGE)
     assert len(anchors) == count
     asked = {tuple(one.item.judge) for one in anchors}
     lists = {tuple(item.judge) for item in bench.items if item.judge}
     # Every checklist is covered; an item's own questions beside one are not.
     assert all(any(judge[: len(one)] == one for one in asked) for judge in lists)
     for judge in asked:
-        good = [
-            len(one.answer)
-            for one in anchors
-            if tuple(one.item.judge) == judge and one.kind == "good"
-        ]
-        bad = [
-            len(one.answer)
-            for one in anchors
-            if tuple(one.item.judge) == judge and one.kind == "bad"
-        ]
+        good, bad = (
+            [
+                len(one.answers[0].text)
+                for one in anchors
+                if (one.item.judge, one.of) == ([*judge], kind)
+            ]
+            for kind in ("good", "bad")
+        )
         longer = [a > b for a, b in zip(good, bad, strict=True)]
         assert True in longer, judge
         assert False in longer, judge

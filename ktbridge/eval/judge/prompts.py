@@ -69,7 +69,7 @@ def check_judge(bench: Bench, judge: Judge, may_be_remote: bool = False) -> None
     if not may_be_remote:
         step = "use a judge on loopback, or --judge-may-be-remote if your agreement allows it"
         bench.refuse_remote(judge.url, "judge", step)
-    read_anchors(bench)
+    read_anchors(bench, judge)
 
 
 # --- replies
@@ -170,7 +170,8 @@ class JudgeRequest:
     """One judgement to request: of one answer by a checklist, or in a form of its subclasses.
 
     ``of`` and ``minus`` are the arms compared, or "good" and "bad" of an anchor; ``swapped`` means
-    that ``minus`` is shown first. For one answer ``of`` is its arm, or the anchor's kind.
+    that ``minus`` is shown first. For one answer ``of`` is its arm, or the anchor's kind, and ``expected`` of
+    an anchor maps the question's number (from 0) to the right verdict where it is known.
     """
 
     judge: Judge
@@ -179,7 +180,7 @@ class JudgeRequest:
     of: str
     minus: str = ""
     swapped: bool = False
-    anchor: Anchor | None = None
+    expected: Mapping[int, bool] = field(default_factory=dict)
     form: ClassVar[Form] = "checks"
     fields: ClassVar[Json] = {}  # of the request, that the bench asks for
     compared: ClassVar[Compared] = {}  # fields of the record of a pair
@@ -319,62 +320,63 @@ def delimit_untrusted(parts: Mapping[str, str]) -> str:
 # --- anchors
 
 
-@dataclass(frozen=True)
-class Anchor:
-    """One question with one answer of known quality; ``item`` is how the judge sees it.
+def read_anchors(bench: Bench, judge: Judge) -> list[JudgeRequest]:
+    """Return a request for each anchor of ``bench``, in the form in which its answers are judged.
 
-    ``expected`` maps the question number (from 0) to the right verdict where it is known: a good answer
-    earns yes to every question, a bad one no to those that its row names in ``fails``, by default all. (For
-    a bench with digits: {0: whether the answer is a good one}.)
-    """
-
-    item: Item
-    kind: Kind
-    answer: str
-    expected: Mapping[int, bool]
-
-
-def read_anchors(bench: Bench) -> tuple[Anchor, ...]:
-    """Return the anchors of ``bench``, in the order of bench.yaml; () if it has none.
-
-    Raises ProblemsError with every fault found in them.
+    Anchors are answers of known quality, listed in bench.yaml: a good one earns yes to every question, a bad
+    one no to those that its row names in ``fails``, by default all. Raises ProblemsError with every fault
+    found in them.
     """
     head = yaml.safe_load(bench.files["bench.yaml"])
     lists = head.get("checklists") or {}
-    anchors: list[Anchor] = []
-    problems: list[Problem] = []
-    digits = bench.is_compat
     # A digit is asked for alike everywhere.
-    asked = {item.slice: item.judge for item in bench.items}
+    prompts = {item.slice: item.judge for item in bench.items} if bench.is_compat else None
+    requests: list[JudgeRequest] = []
+    problems: list[Problem] = []
     for name, values in slice_table(head).items():
         rows = values.get("anchors", [])
         for number, given in enumerate(rows if isinstance(rows, list) else [rows], 1):
-            digit = asked.get(name, []) if digits else None
-            found, faults = _read_anchor(given, name, number, lists, digit)
+            prompt = None if prompts is None else prompts.get(name, [])
+            row, questions, faults = _read_anchor(given, name, lists, prompt)
             where = f"bench.yaml: slices.{name}.anchors[{number}]"
             problems += [problem("KTB874", where, *fault) for fault in faults]
-            anchors += found
+            if row is None or faults:
+                continue
+            system = [{"role": "system", "content": row.system}] if row.system else []
+            item = Item.model_construct(
+                id=f"{name}#{number}",
+                slice=name,
+                messages=[*system, {"role": "user", "content": row.user}],
+                gold=row.gold,
+                checks=[],
+                judge=questions,
+            )
+            every = range(len(questions) or 1)
+            fails = row.fails if isinstance(row.fails, list) else [n + 1 for n in every]
+            for kind, text, expected in (
+                ("good", row.good, dict.fromkeys(every, True)),
+                ("bad", row.bad, {n - 1: False for n in fails}),
+            ):
+                if text:
+                    shown = (ShownAnswer(text),)
+                    requests.append(_one_answer(bench)(judge, item, shown, kind, expected=expected))
     if problems:
         raise ProblemsError(
             f"{len(problems)} anchor(s) of the bench cannot be used; nothing was judged.", problems
         )
-    return tuple(anchors)
+    return requests
 
 
 def _read_anchor(
-    given: object,
-    slice_: str,
-    number: int,
-    lists: Mapping[str, list[str]],
-    digit: list[str] | None,
-) -> tuple[list[Anchor], list[tuple[str, str]]]:
-    """Return the good and the bad anchor of a row, or its faults as (found, expected).
+    given: object, slice_: str, lists: Mapping[str, list[str]], prompt: list[str] | None
+) -> tuple[AnchorRow | None, list[str], list[tuple[str, str]]]:
+    """Return an anchor's row, its questions, and its faults as (found, expected).
 
-    ``digit`` is what a bench with digits asks, None for questions of a checklist.
+    ``prompt`` is what a bench with digits asks, None for questions of a checklist.
     """
     if not isinstance(given, dict) or not is_json(given):
-        return [], [(repr(given)[:60], "{user, good, bad, ...}")]
-    asked = {"judge": slice_, **given} if digit is None else given
+        return None, [], [(repr(given)[:60], "{user, good, bad, ...}")]
+    asked = {"judge": slice_, **given} if prompt is None else given
     row, faults = check_fields(AnchorRow, asked, {"lists": lists})
     found = [
         (f"the unknown field {key!r}", expected)
@@ -385,23 +387,14 @@ def _read_anchor(
     if "user" not in given or not {"good", "bad"} & set(given):
         found.append(("no 'user', or neither 'good' nor 'bad'", "a question and an answer"))
     if row is None or found:
-        return [], found
-    questions = list_questions(row.judge, lists) if digit is None else digit
-    every = range(1, 1 + (len(questions) or 1))
-    fails = row.fails if "fails" in given else list(every)
-    numbers = fails if isinstance(fails, list) else []
-    if not numbers or not all(type(n) is int and n in every for n in numbers):
-        expected = f"question numbers, 1 to {len(questions)}"
-        return [], [(f"fails = {row.fails!r}"[:60], expected)]
-    system = [{"role": "system", "content": row.system}] if row.system else []
-    messages = [*system, {"role": "user", "content": row.user}]
-    name = f"{slice_}#{number}"
-    item = Item.model_construct(
-        id=name, slice=slice_, messages=messages, gold=row.gold, checks=[], judge=questions
-    )
-    good = Anchor(item, "good", row.good, {n - 1: True for n in every})
-    bad = Anchor(item, "bad", row.bad, {n - 1: False for n in numbers})
-    return [one for one in (good, bad) if one.answer], []
+        return row, [], found
+    questions = list_questions(row.judge, lists) if prompt is None else prompt
+    fails, every = given.get("fails", [1]), range(1, 1 + (len(questions) or 1))
+    if not (
+        isinstance(fails, list) and fails and all(type(n) is int and n in every for n in fails)
+    ):
+        found.append((f"fails = {fails!r}"[:60], f"question numbers, 1 to {len(questions)}"))
+    return row, questions, found
 
 
 # --- the plan
@@ -473,12 +466,11 @@ def plan_judging(
             else:
                 plan.pairs += _both_orders(PairRequest(judge, item, answers, of, minus))
     slices = {one.item.slice for one in plan.scores}
-    plan.anchors += [one for one in ask_anchors(judge, bench) if one.item.slice in slices]
+    plan.anchors += [one for one in read_anchors(bench, judge) if one.item.slice in slices]
     for good, bad in itertools.pairwise(plan.anchors if plan.pairs else []):
         if good.item.id == bad.item.id:
             both = (*good.answers, *bad.answers)
-            pair = PairRequest(judge, good.item, both, good.of, bad.of, anchor=good.anchor)
-            plan.anchor_pairs += _both_orders(pair)
+            plan.anchor_pairs += _both_orders(PairRequest(judge, good.item, both, good.of, bad.of))
     return plan
 
 
@@ -492,11 +484,3 @@ def _both_orders(request: PairRequest) -> list[JudgeRequest]:
 
 def _one_answer(bench: Bench) -> type[JudgeRequest]:
     return DigitRequest if bench.is_compat else JudgeRequest
-
-
-def ask_anchors(judge: Judge, bench: Bench) -> list[JudgeRequest]:
-    """Return a request for each anchor, in the form in which the bench's answers are judged."""
-    return [
-        _one_answer(bench)(judge, one.item, (ShownAnswer(one.answer),), one.kind, anchor=one)
-        for one in read_anchors(bench)
-    ]

@@ -148,7 +148,7 @@ def judge_preflight(
     warnings; raises ProblemsError if it isn't listed, doesn't answer, or not in that form (JSON may come
     on the second request).
     """
-    requests = [prompts.ask_anchors(judge, one)[0] for one in benches if one.is_compat]
+    requests = [prompts.read_anchors(one, judge)[0] for one in benches if one.is_compat]
     if not requests or len(requests) < len(benches):
         requests.append(JudgeRequest(judge, _CANARY, (_CANARY_ANSWER,), "canary"))
 

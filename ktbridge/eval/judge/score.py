@@ -364,10 +364,10 @@ def tally_anchors(
     Anchors without a verdict don't count.
     """
     known = [
-        (one.item.slice, one.anchor.kind, replies[one.key].verdicts[number] == expected)
+        (one.item.slice, one.of, replies[one.key].verdicts[number] == expected)
         for one in requests
-        if one.anchor and replies[one.key].outcome == "ok"
-        for number, expected in one.anchor.expected.items()
+        if replies[one.key].outcome == "ok"
+        for number, expected in one.expected.items()
     ]
 
     def tally(slices: Collection[str], *kinds: Kind) -> Tally:
