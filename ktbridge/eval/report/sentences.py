@@ -7,7 +7,8 @@ the slices that improved or dropped. Everything else stands below it and is call
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from ktbridge.document import Tone
@@ -130,8 +131,7 @@ def summarize(results: Results) -> Verdict:
         )
         line = f"{first} → {last}{over}: " + "; ".join(one.clause for one in said)
         headline = f"From {first} to {last}{over}: " + "; ".join(one.sentence for one in said) + "."
-        details += _steps(results, names) + _unconfirmed_slices(results, main)
-        details += _missed(results, main) + _exploratory(results, names) + _judged(results, names)
+        details = _list_details(results, main)
     elif len(names) > 1:
         line = headline = "No item has an ok answer from every arm; nothing can be compared."
     else:
@@ -236,118 +236,76 @@ def _pair_texts(pair: PairCounts) -> _Said:
     return _Said(False, verdict, title + _brief(pair, verdict), sentence)
 
 
-# --- the sentences below it
+# --- the sentences below it: details.txt.j2
 
 
-def _steps(results: Results, names: Sequence[str]) -> list[str]:
-    """Return which step brought the persona, if there is more than one."""
-    if len(names) != 3:
-        return []
-    steps = [
-        f"{of} − {minus} {interval(contrast)} ({contrast['verdict']})"
-        for minus, of in itertools.pairwise(names)
-        if (contrast := find_contrast(results, "persona", OVERALL, of, minus))
+def _list_details(results: Results, main: Sequence[Contrast]) -> list[str]:
+    """Return what may have changed, what could be missed, other arms, and a judge's counts."""
+    import jinja2
+
+    names = [card["name"] for card in results["arms"]]
+    primary, judge = primary_axes(results), results["judge"]
+    lost = any(one["role"] == "slice" and one["verdict"] in LOSSES for one in main)
+    # If the interval excludes a drop, or one of the margin's size, none was missed.
+    could_drop = [
+        one
+        for one in main
+        if primary.get(one["slice"]) == one["axis"]
+        and one["low"] <= 0
+        and one["verdict"] not in ("within margin", *LOSSES)
     ]
-    return ["Persona by step: " + "; ".join(steps) + "."] if steps else []
+    able = [(size, one) for one in could_drop if (size := one["detectable"]) is not None]
+    digits = judge.get("digits", {}) if judge else {}
+    steps = itertools.pairwise(names) if len(names) == 3 else ()
+    found_steps = (find_contrast(results, "persona", OVERALL, of, minus) for minus, of in steps)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "title": lambda one: " ".join(contrast_title(results, one).split()),
+        "interval": interval,
+        "size": lambda one: interval(one, signs=False),
+        "with_p": lambda one: _interval_in_words(
+            one, False, f", adjusted p = {one['p_adjusted']:.2g}"
+        ),
+        # Intervals that exclude 0 in one direction if nothing changed: one in 40.
+        "by_chance": lambda count: f"{count / 40:.1g}" if count < 40 else f"{count / 40:.0f}",
+    }
+    text = environment.get_template("details.txt.j2").render(
+        steps=[one for one in found_steps if one],
+        own=[one for one in _distinct(results, main) if one["role"] == "slice"],
+        seen=[] if lost else [one for size, one in able if size <= SEEN],
+        missed=[one for size, one in able if size > SEEN],
+        never=[one for one in could_drop if one["detectable"] is None],
+        exploratory=list(_explore(results, names)),
+        digits=[
+            (arm, digits[arm]) for arm in names if arm in digits and digits[arm]["mean"] is not None
+        ],
+        pairs=results["pairs"],
+    )
+    return text.split("\n")[:-1]
 
 
-def _by_chance(count: int) -> str:
-    """Return how many of ``count`` intervals exclude 0 in one direction if nothing changed: one in 40."""
-    return f"{count / 40:.1g}" if count < 40 else f"{count / 40:.0f}"
-
-
-def _unconfirmed_slices(results: Results, main: Sequence[Contrast]) -> list[str]:
-    """Slices whose interval excludes 0, but which the correction does not confirm."""
-    own = [one for one in _distinct(results, main) if one["role"] == "slice"]
-
-    def text(one: Contrast) -> str:
-        p = f", adjusted p = {one['p_adjusted']:.2g}"
-        return f"{contrast_title(results, one)} by {_interval_in_words(one, False, p)}"
-
-    return [
-        f"{verdict.capitalize()}: {', '.join(found)}. Of {len(own)} slices chance alone would "
-        f"put about {_by_chance(len(own))} here."
-        for verdict in ("may have dropped", "may have improved")
-        if (found := [text(one) for one in own if one["verdict"] == verdict])
-    ]
-
-
-def _exploratory(results: Results, names: Sequence[str]) -> list[str]:
-    """Changes that the run was not made to find, by pair of arms: in slices on another axis than their
-    own, and between other arms than the last and the first."""
-    primary = primary_axes(results)
+def _explore(
+    results: Results, names: Sequence[str]
+) -> Iterator[tuple[str, str, int, list[tuple[VerdictWord, list[Contrast]]]]]:
+    """Yield changes that the run was not made to find, by pair of arms: (of, minus, contrasts looked at,
+    those that moved by verdict), in slices on another axis than their own, and between other arms than the
+    last and the first."""
+    primary, distinct = primary_axes(results), _distinct(results, _ranked(results))
     pairs = [(later, earlier) for earlier, later in itertools.combinations(names, 2)]
-    pairs.sort(key=lambda pair: pair != (names[-1], names[0]))
-    texts = []
-    for of, minus in pairs:
+    for of, minus in sorted(pairs, key=lambda pair: pair != (names[-1], names[0])):
         looked_at = [
             one
-            for one in _distinct(results, _ranked(results))
+            for one in distinct
             if (one["of"], one["minus"]) == (of, minus)
             and one["role"] in ("pair", "exploratory")
             # A persona where it isn't wanted is neither a merit nor a loss: the tables have it.
             and (one["axis"] != "persona" or primary.get(one["slice"], "persona") == "persona")
         ]
-        moved: dict[str, list[str]] = {}
-        for one in looked_at:
-            text = f"{contrast_title(results, one)} by {interval(one, signs=False)}"
-            moved.setdefault(one["verdict"], []).append(text)
-        found = [
-            f"{verdict}: {', '.join(moved[verdict])}"
-            for verdict in (*LOSSES, "improved", "may have improved")
-            if verdict in moved
-        ]
-        if found:
-            texts.append(
-                f"Exploratory, {of} − {minus}: {'; '.join(found)}. Of {len(looked_at)} contrasts "
-                f"chance alone would put about {_by_chance(len(looked_at))} here in each direction."
-            )
-    return texts
-
-
-def _missed(results: Results, main: Sequence[Contrast]) -> list[str]:
-    """Slices in which a drop would have been seen, and those in which it could be missed."""
-    primary = primary_axes(results)
-    lost = [one for one in main if one["role"] == "slice" and one["verdict"] in LOSSES]
-    # If the interval excludes a drop, or one of the margin's size, none was missed.
-    could_drop = [
-        (one["detectable"], contrast_title(results, one))
-        for one in main
-        if primary.get(one["slice"]) == one["axis"]
-        and one["low"] <= 0
-        and one["verdict"] != "within margin"
-        and one not in lost
-    ]
-    seen = [(size, title) for size, title in could_drop if size is not None and size <= SEEN]
-    texts = []
-    if seen and not lost:
-        texts.append(
-            f"No drop was seen in {', '.join(title for _, title in seen)}, where one of "
-            f"{max(size for size, _ in seen):.2f} shows in 8 of 10 runs."
-        )
-    sizes = [
-        f"{size:.2f} in {title}" for size, title in could_drop if size is not None and size > SEEN
-    ]
-    never = [title for size, title in could_drop if size is None]
-    missed = [f"of up to {', '.join(sizes)}"] * bool(sizes)
-    missed += [f"of any size in {', '.join(never)}"] * bool(never)
-    if missed:
-        texts.append(f"Too few items: a real drop {', or '.join(missed)} could be missed.")
-    return texts
-
-
-def _judged(results: Results, names: Sequence[str]) -> list[str]:
-    """The judge's means on the public scale, and its pair verdicts, last arm against first and full
-    against expert."""
-    judge = results["judge"]
-    digits = judge.get("digits", {}) if judge is not None else {}
-    means = ", ".join(
-        f"{arm} {one['mean']:.2f} ({one['answers']} answers, {one['unread']} without a digit)"
-        for arm in names
-        if (one := digits.get(arm)) and one["mean"] is not None
-    )
-    return [f"On the public scale from 0 to 5: {means}."] * bool(means) + [
-        f"Judged side by side, {one['of']} against {one['minus']}: {one['win']} won, {one['tie']} "
-        f"tied, {one['loss']} lost."
-        for one in results["pairs"]
-    ]
+        words: tuple[VerdictWord, ...] = (*LOSSES, "improved", "may have improved")
+        moved = [(word, [one for one in looked_at if one["verdict"] == word]) for word in words]
+        if any(found for _, found in moved):
+            yield of, minus, len(looked_at), [(word, found) for word, found in moved if found]
