@@ -34,19 +34,16 @@ from ktbridge.eval.store import write_benches
 ARMS = ("base", "expert", "full")
 
 
-def report(server, out, **options):
-    run(server, out, **{"limit": None, **options})
-    return write_report(out), (out / "report.html").read_text("utf-8")
-
-
 def test_the_published_schema_is_that_of_the_types():
     published = runpy.run_path(str(Path(__file__).parents[2] / "scripts/make_schema.py"))
     assert published["PATH"].read_text("utf-8") == published["render"](), "scripts/make_schema.py"
     assert published["GATE_PATH"].read_text("utf-8") == published["render_gate"]()
 
 
-def test_the_page_needs_no_network(server, tmp_path):
-    results, html = report(server, tmp_path, limit=24)
+def test_the_page_needs_no_network(tmp_path):
+    items = BENCH.select(limit=24)
+    results = write_report(stored(tmp_path, dict.fromkeys(ARMS, knows), items=items))
+    html = (tmp_path / "report.html").read_text("utf-8")
     page = Page(html)
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags)
     names = {name for name, _ in page.attributes}
@@ -58,7 +55,7 @@ def test_the_page_needs_no_network(server, tmp_path):
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|import\(", html)
     assert "default-src 'none'" in html
     # The servers' addresses are shown as text in the run card, and nothing else looks like a URL.
-    assert set(re.findall(r"https?://[^\s<\"]+", html)) == {f"{server.url}/v1"}
+    assert set(re.findall(r"https?://[^\s<\"]+", html)) == {"http://127.0.0.1:1/v1"}
     assert page.tags.count("svg") >= 4
     assert page.tags.count("article") == 24
     assert results["verdict"]["headline"] in page.text
@@ -76,8 +73,9 @@ def test_answers_cannot_break_out_of_the_page(server, tmp_path):
         return 200, {}, server.completion(text, reasoning_content=EVIL)
 
     server.behave = behave
-    _, html = report(server, tmp_path, limit=8)
-    page = Page(html)
+    run(server, tmp_path, limit=8)
+    write_report(tmp_path)
+    page = Page((tmp_path / "report.html").read_text("utf-8"))
     assert page.tags.count("script") == 1
     assert "img" not in page.tags
     # The document's own language is the only attribute of that kind; no handler crept in.
@@ -105,19 +103,16 @@ def test_no_name_can_break_out_of_page_or_markdown(tmp_path):
     assert len(re.findall(r"(?<!\\)\|", rows[0])) == 6
 
 
-def test_a_persona_that_did_not_rise_is_said_so(server, tmp_path):
-    def behave(request, nth):
-        if "no-such" in request["model"]:
-            return None
-        words = {"tiny:base": "很好。", "tiny": "挺好的。", "tiny:neko": "还不错。"}
-        return 200, {}, server.completion(words[request["model"]] + "我在家里。")
-
-    server.behave = behave
-    results, html = report(server, tmp_path)
+def test_a_persona_that_did_not_rise_is_said_so(tmp_path):
+    words = {"base": "很好。", "expert": "挺好的。", "full": "还不错。"}
+    answers = {
+        name: lambda item, nth, word=word: word + "我在家里。" for name, word in words.items()
+    }
+    results = write_report(stored(tmp_path, answers, items=BENCH.select(limit=24)))
     headline = results["verdict"]["headline"]
     assert headline.startswith("From base to full: persona did not rise")
     assert "rose" not in headline
-    assert headline in Page(html).text
+    assert headline in Page((tmp_path / "report.html").read_text("utf-8")).text
     assert results["verdict"]["persona"] != "improved"
 
 
@@ -145,11 +140,11 @@ def test_a_persona_that_fell_and_tasks_that_dropped_are_said_so(tmp_path):
     assert "beyond margin" in text
 
 
-def test_one_arm_is_reported_without_a_comparison(server, tmp_path):
-    results, html = report(server, tmp_path, arms=server.arms[2:], limit=16)
+def test_one_arm_is_reported_without_a_comparison(tmp_path):
+    results = write_report(stored(tmp_path, {"full": knows}, items=BENCH.items[:16]))
     assert results["contrasts"] == []
     assert results["verdict"]["headline"].startswith("One arm (full): ")
-    assert "Nothing to compare" in html
+    assert "Nothing to compare" in (tmp_path / "report.html").read_text("utf-8")
     validate(results)
 
 
