@@ -1,4 +1,4 @@
-"""`ktbridge chat` as a process, on a pipe and on a terminal, against real servers."""
+"""`ktbridge chat` on a pipe and on a terminal, against real servers."""
 
 from __future__ import annotations
 
@@ -13,27 +13,20 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ktbridge.cli import main
 from ktbridge.cli.chat import _without_empty_thought
 from ktbridge.errors import KtbridgeError
 from ktbridge.serve.chat import arms_of, default_model
 
 
-@pytest.fixture(scope="module")
-def chat(cli_command, cli_environment):
-    def run(lines: list[str], *args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            cli_command("chat", "--temperature", "0", "--max-tokens", "12", *args),
-            input="".join(f"{line}\n" for line in lines),
-            capture_output=True,
-            text=True,
-            timeout=90,
-            env=cli_environment,
-        )
-
-    return run
+def chat(lines: list[str], *args: str) -> Result:
+    """What a chat in this process makes of these lines on a pipe."""
+    words = ["chat", "--temperature", "0", "--max-tokens", "12", *args]
+    return CliRunner().invoke(main, words, input="".join(f"{line}\n" for line in lines))
 
 
 def said(client, model: str, *messages: tuple[str, str], tokens: int = 12) -> str:
@@ -44,25 +37,24 @@ def said(client, model: str, *messages: tuple[str, str], tokens: int = 12) -> st
     return got.choices[0].message.content
 
 
-@pytest.mark.slow
-def test_arms_history_and_system(chat, server, client):
+def test_arms_history_and_system(server, client):
     """What is printed is what the server says to exactly these messages."""
     lines = ["hi", "/base", "and you?", "/clear", "/system Be a cat.", "hi", "/full", "/quit", "no"]
     done = chat(lines, "--server", server.root, "--model", "tiny:neko")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     first = said(client, "tiny:neko", ("user", "hi"))
     second = said(client, "tiny:base", ("user", "hi"), ("assistant", first), ("user", "and you?"))
     third = said(client, "tiny:base", ("system", "Be a cat."), ("user", "hi"))
     assert done.stdout == f"{first}\n{second}\n{third}\n"
 
 
-def test_compare_asks_all_and_leaves_no_trace(chat, server, client):
+def test_compare_asks_all_and_leaves_no_trace(server, client):
     # Few tokens: those asked together are one batch, whose rounding a random model's near ties show.
     done = chat(
         ["/compare hi", "yes", "/compare"], "--base-url", server.url, "--model", "tiny:neko",
         "--max-tokens", "3",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     arms = {"base": "tiny:base", "expert": "tiny", "full": "tiny:neko"}
     one = "".join(
         f"[{arm}] {said(client, name, ('user', 'hi'), tokens=3)}\n" for arm, name in arms.items()
@@ -72,11 +64,10 @@ def test_compare_asks_all_and_leaves_no_trace(chat, server, client):
     assert done.stdout[len(one) :].startswith(f"{yes}\n[base] ")
 
 
-@pytest.mark.slow
-def test_what_goes_wrong_is_said_and_counted(chat, server):
+def test_what_goes_wrong_is_said_and_counted(server):
     rest = ("--base-url", server.url, "--model", "tiny")
     done = chat(["/nya", "x" * 3000, "/compare", "/help"], *rest)
-    assert done.returncode == 1
+    assert done.exit_code == 1
     for words in ("no command '/nya'", "context is 512", "/base /expert /full"):
         assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -96,7 +87,7 @@ def test_what_goes_wrong_is_said_and_counted(chat, server):
     }
     for words, args in cases.items():
         done = chat(["hi"], *args)
-        assert done.returncode in (1, 2)
+        assert done.exit_code in (1, 2)
         assert words in done.stderr
 
 

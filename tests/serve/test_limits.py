@@ -15,8 +15,10 @@ from contextlib import ExitStack
 
 import openai
 import pytest
+from click.testing import CliRunner
 from realengine import wheel_path
 
+from ktbridge.cli import main
 from ktbridge.cli._serve_local import OPTIONS
 from ktbridge.serve.sglang.facts import parser_flags
 
@@ -192,16 +194,15 @@ def test_limits_are_said_by_name(small):
                 client.completions.create(**{"model": "tiny", "prompt": "x"} | options)
 
 
-def test_limits_belong_to_the_local_engine(run_cli, base):
+def test_limits_belong_to_the_local_engine(base):
     """What was asked for is in the plan; SGLang-KT's own flags are named where it would serve."""
-    args = ("serve", "--model", str(base), "--max-body-mib", "2", "--max-running", "3")
-    plan = json.loads(
-        run_cli(*args, "--engine", "local", "--port", "0", "--dry-run", "--json").stdout
-    )
+    args = ("serve", "--model", str(base), "--max-body-mib", "2", "--max-running", "3", "--dry-run")
+    done = CliRunner().invoke(main, [*args, "--engine", "local", "--port", "0", "--json"])
+    plan = json.loads(done.stdout)
     assert (plan["limits"]["body"], plan["limits"]["running"]) == (2 * 2**20, 3)
     assert plan["limits"]["waiting"] == 64
-    refused = run_cli(*args, "--engine", "sglang", "--dry-run")
-    assert refused.returncode == 2
+    refused = CliRunner().invoke(main, [*args, "--engine", "sglang"])
+    assert refused.exit_code == 2
     assert "--max-running, --max-body-mib: for the local engine only" in refused.stderr
     assert "--max-running-requests N" in refused.stderr
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.cli import main
@@ -23,10 +23,14 @@ from ktbridge.serve.local.plan import fingerprints, plan_local
 from ktbridge.serve.request import ServeRequest
 
 
-def refused(run_cli, code: int, words: str, *args: str) -> str:
+def serve(*args: object, **environment: str) -> Result:
+    return CliRunner().invoke(main, ["serve", *map(str, args)], env=environment)
+
+
+def refused(code: int, words: str, *args: object) -> str:
     """One sentence and a next step on stderr, nothing on stdout, no traceback."""
-    result = run_cli("serve", *args)
-    assert result.returncode == code, result.stderr
+    result = serve(*args)
+    assert result.exit_code == code, result.stderr
     assert result.stdout == ""
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, result.stderr
@@ -47,10 +51,10 @@ def refused(run_cli, code: int, words: str, *args: str) -> str:
         (2, "no API key", ("--model", "{base}", "--host", "::")),
     ],
 )  # fmt: skip
-def test_refusals(run_cli, base, adapter, make_adapter, tmp_path, code, words, args):
+def test_refusals(base, adapter, make_adapter, tmp_path, code, words, args):
     paths = {"base": base, "adapter": adapter, "nowhere": tmp_path / "nowhere"}
     paths["narrow"] = make_adapter("narrow", hidden=32)  # of another base
-    refused(run_cli, code, words, *(word.format(**paths) for word in args))
+    refused(code, words, *(word.format(**paths) for word in args))
 
 
 def test_each_of_several_adapters_has_its_own_experts(base, adapter, make_adapter, tmp_path):
@@ -72,16 +76,16 @@ def test_each_of_several_adapters_has_its_own_experts(base, adapter, make_adapte
         plan_local(request)
 
 
-def test_port_in_use_is_said_before_loading(run_cli, server, base):
-    said = refused(run_cli, 1, "already in use", "--model", str(base), "--port", str(server.port))
+def test_port_in_use_is_said_before_loading(server, base):
+    said = refused(1, "already in use", "--model", str(base), "--port", str(server.port))
     assert "loading" not in said
 
 
-def test_truncated_model(run_cli, base, tmp_path):
+def test_truncated_model(base, tmp_path):
     shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    refused(run_cli, 1, "model.safetensors", "--model", str(tmp_path))
+    refused(1, "model.safetensors", "--model", str(tmp_path))
 
 
 def test_model_without_a_weight(base, tmp_path):
@@ -134,11 +138,9 @@ def test_the_first_signal_drains_and_the_second_aborts():
     assert done == ["drain", "close"]
 
 
-def test_dry_run_says_the_plan_and_hides_the_key(run_cli, base, adapter):
+def test_dry_run_says_the_plan_and_hides_the_key(base, adapter):
     args = ("--model", str(base), "--adapter", f"neko={adapter}", "--served-model-name", "tiny")
-    result = run_cli(
-        "serve", *args, "--port", "0", "--dry-run", "--json", KTBRIDGE_API_KEY="hush-hush"
-    )
+    result = serve(*args, "--port", "0", "--dry-run", "--json", KTBRIDGE_API_KEY="hush-hush")
     plan = json.loads(result.stdout)
     assert list(plan["models"]) == ["tiny", "tiny:neko", "tiny:base"]
     assert plan["api_key"] is True
@@ -148,23 +150,20 @@ def test_dry_run_says_the_plan_and_hides_the_key(run_cli, base, adapter):
 def test_a_dry_run_promises_what_could_be_served(base, adapter, monkeypatch, server):
     """The model's own context, names that warn of half an adapter; no promise that can't be kept."""
 
-    def serve(*options: str):
-        words = ("serve", "--engine", "local", "--base-model", str(base), "--adapter")
-        return CliRunner().invoke(main, [*words, f"neko={adapter}", "--dry-run", *options])
-
-    fine = serve("--port", "0", "--served-model-name", "tiny")
+    words = ("--engine", "local", "--base-model", base, "--adapter", f"neko={adapter}", "--dry-run")
+    fine = serve(*words, "--port", "0", "--served-model-name", "tiny")
     assert fine.exit_code == 0, fine.output
     assert "512 tokens of context" in fine.stdout  # max_position_embeddings, not our own limit
     assert (
         'WARNING: the name "tiny" is not the base model: it is base + expert LoRA, half of the adapter. '
         "Base model: tiny:base. Whole adapter: tiny:neko." in fine.stdout
     )
-    taken = serve("--port", str(server.port))
+    taken = serve(*words, "--port", str(server.port))
     assert (taken.exit_code, taken.stdout) == (1, "")
     assert "already in use" in taken.stderr
     there = local_plan.find_spec
     monkeypatch.setattr(local_plan, "find_spec", lambda n: None if n == "fastapi" else there(n))
-    lacking = serve("--port", "0")
+    lacking = serve(*words, "--port", "0")
     assert (lacking.exit_code, lacking.stdout) == (1, "")
     assert "needs fastapi" in lacking.stderr
     assert install_hint("serve") in lacking.stderr
