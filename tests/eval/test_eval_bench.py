@@ -17,16 +17,7 @@ from ktbridge.eval.scorers import FAMILIES, SCORERS, score_task
 from ktbridge.eval.scorers.text_metrics import longest_common, unicode_tokens
 from ktbridge.eval.stats import detectable_effect
 
-COUNTS = {
-    "PES": 40,
-    "CF": 40,
-    "ERM": 40,
-    "INS": 40,
-    "KRI-K": 40,
-    "KRI-R": 40,
-    "SAF": 30,
-    "CTRL": 30,
-}
+COUNTS = dict.fromkeys(("PES", "CF", "ERM", "INS", "KRI-K", "KRI-R"), 40) | {"SAF": 30, "CTRL": 30}
 EXTRA = "partner: {turns: 3}\nprivate: perhaps\nnotes: one\n"
 SMALL = Path(__file__).with_name("small")
 BENCH = load_bench("nekobench")
@@ -52,12 +43,8 @@ def test_nekobench_is_what_it_says():
     assert len(pairs) == 15
     # What is for feeling or safety has questions for a judge; what a rule decides has none.
     assert {item.slice for item in BENCH.items if item.judge} == {"PES", "CF", "ERM", "SAF"}
-    assert {item.slice for item in BENCH.items if not item.judge} == {
-        "INS",
-        "KRI-K",
-        "KRI-R",
-        "CTRL",
-    }
+    unjudged = {item.slice for item in BENCH.items if not item.judge}
+    assert unjudged == {"INS", "KRI-K", "KRI-R", "CTRL"}
     assert all(len(item.judge) >= 3 for item in BENCH.items if item.judge)
 
 
@@ -154,10 +141,7 @@ def test_every_gold_answer_passes_its_own_check():
 def test_a_limit_is_spread_over_the_slices_and_keeps_the_order():
     bench = BENCH
     chosen = bench.select((), 10)
-    assert Counter(item.slice for item in chosen) == dict.fromkeys(COUNTS, 1) | {
-        "PES": 2,
-        "CF": 2,
-    }
+    assert Counter(one.slice for one in chosen) == dict.fromkeys(COUNTS, 1) | {"PES": 2, "CF": 2}
     assert list(chosen) == [item for item in bench.items if item in chosen]
     assert {item.slice for item in bench.select(("SAF", "CTRL"))} == {"SAF", "CTRL"}
     with pytest.raises(UsageError, match="'XYZ'"):
@@ -236,13 +220,8 @@ def test_the_hash_covers_every_file(copy):
 
 
 def test_arms_are_parsed_and_ordered():
-    arms = parse_arms(
-        [
-            "full=org/m:neko@v2@http://h:1/v1/",
-            "own=x@https://h",
-            "base=tiny:base@http://127.0.0.1:8000",
-        ]
-    )
+    words = "full=org/m:neko@v2@http://h:1/v1/ own=x@https://h base=tiny:base@http://127.0.0.1:8000"
+    arms = parse_arms(words.split())
     assert [arm.name for arm in arms] == ["base", "full", "own"]
     assert (arms[1].model, arms[1].url) == ("org/m:neko@v2", "http://h:1/v1")
     assert arms[1].served == "org/m"
@@ -251,23 +230,11 @@ def test_arms_are_parsed_and_ordered():
         parse_arms(["a=m@http://h", "a=n@http://h"])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "base",
-        "base=m",
-        "=m@http://h",
-        "a b=m@http://h",
-        "base=m@h:80",
-        "base=@http://h",
-        "base=m@http://h:99999",
-        "base=m@ftp://h",
-        "base=m@http://h?x=1",
-    ],
-)
-def test_an_arm_that_makes_no_sense_is_refused(text):
-    with pytest.raises(UsageError):
-        parse_arms([text])
+def test_an_arm_that_makes_no_sense_is_refused():
+    bad = ["base", "base=m", "=m@http://h", "a b=m@http://h", "base=m@h:80", "base=@http://h"]
+    for text in [*bad, "base=m@http://h:99999", "base=m@ftp://h", "base=m@http://h?x=1"]:
+        with pytest.raises(UsageError):
+            parse_arms([text])
 
 
 def test_what_the_readme_shows_is_a_bench(tmp_path):
@@ -280,18 +247,10 @@ def test_what_the_readme_shows_is_a_bench(tmp_path):
     assert [item.gold for item in bench.items] == [["Lima"], 42]
     assert [item.checks[0]["scorer"] for item in bench.items] == ["aliases", "numeric"]
     assert bench.persona.name == "none"
-    defaults = (
-        bench.version,
-        bench.language,
-        bench.margin,
-        bench.sampling,
-        bench.items[0].max_tokens,
-    )
-    assert defaults == ("1", "any", 0.1, {"temperature": 0}, 512)
-    assert [(item.id, item.slice, item.lang) for item in bench.items] == [
-        ("line-1", "FACTS", "en"),
-        ("line-2", "FACTS", "en"),
-    ]
+    assert (bench.version, bench.language, bench.margin) == ("1", "any", 0.1)
+    assert (bench.sampling, bench.items[0].max_tokens) == ({"temperature": 0}, 512)
+    filled = [(item.id, item.slice, item.lang) for item in bench.items]
+    assert filled == [(f"line-{number}", "FACTS", "en") for number in (1, 2)]
     # The easy way: lines for --bench generic.
     rows = re.findall(r'^    (\{"(?:prompt|messages)".*\})$', text, re.M)[:3]
     (tmp_path / "mine.jsonl").write_text("\n".join(rows), "utf-8")

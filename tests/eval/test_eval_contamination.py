@@ -45,15 +45,8 @@ def test_exact_near_and_inner_matches_by_slice(tmp_path):
     assert (hits["pes-20"]["record"], hits["kri-r-15"]["record"]) == (2, 3)
     assert 0 < hits["kri-r-15"]["share"] < 1
     assert hits["pes-20"]["share"] == 1
-    assert (
-        report["records"],
-        report["slices"]["KRI-R"]["overlap"],
-        report["slices"]["KRI-R"]["exact"],
-    ) == (
-        6,
-        1,
-        0,
-    )
+    row = report["slices"]["KRI-R"]
+    assert (report["records"], row["overlap"], row["exact"]) == (6, 1, 0)
     assert report["slices"]["INS"]["overlap"] == 0
     assert {problem.where for problem in overlap_problems(report)} == {
         "slice PES",

@@ -20,21 +20,14 @@ from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
 def test_requests_say_what_the_bench_says(server, tmp_path):
     run(server, tmp_path, slices=("CTRL",), limit=None)
     letter = next(item for item in BENCH.items if item.sub == "letter")
-    (sent,) = [
-        request
-        for request in server.requests
-        if prompt_of(request) == letter.messages[0]["content"]
-        and request["model"] == "tiny"
-        and is_item(request)
-    ]
-    assert sent == {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": letter.messages[0]["content"]}],
-        "temperature": 0,
-        "top_p": 1,
-        "seed": 0,
-        "max_tokens": letter.max_tokens,
-    }
+    messages, limit = (
+        [{"role": "user", "content": letter.messages[0]["content"]}],
+        letter.max_tokens,
+    )
+    items = [one for one in server.requests if is_item(one) and one["model"] == "tiny"]
+    (sent,) = [one for one in items if one["messages"] == messages]
+    sampling = {"temperature": 0, "top_p": 1, "seed": 0}
+    assert sent == {"model": "tiny", "messages": messages, **sampling, "max_tokens": limit}
 
 
 def test_nothing_is_asked_twice(server, tmp_path):
@@ -90,10 +83,11 @@ def test_scoring_again_needs_no_server(server, tmp_path):
         (1, (200, {"content-type": "application/json"}, b"null")),
         (1, (200, {}, {"choices": None})),
         (1, (200, {}, {"error": {"message": "no"}})),
+        (1, (400, {}, {"error": {"message": "no"}})),
         (1, (429, {}, {"error": {"message": "no", "code": "insufficient_quota"}})),
     ],
     ids=["500", "503-html", "502-in-200", "cut-off", "html", "half-json", "null", "null-choices",
-         "error-in-200", "quota"],
+         "error-in-200", "refused", "quota"],
 )  # fmt: skip
 def test_what_may_pass_is_tried_again_and_nothing_of_it_is_scored_or_cached(
     server, tmp_path, tries, fault
@@ -156,17 +150,6 @@ def test_a_server_that_dies_ends_the_run_and_the_next_one_goes_on(server, tmp_pa
     assert 18 <= stored <= 20
     server.behave = lambda request, nth: None
     assert run(server, tmp_path).stored == stored
-
-
-def test_a_refused_request_is_not_retried(server, tmp_path):
-    def behave(request, nth):
-        late = sum(map(is_item, server.requests)) > 1
-        return (400, {}, {"error": {"message": "no"}}) if late and is_item(request) else None
-
-    server.behave = behave
-    done = run(server, tmp_path, arms=server.arms[:1], limit=8)
-    assert done.outcomes == {"ok": 1, "http-error": 7}
-    assert sum(is_item(request) for request in server.requests) == 8
 
 
 def test_empty_truncated_and_thinking_answers_are_named(server, tmp_path):

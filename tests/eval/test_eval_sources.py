@@ -97,18 +97,11 @@ def test_answers_to_one_question_are_gathered_and_rounds_are_kept():
 
 def test_a_stay_is_a_cluster_and_its_data_stays_on_the_machine():
     bench = load_bench("llemr")
-    assert [item.cluster for item in bench.items][:3] == [
-        "stay-900001",
-        "stay-900001",
-        "stay-900002",
-    ]
+    clusters = [item.cluster for item in bench.items][:3]
+    assert clusters == ["stay-900001", "stay-900001", "stay-900002"]
     for url in ("http://127.0.0.1:8000/v1", "http://localhost:8000", "http://[::1]:80/v1"):
         bench.refuse_remote(url, "judge", "")
-    for url in (
-        "https://judge.example.org/v1",
-        "http://127.0.0.1.example.org",
-        "http://10.0.0.7/v1",
-    ):
+    for url in ("https://judge.org/v1", "http://127.0.0.1.example.org", "http://10.0.0.7/v1"):
         with pytest.raises(UsageError, match="is private"):
             bench.refuse_remote(url, "judge", "")
         load_bench("generic").refuse_remote(url, "judge", "")
@@ -181,12 +174,8 @@ def test_generic_takes_the_usual_shapes(tmp_path):
         {"prompt": "Two?", "gold": 2, "checks": [{"scorer": "numeric"}], "id": "two"},
     ]
     bench = load_bench("generic", write(tmp_path / "mine.jsonl", rows))
-    assert [item.messages[-1]["content"] for item in bench.items] == [
-        "你好",
-        "Add\n1 and 2",
-        "Which?",
-        "Two?",
-    ]
+    asked = [item.messages[-1]["content"] for item in bench.items]
+    assert asked == ["你好", "Add\n1 and 2", "Which?", "Two?"]
     assert [item.gold for item in bench.items] == [["你好呀"], ["3"], ["this", "that"], 2]
     assert [item.lang for item in bench.items] == ["zh", "en", "en", "en"]
     assert bench.data["skipped"] == {"without references, gold or checks": 1}
@@ -302,24 +291,15 @@ def test_the_judge_is_asked_word_for_word_what_the_public_script_asks(tmp_path, 
             load_compat("nekobench", path, other)
 
 
-@pytest.mark.parametrize(
-    ("reply", "digit"),
-    [
-        ("4", 4),
-        (" 0\n", 0),
-        ("6", None),
-        ("4/5", 4),
-        ("Score: 3", 3),
-        ("", None),
-        ("四", None),
-        ("9 of 5", 5),
-    ],
-)
-def test_a_grade_is_the_first_digit_in_the_reply(reply, digit):
-    item = next(one for one in load_bench("nekobench").items if one.judge)
-    request = DigitRequest(JUDGE, item, (), "base")
-    if digit is None:
-        with pytest.raises(ReplyError):
-            request.read(reply)
-    else:
-        assert request.read(reply).digit == digit
+def test_a_grade_is_the_first_digit_in_the_reply():
+    read = {
+        "4": 4,
+        " 0\n": 0,
+        "4/5": 4,
+        "Score: 3": 3,
+        "9 of 5": 5,
+        "6": None,
+        "": None,
+        "四": None,
+    }
+    assert {reply: first_digit(reply) for reply in read} == read
