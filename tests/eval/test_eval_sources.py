@@ -291,15 +291,24 @@ def test_the_judge_is_asked_word_for_word_what_the_public_script_asks(tmp_path, 
             load_compat("nekobench", path, other)
 
 
-def test_a_grade_is_the_first_digit_in_the_reply():
-    read = {
-        "4": 4,
-        " 0\n": 0,
-        "4/5": 4,
-        "Score: 3": 3,
-        "9 of 5": 5,
-        "6": None,
-        "": None,
-        "四": None,
-    }
-    assert {reply: first_digit(reply) for reply in read} == read
+@pytest.mark.parametrize(
+    ("reply", "digit"),
+    [
+        ("4", 4),
+        (" 0\n", 0),
+        ("6", None),
+        ("4/5", 4),
+        ("Score: 3", 3),
+        ("", None),
+        ("四", None),
+        ("9 of 5", 5),
+    ],
+)
+def test_a_grade_is_the_first_digit_in_the_reply(reply, digit):
+    item = next(one for one in load_bench("nekobench").items if one.judge)
+    request = DigitRequest(JUDGE, item, (), "base")
+    if digit is None:
+        with pytest.raises(ReplyError):
+            request.read(reply)
+    else:
+        assert request.read(reply).digit == digit
