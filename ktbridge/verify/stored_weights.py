@@ -343,11 +343,6 @@ class ExpertViews:
             self._inner = down.rows if self.turned else down.columns
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Return what the names of the experts' tensors begin with."""
-        return self._home.prefixes
-
-    @property
     def is_fused(self) -> bool:
         return not self._home.names
 
