@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar, cast
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
@@ -290,7 +290,7 @@ class Gate:
     text: str
     slice: str
     axis: str
-    side: str
+    side: Literal["mean", "low", "high"]
     sign: str
     value: float
 
@@ -306,8 +306,7 @@ class Gate:
             if one is None:
                 failed.append(f"{axis}:{name} was not compared")
                 continue
-            ends = {"mean": one["mean"], "low": one["low"], "high": one["high"]}
-            if _HOLDS[self.sign](ends[self.side], self.value):
+            if _HOLDS[self.sign](one[self.side], self.value):
                 failed.append(f"{axis}:{name} {interval(one)} ({last} − {first}, {one['verdict']})")
         if not failed:
             return None
@@ -345,7 +344,8 @@ def parse_gate(text: str) -> Gate:
     axis, _, name = (found["inside"] or found["plain"]).strip().rpartition(":")
     if not name.strip():
         raise UsageError(f"--fail-on {text!r} names no slice.", _EXAMPLE)
-    side, value = found["side"] or "mean", float(found["value"])
+    side = cast("Literal['mean', 'low', 'high']", found["side"] or "mean")
+    value = float(found["value"])
     return Gate(text.strip(), name.strip(), axis.strip(), side, found["sign"], value)
 
 
