@@ -98,7 +98,7 @@ test-peft: $(VENV)/.dev
 	  place=build/peft/$${tool%%==*}-$${tool##*==}; test -d $$place || $(PIP_INSTALL) --no-deps --target $$place $$tool; done
 	@test -d build/peft/mergekit-0.1.5/immutables || \
 	  $(PIP_INSTALL) --no-deps --target build/peft/mergekit-0.1.5 immutables
-	@$(BIN)/python -m pytest -v tests/adapter/dialects/test_peft_versions.py tests/adapter/dialects/test_real_peft.py \
+	@$(BIN)/python -m pytest -v tests/adapter/formats/test_peft_versions.py tests/adapter/formats/test_real_peft.py \
 	  tests/verify/test_merge_peft.py tests/verify/test_merge_tools.py
 
 test-gpu: $(VENV)/.dev

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ktbridge.adapter.requantise import Plan, execute
+from ktbridge.adapter.requantize import Plan, execute
 from ktbridge.errors import ProblemsError
 
 

@@ -26,7 +26,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ktbridge.adapter.quantise import STORAGES
+from ktbridge.adapter.quantize import STORAGES
 from ktbridge.cli._app import Command, terminable
 from ktbridge.errors import KtbridgeError
 from ktbridge.files.sizes import figures, size_text

@@ -23,7 +23,7 @@ import numpy as np
 from checkpoint_io import run
 from numpy.typing import NDArray
 
-from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, to_bf16, widened
+from ktbridge.adapter.requantize import Part, Plan, array, copied, make_plan, to_bf16, widened
 from ktbridge.adapter.storages import E2M1, KNOWN, Floats, Stored, find_stored
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError

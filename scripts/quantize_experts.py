@@ -4,7 +4,7 @@
     scripts/quantize_experts.py MODEL_DIR OUTPUT_DIR [--format int8|int4] [--overwrite] [--dry-run] [--json]
 
 INT8 has a scale for each output row: half the memory and disk of bfloat16. INT4 has one for 32 values of a
-row: 28 %. Both are stored as compressed-tensors does (ktbridge/adapter/quantise.py), and `ktbridge train`
+row: 28 %. Both are stored as compressed-tensors does (ktbridge/adapter/quantize.py), and `ktbridge train`
 reads them in place. It makes them by itself, the experts alone, where kt_expert_weight_format asks for them;
 this script writes a whole checkpoint, for other programs too.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 from checkpoint_io import run
 
-from ktbridge.adapter.quantise import STORAGES, plan_quantise
+from ktbridge.adapter.quantize import STORAGES, plan_quantize
 from ktbridge.cli._app import Command
 from ktbridge.model import resolve_model
 
@@ -38,7 +38,7 @@ def main(
     MODEL_DIR is a directory, or a model in the local Hub cache, in BF16, F16 or F32. OUTPUT_DIR is
     complete or as it was before, whatever happens.
     """
-    plan = plan_quantise(resolve_model(model_dir), Path(output_dir), storage, overwrite)
+    plan = plan_quantize(resolve_model(model_dir), Path(output_dir), storage, overwrite)
     run(plan, "quantising", dry_run, as_json)
 
 

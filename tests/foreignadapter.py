@@ -34,12 +34,12 @@ def save(path: Path, tensors: dict[str, np.ndarray], **config: Any) -> Path:
     return path
 
 
-def flat(a: np.ndarray, b: np.ndarray, dialect: str) -> tuple[np.ndarray, np.ndarray]:
-    """Stacks A [E,R,in], B [E,out,R] as a dialect's flat matrices, one element at a time."""
+def flat(a: np.ndarray, b: np.ndarray, format_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Stacks A [E,R,in], B [E,out,R] as a format's flat matrices, one element at a time."""
     count, rank, inner = a.shape
     out = b.shape[1]
-    exchanged = dialect in ("peft-0.18", "megatron-packed")
-    expert_major = dialect in ("unsloth-legacy", "megatron-packed")
+    exchanged = format_name in ("peft-0.18", "megatron-packed")
+    expert_major = format_name in ("unsloth-legacy", "megatron-packed")
     wide, high = (out, inner) if exchanged else (inner, out)
     flat_a = np.zeros((count * rank, wide), np.float32)
     flat_b = np.zeros((high, count * rank), np.float32)
@@ -54,13 +54,15 @@ def flat(a: np.ndarray, b: np.ndarray, dialect: str) -> tuple[np.ndarray, np.nda
 
 
 def peft_tensors(
-    dialect: str, parameters: dict[str, tuple[np.ndarray, np.ndarray]], layer: int = 4
+    format_name: str, parameters: dict[str, tuple[np.ndarray, np.ndarray]], layer: int = 4
 ) -> dict[str, np.ndarray]:
     stem = f"base_model.model.model.layers.{layer}.mlp.experts"
     tensors = {}
     for name, (a, b) in parameters.items():
         place = f"{stem}.base_layer" if name == "gate_up" and len(parameters) == 2 else stem
-        tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = flat(a, b, dialect)
+        tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = flat(
+            a, b, format_name
+        )
     return tensors
 
 

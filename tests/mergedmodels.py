@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, write_raw_adapter
-from ktbridge.adapter.requantise import to_bf16, widened
+from ktbridge.adapter.requantize import to_bf16, widened
 from ktbridge.adapter.storages import to_e4m3
 
 Floats = NDArray[np.float32]

@@ -2,7 +2,7 @@
 
 KT has four layouts of an adapter: *raw* (what training writes), *expert* and *nonexpert* (the
 split serving layout), *merged* (one serving directory with both). ``convert_adapter`` also reads and
-writes the formats of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.dialects``), and
+writes the formats of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.formats``), and
 ``open_adapter`` opens an adapter of any of them as if it were in one of KT's layouts::
 
     from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter

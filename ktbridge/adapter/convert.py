@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, TypedDict
 from ktbridge.adapter.blocks import Block, Span
 from ktbridge.adapter.checks.files import Hashes
 from ktbridge.adapter.checks.modules import check_modules, open_modules
-from ktbridge.adapter.dialects import check_names, detect_format, reader_of, writer_of
-from ktbridge.adapter.dialects.source import Request, Source
+from ktbridge.adapter.formats import check_names, detect_format, reader_of, writer_of
+from ktbridge.adapter.formats.source import Request, Source
 from ktbridge.adapter.keys import parse_key
 from ktbridge.adapter.lora_config import overridden, peft_findings
 from ktbridge.adapter.outputs import (
@@ -151,7 +151,7 @@ def convert_adapter(
 
     ``raw_dir`` is usually a raw adapter; a merged directory (or KT's per-expert training output,
     which looks the same) is split as well. ``from_format`` names the format of other tools'
-    adapters where "auto" is ambiguous (``ktbridge.adapter.dialects`` lists them), ``to`` the format
+    adapters where "auto" is ambiguous (``ktbridge.adapter.formats`` lists them), ``to`` the format
     to write: "kt-split" goes to ``expert_output_dir`` and ``nonexpert_output_dir``, and beside them
     to ``merged_output_dir``; "kt-merged", "raw", "peft-fused", "vllm", "sglang-3d" and "gguf" go to
     ``output_dir``. ``base_model`` is what the configurations will name, by default what the input

@@ -33,7 +33,7 @@ MIXED_FLAG = "--enable-mixed-moe-lora-format"
 """With it vLLM wraps every family's experts one by one, and a request says of its adapter which it is."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's --max-lora-rank; 16 unless given."""
-VLLM_HONOURS = (
+VLLM_HONORS = (
     "KTB107", "KTB109", "KTB117", "KTB118", "KTB208", "KTB209", "KTB212", "KTB214", "KTB608",
 )  # fmt: skip
 """Findings that hold for SGLang-KT and not for vLLM: rsLoRA, alpha_pattern, target_modules that say less than
@@ -44,7 +44,7 @@ SGLANG = "sglang"
 """Upstream SGLang, which is not SGLang-KT: another distribution, with LoRA code of its own."""
 SGLANG_SEEN = "0.5.23"
 """The version whose own code `make test-loaders` runs."""
-SGLANG_HONOURS = (
+SGLANG_HONORS = (
     "KTB017", "KTB106", "KTB118", "KTB121", "KTB205", "KTB209", "KTB210", "KTB608",
 )  # fmt: skip
 """Findings that don't hold for upstream SGLang (several files, prefixes, other modules), or that

@@ -31,7 +31,7 @@ from ktbridge.kernel_choice import has_kernels
 from ktbridge.model import open_checkpoint, read_model_config
 
 if TYPE_CHECKING:
-    from ktbridge.adapter.merge_quantised import Loss
+    from ktbridge.adapter.merge_quantized import Loss
 
 
 @dataclass
@@ -95,7 +95,7 @@ class MergePlan:
 class MergeReport:
     """What a merge did. ``values`` are in the adapted weights; ``changed`` of them moved.
 
-    The rest of the delta is below the resolution of the checkpoint's dtype. ``losses``: what requantising
+    The rest of the delta is below the resolution of the checkpoint's dtype. ``losses``: what requantizing
     did, layer by layer.
     """
 
@@ -147,7 +147,7 @@ def merge_adapter(
     ``on_progress(done, total)`` counts bytes of the output.
 
     Raises ProblemsError with every obstacle before anything is written (a tensor without a weight, a
-    quantised weight, a tied one, another base model, an occupied output, a file that doesn't match
+    quantized weight, a tied one, another base model, an occupied output, a file that doesn't match
     its manifest), or if a file changes meanwhile, and KtbridgeError when writing fails. Whatever
     happens, ``output`` is complete or unchanged.
 
@@ -207,7 +207,7 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
     """Execute the plan of ``plan_merge``."""
     started = time.perf_counter()
     # These need numpy; planning doesn't.
-    from ktbridge.adapter.merge_quantised import losses, swallowed
+    from ktbridge.adapter.merge_quantized import losses, swallowed
     from ktbridge.adapter.merge_values import Merger
 
     rewrite, checkpoint = plan.rewrite, plan.rewrite.checkpoint

@@ -12,7 +12,7 @@ fused, transposed     [E,H,2I]     columns 0..I / I..2I              all columns
 fused, interleaved    [E,H,2I]     columns 0,2,4… / 1,3,5…           all columns of [E,I,H]
 ====================  ===========  ================================  =============================
 
-A quantised weight is found by the name of its codes (``ktbridge.adapter.storages``).
+A quantized weight is found by the name of its codes (``ktbridge.adapter.storages``).
 
 Findings of the adapter and of the pair are those of validation; a merge's own are KTB731 to KTB738,
 KTB910 and KTB911.
@@ -73,7 +73,7 @@ class Delta:
 
     ``rows`` and ``columns`` are those of one stored matrix; ``transposed`` means stored [in, out].
     ``label`` is the module's display name ("experts.gate_proj", "self_attn.q_proj"). ``stored``: the
-    weight is quantised, ``entry`` are its codes, and a matrix is one of its.
+    weight is quantized, ``entry`` are its codes, and a matrix is one of its.
     """
 
     entry: Entry
@@ -89,7 +89,7 @@ class Delta:
 
     @property
     def dtype(self) -> str:
-        """Return what the values are stored in: a dtype, or a quantised storage ("FP8", "INT4")."""
+        """Return what the values are stored in: a dtype, or a quantized storage ("FP8", "INT4")."""
         return self.stored.storage.upper() if self.stored else self.entry.dtype
 
 
@@ -325,7 +325,7 @@ class _Weight(NamedTuple):
 
 
 def _usable(checkpoint: Checkpoint, settings: dict[str, Any], stem: str) -> _Weight | Problem:
-    """The weight of ``stem``, or why no delta can be added to it; ``settings``: of quantisation."""
+    """The weight of ``stem``, or why no delta can be added to it; ``settings``: of quantization."""
     names = module_weights(checkpoint, stem)
     if not names:
         return problem("KTB731", stem, f"is not in {checkpoint.path}")
@@ -340,7 +340,7 @@ def _usable(checkpoint: Checkpoint, settings: dict[str, Any], stem: str) -> _Wei
     except KtbridgeError as error:
         return problem("KTB911", name, error.sentence, next_step=error.next_step or None)
     if stored is None:
-        found = f"is quantised ({entry.dtype}) in a way that can't be written here"
+        found = f"is quantized ({entry.dtype}) in a way that can't be written here"
         step = _MXFP4_STEP if name.endswith("_blocks") else None
         return problem("KTB732", name, found, f"BF16, F16, F32, {KNOWN}", next_step=step)
     return _Weight(entry, stored.shape, stored)

@@ -25,7 +25,7 @@ from ktbridge.kernel_choice import choose_isa, has_kernels
 from ktbridge.model import Checkpoint, Entry, TensorFile
 
 if TYPE_CHECKING:
-    from ktbridge.adapter.merge_quantised import Change
+    from ktbridge.adapter.merge_quantized import Change
 
 BLOCK = 1 << 17  # values of one block, which fits a core's L2
 _TILE = 32  # columns of a right factor that the kernels read together: ``_kernels.DOUBLE``
@@ -45,7 +45,7 @@ class Merger:
         self._counts: list[tuple[int, int]] = []
         self._local = threading.local()
         self.changes: list[tuple[Delta, Change]] = []
-        """What became of each matrix of a quantised weight."""
+        """What became of each matrix of a quantized weight."""
         self._elsewhere: dict[str, list[Delta]] = {}
         for shard, members in deltas.by_shard.items():
             for delta in members:
@@ -55,14 +55,14 @@ class Merger:
     @property
     def values(self) -> int:
         """Values of the adapted weights so far."""
-        quantised = sum(change.values for _, change in self.changes)
-        return quantised + sum(values for values, _ in self._counts)
+        quantized = sum(change.values for _, change in self.changes)
+        return quantized + sum(values for values, _ in self._counts)
 
     @property
     def changed(self) -> int:
         """Those of them that are no longer the base's."""
-        quantised = sum(change.moved for _, change in self.changes)
-        return quantised + sum(changed for _, changed in self._counts)
+        quantized = sum(change.moved for _, change in self.changes)
+        return quantized + sum(changed for _, changed in self._counts)
 
     def steps(self, shard: str) -> Iterator[Copy | Task]:
         """The steps for one shard: the base's bytes except where its deltas change them."""
@@ -94,24 +94,24 @@ class Merger:
             parts = ("codes", "scales") if together else ("codes",)
             yield (
                 entry,
-                [Task(0, size, partial(self._requantise, delta, n, parts)) for n in range(count)],
+                [Task(0, size, partial(self._requantize, delta, n, parts)) for n in range(count)],
             )
             if together:
                 yield stored.scale, []
         for delta in self._elsewhere.get(shard, []):
             assert delta.stored is not None
             entry, count = delta.stored.scale, len(delta.matrices)
-            make = [partial(self._requantise, delta, n, ("scales",)) for n in range(count)]
+            make = [partial(self._requantize, delta, n, ("scales",)) for n in range(count)]
             yield entry, [Task(0, entry.nbytes // count, one) for one in make]
 
-    def _requantise(
+    def _requantize(
         self, delta: Delta, number: int, parts: tuple[str, ...]
     ) -> Iterator[tuple[int, Buffer]]:
-        """One matrix of a quantised weight with its delta: its codes, its scales, or both."""
-        from ktbridge.adapter.merge_quantised import Change, requantised
+        """One matrix of a quantized weight with its delta: its codes, its scales, or both."""
+        from ktbridge.adapter.merge_quantized import Change, requantized
 
         change = Change()
-        for band in requantised(self._checkpoint, delta, number):
+        for band in requantized(self._checkpoint, delta, number):
             yield from (getattr(band, part) for part in parts)
             change = change.plus(band.change)
         if "codes" in parts:

@@ -1,7 +1,7 @@
 """Open an adapter of any format: the one way in which commands read what a user names.
 
 KT's own layouts are read where they are. Every other format goes through its reader
-(``ktbridge.adapter.dialects``), and what comes out is a raw adapter whose tensors are made of the given files
+(``ktbridge.adapter.formats``), and what comes out is a raw adapter whose tensors are made of the given files
 when they are asked for: nothing is written. Engines that load a directory by themselves get one from
 a cache, which is named by a hash over the content of its sources, so an adapter that was
 rewritten in place, with the same size and time, is another directory.
@@ -21,8 +21,8 @@ from ktbridge.adapter.adapter import FUSED_FILE, Adapter
 from ktbridge.adapter.blocks import Block, bytes_of
 from ktbridge.adapter.checks.inventory import check_read
 from ktbridge.adapter.convert import convert_adapter, read_source
-from ktbridge.adapter.dialects import BY_KT, READABLE, check_from, find_sign
-from ktbridge.adapter.dialects.source import Request, Source
+from ktbridge.adapter.formats import BY_KT, READABLE, check_from, find_sign
+from ktbridge.adapter.formats.source import Request, Source
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.adapter.outputs import Output, PathLike
 from ktbridge.adapter.scan import classify, layout_of, require, scan_adapter
@@ -122,7 +122,7 @@ def open_adapter(
 ) -> Adapter:
     """Open an adapter of any format that is read; a GGUF adapter may be a file.
 
-    ``from_format`` is one of ``ktbridge.adapter.dialects.READABLE``, for what "auto" can't tell.
+    ``from_format`` is one of ``ktbridge.adapter.formats.READABLE``, for what "auto" can't tell.
     ``base_model``, a directory or a Hub id, provides names and sizes where the format has none. Of a format
     that isn't KT's own, ``format`` of the adapter is its name and ``reading`` a sentence that says so.
     ``as_raw``: so it is of a serving directory of KT's, too.
@@ -208,7 +208,7 @@ def _format_of(source: Source, name: str) -> str:
 
 def _as_raw(source: Source, given: Path) -> Adapter:
     """The adapter that a conversion to the raw layout would write, without writing it."""
-    from ktbridge.adapter.dialects.kt import write_raw
+    from ktbridge.adapter.formats.kt import write_raw
 
     findings = source.fold("raw")
     if has_errors(findings):  # nothing is stored: float32 has room for any scale

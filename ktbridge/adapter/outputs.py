@@ -1,6 +1,6 @@
 """The directories that a conversion writes: what goes into them, in which order, and where they may go.
 
-A dialect's writer lists ``Output``s, ``plan_copies`` makes the steps of ``ktbridge.adapter.writer`` of
+A format's writer lists ``Output``s, ``plan_copies`` makes the steps of ``ktbridge.adapter.writer`` of
 them, and an ``OutputDirectory`` is one of them being written: weights, configuration, and last the
 manifest with their hashes.
 """

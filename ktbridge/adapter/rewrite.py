@@ -1,4 +1,4 @@
-"""Write a checkpoint again with some tensors changed: what merging, quantising and dequantising share.
+"""Write a checkpoint again with some tensors changed: what merging, quantizing and dequantizing share.
 
 The output has shards of the names that the source has, and the files that lie beside them. A marker, a
 JSON file that says what was made from what, is written last and lists every file: only a directory that

@@ -1,4 +1,4 @@
-"""Quantised weights as checkpoints store them: what they mean, and the same storage with other values.
+"""Quantized weights as checkpoints store them: what they mean, and the same storage with other values.
 
 ===========  ===================================  ==================================================
 storage      codes                                scale
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge.adapter.blocks import as_float32
-from ktbridge.adapter.requantise import to_bf16, widened
+from ktbridge.adapter.requantize import to_bf16, widened
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, Entry
 
@@ -40,7 +40,7 @@ _LARGEST = 448.0  # of float8 e4m3fn
 
 @dataclass(frozen=True)
 class Stored:
-    """One quantised weight. ``shape`` is the weight's, ``group`` the rows and columns that share a scale.
+    """One quantized weight. ``shape`` is the weight's, ``group`` the rows and columns that share a scale.
 
     ``bits`` of an integer code; ``packed`` into 32-bit words. ``powers``: scales are powers of two.
     """
@@ -74,7 +74,7 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """The weight's name, as it would be unquantised."""
+        """The weight's name, as it would be unquantized."""
         return self.codes.name.removesuffix("_packed")
 
     def array(self, entry: Entry, data: memoryview | bytes) -> NDArray[Any]:
@@ -90,7 +90,7 @@ class Stored:
         return stored.astype(np.float32)
 
     def scale_bytes(self, scales: Floats) -> memoryview:
-        """Scales that ``array`` or ``requantise`` gave, as stored."""
+        """Scales that ``array`` or ``requantize`` gave, as stored."""
         return np.ascontiguousarray(_as_stored(scales, self.scale.dtype)).data.cast("B")
 
     def decode(self, codes: NDArray[Any], scales: Floats, zeros: Floats | None = None) -> Floats:
@@ -103,7 +103,7 @@ class Stored:
         wide = np.abs(self._spread(scales))
         return E4M3_STEPS[codes] * wide if self.storage == "fp8" else wide
 
-    def requantise(
+    def requantize(
         self, values: Floats, codes: NDArray[Any], scales: Floats, zeros: Floats | None
     ) -> tuple[NDArray[Any], Floats, Floats]:
         """``values`` [n, in] as codes, with the scales [m, groups] of their groups, and what both mean.
@@ -222,7 +222,7 @@ class Stored:
 
 
 def find_stored(checkpoint: Checkpoint, name: str, settings: Mapping[str, Any]) -> Stored | None:
-    """The quantised weight whose codes are the tensor ``name``; None if they are none that is read here.
+    """The quantized weight whose codes are the tensor ``name``; None if they are none that is read here.
 
     ``settings`` is config.json's quantization_config. Raises KtbridgeError where codes and scale don't fit
     each other.
@@ -277,7 +277,7 @@ def _integers(checkpoint: Checkpoint, codes: Entry, name: str, packed: bool) -> 
 def _group(width: int, count: int) -> int:
     """Values that share a scale, where ``count`` scales cover a row of ``width``; 0 if none does.
 
-    The whole row; else a power of two, as quantisers choose it; else one that divides the row.
+    The whole row; else a power of two, as quantizers choose it; else one that divides the row.
     """
     if count == 1:
         return width

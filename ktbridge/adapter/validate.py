@@ -26,16 +26,16 @@ from ktbridge.adapter.checks.modules import Modules, open_modules
 from ktbridge.adapter.checks.set import check_set, source_of
 from ktbridge.adapter.checks.sglang import check_sglang
 from ktbridge.adapter.checks.vllm import check_vllm
-from ktbridge.adapter.dialects import BY_KT, loaded_by
 from ktbridge.adapter.engines import (
     ENGINE,
     SGLANG,
-    SGLANG_HONOURS,
+    SGLANG_HONORS,
     VLLM,
-    VLLM_HONOURS,
+    VLLM_HONORS,
     contract_for,
     split_engine,
 )
+from ktbridge.adapter.formats import BY_KT, loaded_by
 from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.adapter.opening import format_code, is_own, scan_any
 from ktbridge.adapter.scan import scan_adapter, with_stacks
@@ -60,8 +60,8 @@ class _Other(NamedTuple):
 
 
 _OTHERS = {
-    VLLM: _Other(check_vllm, VLLM_HONOURS, "vllm", ("peft-fused",)),
-    SGLANG: _Other(check_sglang, SGLANG_HONOURS, "sglang-3d", ("sglang-3d",)),
+    VLLM: _Other(check_vllm, VLLM_HONORS, "vllm", ("peft-fused",)),
+    SGLANG: _Other(check_sglang, SGLANG_HONORS, "sglang-3d", ("sglang-3d",)),
 }
 
 

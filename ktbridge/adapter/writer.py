@@ -1,4 +1,4 @@
-"""The one writer of tensors: conversions, merges and (de)quantised checkpoints all go through it.
+"""The one writer of tensors: conversions, merges and (de)quantized checkpoints all go through it.
 
 What is to be written is a list of steps. A ``Copy`` is read or computed once, and goes to one place or
 several: between unhashed files as they are the kernel copies, otherwise through a ring of blocks that

@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from ktbridge.adapter.convert import execute_plan, plan_convert
-from ktbridge.adapter.dialects import loaded_by
+from ktbridge.adapter.formats import loaded_by
 from ktbridge.cli._app import Command, terminable
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._ui import console, emit_json, print_problems, progress_bar, shown, stderr

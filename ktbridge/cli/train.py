@@ -170,7 +170,7 @@ def _quantise(parsed: TrainConfig, ready: Prepared) -> None:
         stderr.print(f"waiting for {shown(holder)}, which quantises the experts", soft_wrap=True)
 
     with terminable(), progress_bar("quantising experts", "bytes") as bar:
-        train.quantise_first(parsed, ready, bar, on_wait)
+        train.quantize_first(parsed, ready, bar, on_wait)
 
 
 def _show_result(result: TrainResult) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from ktbridge.adapter.dialects import READABLE
+from ktbridge.adapter.formats import READABLE
 from ktbridge.codes import Problems
 from ktbridge.errors import Problem, UsageError
 from ktbridge.files.yamlfile import read_yaml, show_value

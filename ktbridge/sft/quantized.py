@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ktbridge.adapter.quantise import GROUP, plan_quantise
-from ktbridge.adapter.requantise import execute
+from ktbridge.adapter.quantize import GROUP, plan_quantize
+from ktbridge.adapter.requantize import execute
 from ktbridge.adapter.rewrite import CHECKPOINT_FILE
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
@@ -82,7 +82,7 @@ class QuantizedExperts:
             if self.ready:
                 return
             self.check_disk()
-            plan = plan_quantise(self.source, self.directory, self.storage, True, alone=True)
+            plan = plan_quantize(self.source, self.directory, self.storage, True, alone=True)
             plan.about["times"] = self.times
             if problems := list(plan.rewrite.problems(0)):
                 raise ProblemsError(f"{self.directory} can't be written", problems)

@@ -150,7 +150,7 @@ def train(
     user can fix, and ``Diverged`` for a loss that is not finite.
     """
     if config.kt_config.storage:  # may take longer than ddp_timeout, so before the processes join
-        prepared = quantise_first(config, prepared)
+        prepared = quantize_first(config, prepared)
     main = not join(config).rank
     # The first process alone reports, and keeps other runs away.
     events = TrainEvents(*(on_progress, on_log, on_note, on_evaluation) if main else ())
@@ -220,7 +220,7 @@ def train(
         return replace(result, notes=tuple(notes))
 
 
-def quantise_first(
+def quantize_first(
     config: TrainConfig,
     prepared: Prepared | None = None,
     on_progress: OnProgress = lambda done, total: None,

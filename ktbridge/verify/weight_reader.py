@@ -97,7 +97,7 @@ class WeightReader:
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a weight in ``dtype``, dequantised in float32."""
         if stored := self._stored(name):
-            return torch.from_numpy(self._dequantised(stored)).to(dtype)
+            return torch.from_numpy(self._dequantized(stored)).to(dtype)
         return self.tensor(name).to(dtype, copy=True)
 
     def rows(self, name: str, part: slice | int, dtype: torch.dtype) -> torch.Tensor:
@@ -119,7 +119,7 @@ class WeightReader:
             self.checkpoint.file(shard).release()
         self._touched.clear()
 
-    def _dequantised(self, stored: Stored) -> NDArray[np.float32]:
+    def _dequantized(self, stored: Stored) -> NDArray[np.float32]:
         def read(entry: Entry) -> NDArray[Any]:
             shard = self.checkpoint.shard(entry.name)
             self._touched.add(shard)

@@ -18,7 +18,7 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ktbridge.adapter.dialects.gguf import ARCHITECTURES
+from ktbridge.adapter.formats.gguf import ARCHITECTURES
 from ktbridge.errors import KtbridgeError
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "mixtral", "olmoe")

@@ -177,7 +177,7 @@ def test_one_thing_has_one_name_and_earlier_ones_work(
 def test_the_help_names_every_format(
     ktbridge: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    from ktbridge.adapter.dialects import READABLE, WRITABLE
+    from ktbridge.adapter.formats import READABLE, WRITABLE
 
     text = ktbridge("convert", "--help").stdout
     assert all(name in text for name in (*READABLE, *WRITABLE))

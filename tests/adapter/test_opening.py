@@ -12,7 +12,7 @@ from foreignadapter import E, R, peft_tensors, random, save
 from rawadapter import write_base, write_raw
 
 from ktbridge.adapter import convert_adapter, merge_adapter, open_adapter, validate_adapter
-from ktbridge.adapter.dialects import DIALECTS, READABLE, WRITABLE
+from ktbridge.adapter.formats import FORMATS, READABLE, WRITABLE
 from ktbridge.adapter.merge import execute_merge, plan_merge
 from ktbridge.adapter.opening import format_code
 from ktbridge.cli import main
@@ -22,7 +22,7 @@ from ktbridge.model import open_checkpoint
 OWN = ("raw", "kt-split", "kt-merged", "vllm")
 KT = "sglang-kt==0.7.2"
 TRAINING_ALONE = ("megatron-packed", "mcore")
-WHOLE = [row.name for row in DIALECTS if row.name not in ("kt-split", "mlx")]
+WHOLE = [row.name for row in FORMATS if row.name not in ("kt-split", "mlx")]
 
 
 def given_as(name: str, folder: Path, base: Path) -> Path:

@@ -191,14 +191,14 @@ def test_deepseeks_latent_projections_are_never_adapted(
     case, run_llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     """llama.cpp loads LoRA on them and computes the base; `convert` says so instead of writing it."""
-    from ktbridge.adapter.dialects import gguf as dialect
+    from ktbridge.adapter.formats import gguf
 
     of = case("deepseek_v2")
     raw = of.raw(module, expert=False, modules=(f"self_attn.{module}",))
     with pytest.raises(ProblemsError) as caught:
         convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
     assert [item.code for item in caught.value.problems] == ["KTB630"]
-    monkeypatch.setattr(dialect, "_UNAPPLIED", {})
+    monkeypatch.setattr(gguf, "_UNAPPLIED", {})
     convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
     base, meant = of.reference(BASE, WHOLE, name=module)
     outcome = run_llama(of.model, tmp_path / "out" / "adapter_model.gguf")

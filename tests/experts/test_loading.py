@@ -69,7 +69,7 @@ def test_wider_experts_are_loaded_and_rounded(tmp_path: Path, dtype: torch.dtype
     torch.testing.assert_close(found, expected, rtol=0, atol=0 if dtype == torch.float32 else 2e-2)
 
 
-def requantised(path: Path, method: str) -> dict[str, torch.Tensor]:
+def requantized(path: Path, method: str) -> dict[str, torch.Tensor]:
     """Store the experts of a saved model as ``method`` does; what each then stands for, by name."""
     tensors = load_file(path / "model.safetensors")
     means = {}
@@ -96,7 +96,7 @@ def requantised(path: Path, method: str) -> dict[str, torch.Tensor]:
 def test_quantised_experts_are_read_as_shipped(tmp_path: Path, method: str) -> None:
     tiny_model().save_pretrained(tmp_path / "plain")
     tiny_model().save_pretrained(tmp_path / "stored")
-    means = requantised(tmp_path / "stored", method)
+    means = requantized(tmp_path / "stored", method)
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     tensors.update({name: value.bfloat16() for name, value in means.items()})
     save_file(tensors, tmp_path / "plain" / "model.safetensors", {"format": "pt"})

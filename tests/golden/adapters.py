@@ -14,7 +14,7 @@ from golden.store import contract
 from rawadapter import write_config, write_raw
 
 from ktbridge.adapter import convert_adapter, read_adapter
-from ktbridge.adapter.dialects import WRITABLE
+from ktbridge.adapter.formats import WRITABLE
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_tensor_file
 

@@ -247,7 +247,7 @@ def test_int4_experts_are_read_by_us_by_the_script_back_and_by_compressed_tensor
     assert "quantization_config" not in config_of(tmp_path / "back")
 
     published(tmp_path / "odd", "int4-32")  # rows of 136 and 160 values
-    assert "is quantised already" in refused("quantize_experts", tmp_path / "odd", tmp_path / "o")
+    assert "is quantized already" in refused("quantize_experts", tmp_path / "odd", tmp_path / "o")
     tiny_model(**ODD).save_pretrained(tmp_path / "odd-plain")
     said = refused("quantize_experts", tmp_path / "odd-plain", tmp_path / "o", "--format", "int4")
     assert "has rows of 136 values (expected groups of 32)" in said
@@ -274,10 +274,10 @@ def test_rows_of_zeros_and_of_the_smallest_numbers_stay_finite(
     assert mapped_logits(tmp_path / "out").isfinite().all()
 
 
-def test_what_cant_be_quantised_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_what_cant_be_quantized_is_refused_in_a_sentence(tmp_path: Path) -> None:
     script, out = "quantize_experts", tmp_path / "out"
     published(tmp_path / "fp8", "fp8")
-    assert "is quantised already" in refused(script, tmp_path / "fp8", out)
+    assert "is quantized already" in refused(script, tmp_path / "fp8", out)
     config = config_of(tmp_path / "fp8")
     del config["quantization_config"]
     (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
@@ -291,7 +291,7 @@ def test_what_cant_be_quantised_is_refused_in_a_sentence(tmp_path: Path) -> None
 
     tiny_model().save_pretrained(tmp_path / "plain")
     tiny_config(hidden_size=48).save_pretrained(tmp_path / "plain")
-    assert "is [32, 64], which can't be quantised (expected [32, 48]" in refused(
+    assert "is [32, 64], which can't be quantized (expected [32, 48]" in refused(
         script, tmp_path / "plain", out
     )
 
@@ -312,7 +312,7 @@ def test_what_cant_be_quantised_is_refused_in_a_sentence(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "fp8", "nan", "plain"]
 
 
-def test_what_cant_be_dequantised_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_what_cant_be_dequantized_is_refused_in_a_sentence(tmp_path: Path) -> None:
     script, out, source = "dequantize_checkpoint", tmp_path / "out", tmp_path / "source"
     tiny_model().save_pretrained(source)
     assert "has no quantised weights" in refused(script, source, out)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tinymoe import tiny_model
 from trainrun import ROWS, conversation, losses, quiet, train, write_run
 
-from ktbridge.adapter.quantise import plan_quantise
-from ktbridge.adapter.requantise import execute
+from ktbridge.adapter.quantize import plan_quantize
+from ktbridge.adapter.requantize import execute
 from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
 from ktbridge.files.locks import lock_target
@@ -95,7 +95,7 @@ def test_a_run_trains_on_what_the_script_would_make_and_makes_it_once(run_dir, s
     assert after.total("disk") == planned.total("disk") - size
     assert after.total("page cache") == planned.total("page cache")
 
-    whole = plan_quantise(run_dir / "base", run_dir / "whole", storage)
+    whole = plan_quantize(run_dir / "base", run_dir / "whole", storage)
     execute(whole, lambda done, total: None)
     train(
         run_dir,
@@ -184,7 +184,7 @@ def test_other_storages_stay_and_it_is_said(run_dir):
         return storage_notes(config, base)
 
     stored = run_dir / "stored"
-    execute(plan_quantise(run_dir / "base", stored, "int8"), lambda done, total: None)
+    execute(plan_quantize(run_dir / "base", stored, "int8"), lambda done, total: None)
     assert told(stored, "kt_config.kt_backend=AMXINT8") == []
     (note,) = told(stored, "kt_config.kt_backend=AMXINT4")
     assert (note.code, note.severity) == ("KTC051", "warning")

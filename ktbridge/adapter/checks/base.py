@@ -1,7 +1,7 @@
 """Check an adapter against a base model: is it the one trained on, and do layers and shapes fit?
 
 Identity is by the fingerprint that training stored in the manifest, independent of the model's path, else
-by name. The same model in another format (dequantised, or saved by another version) has different
+by name. The same model in another format (dequantized, or saved by another version) has different
 tensors: serving from it may be intended, so that is a warning, except for a merge, which is permanent.
 
 For the architecture config.json is enough. An extra layer, which a loader would ignore silently, and a

@@ -47,7 +47,7 @@ class _Format(NamedTuple):
     rounded: int  # fraction bits that bfloat16, with 7 of them, drops
 
 
-FORMATS = {
+BLOCK_FORMATS = {
     "BF16": _Format(np.uint16, 0x7FFF, 0x7F80, 0),
     "F16": _Format(np.uint16, 0x7FFF, 0x7C00, 0x7),
     "F32": _Format(np.uint32, 0x7FFFFFFF, 0x7F800000, 0xFFFF),
@@ -188,7 +188,7 @@ def _is_joined(name: str) -> bool:
 
 def _bits(piece: Slice) -> NDArray[Any]:
     """A matrix's values without their signs, as bit patterns."""
-    layout = FORMATS[piece.dtype]
+    layout = BLOCK_FORMATS[piece.dtype]
     words = np.frombuffer(piece.file.view(piece.start, piece.end), layout.integer)
     return (words & layout.magnitude).reshape(piece.shape)
 
@@ -231,7 +231,7 @@ def _check_ranks(pairs: Sequence[Pair]) -> Iterator[Problem]:
 
 def _rank(piece: Slice, sample: int = 0) -> int:
     """Return how many ranks of A [r, in] or B [out, r] differ, in about ``sample`` of its columns or rows."""
-    layout, (rows, columns) = FORMATS[piece.dtype], piece.shape
+    layout, (rows, columns) = BLOCK_FORMATS[piece.dtype], piece.shape
     words = np.frombuffer(piece.file.view(piece.start, piece.end), layout.integer)
     wide = words.reshape(piece.shape) if rows < columns else words.reshape(piece.shape).T
     step = max(1, max(rows, columns) // sample) if sample else 1

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part
 from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.checks import many
-from ktbridge.adapter.checks.damage import FORMATS, Pair, Side, check_damage
+from ktbridge.adapter.checks.damage import BLOCK_FORMATS, Pair, Side, check_damage
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.publish import OnProgress
@@ -61,7 +61,7 @@ def scan_run(
 
     Raises KtbridgeError when the file can't be read or was truncated.
     """
-    layout = FORMATS[run.dtype]
+    layout = BLOCK_FORMATS[run.dtype]
     count = len(run.bounds) - 1
     scan = Scan(*(np.zeros(count, np.uint32) for _ in Scan._fields))
     # reduceat treats a segment of length 0 as length 1, so empty matrices are left out.
@@ -121,7 +121,7 @@ class _Values:
 
     def add(self, parts: Sequence[Part], dtype: str, scan: Scan) -> None:
         """Take over a run: one fused tensor, or tensors of one matrix each."""
-        layout = FORMATS[dtype]
+        layout = BLOCK_FORMATS[dtype]
         count = len(scan.top)
         bad, rounds = scan.top >= layout.infinity, (scan.low & layout.rounded) != 0
         if len(parts) == count:
@@ -195,7 +195,7 @@ def _runs(adapter: Adapter) -> Iterator[tuple[TensorFile, Run, list[Part]]]:
     """
     by_file: dict[TensorFile, list[Part]] = {file: [] for file in adapter.files}
     for part in adapter.tensors():
-        if part.entry.dtype in FORMATS:
+        if part.entry.dtype in BLOCK_FORMATS:
             by_file[part.file].append(part)
     for file, group in by_file.items():
         group.sort(key=lambda part: part.entry.start)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ktbridge.adapter.dialects import READABLE
+from ktbridge.adapter.formats import READABLE
 from ktbridge.errors import Problem
 from ktbridge.sft.config.fields import (
     BelowHalf,

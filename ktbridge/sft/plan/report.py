@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from ktbridge.adapter.quantise import STORAGES
+from ktbridge.adapter.quantize import STORAGES
 from ktbridge.experts.gpu.placement import Placement
 from ktbridge.experts.gpu.probe import NO_KERNEL, ONE_BY_ONE, loops_over_experts
 from ktbridge.files.sizes import figures, size_text

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ktbridge.adapter.quantise import GROUP, stored_bytes
+from ktbridge.adapter.quantize import GROUP, stored_bytes
 from ktbridge.errors import KtbridgeError
 from ktbridge.install import install_hint
 from ktbridge.model import Checkpoint, ModelConfig, check_served, open_checkpoint, read_model_config

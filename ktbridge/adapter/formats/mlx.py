@@ -17,7 +17,7 @@ import re
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MLX_FILE, is_number
 from ktbridge.adapter.blocks import Block, block_of
-from ktbridge.adapter.dialects.source import (
+from ktbridge.adapter.formats.source import (
     ExpertPair,
     Request,
     Source,

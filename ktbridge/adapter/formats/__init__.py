@@ -1,6 +1,6 @@
 """All adapter formats for a MoE model's LoRA: one row each, one file per group of similar ones.
 
-A reader turns a directory into a :class:`~ktbridge.adapter.dialects.source.Source`; a writer is a
+A reader turns a directory into a :class:`~ktbridge.adapter.formats.source.Source`; a writer is a
 pure function from that to the directories it would write. This table lists the formats, whether a
 round trip through the raw layout preserves the bytes, and which engines load them. Readers and
 writers are imported when they are needed: most need numpy, those of KT's own layouts don't.
@@ -19,10 +19,10 @@ from ktbridge.errors import UsageError
 from ktbridge.model.tensorfile import MAX_HEADER_BYTES, MAX_NAME
 
 if TYPE_CHECKING:
-    from ktbridge.adapter.dialects.source import Reader, Writer
+    from ktbridge.adapter.formats.source import Reader, Writer
 
 
-class Dialect(NamedTuple):
+class AdapterFormat(NamedTuple):
     """One format. ``reader`` and ``writer`` are functions of this package ("kt.read_kt"), "" for none.
 
     ``exact`` describes what a round trip preserves bit for bit, or why it doesn't.
@@ -36,48 +36,48 @@ class Dialect(NamedTuple):
 
 
 _SCALE = "bits as they are; refused where one scale for both halves would round"
-DIALECTS: tuple[Dialect, ...] = (
-    Dialect("raw", "kt.read_kt", "kt.write_raw", "ktbridge, KTransformers", "bits as they are"),
-    Dialect(
+FORMATS: tuple[AdapterFormat, ...] = (
+    AdapterFormat("raw", "kt.read_kt", "kt.write_raw", "ktbridge, KTransformers", "bits as they are"),
+    AdapterFormat(
         "kt-split", "kt.read_kt", "kt.write_split", "SGLang-KT up to 0.7.0.post3",
         "bits as they are",
     ),
-    Dialect("kt-merged", "kt.read_kt", "kt.write_merged", "SGLang-KT 0.7.2", _SCALE),
-    Dialect(
+    AdapterFormat("kt-merged", "kt.read_kt", "kt.write_merged", "SGLang-KT 0.7.2", _SCALE),
+    AdapterFormat(
         "peft-fused", "peft.read_peft", "peft_layout.write_peft",
         "PEFT 0.19.1 and later, vLLM's 3-D MoE",
         "bits as they are, plus zeros that reading takes out again; a trained A that gate and up "
         "share is read as two copies, and written as one again",
     ),
-    Dialect(
+    AdapterFormat(
         "peft-0.18", "peft.read_peft", "", "PEFT 0.17, 0.18 and 0.19.0",
         "bits as they are; not written, because current PEFT misreads it",
     ),
-    Dialect(
+    AdapterFormat(
         "unsloth-legacy", "peft.read_peft", "", "Unsloth up to 2026.9.5",
         "bits as they are; not written, because current Unsloth and PEFT misread it",
     ),
-    Dialect(
+    AdapterFormat(
         "megatron-packed", "peft.read_peft", "", "none (Megatron-Bridge writes it)",
         "bits as they are; not written, because PEFT mixes its experts",
     ),
-    Dialect("vllm", "kt.read_kt", "kt.write_vllm", "vLLM with per-expert LoRA", _SCALE),
-    Dialect(
+    AdapterFormat("vllm", "kt.read_kt", "kt.write_vllm", "vLLM with per-expert LoRA", _SCALE),
+    AdapterFormat(
         "sglang-3d", "stacked.read_stacked", "kt.write_sglang_3d",
         "SGLang 0.5.2x and later on GPUs", _SCALE,
     ),
-    Dialect(
+    AdapterFormat(
         "mcore", "stacked.read_stacked", "", "none (mcore-bridge and ms-swift write it)",
         "bits as they are, gate and up with a copy of A each; not written, because no engine loads it",
     ),
-    Dialect(
+    AdapterFormat(
         "mlx", "mlx.read_mlx", "", "mlx-lm",
         "bits as they are, matrices of other modules turned round; not written",
     ),
-    Dialect("gguf", "gguf.read_gguf", "gguf.write_gguf", "llama.cpp", _SCALE),
+    AdapterFormat("gguf", "gguf.read_gguf", "gguf.write_gguf", "llama.cpp", _SCALE),
 )  # fmt: skip
-READABLE = tuple(dialect.name for dialect in DIALECTS if dialect.reader)
-WRITABLE = tuple(dialect.name for dialect in DIALECTS if dialect.writer)
+READABLE = tuple(row.name for row in FORMATS if row.reader)
+WRITABLE = tuple(row.name for row in FORMATS if row.writer)
 BY_KT = {"vllm": False, "raw": True, "kt-split": True, "kt-merged": True}
 """KT's own layouts and PEFT's with one module an expert, which need no conversion to be read; and whether
 KTransformers trained the experts, where the format that is asked for says so: else evidence decides."""
@@ -96,24 +96,24 @@ _SIGNS = {
 
 def reader_of(name: str) -> Reader:
     """The reader of a readable format, or of what ``detect_format`` returned."""
-    readers = {dialect.name: dialect.reader for dialect in DIALECTS}
+    readers = {row.name: row.reader for row in FORMATS}
     return cast("Reader", _function((readers | _GROUPS)[name]))
 
 
 def writer_of(name: str) -> Writer:
     """The writer of a writable format."""
-    writers = {dialect.name: dialect.writer for dialect in DIALECTS}
+    writers = {row.name: row.writer for row in FORMATS}
     return cast("Writer", _function(writers[name]))
 
 
 def loaded_by(name: str) -> str:
     """The tools that load a format, in words."""
-    return next(dialect.loaded_by for dialect in DIALECTS if dialect.name == name)
+    return next(row.loaded_by for row in FORMATS if row.name == name)
 
 
 def _function(name: str) -> object:
     module, _, function = name.partition(".")
-    return getattr(import_module(f"ktbridge.adapter.dialects.{module}"), function)
+    return getattr(import_module(f"ktbridge.adapter.formats.{module}"), function)
 
 
 def check_names(to: str, from_format: str, dtype: str) -> None:
@@ -134,14 +134,14 @@ def _check_name(flag: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _unknown(flag: str, value: str) -> str:
-    dialect = next((row for row in DIALECTS if row.name == value), None)
-    if dialect is not None:  # a read-only format
-        return f"{flag} {value} can't be done: it is {dialect.exact.rpartition('; ')[2]}"
+    found = next((row for row in FORMATS if row.name == value), None)
+    if found is not None:  # a read-only format
+        return f"{flag} {value} can't be done: it is {found.exact.rpartition('; ')[2]}"
     return f"{flag} {value} is not a name we know"
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
-    """ "kt" (raw, split, merged, vLLM), "peft" (one of the fused dialects), or a format's own name.
+    """ "kt" (raw, split, merged, vLLM), "peft" (one of the fused formats), or a format's own name.
 
     Detected by names in the headers' text: parsing tens of thousands of keys is left to the reader.
     An unreadable input counts as "kt", whose reader reports the cause.

@@ -27,8 +27,8 @@ import numpy as np
 
 from ktbridge.adapter.adapter import CONFIG_FILE, is_number
 from ktbridge.adapter.blocks import BITS, Block
-from ktbridge.adapter.dialects.gguf_header import check_header
-from ktbridge.adapter.dialects.source import (
+from ktbridge.adapter.formats.gguf_header import check_header
+from ktbridge.adapter.formats.source import (
     Request,
     Source,
     check_source,
@@ -268,7 +268,7 @@ def _source(
         block = _block(file, tensor)
         where = f"{file}: {tensor.name}"
         if match is None or block is None:
-            what = "has no place in a LoRA adapter" if match is None else "is quantised"
+            what = "has no place in a LoRA adapter" if match is None else "is quantized"
             findings.append(problem("KTB201" if match is None else "KTB303", where, what))
             continue
         layer, name, half = int(match[1]), match[2], match[3].upper()

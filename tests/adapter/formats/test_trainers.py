@@ -143,7 +143,7 @@ def test_megatrons_packed_form_is_asked_for(tmp_path: Path, family: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("version", "family", "dialect"),
+    ("version", "family", "format_name"),
     [
         ("0.17.1", "qwen3_moe", "peft-0.18"), ("0.18.1", "qwen3_moe", "peft-0.18"),
         ("0.18.1", "gpt_oss", "peft-fused"), ("0.19.0", "qwen3_moe", "peft-0.18"),
@@ -153,14 +153,15 @@ def test_megatrons_packed_form_is_asked_for(tmp_path: Path, family: str) -> None
     ],
 )  # fmt: skip
 def test_square_parameters_by_release(
-    tmp_path: Path, version: str, family: str, dialect: str
+    tmp_path: Path, version: str, family: str, format_name: str
 ) -> None:
     down = (random(E, R, H), random(E, H, R))
     base = write_config(tmp_path / "base", family, hidden_size=H, num_experts=E, num_local_experts=E,
                         moe_intermediate_size=H, intermediate_size=H)  # fmt: skip
-    path = save(tmp_path / "in", peft_tensors(dialect or "peft-fused", {"down": down}), peft_version=version,
+    tensors = peft_tensors(format_name or "peft-fused", {"down": down})
+    path = save(tmp_path / "in", tensors, peft_version=version,
                 target_parameters=["mlp.experts.down_proj"])  # fmt: skip
-    if not dialect:
+    if not format_name:
         with pytest.raises(UsageError, match="ambiguous"):
             back(path, base_model=str(base))
         return
@@ -171,14 +172,14 @@ def test_square_parameters_by_release(
 @pytest.mark.parametrize("layout", ["peft-0.19.1", "peft-0.18", "each expert"])
 def test_automodels_rank_of_experts(tmp_path: Path, layout: str) -> None:
     """moe_rank_scaling: experts have r // top_k, and alpha over that; only its own file says so."""
-    made, dialect = stacks(same=True), {"peft-0.19.1": "peft-fused"}.get(layout, layout)
+    made, format_name = stacks(same=True), {"peft-0.19.1": "peft-fused"}.get(layout, layout)
     if layout == "each expert":
         tensors = {}
         for name, pair in made.items():
             for half, stack in zip("AB", pair, strict=True):
                 tensors |= numbered(f"{name}_proj", half, stack)
     else:
-        tensors = peft_tensors(dialect, {"gate_up": fused_pair(made), "down": made["down"]})
+        tensors = peft_tensors(format_name, {"gate_up": fused_pair(made), "down": made["down"]})
     path = save(tmp_path / "in", tensors, r=2 * R, lora_alpha=6,
                 **({"target_parameters": None} if layout == "each expert" else {}))  # fmt: skip
     own = {"moe_rank_scaling": True, "dim": 2 * R} | (

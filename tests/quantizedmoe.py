@@ -100,7 +100,7 @@ def quantization(storage: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def save_quantised(path: Path, storage: str, **sizes: int) -> dict[str, torch.Tensor]:
+def save_quantized(path: Path, storage: str, **sizes: int) -> dict[str, torch.Tensor]:
     """Save the model with every projection in ``storage``, scales in a shard of their own.
 
     Returns its tensors, unquantised where they were, as saved.

@@ -21,7 +21,7 @@ from ktbridge.errors import ProblemsError
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from quantisedmoe import ODD, SHARDS, STORAGES, meant, save_quantised, stored  # noqa: E402
+from quantizedmoe import ODD, SHARDS, STORAGES, meant, save_quantized, stored  # noqa: E402
 from tinymoe import tiny_tokenizer  # noqa: E402
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config  # noqa: E402
 
@@ -93,7 +93,7 @@ def logits(path: Path, **options: Any) -> Any:
 def dequantised(path: Path, out: Path) -> Path:
     """The same weights in float32, which transformers loads without any other package."""
     script = importlib.import_module("dequantize_checkpoint")
-    script.execute = importlib.import_module("ktbridge.adapter.requantise").execute
+    script.execute = importlib.import_module("ktbridge.adapter.requantize").execute
     script.execute(script.plan_dequantize(path, out, "f32"), lambda done, total: None)
     return out
 
@@ -104,7 +104,7 @@ def test_a_merged_weight_is_stored_as_before_and_nearer_than_by_either_scale(
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
     base, out = tmp_path / "base", tmp_path / "out"
-    before = save_quantised(base, storage, **ODD)
+    before = save_quantized(base, storage, **ODD)
     raw, deltas = make_lora(base, 0.001)
     report = merge_adapter(raw, base_model=base, output=out)
     after = tensors_of(out)
@@ -149,7 +149,7 @@ def test_without_kernels_the_bytes_are_the_same(
     tmp_path: Path, make_lora: Callable[..., LoRA], monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     base = tmp_path / "base"
-    save_quantised(base, storage, **ODD)
+    save_quantized(base, storage, **ODD)
     raw, _ = make_lora(base, 0.001)
     theirs = merge_adapter(raw, base_model=base, output=tmp_path / "kernels")
     monkeypatch.setattr(merge_values, "has_kernels", lambda: False)
@@ -168,7 +168,7 @@ def test_transformers_loads_the_quantised_result_as_what_it_means(
     if storage.startswith("int"):
         pytest.importorskip("compressed_tensors")
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
-    save_quantised(tmp_path / "base", storage)
+    save_quantized(tmp_path / "base", storage)
     raw, _ = make_lora(tmp_path / "base", 0.002, H=64, I=32)
     merge_adapter(raw, base_model=tmp_path / "base", output=tmp_path / "out")
     means = logits(dequantised(tmp_path / "out", tmp_path / "plain"))
@@ -185,7 +185,7 @@ def test_a_delta_below_a_codes_step_is_swallowed_and_that_is_said(
     tmp_path: Path, make_lora: Callable[..., LoRA], storage: str
 ) -> None:
     base = tmp_path / "base"
-    before = save_quantised(base, storage, **ODD)
+    before = save_quantized(base, storage, **ODD)
     raw, _ = make_lora(base, 1e-5, moved=range(1, E))
     report = merge_adapter(raw, base_model=base, output=tmp_path / "out")
     (found,) = [finding for finding in report.findings if finding.code == "KTB910"]
@@ -205,11 +205,11 @@ def test_a_delta_below_a_codes_step_is_swallowed_and_that_is_said(
     assert "KTB910" not in [finding.code for finding in again.findings]
 
 
-def test_what_cant_be_requantised_is_refused_before_anything_is_written(
+def test_what_cant_be_requantized_is_refused_before_anything_is_written(
     tmp_path: Path, make_lora: Callable[..., LoRA]
 ) -> None:
     base = tmp_path / "base"
-    save_quantised(base, "fp8", **ODD)
+    save_quantized(base, "fp8", **ODD)
     raw, _ = make_lora(base, 0.01)
     config = json.loads((base / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [64, 64]
@@ -221,11 +221,11 @@ def test_what_cant_be_requantised_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_says_what_requantising_cost(
+def test_the_command_says_what_requantizing_cost(
     tmp_path: Path, make_lora: Callable[..., LoRA]
 ) -> None:
     base, out = tmp_path / "base", tmp_path / "out"
-    save_quantised(base, "int4-32", **ODD)
+    save_quantized(base, "int4-32", **ODD)
     raw, _ = make_lora(base, 0.001)
     command = ["merge", str(raw), "--base-model", str(base), "--output", str(out)]
 
@@ -252,7 +252,7 @@ def test_a_kill_leaves_the_old_merge_or_none(
     tmp_path: Path, make_lora: Callable[..., LoRA], warm: Any
 ) -> None:
     base, out = tmp_path / "base", tmp_path / "out"
-    save_quantised(base, "fp8", **ODD)
+    save_quantized(base, "fp8", **ODD)
     raw, _ = make_lora(base, 0.01)
     for kept in (None, b"old"):
         if kept:

@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint tensor by tensor: what quantising and dequantising share.
+"""Rewriting a checkpoint tensor by tensor: what quantizing and dequantizing share.
 
 A ``Part`` says what becomes of a tensor; this module lays out the shards, and ``ktbridge.adapter.rewrite``
 writes them under their own names, with the index, the configuration and the files beside them, whole or not

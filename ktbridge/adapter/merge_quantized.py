@@ -1,4 +1,4 @@
-"""Merging into quantised weights: dequantise, add, requantise; and what of the delta is left afterwards.
+"""Merging into quantized weights: dequantize, add, requantize; and what of the delta is left afterwards.
 
 The scheme stays: codes, groups, zero points and the scales' dtype are the checkpoint's. A delta that is much
 smaller than the step between two codes is rounded away, so what became of it is measured: over the exact sum
@@ -27,7 +27,7 @@ from ktbridge.model import Checkpoint, Entry
 
 BLOCK = 1 << 16  # values of one band, of some 60 bytes each
 KEPT = 0.5
-"""Share of a delta's squared norm below which quantisation lost more of it than it kept."""
+"""Share of a delta's squared norm below which quantization lost more of it than it kept."""
 
 
 class Change(NamedTuple):
@@ -50,7 +50,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """What requantising did to the weights of one storage in one layer (-1: outside the layers).
+    """What requantizing did to the weights of one storage in one layer (-1: outside the layers).
 
     ``relative_error`` is of the weights, ``kept`` the share of the delta's squared norm that is left,
     ``cosine`` that between the delta and what was changed.
@@ -75,8 +75,8 @@ class Band(NamedTuple):
     change: Change
 
 
-def requantised(checkpoint: Checkpoint, delta: Delta, number: int) -> Iterator[Band]:
-    """The ``number``-th matrix of a quantised weight with its delta, band by band of whole groups.
+def requantized(checkpoint: Checkpoint, delta: Delta, number: int) -> Iterator[Band]:
+    """The ``number``-th matrix of a quantized weight with its delta, band by band of whole groups.
 
     Memory: a band of ``BLOCK`` values (at least one row of groups), some 60 bytes each.
     """
@@ -104,7 +104,7 @@ def requantised(checkpoint: Checkpoint, delta: Delta, number: int) -> Iterator[B
         exact = old.copy()
         if add_products(exact, products, first) is None:
             raise not_finite(delta)
-        made, chosen, new = stored.requantise(exact, codes, scales, middle)
+        made, chosen, new = stored.requantize(exact, codes, scales, middle)
         change = _change(old, exact, new)
         yield Band(
             (places[0][0], np.ascontiguousarray(made).data.cast("B")),

@@ -16,19 +16,19 @@ from safetensors.numpy import load_file
 from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, convert_adapter, read_adapter
-from ktbridge.adapter.dialects import DIALECTS
+from ktbridge.adapter.formats import FORMATS
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.install import install_hint
 
 
-@pytest.mark.parametrize("dialect", ["peft-fused", "peft-0.18", "unsloth-legacy"])
-def test_the_three_dialects_that_share_keys(tmp_path: Path, dialect: str) -> None:
+@pytest.mark.parametrize("format_name", ["peft-fused", "peft-0.18", "unsloth-legacy"])
+def test_the_three_formats_that_share_keys(tmp_path: Path, format_name: str) -> None:
     gate_up, down = (
         (random(E, R, H), random(E, 2 * INTER, R)),
         (random(E, R, INTER), random(E, H, R)),
     )
-    tensors = peft_tensors(dialect, {"gate_up": gate_up, "down": down})
-    raw = back(save(tmp_path / "in", tensors), from_format=dialect)
+    tensors = peft_tensors(format_name, {"gate_up": gate_up, "down": down})
+    raw = back(save(tmp_path / "in", tensors), from_format=format_name)
     whole = 3.0 * gate_up[1] @ gate_up[0]
     np.testing.assert_array_equal(delta(raw, 4, "gate"), whole[:, :INTER])
     np.testing.assert_array_equal(delta(raw, 4, "up"), whole[:, INTER:])
@@ -47,8 +47,8 @@ def test_the_writer_is_found_by_shapes_and_by_marks(tmp_path: Path) -> None:
         "peft-fused": {},
         "unsloth-legacy": {**unsloth, **grouped},
     }
-    for dialect, marks in found.items():
-        path = save(tmp_path / dialect, peft_tensors(dialect, parts), **marks)
+    for format_name, marks in found.items():
+        path = save(tmp_path / format_name, peft_tensors(format_name, parts), **marks)
         np.testing.assert_array_equal(delta(back(path), 4, "down"), expected)
     now = {"auto_mapping": {"unsloth_fixed": True, **plain}}
     newest = save(tmp_path / "newest", peft_tensors("peft-fused", parts), **now)
@@ -73,12 +73,12 @@ def test_square_and_lone_parameters_need_a_version_or_the_flag(tmp_path: Path) -
         convert_adapter(square, to="raw", output_dir=tmp_path / "out")
     raw = back(square, from_format="peft-0.18")
     np.testing.assert_array_equal(delta(raw, 4, "down"), 3.0 * down[1] @ down[0])
-    for dialect, version in (
+    for format_name, version in (
         ("peft-0.18", "0.18.1"),
         ("peft-0.18", "0.19.0"),
         ("peft-fused", "0.19.1"),
     ):
-        tensors = peft_tensors(dialect, {"down": down})
+        tensors = peft_tensors(format_name, {"down": down})
         named = save(tmp_path / version, tensors, **target, peft_version=version)
         np.testing.assert_array_equal(delta(back(named), 4, "down"), 3.0 * down[1] @ down[0])
     # The base model's hidden size tells, where the matrices aren't square.
@@ -309,9 +309,9 @@ def test_requests_that_make_no_sense(tmp_path: Path) -> None:
         convert_adapter(raw, to="raw", output_dir=raw)
 
 
-def test_every_dialect_says_what_loads_it_and_what_is_exact() -> None:
-    assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS) == 12
-    assert all(dialect.loaded_by and dialect.exact for dialect in DIALECTS)
+def test_every_format_says_what_loads_it_and_what_is_exact() -> None:
+    assert len({format_name.name for format_name in FORMATS}) == len(FORMATS) == 12
+    assert all(format_name.loaded_by and format_name.exact for format_name in FORMATS)
 
 
 def test_gguf_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter
 from ktbridge.adapter.blocks import Block, block_of
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.sglang import unserved
-from ktbridge.adapter.dialects import BY_KT
-from ktbridge.adapter.dialects.source import (
+from ktbridge.adapter.engines import MIXED_FLAG, VLLM_FUSED, vllm_prefixes
+from ktbridge.adapter.formats import BY_KT
+from ktbridge.adapter.formats.source import (
     ExpertPair,
     Request,
     Source,
@@ -30,7 +31,6 @@ from ktbridge.adapter.dialects.source import (
     note,
     refusal,
 )
-from ktbridge.adapter.engines import MIXED_FLAG, VLLM_FUSED, vllm_prefixes
 from ktbridge.adapter.keys import HALVES, PEFT_PREFIX, expert_key, fused_key, parse_key
 from ktbridge.adapter.lora_config import (
     Numbers,

@@ -37,7 +37,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.blocks import Block, block_of
-from ktbridge.adapter.dialects.peft_layout import (
+from ktbridge.adapter.formats.peft_layout import (
     DOWN,
     GATE_UP,
     Pair,
@@ -47,7 +47,7 @@ from ktbridge.adapter.dialects.peft_layout import (
     swapped,
     unpack,
 )
-from ktbridge.adapter.dialects.source import (
+from ktbridge.adapter.formats.source import (
     ExpertPair,
     Request,
     Source,
@@ -74,24 +74,24 @@ Stacks = dict[str, dict[int, tuple[Block, Block, Numbers]]]
 
 
 def read_peft(request: Request) -> Source:
-    """An adapter with LoRA on fused expert parameters, in one of the dialects.
+    """An adapter with LoRA on fused expert parameters, in one of the formats.
 
-    The format "peft" accepts a dialect that shapes and marks prove. Raises UsageError if they are
+    The format "peft" accepts a format that shapes and marks prove. Raises UsageError if they are
     ambiguous and ProblemsError with every mismatch.
     """
-    path, dialect = request.path, request.format
+    path, format_name = request.path, request.format
     adapter, parts, warnings = open_foreign(request)
     base = local_config(request.base_model, adapter.base_model)
     findings: list[Problem] = []
     layers, rest = _pairs(adapter, parts, findings)
     fail_if(path, findings)
     if not layers:  # an ordinary PEFT adapter
-        source = Source.of(adapter, dialect, adapter.nonexpert_rank, adapter.nonexpert_alpha)
+        source = Source.of(adapter, format_name, adapter.nonexpert_rank, adapter.nonexpert_alpha)
         source.findings, source.tensors_in = warnings, len(parts)
         _file_rest(adapter, source, rest, findings)
         return source
-    dialect, exchanged = _orientation(adapter, layers, rest, base, dialect)
-    order = "e*R+k" if dialect in ("unsloth-legacy", "megatron-packed") else "k*E+e"
+    format_name, exchanged = _orientation(adapter, layers, rest, base, format_name)
+    order = "e*R+k" if format_name in ("unsloth-legacy", "megatron-packed") else "k*E+e"
     config = _own_ranks(adapter, layers, base)
     stacks: Stacks = defaultdict(dict)
     experts: set[int] = set()
@@ -111,8 +111,8 @@ def read_peft(request: Request) -> Source:
         expected = f"{base.num_experts} experts" if base else "one number"
         findings.append(problem("KTB204", str(path), found, expected))
     fail_if(path, findings)
-    source = Source.of(adapter, dialect, adapter.nonexpert_rank, adapter.nonexpert_alpha)
-    interleaved = dialect != "megatron-packed" and is_interleaved(base, adapter.base_model)
+    source = Source.of(adapter, format_name, adapter.nonexpert_rank, adapter.nonexpert_alpha)
+    interleaved = format_name != "megatron-packed" and is_interleaved(base, adapter.base_model)
     findings += _arranged(adapter, source, stacks, interleaved)
     source.findings, source.tensors_in = warnings, len(parts)
     if base is None and stacks:
@@ -185,9 +185,9 @@ def _parameter(adapter: Adapter, module: str, place: str, places: Collection[str
 
 
 def _orientation(
-    adapter: Adapter, layers: Layers, rest: list[Part], base: ModelConfig | None, dialect: str
+    adapter: Adapter, layers: Layers, rest: list[Part], base: ModelConfig | None, format_name: str
 ) -> tuple[str, bool]:
-    """The dialect, and whether in and out are swapped; UsageError if ambiguous."""
+    """The format, and whether in and out are swapped; UsageError if ambiguous."""
     hidden = base.hidden_size if base else 0
     for part in rest:
         if not hidden and part.key.leaf in ("q_proj", "k_proj", "v_proj") and part.key.half == "A":
@@ -199,23 +199,23 @@ def _orientation(
             [problem("KTB302", str(adapter.path), "has in and out exchanged in some layers")],
         )
     verdict = verdicts.pop() if verdicts else None
-    if dialect == "peft" and (adapter.manifest or {}).get("layout") == "peft-fused":
-        dialect = "peft-fused"  # our own directory
-    if dialect == "peft":
-        dialect = _writer(adapter, verdict, base)
-    if dialect == "peft-fused" and verdict is True:
+    if format_name == "peft" and (adapter.manifest or {}).get("layout") == "peft-fused":
+        format_name = "peft-fused"  # our own directory
+    if format_name == "peft":
+        format_name = _writer(adapter, verdict, base)
+    if format_name == "peft-fused" and verdict is True:
         raise UsageError(
             f"{adapter.path} has in and out exchanged, as PEFT 0.17 to 0.19.0 and Megatron-Bridge write them",
             "pass --from peft-0.18, or --from megatron-packed",
         )
-    if dialect in ("peft-0.18", "megatron-packed") and verdict is False:
+    if format_name in ("peft-0.18", "megatron-packed") and verdict is False:
         raise UsageError(
             f"{adapter.path} has in and out as PEFT 0.19.1 and later write them",
             "pass --from peft-fused",
         )
-    if dialect == "unsloth-legacy":
-        return dialect, bool(verdict)
-    return dialect, dialect in ("peft-0.18", "megatron-packed")
+    if format_name == "unsloth-legacy":
+        return format_name, bool(verdict)
+    return format_name, format_name in ("peft-0.18", "megatron-packed")
 
 
 # Fields that PEFT saves of every LoRA, and tools that write the file themselves don't.
@@ -223,7 +223,7 @@ _ONLY_PEFTS = ("layer_replication", "loftq_config", "megatron_config")
 
 
 def _writer(adapter: Adapter, exchanged: bool | None, base: ModelConfig | None) -> str:
-    """The dialect, by marks in adapter_config.json and by shapes; UsageError if it is ambiguous."""
+    """The format, by marks in adapter_config.json and by shapes; UsageError if it is ambiguous."""
     config = adapter.config
     mapping = config.get("auto_mapping")
     own = mapping if isinstance(mapping, dict) else {}

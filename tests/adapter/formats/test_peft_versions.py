@@ -99,9 +99,11 @@ def succeeds(code: str, release: str, out: Path, **options: Any) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def assert_read_exactly(out: Path, dialect: str) -> None:
+def assert_read_exactly(out: Path, format_name: str) -> None:
     """The release's adapter, converted, gives its logits in the installed PEFT; without it they differ."""
-    convert_adapter(out / "adapter", to="peft-fused", from_format=dialect, output_dir=out / "fused")
+    convert_adapter(
+        out / "adapter", to="peft-fused", from_format=format_name, output_dir=out / "fused"
+    )
     kept = {"attn_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "base", **kept).float()
     loaded = peft.PeftModel.from_pretrained(model, out / "fused").eval()
@@ -120,7 +122,7 @@ def assert_loads_ours(release: str, out: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "dialect"),
+    ("release", "format_name"),
     [
         ("0.18.1", "peft-0.18"),
         ("0.19.0", "peft-0.18"),
@@ -129,10 +131,10 @@ def assert_loads_ours(release: str, out: Path, **options: Any) -> None:
     ],
 )
 def test_adapters_of_an_older_peft_are_read_exactly(
-    tmp_path: Path, release: str, dialect: str
+    tmp_path: Path, release: str, format_name: str
 ) -> None:
     succeeds(SAVE, release, tmp_path)
-    assert_read_exactly(tmp_path, dialect)
+    assert_read_exactly(tmp_path, format_name)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -9,7 +9,7 @@ import numpy as np
 
 from ktbridge.adapter.adapter import MODEL_FILE, Part
 from ktbridge.adapter.blocks import BITS, Block
-from ktbridge.adapter.dialects.source import Source, refusal
+from ktbridge.adapter.formats.source import Source, refusal
 from ktbridge.adapter.keys import PEFT_PREFIX, parse_key
 from ktbridge.adapter.lora_config import AS_PARAMETERS, build_config, pattern_fields, whole
 from ktbridge.adapter.outputs import Output, Piece, piece

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.keys import PROJECTIONS
-from ktbridge.adapter.requantise import Part, Plan, array, copied, make_plan, widened
+from ktbridge.adapter.requantize import Part, Plan, array, copied, make_plan, widened
 from ktbridge.errors import KtbridgeError
 from ktbridge.kernel_choice import choose_isa
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
@@ -41,20 +41,20 @@ _AT_ONCE = (
 )  # values a worker takes at a time: what Python does for them is little beside the kernel
 
 
-def plan_quantise(
+def plan_quantize(
     model: Path, output: Path, storage: str = "int8", overwrite: bool = False, alone: bool = False
 ) -> Plan:
     """Plan to write ``model`` to ``output`` with its experts in ``storage``; nothing is written.
 
     ``alone``: the experts and config.json only, for ``kt_weight_path``. Raises KtbridgeError when the
-    checkpoint can't be quantised.
+    checkpoint can't be quantized.
     """
     config, checkpoint = read_model_config(model), open_checkpoint(model)
     checkpoint.check()
     table = read_json_file(model / "config.json")
     if table.get("quantization_config") or config.text.get("quantization_config"):
         raise KtbridgeError(
-            f"{model} is quantised already",
+            f"{model} is quantized already",
             "run scripts/dequantize_checkpoint.py on it first, or train from it as it is",
         )
     # What the checkpoint has decides: families count experts and dense layers by names of their own.
@@ -65,7 +65,7 @@ def plan_quantise(
             parts.update(_layer(checkpoint, config, home, counts, storage))
     if not parts:
         raise KtbridgeError(
-            f"{model} ({config.model_type}) has no routed experts: there is nothing to quantise",
+            f"{model} ({config.model_type}) has no routed experts: there is nothing to quantize",
             "point at a mixture-of-experts model",
         )
     made = [
@@ -174,7 +174,7 @@ def _parts(
     if width % GROUP:
         raise KtbridgeError(
             f"{entry.name} of {checkpoint.path} has rows of {width} values (expected groups of {GROUP})",
-            "quantise to INT8 instead",
+            "quantize to INT8 instead",
         )
     outputs = (
         (f"{stem}.weight_packed", "I32", (out, width // _PACKED)),
@@ -226,14 +226,14 @@ def _floats(checkpoint: Checkpoint, name: str) -> Entry:
         found = f"is {checkpoint.entry(name).dtype}" if name in checkpoint else "isn't there"
         raise KtbridgeError(
             f"{name} of {checkpoint.path} {found} (expected {', '.join(BITS)})",
-            "dequantise the checkpoint with scripts/dequantize_checkpoint.py first",
+            "dequantize the checkpoint with scripts/dequantize_checkpoint.py first",
         )
     return checkpoint.entry(name)
 
 
 def _misshapen(checkpoint: Checkpoint, entry: Entry, wanted: tuple[int, ...]) -> KtbridgeError:
     return KtbridgeError(
-        f"{entry.name} of {checkpoint.path} is {list(entry.shape)}, which can't be quantised "
+        f"{entry.name} of {checkpoint.path} is {list(entry.shape)}, which can't be quantized "
         f"(expected {list(wanted)}, gate rows before up rows)",
         "check that config.json belongs to these weights",
     )

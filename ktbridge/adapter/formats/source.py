@@ -69,7 +69,7 @@ _ONE = Numbers(1, 1.0)
 
 @dataclass
 class Source:
-    """An adapter of any dialect; ``Source.of`` makes one without tensors from an opened directory.
+    """An adapter of any format; ``Source.of`` makes one without tensors from an opened directory.
 
     ``experts``: (layer, projection, half) -> stacked block: gate/up A [E,r,H], B [E,I,r]; down
     A [E,r,I], B [E,H,r]; served at ``alpha/rank``. ``nonexpert``: PEFT key with
@@ -432,7 +432,7 @@ def _check_nonexpert(source: Source, key: str, block: Block) -> Iterator[Problem
         yield problem("KTB301", place, found, f"rank {rank}")
 
 
-# Fields that specific dialects handle; every other field that changes results is refused.
+# Fields that specific formats handle; every other field that changes results is refused.
 _OWN = ("rank_pattern", "alpha_pattern", "target_parameters", "target_modules")
 
 
@@ -440,7 +440,7 @@ def open_foreign(request: Request) -> tuple[Adapter, list[Part], list[Problem]]:
     """A directory that another tool wrote, all its tensors, and findings that are no errors.
 
     ``request.lora_alpha`` is used where the configuration has none. Raises ProblemsError with
-    everything that makes it unreadable, or that changes its result in a way no dialect can represent
+    everything that makes it unreadable, or that changes its result in a way no format can represent
     (DoRA, biases, saved modules, ...).
     """
     adapter, found = scan_adapter(request.path)

@@ -23,7 +23,7 @@ from operator import itemgetter
 
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.blocks import Block, block_of, block_of_stack
-from ktbridge.adapter.dialects.source import (
+from ktbridge.adapter.formats.source import (
     ExpertPair,
     Request,
     Source,
