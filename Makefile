@@ -63,8 +63,9 @@ test: tested-kernels
 test-all: tested-kernels
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-## The C++ tests are compiled while pip downloads and unpacks, if this machine has CMake without it.
-HAS_CMAKE := $(shell command -v cmake && command -v ctest)
+## The C++ tests are compiled while pip downloads and unpacks, if this machine has CMake (3.20) without it.
+HAS_CMAKE := $(shell command -v ctest > /dev/null && cmake --version 2> /dev/null | \
+  awk 'NR == 1 {split($$3, part, "."); if (part[1] > 3 || part[2] >= 20) print "yes"}')
 tested-kernels:
 	@$(if $(HAS_CMAKE),$(MAKE) --no-print-directory -j 2 $(VENV)/.dev test-kernels)
 	@$(if $(HAS_CMAKE),,$(MAKE) --no-print-directory $(VENV)/.dev)
@@ -185,7 +186,7 @@ check: $(VENV)/.dev
 
 define run_kernel_tests
 	$(CMAKE) -S . -B build/$@$(2) -DKTBRIDGE_TESTS=ON -DCMAKE_BUILD_TYPE=$(1) -DKTBRIDGE_SANITIZE=$(3)
-	MAKEFLAGS= $(CMAKE) --build build/$@$(2) --parallel $(shell nproc)
+	MAKEFLAGS=--no-print-directory $(CMAKE) --build build/$@$(2) --parallel $(shell nproc)
 	$(CTEST) --test-dir build/$@$(2) --output-on-failure --no-tests=error
 endef
 COMMA := ,
