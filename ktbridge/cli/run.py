@@ -16,7 +16,7 @@ from ktbridge.cli._app import Command, terminable
 
 if TYPE_CHECKING:
     from ktbridge.errors import ProblemsError
-    from ktbridge.recipe import Comparison, Options, Recipe, Runner, Step, recipe_runner
+    from ktbridge.recipe import Comparison, Options, Recipe, Runner, Step
     from ktbridge.sft.config import TrainConfig
 
 PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "output_dir")
@@ -65,7 +65,14 @@ def command(
     """
     from ktbridge.cli._recipe import StepPrinter
     from ktbridge.cli._ui import console, emit_json, stderr
-    from ktbridge.recipe import compare, expand_sweep, parse_sweep, plan_recipe, read_recipe
+    from ktbridge.recipe import (
+        compare,
+        expand_sweep,
+        parse_sweep,
+        plan_recipe,
+        read_recipe,
+        recipe_runner,
+    )
 
     if "=" in recipe and not Path(recipe).exists():  # an override; the recipe is the one here
         recipe, overrides = "recipe.yaml", (recipe, *overrides)
