@@ -27,8 +27,6 @@ VLLM_SEEN = "0.33.0"
 """The version whose own code `make test-loaders` runs."""
 VLLM_WITHOUT_PATTERNS = "0.27.1"
 """The last version looked at that knows no rank_pattern and no alpha_pattern; later ones were not run."""
-VLLM_FUSED = ("Qwen3.5-MoE", "Qwen3-VL-MoE", "gpt-oss")
-"""Families whose experts vLLM wraps as PEFT's fused ones (``is_3d_moe_weight`` of its model classes)."""
 MIXED_FLAG = "--enable-mixed-moe-lora-format"
 """With it vLLM wraps every family's experts one by one, and a request says of its adapter which it is."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -49,11 +47,6 @@ SGLANG_HONORS = (
 )  # fmt: skip
 """Findings that don't hold for upstream SGLang (several files, prefixes, other modules), or that
 ``checks.sglang`` makes in its own words (target_modules, partners in stacked modules)."""
-SGLANG_RUN = (
-    "Qwen2-MoE", "Qwen3-MoE", "Qwen3.5-MoE", "Qwen3-VL-MoE", "Mixtral", "DeepSeek", "GLM4-MoE", "gpt-oss",
-    "OLMoE",
-)  # fmt: skip
-"""Families of which adapters were run through its code."""
 SEEN = {VLLM: VLLM_SEEN, SGLANG: SGLANG_SEEN}
 """Engines other than SGLang-KT, and the version of each that was looked at."""
 
@@ -209,7 +202,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 def vllm_prefixes(family: Family) -> set[str]:
     """What may precede ``layers.N`` in vLLM; a wrapper takes the names of the text model in it as well."""
-    fused = {"language_model.model."} if family.name in VLLM_FUSED else set()
+    fused = {"language_model.model."} if family.vllm_fused else set()
     return {family.prefix, "model.", *fused}
 
 

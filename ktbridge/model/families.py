@@ -26,7 +26,9 @@ class Family:
     interleaved. ``names`` are gate, up and down of one expert, ``fused`` the two fused tensors within
     ``block``. ``nonexpert_targets`` are the modules (path suffixes) whose LoRA SGLang-KT can apply;
     none if unknown. ``modules_checked``: an adapter's other modules are compared with what the family's
-    config.json says of them; else only with the hidden size.
+    config.json says of them; else only with the hidden size. ``vllm_fused``: vLLM wraps the experts as
+    PEFT's fused ones (``is_3d_moe_weight`` of its model classes). ``sglang_run``: adapters of the family were
+    run through upstream SGLang's code.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Family:
     expert_size: str = "moe_intermediate_size"
     nonexpert_targets: tuple[str, ...] = ()
     modules_checked: bool = True
+    vllm_fused: bool = False
+    sglang_run: bool = False
 
     @property
     def in_memory(self) -> str:
@@ -76,8 +80,10 @@ def _stored(name: str, *model_types: str, **row: Any) -> Family:
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("Qwen2-MoE", ("qwen2_moe",)),
-    Family("Qwen3-MoE", ("qwen3_moe",), nonexpert_targets=(*_ATTENTION, "mlp.gate")),
+    Family("Qwen2-MoE", ("qwen2_moe",), sglang_run=True),
+    Family(
+        "Qwen3-MoE", ("qwen3_moe",), nonexpert_targets=(*_ATTENTION, "mlp.gate"), sglang_run=True
+    ),
     Family("Qwen3-Next", ("qwen3_next",)),
     Family(
         "Qwen3.5-MoE",
@@ -92,6 +98,8 @@ FAMILIES: tuple[Family, ...] = (
             "mlp.shared_expert_gate",
             *_gated("shared_expert"),
         ),
+        vllm_fused=True,
+        sglang_run=True,
     ),
     Family(
         "Qwen3-VL-MoE",
@@ -99,6 +107,8 @@ FAMILIES: tuple[Family, ...] = (
         prefix="model.language_model.",
         storage="fused-transposed",
         nonexpert_targets=_ATTENTION,
+        vllm_fused=True,
+        sglang_run=True,
     ),
     Family(
         "Mixtral",
@@ -106,11 +116,13 @@ FAMILIES: tuple[Family, ...] = (
         block="block_sparse_moe",
         names=_W,
         expert_size="intermediate_size",
+        sglang_run=True,
     ),
     Family(
         "DeepSeek",
         ("deepseek_v2", "deepseek_v3", "kimi_k2"),
         nonexpert_targets=(*_MLA, "mlp.gate", *_gated("shared_experts")),
+        sglang_run=True,
     ),
     Family(
         "Kimi-K2.5",
@@ -118,7 +130,7 @@ FAMILIES: tuple[Family, ...] = (
         prefix="language_model.model.",
         nonexpert_targets=(*_MLA, "mlp.gate", *_gated("shared_experts")),
     ),
-    Family("GLM4-MoE", ("glm4_moe",), nonexpert_targets=_ATTENTION),
+    Family("GLM4-MoE", ("glm4_moe",), nonexpert_targets=_ATTENTION, sglang_run=True),
     Family(
         "MiniMax-M2",
         ("minimax_m2",),
@@ -131,9 +143,11 @@ FAMILIES: tuple[Family, ...] = (
         ("gpt_oss",),
         storage="fused-interleaved",
         expert_size="intermediate_size",
+        vllm_fused=True,
+        sglang_run=True,
     ),
     _stored("ERNIE 4.5", "ernie4_5_moe"),
-    _stored("OLMoE", "olmoe", "flex_olmo", expert_size="intermediate_size"),
+    _stored("OLMoE", "olmoe", "flex_olmo", expert_size="intermediate_size", sglang_run=True),
     _stored("DeepSeek-V3.2", "deepseek_v32"),
     _stored("GLM-5", "glm_moe_dsa"),
     _stored("GLM-5-Next", "glm5_next", prefix="model.language_model."),

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from shlex import quote
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter
-from ktbridge.adapter.engines import SGLANG, SGLANG_RUN, SGLANG_SEEN
+from ktbridge.adapter.engines import SGLANG, SGLANG_SEEN
 from ktbridge.adapter.keys import CANONICAL
 from ktbridge.adapter.manifest import MAX_BYTES
 from ktbridge.codes import problem
@@ -51,7 +51,7 @@ def check_sglang(
     """Everything in serving directories that SGLang ends over or drops, each directory as one adapter."""
     for adapter in adapters:
         yield from _served(adapter, base)
-    if base is not None and base.family is not None and base.family.name not in SGLANG_RUN:
+    if base is not None and base.family is not None and not base.family.sglang_run:
         found = f"is of {base.family.name}, of which nothing was run in {SGLANG} {SGLANG_SEEN}"
         yield problem("KTB647", str(base.path), found)
 
@@ -164,7 +164,7 @@ def _whole(module: str) -> str:
 
 def _sized(base: ModelConfig | None) -> set[str]:
     """The modules that SGLang has sizes for: of this model, or of any where it isn't known."""
-    if base is None or base.family is None or base.family.name not in SGLANG_RUN:
+    if base is None or base.family is None or not base.family.sglang_run:
         return _COMMON | _LATENT | _HYBRID | {"indexer"}
     if base.family.name == "Qwen3.5-MoE":
         return _COMMON | _HYBRID

@@ -16,7 +16,6 @@ from ktbridge.adapter.checks import many
 from ktbridge.adapter.engines import (
     MIXED_FLAG,
     VLLM,
-    VLLM_FUSED,
     VLLM_RANKS,
     VLLM_SEEN,
     VLLM_WITHOUT_PATTERNS,
@@ -77,7 +76,7 @@ def _patterns(adapter: Adapter, version: str) -> Iterator[Problem]:
 
 
 def _paths(adapter: Adapter, base: ModelConfig, family: Family) -> Iterator[Problem]:
-    if family.name in VLLM_FUSED and adapter.experts:
+    if family.vllm_fused and adapter.experts:
         found = f"has LoRA on each expert, and vLLM takes {family.name}'s experts as fused"
         step = convert_step(adapter, "--to peft-fused --output D", base.path)
         step = f"start vLLM with {MIXED_FLAG}, or: {step}"

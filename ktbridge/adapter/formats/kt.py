@@ -20,7 +20,7 @@ from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter
 from ktbridge.adapter.blocks import Block, block_of
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.sglang import unserved
-from ktbridge.adapter.engines import MIXED_FLAG, VLLM_FUSED, vllm_prefixes
+from ktbridge.adapter.engines import MIXED_FLAG, vllm_prefixes
 from ktbridge.adapter.formats import BY_KT
 from ktbridge.adapter.formats.source import (
     ExpertPair,
@@ -197,7 +197,7 @@ def write_vllm(source: Source) -> tuple[list[Output], list[Problem]]:
     leaves = [names.get(name, f"{name}_proj") for name in source.projections]
     for output in outputs:
         output.config["target_modules"] = sorted({*leaves, *source.nonexpert_modules()})
-    if source.experts and family is not None and family.name in VLLM_FUSED:
+    if source.experts and family is not None and family.vllm_fused:
         found = f"vLLM takes LoRA on each expert of {family.name} only with {MIXED_FLAG}"
         problems = [*problems, note(str(source.path), f"{found}; --to peft-fused needs no flag")]
     return outputs, problems
