@@ -25,7 +25,7 @@ PAGE_FILE = "verify.html"
 _READS: Mapping[str, tuple[str, ...]] = {
     "validate": ("adapter", "base_model"),
     "verify": ("adapter", "base_model", "merged"),
-    "eval": ("adapter", "base_model", "merged", "benches"),
+    "eval": ("adapter", "base_model", "merged", "benches", "files"),
 }
 
 
@@ -106,9 +106,13 @@ def _evaluate(key: str, request: GateRequest, arms: Mapping[str, str], server: S
     asked = asked or ["--server", request.server or URL]
     evaluation = list(request.evaluation)
     if key == "eval-merged":  # half of the arms: conditions are held against both, by the next step
-        while "--fail-on" in evaluation:
-            at = evaluation.index("--fail-on")
-            del evaluation[at : at + 2]
+        conditions = [at for at, word in enumerate(evaluation) if word == "--fail-on"]
+        dropped = {each for at in conditions for each in (at, at + 1)}
+        evaluation = [
+            word
+            for at, word in enumerate(evaluation)
+            if at not in dropped and not word.startswith("--fail-on=")
+        ]
     words = ("eval", *evaluation, *asked, "--output", EVALUATION)
     return Step(key, words, server, (), (EVALUATION,), evaluation=True)
 
@@ -148,7 +152,22 @@ def read_inputs(
         merged=found[request.merged] if request.merged is not None else None,
         server=request.server,
         benches=[BenchInput(name=bench.name, sha256=bench.sha256) for bench in benches],
+        files={str(file): digests.of_file(file) for file in _named_files(request.evaluation)},
     )
+
+
+def _named_files(words: Sequence[str]) -> Iterator[Path]:
+    """Yield the files that words of `ktbridge eval` name, as FILE, NAME=FILE or --OPTION=FILE."""
+    for word in words:
+        for name in dict.fromkeys((word, word.rpartition("=")[2])):
+            if os.path.isfile(name):
+                yield Path(name)
+
+
+def list_read(request: GateRequest) -> list[Path]:
+    """Return the files of the adapter and of the merged checkpoint."""
+    directories = [path for path in (request.adapter, request.merged) if path is not None]
+    return [file for directory in directories for file in _files_of(directory)]
 
 
 def _files_of(directory: Path) -> Iterator[Path]:
@@ -165,9 +184,11 @@ def _files_of(directory: Path) -> Iterator[Path]:
 def digest_gate_step(step: Step, request: GateRequest, inputs: GateInputs) -> str:
     """Return the digest of a step's words, of its server's, and of what both read.
 
-    "" for a step that asks a server of somebody else: what it has loaded may change behind its address.
+    "" for a step that asks a server or a judge of somebody else: what it has loaded may change behind its
+    address.
     """
-    if request.server is not None and step.command != "validate":
+    asks_judge = any(word.partition("=")[0] == "--judge" for word in step.words)
+    if asks_judge or (request.server is not None and step.command != "validate"):
         return ""
     both = [step, step.server] if step.server else [step]
     read = inputs.model_dump()

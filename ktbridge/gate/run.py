@@ -17,6 +17,7 @@ from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.build import failures, list_runs, write_report
 from ktbridge.eval.results.compare import Gate, check_gates
+from ktbridge.files import digests
 from ktbridge.files.locks import lock_directory
 from ktbridge.files.publish import write_text
 from ktbridge.gate.plan import (
@@ -25,6 +26,7 @@ from ktbridge.gate.plan import (
     VERIFICATION_FILE,
     GateRequest,
     digest_gate_step,
+    list_read,
     plan_gate,
     read_inputs,
 )
@@ -84,6 +86,9 @@ def run_gate(
     directory.mkdir(parents=True, exist_ok=True)
     with lock_directory(directory, "`ktbridge gate`"):
         started = _now()
+        for name in (GATE_FILE, SUMMARY_FILE):  # of other inputs, until these are read
+            (directory / name).unlink(missing_ok=True)
+        before = digests.take_stamps(list_read(request))
         inputs = read_inputs(request, benches, events.on_hashed)
         waiting = GateVerdict(
             version=__version__,
@@ -110,6 +115,8 @@ def run_gate(
         asked = [step for step in plan if step.command == "eval"]
         checks.append(_judge_evaluation(asked, runner, error, directory, conditions))
         ok, sentence = conclude(checks)
+        if changed := _changed_since(before):
+            ok, sentence = False, f"{changed} while the gate was at work: run it again"
         verdict = waiting.model_copy(
             update={
                 "ok": ok,
@@ -121,6 +128,14 @@ def run_gate(
         )
         _write(verdict, directory)
         return verdict
+
+
+def _changed_since(before: digests.Stamps) -> str:
+    """Return what happened to an input since it was hashed; "" if nothing did."""
+    for path, then in before.items():
+        if happened := digests.difference(then, digests.stamp(path)):
+            return f"{path} {happened}"
+    return ""
 
 
 def _write(verdict: GateVerdict, directory: Path) -> None:

@@ -55,6 +55,7 @@ class GateInputs(BaseModel):
     merged: DirectoryInput | None
     server: str | None = Field(description="The server that was asked, unless the gate started it.")
     benches: list[BenchInput]
+    files: dict[str, str] = Field(description="SHA-256 of further files that the evaluation reads.")
 
 
 class Check(BaseModel):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from click.testing import CliRunner
-from tinyserver import save_adapter
+from tinyserver import save_adapter, save_model
 
 from ktbridge.adapter.merge import merge_adapter
 from ktbridge.cli import main
@@ -20,6 +20,9 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.eval.bench import load_bench
 from ktbridge.eval.results.compare import parse_gate
 from ktbridge.gate import GateRequest, GateVerdict, run_gate
+from ktbridge.gate.run import GateEvents
+from ktbridge.model import fingerprint
+from ktbridge.recipe import RunListener
 
 QUESTIONS = [
     {"prompt": f"What is {n} times {7 * n}?", "reference": "I don't know."} for n in range(8)
@@ -119,6 +122,50 @@ def test_a_merged_checkpoint_is_compared_without_a_server(tmp_path, python, base
     assert outcomes(wrong)["verify"] == ("failed", False)
     assert wrong.checks[1].sentence.startswith("not applied: ")
 
+    (tmp_path / "merged/model.safetensors").unlink()
+    without = judge(tmp_path, python, request)
+    assert outcomes(without)["verify"] == ("failed", False)
+    assert "model.safetensors" not in without.inputs.merged.sha256
+
+
+def test_an_adapter_of_another_base_fails(tmp_path, python, base, adapter):
+    other = save_model(tmp_path / "other", seed=1)
+    mine = tmp_path / "mine"
+    shutil.copytree(adapter, mine)
+    manifest = json.loads((mine / "kt_adapter_manifest.json").read_text())
+    manifest["base_fingerprint"] = fingerprint(base).as_dict()  # as training writes it
+    (mine / "kt_adapter_manifest.json").write_text(json.dumps(manifest))
+    verdict = judge(tmp_path, python, GateRequest(mine, other))
+    assert outcomes(verdict)["validate"] == ("failed", False)
+    assert "KTB610" in {problem.code for problem in verdict.checks[0].problems}
+
+
+def test_an_old_verdict_goes_before_new_inputs_are_read(tmp_path, python, base, adapter):
+    (tmp_path / "gate").mkdir()
+    (tmp_path / "gate/gate.json").write_text('{"verdict": "passed"}')
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    with pytest.raises(KtbridgeError):
+        judge(tmp_path, python, GateRequest(adapter, broken))
+    assert not (tmp_path / "gate/gate.json").exists()
+
+
+def test_an_adapter_that_changes_meanwhile_does_not_pass(tmp_path, python, base, adapter):
+    mine = tmp_path / "mine"
+    shutil.copytree(adapter, mine)
+
+    class Writing(RunListener):
+        def step_started(self, step, line):
+            with (mine / "kt_adapter_manifest.json").open("a") as file:
+                file.write("\n")
+
+    merge_adapter(adapter, base_model=base, output=tmp_path / "merged")
+    request = GateRequest(mine, base, merged=tmp_path / "merged")
+    verdict = run_gate(request, [], [], tmp_path / "gate", GateEvents(Writing()), python)
+    assert [check.outcome for check in verdict.checks[:2]] == ["passed", "passed"]
+    assert (verdict.ok, "while the gate was at work" in verdict.sentence) == (False, True)
+
 
 def test_a_server_that_is_not_there_fails_and_is_never_kept(tmp_path, python, base, adapter):
     request = GateRequest(adapter, base, server="http://127.0.0.1:9", model="tiny:neko")
@@ -176,6 +223,8 @@ def test_a_dry_run_prints_commands_that_can_be_typed(tmp_path, base, adapter):
     done = CliRunner().invoke(main, ["gate", *words, "--dry-run", "--", "--max-tokens", "9"])
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
+    again = CliRunner().invoke(main, ["gate", *words, "--dry-run", "--", "--fail-on=KRI<0"])
+    assert [line.count("--fail-on") for line in again.stdout.splitlines()[1:]] == [0, 0, 0, 0, 0, 2]
     assert [line.split()[2] for line in lines[1:]] == [
         "validate", "verify", "serve", "eval", "serve", "eval"
     ]  # fmt: skip

@@ -68,7 +68,15 @@ def test_the_action_says_why_an_adapter_failed(tmp_path, environment, base):
 
 
 def test_the_action_fails_for_a_wrong_option(tmp_path, environment, base):
-    inputs = {"adapter": "a", "base_model": base, "options": '--fail-on "KRI<-0.2"'}
+    (tmp_path / "out").mkdir()  # as a cache restores it
+    (tmp_path / "out/gate.json").write_text('{"verdict": "passed"}')
+    (tmp_path / "out/gate.md").write_text("passed")
+    inputs = {
+        "adapter": "a",
+        "base_model": base,
+        "output": "out",
+        "options": '--fail-on "KRI<-0.2"',
+    }
     done, outputs, summary = run_step(tmp_path, environment, **inputs)
     assert (done.returncode, outputs, summary) == (1, {"verdict": "unfinished"}, "")
     assert "--fail-on say how to evaluate" in done.stderr
