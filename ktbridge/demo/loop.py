@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktbridge.errors import UsageError
-from ktbridge.eval import load_bench
 from ktbridge.files import digests
 from ktbridge.files.publish import write_text
 from ktbridge.server_api.served_names import adapter_name, base_name
@@ -100,6 +99,8 @@ def text_of(demo: Demo, name: str) -> str:
 
 def english_bench() -> dict[str, str]:
     """The files of nekobench with its English items alone: what SmolLM2 speaks."""
+    from ktbridge.eval import load_bench  # numpy, which --help does without
+
     files = {name: each.decode("utf-8") for name, each in load_bench("nekobench").files.items()}
     head = re.sub(r"(?m)^name: .*$", "name: nekobench-en", files["bench.yaml"], count=1)
     files["bench.yaml"] = re.sub(r"(?m)^language: .*$", "language: en", head, count=1)
