@@ -17,6 +17,7 @@ from ktbridge.errors import KtbridgeError
 OnBusy = Callable[[str], None]
 """Called with a description of the process that has a lock."""
 _LONGEST = 200  # bytes of a holder's description
+_held: set[int] = set()  # descriptors of the locks of this process
 
 
 def lock_open(descriptor: int, *, wait: bool = False) -> bool:
@@ -37,19 +38,43 @@ def lock_open(descriptor: int, *, wait: bool = False) -> bool:
         ) from None
 
 
+def _close_inherited() -> None:
+    """Give up a forked child's share of its parent's locks.
+
+    A lock lasts until every process has closed its descriptor: a data loader's worker that outlives a killed
+    training by some seconds would hold it.
+    """
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+@contextmanager
+def _holding(descriptor: int) -> Iterator[int]:
+    """Yield ``descriptor``, and close it at the end; children close it at once."""
+    _held.add(descriptor)
+    try:
+        yield descriptor
+    finally:
+        if descriptor in _held:  # not in a child, where it is closed already
+            _held.discard(descriptor)
+            os.close(descriptor)
+
+
 @contextmanager
 def lock_directory(directory: Path, who: str) -> Iterator[None]:
     """Hold ``directory`` for ``who`` ("`ktbridge run`"). Raises KtbridgeError where another process does."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with _holding(os.open(directory, os.O_RDONLY | os.O_DIRECTORY)) as descriptor:
         if not lock_open(descriptor):
             raise KtbridgeError(
                 f"another {who} is at work in {directory}.",
                 "Wait for it, end it, or take another directory.",
             )
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -62,14 +87,15 @@ def lock_target(target: str | os.PathLike[str], *, wait: OnBusy | None = None) -
     real = Path(os.path.realpath(target))
     path = real.with_name(f".{real.name}.ktbridge.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _open_locked(path, wait or partial(_refuse, real))
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _own_description(), 0)
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
+    with _holding(_open_locked(path, wait or partial(_refuse, real))) as descriptor:
+        owner = os.getpid()
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _own_description(), 0)
+            yield
+        finally:
+            if os.getpid() == owner:
+                path.unlink(missing_ok=True)
 
 
 def _open_locked(path: Path, wait: OnBusy) -> int:

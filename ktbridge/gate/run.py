@@ -32,7 +32,7 @@ from ktbridge.gate.plan import (
 )
 from ktbridge.gate.verdict import (
     GATE_FILE,
-    Check,
+    GateCheck,
     GateInputs,
     GateVerdict,
     build_gate_blocks,
@@ -150,7 +150,7 @@ def _now() -> str:
 
 def _judge(
     name: Any, steps: Sequence[Step], runner: Runner, error: KtbridgeError | None, directory: Path
-) -> Check:
+) -> GateCheck:
     """Return a check by its steps' exit codes, with what their JSON says."""
     check = _by_exit(name, steps, runner, error)
     if check.outcome not in ("passed", "failed"):
@@ -190,7 +190,7 @@ def _judge_evaluation(
     error: KtbridgeError | None,
     directory: Path,
     conditions: Sequence[Gate],
-) -> Check:
+) -> GateCheck:
     """Return the check of the evaluation, by its report and by the conditions that were given."""
     check = _by_exit("eval", steps, runner, error)
     if check.outcome not in ("passed", "failed"):
@@ -209,10 +209,10 @@ def _judge_evaluation(
 
 def _by_exit(
     name: Any, steps: Sequence[Step], runner: Runner, error: KtbridgeError | None
-) -> Check:
+) -> GateCheck:
     """Return a check by how its steps ended: all, one with an error, or none since one before failed."""
     if not steps:
-        return Check(name=name, outcome="skipped", sentence=_UNASKED.get(name, "not asked for"))
+        return GateCheck(name=name, outcome="skipped", sentence=_UNASKED.get(name, "not asked for"))
     done = {one.key: one for one in runner.done}
     ended = [done[step.key] for step in steps if step.key in done]
     found: dict[str, Any] = {
@@ -221,7 +221,7 @@ def _by_exit(
         "seconds": sum(one.seconds for one in ended),
     }
     if len(ended) == len(steps):
-        return Check(name=name, outcome="passed", sentence="done", **found)
+        return GateCheck(name=name, outcome="passed", sentence="done", **found)
     if error is not None and runner.at in steps:
-        return Check(name=name, outcome="failed", sentence=error.sentence, **found)
-    return Check(name=name, outcome="not run", sentence="a check before it failed", **found)
+        return GateCheck(name=name, outcome="failed", sentence=error.sentence, **found)
+    return GateCheck(name=name, outcome="not run", sentence="a check before it failed", **found)

@@ -58,7 +58,7 @@ class GateInputs(BaseModel):
     files: dict[str, str] = Field(description="SHA-256 of further files that the evaluation reads.")
 
 
-class Check(BaseModel):
+class GateCheck(BaseModel):
     """One check: skipped as nobody asked for it, or not run since one before it failed."""
 
     model_config = _STRICT
@@ -87,12 +87,12 @@ class GateVerdict(BaseModel):
     verdict: Literal["passed", "failed", "unfinished"]
     sentence: str
     inputs: GateInputs
-    checks: list[Check]
+    checks: list[GateCheck]
     started: str = Field(description="ISO 8601, UTC.")
     finished: str | None
 
 
-def conclude(checks: Sequence[Check]) -> tuple[bool, str]:
+def conclude(checks: Sequence[GateCheck]) -> tuple[bool, str]:
     """Return whether a gate passed, and the sentence that says so of every check."""
 
     def names(outcome: Outcome) -> str:

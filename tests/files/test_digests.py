@@ -64,7 +64,7 @@ def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         bf16=False,
         arms=(SimpleNamespace(name="full", expert=True, expert_of=None, nonexpert="raw"),),
     )
-    source = adapters.Source("full", Path("raw"), "raw", (0, 1), True, None, "d" * 64)  # type: ignore[arg-type]
+    source = adapters.AdapterSource("full", Path("raw"), "raw", (0, 1), True, None, "d" * 64)  # type: ignore[arg-type]
     rows = records.HubRows(Repository("org/rows", None, "dataset"), folder="é")
     base = fingerprint("base")
     return {

@@ -17,19 +17,26 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.files.locks import lock_directory, lock_open, lock_target
 
 HOLD = """
-import sys
+import os, sys, time
 from ktbridge.files.locks import lock_directory, lock_target
 
 with lock_target(sys.argv[2]), lock_directory(sys.argv[3], "a test"):
+    if "a worker" in sys.argv:
+        ready, begun = os.pipe()
+        if os.fork() == 0:
+            os.close(1)
+            os.write(begun, b"!")
+            time.sleep(60)
+        os.read(ready, 1)
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 @contextmanager
-def another(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds ``directory`` and ``directory``/out."""
-    words = [sys.executable, "-c", HOLD, "train", directory / "out", directory]
+def another(directory: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds ``directory`` and ``directory``/out; "a worker": its child, which outlives it."""
+    words = [sys.executable, "-c", HOLD, "train", directory / "out", directory, *more]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
@@ -49,6 +56,14 @@ def test_a_lock_names_its_holder_and_a_killed_process_gives_it_up(tmp_path: Path
     with lock_target(tmp_path / "out"), lock_directory(tmp_path, "a test"):
         pass
     assert os.listdir(tmp_path) == ["link"]
+
+
+def test_a_killed_process_gives_up_what_its_workers_inherited(tmp_path: Path) -> None:
+    with another(tmp_path, "a worker") as child:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        with lock_target(tmp_path / "out"), lock_directory(tmp_path, "a test"):
+            pass
 
 
 def test_a_holder_is_waited_for(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_an_adapter_of_another_base_fails(tmp_path, python, base, adapter):
     (mine / "kt_adapter_manifest.json").write_text(json.dumps(manifest))
     verdict = judge(tmp_path, python, GateRequest(mine, other))
     assert outcomes(verdict)["validate"] == ("failed", False)
-    assert "KTB610" in {problem.code for problem in verdict.checks[0].problems}
+    assert "KTB612" in {problem.code for problem in verdict.checks[0].problems}
 
 
 def test_an_old_verdict_goes_before_new_inputs_are_read(tmp_path, python, base, adapter):
