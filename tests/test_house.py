@@ -16,10 +16,10 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 72_480,
-    "modules": 306,
-    "public names that several modules define": 52,
-    "docstrings that begin with a relative clause": 80,
+    "lines": 72_740,
+    "modules": 301,
+    "public names that several modules define": 14,
+    "docstrings that begin with a relative clause": 5,
     "modules in circles of imports, for types too": 6,
     "uses of Any": 327,
 }
@@ -29,6 +29,7 @@ RELATIVE = re.compile(r"(What|Whether|Where|How|Of|Those|That which|So many|Whic
 # More than 8 parameters: what people call from outside or by keywords alone, and kernels.
 WIDE = {
     "adapter/raw.py:write_raw_adapter",
+    "cli/gate.py:command",
     "cli/verify.py:command",
     "eval/judge/run.py:judge_run",
     "experts/gpu/triton_kernels.py:_activation_backward",

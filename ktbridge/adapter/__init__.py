@@ -1,4 +1,4 @@
-"""What an adapter is on disk: read it, check it, convert it, merge it. Needs only numpy, never torch.
+"""An adapter on disk: read it, check it, convert it, merge it. Needs only numpy, never torch.
 
 KT has four layouts of an adapter: *raw* (what training writes), *expert* and *nonexpert* (the
 split serving layout), *merged* (one serving directory with both). ``convert_adapter`` also reads and

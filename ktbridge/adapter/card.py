@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def read_evaluation(directory: Path) -> Evaluation:
-    """What `ktbridge eval` and `report` left in a directory. Raises KtbridgeError where it isn't readable."""
+    """Read what `ktbridge eval` or `report` left in a directory. Raises KtbridgeError if unreadable."""
     path = directory / "results.json"
     if not path.is_file():
         raise KtbridgeError(

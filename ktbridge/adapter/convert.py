@@ -127,7 +127,7 @@ def _describe(copy: Copy, span: Span, layouts: Sequence[str]) -> dict[str, objec
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did. ``outputs`` has layout, path, tensors, bytes, rank, alpha, modules."""
+    """Report of a conversion. ``outputs`` has layout, path, tensors, bytes, rank, alpha, modules."""
 
     source: str
     layout: str

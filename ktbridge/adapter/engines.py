@@ -1,4 +1,4 @@
-"""What each version of SGLang-KT accepts of an adapter directory: one table, one row per contract.
+"""Contracts of SGLang-KT's versions on adapter directories: one table, one row per contract.
 
 Taken from the wheels of all versions and tested by running 0.6.4 and 0.7.2; ``contract_for`` returns a
 version's row. `make test-engine` compares the table with the wheels: layouts, methods, flags and the
@@ -53,7 +53,7 @@ SEEN = {VLLM: VLLM_SEEN, SGLANG: SGLANG_SEEN}
 
 @dataclass(frozen=True)
 class Contract:
-    """How the versions ``first`` to ``last`` (inclusive) handle adapters.
+    """The contract of versions ``first`` to ``last`` (inclusive).
 
     ``split``: an expert and a non-expert directory served together (``--kt-expert-lora-path`` with
     ``--lora-paths``). ``expert``, ``nonexpert``, ``merged``: such a directory served alone.
@@ -201,7 +201,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def vllm_prefixes(family: Family) -> set[str]:
-    """What may precede ``layers.N`` in vLLM; a wrapper takes the names of the text model in it as well."""
+    """List what precedes ``layers.N`` in vLLM; a wrapper takes the names of the text model in it as well."""
     fused = {"language_model.model."} if family.vllm_fused else set()
     return {family.prefix, "model.", *fused}
 

@@ -13,7 +13,7 @@ from ktbridge.errors import Problem
 
 
 def leads_out(path: Path) -> Path | None:
-    """Where a link leads to, if that is there, and neither in its directory nor in the cache of the Hub."""
+    """Return a link's target, if it is there, and neither in its directory nor in the Hub's cache."""
     if not path.is_symlink() or not path.exists():
         return None
     target, place = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))

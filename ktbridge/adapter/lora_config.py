@@ -204,7 +204,7 @@ def numbers_of(adapter: Adapter, key: Key) -> Numbers:
 
 
 def trained_by_kt(adapter: Adapter) -> bool:
-    """Whether KTransformers trained the routed experts: by its manifest, or its wrapper in the keys."""
+    """True if KTransformers trained the routed experts: by its manifest, or its wrapper in the keys."""
     if adapter.by_kt is not None:
         return adapter.by_kt
     if adapter.manifest is not None:

@@ -93,7 +93,7 @@ class MergePlan:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did. ``values`` are in the adapted weights; ``changed`` of them moved.
+    """Report of a merge. ``values`` are in the adapted weights; ``changed`` of them moved.
 
     The rest of the delta is below the resolution of the checkpoint's dtype. ``losses``: what requantizing
     did, layer by layer.

@@ -50,7 +50,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """What requantizing did to the weights of one storage in one layer (-1: outside the layers).
+    """Loss by requantizing the weights of one storage in one layer (-1: outside the layers).
 
     ``relative_error`` is of the weights, ``kept`` the share of the delta's squared norm that is left,
     ``cosine`` that between the delta and what was changed.

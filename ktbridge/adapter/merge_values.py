@@ -60,7 +60,7 @@ class Merger:
 
     @property
     def changed(self) -> int:
-        """Those of them that are no longer the base's."""
+        """Number of them that are no longer the base's."""
         quantized = sum(change.moved for _, change in self.changes)
         return quantized + sum(changed for _, changed in self._counts)
 

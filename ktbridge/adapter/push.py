@@ -31,7 +31,7 @@ README = "README.md"
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What will be in the repository: each file as a path or its content. ``problems`` are no errors.
+    """Contents of the repository to be: each file as a path or its content. ``problems`` are no errors.
 
     ``reading`` says that the adapter was read from another tool's format, in which it is uploaded.
     """

@@ -221,7 +221,7 @@ def _shard(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Shard:
 def _rows(
     part: Part, place: Mapping[str, int], first: int, last: int
 ) -> Iterator[tuple[int, Buffer]]:
-    """Those rows of every tensor of a part, each with its place."""
+    """Yield those rows of every tensor of a part, each with its place."""
     assert part.make is not None
     for (name, dtype, shape), data in zip(part.outputs, part.make(first, last), strict=True):
         yield place[name] + first * (_nbytes(dtype, shape) // part.rows), data.data.cast("B")

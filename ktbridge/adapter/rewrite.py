@@ -48,7 +48,7 @@ class Shard(NamedTuple):
 
 @dataclass
 class Rewrite:
-    """Where ``checkpoint`` is written again. ``output`` is the directory's real path.
+    """The place where ``checkpoint`` is written again. ``output`` is the directory's real path.
 
     ``marker`` is the name of the JSON file that marks a directory of this ``kind`` ("a merged
     checkpoint"). ``anew`` are small files that are written instead of copied, and ``obsolete`` matches

@@ -74,7 +74,7 @@ class _Given(NamedTuple):
 
 @dataclass
 class ValidationReport:
-    """What a validation found: ``problems``, worst first, and one summary per directory."""
+    """Report of a validation: ``problems``, worst first, and one summary per directory."""
 
     problems: list[Problem] = field(default_factory=list)
     adapters: list[dict[str, Any]] = field(default_factory=list)
@@ -292,7 +292,7 @@ def _convert_step(adapter: Adapter, engine: str, version: str, base_name: str) -
 
 
 def _of_engine(problems: list[Problem], engine: str) -> list[Problem]:
-    """What is left for an engine that honours some of what SGLang-KT doesn't, with its own next steps."""
+    """Return what is left for an engine that honors some of what SGLang-KT doesn't, with own next steps."""
     if engine not in _OTHERS:
         return problems
     honours, to = _OTHERS[engine].honours, _OTHERS[engine].to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -19,6 +19,7 @@ from ktbridge.model import resolve_model
 if TYPE_CHECKING:
     from ktbridge.eval.bench import Bench
     from ktbridge.eval.results.compare import Gate
+    from ktbridge.gate import GateRequest
 
 
 @click.command(cls=Command)
@@ -75,11 +76,16 @@ def command(
     server: str | None,
     model: str | None,
     engine: str | None,
+    from_format: str,
+    strict: bool,
+    benches: tuple[str, ...],
+    items: tuple[str, ...],
+    limit: int | None,
+    fail_on: tuple[str, ...],
     output: Path,
     dry_run: bool,
     as_json: bool,
     more: tuple[str, ...],
-    **options: Any,
 ) -> None:
     """Validate, verify and evaluate an adapter, and give one verdict.
 
@@ -97,9 +103,10 @@ def command(
     from ktbridge.gate import GateRequest
     from ktbridge.gate.run import GateEvents, run_gate
 
-    _check_usage(merged, server, model, options, more)
-    evaluation = _evaluation_words(options, more)
-    benches, conditions = _read_evaluation(evaluation) if evaluation else ([], [])
+    options = _Evaluation(benches, items, limit, fail_on, more)
+    _check_usage(merged, server, model, options)
+    evaluation = options.words()
+    read, conditions = _read_evaluation(evaluation) if evaluation else ([], [])
     for path in (adapter, *([merged] if merged else [])):
         if not Path(path).expanduser().exists():
             raise UsageError(f"{path!r} does not exist.", "check the path")
@@ -111,13 +118,13 @@ def command(
         server=server,
         model=model,
         engine=engine,
-        from_format=options["from_format"],
-        strict=options["strict"],
+        from_format=from_format,
+        strict=strict,
         evaluation=evaluation,
     )
     output = output.expanduser().absolute()
     if dry_run:
-        _show(request, benches, output, as_json)
+        _show(request, read, output, as_json)
         return
     from ktbridge.gate.plan import plan_gate
     from ktbridge.gate.verdict import build_gate_blocks
@@ -128,7 +135,7 @@ def command(
             with progress_bar("hashing", "bytes") as bar:
                 events = GateEvents(StepPrinter(shown, plan_gate(request)), bar)
                 stream = sys.stderr if as_json else None
-                verdict = run_gate(request, benches, conditions, output, events, output=stream)
+                verdict = run_gate(request, read, conditions, output, events, output=stream)
         except KeyboardInterrupt as stop:
             stop.args = ("what is finished is kept; the same command goes on from there",)
             raise
@@ -141,12 +148,31 @@ def command(
     sys.exit(0 if verdict.ok else 1)
 
 
+class _Evaluation(NamedTuple):
+    """Options of the evaluation as they were typed; ``more`` stood behind --."""
+
+    benches: tuple[str, ...]
+    items: tuple[str, ...]
+    limit: int | None
+    fail_on: tuple[str, ...]
+    more: tuple[str, ...]
+
+    def words(self) -> tuple[str, ...]:
+        """Return the words for `ktbridge eval`, with absolute paths: it runs in the gate's directory."""
+        words: list[str] = []
+        for bench in self.benches:
+            words += ["--bench", str(Path(bench).absolute()) if Path(bench).is_dir() else bench]
+        for text in self.items:
+            name, sign, path = text.rpartition("=")
+            words += ["--items", f"{name}{sign}{Path(path).expanduser().absolute()}"]
+        words += ["--limit", str(self.limit)] if self.limit else []
+        for condition in self.fail_on:
+            words += ["--fail-on", condition]
+        return (*words, *self.more)
+
+
 def _check_usage(
-    merged: str | None,
-    server: str | None,
-    model: str | None,
-    options: dict[str, Any],
-    more: Sequence[str],
+    merged: str | None, server: str | None, model: str | None, options: _Evaluation
 ) -> None:
     """Raise one usage error that names every option without a meaning."""
     wrong = []
@@ -154,28 +180,14 @@ def _check_usage(
         wrong.append("give one of --merged DIR and --server URL.")
     if bool(server) != bool(model):
         wrong.append("--server URL and --model NAME go together.")
-    if not options["benches"]:
-        given = [f"--{key}" for key in ("items", "limit") if options[key]]
-        given += ["--fail-on"] if options["fail_on"] else []
-        given += [f"-- {' '.join(more)}"] if more else []
+    if not options.benches:
+        given = ["--items"] * bool(options.items) + ["--limit"] * bool(options.limit)
+        given += ["--fail-on"] * bool(options.fail_on)
+        given += [f"-- {' '.join(options.more)}"] * bool(options.more)
         if given:
             wrong.append(f"{' and '.join(given)} say how to evaluate: give --bench NAME, too.")
     if wrong:
         raise click.UsageError("\n".join(wrong))
-
-
-def _evaluation_words(options: dict[str, Any], more: Sequence[str]) -> tuple[str, ...]:
-    """Return the words for `ktbridge eval`, with absolute paths: it runs in the gate's directory."""
-    words: list[str] = []
-    for bench in options["benches"]:
-        words += ["--bench", str(Path(bench).absolute()) if Path(bench).is_dir() else bench]
-    for text in options["items"]:
-        name, sign, path = text.rpartition("=")
-        words += ["--items", f"{name}{sign}{Path(path).expanduser().absolute()}"]
-    words += ["--limit", str(options["limit"])] if options["limit"] else []
-    for condition in options["fail_on"]:
-        words += ["--fail-on", condition]
-    return (*words, *more)
 
 
 def _read_evaluation(words: Sequence[str]) -> tuple[list[Bench], list[Gate]]:
@@ -197,7 +209,7 @@ def _read_evaluation(words: Sequence[str]) -> tuple[list[Bench], list[Gate]]:
     return [request.bench for request in requests], conditions
 
 
-def _show(request: Any, benches: Sequence[Bench], output: Path, as_json: bool) -> None:
+def _show(request: GateRequest, benches: Sequence[Bench], output: Path, as_json: bool) -> None:
     """Print the commands in order, and which of them would be kept now."""
     from ktbridge.gate import gate_runner, plan_gate, read_inputs
     from ktbridge.recipe import RunListener

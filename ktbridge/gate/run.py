@@ -32,9 +32,11 @@ from ktbridge.gate.plan import (
 )
 from ktbridge.gate.verdict import (
     GATE_FILE,
+    CheckName,
     GateCheck,
     GateInputs,
     GateVerdict,
+    Outcome,
     build_gate_blocks,
     conclude,
 )
@@ -43,12 +45,13 @@ from ktbridge.recipe import RunListener, Runner, Step
 
 SUMMARY_FILE = "gate.md"
 _DOCUMENTS = {"validate": VALIDATION_FILE, "verify": VERIFICATION_FILE}
+_WITH_DOCUMENT: tuple[CheckName, ...] = ("validate", "verify")
 _UNASKED = {"eval": "no --bench was given"}
 
 
 @dataclass
 class GateEvents:
-    """What a gate tells while it works. ``on_hashed`` gets bytes hashed and bytes in all."""
+    """Receivers of what a gate tells while it works. ``on_hashed`` gets bytes hashed and bytes in all."""
 
     listener: RunListener = field(default_factory=RunListener)
     on_hashed: Callable[[int, int], None] = lambda done, total: None
@@ -110,7 +113,7 @@ def run_gate(
             error = failed
         checks = [
             _judge(name, [step for step in plan if step.command == name], runner, error, directory)
-            for name in ("validate", "verify")
+            for name in _WITH_DOCUMENT
         ]
         asked = [step for step in plan if step.command == "eval"]
         checks.append(_judge_evaluation(asked, runner, error, directory, conditions))
@@ -149,7 +152,11 @@ def _now() -> str:
 
 
 def _judge(
-    name: Any, steps: Sequence[Step], runner: Runner, error: KtbridgeError | None, directory: Path
+    name: CheckName,
+    steps: Sequence[Step],
+    runner: Runner,
+    error: KtbridgeError | None,
+    directory: Path,
 ) -> GateCheck:
     """Return a check by its steps' exit codes, with what their JSON says."""
     check = _by_exit(name, steps, runner, error)
@@ -208,20 +215,24 @@ def _judge_evaluation(
 
 
 def _by_exit(
-    name: Any, steps: Sequence[Step], runner: Runner, error: KtbridgeError | None
+    name: CheckName, steps: Sequence[Step], runner: Runner, error: KtbridgeError | None
 ) -> GateCheck:
     """Return a check by how its steps ended: all, one with an error, or none since one before failed."""
     if not steps:
         return GateCheck(name=name, outcome="skipped", sentence=_UNASKED.get(name, "not asked for"))
     done = {one.key: one for one in runner.done}
     ended = [done[step.key] for step in steps if step.key in done]
-    found: dict[str, Any] = {
-        "commands": [step.format() for step in steps],
-        "kept": len(ended) == len(steps) and all(one.kept for one in ended),
-        "seconds": sum(one.seconds for one in ended),
-    }
+    outcome: Outcome = "not run"
+    sentence = "a check before it failed"
     if len(ended) == len(steps):
-        return GateCheck(name=name, outcome="passed", sentence="done", **found)
-    if error is not None and runner.at in steps:
-        return GateCheck(name=name, outcome="failed", sentence=error.sentence, **found)
-    return GateCheck(name=name, outcome="not run", sentence="a check before it failed", **found)
+        outcome, sentence = "passed", "done"
+    elif error is not None and runner.at in steps:
+        outcome, sentence = "failed", error.sentence
+    return GateCheck(
+        name=name,
+        outcome=outcome,
+        sentence=sentence,
+        commands=[step.format() for step in steps],
+        kept=len(ended) == len(steps) and all(one.kept for one in ended),
+        seconds=sum(one.seconds for one in ended),
+    )

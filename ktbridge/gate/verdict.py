@@ -12,6 +12,7 @@ from ktbridge.errors import Problem, list_names
 
 GATE_FILE = "gate.json"
 Outcome = Literal["passed", "failed", "not run", "skipped"]
+CheckName = Literal["validate", "verify", "eval"]
 _TONES: dict[str, Tone] = {"passed": "improved", "failed": "dropped"}
 _STRICT = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
@@ -63,7 +64,7 @@ class GateCheck(BaseModel):
 
     model_config = _STRICT
 
-    name: Literal["validate", "verify", "eval"]
+    name: CheckName
     outcome: Outcome
     sentence: str
     commands: list[str] = Field(
@@ -77,7 +78,7 @@ class GateCheck(BaseModel):
 
 
 class GateVerdict(BaseModel):
-    """What `ktbridge gate` found. ``ok`` only if every check that was asked for has passed."""
+    """The outcome of `ktbridge gate`. ``ok`` only if every check that was asked for has passed."""
 
     model_config = _STRICT
 

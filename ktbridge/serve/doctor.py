@@ -83,7 +83,7 @@ def diagnose(engine_python: str | None = None, ask_torch: bool = True) -> Diagno
         *gpu_checks,
         *check_packages(),
         *check_linear_attention(),
-        *check_sglang(machine, engine_python),
+        *check_sglang_install(machine, engine_python),
     ]
     return Diagnosis(machine, tuple(checks), gpus)
 
@@ -380,7 +380,7 @@ HOLES = (
 STEP = "start none of those, as `ktbridge serve` does, and keep its ports off untrusted networks"
 
 
-def check_sglang(machine: Machine, python: str | None) -> list[Check]:
+def check_sglang_install(machine: Machine, python: str | None) -> list[Check]:
     """Look up SGLang-KT's packages in its interpreter ``python``, and the contract of its version."""
     try:
         installed = read_installed(python)

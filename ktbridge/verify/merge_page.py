@@ -48,7 +48,7 @@ _LEFT, _GAP = 34, 1.0
 _CHAR = 7.5  # width of a letter
 
 
-class Key(NamedTuple):
+class LegendKey(NamedTuple):
     """A verdict in the legend, and how many matrices have it."""
 
     look: Look
@@ -57,7 +57,7 @@ class Key(NamedTuple):
     meaning: str
 
 
-class Mark(NamedTuple):
+class MapMark(NamedTuple):
     """A text beside a map."""
 
     x: float
@@ -66,7 +66,7 @@ class Mark(NamedTuple):
     anchor: str = "middle"
 
 
-class Cell(NamedTuple):
+class MapCell(NamedTuple):
     """A matrix, or several in a row that look the same."""
 
     x: float
@@ -84,8 +84,8 @@ class Panel(NamedTuple):
     axes: str
     width: int
     height: int
-    marks: list[Mark]
-    cells: list[Cell]
+    marks: list[MapMark]
+    cells: list[MapCell]
 
 
 def render_merge_page(check: MergeCheck, verdict: MergeVerdict) -> str:
@@ -114,11 +114,11 @@ def render_merge_page(check: MergeCheck, verdict: MergeVerdict) -> str:
     return render_page(environment, "page.html.j2", blocks, title=title, parts={"map": draw})
 
 
-def build_keys(findings: list[MatrixFinding]) -> list[Key]:
+def build_keys(findings: list[MatrixFinding]) -> list[LegendKey]:
     """Return the legend: each verdict that is there, the most frequent first."""
     looks = _choose_looks(findings)
     counts = Counter(finding.verdict for finding in findings).most_common()
-    return [Key(looks[name], name, count, MEANINGS.get(name, "")) for name, count in counts]
+    return [LegendKey(looks[name], name, count, MEANINGS.get(name, "")) for name, count in counts]
 
 
 def build_panels(findings: list[MatrixFinding]) -> Iterator[Panel]:
@@ -130,7 +130,7 @@ def build_panels(findings: list[MatrixFinding]) -> Iterator[Panel]:
         wide = max(3.0, min(18.0, _WIDE / count))
         step = _tick_step(wide, _CHAR * len(str(count - 1)) + 8)
         marks = [
-            Mark(round(_LEFT + wide * (n + 0.5), 1), 11, str(n)) for n in range(0, count, step)
+            MapMark(round(_LEFT + wide * (n + 0.5), 1), 11, str(n)) for n in range(0, count, step)
         ]
         titles = (label, "layers down, experts across")
         yield _panel(titles, experts, (wide, 16), marks, looks)
@@ -144,7 +144,7 @@ def build_panels(findings: list[MatrixFinding]) -> Iterator[Panel]:
         marks = []
         for number, name in enumerate(names):
             x, (parent, _, leaf) = round(_LEFT + wide * (number + 0.5), 1), name.rpartition(".")
-            marks += [Mark(x, 11, parent), Mark(x, 25, leaf)]
+            marks += [MapMark(x, 11, parent), MapMark(x, 25, leaf)]
         cells = {(f.layer, names.index(f.label)): f for f in modules}
         titles = ("other modules", "layers down, modules across")
         yield _panel(titles, cells, (wide, 31), marks, looks)
@@ -154,7 +154,7 @@ def _panel(
     titles: tuple[str, str],
     found: Mapping[tuple[int, int], MatrixFinding],
     sizes: tuple[float, int],
-    marks: list[Mark],
+    marks: list[MapMark],
     looks: Mapping[str, Look],
 ) -> Panel:
     """Draw the cells; ``sizes``: the width of each, and the height above them."""
@@ -167,7 +167,7 @@ def _panel(
     for row, layer in enumerate(layers):
         y = round(top + high * row, 1)
         if row % _tick_step(high, 13) == 0:
-            marks.append(Mark(_LEFT - 7, round(y + high / 2 + 4, 1), str(layer), "end"))
+            marks.append(MapMark(_LEFT - 7, round(y + high / 2 + 4, 1), str(layer), "end"))
         for start, end, finding in _runs(found, layer, count, joined=count > _APART):
             what = finding.label
             if finding.expert >= 0:
@@ -177,7 +177,7 @@ def _panel(
                 title += f", k {finding.k:.3g}"
             x, width = round(_LEFT + wide * start, 1), round(wide * (end - start) - gap, 1)
             look = looks[finding.verdict]._replace(opacity=round(_strength(finding), 2))
-            cells.append(Cell(x, y, width, round(high - gap, 1), look, title))
+            cells.append(MapCell(x, y, width, round(high - gap, 1), look, title))
     size = round(_LEFT + wide * count + 10), round(top + high * len(layers) + 2)
     return Panel(*titles, *size, marks, cells)
 

@@ -17,7 +17,7 @@ RULES: tuple[Rule, ...] = tuple(
 
 
 class Use(Enum):
-    """What becomes of a directory, which decides what is wrong with it."""
+    """The use of a directory, which decides what is wrong with it."""
 
     INPUT = "converted or merged first, which resolves rsLoRA, a second alpha and the like"
     SERVED = "served as it is, by any engine"

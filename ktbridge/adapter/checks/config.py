@@ -115,7 +115,7 @@ def _basics(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
 
 
 def _are_modules(adapter: Adapter) -> bool:
-    """Whether target_parameters are weights of modules that have LoRA here: PEFT's other name for them."""
+    """True if target_parameters are weights of modules that have LoRA here: PEFT's other name for them."""
     targets = adapter.config.get("target_parameters")
     modules = {part.key.module for part in adapter.nonexpert.values()}
     return (
@@ -164,7 +164,7 @@ def folded(adapter: Adapter) -> tuple[Adapter, dict[str, float], list[Problem]]:
 
 
 def _patterns(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
-    """What isn't followed in the patterns, and, where it is served as it is, what engines ignore of them."""
+    """Yield what isn't followed in patterns, and, if served as it is, what engines ignore of them."""
     config, told = adapter.config, False
     for name, code in (("rank_pattern", "KTB108"), ("alpha_pattern", "KTB109")):
         try:
@@ -321,7 +321,7 @@ def _with_experts(targets: list[str], adapter: Adapter, own: set[str]) -> list[s
 
 
 def _untargeted(adapter: Adapter, where: str, targets: list[str]) -> Iterator[Problem]:
-    """Where SGLang-KT doesn't read target_modules, or a conversion comes first, and PEFT and vLLM would."""
+    """Find what PEFT and vLLM take from target_modules where SGLang-KT or a conversion doesn't read it."""
     if adapter.layout == "expert":
         named = {*_PROJECTIONS} & {target.rpartition(".")[2] for target in targets}
         modules = {f"mlp.experts.0.{name}" for name in adapter.expert_modules()} if named else set()

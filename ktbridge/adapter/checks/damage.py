@@ -83,7 +83,7 @@ class Pair(NamedTuple):
 
     @property
     def zero(self) -> NDArray[np.bool_]:
-        """Which of the pairs add nothing, [E] or [1]: A or B is zero."""
+        """Mask of the pairs that add nothing, [E] or [1]: A or B is zero."""
         first, *others = self.sides.values()
         same = others and len(others[0].zero) == len(first.zero)
         return first.zero | others[0].zero if same else (others[0] if others else first).zero
@@ -97,7 +97,7 @@ class Pair(NamedTuple):
 
     @property
     def live(self) -> NDArray[np.bool_]:
-        """Which of the pairs can be looked at: finite, and not zero."""
+        """Mask of the pairs that can be looked at: finite, and not zero."""
         return ~(self.zero | self.sides["A"].bad | self.sides["B"].bad)
 
     def slice(self, half: str, index: int) -> Slice:

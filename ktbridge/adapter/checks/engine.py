@@ -34,7 +34,7 @@ _QWEN35 = re.compile(r"qwen3[._]5.*-a\d+b")  # a MoE's name includes its active 
 def check_directories(
     adapters: Sequence[Adapter], engine: str, version: str, to: str
 ) -> Iterator[Problem]:
-    """Whether this is what another engine than SGLang-KT serves: whole adapters in its format ``to``."""
+    """Check that another engine than SGLang-KT serves this: whole adapters in its format ``to``."""
     if version_order(version) != version_order(SEEN[engine]):
         found = f"is not the version looked at: what {engine} {SEEN[engine]} does is applied"
         yield problem("KTB902", f"{engine}=={version}", found, SEEN[engine])

@@ -40,7 +40,7 @@ def targeted(config: dict[str, object], module: str, layer: int) -> bool:
 
 
 def left_out(adapter: Adapter, layers: Iterable[int]) -> set[int]:
-    """Those of ``layers`` whose experts training left out on purpose, as its configuration has it.
+    """Return the ``layers`` whose experts training left out on purpose, as its configuration has it.
 
     By layers_to_transform, or by targets that are paths or an expression of some layers.
     """

@@ -124,7 +124,7 @@ def _scale(source: Adapter, adapter: Adapter) -> tuple[float, list[Problem]]:
 
 
 def _served_scale(adapter: Adapter, half: str) -> float:
-    """What a directory multiplies B A of a half by: one alpha/r, or in a raw one the half's common one."""
+    """Return the scale of a half's B A in a directory: one alpha/r, or in a raw one the half's common one."""
     if adapter.layout == "raw":
         return half_numbers(adapter, half).scale
     if half == "nonexpert":

@@ -172,7 +172,7 @@ def _sized(base: ModelConfig | None) -> set[str]:
 
 
 def _fuses(base: ModelConfig) -> bool:
-    """Whether its class makes the shared expert a routed one (`shared_experts_fusion_disable_reason`)."""
+    """True if its class makes the shared expert a routed one (`shared_experts_fusion_disable_reason`)."""
     if base.family is None or not base.text.get("n_shared_experts"):
         return False
     deepseek = "DeepseekV3ForCausalLM" in base.architectures and base.num_experts == 256

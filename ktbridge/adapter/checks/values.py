@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What one pass notes of each of a run's matrices, as bits without the sign.
+    """Notes of one pass on each of a run's matrices, as bits without the sign.
 
     ``top``: the largest magnitude; ``first`` and ``last``: the values at its ends, 0 if it is empty;
     ``low``: all bits that any value has set, in formats wider than bfloat16.
@@ -108,7 +108,7 @@ def _words(
 
 
 class _Values:
-    """What the pass noted of all matrices, and where a tensor's are: as many in a row as it has."""
+    """Notes of the pass on all matrices, and where a tensor's are: as many in a row as it has."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}

@@ -150,7 +150,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
 
 
 def find_sign(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """What ``detect_format`` returns, and what showed it: a tensor's name, or a file's; of "kt" nothing."""
+    """Return the format, as ``detect_format``, and the tensor or file that showed it; of "kt" none."""
     try:
         return _find_sign(Path(path).expanduser())
     except OSError:  # a directory that may not be read

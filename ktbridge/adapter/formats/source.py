@@ -55,7 +55,7 @@ class ExpertPair(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a reader is given: the path, the format's name, and options of the conversion."""
+    """Input of a reader: the path, the format's name, and options of the conversion."""
 
     path: Path
     format: str
@@ -261,7 +261,7 @@ class Source:
         return "model." if self.prefix is None else self.prefix
 
     def block(self) -> str:
-        """What the MoE module is called in memory: by the base's family, else by the non-expert keys."""
+        """The name of the MoE module in memory: by the base's family, else by the non-expert keys."""
         if self.base is not None and self.base.family is not None:
             return self.base.family.in_memory
         found = (

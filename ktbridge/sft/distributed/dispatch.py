@@ -32,7 +32,7 @@ from ktbridge.sft.distributed.group import (
     distribute,
     exchange,
     explain_lost_rank,
-    gather_rows,
+    gather_on_main,
     group,
 )
 from ktbridge.sft.launch import is_main, world
@@ -150,7 +150,7 @@ def _forward(
 ) -> torch.Tensor:
     """Return this rank's outputs [T, H] on the host."""
     call.like = (hidden.to("meta"), weights.to("meta"))
-    whole = gather_rows([hidden, ids, weights], call.counts)
+    whole = gather_on_main([hidden, ids, weights], call.counts)
     outputs = []
     if is_main():
         # A graph of its own: the one outside holds this rank's tokens only. What it saves must not be seen by
@@ -173,7 +173,7 @@ def _forward(
 def _backward(call: _Call, d_out: torch.Tensor) -> list[torch.Tensor]:
     """Return this rank's d_hidden [T, H] and d_weights [T, K]; the expert LoRA's goes to ``.grad``."""
     _in_step([_BACKWARD, call.number, 0, 0, 0, 0, 0])
-    whole, gradients = gather_rows([d_out], call.counts), []
+    whole, gradients = gather_on_main([d_out], call.counts), []
     if is_main():
         hidden, weights, out = call.inner
         share = 1 / world().size

@@ -236,7 +236,7 @@ def add(values: Sequence[float]) -> list[float]:
     return [math.fsum(each) for each in zip(*(row.tolist() for row in rows), strict=True)]
 
 
-def gather_rows(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+def gather_on_main(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
     """Gather the rows of all ranks, concatenated, on rank 0; the others get nothing.
 
     ``tensors`` are this rank's, contiguous on the CPU, each [counts[rank], …].
