@@ -151,11 +151,12 @@ ROOMS = {
     "sft": "train liger",
     "serve": "serve",
     "server_api": "eval serve",
-    "verify": "serve",
+    "verify": "serve eval",  # --html is made as reports are
     "eval": "eval",
     "predict": "train serve eval",
     "demo": "demo train serve",
     "cli": "demo",
+    "document": "eval",
     "schemas.py": "eval",
 }
 
