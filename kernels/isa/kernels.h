@@ -128,7 +128,7 @@ struct Kernels {
   std::int64_t (*add_delta)(const Delta& delta, void* values, bool halves);
 
   // Rows as INT8 with a float32 scale each, or INT4 with a bf16 scale for 32 columns: codes and scales as
-  // ktbridge/adapter/quantise.py stores them. False where a value isn't finite; what is written is void then.
+  // ktbridge/adapter/quantize.py stores them. False where a value isn't finite; what is written is void then.
   bool (*quantize)(const Unquantized& from, Storage storage, void* codes, void* scales);
 
   // FLOPs of `rounds` of independent products out of registers: the ceiling of docs/kernels.md.

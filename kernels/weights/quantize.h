@@ -1,4 +1,4 @@
-// Rows of weights as INT8 or INT4, stored as ktbridge/adapter/quantise.py describes. Every operation is
+// Rows of weights as INT8 or INT4, stored as ktbridge/adapter/quantize.py describes. Every operation is
 // rounded once by IEEE 754, so the bits don't depend on the ISA.
 #pragma once
 
