@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -132,10 +133,10 @@ def command(
     shown = stderr if as_json else console
     with terminable():
         try:
-            with progress_bar("hashing", "bytes") as bar:
-                events = GateEvents(StepPrinter(shown, plan_gate(request)), bar)
-                stream = sys.stderr if as_json else None
-                verdict = run_gate(request, read, conditions, output, events, output=stream)
+            printer = StepPrinter(shown, plan_gate(request))
+            events = GateEvents(printer, partial(progress_bar, "hashing", "bytes"))
+            stream = sys.stderr if as_json else None
+            verdict = run_gate(request, read, conditions, output, events, output=stream)
         except KeyboardInterrupt as stop:
             stop.args = ("what is finished is kept; the same command goes on from there",)
             raise

@@ -49,6 +49,11 @@ class GateRequest:
     strict: bool = False
     evaluation: Sequence[str] = ()
 
+    @property
+    def hashed(self) -> list[Path]:
+        """The directories of which every file is hashed."""
+        return [path for path in (self.adapter, self.merged) if path is not None]
+
 
 def plan_gate(request: GateRequest) -> list[Step]:
     """Return the commands of a gate, in order; behind a server's step follow those that ask it.
@@ -127,8 +132,7 @@ def read_inputs(
     ``on_progress`` gets bytes hashed and bytes in all. Raises OSError for a file that can't be read and
     KtbridgeError for a base without config.json or with weights that can't be read.
     """
-    directories = [path for path in (request.adapter, request.merged) if path is not None]
-    files = {directory: [*_files_of(directory)] for directory in directories}
+    files = {directory: [*_files_of(directory)] for directory in request.hashed}
     sizes = {file: file.stat().st_size for found in files.values() for file in found}
     done, total = 0, sum(sizes.values())
     found: dict[Path, DirectoryInput] = {}
@@ -166,8 +170,7 @@ def _named_files(words: Sequence[str]) -> Iterator[Path]:
 
 def list_read(request: GateRequest) -> list[Path]:
     """Return the files of the adapter and of the merged checkpoint."""
-    directories = [path for path in (request.adapter, request.merged) if path is not None]
-    return [file for directory in directories for file in _files_of(directory)]
+    return [file for directory in request.hashed for file in _files_of(directory)]
 
 
 def _files_of(directory: Path) -> Iterator[Path]:

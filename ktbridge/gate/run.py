@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -44,17 +45,20 @@ from ktbridge.model.jsonfile import read_json_file
 from ktbridge.recipe import RunListener, Runner, Step
 
 SUMMARY_FILE = "gate.md"
-_DOCUMENTS = {"validate": VALIDATION_FILE, "verify": VERIFICATION_FILE}
-_WITH_DOCUMENT: tuple[CheckName, ...] = ("validate", "verify")
-_UNASKED = {"eval": "no --bench was given"}
+_DOCUMENTS: dict[CheckName, str] = {"validate": VALIDATION_FILE, "verify": VERIFICATION_FILE}
 
 
 @dataclass
 class GateEvents:
-    """Receivers of what a gate tells while it works. ``on_hashed`` gets bytes hashed and bytes in all."""
+    """Receivers of what a gate tells while it works.
+
+    ``hashing`` yields what gets bytes hashed and bytes in all; it ends before the first command prints.
+    """
 
     listener: RunListener = field(default_factory=RunListener)
-    on_hashed: Callable[[int, int], None] = lambda done, total: None
+    hashing: Callable[[], AbstractContextManager[Callable[[int, int], None]]] = lambda: nullcontext(
+        lambda done, total: None
+    )
 
 
 def gate_runner(
@@ -92,7 +96,8 @@ def run_gate(
         for name in (GATE_FILE, SUMMARY_FILE):  # of other inputs, until these are read
             (directory / name).unlink(missing_ok=True)
         before = digests.take_stamps(list_read(request))
-        inputs = read_inputs(request, benches, events.on_hashed)
+        with events.hashing() as on_progress:
+            inputs = read_inputs(request, benches, on_progress)
         waiting = GateVerdict(
             version=__version__,
             ok=False,
@@ -113,7 +118,7 @@ def run_gate(
             error = failed
         checks = [
             _judge(name, [step for step in plan if step.command == name], runner, error, directory)
-            for name in _WITH_DOCUMENT
+            for name in _DOCUMENTS
         ]
         asked = [step for step in plan if step.command == "eval"]
         checks.append(_judge_evaluation(asked, runner, error, directory, conditions))
@@ -217,9 +222,12 @@ def _judge_evaluation(
 def _by_exit(
     name: CheckName, steps: Sequence[Step], runner: Runner, error: KtbridgeError | None
 ) -> GateCheck:
-    """Return a check by how its steps ended: all, one with an error, or none since one before failed."""
+    """Return a check by how its steps ended: all, one with an error, or none since one before failed.
+
+    Only an evaluation may have no steps.
+    """
     if not steps:
-        return GateCheck(name=name, outcome="skipped", sentence=_UNASKED.get(name, "not asked for"))
+        return GateCheck(name=name, outcome="skipped", sentence="no --bench was given")
     done = {one.key: one for one in runner.done}
     ended = [done[step.key] for step in steps if step.key in done]
     outcome: Outcome = "not run"
