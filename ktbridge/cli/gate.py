@@ -164,12 +164,21 @@ class _Evaluation(NamedTuple):
         for bench in self.benches:
             words += ["--bench", str(Path(bench).absolute()) if Path(bench).is_dir() else bench]
         for text in self.items:
-            name, sign, path = text.rpartition("=")
-            words += ["--items", f"{name}{sign}{Path(path).expanduser().absolute()}"]
+            words += ["--items", _absolute(text)]
         words += ["--limit", str(self.limit)] if self.limit else []
         for condition in self.fail_on:
             words += ["--fail-on", condition]
-        return (*words, *self.more)
+        more = (
+            _absolute(text) if Path(text.rpartition("=")[2]).is_file() else text
+            for text in self.more
+        )
+        return (*words, *more)
+
+
+def _absolute(text: str) -> str:
+    """Return FILE, NAME=FILE or --OPTION=FILE with an absolute path."""
+    name, sign, path = text.rpartition("=")
+    return f"{name}{sign}{Path(path).expanduser().absolute()}"
 
 
 def _check_usage(

@@ -217,7 +217,7 @@ def test_wrong_usage_is_said_before_anything_runs(tmp_path, base, words, found):
     assert not (tmp_path / "gate").exists()
 
 
-def test_a_dry_run_prints_commands_that_can_be_typed(tmp_path, base, adapter):
+def test_a_dry_run_prints_commands_that_can_be_typed(tmp_path, monkeypatch, base, adapter):
     words = ["--adapter", str(adapter), "--base-model", str(base), "--merged", str(adapter)]
     words += ["--bench", "nekobench", "--fail-on", "KRI<-0.2", "--output", str(tmp_path / "gate")]
     done = CliRunner().invoke(main, ["gate", *words, "--dry-run", "--", "--max-tokens", "9"])
@@ -230,4 +230,12 @@ def test_a_dry_run_prints_commands_that_can_be_typed(tmp_path, base, adapter):
     ]  # fmt: skip
     assert ("--fail-on" in lines[4], "--fail-on" in lines[6]) == (False, True)
     assert "--arm base=" in lines[6]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    for typed in (
+        ["--train-data", "rows.jsonl"],
+        ["--train-data=rows.jsonl"],
+    ):  # eval runs elsewhere
+        shown = CliRunner().invoke(main, ["gate", *words, "--dry-run", "--", *typed]).stdout
+        assert str(tmp_path / "rows.jsonl") in shown.splitlines()[-1]
     assert not (tmp_path / "gate").exists()
