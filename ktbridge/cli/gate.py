@@ -101,8 +101,9 @@ def command(
       ktbridge gate --adapter run/adapter --base-model MODEL --merged run/merged
       ktbridge gate --adapter run/adapter --base-model MODEL --server URL --model S:NAME
     """
-    from ktbridge.gate import GateRequest
-    from ktbridge.gate.run import GateEvents, run_gate
+    from ktbridge.gate import GateRequest, plan_gate, run_gate
+    from ktbridge.gate.run import GateEvents
+    from ktbridge.gate.verdict import build_gate_blocks
 
     options = _Evaluation(benches, items, limit, fail_on, more)
     _check_usage(merged, server, model, options)
@@ -127,9 +128,6 @@ def command(
     if dry_run:
         _show(request, read, output, as_json)
         return
-    from ktbridge.gate.plan import plan_gate
-    from ktbridge.gate.verdict import build_gate_blocks
-
     shown = stderr if as_json else console
     with terminable():
         try:

@@ -34,7 +34,6 @@ class GateRequest:
     """A request to judge an adapter; paths are absolute.
 
     It has ``merged``, or ``server`` with ``model``, or neither: then the embedded engine serves the adapter.
-
     ``engine`` is the contract that the adapter is validated against. ``evaluation`` are words for
     `ktbridge eval` but arms and output; none: nothing is evaluated.
     """
@@ -111,12 +110,10 @@ def _evaluate(key: str, request: GateRequest, arms: Mapping[str, str], server: S
     asked = asked or ["--server", request.server or URL]
     evaluation = list(request.evaluation)
     if key == "eval-merged":  # half of the arms: conditions are held against both, by the next step
-        conditions = [at for at, word in enumerate(evaluation) if word == "--fail-on"]
-        dropped = {each for at in conditions for each in (at, at + 1)}
         evaluation = [
             word
-            for at, word in enumerate(evaluation)
-            if at not in dropped and not word.startswith("--fail-on=")
+            for before, word in zip(["", *evaluation], evaluation, strict=False)
+            if "--fail-on" not in (before, word.partition("=")[0])
         ]
     words = ("eval", *evaluation, *asked, "--output", EVALUATION)
     return Step(key, words, server, (), (EVALUATION,), evaluation=True)
