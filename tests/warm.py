@@ -32,7 +32,7 @@ ADDRESS = "KTBRIDGE_TESTS_WARM"
 """The environment variable that tells a fork where the server listens."""
 PRELOADED = (
     "ktbridge.sft", "ktbridge.cli.train", "ktbridge.cli._ui",
-    "ktbridge.sft.train", "ktbridge.sft.distributed.dispatch", "ktbridge.sft.distributed.optimizer",
+    "ktbridge.sft.train", "ktbridge.sft.distributed.dispatch", "ktbridge.sft.optimizer",
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "accelerate.commands.launch", "tinymoe",
     "torch.distributed.fsdp", "torch.distributed.run", "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.tensor", "expertmoe", "ktbridge.cli.convert", "ktbridge.cli.validate",

@@ -8,16 +8,16 @@ A run goes through these modules, and through those of ``ktbridge.experts`` belo
 
 - ``launch``: which of several processes this is. ``config``: the file.
 - ``prepare``: all checks that need no weights, by ``model`` (can it be trained, and from the adapter
-  that is given), ``data`` (the rows), ``disk`` (is there room) and ``resume`` (whose checkpoint it is).
+  that is given), ``data`` (the rows), ``plan.setting`` (is there room) and ``resume`` (whose checkpoint it
+  is).
 - ``train``: the recipe. ``arguments``: the configuration as the trainers' arguments. ``model``: loading, LoRA
   on experts and non-experts. ``expert_device``: where the experts are computed.
 - ``stages``: trl's trainers as ``trainer`` changes them: ``microbatch`` (a step's rows), ``evaluate``
   (held-out rows, the best step), ``checkpoint``, ``optimizer``; callbacks ``progress``, ``interrupts``.
   ``distributed``: several processes. ``compat``: private API.
-- ``output``: the files of the output directory.
+- ``output``: the files of the output directory, and ``RawAdapterCallback``, which saves from any Trainer.
 - ``plan``: memory and time of all this, before it starts.
-- For a user's own script (docs/library.md): ``callback`` saves from any Trainer; the other names are those of
-  ``ktbridge.experts``.
+- For a user's own script (docs/library.md): the public names, most of them those of ``ktbridge.experts``.
 
 Import this before torch: ``ktbridge.experts``, which comes with it, lets OpenMP's idle threads sleep.
 """
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from ktbridge.experts.load_model import load_for_kernels
     from ktbridge.experts.save_adapter import save_raw_adapter
     from ktbridge.experts.weights import ExpertWeights
-    from ktbridge.sft.callback import RawAdapterCallback
+    from ktbridge.sft.output import RawAdapterCallback
 
 _HOMES = {
     "ExpertWeights": "experts.weights",
     "MoELoRAExperts": "experts.layer",
-    "RawAdapterCallback": "sft.callback",
+    "RawAdapterCallback": "sft.output",
     "Trainable": "experts.inject",
     "expert_layers": "experts.layer",
     "freeze_expert_lora": "experts.guard",

@@ -14,9 +14,9 @@ from transformers.integrations import TensorBoardCallback
 from trl import DPOConfig, KTOConfig, SFTConfig
 
 from ktbridge.errors import UsageError
-from ktbridge.sft import distributed
 from ktbridge.sft.compat import on_one_gpu
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.launch import world
 
 CHECKPOINTING = (
     "activation_checkpointing"
@@ -145,7 +145,7 @@ def _common(
     config: TrainConfig, device: torch.device, scratch: str, eval_steps: int
 ) -> dict[str, Any]:
     return {
-        **distributed.parallel_arguments(),
+        **_parallel_arguments(),
         "output_dir": scratch,
         "run_name": config.run_name,
         "seed": config.seed,
@@ -194,4 +194,16 @@ def _common(
         "bf16": False,  # the weights are loaded in the dtype asked for; autocast would add a third
         CHECKPOINTING: False,  # Trainer's would run the experts twice: see checkpointing
         "ddp_timeout": config.ddp_timeout,
+    }
+
+
+def _parallel_arguments() -> dict[str, bool | str]:
+    """Trainer arguments required with several processes; none for a single one."""
+    if world().size == 1:
+        return {}
+    return {
+        "average_tokens_across_devices": True,  # a token weighs the same on every rank
+        "log_level_replica": "error",
+        "ddp_broadcast_buffers": False,  # buffers here never change
+        "ddp_find_unused_parameters": False,  # LoRA is on decoder layers only, which all run
     }

@@ -2,7 +2,7 @@
 
 Trainer saves and restores schedule, random numbers and its place in the data. Ours are the trained tensors
 (PEFT's and the experts' alike, in their own precision), the same as a raw adapter, the optimizer's state
-(``distributed.optimizer``), the fingerprint of the run with a hash of each file (``resume``), and the order
+(``optimizer``), the fingerprint of the run with a hash of each file (``resume``), and the order
 of writing: a checkpoint is written beside its place, fsynced and renamed, so one that has its name is
 complete.
 """
@@ -28,8 +28,10 @@ from ktbridge.experts.save_adapter import save_into
 from ktbridge.files.publish import fsync_directory
 from ktbridge.files.sizes import size_text
 from ktbridge.model.jsonfile import read_json_file
-from ktbridge.sft import distributed
 from ktbridge.sft.compat import WholeTrainer
+from ktbridge.sft.distributed import agree, barrier, from_main
+from ktbridge.sft.distributed.dispatch import copy_into, whole_tensor
+from ktbridge.sft.launch import is_main
 from ktbridge.sft.resume import (
     FILES,
     FINGERPRINT_FILE,
@@ -59,7 +61,7 @@ class Checkpoints:
         """
         self._trainer = trainer
         self._root, self._fingerprint, self._keep, self._base = root, own, keep, base
-        self.directory = root / f".partial-{int(distributed.from_main(os.getpid()))}"
+        self.directory = root / f".partial-{int(from_main(os.getpid()))}"
         """Place in which the next one is written."""
         self.placement: Callable[[], dict[str, Any]] | None = None
         """The placement of the experts, for a run that goes on to repeat the bits."""
@@ -92,26 +94,26 @@ class Checkpoints:
         Raises KtbridgeError where that fails, but after the last step: then it is ``last_not_saved``.
         """
         self._root.mkdir(parents=True, exist_ok=True)
-        if distributed.is_main():
+        if is_main():
             for leftover in self._root.glob(".partial-*"):  # of a run that was killed while saving
                 shutil.rmtree(leftover, ignore_errors=True)
-        distributed.barrier()
+        barrier()
         for work in (write, self._publish):
             error = _failure(work)
-            if distributed.agree(error is not None):
+            if agree(error is not None):
                 failure = self._not_saved(error)
                 if self._trainer.state.global_step < self._trainer.state.max_steps:
                     raise failure from error
                 self.last_not_saved = failure  # the adapter itself follows, and is smaller
                 return
-        if not distributed.is_main():  # on a disk of its own, what it wrote is still there
+        if not is_main():  # on a disk of its own, what it wrote is still there
             shutil.rmtree(self.directory, ignore_errors=True)
             with suppress(OSError):  # which isn't empty where the first process writes, too
                 self._root.rmdir()
 
     def _not_saved(self, error: Exception | None) -> KtbridgeError:
         """Return what to raise after a failure to write; what there is of the checkpoint is removed."""
-        if distributed.is_main():  # others may still be writing where it isn't
+        if is_main():  # others may still be writing where it isn't
             shutil.rmtree(self.directory, ignore_errors=True)
         reason = "another process could not write its part"
         if error is not None:
@@ -127,7 +129,7 @@ class Checkpoints:
 
     def _publish(self) -> None:
         """Rename the written checkpoint into place, and delete older ones."""
-        if not distributed.is_main():
+        if not is_main():
             return
         made = self.directory / f"checkpoint-{self._trainer.state.global_step}"
         record = {FILES: describe_files(made), NUMBER: next_number(self._root)}
@@ -160,16 +162,16 @@ class Checkpoints:
         """
         last = self._trainer.state.global_step
         chosen = last
-        for step in (int(record["step"]) for record in ranked if distributed.is_main()):
+        for step in (int(record["step"]) for record in ranked if is_main()):
             place = self.of(step)
             if step == last or (place and not damage(place)):
                 chosen = step
                 break
-        chosen = int(distributed.from_main(chosen))  # others may see another disk
+        chosen = int(from_main(chosen))  # others may see another disk
         place = self._root / f"checkpoint-{chosen}"
         sharded = any(hasattr(value, "to_local") for _, value in trained(self._trainer.model))
         # Not by a replica on a host without the file: nothing reads it any more.
-        if chosen != last and (distributed.is_main() or sharded or place.exists()):
+        if chosen != last and (is_main() or sharded or place.exists()):
             self.load(str(place))
         return chosen
 
@@ -178,10 +180,9 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
         model = self._trainer.model
         tensors = {
-            name: distributed.whole_tensor(value.detach()).contiguous()
-            for name, value in trained(model)
+            name: whole_tensor(value.detach()).contiguous() for name, value in trained(model)
         }
-        if distributed.is_main():
+        if is_main():
             whole = not self._trainer.args.save_only_model
             if whole or self.best_step:
                 save_file(tensors, directory / TENSORS_FILE)
@@ -198,12 +199,12 @@ class Checkpoints:
         own = dict(trained(self._trainer.model))
         with safe_open(path, "pt") as file:
             names = set(file.keys())
-            missing = names - own.keys() if distributed.is_main() else set()
+            missing = names - own.keys() if is_main() else set()
             if missing or own.keys() - names:  # the expert LoRA is the main process's
                 odd = sorted(names ^ own.keys())[0]
                 raise KtbridgeError(f"{path} and the model differ in what is trained: {odd}.")
             for name, parameter in own.items():
-                distributed.copy_into(parameter, file.get_tensor(name))
+                copy_into(parameter, file.get_tensor(name))
 
 
 def read_placement(checkpoint: Path | str | None) -> Mapping[str, Any] | None:

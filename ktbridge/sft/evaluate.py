@@ -25,11 +25,12 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.files.publish import OnProgress
-from ktbridge.sft import distributed
 from ktbridge.sft.checkpoint import Checkpoints
 from ktbridge.sft.compat import trl_metrics, without_balancing_loss, without_gathering
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.config.schema import METRICS
+from ktbridge.sft.distributed import add
+from ktbridge.sft.launch import world
 from ktbridge.sft.microbatch import CollatedRow, MicroBatchRunner, RowTrainer, TokenLimit
 
 Record = Mapping[str, float]
@@ -115,14 +116,14 @@ class HeldOut:
         self.limit.tokens = min(filter(None, limits), default=None)
         device, state = self._trainer.args.device, self._trainer.state
         gpus = [device] if device.type == "cuda" else []
-        alone = distributed.world().size == 1
+        alone = world().size == 1
         where = f"evaluation after step {state.global_step}"
         with torch.random.fork_rng(devices=gpus), without_balancing_loss(self._trainer):
             sums = self._runner.repeat_until_it_fits(self._sums, self.limit, where, alone)
         took = time.perf_counter() - began
         self.running = False
         self.seconds += took
-        values = distributed.add(sums)
+        values = add(sums)
         found = {f"eval_{name}": value for name, value in zip(self._names, values, strict=True)}
         return {**found, "eval_runtime": took, "eval_samples_per_second": len(self._rows) / took}
 
@@ -189,7 +190,7 @@ class HeldOut:
         trainer, sums = self._trainer, [0.0] * len(self._names)
         data: Any = trainer.eval_dataset
         batches = self._micro_batches()
-        alone = distributed.world().size == 1
+        alone = world().size == 1
         collected = trl_metrics(trainer, "eval")
         for number, (places, counts) in enumerate(batches):
             rows = [self._rows[place] for place in places]
@@ -219,7 +220,7 @@ class HeldOut:
         the others repeat one that doesn't count. Every process knows the lengths of all rows, and packs by
         the longest.
         """
-        here = distributed.world()
+        here = world()
         order = sorted(range(len(self._rows)), key=lambda place: -self._rows[place].tokens)
         even = len(order) // here.size * here.size
         lengths = [self._rows[place].tokens for place in order[: even : here.size]]

@@ -30,9 +30,10 @@ from ktbridge.experts.gpu.timing import combine_costs, time_experts, time_update
 from ktbridge.experts.inject import PlacedExperts, give_to_gpu, read_sizes
 from ktbridge.experts.layer import expert_layers
 from ktbridge.machine import read_machine
-from ktbridge.sft import distributed
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
+from ktbridge.sft.distributed import agree, made_by_main
+from ktbridge.sft.launch import world
 from ktbridge.sft.model import choose_device
 from ktbridge.sft.placement import (
     NO_GPU,
@@ -126,7 +127,7 @@ class ExpertDevice:
         processes nothing does, for they would have to measure the same.
         """
         ranking = self.ranking
-        if ranking is None or self.placed is None or distributed.world().size > 1:
+        if ranking is None or self.placed is None or world().size > 1:
             return ""
         if step < _MEASURED[0] and ranking.setting.cuda:
             self.placed.experts.watch_link()
@@ -248,15 +249,15 @@ def place_experts(
     doesn't fit.
     """
     device = choose_device(setting.config)
-    if distributed.agree(bool(_obstacle(device))):
+    if agree(bool(_obstacle(device))):
         return ExpertDevice("cpu", None)
     sizes = read_sizes(model, setting.shape.config.experts_per_token)
     limits = _limits(setting, device)
     # The least that a rank has: then all of them place alike, masters on the same side.
-    limits = replace(limits, free=-distributed.agree(-limits.free))
+    limits = replace(limits, free=-agree(-limits.free))
     # Rank 0's kernels keep what the micro-batches of all ranks need for backward.
     memory = read_machine().usable_memory
-    memory = memory and memory // distributed.world().size
+    memory = memory and memory // world().size
     setting = _as_before(setting, resumed)
     wanted = setting.config.kt_config.kt_experts
     if wanted == "cpu" and resumed:
@@ -266,9 +267,7 @@ def place_experts(
         if wanted != "auto":  # before anything is measured, for which there is no memory either
             raise short
         return _on_cpu(setting, limits, memory, short)
-    costs, token_bytes = distributed.made_by_main(
-        lambda: _measure(setting, model, sizes, limits, device)
-    )
+    costs, token_bytes = made_by_main(lambda: _measure(setting, model, sizes, limits, device))
     if token_bytes:  # kernels such as flash-linear-attention's take less than what is counted
         limits = replace(limits, token_bytes=min(limits.token_bytes, token_bytes))
     try:
@@ -333,7 +332,7 @@ def _measure(
     update = time_update(device), time_update(torch.device("cpu"))
     costs = combine_costs(experts, outside, update, 1 + setting.config.forwards_alone)
     if costs.cpu is not None:  # with the CPU that would be rank 0's for the rows of all
-        costs = replace(costs, cpu=costs.cpu.scaled(distributed.world().size))
+        costs = replace(costs, cpu=costs.cpu.scaled(world().size))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return costs, round((1 + GPU_SEGMENTS_SLACK) * (outside.token_bytes or 0))

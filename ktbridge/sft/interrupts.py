@@ -20,7 +20,7 @@ from transformers import TrainerControl as Control
 from transformers import TrainingArguments as Args
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.sft.distributed.group import agree
+from ktbridge.sft.distributed import agree
 from ktbridge.sft.trainer import RunTrainer
 
 

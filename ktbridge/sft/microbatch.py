@@ -28,9 +28,9 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.sft.compat import WholeTrainer, trl_metrics, without_gathering
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.distributed.group import add, agree, exchange
-from ktbridge.sft.distributed.optimizer import reduces_itself
+from ktbridge.sft.distributed import add, agree, exchange
 from ktbridge.sft.launch import world
+from ktbridge.sft.optimizer import reduces_itself
 from ktbridge.sft.placement import pack_joined_rows, pack_padded_rows
 
 if TYPE_CHECKING:

@@ -37,10 +37,10 @@ from ktbridge.sft.data import (
     tokenize_run,
 )
 from ktbridge.sft.data.images import Vision, read_vision
-from ktbridge.sft.disk import check_room
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.model import ParameterCounts, check_model, choose_device
 from ktbridge.sft.plan.lengths import Lengths, evaluation_steps, fitted_lengths, optimizer_steps
+from ktbridge.sft.plan.setting import check_room
 from ktbridge.sft.quantized import QuantizedExperts, find_quantized, storage_notes
 from ktbridge.sft.resume import (
     Resumption,

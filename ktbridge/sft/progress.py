@@ -23,7 +23,7 @@ from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.experts.autograd import kernel_seconds
 from ktbridge.experts.mapped import DiskWaits, explain_faults
 from ktbridge.files.publish import OnProgress
-from ktbridge.sft import distributed
+from ktbridge.sft.distributed.dispatch import local
 
 OnLog = Callable[[dict[str, float]], None]
 
@@ -100,7 +100,7 @@ class NanGuard:
     def check_trained(self, model: nn.Module, step: int) -> None:
         """Check all trained tensors of ``model``."""
         for name, parameter in model.named_parameters():
-            own = distributed.local(parameter)
+            own = local(parameter)
             if parameter.requires_grad and not bool(torch.isfinite(own).all()):
                 self.check(name, math.nan, step)
 

@@ -32,7 +32,7 @@ from ktbridge.model import fingerprint, open_checkpoint
 from ktbridge.model.hub import short_name
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.disk import existing
+from ktbridge.sft.plan.setting import existing
 from ktbridge.sft.plan.shape import can_quantize, in_storage, read_shape
 
 _POLL = 0.5  # seconds

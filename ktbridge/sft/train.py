@@ -27,12 +27,13 @@ from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import OnProgress
 from ktbridge.install import has_linear_attention_kernels
 from ktbridge.model import resolve_model
-from ktbridge.sft import distributed
 from ktbridge.sft.arguments import reporters, trainer_arguments
 from ktbridge.sft.checkpoint import Checkpoints, read_placement, trained
 from ktbridge.sft.compat import score_labels_only
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import summarize_rows
+from ktbridge.sft.distributed import agree, barrier, finish
+from ktbridge.sft.distributed.dispatch import assign_experts, gather_trained
 from ktbridge.sft.distributed.same_run import compare_prepared, failing_together, join
 from ktbridge.sft.evaluate import (
     Chosen,
@@ -44,6 +45,7 @@ from ktbridge.sft.evaluate import (
 )
 from ktbridge.sft.expert_device import ExpertDevice, WatchPlacement, place_experts
 from ktbridge.sft.interrupts import Interrupts, StopOnSignal, explain_failures, interrupted
+from ktbridge.sft.launch import is_main, world
 from ktbridge.sft.liger import use_liger
 from ktbridge.sft.microbatch import MicroBatchRunner, OnNote, tokens_per_pass
 from ktbridge.sft.model import choose_device, load_trainable
@@ -157,7 +159,7 @@ def train(
     with lock_target(config.output_dir) if main else nullcontext():
         # 1. Every check that needs no weights; then all processes know that they are the same run.
         with failing_together():
-            ready = prepared or prepare(config, distributed.world().size)
+            ready = prepared or prepare(config, world().size)
         config = ready.config
         events.note(*compare_prepared(config, ready))
         if ready.to_cache and main:
@@ -175,7 +177,7 @@ def train(
         if config.kt_config.kt_experts != "cpu":
             before = read_placement(ready.resumption.checkpoint)
             placed = place_experts(run_setting(config, ready), model, before)
-        distributed.assign_experts(model)
+        assign_experts(model)
         notes = [note for note in (norms, placed.note) if note]
         events.note(*notes)
 
@@ -195,7 +197,7 @@ def train(
             early = train_or_restore(trainer, config, ready, watch)
             seconds = time.perf_counter() - started - trainer.held_out.seconds
         unfinished = trainer.state.global_step < ready.steps
-        if distributed.agree(interrupts.caught) and unfinished and not early:
+        if agree(interrupts.caught) and unfinished and not early:
             raise interrupted(trainer.state.global_step, checkpoints_dir(config))
         trainer.check_trained()
 
@@ -206,17 +208,17 @@ def train(
             read = ready.stream.summarize(ready.fitted, trainer.sequences_used())
             ready = replace(ready, fitted=read)
             chosen = replace(chosen, notes=(*chosen.notes, *read.notes))
-        distributed.gather_trained(model)
+        gather_trained(model)
         log = [record for record in trainer.state.log_history if is_record(record)]
         if main:
             publish(model, config, ready, log, chosen)
         events.note(*chosen.notes)
-        distributed.barrier()
+        barrier()
         limits = (trainer.runner.limit, trainer.held_out.limit)
         of_memory = [note for limit in limits for note in limit.notes]
         notes += [*steps.notes, *trainer.weights.notes, *of_memory, *chosen.notes]
         result = _result(config, ready, trainer, log, seconds, placed, chosen)
-        distributed.finish()
+        finish()
         return replace(result, notes=tuple(notes))
 
 
@@ -231,12 +233,12 @@ def quantize_first(
     Returns ``prepared``, which is made where it is needed. ``train`` calls it too, and then finds them there.
     Raises what ``prepare`` and ``QuantizedExperts.make`` raise.
     """
-    if distributed.world().local_rank:
+    if world().local_rank:
         found = find_quantized(config, resolve_model(config.model_name_or_path))
         if found:
             found.wait()
         return prepared
-    ready = prepared or prepare(config, distributed.world().size)
+    ready = prepared or prepare(config, world().size)
     if ready.quantised:
         ready.quantised.make(on_progress, on_wait)
     return ready
@@ -328,7 +330,7 @@ def train_or_restore(
     Return True if early stopping ended the run.
     """
     start, other = ready.resumption.checkpoint, ready.resumption.other_held_out
-    if start is None and distributed.is_main():
+    if start is None and is_main():
         archive_checkpoints(config)
     early = start is not None and not other and ended_early(start, config)
     if early or ready.resumption.step >= ready.steps:
@@ -367,7 +369,7 @@ def _result(
     pace = trainer.throughput
     tokens = trainer.state.num_input_tokens_seen - pace.tokens_before
     # The first process's alone: another host may not see them.
-    main, output = distributed.is_main(), Path(config.output_dir)
+    main, output = is_main(), Path(config.output_dir)
     return TrainResult(
         output_dir=config.output_dir,
         steps=trainer.state.global_step,

@@ -1,7 +1,7 @@
 """transformers' Trainer as a run uses it: each of its methods that is changed is overridden once, here.
 
 Plain objects do the work: ``MicroBatchRunner`` runs steps, ``HeldOut`` evaluates, ``Checkpoints`` saves and
-loads, ``distributed.optimizer`` is for several processes, and callbacks watch (``progress``, ``interrupts``).
+loads, and callbacks watch (``progress``, ``interrupts``). ``optimizer`` has what is changed of the optimizer.
 Names that begin with "_" are private to transformers; tests/sft/test_compat.py holds their signatures.
 """
 
@@ -22,13 +22,24 @@ from transformers import set_seed
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.masters import clip_to_norm
 from ktbridge.experts.layer import find_layers
-from ktbridge.sft import distributed
 from ktbridge.sft.checkpoint import Checkpoints
 from ktbridge.sft.data import RowStream
 from ktbridge.sft.data.images import Vision
+from ktbridge.sft.distributed import add
+from ktbridge.sft.distributed.dispatch import leave_experts_whole, shard_on_the_cpu
 from ktbridge.sft.evaluate import HeldOut
+from ktbridge.sft.launch import world
 from ktbridge.sft.microbatch import ROWS, Batch, MicroBatchRunner, RowTrainer, as_rows
-from ktbridge.sft.optimizer import DeferredAdam, separate_b, set_learning_rate
+from ktbridge.sft.optimizer import (
+    DeferredAdam,
+    average_and_clip,
+    load_optimizer,
+    save_names,
+    save_optimizer,
+    separate_b,
+    separate_experts,
+    set_learning_rate,
+)
 from ktbridge.sft.progress import NanGuard, ThroughputLog, WeightsWatch
 
 _TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
@@ -75,7 +86,7 @@ class RunTrainer(RowTrainer):
     def sequences_used(self) -> int:
         """Return how many sequences all processes have trained on; each batch of a stream is full."""
         a_step = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        return self.state.global_step * a_step * distributed.world().size
+        return self.state.global_step * a_step * world().size
 
     def check_trained(self) -> None:
         """Raise ``Diverged`` if a trained tensor holds NaN or infinity."""
@@ -119,7 +130,7 @@ class RunTrainer(RowTrainer):
             batches, items = [*islice(epoch_iterator, num_batches)], None
             rows = [row for batch in batches for row in batch[ROWS]]
             counts = [sum(row.trained for row in rows), sum(row.unpadded for row in rows)]
-            trained, self._unpadded = map(int, distributed.add(counts))
+            trained, self._unpadded = map(int, add(counts))
             if self.loss_by_token:
                 items = torch.tensor(trained, dtype=torch.float32, device=device)
         self.runner.batches = batches
@@ -151,8 +162,8 @@ class RunTrainer(RowTrainer):
         return self._clip(model, self.args.max_grad_norm)
 
     def _clip(self, model: nn.Module, largest: float) -> torch.Tensor:
-        if distributed.world().size > 1:
-            return distributed.average_and_clip(self, model, largest)
+        if world().size > 1:
+            return average_and_clip(self, model, largest)
         trained = [each for each in model.parameters() if each.grad is not None]
         if len({each.device for each in trained}) > 1:  # masters of expert LoRA in host memory
             return clip_to_norm(trained, largest)
@@ -210,18 +221,18 @@ class RunTrainer(RowTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        distributed.shard_on_the_cpu(self)
+        shard_on_the_cpu(self)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args, **kwargs)
         # Before the experts, whose groups are last.
         separate_b(self.model, optimizer, self.ratio_of_b)
-        distributed.separate_experts(self, optimizer)
+        separate_experts(self, optimizer)
         self.deferred = DeferredAdam(optimizer, find_layers(self.model))
         return optimizer
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        distributed.leave_experts_whole(self)
+        leave_experts_whole(self)
         return super()._prepare_for_training(*args, **kwargs)
 
     # Checkpoints: Trainer saves and restores schedule, random numbers and its place in the data.
@@ -243,25 +254,25 @@ class RunTrainer(RowTrainer):
         self.checkpoints.load(resume_from_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if distributed.world().size == 1:
+        if world().size == 1:
             super()._save_optimizer_and_scheduler(output_dir)
-            distributed.save_names(self, output_dir)
+            save_names(self, output_dir)
         else:
-            distributed.save_optimizer(self, output_dir)
+            save_optimizer(self, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         with _without_code(checkpoint):
-            if distributed.world().size == 1 and Path(checkpoint, "optimizer.pt").is_file():
+            if world().size == 1 and Path(checkpoint, "optimizer.pt").is_file():
                 super()._load_optimizer_and_scheduler(checkpoint)
             else:
-                distributed.load_optimizer(self, checkpoint)
+                load_optimizer(self, checkpoint)
         set_learning_rate(self.lr_scheduler, self.args.learning_rate)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         processes = len([*Path(checkpoint).glob("rng_state*.pth")]) if checkpoint else 0
-        if processes and processes != distributed.world().size:
+        if processes and processes != world().size:
             set_seed(self.args.seed + self.state.global_step)  # those of other processes don't fit
             return
         with _without_code(checkpoint or ""):

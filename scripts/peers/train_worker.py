@@ -45,11 +45,13 @@ from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.load_model import load_mapped
 from ktbridge.experts.lora_targets import convert_masters
 from ktbridge.experts.modules import experts_modules
-from ktbridge.sft import distributed
 from ktbridge.sft.config import KtConfig, TrainConfig
-from ktbridge.sft.distributed.group import group
+from ktbridge.sft.distributed import finish, group, start
+from ktbridge.sft.distributed.dispatch import assign_experts, replicated_lora
 from ktbridge.sft.expert_device import place_experts
+from ktbridge.sft.launch import world
 from ktbridge.sft.model import threads_beside_python
+from ktbridge.sft.optimizer import average_gradients
 from ktbridge.sft.plan.lengths import Lengths
 from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import read_shape
@@ -213,8 +215,8 @@ def tiled_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(inner.lm_head(states).float(), wanted, reduction="sum")
 
     total = torch.zeros((), device=ids.device)
-    for start in range(0, len(labels), HEAD_TOKENS):
-        part = slice(start, start + HEAD_TOKENS)
+    for first in range(0, len(labels), HEAD_TOKENS):
+        part = slice(first, first + HEAD_TOKENS)
         total = total + checkpoint(tile, hidden[part], labels[part], use_reentrant=False)
     return total / len(labels)
 
@@ -233,18 +235,18 @@ class TiledLoss(nn.Module):
 def among_ranks(who: str, model: nn.Module) -> nn.Module:
     """What computes a pass's loss from its ids: under DDP where there are other ranks."""
     loss_of = TiledLoss(model)
-    if distributed.world().size == 1:
+    if world().size == 1:
         return loss_of
     if who in OURS:
-        distributed.assign_experts(loss_of)
+        assign_experts(loss_of)
     return nn.parallel.DistributedDataParallel(loss_of, broadcast_buffers=False)
 
 
 def of_all_ranks(told: dict[str, Any]) -> dict[str, Any]:
     """Rank 0's record with the longest seconds, the mean losses and the largest memory of all."""
     each: list[Any] = [told]
-    if distributed.world().size > 1:
-        each *= distributed.world().size
+    if world().size > 1:
+        each *= world().size
         torch.distributed.all_gather_object(each, told, group())
     return {
         **each[0],
@@ -264,14 +266,14 @@ def experts_implementation(model: Any) -> str:
 
 def main() -> None:
     case = json.loads(sys.argv[1])
-    rank = distributed.start().rank
+    rank = start().rank
     started = time.perf_counter()
     torch.manual_seed(0)
     case["rows_a_pass"] = case["rows"] // max(case["passes"], 1)
     model = build(case).train()
     loss_of = among_ranks(case["who"], model)
     alone = getattr(loss_of, "no_sync", nullcontext)  # DDP's
-    lora = distributed.replicated_lora(model)
+    lora = replicated_lora(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=case["learning_rate"], fused=True)
     loaded = time.perf_counter() - started
@@ -290,7 +292,7 @@ def main() -> None:
                     loss = loss_of(ids) * (len(ids) / case["rows"])
                 loss.backward()
             total += float(loss.detach())
-        distributed.average_gradients(lora, DEVICE)
+        average_gradients(lora, DEVICE)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
@@ -319,7 +321,7 @@ def main() -> None:
     told = of_all_ranks(told)
     if not rank:
         Path(sys.argv[2]).write_text(json.dumps(told))
-    distributed.finish()
+    finish()
 
 
 if __name__ == "__main__":

@@ -40,10 +40,12 @@ from visionmoe import colour_rows, vision_base
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.experts import recompute
+from ktbridge.sft import distributed
 from ktbridge.sft.config import load_config
-from ktbridge.sft.distributed import agree, assign_experts, from_main, group, start, world
+from ktbridge.sft.distributed import agree, from_main, start
+from ktbridge.sft.distributed.dispatch import assign_experts
 from ktbridge.sft.distributed.same_run import differences
-from ktbridge.sft.launch import unjoined_problems
+from ktbridge.sft.launch import unjoined_problems, world
 
 # --- one layer -----------------------------------------------------------------------------------------
 
@@ -308,19 +310,19 @@ def test_tasks_that_nothing_joins_are_refused(monkeypatch, environment, found):
 
 def test_gloo_takes_the_interface_to_the_first_host_where_the_name_leads_nowhere(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    monkeypatch.setattr(group, "_reachable", lambda name: False)
+    monkeypatch.setattr(distributed, "_reachable", lambda name: False)
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth7": [SimpleNamespace(address=address)]})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         address = probe.getsockname()[0]
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
-    group.choose_interface()
+    distributed.choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
     with pytest.raises(KtbridgeError, match="can't reach this one") as refused:
-        group.choose_interface()
+        distributed.choose_interface()
     assert "GLOO_SOCKET_IFNAME" in refused.value.next_step
 
 

@@ -24,12 +24,11 @@ from trainrun import losses, quiet, train
 
 from ktbridge.experts.gpu.placement import Line
 from ktbridge.experts.gpu.timing import LayerTimes, OutsideTimes
-from ktbridge.sft import expert_device
+from ktbridge.sft import expert_device, optimizer
 from ktbridge.sft.config import load_config
-from ktbridge.sft.distributed import from_main, start, world
-from ktbridge.sft.distributed import optimizer as distributed_optimizer
-from ktbridge.sft.distributed.group import exchange
-from ktbridge.sft.distributed.optimizer import average_gradients
+from ktbridge.sft.distributed import exchange, from_main, start
+from ktbridge.sft.launch import world
+from ktbridge.sft.optimizer import average_gradients
 
 # So that tensors show gradients as they were: Adam makes much of the rounding of one that is nearly 0.
 SGD = ("optim=sgd", "learning_rate=2")
@@ -73,7 +72,7 @@ def watched(*arguments, stop=0):
         assert len(made) == 1  # once in a step, whether it clips or not
         made.clear()
 
-    distributed_optimizer.average_gradients = counted
+    optimizer.average_gradients = counted
     command_in_a_rank(arguments, look, stop)
 
 
@@ -231,7 +230,7 @@ def test_all_ranks_have_their_experts_in_the_same_place(warm, run_dir):
 
 def averages():
     here = start(60, use_cpu=True)
-    distributed_optimizer._BUCKET = 4 * 30
+    optimizer._BUCKET = 4 * 30
     sizes = [(2, 5), (3, 4), (7,), (4, 25), (1,)]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     for place, parameter in enumerate(parameters):
@@ -241,7 +240,7 @@ def averages():
     means = [5.0, 6.0, 1.0, 8.0, 9.0]
     for parameter, mean in zip(parameters, means, strict=True):
         assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
-    counts = [len(bucket) for bucket in distributed_optimizer._buckets(parameters)]
+    counts = [len(bucket) for bucket in optimizer._buckets(parameters)]
     assert counts == [3, 1, 1]
     print("means")
 

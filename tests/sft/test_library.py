@@ -11,7 +11,7 @@ import torch
 from ktbridge import sft
 from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE
-from ktbridge.sft.callback import IN_CHECKPOINT
+from ktbridge.sft.output import IN_CHECKPOINT
 
 PAGE = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
 SCRIPTS = {

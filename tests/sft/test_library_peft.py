@@ -34,7 +34,7 @@ from ktbridge.sft import (
     trainable_parameters,
     wrap_experts,
 )
-from ktbridge.sft.callback import IN_CHECKPOINT
+from ktbridge.sft.output import IN_CHECKPOINT
 
 IDS = torch.arange(80).reshape(4, 20) % 64
 EXPERT, ATTENTION = (

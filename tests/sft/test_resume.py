@@ -40,7 +40,7 @@ from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import fingerprint_rows, load_rows
-from ktbridge.sft.disk import check_room
+from ktbridge.sft.plan.setting import check_room
 from ktbridge.sft.resume import (
     FILES,
     FINGERPRINT_FILE,

@@ -26,16 +26,16 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts import autograd, recompute
 from ktbridge.experts.compat import graph_is_kept
 from ktbridge.experts.layer import MoELoRAExperts, expert_layers
-from ktbridge.experts.modules import experts_modules
-from ktbridge.sft.compat import leave_out_of_ddp
-from ktbridge.sft.distributed.group import (
+from ktbridge.experts.modules import experts_modules, vision_towers
+from ktbridge.sft.compat import WholeTrainer, leave_out_of_ddp
+from ktbridge.sft.distributed import (
     distribute,
     exchange,
     explain_lost_rank,
     gather_on_main,
     group,
 )
-from ktbridge.sft.launch import is_main, world
+from ktbridge.sft.launch import is_main, shards_parameters, world
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -228,6 +228,28 @@ def _give_to_main(model: nn.Module) -> None:
         module.mapped_experts = ()  # type: ignore[assignment]
         for name in list(module._parameters):
             del module._parameters[name]
+
+
+def leave_experts_whole(trainer: WholeTrainer) -> None:
+    """Have FSDP2 leave the experts alone, and a vision tower, which some ranks' rows don't need.
+
+    Before the model is sharded.
+    """
+    if world().size > 1 and trainer.is_fsdp_enabled:
+        plugin = trainer.accelerator.state.fsdp_plugin
+        whole = [*expert_layers(trainer.model).values(), *vision_towers(trainer.model)]
+        plugin.ignored_modules = whole
+
+
+def shard_on_the_cpu(trainer: WholeTrainer) -> None:
+    """FSDP2 among processes without GPUs: torch shards there too, accelerate only knows of accelerators."""
+    state = trainer.accelerator.state
+    if world().size > 1 and state.distributed_type == "MULTI_CPU" and shards_parameters():
+        from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        trainer.is_fsdp_enabled = True
 
 
 def replicated_lora(model: nn.Module) -> list[nn.Parameter]:

@@ -27,7 +27,7 @@ from ktbridge.install import LINEAR_ATTENTION, version_of
 from ktbridge.model import find_model
 from ktbridge.model.identity import fingerprint
 from ktbridge.sft.config.fields import options
-from ktbridge.sft.distributed.group import ANSWER_SECONDS, exchange_texts, joined, start
+from ktbridge.sft.distributed import ANSWER_SECONDS, exchange_texts, joined, start
 from ktbridge.sft.launch import World, several_launchers, world
 from ktbridge.sft.model import choose_device
 from ktbridge.sft.resume import FINGERPRINT_FILE, HELD_OUT, checkpoints_dir, resumable

@@ -28,11 +28,10 @@ from ktbridge.machine import Described, Machine, read_gpus, read_machine
 from ktbridge.model import find_model, resolve_model
 from ktbridge.model.stub import CheckpointStub, weights_missing
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.disk import existing
 from ktbridge.sft.placement import compare_placements, limit_of, limits_for
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import PlanPart, mapped_bytes, predict_parts, total
-from ktbridge.sft.plan.setting import RunSetting
+from ktbridge.sft.plan.setting import RunSetting, existing
 from ktbridge.sft.plan.shape import (
     ModelShape,
     can_quantize,

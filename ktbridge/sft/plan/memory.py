@@ -13,12 +13,14 @@ from typing import Literal
 
 from ktbridge.experts.gpu.placement import MemoryBudget, Placement
 from ktbridge.files.sizes import count_text, size_text
-from ktbridge.sft.disk import adapter_bytes, checkpoint_bytes, kept_checkpoints
 from ktbridge.sft.plan.setting import (
     LayerBytes,
     RunSetting,
+    adapter_bytes,
+    checkpoint_bytes,
     expert_lora_elements,
     host_bytes,
+    kept_checkpoints,
     layer_bytes,
     lora_paths,
     loss_bytes,

@@ -39,13 +39,13 @@ from ktbridge.experts.load_model import model_class, model_config
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.weights import ExpertWeights
 from ktbridge.sft.compat import set_attention
-from ktbridge.sft.disk import checkpoint_bytes
 from ktbridge.sft.model import attach_linear_lora, threads_beside_python
 from ktbridge.sft.placement import MOST_TOKENS, probe_tokens, times_cpu
 from ktbridge.sft.plan.inputs import CpuTimes, ExpertTimes, ProductRates
 from ktbridge.sft.plan.report import PredictedPace
 from ktbridge.sft.plan.setting import (
     RunSetting,
+    checkpoint_bytes,
     expert_lora_elements,
     host_bytes,
     nonexpert_lora_elements,
