@@ -1,5 +1,6 @@
 """Before any test imports torch: its idle threads would spin on the CPUs that the kernels want."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(here).parts[0] in SLOW_ROOMS:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Take all that is imported for no garbage: a full collection, which trainers ask for, skips it then."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,7 @@ def write_run(path, base_dir):
         max_grad_norm=0.05,  # below every step's norm, so that clipping works on each
         loraplus_lr_ratio=2,  # more groups of the optimizer, to be taken apart, saved and loaded
         bf16=False,  # so that what differs is not attention's rounding
-        max_steps=3, plot_loss=False, use_cpu=True, ddp_timeout=60,
+        max_steps=3, use_cpu=True, ddp_timeout=60,
         per_device_train_batch_size=GLOBAL_BATCH // 2,
     )  # fmt: skip
 

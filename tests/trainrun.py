@@ -1,6 +1,8 @@
 """Training runs for tests: rows, a configuration, and what a run leaves."""
 
+import gc
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,23 +57,34 @@ def write_lines(path, rows):
 def write_run(directory, base, rows=(), pairs=(), **settings):
     """``directory``/run.yaml with its ``rows`` and ``pairs``; returns the directory.
 
-    In float32, so that results and notes don't depend on the CPU's instructions.
+    In float32, so that results and notes don't depend on the CPU's instructions; without a plot, which
+    takes as long as some steps.
     """
     for name, given in (("rows", rows), ("pairs", pairs)):
         if given:
             write_lines(directory / f"{name}.jsonl", given)
     config = {
         "model_name_or_path": str(base), "dataset": "rows.jsonl", "output_dir": "raw",
-        "lora_rank": 4, "cutoff_len": 64, "logging_steps": 1, "bf16": False, **settings,
+        "lora_rank": 4, "cutoff_len": 64, "logging_steps": 1, "bf16": False, "plot_loss": False, **settings,
     }  # fmt: skip
     (directory / "run.yaml").write_text(yaml.safe_dump(config))
     return directory
+
+
+@cache
+def freeze_imports():
+    """Take all that training imports for no garbage: accelerate collects in each run, for half a second."""
+    import ktbridge.sft.train  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def train(directory, *overrides, **options):
     """A whole run of ``directory``/run.yaml in this process, which has torch loaded already."""
     from ktbridge.sft import train
 
+    freeze_imports()
     return train.train(load_config(directory / "run.yaml", overrides), **options)
 
 

@@ -31,7 +31,7 @@ def run_dir(tmp_path, base_dir, monkeypatch):
     write_lines(tmp_path / "other.jsonl", rows[:7])
     return write_run(
         tmp_path, base, [*rows, conversation("nothing", ""), conversation("half \ud800", "x")],
-        tokenized_path="kept", max_steps=2, save_steps=0, plot_loss=False,
+        tokenized_path="kept", max_steps=2, save_steps=0,
         kt_config={"kt_num_threads": 2}, mix_strategy="interleave_over",
         dataset="rows.jsonl,other.jsonl", per_device_train_batch_size=2,
     )  # fmt: skip
@@ -64,7 +64,6 @@ def same(one, other):
 
 
 def test_a_second_start_has_the_same_rows_and_trains_the_same(run_dir):
-    train(run_dir, HELD, "output_dir=plain", "tokenized_path=null")
     told = []
     train(run_dir, HELD, "output_dir=first", on_note=told.append)
     assert "KTD043" in codes(told)
@@ -77,8 +76,7 @@ def test_a_second_start_has_the_same_rows_and_trains_the_same(run_dir):
     train(run_dir, HELD, "output_dir=second")
     assert {path.name for path in (run_dir / "kept").iterdir()} == files
     for name in ("fused_expert_lora.safetensors", "training_data.json", "refused_rows.jsonl"):
-        made = [(run_dir / each / name).read_bytes() for each in ("plain", "first", "second")]
-        assert made[0] == made[1] == made[2]
+        assert (run_dir / "first" / name).read_bytes() == (run_dir / "second" / name).read_bytes()
 
 
 def test_whatever_rows_are_made_of_makes_them_anew(run_dir):

@@ -391,23 +391,12 @@ def test_thoughts_that_are_never_written_are_refused_with_what_to_set(tmp_path):
     assert answer == f"{HM}i am a cat<|im_end|>"
 
 
-def test_which_answers_are_learned_is_told_by_weights_and_keys(tmp_path):
-    messages = conversation("one", "two", "three")
-    messages[1]["weight"], messages[3]["loss"] = 0, True
-    path, tokenizer = write(tmp_path / "rows.jsonl", {"messages": messages}), tokenizer_for("qwen3")
-    expected = {
-        "": ["two", "three"], "mask_history": ["three"], "train_on_prompt": ["ask 0", "ask 0"],
-    }  # fmt: skip
-    for key, words in expected.items():
-        config = settings(path, **({key: True} if key else {}))
-        found = learned(tokenized(config, tokenizer), tokenizer)
-        assert len(found) == len(words)
-        assert all(word in text for word, (_, text) in zip(words, found, strict=True))
-        assert not any(before for before, _ in found if key == "train_on_prompt")
-    none = write(tmp_path / "none.jsonl", {"messages": messages[:2]}, ROW)
-    config = settings(none)
-    fitted = tokenized(config, tokenizer)
-    assert fitted.refused[0].why == "no answer is learned: the weight of each is 0"
+def test_a_conversation_of_which_no_answer_is_learned_is_refused(tmp_path):
+    messages = conversation("one")
+    messages[1]["weight"] = 0
+    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}, ROW))
+    (refused,) = tokenized(config, tokenizer_for("qwen3")).refused
+    assert refused.why == "no answer is learned: the weight of each is 0"
 
 
 def test_tools_that_a_template_cant_write_are_refused_with_a_sentence(tmp_path):

@@ -40,14 +40,11 @@ def turns(messages):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (ROW, [("u", "who are you ?"), ("a", "i am a cat")]),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, TELL]},
             [("u", "a"), ("a", "i am a cat")],
         ),
-        ({"prompt": "say", "completion": "that"}, [("u", "say"), ("a", "that")]),
         ({"prompt": [ASK], "completion": [TELL]}, [("u", "who are you ?"), ("a", "i am a cat")]),
-        ({"instruction": "say", "input": "this", "output": "that"}, [("u", "say\nthis"), ("a", "that")]),
         (
             {"instruction": "a\u2028b", "output": "c", "system": "s", "history": [["q", "r"]]},
             [("s", "s"), ("u", "q"), ("a", "r"), ("u", "a\u2028b"), ("a", "c")],
@@ -71,6 +68,7 @@ def turns(messages):
     ],
 )  # fmt: skip
 def test_each_format_becomes_the_same_messages(tmp_path, row, expected):
+    """What tests/golden/rows.py doesn't have."""
     rows = load_rows(settings(write(tmp_path / "rows.jsonl", row)))
     assert [turns(conversation) for conversation in messages_of(rows)] == [expected]
     assert (rows.total, rows.refused, rows.notes) == (1, [], [])

@@ -338,9 +338,14 @@ def test_a_process_that_is_alone_needs_no_group():
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory, base_dir):
-    path = write_run(tmp_path_factory.mktemp("run"), base_dir)
-    train(path, f"output_dir={path / 'alone'}", f"per_device_train_batch_size={GLOBAL_BATCH}")
-    return path
+    return write_run(tmp_path_factory.mktemp("run"), base_dir)
+
+
+@pytest.fixture(scope="module")
+def alone(run_dir):
+    """The output's name of a run by one process."""
+    train(run_dir, f"output_dir={run_dir / 'alone'}", f"per_device_train_batch_size={GLOBAL_BATCH}")
+    return "alone"
 
 
 @pytest.fixture
@@ -386,32 +391,38 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
     found = [problem.where.rpartition(": ")[2] for problem in alone.value.problems]
     assert found == ["processes"]  # a step would have half the rows
 
-    # One process goes on where two were interrupted, if a step has the same rows.
-    shutil.copytree(run_dir / "fsdp2.checkpoints", run_dir / "one.checkpoints")
-    again = ("resume_from_checkpoint=true", f"output_dir={run_dir / 'one'}", batch, *EVALUATED)
-    one = train(run_dir, *again)
-    assert (one.first_step, one.steps) == (3, 3)
-    assert_same_run(run_dir, "best", "one")
-    notes = prepare(
-        load_config(
-            run_dir / "run.yaml",
-            [*again, "overwrite_output_dir=true", f"output_dir={run_dir / 'fsdp2'}"],
-        )
-    ).notes
-    assert {"processes", "per_device_train_batch_size"} == {
-        note.where.rpartition(": ")[2] for note in notes if note.code == "KTC011"
-    }
-
     resumed = launch("fsdp2", "fsdp2", "resume_from_checkpoint=true", *EVALUATED)
     assert resumed.returncode == 0, resumed.stderr
     result = json.loads(resumed.stdout)  # one document: rank 0 alone speaks
     assert (result["steps"], result["held_out"]["published_step"]) == (3, 1)
     assert_same_run(run_dir, "best", "fsdp2")
-    whole = launch("fsdp2-whole", "fsdp2", *EVALUATED, "save_total_limit=9", "save_steps=1")
+
+
+@pytest.mark.slow
+@quiet
+def test_fsdp2_interrupted_goes_on_to_the_same_bits_or_in_one_process(launch, run_dir):
+    from ktbridge.sft.prepare import prepare
+
+    batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
+    train(run_dir, f"output_dir={run_dir / 'whole'}", batch, *EVALUATED)
+    launch("two", "fsdp2", *EVALUATED, how=(__file__, "interrupted"))
+    # One process goes on where two were interrupted, if a step has the same rows.
+    shutil.copytree(run_dir / "two.checkpoints", run_dir / "one.checkpoints")
+    again = ("resume_from_checkpoint=true", f"output_dir={run_dir / 'one'}", batch, *EVALUATED)
+    one = train(run_dir, *again)
+    assert (one.first_step, one.steps) == (3, 3)
+    assert_same_run(run_dir, "whole", "one")
+    config = load_config(run_dir / "run.yaml", [*again, f"output_dir={run_dir / 'two'}"])
+    assert {"processes", "per_device_train_batch_size"} == {
+        note.where.rpartition(": ")[2] for note in prepare(config).notes if note.code == "KTC011"
+    }
+
+    launch("two", "fsdp2", "resume_from_checkpoint=true", *EVALUATED)
+    whole = launch("two-whole", "fsdp2", *EVALUATED, "save_total_limit=9", "save_steps=1")
     assert whole.returncode == 0, whole.stderr
     last = "checkpoint-3/trainable.safetensors"
     ended, uninterrupted = (
-        (run_dir / f"{name}.checkpoints" / last).read_bytes() for name in ("fsdp2", "fsdp2-whole")
+        (run_dir / f"{name}.checkpoints" / last).read_bytes() for name in ("two", "two-whole")
     )
     assert ended == uninterrupted
 
@@ -419,7 +430,7 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
 @pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("method", ["ddp", "fsdp2"])
-def test_two_processes_go_on_where_one_was_interrupted(launch, run_dir, method):
+def test_two_processes_go_on_where_one_was_interrupted(launch, run_dir, alone, method):
     name, batch = f"two-{method}", f"per_device_train_batch_size={GLOBAL_BATCH}"
 
     interrupt(run_dir, 2, f"output_dir={run_dir / name}", batch, "save_steps=1")
@@ -428,7 +439,7 @@ def test_two_processes_go_on_where_one_was_interrupted(launch, run_dir, method):
     assert "resume_from_checkpoint=true" in refused.stdout + refused.stderr
     done = launch(name, method, "save_steps=1", "resume_from_checkpoint=true")
     assert done.returncode == 0, done.stderr
-    assert_same_run(run_dir, "alone", name)
+    assert_same_run(run_dir, alone, name)
 
 
 @quiet
@@ -469,12 +480,12 @@ def test_ddp_trains_as_one_process_does(warm, run_dir, tmp_path):
 
 @pytest.mark.slow
 @quiet
-def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir):
+def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir, alone):
     """Ranks whose rows differ in length, and whose packed rows differ in conversations."""
     own = ("per_device_train_batch_size=2", "gradient_accumulation_steps=2", "tokens_per_pass=26")
     done = launch("passes", "fsdp2", *own)
     assert done.returncode == 0, done.stderr
-    assert_same_run(run_dir, "alone", "passes")
+    assert_same_run(run_dir, alone, "passes")
 
     packed = ("packing=true", "cutoff_len=40", "max_steps=3", "tokens_per_pass=26")
     train(run_dir, "per_device_train_batch_size=2", f"output_dir={run_dir / 'packed'}", *packed)
@@ -490,7 +501,7 @@ def test_images_of_one_rank_are_trained_on_as_by_one_process(warm, tmp_path):
     seen = colour_rows(tmp_path, range(2))
     turns = [{"from": "human", "value": "say yes"}, {"from": "gpt", "value": "yes"}]
     rows = [row for each in seen for row in (each, {"conversations": turns})]
-    config = {"max_steps": 3, "plot_loss": False, "use_cpu": True, "bf16": False, "ddp_timeout": 60}
+    config = {"max_steps": 3, "use_cpu": True, "bf16": False, "ddp_timeout": 60}
     base = vision_base(tmp_path / "base", "qwen3_vl_moe")
     trainrun.write_run(tmp_path, base, rows, **config, learning_rate=1e-3, cutoff_len=128)
     train(tmp_path, f"output_dir={tmp_path / 'alone'}", "per_device_train_batch_size=2")

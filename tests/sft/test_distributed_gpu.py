@@ -5,6 +5,7 @@ This file is also what those processes run: ``python test_distributed_gpu.py FUN
 
 import json
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -37,13 +38,23 @@ STREAM = ("kt_experts=stream", "kt_num_gpu_experts=0")
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory, base_dir):
-    path = write_run(tmp_path_factory.mktemp("run"), base_dir)
-    batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
-    with pytest.MonkeyPatch.context() as patch:
-        allow_on_cpu(patch.setattr)
-        for name, more in (("alone", ()), ("alone-sgd", SGD)):
-            train(path, f"output_dir={path / name}", batch, *STREAM, *more)
-    return path
+    return write_run(tmp_path_factory.mktemp("run"), base_dir)
+
+
+@pytest.fixture(scope="module")
+def alone(run_dir):
+    """Trains by one process, once; returns the output's name."""
+
+    @cache
+    def run(*more):
+        name = f"alone-{len(more)}"
+        batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
+        with pytest.MonkeyPatch.context() as patch:
+            allow_on_cpu(patch.setattr)
+            train(run_dir, f"output_dir={run_dir / name}", batch, *STREAM, *more)
+        return name
+
+    return run
 
 
 @pytest.fixture
@@ -88,7 +99,7 @@ def owned(*arguments):
 
 
 @quiet
-def test_ddp_ranks_with_their_own_streams_train_as_one_process_does(launch, run_dir):
+def test_ddp_ranks_with_their_own_streams_train_as_one_process_does(launch, run_dir, alone):
     own = (*STREAM, *SGD, "tokens_per_pass=26")
     done = launch("ddp", "ddp", *own, how=(__file__, "watched"))
     assert done.returncode == 0, done.stderr
@@ -96,7 +107,7 @@ def test_ddp_ranks_with_their_own_streams_train_as_one_process_does(launch, run_
     assert told["experts"] == "stream"
     (note,) = (note for note in told["notes"] if note["code"] == "KTC024")
     assert "streamed to the GPU" in note["found"]
-    assert_same_run(run_dir, "alone-sgd", "ddp", within=5e-4)
+    assert_same_run(run_dir, alone(*SGD), "ddp", within=5e-4)
 
 
 def short(*arguments):
@@ -118,18 +129,18 @@ def short(*arguments):
 
 @pytest.mark.slow
 @quiet
-def test_memory_that_is_short_on_one_rank_ends_no_run(launch, run_dir):
+def test_memory_that_is_short_on_one_rank_ends_no_run(launch, run_dir, alone):
     own = (*STREAM, *SGD, "tokens_per_pass=26")
     done = launch("short", "ddp", *own, how=(__file__, "short"))
     assert done.returncode == 0, done.stderr
     (note,) = (note for note in json.loads(done.stdout)["notes"] if note["code"] == "KTC023")
     assert "given back" in note["found"]
-    assert_same_run(run_dir, "alone-sgd", "short", within=5e-4)
+    assert_same_run(run_dir, alone(*SGD), "short", within=5e-4)
 
 
 @pytest.mark.slow
 @quiet
-def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, run_dir):
+def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, run_dir, alone):
     stopped = launch("fsdp2", "fsdp2", *STREAM, how=(__file__, "stopped"))
     assert stopped.returncode != 0
     assert "interrupted after step 2" in stopped.stderr
@@ -140,7 +151,7 @@ def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, ru
     )
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["first_step"] == 3
-    assert_same_run(run_dir, "alone", "fsdp2", within=5e-4, adapter=2e-2)
+    assert_same_run(run_dir, alone(), "fsdp2", within=5e-4, adapter=2e-2)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return write_run(
         tmp_path, base_dir, [conversation(*each[:2]) for each in given], [pair(*each) for each in given],
         learning_rate=1e-2, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=6,
-        save_steps=2, plot_loss=False,
+        save_steps=2,
     )  # fmt: skip
 
 
@@ -99,6 +99,7 @@ def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stag
             f"kt_experts={experts}",
             f"kt_num_gpu_experts={number}",
             f"output_dir={experts}",
+            "max_steps=3",
             on_note=notes.append,
         )
         assert result.experts == experts

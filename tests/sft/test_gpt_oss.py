@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     exact = reference("gpt_oss", path / "base")
     tiny_tokenizer().save_pretrained(path / "base")
     rows = [conversation(*row) for row in ROWS]
-    settings = {"num_train_epochs": 30, "learning_rate": 0.02, "lora_target": "all"}
+    settings = {"per_device_train_batch_size": 3, "max_steps": 16, "learning_rate": 0.05}
     run = write_run(path, path / "base", rows, **settings)
     with pytest.warns():
         train(run)

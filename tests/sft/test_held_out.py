@@ -51,7 +51,6 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return write_run(
         tmp_path, base_dir, rows, pairs, lora_dropout=0.1, neftune_noise_alpha=5, learning_rate=1e-2,
         per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, save_steps=2,
-        plot_loss=False,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def run_dir(tmp_path, base_dir, monkeypatch):
     write_lines(tmp_path / "held.jsonl", judged(5, 100))
     return write_run(
         tmp_path, base_dir, judged(24), stage="kto", learning_rate=1e-2, max_steps=6,
-        per_device_train_batch_size=4, save_steps=2, lora_target="q_proj,v_proj", plot_loss=False,
+        per_device_train_batch_size=4, save_steps=2, lora_target="q_proj,v_proj",
         lora_dropout=0.1, kt_config={"kt_num_threads": 2}, **WEIGHTS,
     )  # fmt: skip
 

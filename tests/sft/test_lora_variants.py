@@ -28,7 +28,7 @@ IDS = torch.arange(2, 22)[None]
 def run_dir(tmp_path, base_dir):
     rows = [conversation(*turns) for turns in ROWS * 8]
     settings = {"learning_rate": 1e-2, "per_device_train_batch_size": 8, "use_cpu": True}
-    return write_run(tmp_path, base_dir, rows, plot_loss=False, **settings)
+    return write_run(tmp_path, base_dir, rows, **settings)
 
 
 def logits(model):
@@ -139,7 +139,7 @@ def test_the_routers_loss_is_added_once_however_a_step_is_cut(run_dir):
             "per_device_train_batch_size=9",
             "learning_rate=0.01",
         )
-        train(run_dir, "max_steps=1", "plot_loss=false", "use_cpu=true", *own, *more)
+        train(run_dir, "max_steps=1", "use_cpu=true", *own, *more)
         return log_of(run_dir / name)[0]
 
     asked, cut = "moe_aux_loss_coef=0.5", "tokens_per_pass=40"

@@ -8,7 +8,6 @@ from trainrun import conversation, quiet, tokenized, write_lines, write_run
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import describe_rows
-from ktbridge.sft.plan.lengths import read_lengths
 
 pytestmark = quiet
 FEW, MANY = 4, 20
@@ -23,7 +22,7 @@ def run_dir(tmp_path, base_dir, monkeypatch):
     write_lines(tmp_path / "many.jsonl", many)
     return write_run(
         tmp_path, base_dir, dataset="few.jsonl,many.jsonl", mix_strategy="interleave_over",
-        interleave_probs="0.6,0.4", save_steps=2, max_steps=4, plot_loss=False,
+        interleave_probs="0.6,0.4", save_steps=2, max_steps=4,
         kt_config={"kt_num_threads": 2},
     )  # fmt: skip
 
@@ -67,13 +66,6 @@ def test_an_epoch_has_each_datasets_share_and_tells_what_comes_again(run_dir):
     assert sum(map(len, packed.dataset["input_ids"])) == over.tokens
     held = fitted(run_dir, "val_size=3")
     assert held.used == FEW + MANY - 3
-
-
-def test_the_plan_counts_what_an_epoch_has(run_dir, base_dir):
-    for strategy in ("interleave_under", "interleave_over"):
-        overrides = [f"mix_strategy={strategy}"]
-        lengths = read_lengths(load_config(run_dir / "run.yaml", overrides), base_dir)
-        assert lengths.sequences == len(fitted(run_dir, *overrides).dataset)
 
 
 def test_shares_that_fit_no_datasets_are_refused(run_dir):

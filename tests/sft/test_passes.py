@@ -48,7 +48,7 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
         bf16=False,  # so that what differs is not attention's rounding
         optim="sgd",  # Adam makes much of the rounding of a gradient that is nearly 0
         lr_scheduler_type="constant", learning_rate=0.5, max_grad_norm=0, num_train_epochs=2,
-        save_steps=1, save_total_limit=9, plot_loss=False, per_device_train_batch_size=2,
+        save_steps=1, save_total_limit=9, per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
     )  # fmt: skip
 

@@ -524,18 +524,6 @@ def test_the_command_answers_by_exit_code_and_without_torch_counts_the_rows_text
     assert Path(told["model"]).is_dir()
 
 
-def test_packed_rows_share_sequences_as_far_as_they_fit(tmp_path, base_dir):
-    """Ten rows of some 100 tokens in sequences of 256: two each; all in one where that is long enough."""
-    run = write_run(tmp_path, base_dir, packing=True)
-    write_rows(tmp_path / "rows.jsonl", words=90)
-    short = plan_run(load_config(run, ["cutoff_len=256"]), ROOMY, measure=False)
-    assert (short.rows, short.sequences) == (10, 5)
-    assert short.longest <= 256
-    assert short.mean_tokens == short.longest  # two rows of one length in each
-    long = plan_run(load_config(run, ["cutoff_len=4096"]), ROOMY, measure=False)
-    assert (long.sequences, long.longest) == (1, 5 * short.longest)  # not cutoff_len
-
-
 def test_what_saves_next_to_nothing_is_no_advice(run_yaml):
     plan = plan_run(load_config(run_yaml), replace(ROOMY, memory=1_000_000), measure=False)
     needs = {verdict.what: verdict.need for verdict in plan.verdicts if not verdict.fits}

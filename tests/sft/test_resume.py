@@ -333,18 +333,16 @@ def test_one_run_at_a_time_trains_into_a_directory(run_dir: Path, warm: Any) -> 
 
 
 @quiet
-def test_a_run_that_has_no_room_is_refused_before_it_loads(run_dir: Path) -> None:
+def test_a_run_that_has_no_room_is_refused_before_it_loads(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide = ["save_total_limit=100000000", "max_steps=100000000", "save_steps=1"]
     refused = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *wide])
     assert refused.exit_code == 1
     assert " free, and this run needs" in refused.stderr
     assert "checkpoints (100000000 kept and one being written) and the adapter" in refused.stderr
     assert not (run_dir / "raw.checkpoints").exists()
-
-
-def test_without_checkpoints_their_room_is_neither_asked_for_nor_a_remedy(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Without checkpoints their room is neither asked for nor a remedy.
     none = shutil.disk_usage(run_dir)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: none)
     config = load_config(run_dir / "run.yaml", ["save_steps=0"])

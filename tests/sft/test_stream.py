@@ -22,7 +22,7 @@ def run_dir(tmp_path, base_dir, monkeypatch):
     write_lines(tmp_path / "more.jsonl", [conversation(text(n, 2), "meow") for n in range(30)])
     return write_run(
         tmp_path, base_dir, rows, streaming=True, buffer_size=64, per_device_train_batch_size=4,
-        gradient_accumulation_steps=2, max_steps=50, save_steps=5, lora_dropout=0.1, plot_loss=False,
+        gradient_accumulation_steps=2, max_steps=50, save_steps=5, lora_dropout=0.1,
         learning_rate=1e-3, kt_config={"kt_num_threads": 2}, logging_steps=1,
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ def train(run_dir, *overrides):
 
 
 def test_training_learns_and_leaves_a_valid_raw_adapter(warm, run_dir):
-    done = warm.run("-m", "ktbridge", *command(run_dir), KTBRIDGE_THREADS="2")
+    done = warm.run("-m", "ktbridge", *command(run_dir, "plot_loss=true"), KTBRIDGE_THREADS="2")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["steps"] == 12
