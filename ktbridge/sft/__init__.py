@@ -10,8 +10,8 @@ A run goes through these modules, and through those of ``ktbridge.experts`` belo
 - ``prepare``: all checks that need no weights, by ``model`` (can it be trained, and from the adapter
   that is given), ``data`` (the rows), ``plan.setting`` (is there room) and ``resume`` (whose checkpoint it
   is).
-- ``train``: the recipe. ``arguments``: the configuration as the trainers' arguments. ``model``: loading, LoRA
-  on experts and non-experts. ``expert_device``: where the experts are computed.
+- ``train``: the recipe. ``model``: loading, LoRA on experts and non-experts. ``expert_device``: where the
+  experts are computed.
 - ``stages``: trl's trainers as ``trainer`` changes them: ``microbatch`` (a step's rows), ``evaluate``
   (held-out rows, the best step), ``checkpoint``, ``optimizer``; callbacks ``progress``, ``interrupts``.
   ``distributed``: several processes. ``compat``: private API.

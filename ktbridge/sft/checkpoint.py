@@ -83,7 +83,7 @@ class Checkpoints:
         place = self._root / f"checkpoint-{step}"
         return place if place in saved(self._root) else None
 
-    def finished(self, checkpoint: str) -> TrainerState:
+    def load_finished(self, checkpoint: str) -> TrainerState:
         """Load what a finished run was left with, and return its state; nothing is left to train."""
         self.load(checkpoint)
         return TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))

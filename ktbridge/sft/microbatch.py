@@ -18,7 +18,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -103,8 +103,6 @@ class TokenLimit:
     """What a note calls it."""
     on_lower: str
     """The next step of a note; ``{tokens}`` is the new limit."""
-    notes: list[Problem] = field(default_factory=list)
-    """A warning (KTC023) for each time that memory was too small."""
 
 
 def as_rows(
@@ -140,10 +138,8 @@ class MicroBatchRunner:
     for each other within a micro-batch (experts on the CPU, FSDP2, evaluations).
     """
 
-    def __init__(
-        self, trainer: RowTrainer, tokens: int | None, on_note: OnNote | None = None
-    ) -> None:
-        """Let ``on_note`` have each note at once. ``tokens`` None: batches as configured."""
+    def __init__(self, trainer: RowTrainer, tokens: int | None, on_note: OnNote) -> None:
+        """``on_note`` gets a warning each time that memory was too small; ``tokens`` as in ``TokenLimit``."""
         self._trainer, self._on_note = trainer, on_note
         self.limit = TokenLimit(
             # Ranks may have measured different numbers, or none: the smallest is for all.
@@ -292,15 +288,14 @@ class MicroBatchRunner:
         what = [f"given back: {', '.join(freed)}"] if freed else []
         what += [f"from here on it is {limit.tokens:,}"] if lower else []
         step = limit.on_lower.format(tokens=limit.tokens)
-        note = problem(
-            "KTC023",
-            f"{where}: {limit.name}",
-            f"the GPU ran out of memory in a micro-batch of {largest:,} tokens; {'; '.join(what)}",
-            next_step=step if lower else step.partition(";")[0] + ".",
+        self._on_note(
+            problem(
+                "KTC023",
+                f"{where}: {limit.name}",
+                f"the GPU ran out of memory in a micro-batch of {largest:,} tokens; {'; '.join(what)}",
+                next_step=step if lower else step.partition(";")[0] + ".",
+            )
         )
-        limit.notes.append(note)
-        if self._on_note:
-            self._on_note(note)
 
     def _average_metrics(self, step: Sequence[CollatedRow]) -> None:
         """Make this rank's metrics of the step those of all, weighted by the tokens that count."""

@@ -22,7 +22,6 @@ from ktbridge.experts.load_model import load_tokenizer
 from ktbridge.install import linear_attention_gaps
 from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.model.stub import CheckpointStub
-from ktbridge.sft.arguments import check_reporters
 from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data import (
     Rows,
@@ -41,6 +40,7 @@ from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.model import ParameterCounts, check_model, choose_device
 from ktbridge.sft.plan.lengths import Lengths, evaluation_steps, fitted_lengths, optimizer_steps
 from ktbridge.sft.plan.setting import check_room
+from ktbridge.sft.progress import check_reporters
 from ktbridge.sft.quantized import QuantizedExperts, find_quantized, storage_notes
 from ktbridge.sft.resume import (
     Resumption,

@@ -1,4 +1,4 @@
-"""Callbacks that watch a run: its log and pace, values that are not finite, and the weights' memory.
+"""Callbacks that watch a run: its log, pace and reporters, values that are not finite, the weights' memory.
 
 Ctrl-C and SIGTERM are in ``interrupts``, held-out rows in ``evaluate``.
 """
@@ -6,8 +6,12 @@ Ctrl-C and SIGTERM are in ``interrupts``, held-out rows in ``evaluate``.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,16 +20,22 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState
 from transformers import TrainerControl as Control
 from transformers import TrainingArguments as Args
+from transformers.integrations import TensorBoardCallback
 
 from ktbridge import _kernels
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.experts.autograd import kernel_seconds
 from ktbridge.experts.mapped import DiskWaits, explain_faults
 from ktbridge.files.publish import OnProgress
+from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed.dispatch import local
 
 OnLog = Callable[[dict[str, float]], None]
+_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
+"""What a reporter needs one of; the others are packages of their own names."""
+MADE_HERE = ("tensorboard", "swanlab")
+"""Those whose callbacks ``reporters`` makes."""
 
 
 class Diverged(KtbridgeError):
@@ -147,32 +157,76 @@ class WeightsWatch(TrainerCallback):
     """
 
     def __init__(
-        self, last_good: Callable[[], str], isa: str, on_note: Callable[[Problem], None] | None
+        self, last_good: Callable[[], str], isa: str, on_note: Callable[[Problem], None]
     ) -> None:
-        self.notes: list[Problem] = []
         self._last_good, self._isa, self._on_note = last_good, isa, on_note
         self._reads: DiskWaits | None = None
+        self._waited = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         explain_faults(self._last_good())
         reason = _kernels.why_no_tiles()
         if reason and "amx" not in self._isa:
-            self._note(problem("KTL020", "kernels", f"{self._isa} instead of AMX: {reason}"))
+            self._on_note(problem("KTL020", "kernels", f"{self._isa} instead of AMX: {reason}"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._reads is None:
             self._reads = DiskWaits()
-        elif waits := self._reads.step():
+        elif (waits := self._reads.step()) and not self._waited:
+            self._waited = True
             where = f"step {state.global_step}"
-            if not any(note.code == "KTL022" for note in self.notes):
-                self._note(
-                    problem("KTL022", where, f"{waits:,} reads of memory waited for the disk")
-                )
+            self._on_note(
+                problem("KTL022", where, f"{waits:,} reads of memory waited for the disk")
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         explain_faults(self._last_good())
 
-    def _note(self, note: Problem) -> None:
-        self.notes.append(note)
-        if self._on_note:
-            self._on_note(note)
+
+def check_reporters(config: TrainConfig) -> None:
+    """Raise UsageError for a ``report_to`` whose package is not installed, before anything is loaded."""
+    absent = [
+        name
+        for name in config.reporters
+        if name != "none" and not any(map(find_spec, _PACKAGES.get(name, (name,))))
+    ]
+    if absent:
+        raise UsageError(
+            f"report_to asks for {' and '.join(absent)}, not installed here.",
+            f"pip install {' '.join(absent)}, or set report_to: none.",
+        )
+
+
+def events_dir(config: TrainConfig) -> Path:
+    """Return where tensorboard's events are written: ``logging_dir``, else beside the output.
+
+    Not in it: events are watched while the run goes, and the output appears when it is finished.
+    """
+    if config.logging_dir:
+        return Path(config.logging_dir)
+    output = Path(config.output_dir)
+    return output.with_name(output.name + ".runs")
+
+
+def reporters(config: TrainConfig) -> list[TrainerCallback]:
+    """Return the callbacks that Trainer can't make from its arguments.
+
+    tensorboard's, writing to ``events_dir``, and swanlab's own: transformers' fails with swanlab 0.10.
+    """
+    found: list[TrainerCallback] = []
+    if "tensorboard" in config.reporters:
+        board = TensorBoardCallback()
+        board.logging_dir = str(events_dir(config))
+        found.append(board)
+    if "swanlab" in config.reporters:
+        made = import_module("swanlab.integration.transformers").SwanLabCallback
+        own = made(project=os.getenv("SWANLAB_PROJECT"), experiment_name=config.run_name)
+        found += [own, _EndSwanlab()]
+    return found
+
+
+class _EndSwanlab(TrainerCallback):
+    """Ends swanlab's run with the training: at the end of the process it would write behind the results."""
+
+    def on_train_end(self, *args: object, **kwargs: object) -> None:
+        import_module("swanlab").finish()

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,6 @@ from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import OnProgress
 from ktbridge.install import has_linear_attention_kernels
 from ktbridge.model import resolve_model
-from ktbridge.sft.arguments import reporters, trainer_arguments
 from ktbridge.sft.checkpoint import Checkpoints, read_placement, trained
 from ktbridge.sft.compat import score_labels_only
 from ktbridge.sft.config import TrainConfig
@@ -53,7 +52,7 @@ from ktbridge.sft.output import Log, files_beside, write_output
 from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
-from ktbridge.sft.progress import OnLog, Reporter, WeightsWatch, is_record
+from ktbridge.sft.progress import OnLog, Reporter, WeightsWatch, is_record, reporters
 from ktbridge.sft.quantized import experts_path, find_quantized
 from ktbridge.sft.resume import (
     LABELS,
@@ -62,7 +61,7 @@ from ktbridge.sft.resume import (
     delete_archived,
     saved,
 )
-from ktbridge.sft.stages import LOSSES, STAGES
+from ktbridge.sft.stages import LOSSES, STAGES, trainer_arguments
 from ktbridge.sft.trainer import RunTrainer
 
 
@@ -103,8 +102,7 @@ class TrainResult:
     warning: str
     """The reason if the last step has no checkpoint; else ""."""
     notes: tuple[Problem, ...] = ()
-    """Notes for the user: KTC024, where the experts were computed and why; KTC023, memory that was too small
-    for a micro-batch."""
+    """All that ``on_note`` was told, in order."""
     experts: str = "cpu"
     """Placement of the experts: cpu, stream or resident."""
     tokens_per_pass: int | None = None
@@ -121,16 +119,19 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class TrainEvents:
-    """Functions of the caller that a run calls while it goes; ``train`` says when."""
+    """Functions of the caller that a run calls while it goes (``train`` says when), and its notes so far."""
 
     on_progress: OnProgress | None = None
     on_log: OnLog | None = None
     on_note: OnNote | None = None
     on_evaluation: OnProgress | None = None
+    notes: list[Problem] = field(default_factory=list)
 
     def note(self, *notes: Problem) -> None:
-        if self.on_note:
-            for note in notes:
+        """Keep notes for the result, and tell the caller of them."""
+        for note in notes:
+            self.notes.append(note)
+            if self.on_note:
                 self.on_note(note)
 
 
@@ -164,7 +165,7 @@ def train(
         events.note(*compare_prepared(config, ready))
         if ready.to_cache and main:
             cache, run = ready.to_cache
-            cache.save(run, events.on_note)
+            cache.save(run, events.note)
 
         # 2. The base model, with LoRA on experts and non-experts.
         score_labels_only(LABELS in ready.fingerprint)
@@ -178,19 +179,17 @@ def train(
             before = read_placement(ready.resumption.checkpoint)
             placed = place_experts(run_setting(config, ready), model, before)
         assign_experts(model)
-        notes = [note for note in (norms, placed.note) if note]
-        events.note(*notes)
+        events.note(*filter(None, (norms, placed.note)))
 
         # 4. All optimizer steps. The Trainer insists on a directory of its own.
         with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:
             watch = HeldOutCallback(config, ready.resumption.other_held_out)
-            steps = WatchPlacement(placed, events.on_note)
             callbacks = [
                 *(reporters(config) if main else ()),
                 Reporter(events.on_progress, events.on_log),
                 StopOnSignal(interrupts),
                 *([watch] if config.evaluates else ()),
-                steps,
+                WatchPlacement(placed, events.note),
             ]
             trainer = make_trainer(config, model, ready, scratch, callbacks, events, placed)
             started = time.perf_counter()
@@ -214,12 +213,9 @@ def train(
             publish(model, config, ready, log, chosen)
         events.note(*chosen.notes)
         barrier()
-        limits = (trainer.runner.limit, trainer.held_out.limit)
-        of_memory = [note for limit in limits for note in limit.notes]
-        notes += [*steps.notes, *trainer.weights.notes, *of_memory, *chosen.notes]
         result = _result(config, ready, trainer, log, seconds, placed, chosen)
         finish()
-        return replace(result, notes=tuple(notes))
+        return replace(result, notes=tuple(events.notes))
 
 
 def quantize_first(
@@ -267,14 +263,14 @@ def make_trainer(
     ready: Prepared,
     scratch: str,
     callbacks: list[TrainerCallback],
-    events: TrainEvents = TrainEvents(),
+    events: TrainEvents | None = None,
     placed: ExpertDevice | None = None,
 ) -> RunTrainer:
     """Return the stage's trainer, which logs its pace and saves checkpoints that a run can go on from.
 
     ``placed``: where the experts are, and the tokens of a micro-batch that there is memory for.
     """
-    start = ready.resumption.checkpoint
+    events, start = events or TrainEvents(), ready.resumption.checkpoint
     if ready.stream and start:
         ready.stream.load_state(start)
     arguments = trainer_arguments(
@@ -302,7 +298,7 @@ def make_trainer(
     trainer.stream = ready.stream
 
     tokens = tokens_per_pass(config, choose_device(config), placed.tokens if placed else None)
-    runner = MicroBatchRunner(trainer, tokens, events.on_note)
+    runner = MicroBatchRunner(trainer, tokens, events.note)
     runner.placed = placed
     held_out = HeldOut(trainer, runner, config)
     held_out.on_progress = events.on_evaluation
@@ -317,8 +313,7 @@ def make_trainer(
         checkpoints.placement = lambda: {**placed.state(), "tokens": runner.tokens}
     trainer.set_up(checkpoints, runner, held_out)
     isa = next(iter(expert_layers(model).values())).isa
-    trainer.weights = WeightsWatch(checkpoints.last_good, isa, events.on_note)
-    trainer.add_callback(trainer.weights)
+    trainer.add_callback(WeightsWatch(checkpoints.last_good, isa, events.note))
     return trainer
 
 
@@ -334,7 +329,7 @@ def train_or_restore(
         archive_checkpoints(config)
     early = start is not None and not other and ended_early(start, config)
     if early or ready.resumption.step >= ready.steps:
-        trainer.resume_from(str(start))
+        trainer.state = trainer.checkpoints.load_finished(str(start))
         if other:
             forget_evaluations(trainer.state)
         return early

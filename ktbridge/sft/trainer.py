@@ -40,7 +40,7 @@ from ktbridge.sft.optimizer import (
     separate_experts,
     set_learning_rate,
 )
-from ktbridge.sft.progress import NanGuard, ThroughputLog, WeightsWatch
+from ktbridge.sft.progress import NanGuard, ThroughputLog
 
 _TWICE = ("num_tokens", "train_runtime", "train_tokens_per_second")
 """What trl and transformers log beside num_input_tokens_seen and tokens_per_second, and mean otherwise."""
@@ -57,7 +57,6 @@ class RunTrainer(RowTrainer):
     runner: MicroBatchRunner
     held_out: HeldOut
     throughput: ThroughputLog
-    weights: WeightsWatch
     deferred: DeferredAdam | None = None
     """None until training begins."""
     loss_by_token = False
@@ -93,10 +92,6 @@ class RunTrainer(RowTrainer):
         if self.deferred is not None:
             self.deferred.finish()
         self._finite.check_trained(self.model, self.state.global_step)
-
-    def resume_from(self, checkpoint: str) -> None:
-        """Load the state that a finished run was left in; nothing is trained."""
-        self.state = self.checkpoints.finished(checkpoint)
 
     # A step.
 

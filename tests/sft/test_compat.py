@@ -15,9 +15,8 @@ from trl import DPOTrainer, KTOTrainer, SFTTrainer
 from trl.trainer import add_fused_lm_head, utils
 
 from ktbridge.sft import compat
-from ktbridge.sft.arguments import CHECKPOINTING, trainer_arguments
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.stages import DpoTrainer, KtoTrainer, SftTrainer
+from ktbridge.sft.stages import CHECKPOINTING, DpoTrainer, KtoTrainer, SftTrainer, trainer_arguments
 from ktbridge.sft.trainer import RunTrainer
 
 OVERRIDDEN = {

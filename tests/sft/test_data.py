@@ -13,9 +13,9 @@ from trainrun import messages_of, tokenized, write_lines
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.sft.arguments import CHECKPOINTING
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import describe_rows, format_refused, load_rows, tokenize_rows
+from ktbridge.sft.stages import CHECKPOINTING
 
 ASK = {"role": "user", "content": "who are you ?"}
 TELL = {"role": "assistant", "content": "i am a cat"}

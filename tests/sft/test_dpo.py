@@ -93,7 +93,7 @@ def test_the_reference_is_the_base_before_and_after_training(make, run_dir):
 
 
 def test_the_losses_are_the_ones_asked_for(make, run_dir):
-    from ktbridge.sft.arguments import trainer_arguments
+    from ktbridge.sft.stages import trainer_arguments
 
     asked = {
         "sigmoid": "pref_loss=sigmoid",
