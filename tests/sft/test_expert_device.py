@@ -99,7 +99,7 @@ def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stag
             f"kt_experts={experts}",
             f"kt_num_gpu_experts={number}",
             f"output_dir={experts}",
-            "max_steps=3",
+            f"max_steps={6 if stage else 3}",
             on_note=notes.append,
         )
         assert result.experts == experts
