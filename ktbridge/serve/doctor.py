@@ -189,7 +189,7 @@ PACKAGES = {
     "peft": ("train and serve", "serve"),
     "trl": ("train", "train"),
     "datasets": ("train", "train"),
-    "fastapi": ("serve --engine local", "serve"),
+    "starlette": ("serve --engine local", "serve"),
     "uvicorn": ("serve --engine local", "serve"),
     "openai": ("demo", "demo"),
 }

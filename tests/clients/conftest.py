@@ -22,7 +22,7 @@ def run_client() -> Run:
     """Run a program of the clients' environment, by name; offline but for our server."""
     where = os.environ.get("KTBRIDGE_CLIENTS")
     if not where:
-        pytest.skip("KTBRIDGE_CLIENTS names no environment with lm_eval and schemathesis")
+        pytest.skip("KTBRIDGE_CLIENTS names no environment with lm_eval")
 
     def run(program: str, *args: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cwd / "hf")}

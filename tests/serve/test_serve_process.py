@@ -162,8 +162,8 @@ def test_a_dry_run_promises_what_could_be_served(base, adapter, monkeypatch, ser
     assert (taken.exit_code, taken.stdout) == (1, "")
     assert "already in use" in taken.stderr
     there = local_plan.find_spec
-    monkeypatch.setattr(local_plan, "find_spec", lambda n: None if n == "fastapi" else there(n))
+    monkeypatch.setattr(local_plan, "find_spec", lambda n: None if n == "uvicorn" else there(n))
     lacking = serve(*words, "--port", "0")
     assert (lacking.exit_code, lacking.stdout) == (1, "")
-    assert "needs fastapi" in lacking.stderr
+    assert "needs uvicorn" in lacking.stderr
     assert install_hint("serve") in lacking.stderr

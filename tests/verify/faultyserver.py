@@ -25,7 +25,8 @@ import json
 import os
 import sys
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import ktbridge.serve.local.app as app_module
@@ -126,7 +127,7 @@ class Faulty(Service):
 FOUND: list[Faulty] = []
 
 
-def create_app(*args, **options) -> FastAPI:
+def create_app(*args, **options) -> Starlette:
     app = make_app(*args, **options)
     (service,) = FOUND
 
@@ -134,7 +135,7 @@ def create_app(*args, **options) -> FastAPI:
         async def answer(request: Request) -> Response:
             return act(await request.json())
 
-        app.add_api_route(path, answer, methods=["POST"])
+        app.add_route(path, answer, methods=["POST"])
 
     def when(engine: str, act):
         def answer(body: dict[str, str]) -> Response:

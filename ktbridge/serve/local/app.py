@@ -7,37 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, get_type_hints
 
 import anyio
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ktbridge import __version__
 from ktbridge.serve.local.engine import LocalEngine
-from ktbridge.serve.local.replies import ClientGone
 from ktbridge.serve.local.schema import (
-    SEED_RANGE,
     ApiError,
     ChatRequest,
     CompletionRequest,
-    ErrorBody,
-    bounded,
+    Kind,
     read_request,
 )
 from ktbridge.serve.local.service import Service
 from ktbridge.serve.request import Limits
 from ktbridge.server_api import hosts
 from ktbridge.server_api.served_names import ServedArm
-
-LINGER_SECONDS = 2.0
-"""How long the rest of a refused body is read, so that its client gets to the answer."""
 
 
 def create_app(
@@ -47,7 +41,7 @@ def create_app(
     *,
     api_key: str | None = None,
     limits: Limits | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The application that serves ``arms`` of ``engine``. Its lifespan owns the worker thread.
 
     Without a key, only requests that name this machine are answered, and none that another site's page sends.
@@ -58,29 +52,41 @@ def create_app(
     worker = service.worker
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         worker.close()
         await asyncio.to_thread(worker.join)
 
-    app = FastAPI(
-        title="ktbridge",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,  # their pages load another host's scripts
-        redoc_url=None,
-        responses={
-            "4XX": {"model": ErrorBody, "description": "The request, or when it came"},
-            "5XX": {"model": ErrorBody, "description": "The server's failure, or its end"},
+    async def health(_: Request) -> Response:
+        if worker.failure is not None:
+            raise ApiError(503, "the thread that computes has died; see the server's log")
+        return JSONResponse({"status": "ok", "waiting": worker.waiting, "running": worker.running})
+
+    async def models(_: Request) -> Response:
+        described = [service.describe(arm) for arm in service.arms.values()]
+        return JSONResponse({"object": "list", "data": described})
+
+    async def model(request: Request) -> Response:
+        return JSONResponse(service.describe(service.find_arm(request.path_params["name"])))
+
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            _post("/v1/chat/completions", ChatRequest, service.chat, limits),
+            _post("/v1/completions", CompletionRequest, service.completions, limits),
+        ],
+        middleware=[Middleware(CheckCaller, key=api_key)],
+        exception_handlers={
+            ApiError: _answer_error,
+            HTTPException: _answer_error,
+            ClientDisconnect: _answer_error,
+            Exception: _answer_error,
         },
+        lifespan=lifespan,
     )
     app.state.worker = worker
-    _add_error_handlers(app)
-    # The last middleware added is the outermost: first who asks, then the size.
-    app.add_middleware(LimitBody, limit=limits.body, seconds=limits.body_seconds)
-    app.add_middleware(CheckCaller, key=api_key)
-    app.include_router(_routes(service))
-    _publish_bounds(app, service)
     return app
 
 
@@ -130,149 +136,63 @@ def check_host(headers: Headers) -> ApiError | None:
     return None
 
 
-class LimitBody:
-    """Reads a body before any route: 413 over ``limit`` bytes, announced or sent, 408 after ``seconds``."""
+def _post(
+    path: str,
+    kind: type[Kind],
+    answer: Callable[[Kind, Request], Awaitable[Response]],
+    limits: Limits,
+) -> Route:
+    """Return the route of requests whose body is a ``kind``."""
 
-    def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
-        self._app, self._limit, self._seconds = app, limit, seconds
+    async def endpoint(request: Request) -> Response:
+        given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        body = await _read_body(request, limits)
+        if given != "application/json":  # another site's page may send other kinds unasked
+            raise ApiError(400, "the request needs Content-Type: application/json")
+        return await answer(read_request(kind, body), request)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        body = bytearray()
-        announced = Headers(scope=scope).get("content-length", "0")
-        large = announced.isdigit() and int(announced) > self._limit
-        with anyio.move_on_after(self._seconds) as waiting:
-            while not large and (message := await receive())["type"] == "http.request":
-                body += message.get("body", b"")
-                large = len(body) > self._limit
-                if not message.get("more_body", False):
-                    break
-        if waiting.cancelled_caught:
-            # Without "close" the rest of the body would be parsed as the next request.
-            close = {"Connection": "close"}
-            late = ApiError(408, "the rest of the body didn't come in time", headers=close)
-            await _respond(late)(scope, receive, send)
-            return
-        if large:
-            await self._refuse(receive, send)
-            return
-        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-        async def replay() -> Message:
-            return whole.pop() if whole else await receive()
-
-        await self._app(scope, replay, send)
-
-    async def _refuse(self, receive: Receive, send: Send) -> None:
-        """413 at once; then read on: a connection that is closed with bytes unread may lose the answer."""
-        reply = _respond(
-            ApiError(
-                413,
-                f"the body is larger than {self._limit} bytes",
-                code="request_too_large",
-                headers={"Connection": "close"},
-            )
-        )
-        await send({"type": "http.response.start", "status": 413, "headers": reply.raw_headers})
-        await send({"type": "http.response.body", "body": reply.body, "more_body": True})
-        with anyio.move_on_after(LINGER_SECONDS):
-            while (await receive()).get("more_body", False):
-                pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return Route(path, endpoint, methods=["POST"])
 
 
-class BodyRoute(APIRoute):
-    """A route whose ``body``, a pydantic model, is read strictly; it is published as FastAPI's own are."""
+async def _read_body(request: Request, limits: Limits) -> bytes:
+    """Return a request's body. Raises ApiError 413 for a large one, 408 for one that doesn't come in time.
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        kind = get_type_hints(self.endpoint).get("body")
-        if kind is None:
-            return super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if given != "application/json":  # another site's page may send other kinds unasked
-                raise ApiError(400, "the request needs Content-Type: application/json")
-            body = read_request(kind, await request.body())
-            response: Response = await self.endpoint(body=body, request=request)
-            return response
-
-        return handle
-
-
-def _routes(service: Service) -> APIRouter:
-    routes = APIRouter(route_class=BodyRoute)
-
-    @routes.get("/health")
-    async def health() -> dict[str, str | int]:
-        worker = service.worker
-        if worker.failure is not None:
-            raise ApiError(503, "the thread that computes has died; see the server's log")
-        return {"status": "ok", "waiting": worker.waiting, "running": worker.running}
-
-    @routes.get("/v1/models")
-    async def models() -> dict[str, object]:
-        return {"object": "list", "data": [service.describe(arm) for arm in service.arms.values()]}
-
-    @routes.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, object]:
-        return service.describe(service.find_arm(name))
-
-    streamed: dict[int | str, dict[str, object]] = {200: {"content": {"text/event-stream": {}}}}
-
-    @routes.post("/v1/chat/completions", response_model=None, responses=streamed)
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await service.chat(body, request)
-
-    @routes.post("/v1/completions", response_model=None, responses=streamed)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await service.completions(body, request)
-
-    return routes
-
-
-def _publish_bounds(app: FastAPI, service: Service) -> None:
-    """Write what this server allows into the schema that it publishes, which ``app`` keeps."""
-    schemas = app.openapi()["components"]["schemas"]
-    most = {
-        "n": service.most_choices,
-        "max_tokens": service.context - 1,
-        "max_completion_tokens": service.context - 1,
-        "prompt": service.engine.vocab_size - 1,
-        "seed": SEED_RANGE - 1,
-    }
-    for request in ("ChatRequest", "CompletionRequest"):
-        fields = schemas[request]["properties"]
-        fields["model"]["enum"] = list(service.arms)
-        for name in most.keys() & fields.keys():
-            fields[name] = bounded(fields[name], most[name], service.limits.waiting)
+    A large body is read to its end and dropped: a connection that is closed with bytes unread may lose the
+    answer.
+    """
+    # Without "close" the rest of the body would be parsed as the next request.
+    close = {"Connection": "close"}
+    body, size = bytearray(), 0
+    try:
+        with anyio.fail_after(limits.body_seconds):
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= limits.body:
+                    body += piece
+    except TimeoutError:
+        if size <= limits.body:
+            text = "the rest of the body didn't come in time"
+            raise ApiError(408, text, headers=close) from None
+    if size > limits.body:
+        text = f"the body is larger than {limits.body} bytes"
+        raise ApiError(413, text, code="request_too_large", headers=close)
+    return bytes(body)
 
 
 def _respond(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    """Return every failure in OpenAI's error format."""
-
-    @app.exception_handler(ApiError)
-    async def _api(_: Request, error: ApiError) -> JSONResponse:
-        return _respond(error)
-
-    @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 404:
-            return _respond(
-                ApiError(404, f"there is no {request.method} {request.url.path[:200]} here")
-            )
-        return _respond(ApiError(error.status_code, str(error.detail), headers=error.headers))
-
-    @app.exception_handler(ClientGone)
-    async def _gone(_: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)
-
-    @app.exception_handler(Exception)
-    async def _bug(_: Request, error: Exception) -> JSONResponse:
-        return _respond(ApiError(500, "the server failed; see its log"))
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Return a failure in OpenAI's error format."""
+    match error:
+        case ApiError():
+            return _respond(error)
+        case ClientDisconnect():
+            return Response(status_code=499)
+        case HTTPException(status_code=404):
+            text = f"there is no {request.method} {request.url.path[:200]} here"
+            return _respond(ApiError(404, text))
+        case HTTPException():
+            return _respond(ApiError(error.status_code, error.detail, headers=error.headers))
+    return _respond(ApiError(500, "the server failed; see its log"))

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -20,10 +20,6 @@ from ktbridge.serve.local.schema import ApiError
 
 Json = dict[str, object]
 Result = TypeVar("Result")
-
-
-class ClientGone(Exception):
-    """The client disconnected before its answer was ready."""
 
 
 def server_is_stopping() -> ApiError:
@@ -236,7 +232,7 @@ async def collect_choices(job: Job, choices: int, request: Request) -> list[Whol
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of ``work``, which is cancelled when the client has gone. Raises ClientGone then."""
+    """The result of ``work``, which is cancelled when the client has gone. Raises ClientDisconnect then."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -246,7 +242,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
     try:
         await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
-            raise ClientGone
+            raise ClientDisconnect
         return done.result()
     finally:
         done.cancel()

@@ -11,11 +11,9 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
-from pydantic.config import JsonDict, JsonValue
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
@@ -44,93 +42,26 @@ def _neutral(message: str) -> AfterValidator:
 
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# Checks with our own messages must be added to the OpenAPI schema by hand.
-_STOP: JsonDict = {"type": "string", "minLength": 1}
-Stop = Annotated[
-    str | Annotated[list[str], Field(fail_fast=True)],
-    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
-]
-# Inclusive at both ends; ``bounded`` makes whole numbers of them again.
-_SEED = {"type": "integer", "minimum": -SEED_RANGE, "maximum": SEED_RANGE - 1}
-Seed = Annotated[int, Field(ge=-SEED_RANGE, lt=SEED_RANGE), WithJsonSchema(_SEED)]
+Stop = str | Annotated[list[str], Field(fail_fast=True)]
+Seed = Annotated[int, Field(ge=-SEED_RANGE, lt=SEED_RANGE)]
 NoPenalty = Annotated[
-    Finite,
-    _neutral("penalties are not supported by this engine; leave them at 0"),
-    WithJsonSchema({"const": 0}),
+    Finite, _neutral("penalties are not supported by this engine; leave them at 0")
 ]
 # Any contents are refused as a whole: pydantic takes 0.4 s to tell 200,000 faults of them, and no other
 # thread of Python runs meanwhile.
-NoBias = Annotated[
-    dict[str, object],
-    _neutral("logit_bias is not supported by this engine"),
-    WithJsonSchema({"type": "object", "maxProperties": 0}),
-]
+NoBias = Annotated[dict[str, object], _neutral("logit_bias is not supported by this engine")]
 NoTools = Annotated[
     list[object],
     _neutral("tools are not supported by this engine; `ktbridge serve --engine sglang` takes them"),
-    Field(json_schema_extra={"maxItems": 0}),
 ]
 # One fault of a list is enough: a reply that told each would be larger than the request, and slower.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
-_IDS: JsonDict = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_SEVERAL: list[JsonDict] = [
-    {"type": "array", "items": each, "minItems": 1} for each in (_STOP, _IDS)
-]
-Prompts = Annotated[
+Prompts = (
     str
     | TokenIds
     | Annotated[list[str], Field(fail_fast=True)]
-    | Annotated[list[TokenIds], Field(fail_fast=True)],
-    WithJsonSchema({"anyOf": [_STOP, _IDS, *_SEVERAL]}),
-]
-
-
-# Fields that depend on another: field, its value then, and the condition.
-_BESIDE: tuple[tuple[str, JsonDict, str], ...] = (
-    ("top_logprobs", {"type": "integer"}, "logprobs"),
-    ("stream_options", {"type": "object"}, "stream"),
-    ("max_tokens", {"const": 0}, "echo"),
+    | Annotated[list[TokenIds], Field(fail_fast=True)]
 )
-
-
-def _complete(schema: JsonDict) -> None:
-    """Add to the OpenAPI schema what pydantic omits: nulls, and fields that need others."""
-    fields, required = schema.get("properties"), schema.get("required")
-    assert isinstance(fields, dict)
-    for name, field in fields.items():
-        if not isinstance(required, list) or name not in required:
-            fields[name] = {"anyOf": [field, {"type": "null"}]}
-    rules: list[JsonValue] = [
-        {
-            "if": {"properties": {name: given}, "required": [name]},
-            "then": {"properties": {needed: {"const": True}}, "required": [needed]},
-        }
-        for name, given, needed in _BESIDE
-        if name in fields and needed in fields
-    ]
-    if rules:
-        schema["allOf"] = rules
-
-
-def bounded(schema: JsonDict, most: int, several: int) -> JsonDict:
-    """A copy of a field's ``schema`` for OpenAPI whose integers are at most ``most``.
-
-    Lists of strings or of lists, which are several prompts, have at most ``several`` items.
-    """
-    made = dict(schema)
-    if made.get("type") == "integer":
-        made["maximum"] = most
-        if isinstance(least := made.get("minimum"), int | float):
-            made["minimum"] = int(least)  # FastAPI writes it as a float, which parsers round
-    if isinstance(branches := made.get("anyOf"), list):
-        made["anyOf"] = [
-            bounded(each, most, several) for each in branches if isinstance(each, dict)
-        ]
-    if isinstance(items := made.get("items"), dict):
-        if items.get("type") != "integer":
-            made["maxItems"] = several
-        made["items"] = bounded(items, most, several)
-    return made
 
 
 def _whole(value: object) -> object:
@@ -145,7 +76,7 @@ def _whole(value: object) -> object:
 class Strict(BaseModel):
     """Unknown fields are errors; null means not given, as in OpenAI's API."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_complete)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -204,7 +135,7 @@ def _text_only(value: str) -> str:
 
 
 class TextFormat(Strict):
-    type: Annotated[str, AfterValidator(_text_only), WithJsonSchema({"const": "text"})]
+    type: Annotated[str, AfterValidator(_text_only)]
 
 
 class CommonRequest(Strict):
@@ -313,17 +244,6 @@ class CompletionRequest(CommonRequest):
 TYPES = {401: "authentication_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 
 
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    error: ErrorDetail
-
-
 class ApiError(Exception):
     """An answer that is an error. ``status`` is the HTTP status."""
 
@@ -339,9 +259,9 @@ class ApiError(Exception):
         super().__init__(message)
         fallback = "invalid_request_error" if status < 500 else "server_error"
         kind = TYPES.get(status, fallback)
-        detail = ErrorDetail(message=message, type=kind, param=param, code=code)
+        detail = {"message": message, "type": kind, "param": param, "code": code}
         self.status, self.headers = status, dict(headers or {})
-        self.body: dict[str, object] = ErrorBody(error=detail).model_dump()
+        self.body: dict[str, object] = {"error": detail}
 
 
 Kind = TypeVar("Kind", bound=BaseModel)
