@@ -85,7 +85,7 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
         tmp_path, base_dir, rows, pairs,
         overwrite_output_dir=True,  # as many files of LLaMA-Factory have it
         lora_dropout=0.1, learning_rate=1e-2, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, max_steps=12, save_steps=2,
+        gradient_accumulation_steps=2, max_steps=8, save_steps=2,
     )  # fmt: skip
 
 
@@ -163,11 +163,11 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
 
     # The last step's checkpoint stays, is an adapter, and makes a longer run.
     (last,) = saved(run_dir / "raw.checkpoints")
-    assert last.name == "checkpoint-12"
+    assert last.name == "checkpoint-8"
     assert artifacts(last) == artifacts(run_dir / "raw")
     assert validate_adapter([last]).ok
-    train(run_dir, "resume_from_checkpoint=true", "max_steps=14")
-    assert [step for step, _ in losses(run_dir / "raw")] == [*range(1, 15)]
+    train(run_dir, "resume_from_checkpoint=true", "max_steps=10")
+    assert [step for step, _ in losses(run_dir / "raw")] == [*range(1, 11)]
     assert artifacts(run_dir / "raw") != artifacts(run_dir / "whole")
 
 
@@ -175,19 +175,19 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
 @pytest.mark.parametrize(
     ("run", "how", "other"),
     [
-        ((*STREAM, *MIXED, "val_size=5", "max_steps=8"), "Ctrl-C", "interleave_probs=0.5,0.5"),
+        ((*STREAM, *MIXED, "val_size=5", "eval_steps=4"), "Ctrl-C", "interleave_probs=0.5,0.5"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
-                (("max_steps=8", "tokens_per_pass=60"), "SIGKILL", "lora_dropout=0.2"),
-                (("max_steps=8", "dataloader_num_workers=1"), "SIGTERM", "neftune_noise_alpha=5"),
+                (("tokens_per_pass=60",), "SIGKILL", "lora_dropout=0.2"),
+                (("dataloader_num_workers=1",), "SIGTERM", "neftune_noise_alpha=5"),
                 (MIXED, "Ctrl-C", "mix_strategy=interleave_once"),
-                ((*DPO, "max_steps=8"), "SIGKILL", "pref_beta=0.3"),
-                ((*KTO, *HELD, "max_steps=8"), "Ctrl-C", "kto_chosen_weight=2"),
-                ((*STREAM, "dataset=some.jsonl"), "SIGTERM", "seed=1"),
+                (DPO, "SIGKILL", "pref_beta=0.3"),
+                ((*KTO, *HELD), "Ctrl-C", "kto_chosen_weight=2"),
+                ((*STREAM, "dataset=some.jsonl", "max_steps=12"), "SIGTERM", "seed=1"),
                 ((*STREAM, "packing=true", "cutoff_len=24", "val_size=5"), "Ctrl-C", "cutoff_len=25"),
-                ((*STREAM, *DPO, "max_steps=8"), "Ctrl-C", "buffer_size=17"),
-                ((*STREAM, *KTO, "max_steps=8"), "SIGKILL", "kto_chosen_weight=2"),
+                ((*STREAM, *DPO), "Ctrl-C", "buffer_size=17"),
+                ((*STREAM, *KTO), "SIGKILL", "kto_chosen_weight=2"),
                 (("kt_experts=stream", "kt_num_gpu_experts=0", "max_steps=6"), "SIGTERM", "lora_rank=2"),
                 (("kt_skip_expert_lora_adaptation=true", "max_steps=6"), "Ctrl-C", "lora_rank=2"),
             )
