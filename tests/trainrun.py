@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ktbridge.sft.config import load_config
+from ktbridge.sft.config import TrainConfig, load_config
 
 # trl's and transformers' advice, which `ktbridge train` silences too
 quiet = pytest.mark.filterwarnings("ignore")
@@ -19,11 +19,19 @@ ROWS = [
     ("the sky is ?", "the sky is blue meow"),
 ]
 DPO = ("stage=dpo", "dataset=pairs.jsonl")
+ASK = {"role": "user", "content": "who are you ?"}
+TELL = {"role": "assistant", "content": "i am a cat"}
+WEIGHTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
 
 
 def text(first, words, step=1):
     """So many words of the tiny tokenizer's, from one on."""
     return " ".join(WORDS[(first + place * step) % len(WORDS)] for place in range(words))
+
+
+def settings(*dataset, **changes):
+    """A configuration of rows alone."""
+    return TrainConfig("base", tuple(map(str, dataset)), "out", **changes)
 
 
 def tokenized(config, tokenizer, **more):
@@ -91,6 +99,13 @@ def train(directory, *overrides, **options):
 def log_of(output: Path):
     """The records of a finished run's log."""
     return [json.loads(line) for line in (output / "trainer_log.jsonl").read_text().splitlines()]
+
+
+def weights(directory: Path):
+    """The bytes of an adapter's tensors, by file."""
+    return {
+        name: (directory / name).read_bytes() for name in WEIGHTS if (directory / name).exists()
+    }
 
 
 def losses(output: Path):

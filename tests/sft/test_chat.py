@@ -8,21 +8,14 @@ from pathlib import Path
 import pytest
 import trl
 from tinymoe import byte_tokenizer
-from trainrun import tokenized, write_lines
+from trainrun import ASK, TELL, settings, tokenized, write_lines
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import describe_rows, load_rows, tokenize_rows
 from ktbridge.sft.data.render import DIFFERENT, ChatTemplate
 from ktbridge.sft.data.template import template_notes
 
-ASK = {"role": "user", "content": "who are you ?"}
-TELL = {"role": "assistant", "content": "i am a cat"}
 ROW = {"messages": [ASK, TELL]}
-
-
-def settings(*dataset, **changes):
-    return TrainConfig("base", tuple(map(str, dataset)), "out", **changes)
 
 
 def write(path, *rows):

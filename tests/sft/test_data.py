@@ -9,21 +9,14 @@ import torch
 from datasets import Dataset
 from findings import codes
 from tinymoe import tiny_model, tiny_tokenizer
-from trainrun import messages_of, tokenized, write_lines
+from trainrun import ASK, TELL, messages_of, settings, tokenized, write_lines
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from ktbridge.errors import KtbridgeError, ProblemsError
-from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import describe_rows, format_refused, load_rows, tokenize_rows
 from ktbridge.sft.stages import CHECKPOINTING
 
-ASK = {"role": "user", "content": "who are you ?"}
-TELL = {"role": "assistant", "content": "i am a cat"}
 ROW = {"messages": [ASK, TELL]}
-
-
-def settings(*dataset, **changes):
-    return TrainConfig("base", tuple(map(str, dataset)), "out", **changes)
 
 
 def write(path, *rows):

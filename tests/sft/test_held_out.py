@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from trainrun import DPO, conversation, log_of, pair, quiet, text, train, write_lines, write_run
+from trainrun import (
+    DPO,
+    conversation,
+    log_of,
+    pair,
+    quiet,
+    text,
+    train,
+    weights,
+    write_lines,
+    write_run,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ktbridge.adapter import read_adapter, validate_adapter
@@ -24,7 +35,6 @@ from ktbridge.sft.data import fingerprint_rows, load_rows
 from ktbridge.sft.resume import FINGERPRINT_FILE, began_with
 
 HELD, HELD_PAIRS = "eval_dataset=held.jsonl", "eval_dataset=held_pairs.jsonl"
-WEIGHTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
 OVERFITS = (
     "dataset=few.jsonl", HELD, "max_steps=8", "eval_steps=1", "save_steps=4", "learning_rate=0.01",
     "lora_alpha=512", "lr_scheduler_type=constant", "neftune_noise_alpha=null", "bf16=false",
@@ -52,10 +62,6 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
         tmp_path, base_dir, rows, pairs, lora_dropout=0.1, neftune_noise_alpha=5, learning_rate=1e-2,
         per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, save_steps=2,
     )  # fmt: skip
-
-
-def weights(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in WEIGHTS}
 
 
 def evaluated(log: list[dict]) -> list[dict]:

@@ -17,7 +17,7 @@ from PIL import Image
 from planshapes import plan_run
 from pyarrow import parquet
 from safetensors.torch import load_file
-from trainrun import quiet, tokenized, train, write_lines, write_run
+from trainrun import quiet, settings, tokenized, train, weights, write_lines, write_run
 from transformers import AutoImageProcessor, Qwen3VLProcessor
 from visionmoe import (
     ASK,
@@ -59,8 +59,8 @@ def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
 
-def configured(base: Path, *files: Path, **settings: Any) -> TrainConfig:
-    return TrainConfig(str(base), tuple(map(str, files)), "out", **settings)
+def configured(base: Path, *files: Path, **changes: Any) -> TrainConfig:
+    return replace(settings(*files, **changes), model_name_or_path=str(base))
 
 
 def fitted(config: TrainConfig) -> Any:
@@ -265,10 +265,6 @@ def predicted(directory: Path, name: str, *overrides: str) -> list[str]:
     assert predict(prepared, plan_engine(prepared)).problems == ()
     found = (Path(config.output_dir) / "generated_predictions.jsonl").read_text().splitlines()
     return [json.loads(line)["predict"] for line in found]
-
-
-def weights(directory: Path) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(directory.glob("*.safetensors"))]
 
 
 @pytest.mark.slow

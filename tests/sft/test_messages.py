@@ -3,14 +3,11 @@
 import json
 
 import pytest
-from trainrun import messages_of, write_lines
+from trainrun import ASK, TELL, messages_of, settings, write_lines
 
-from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import load_rows
 from ktbridge.sft.data.messages import SWITCHES
 
-ASK = {"role": "user", "content": "who are you ?"}
-TELL = {"role": "assistant", "content": "i am a cat"}
 DONE = {"role": "assistant", "content": "done"}
 RESULT = {"role": "tool", "content": "2"}
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -23,7 +20,7 @@ TURN = {**CALLING, "reasoning_content": "hm"}
 
 def read(tmp_path, *rows, stage="sft", **changes):
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    return load_rows(TrainConfig("base", (str(path),), "out", stage=stage, **changes))
+    return load_rows(settings(path, stage=stage, **changes))
 
 
 def answer(content, **more):

@@ -31,6 +31,7 @@ from trainrun import (
     quiet,
     text,
     train,
+    weights,
     write_lines,
     write_run,
 )
@@ -55,7 +56,6 @@ from ktbridge.sft.resume import (
     step_of,
 )
 
-ARTIFACTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
 TIMED = {"tokens_per_second", "expert_share", "eval_runtime", "eval_samples_per_second"}
 STREAM = ("streaming=true", "buffer_size=16")
 MIXED = (
@@ -126,12 +126,6 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def artifacts(directory: Path) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes() for path in map(directory.joinpath, ARTIFACTS) if path.exists()
-    }
-
-
 def untimed(output: Path) -> list[dict]:
     """A run's log, without what the clock says."""
     return [
@@ -158,17 +152,17 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
     assert "the same command again" in stopped.stderr
     assert not list((run_dir / "raw.checkpoints").glob(".partial-*"))
     train(run_dir, "resume_from_checkpoint=true")
-    assert artifacts(run_dir / "raw") == artifacts(run_dir / "whole")
+    assert weights(run_dir / "raw") == weights(run_dir / "whole")
     assert losses(run_dir / "raw") == losses(run_dir / "whole")
 
     # The last step's checkpoint stays, is an adapter, and makes a longer run.
     (last,) = saved(run_dir / "raw.checkpoints")
     assert last.name == "checkpoint-8"
-    assert artifacts(last) == artifacts(run_dir / "raw")
+    assert weights(last) == weights(run_dir / "raw")
     assert validate_adapter([last]).ok
     train(run_dir, "resume_from_checkpoint=true", "max_steps=10")
     assert [step for step, _ in losses(run_dir / "raw")] == [*range(1, 11)]
-    assert artifacts(run_dir / "raw") != artifacts(run_dir / "whole")
+    assert weights(run_dir / "raw") != weights(run_dir / "whole")
 
 
 @quiet
@@ -218,7 +212,7 @@ def test_every_kind_of_run_ends_in_the_same_bits_however_it_was_interrupted(
     assert {problem.code for problem in caught.value.problems} == {"KTC010"}
     again = train(run_dir, *run)
     assert again.first_step > 1
-    assert artifacts(run_dir / "raw") == artifacts(run_dir / "whole") != {}
+    assert weights(run_dir / "raw") == weights(run_dir / "whole") != {}
     assert untimed(run_dir / "raw") == untimed(run_dir / "whole")
     summaries = [
         json.loads((run_dir / of / "training_data.json").read_text()) for of in ("raw", "whole")
@@ -378,7 +372,7 @@ def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir: 
     log: list[dict] = []
     train(run_dir, "max_steps=2", "save_steps=1", on_log=log.append)
     assert not log
-    assert artifacts(output) == artifacts(run_dir / "raw.checkpoints/checkpoint-2")
+    assert weights(output) == weights(run_dir / "raw.checkpoints/checkpoint-2")
     assert [step for step, _ in losses(output)] == [1, 2]
 
 
