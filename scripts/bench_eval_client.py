@@ -11,8 +11,6 @@ time says more than the rates. Clients:
 
     ktbridge eval    what the command does until the report: preflight, keys, requests, answers on disk
     requests alone   the same without all but the requests
-    openai package   requests alone through AsyncOpenAI
-    openai post      the same by AsyncOpenAI.post on aiohttp, replies read as plain JSON
     lm-eval          local-chat-completions, generate_until; it stores nothing
 """
 
@@ -31,14 +29,7 @@ from peers.report import Row, named, show_left_out, show_machine, speed_table
 from ktbridge.cli._app import Command
 
 OURS, PEER = "ktbridge eval", "lm-eval"
-WAYS = {
-    OURS: "eval",
-    "requests alone": "client",
-    "openai package": "openai",
-    "openai post": "openai-post",
-    PEER: "lm-eval",
-}
-SLOW = 8  # how many times fewer requests the openai package is given
+WAYS = {OURS: "eval", "requests alone": "client", PEER: "lm-eval"}
 FLOOR = 600  # requests a second that are asked of us
 
 
@@ -68,12 +59,11 @@ def main(
         say(f"{PEER} is left out: --peer-python names no interpreter that has it.", run["skipped"])
     with server() as url:
         spec = {"url": url, "count": count, "concurrency": concurrency}
-        fewer = {"count": max(count // SLOW, concurrency)}
         contestants = [
             Contestant(
                 name,
                 "peers.eval_client_worker",
-                {**spec, "way": way, **(fewer if way.startswith("openai") else {})},
+                {**spec, "way": way},
                 python=str(peer_python) if name == PEER else sys.executable,
             )
             for name, way in ways.items()

@@ -48,16 +48,12 @@ class Scenario:
 SLICES = ("PES", "CF", "ERM", "INS", "KRI-K", "KRI-R", "SAF", "CTRL")
 THREE = ("base", "expert", "full")
 NULL = (
-    Scenario("binary, independent", 84, THREE, graded=False),
     Scenario("graded, independent", 84, THREE),
     Scenario("graded, independent", 84),
     Scenario("graded, half of the answers alike", 84, THREE, same=0.5),
-    Scenario("graded, 80 % of them alike", 84, THREE, same=0.8),
     Scenario("near the ceiling, 30 % alike", 84, THREE, same=0.3, beta=(9, 1)),
-    Scenario("near the floor, 30 % alike", 84, THREE, same=0.3, beta=(1, 9)),
     Scenario("graded, independent", 300, THREE),
     Scenario("graded, independent", 300),
-    Scenario("graded, half of the answers alike", 300, THREE, same=0.5),
     Scenario("binary near the ceiling, 30 % alike", 300, THREE, False, 0.3, (9, 1)),
     Scenario("clusters share their difficulty, 30 % alike", 300, THREE, True, 0.3, (2, 2), True),
     Scenario("graded, independent, with a judge", 84, judge=True),

@@ -1,10 +1,9 @@
 """A chat server that costs almost nothing: what is measured against it is the client.
 
-    chat_server.py [SECONDS]    prints its port; ends when its stdin does
+    chat_server.py    prints its port; ends when its stdin does
 
-Answers every POST with the same completion, SECONDS (default 0) after it came, and lists the models
-"tiny", "tiny:base" and "tiny:neko". One asyncio protocol, no parser but a search for the length: it
-serves well-behaved clients that keep their connections.
+Answers every POST with the same completion, and lists the model "tiny". One asyncio
+protocol, no parser but a search for the length: it serves well-behaved clients that keep their connections.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import asyncio
 import json
 import sys
 
-MODELS = ("tiny", "tiny:base", "tiny:neko")
 ANSWER = "好的主人，今天也要好好吃饭，早点休息喵～"
 
 
@@ -23,7 +21,7 @@ def reply(body: object, status: bytes = b"200 OK") -> bytes:
     return head % (status, len(data)) + data
 
 
-LISTED = reply({"object": "list", "data": [{"id": name, "object": "model"} for name in MODELS]})
+LISTED = reply({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
 COMPLETION = reply(
     {
         "id": "chatcmpl-0",
@@ -43,8 +41,7 @@ COMPLETION = reply(
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, delay: float) -> None:
-        self._delay = delay
+    def __init__(self) -> None:
         self._held = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -63,20 +60,13 @@ class Connection(asyncio.Protocol):
             if len(self._held) < end + 4 + size:
                 return
             self._held = self._held[end + 4 + size :]
-            if self._delay:
-                asyncio.get_running_loop().call_later(self._delay, self._write, answer)
-            else:
-                self._write(answer)
-
-    def _write(self, answer: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(answer)
+            if not self._transport.is_closing():
+                self._transport.write(answer)
 
 
 async def main() -> None:
-    delay = float(sys.argv[1]) if sys.argv[1:] else 0.0
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(delay), "127.0.0.1", 0, backlog=2048)
+    server = await loop.create_server(Connection, "127.0.0.1", 0, backlog=2048)
     print(server.sockets[0].getsockname()[1], flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 

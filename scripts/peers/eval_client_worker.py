@@ -1,10 +1,9 @@
 """The clients of bench_eval_client.py: a turn asks ``count`` prompts with ``concurrency`` in flight.
 
 ``way`` of the spec: "eval" is `ktbridge eval`'s own asking loop with all that it does until the report
-(preflight, keys, requests, every answer on disk), "client" its client's requests alone, "openai" requests
-alone through the openai package's AsyncOpenAI, "openai-post" the same by its ``post``, on aiohttp and with
-replies that are read as plain JSON, and "lm-eval" is lm-evaluation-harness's client, which stores
-nothing and runs under an interpreter that has lm_eval[api] and nothing of ours.
+(preflight, keys, requests, every answer on disk), "client" its client's requests alone, and "lm-eval" is
+lm-evaluation-harness's client, which stores nothing and runs under an interpreter that has lm_eval[api]
+and nothing of ours.
 """
 
 from __future__ import annotations
@@ -110,45 +109,6 @@ class OurRequests(AskingClient):
         return asyncio.run(run())
 
 
-class OpenaiPackage(AskingClient):
-    def ask_all(self) -> int:
-        import openai
-
-        async def run() -> int:
-            http = openai.DefaultAsyncHttpxClient(trust_env=False)
-            settings = {"api_key": "none", "max_retries": 0, "timeout": 60, "http_client": http}
-            async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", **settings) as client:
-
-                async def ask(body: dict[str, Any]) -> bool:
-                    answer = await client.chat.completions.create(**body)
-                    return bool(answer.choices[0].message.content)
-
-                return await self.in_flight(ask)
-
-        return asyncio.run(run())
-
-
-class OpenaiPost(AskingClient):
-    def ask_all(self) -> int:
-        import httpx2
-        import openai
-
-        async def run() -> int:
-            limits = httpx2.Limits(max_connections=1 << 16)
-            http = openai.DefaultAioHttpClient(trust_env=False, limits=limits)
-            settings = {"api_key": "none", "max_retries": 0, "timeout": 60, "http_client": http}
-            async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", **settings) as client:
-
-                async def ask(body: dict[str, Any]) -> bool:
-                    place = "/chat/completions"
-                    reply = await client.post(place, cast_to=httpx2.Response, body=body)
-                    return bool(json.loads(reply.content)["choices"][0]["message"]["content"])
-
-                return await self.in_flight(ask)
-
-        return asyncio.run(run())
-
-
 class LmEval(AskingClient):
     """local-chat-completions by generate_until."""
 
@@ -181,13 +141,7 @@ class LmEval(AskingClient):
         return sum(map(bool, answers))
 
 
-WAYS = {
-    "eval": Eval,
-    "client": OurRequests,
-    "openai": OpenaiPackage,
-    "openai-post": OpenaiPost,
-    "lm-eval": LmEval,
-}
+WAYS = {"eval": Eval, "client": OurRequests, "lm-eval": LmEval}
 
 if __name__ == "__main__":
     serve(lambda spec: WAYS[spec["way"]](spec))
