@@ -20,7 +20,7 @@ PAGES = sorted(
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 WRITTEN_BY_SCRIPTS = {DOCS / "rules.md": "# Problem codes", DOCS / "train.md": "\n## Keys\n"}
-MOST_WORDS = 46_700  # the aim is 45,000: lower it with the pages
+MOST_WORDS = 45_000
 MOST_LINES_OF_README = 200
 
 
