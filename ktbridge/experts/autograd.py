@@ -17,8 +17,8 @@ import functools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,65 +28,12 @@ from torch.autograd.function import once_differentiable
 from ktbridge import _kernels
 from ktbridge.errors import UsageError
 from ktbridge.experts import compat, recompute
-from ktbridge.experts.lora import Lora, LoraUse, accumulates, addresses_of, float_zeros
+from ktbridge.experts.lora import LoraUse, accumulates, addresses_of, float_zeros
 from ktbridge.experts.weights import SILU, ExpertWeights
 from ktbridge.kernel_choice import choose_isa, choose_threads, places
 
-AT_ONCE = (0, 0)
-"""In the place of a launcher and its stream."""
 Saved = _kernels.Job | None
 """What a forward left for its backward, once a stream has come to it where it was queued."""
-
-
-def run_forward(
-    kernels: _kernels.Layer,
-    stream: torch.cuda.Stream | None,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
-    lora: Lora,
-    keep: _kernels.Keep,
-    owner: object,
-) -> Saved:
-    """Fill ``out`` [T, H] from hidden [T, H], ids [T, K] and weights [T, K]; all are on the host.
-
-    At once, or when ``stream`` comes to it: until then ``owner``, who has the experts' weights, is kept.
-    """
-    arguments = (
-        *lora.arguments(),
-        *inputs[1].shape,
-        *(tensor.data_ptr() for tensor in (*inputs, out)),
-        keep,
-        lora.dropout.arguments() if lora.dropout else (0, 0, 0),
-        0 if lora.tokens is None else lora.tokens.data_ptr(),
-    )
-    if stream is not None:
-        return queue(stream, kernels.forward, arguments, (owner, inputs, out, lora))
-    with counted():
-        return kernels.forward(*AT_ONCE, *arguments)
-
-
-def run_backward(
-    kernels: _kernels.Layer,
-    stream: torch.cuda.Stream | None,
-    saved: _kernels.Job,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    lora: Lora,
-    targets: Mapping[str, torch.Tensor | None],
-    last: bool,
-    owner: object,
-) -> None:
-    """The backward of ``run_forward``, in the same stream; ``last``: no other follows.
-
-    ``tensors`` are hidden and d_out, and what is filled, d_hidden [T, H] and d_weights [T, K]. The LoRA's
-    gradients are added to ``targets``, float32 by name.
-    """
-    addresses = (tensor.data_ptr() for tensor in tensors)
-    arguments: tuple[Any, ...] = (saved, last, *lora.arguments(), *addresses, addresses_of(targets))
-    if stream is not None:
-        queue(stream, kernels.backward, arguments, (owner, tensors, lora, targets))
-        return
-    with counted():
-        kernels.backward(*AT_ONCE, *arguments)
 
 
 @dataclass
@@ -134,10 +81,17 @@ class ExpertFunction(torch.autograd.Function):
             host, ids, weights = to_host(hidden, topk_ids, topk_weights, wait=not ahead)
             out = host_empty(hidden, on_gpu)
             call.queued = ahead
-            stream = torch.cuda.current_stream(hidden.device) if ahead else None
-            call.saved = run_forward(
-                call.layer, stream, (host, ids, weights), out, used, call.keep, call
+            tensors = host, ids, weights, out
+            arguments = (
+                *used.arguments(),
+                *ids.shape,
+                *(tensor.data_ptr() for tensor in tensors),
+                call.keep,
+                used.dropout.arguments() if used.dropout else (0, 0, 0),
+                0 if used.tokens is None else used.tokens.data_ptr(),
             )
+            stream = torch.cuda.current_stream(hidden.device) if ahead else None
+            call.saved = _run(call.layer.forward, stream, arguments, (call, tensors, used))
             # What stays on the CPU is the caller's, who may change it in place.
             recompute.record(out if on_gpu else out.clone())
             if call.saved is not None and on_gpu:
@@ -176,7 +130,9 @@ class ExpertFunction(torch.autograd.Function):
         stream = torch.cuda.current_stream(ctx.device) if call.queued else None
         tensors = hidden, d_out, d_hidden, d_weights
         used = call.used.of(lora)
-        run_backward(call.layer, stream, call.saved, tensors, used, targets, last, call)
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        arguments = call.saved, last, *used.arguments(), *addresses, addresses_of(targets)
+        _run(call.layer.backward, stream, arguments, (call, tensors, used, targets))
         if stream is not None:
             if any(gradient is not None for gradient in returned):
                 finish_jobs(stream)  # autograd adds these up at once
@@ -187,6 +143,23 @@ class ExpertFunction(torch.autograd.Function):
             call.saved, call.host = None, ()
         there = (to_device(d, ctx.device) for d in (d_hidden, d_weights))
         return None, next(there), None, next(there), *returned
+
+
+def _run(
+    kernel: Callable[..., Any],
+    stream: torch.cuda.Stream | None,
+    arguments: tuple[Any, ...],
+    alive: object,
+) -> Any:
+    """Call a kernel at once, or have ``stream`` call it, which keeps ``alive`` until then."""
+    global _seconds
+    if stream is not None:
+        return queue(stream, kernel, arguments, alive)
+    started = time.perf_counter()
+    try:
+        return kernel(0, 0, *arguments)  # no launcher, no stream
+    finally:
+        _seconds += time.perf_counter() - started
 
 
 def kernels_of(weights: Sequence[ExpertWeights], isa: str, threads: int | None) -> _kernels.Layer:
@@ -231,16 +204,6 @@ def kernel_seconds() -> float:
     Of queued jobs those count that are known to be done.
     """
     return _seconds
-
-
-@contextmanager
-def counted() -> Iterator[None]:
-    global _seconds
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        _seconds += time.perf_counter() - started
 
 
 def to_host(*tensors: torch.Tensor, wait: bool = True) -> tuple[torch.Tensor, ...]:

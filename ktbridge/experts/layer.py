@@ -340,16 +340,16 @@ class MoELoRAExperts(nn.Module, PeftLayer):
             parameter.grad = None
             self.lora_device = parameter.device
 
-    def draw_lora_use(self) -> tuple[LoraUse, tuple[torch.Tensor, ...]]:
-        """Return how a forward uses the LoRA now, and its parameters: none where it is switched off.
+    def draw_lora_use(self) -> LoraUse:
+        """Return how a forward uses the LoRA's parameters now: none where it is switched off.
 
         With dropout, this draws a key; a forward whose output is known already draws, too, so that what
         follows it draws the same again. Raises ``UsageError`` for parameters that were converted or moved.
         """
         names = self.lora_names if self.lora_enabled and self.on_in_peft else ()
         where = "the CPU" if self.lora_device.type == "cpu" else str(self.lora_device)
-        lora = tuple(getattr(self, name) for name in names)
-        for name, parameter in zip(names, lora, strict=True):
+        lora = {name: getattr(self, name) for name in names}
+        for name, parameter in lora.items():
             if parameter.dtype != torch.float32 or parameter.device != self.lora_device:
                 raise UsageError(
                     f"{name} must be float32 on {where}, not {describe_tensor(parameter)}.",
@@ -359,7 +359,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         dropout = draw_dropout(self.lora_dropout) if names else None
         scale = self.lora_alpha / self.lora_rank if names else 0.0
         growth = dropout.growth if dropout else 1
-        return LoraUse(names, scale * growth, dropout, self.lora_tokens), lora
+        return LoraUse(lora, scale * growth, dropout, self.lora_tokens)
 
     def forward(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -371,7 +371,8 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         shapes, and ``IndexError`` when an id is not an expert's.
         """
         _check_inputs(hidden, topk_ids, topk_weights, self.hidden_size)
-        used, lora = self.draw_lora_use()
+        used = self.draw_lora_use()
+        lora = used.tensors.values()
         _check_tokens(used.tokens, len(hidden), self.gpu is not None or torch.is_grad_enabled())
         # Asked here because inside autograd's function it is always off.
         needed = torch.is_grad_enabled() and any(

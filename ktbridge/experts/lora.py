@@ -7,7 +7,7 @@ defines it. Here it is in torch, for the GPU's executor and for tests; ``gpu.tri
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -40,10 +40,10 @@ def float_zeros(shape: Sequence[int]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraUse:
     """A layer's LoRA as one call uses it: tensors [E, ...] by name, α / r, and what is dropped of its inputs.
 
-    What is kept is not scaled: with dropout ``scale`` is α / r / (1 - p).
+    What is kept is not scaled: with dropout ``scale`` is α / r / (1 - p). Without tensors it is off.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -52,25 +52,18 @@ class Lora:
     tokens: torch.Tensor | None = None
     """Tokens [T] that have it, bool; None: all. Without a backward."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.tensors)
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> LoraUse:
+        """Return the same use of other ``tensors``, which are in the order of ``names``."""
+        return replace(self, tensors=dict(zip(self.tensors, tensors, strict=True)))
+
     def arguments(self) -> tuple[list[int], int, float]:
         """Addresses, rank and scale as the kernels take them."""
         rank = next((t.shape[1] for name, t in self.tensors.items() if name.endswith("_a")), 0)
-        return addresses_of(self.tensors), rank, self.scale if self.tensors else 0.0
-
-
-@dataclass(frozen=True)
-class LoraUse:
-    """Use of a layer's LoRA in one call: all of ``Lora`` but its tensors."""
-
-    names: tuple[str, ...]
-    scale: float
-    dropout: Dropout | None
-    tokens: torch.Tensor | None = None
-
-    def of(self, tensors: Iterable[torch.Tensor]) -> Lora:
-        """Return the LoRA with ``tensors``, which are in the order of ``names``."""
-        named = dict(zip(self.names, tensors, strict=True))
-        return Lora(named, self.scale, self.dropout, self.tokens)
+        return addresses_of(self.tensors), rank, self.scale
 
 
 def addresses_of(tensors: Mapping[str, torch.Tensor | None]) -> list[int]:

@@ -30,6 +30,7 @@ from ktbridge.experts import recompute
 from ktbridge.experts.gpu import executor, layer_math, masters, operations
 from ktbridge.experts.gpu.copying import HostCopier
 from ktbridge.experts.gpu.placement import Placement
+from ktbridge.experts.weights import SILU
 
 TOLERANCE = 0.008  # as the CPU kernels'
 SHAPES = [
@@ -42,32 +43,34 @@ SHAPES = [
 SMALL = SHAPES[0]
 
 
-@pytest.mark.parametrize("storage", FORMATS)
-def test_outputs_and_gradients_equal_float32_autograd(storage):
-    for shape in SHAPES:
-        layer, plain = make_layer(shape, storage)
+TURNS = {"gating": GPT_OSS, "taking_turns": True}
+
+
+@pytest.mark.parametrize(
+    ("storage", "options"),
+    [
+        *((storage, {}) for storage in FORMATS),
+        *((storage, TURNS) for storage in ("bf16", "mxfp4")),
+        *((storage, {"lora_dropout": 0.5}) for storage in FORMATS[:2]),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_equal_float32_autograd(storage, options):
+    # Formats differ in how a group is unpacked: whole and ragged matrices are enough of them.
+    for shape in SHAPES if storage == "bf16" else SHAPES[1:4:2]:
+        layer, plain = make_layer(shape, storage, **options)
         inputs = make_inputs(shape)
+        torch.manual_seed(11)
         exact, d_out = exact_outcome(layer, plain, inputs)
         for groups, resident in ((3, ()), (1, (0,))):
             experts = give([layer], groups=groups, resident=resident)
+            torch.manual_seed(11)
             found = outcome(layer, inputs, d_out)
             assert found.keys() == exact.keys()
             far = {name: error(found[name], exact[name]) for name in exact}
-            assert max(far.values()) <= TOLERANCE, (str(shape), groups, far)
+            limits = options.get("gating", SILU)
+            assert not beyond(far, TOLERANCE, limits), (str(shape), groups, far)
             assert (experts.ring.transfers > 0) == (not resident)
-
-
-@pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
-def test_biases_gating_and_rows_that_take_turns(storage):
-    for shape in SHAPES:
-        layer, plain = make_layer(shape, storage, gating=GPT_OSS, taking_turns=True)
-        inputs = make_inputs(shape)
-        exact, d_out = exact_outcome(layer, plain, inputs)
-        for groups, resident in ((3, ()), (1, (0,))):
-            give([layer], groups=groups, resident=resident)
-            found = outcome(layer, inputs, d_out)
-            far = {name: error(found[name], exact[name]) for name in exact}
-            assert not beyond(far, TOLERANCE), (str(shape), groups, far)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 8, 40])
@@ -123,10 +126,10 @@ def test_ids_that_repeat_experts_without_rows_and_no_tokens():
 
 
 def test_what_is_resident_how_many_slots_and_a_second_run_change_no_bit():
-    layers = [make_layer(SMALL, seed=n)[0] for n in range(4)]
+    layers = [make_layer(SMALL, seed=n)[0] for n in range(3)]
     inputs, d_out, results = make_inputs(SMALL), some_d_out(SMALL), []
-    for slots, groups, resident in ((1, 2, ()), (3, 2, (1,)), (99, 2, (0, 3)), (2, 2, range(4))):
-        give(layers, groups=groups, slots=slots, resident=tuple(resident))
+    for slots, resident in ((1, ()), (3, (1,)), (99, (0, 2)), (2, (0, 1, 2))):
+        give(layers, groups=2, slots=slots, resident=resident)
         results += [chain(layers, inputs, d_out) for _ in range(2)]
     assert same_bits(results)
     give(layers, groups=4, slots=2)  # other products, of the same rows
@@ -222,17 +225,17 @@ def test_gradients_add_up_and_frozen_parameters_get_none(straight):
 
 
 def test_other_room_between_steps_changes_no_bit():
-    layers = [make_layer(SMALL, seed=n)[0] for n in range(4)]
+    layers = [make_layer(SMALL, seed=n)[0] for n in range(3)]
     inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
-    experts = give(layers, groups=2, slots=3, resident=(1, 2), keep_gate_up=True)
+    experts = give(layers, groups=2, slots=3, resident=(1,), keep_gate_up=True)
     expected = chain(layers, inputs, d_out)
-    for slots, resident in ((1, ()), (2, (0, 1, 2, 3)), (4, (3,)), (2, (0, 3)), (9, (0, 1, 2, 3))):
+    for slots, resident in ((1, ()), (2, (0, 1, 2)), (4, (2,)), (2, (0, 2))):
         resize(experts, slots, resident, len(resident) % 2 == 0)
-        assert experts.streamed == tuple(n for n in range(4) if n not in resident)
+        assert experts.streamed == tuple(n for n in range(3) if n not in resident)
         before = experts.ring.transfers
         for _ in range(2):
             assert same_bits([expected, chain(layers, inputs, d_out)])
-        assert (experts.ring.transfers > before) == (len(resident) < 4)
+        assert (experts.ring.transfers > before) == (len(resident) < 3)
 
 
 def test_room_that_can_not_be_had_leaves_what_there_is_in_order():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from expertmoe import (
-    FORMATS,
     Shape,
     errors,
     exact_outcome,
@@ -39,23 +38,12 @@ def seeded(layer, inputs, d_out, seed=3):
 
 @pytest.mark.parametrize("isa", _kernels.isa_available())
 def test_outputs_and_gradients_equal_float32_with_the_same_masks(isa):
-    for share, shape in ((0.1, SHAPES[3]), *((0.5, each) for each in SHAPES)):
+    for share, shape in ((0.1, SHAPES[3]), *((0.5, each) for each in SHAPES[:3])):
         for activation in ("retain", "recompute"):
             layer, plain = make_layer(shape, isa=isa, lora_dropout=share, activation=activation)
             torch.manual_seed(shape.tokens)
             found = errors(layer, plain, make_inputs(shape))
             assert max(found.values()) <= TOLERANCE, (str(shape), share, found)
-
-
-@pytest.mark.parametrize("storage", FORMATS[:2])
-def test_the_gpus_executor_drops_the_same(storage):
-    for shape in SHAPES:
-        layer, plain = make_layer(shape, storage, lora_dropout=0.5)
-        torch.manual_seed(11)
-        for groups, resident in ((3, ()), (1, (0,))):
-            give([layer], groups=groups, resident=resident)
-            found = errors(layer, plain, make_inputs(shape))
-            assert max(found.values()) <= TOLERANCE, (str(shape), groups, found)
 
 
 def test_a_seed_decides_the_bits_whatever_is_kept_and_however_many_threads():
@@ -155,9 +143,10 @@ def test_masks_are_even_and_don_t_know_of_each_other():
 def test_the_expectation_is_what_there_is_without():
     layer = make_layer(Shape(2, 1, 64, 32, 16), lora_dropout=0.5, lora_targets=("down",))[0]
     inputs = make_inputs(Shape(2, 1, 64, 32, 16))
+    often = [each.repeat(40, 1) for each in inputs]
     torch.manual_seed(0)
     with torch.no_grad():
-        dropped = torch.stack([layer(*inputs).float() for _ in range(2000)])
+        dropped = torch.cat([layer(*often).float().view(40, 16, 64) for _ in range(50)])
         whole, layer.lora_enabled = layer.eval()(*inputs).float(), False
         lora = (whole - layer(*inputs).float()).norm()
     spread = (dropped.var(0).sum() / len(dropped)).sqrt()
