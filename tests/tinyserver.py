@@ -11,12 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from warm import Process, WarmPython
 
 LAYERS, HIDDEN, INNER, EXPERTS = 2, 64, 32, 8  # tinymoe's
 RANK, ALPHA = 4, 8
@@ -199,9 +202,9 @@ def read_document(process: subprocess.Popen[str], timeout: float) -> dict:
 
 @dataclass
 class Server:
-    """A running `ktbridge serve`."""
+    """A running `ktbridge serve`; ``process`` is a Popen, or one of ``warm``'s."""
 
-    process: subprocess.Popen[str]
+    process: Any
     url: str
     models: dict[str, str]
 
@@ -222,37 +225,42 @@ class Server:
         return self.process.wait(20)
 
 
+def ready_document(process: Process, timeout: float = 180) -> dict:
+    """The JSON document that a server says on stdout once it is ready; ``timeout`` is in seconds."""
+    ends = time.monotonic() + timeout
+    while not (said := process.said()).endswith("}\n"):
+        assert process.poll() is None, process.communicate(5)
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+    document: dict = json.loads(said)
+    return document
+
+
 class Launcher:
-    """Starts servers; all of those still alive end with the session."""
+    """Starts servers, by forks of a process that has imported all; those still alive end with the session."""
 
-    def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[str]] = []
+    def __init__(self, warm: WarmPython) -> None:
+        self._warm = warm
+        self._processes: list[Process] = []
 
-    def begin(self, *args: str, **environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            cli("serve", "--port", "0", "--threads", "1", "--json", *args),
-            stdout=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT | environment,
-        )
+    def begin(self, *args: object, **environment: str) -> Process:
+        words = ("serve", "--port", "0", "--threads", "1", "--json", *args)
+        process = self._warm.start("-m", "ktbridge", *words, OMP_NUM_THREADS="1", **environment)
         self._processes.append(process)
         return process
 
-    def finish(self, process: subprocess.Popen[str]) -> Server:
-        """Wait for readiness, which the server says in one JSON document."""
-        ready = read_document(process, timeout=180)
+    def finish(self, process: Process) -> Server:
+        """Wait for readiness."""
+        ready = ready_document(process)
         return Server(process, ready["base_url"], ready["models"])
 
-    def __call__(self, *args: str, **environment: str) -> Server:
+    def __call__(self, *args: object, **environment: str) -> Server:
         return self.finish(self.begin(*args, **environment))
 
     def end(self) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait(10)
-            if process.stdout is not None:
-                process.stdout.close()
+            process.kill()
+            process.communicate(20)
 
 
 @pytest.fixture(scope="session")
@@ -282,17 +290,15 @@ def adapter(make_adapter: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def launch() -> Iterator[Launcher]:
-    launcher = Launcher()
+def launch(warm: WarmPython) -> Iterator[Launcher]:
+    launcher = Launcher(warm)
     yield launcher
     launcher.end()
 
 
 @pytest.fixture(scope="session")
 def server(launch: Launcher, base: Path, adapter: Path) -> Server:
-    return launch(
-        "--model", str(base), "--adapter", f"neko={adapter}", "--served-model-name", "tiny"
-    )
+    return launch("--model", base, "--adapter", f"neko={adapter}", "--served-model-name", "tiny")
 
 
 @pytest.fixture

@@ -282,13 +282,13 @@ def test_a_draw_is_as_likely_as_its_word():
         (1.0, 99, shares),
     ):
         picker = TokenSampler(Sampling(1, top_p=top_p, top_k=top_k, seed=5))
-        drawn = torch.tensor([picker.pick(shares.log()) for _ in range(3000)])
+        drawn = torch.tensor([picker.pick(shares.log()) for _ in range(1000)])
         found = drawn.bincount(minlength=5) / len(drawn)
         assert bool(((found - expected).abs() <= 5 * (expected / len(drawn)).sqrt()).all())
     # A nucleus wider than where it is looked for first is found all the same.
     flat = torch.zeros(3 * HEAD)
     picker = TokenSampler(Sampling(1, top_p=0.5, seed=5))
-    assert len({picker.pick(flat) for _ in range(1500)}) > HEAD
+    assert len({picker.pick(flat) for _ in range(1200)}) > HEAD
     with pytest.raises(ArithmeticError):
         picker.pick(torch.full((8,), torch.nan))
 

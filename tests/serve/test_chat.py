@@ -197,6 +197,7 @@ def test_at_a_terminal(cli_command, cli_environment, server, client):
     assert chat.wait() == 0
 
 
+@pytest.mark.slow  # tests/predict has one that stays in `make test`
 def test_an_engine_of_its_own(cli_command, cli_environment, base, adapter, server, client):
     """Started for the chat, which ends with it and says so."""
     process = subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import signal
 import socket
 import struct
 import time
@@ -156,12 +157,18 @@ def test_a_prompt_that_cannot_fit_is_not_tokenized(small, path):
     assert b'"code":"context_length_exceeded"' in told
 
 
-def test_what_is_never_looked_at_is_not_made(small):
-    """More prompts than one request may bring, and a stop string that no answer is as long as."""
+def test_limits_are_said_before_anything_is_read(small):
+    """Also of more prompts than a request may bring, and of stop strings that no answer is as long as."""
     with small.client(KEY) as client:
+        assert client.models.list().data[0].max_model_len == CONTEXT
         began = time.monotonic()
-        with pytest.raises(openai.BadRequestError, match="at most 2 prompts"):
-            client.completions.create(model="tiny", prompt=["a " * 200] * 5_000, max_tokens=2)
+        for options, words in (
+            ({"max_tokens": CONTEXT}, "context is 500"),
+            ({"n": 9}, "n must be at most 8"),
+            ({"prompt": ["a " * 200] * 5_000}, "at most 2 prompts"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                client.completions.create(**{"model": "tiny", "prompt": "x"} | options)
         got = client.completions.create(
             model="tiny", prompt="hi", max_tokens=3, stop=["x" * 200_000] * 16
         )
@@ -180,18 +187,6 @@ def test_keys(small):
                 assert (error.code, error.headers["WWW-Authenticate"]) == (401, "Bearer")
                 assert json.load(error)["error"]["code"] == "invalid_api_key"
     assert health(small)["status"] == "ok"
-
-
-def test_limits_are_said_by_name(small):
-    with small.client(KEY) as client:
-        assert client.models.list().data[0].max_model_len == CONTEXT
-        for options, words in (
-            ({"max_tokens": CONTEXT}, "context is 500"),
-            ({"n": 9}, "n must be at most 8"),
-            ({"prompt": ["x"] * 3}, "at most 2 prompts"),
-        ):
-            with pytest.raises(openai.BadRequestError, match=words):
-                client.completions.create(**{"model": "tiny", "prompt": "x"} | options)
 
 
 def test_limits_belong_to_the_local_engine(base):
@@ -230,7 +225,7 @@ def test_the_end_waits_for_answers_and_for_nothing_else(small):
         streams = fill(small, client, stack, RUNNING)
         with half_sent(small) as connection:
             time.sleep(0.1)
-            small.process.terminate()
+            small.process.send_signal(signal.SIGTERM)
             assert answer(connection).startswith(b"HTTP/1.1 408")
         ends = [list(stream)[-1].choices[0].finish_reason for stream in streams]
         assert set(ends) <= {"stop", "length"}

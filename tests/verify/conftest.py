@@ -1,3 +1,11 @@
 """The tiny model and its adapters (``tinyserver.py``)."""
 
-from tinyserver import adapter, base, begin_answer, make_adapter, other_base  # noqa: F401
+from tinyserver import (  # noqa: F401
+    adapter,
+    base,
+    begin_answer,
+    launch,
+    make_adapter,
+    other_base,
+    server,
+)

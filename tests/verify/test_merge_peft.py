@@ -152,7 +152,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mistake", FAULTS)
 def test_mistakes_by_pefts_own_merge_are_named(
     tmp_path: Path, made: Callable[[str], Path], family: str, mistake: str

@@ -6,11 +6,10 @@ All over HTTP, to a process of its own (``faultyserver.py``).
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
-from tinyserver import ASCII, save_adapter, save_model
+from tinyserver import ASCII, ready_document, save_adapter, save_model
 
 from ktbridge.adapter import open_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
@@ -45,12 +44,7 @@ class Served:
     def start(self) -> None:
         named = [f"{name}={path}" for name, path in self._pair.items()]
         self.process = self._warm.start(str(SCRIPT), self._base, *named, OMP_NUM_THREADS="1")
-        ends = time.monotonic() + 120
-        while not (said := self.process.said()).endswith("}\n"):
-            assert self.process.poll() is None, self.process.communicate(5)
-            assert time.monotonic() < ends
-            time.sleep(0.02)
-        self.url = json.loads(said)["base_url"]
+        self.url = ready_document(self.process)["base_url"]
 
     def end(self) -> None:
         self.process.kill()

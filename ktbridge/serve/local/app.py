@@ -33,6 +33,9 @@ from ktbridge.serve.request import Limits
 from ktbridge.server_api import hosts
 from ktbridge.server_api.served_names import ServedArm
 
+LINGER_SECONDS = 2.0
+"""How long the rest of a refused body is read, so that its client gets to the answer."""
+
 
 def create_app(
     engine: LocalEngine,
@@ -155,32 +158,46 @@ def _post(
 
 
 async def _read_body(request: Request, limits: Limits) -> bytes:
-    """Return a request's body. Raises ApiError 413 for a large one, 408 for one that doesn't come in time.
-
-    A large body is read to its end and dropped: a connection that is closed with bytes unread may lose the
-    answer.
-    """
+    """Return a request's body. Raises ApiError: 413 for a large one, 408 for a late one."""
     # Without "close" the rest of the body would be parsed as the next request.
     close = {"Connection": "close"}
-    body, size = bytearray(), 0
+    announced, body = request.headers.get("content-length", "0"), bytearray()
+    large = announced.isdigit() and int(announced) > limits.body
     try:
         with anyio.fail_after(limits.body_seconds):
-            async for piece in request.stream():
-                size += len(piece)
-                if size <= limits.body:
-                    body += piece
+            while not large and (message := await request.receive())["type"] == "http.request":
+                body += message.get("body", b"")
+                large = len(body) > limits.body
+                if not large and not message.get("more_body", False):
+                    return bytes(body)
     except TimeoutError:
-        if size <= limits.body:
-            text = "the rest of the body didn't come in time"
-            raise ApiError(408, text, headers=close) from None
-    if size > limits.body:
-        text = f"the body is larger than {limits.body} bytes"
-        raise ApiError(413, text, code="request_too_large", headers=close)
-    return bytes(body)
+        text = "the rest of the body didn't come in time"
+        raise ApiError(408, text, headers=close) from None
+    if not large:
+        raise ClientDisconnect
+    text = f"the body is larger than {limits.body} bytes"
+    raise ApiError(413, text, code="request_too_large", headers=close)
+
+
+class LargeBodyReply(JSONResponse):
+    """The reply to a body that is refused, sent at once; then the body is read on.
+
+    A connection that is closed with bytes unread may lose the reply.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send(start | {"headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with anyio.move_on_after(LINGER_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _respond(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, error.headers)
+    reply = LargeBodyReply if error.status == 413 else JSONResponse
+    return reply(error.body, error.status, error.headers)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

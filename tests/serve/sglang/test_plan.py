@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from launchfacts import AMX, GIB, GPUS, facts_for
 
-from ktbridge.adapter.engines import CONTRACTS
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import ProblemsError
 from ktbridge.machine import Gpu, NumaNode
@@ -376,7 +375,3 @@ def test_planning_needs_no_torch() -> None:
     code = "import ktbridge.serve.sglang.launch, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-def test_every_row_with_expert_lora_has_methods() -> None:
-    assert all(bool(row.methods) == row.expert for row in CONTRACTS)
