@@ -1,4 +1,4 @@
-"""What a run leaves: its output directory when it is finished, and a raw adapter from any Trainer."""
+"""Files that a run leaves: its output directory when it is finished, and a raw adapter from any Trainer."""
 
 from __future__ import annotations
 

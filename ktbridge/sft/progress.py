@@ -13,7 +13,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -163,13 +162,15 @@ class WeightsWatch(TrainerCallback):
         self._reads: DiskWaits | None = None
         self._waited = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Args, state: TrainerState, control: Control, **_: object
+    ) -> None:
         explain_faults(self._last_good())
         reason = _kernels.why_no_tiles()
         if reason and "amx" not in self._isa:
             self._on_note(problem("KTL020", "kernels", f"{self._isa} instead of AMX: {reason}"))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         if self._reads is None:
             self._reads = DiskWaits()
         elif (waits := self._reads.step()) and not self._waited:
@@ -179,7 +180,7 @@ class WeightsWatch(TrainerCallback):
                 problem("KTL022", where, f"{waits:,} reads of memory waited for the disk")
             )
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         explain_faults(self._last_good())
 
 

@@ -93,7 +93,7 @@ class SftTrainer(RunTrainer, SFTTrainer):
             self.current_gradient_accumulation_steps = before
 
 
-def _with_numbers(collate: Callable[..., Batch], examples: list[dict[str, Any]]) -> Batch:
+def _with_numbers(collate: Callable[..., Batch], examples: list[Batch]) -> Batch:
     """A batch beside the numbers of its rows' images."""
     return {**collate(examples), IMAGE_NUMBERS: [each.get(IMAGE_NUMBERS, []) for each in examples]}
 
@@ -183,7 +183,7 @@ class MismatchedAnswers(DataCollatorForUnpairedPreference):
     How far the model has left the base is measured on these (arXiv:2402.01306, section 4).
     """
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def torch_call(self, examples: list[Batch]) -> Batch:
         before = [examples[-1], *examples[:-1]]
         return super().torch_call(
             [

@@ -282,7 +282,7 @@ def mapped(plan):
 def test_advice_saves_what_it_says(run_yaml, short):
     overrides = ["disable_gradient_checkpointing=true", "save_total_limit=3", "lora_rank=32"]
     overrides += ["num_train_epochs=50", "packing=true", "cutoff_len=16384"]
-    write_rows(run_yaml.parent / "rows.jsonl", words=5000)
+    write_rows(run_yaml.parent / "rows.jsonl", words=1500)
     target = replace(ROOMY, **{"gpu_memory": 24 * GB, short: 100_000})
     plan = plan_run(load_config(run_yaml, overrides), target, measure=False)
     assert not plan.fits

@@ -36,6 +36,7 @@ from ktbridge.experts.gpu.timing import (
 )
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.experts.load_model import model_class, model_config
+from ktbridge.experts.lora_targets import TunedModel
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.weights import ExpertWeights
 from ktbridge.sft.compat import set_attention
@@ -167,7 +168,7 @@ def _fit_layers(
 
 
 def _time_steps(
-    layers: Sequence[Any], inputs: tuple[Any, ...], setting: RunSetting
+    layers: Sequence[MoELoRAExperts], inputs: tuple[torch.Tensor, ...], setting: RunSetting
 ) -> tuple[float, float, float]:
     """Return seconds of the kernels in a step's first micro-batch and in others, and of an update."""
     trained = [parameter for layer in layers for parameter in layer.parameters()]
@@ -201,7 +202,7 @@ def _time_steps(
     return first, following, updating / sum(parameter.numel() for parameter in trained)
 
 
-def _time_reference(layers: Sequence[Any], inputs: tuple[Any, ...]) -> float:
+def _time_reference(layers: Sequence[MoELoRAExperts], inputs: tuple[torch.Tensor, ...]) -> float:
     """Return the seconds of a forward without LoRA over all layers."""
 
     def once() -> None:
@@ -231,7 +232,7 @@ def _random_layer(setting: RunSetting, size: ExpertSizes) -> tuple[ExpertWeights
 def _random(storage: str, experts: int, out: int, inputs: int, mapped: bool) -> ExpertWeights:
     """Make one projection of all experts: distinct memory, the same random values in each expert."""
 
-    def stacked(one: Any) -> Any:
+    def stacked(one: torch.Tensor) -> torch.Tensor:
         if not mapped:
             return one.expand(experts, *one.shape).contiguous()
         pages = mmap.mmap(-1, experts * one.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -331,7 +332,7 @@ def measure_outside(setting: RunSetting, tokens: int) -> OutsideTimes | None:
 
 
 def outside_times(
-    model: Any, setting: RunSetting, sizes: Sequence[tuple[int, int]], device: torch.device
+    model: TunedModel, setting: RunSetting, sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> OutsideTimes:
     """Time a run's ``model`` without its routed experts, with trl's loss (``timing.time_outside``).
 
@@ -340,7 +341,7 @@ def outside_times(
     asked = {"dpo": ("log_probs",), "kto": ("log_probs", "entropy", "mean_logits")}
     # What trl's trainers have it compute beside the loss.
     usual = ("log_probs", "entropy", "is_top1")
-    base = model.get_base_model()
+    base: Any = model.get_base_model()
     before = base.__dict__.get("forward")
     add_fused_lm_head(base, outputs=asked.get(setting.config.stage, usual))
 
@@ -367,7 +368,7 @@ def probe_sizes(setting: RunSetting, most: int) -> list[tuple[int, int]]:
     return [(1, min(length, 64)), small, (rows, length)]
 
 
-def _first_layers(setting: RunSetting, layers: int, device: torch.device) -> Any:
+def _first_layers(setting: RunSetting, layers: int, device: torch.device) -> TunedModel:
     """Make a model of so many layers on ``device``, without routed experts, with the run's LoRA."""
 
     class NoExperts(nn.Module):
@@ -376,7 +377,7 @@ def _first_layers(setting: RunSetting, layers: int, device: torch.device) -> Any
             # As transformers' experts, by which what LoRA attaches to is found.
             self.num_experts, self.is_concatenated, self.is_transposed = experts, True, False
 
-        def forward(self, hidden: Any, *_: Any) -> Any:
+        def forward(self, hidden: torch.Tensor, *_: object) -> torch.Tensor:
             return hidden
 
     config = setting.config
