@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -49,12 +49,12 @@ class KernelCall:
     keep: _kernels.Keep
     accumulate: bool
     ahead: bool = False
-    """Whether passes with inputs on a GPU are queued in its stream instead of waited for."""
+    """True where passes with inputs on a GPU are queued in its stream instead of waited for."""
     replayed: torch.Tensor | None = None
     """The output [T, H] of this call, on the host, where a checkpointed layer runs a second time."""
     saved: Saved = None
     queued: bool = False
-    """Whether the forward was queued in a GPU's stream, as its backward is then."""
+    """True once the forward was queued in a GPU's stream, as its backward is then."""
     host: tuple[torch.Tensor, ...] = ()
     """Host copies of hidden [T, H] and topk_weights [T, K] that came from a GPU."""
 
@@ -236,14 +236,6 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-class CudaStream(Protocol):
-    """The part of torch.cuda.Stream that a queue needs."""
-
-    @property
-    def cuda_stream(self) -> int: ...
-    def synchronize(self) -> None: ...
-
-
 @dataclass(eq=False)
 class _Queued:
     alive: object
@@ -256,7 +248,7 @@ class _Queued:
         return self.ended or (self.job is not None and bool(self.job.done))
 
 
-_queued: defaultdict[CudaStream, deque[_Queued]] = defaultdict(deque)
+_queued: defaultdict[torch.cuda.Stream, deque[_Queued]] = defaultdict(deque)
 """What each stream was given and hasn't been looked at since; a stream runs its jobs in order."""
 _lock = threading.Lock()  # autograd has a thread for each GPU
 
@@ -271,7 +263,7 @@ def launcher() -> int:
 
 
 def queue(
-    stream: CudaStream,
+    stream: torch.cuda.Stream,
     start: Callable[..., _kernels.Job],
     arguments: tuple[Any, ...],
     alive: object,
@@ -294,7 +286,7 @@ def queue(
     return entry.job
 
 
-def finish_jobs(stream: CudaStream) -> None:
+def finish_jobs(stream: torch.cuda.Stream) -> None:
     """Wait for the jobs of ``stream``. Raises what the first of them that failed raised."""
     with _lock:
         asked = tuple(_queued[stream])
@@ -304,12 +296,12 @@ def finish_jobs(stream: CudaStream) -> None:
     _settle(stream)
 
 
-def finish_after_backward(stream: CudaStream) -> None:
+def finish_after_backward(stream: torch.cuda.Stream) -> None:
     """Call ``finish_jobs`` once, before the backward pass that is running returns to its caller."""
     compat.after_backward(stream, lambda: finish_jobs(stream))
 
 
-def _settle(stream: CudaStream) -> None:
+def _settle(stream: torch.cuda.Stream) -> None:
     """Let go of the jobs of ``stream`` that are over. Raises what the first that failed raised."""
     global _seconds
     over = []

@@ -72,7 +72,7 @@ def _refuse_untrained(base: PreTrainedModel) -> None:
     asked = [
         layer
         for layer in _layers(base)
-        if any(True for _ in layer.parameters())
+        if layer.lora_names
         and layer.lora_enabled
         and not layer.lora_frozen
         and not layer.disable_adapters

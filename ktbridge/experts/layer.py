@@ -35,10 +35,6 @@ MERGE_STEP = (
 )
 
 
-def _no_base() -> None:
-    return None
-
-
 class PeftLayer(BaseTunerLayer):
     """Mixin that makes a layer of routed experts one of PEFT's tuner layers.
 
@@ -53,7 +49,7 @@ class PeftLayer(BaseTunerLayer):
     adapter name, so what PEFT does to either finds nothing.
     """
 
-    _base: Callable[[], nn.Module | None] = staticmethod(_no_base)
+    _base: Callable[[], nn.Module | None] = staticmethod(lambda: None)
     _adapter: str = "default"
 
     def belong_to(self, base: nn.Module) -> None:
@@ -268,7 +264,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         self.lora_tokens: torch.Tensor | None = None
         """Which tokens [T] of the next forwards have the LoRA, bool on the CPU; None: all. For inference."""
         self.lora_frozen = False
-        """Whether the LoRA is kept from training on purpose (``ktbridge.sft.freeze_expert_lora``)."""
+        """True where the LoRA is kept from training on purpose (``ktbridge.sft.freeze_expert_lora``)."""
         self.lora_device = torch.device("cpu")
         """The device of the LoRA's masters: see ``move_lora``."""
         self.saved_bytes = 0
@@ -385,7 +381,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
             there = GpuCall(experts, index, used, needed, self.accumulate_grad, again)
             result: torch.Tensor = GpuFunction.apply(there, hidden, topk_ids, topk_weights, *lora)
             return result
-        if any(parameter.device.type != "cpu" for parameter in lora):
+        if used.tensors and self.lora_device.type != "cpu":
             raise UsageError(
                 f"the expert LoRA is on {self.lora_device} for the executor there, and hidden states are on "
                 f"{hidden.device}.",

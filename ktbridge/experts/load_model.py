@@ -161,7 +161,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             "Copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into it.",
         )
     with readable_load_errors(path, "tokenizer"):
-        if has_only_tiktoken(path):
+        if (path / FILE).is_file() and not (path / "tokenizer.json").is_file():
             return kimi_tokenizer(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
@@ -297,11 +297,6 @@ SPLITS = (
 """Where text is split, the first that matches: ``pat_str`` of the published tokenization_kimi.py."""
 _RESERVED = 256
 """Ids for special tokens that follow the ranks; those without a name are ``<|reserved_token_ID|>``."""
-
-
-def has_only_tiktoken(path: Path) -> bool:
-    """Return whether ``path`` has tiktoken's file and no tokenizer.json."""
-    return (path / FILE).is_file() and not (path / "tokenizer.json").is_file()
 
 
 def kimi_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -414,25 +414,22 @@ def cached_copies(masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[t
 
     Then all that have changed are, in one go: a model's LoRA changes together, once in an optimizer step.
     """
-    found = [
-        master.detach() if master.dtype == dtype else _kept(master, dtype) for master in masters
-    ]
-    if any(each is None for each in found):
+    if not all(_is_current(master, dtype) for master in masters):
         with torch.inference_mode(False), torch.no_grad():  # may be kept for a later backward
             _renew()
             for master in masters:
-                if master.dtype != dtype and _kept(master, dtype) is None:
-                    _copies[master] = (
-                        parameter_state([master]),
-                        master.detach().to(dtype, copy=True),
-                    )
-        return cached_copies(masters, dtype)
-    return [each for each in found if each is not None]
+                if not _is_current(master, dtype):
+                    made = master.detach().to(dtype, copy=True)
+                    _copies[master] = parameter_state([master]), made
+    return [master.detach() if master.dtype == dtype else _copies[master][1] for master in masters]
 
 
-def _kept(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    state, kept = _copies.get(master, ((), master))
-    return kept if kept.dtype == dtype and state == parameter_state([master]) else None
+def _is_current(master: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether there is a copy of what ``master`` is now, or no need of one."""
+    if master.dtype == dtype:
+        return True
+    state, copied = _copies.get(master, ((), master))
+    return copied.dtype == dtype and state == parameter_state([master])
 
 
 def _renew() -> None:
@@ -452,7 +449,7 @@ def _renew() -> None:
 def convert_masters(model: nn.Module, keep_copies: bool = True) -> None:
     """Make each plain LoRA linear in ``model`` a ``MasterLinear``, in place; parameters and names stay.
 
-    ``keep_copies``: False where parameters change unseen (``changes``), as FSDP2's do when shards are filled.
+    ``keep_copies``: False where parameters change unseen, as FSDP2's do when shards are filled.
     """
     for module in model.modules():
         if type(module) is Linear:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, cast
@@ -154,9 +154,8 @@ def find_gating(module: ExpertsModule) -> Gating | None:
     own = compat.find_own_gate(module)
     if own is None:
         return SILU if "silu" in _activation_name(module).lower() else None
-    numbers = [[_number(module, name) for name in names] for names in (_LIMITS, _ALPHAS)]
-    limits = [each for each in numbers[0] if each is not None and each > 0]
-    alphas = [each for each in numbers[1] if each is not None]
+    limits = [each for each in _numbers(module, _LIMITS) if each > 0]
+    alphas = _numbers(module, _ALPHAS)
     reach = 2 * max((limit for limit in limits if math.isfinite(limit)), default=4.0)
     line = torch.linspace(-reach, reach, 41)
     gate, up = (each.flatten() for each in torch.meshgrid(line, line, indexing="ij"))
@@ -177,9 +176,9 @@ def _activation_name(module: ExpertsModule) -> str:
     return str(getattr(act, "__name__", type(act).__name__))
 
 
-def _number(module: ExpertsModule, name: str) -> float | None:
-    value = getattr(module, name, None)
-    return float(value) if isinstance(value, int | float) else None
+def _numbers(module: ExpertsModule, names: Iterable[str]) -> list[float]:
+    values = (getattr(module, name, None) for name in names)
+    return [float(value) for value in values if isinstance(value, int | float)]
 
 
 def vision_towers(model: nn.Module) -> Iterator[nn.Module]:

@@ -126,7 +126,7 @@ def _write(
     **options: Any,
 ) -> None:
     first = _first_layer(model)
-    config = _peft_config(model, first.peft_adapter)
+    config = _peft_config(model, first)
     _warn(model)
     write_raw_adapter(
         directory,
@@ -194,7 +194,7 @@ def _warn(model: nn.Module) -> None:
         )
 
 
-def _peft_config(model: nn.Module, adapter_name: str) -> dict[str, Any]:
+def _peft_config(model: nn.Module, first: MoELoRAExperts) -> dict[str, Any]:
     """PEFT's LoraConfig as it would be saved: JSON types, target_modules a sorted list.
 
     It is in PEFT's own terms, and PEFT finds by it what was trained: modules whose names it takes for
@@ -204,7 +204,6 @@ def _peft_config(model: nn.Module, adapter_name: str) -> dict[str, Any]:
     """
     configs = getattr(model, "peft_config", None) or {}
     if not configs:
-        first = _first_layer(model)
         lora = LoraConfig(
             r=first.lora_rank,
             lora_alpha=first.lora_alpha,  # type: ignore[arg-type]  # fractions are fine
@@ -212,8 +211,8 @@ def _peft_config(model: nn.Module, adapter_name: str) -> dict[str, Any]:
             target_modules=DUMMY_TARGET_MODULES,
             task_type="CAUSAL_LM",
         )
-        configs = {adapter_name: lora}
-    config = configs[adapter_name].to_dict()
+        configs = {first.peft_adapter: lora}
+    config = configs[first.peft_adapter].to_dict()
     config["inference_mode"] = True
     adapted = list(_adapted(model))
     config["target_parameters"] = [

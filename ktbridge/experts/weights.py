@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROJECTIONS = ("gate", "up", "down")
 Stack = torch.Tensor | Sequence[torch.Tensor]
-"""One tensor over experts, or one tensor for each expert."""
+"""One tensor over experts, or one for each: the first stands for all in dtype, shape and strides."""
 
 _FP8_BLOCK = 128
 _WHOLE_ROW = 1 << 30
@@ -148,27 +148,27 @@ class ExpertWeights:
     @property
     def rows(self) -> int:
         """Output features of each expert."""
-        return _matrix(self.weight).shape[0]
+        return self.weight[0].shape[0]
 
     @property
     def columns(self) -> int:
         """Input features of each expert; packed formats fill their last word, so here at most these."""
-        return _matrix(self.weight).shape[1] * self._packed
+        return self.weight[0].shape[1] * self._packed
 
     @property
     def address(self) -> int:
         """Return where the first expert's first row is."""
-        return _matrix(self.weight).data_ptr()
+        return self.weight[0].data_ptr()
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of all experts' weights and scales, as they are stored."""
         stacks = (self.weight,) if self.scale is None else (self.weight, self.scale)
-        return sum(len(stack) * _matrix(stack).nbytes for stack in stacks)
+        return sum(len(stack) * stack[0].nbytes for stack in stacks)
 
     @property
     def scale_is_bf16(self) -> bool:
-        return self.scale is not None and _matrix(self.scale).dtype == torch.bfloat16
+        return self.scale is not None and self.scale[0].dtype == torch.bfloat16
 
     @property
     def _packed(self) -> int:
@@ -176,9 +176,9 @@ class ExpertWeights:
 
     def columns_fit(self, columns: int) -> bool:
         """Return whether the stored width is that of ``columns`` input features."""
-        fits = _matrix(self.weight).shape[1] == -(-columns // self._packed)
+        fits = self.weight[0].shape[1] == -(-columns // self._packed)
         if self.scale is not None and self.storage != "int8":
-            fits = fits and _matrix(self.scale).shape[1] == -(-columns // self.column_group)
+            fits = fits and self.scale[0].shape[1] == -(-columns // self.column_group)
         return fits
 
     def only(self, experts: Sequence[int]) -> ExpertWeights:
@@ -196,14 +196,14 @@ class ExpertWeights:
 
         ``bias`` is its bias as contiguous float32, padded to whole tiles, which the kernels copy.
         """
-        weight = _matrix(self.weight)
+        weight = self.weight[0]
         from ktbridge import _kernels
 
         return _kernels.Weights(
             _addresses(self.weight),
             [] if self.scale is None else _addresses(self.scale),
             weight.stride(0) * weight.element_size(),
-            0 if self.scale is None else _matrix(self.scale).stride(0),
+            0 if self.scale is None else self.scale[0].stride(0),
             0 if bias is None else bias.data_ptr(),
         )
 
@@ -227,11 +227,11 @@ class ExpertWeights:
             return found
         if len(self.scale) != self.count:
             found.append(f"there are scales for {len(self.scale)} of {self.count} experts")
-        shape, expected = tuple(_matrix(self.scale).shape), self._scale_shapes()
+        shape, expected = tuple(self.scale[0].shape), self._scale_shapes()
         if shape not in expected:
             found.append(
                 f"scale is {list(shape)} for a weight of "
-                f"{list(_matrix(self.weight).shape)} (expected {list(expected[0])})"
+                f"{list(self.weight[0].shape)} (expected {list(expected[0])})"
             )
         return found
 
@@ -282,7 +282,7 @@ def check_layer(
 def _layer_problems(gate: ExpertWeights, up: ExpertWeights, down: ExpertWeights) -> Iterator[str]:
     every = (gate, up, down)
     inner, hidden = gate.rows, down.rows
-    shapes = [(w.count, *_matrix(w.weight).shape) for w in every]
+    shapes = [(w.count, *w.weight[0].shape) for w in every]
     fit = gate.columns_fit(hidden) and up.columns_fit(hidden) and down.columns_fit(inner)
     if not fit or up.rows != inner or len({w.count for w in every}) > 1:
         by = _PACKED.get(gate.storage)
@@ -352,11 +352,6 @@ def _kept(stack: Any) -> Any:
     if isinstance(stack, Sequence) and all(isinstance(item, torch.Tensor) for item in stack):
         return tuple(item.detach() for item in stack)
     return stack
-
-
-def _matrix(stack: Stack) -> torch.Tensor:
-    """The first expert's tensor, which stands for all in dtype, shape and strides."""
-    return stack[0]
 
 
 def _addresses(stack: Stack) -> list[int]:
