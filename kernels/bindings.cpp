@@ -1,7 +1,7 @@
 // The pybind11 module ktbridge._kernels. Tensors come as addresses: the module must not link torch (one
 // build serves every torch), and bfloat16 has no buffer protocol. ktbridge/experts calls this: weights.py
 // and expert_call.py check dtypes, shapes and contiguity, and keep the tensors alive. So does
-// ktbridge/adapter/merge_values.py for add_delta, and quantise.py for quantize.
+// ktbridge/adapter/merge_values.py for add_delta, and quantize.py for quantize.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

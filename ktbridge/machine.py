@@ -221,7 +221,7 @@ def place(cpus: Iterable[Cpu], threads: int) -> tuple[Cpu, ...]:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that nvidia-smi lists; none without it. Doesn't initialise CUDA."""
+    """The GPUs that nvidia-smi lists; none without it. Doesn't initialize CUDA."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()

@@ -1,4 +1,4 @@
-"""What quantising and dequantising scripts share: do what was planned, and say what was done."""
+"""What quantizing and dequantizing scripts share: do what was planned, and say what was done."""
 
 from __future__ import annotations
 

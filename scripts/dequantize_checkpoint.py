@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""A quantised checkpoint in plain bfloat16, for those who want the published route.
+"""A quantized checkpoint in plain bfloat16, for those who want the published route.
 
     scripts/dequantize_checkpoint.py MODEL_DIR OUTPUT_DIR
         [--dtype bf16|f32] [--overwrite] [--dry-run] [--json]
 
 Read are block FP8, INT8 and INT4 as compressed-tensors stores them (ktbridge/adapter/storages.py), zero
 points too, and MXFP4 as gpt-oss has it. value = (stored - zero) · scale in float32, rounded once to nearest
-even. gpt-oss's experts [E, out, in] become [E, in, out], as transformers has them unquantised.
-All weights, not only experts; what isn't quantised keeps its bytes, and the quantization_config goes.
+even. gpt-oss's experts [E, out, in] become [E, in, out], as transformers has them unquantized.
+All weights, not only experts; what isn't quantized keeps its bytes, and the quantization_config goes.
 ktbridge itself needs none of this: it reads the experts of such checkpoints in place.
 """
 
@@ -43,7 +43,7 @@ _PLAIN = ("BF16", "F16", "F32", "F64", "I64", "I32", "I16", "BOOL")
 
 
 class Weights:
-    """The quantised weights of a checkpoint: ``parts`` by the name of what is stored, ``used`` up."""
+    """The quantized weights of a checkpoint: ``parts`` by the name of what is stored, ``used`` up."""
 
     def __init__(self, checkpoint: Checkpoint, table: dict[str, Any], dtype: str) -> None:
         self.checkpoint = checkpoint
@@ -152,14 +152,14 @@ def plan_dequantize(
         )
     if not weights.parts:
         raise KtbridgeError(
-            f"{model} has no quantised weights: there is nothing to dequantise", "use it as it is"
+            f"{model} has no quantized weights: there is nothing to dequantize", "use it as it is"
         )
     family = family_of(str(table.get("model_type")))
     single = any(re.search(r"\.experts\.\d+\.", name) for name in weights.parts)
     if single and family and family.storage in ("fused-transposed", "fused-interleaved"):
         raise KtbridgeError(
             f"{model} has its experts one by one, and transformers loads those of {family.name} fused",
-            "use the checkpoint that it was quantised from",
+            "use the checkpoint that it was quantized from",
         )
     for part in weights.parts.values():
         if part.outputs[0][0] in checkpoint and part.outputs[0][0] not in weights.used:
@@ -181,7 +181,7 @@ def _foreign(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _plain_config(table: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """config.json without a word of quantisation, and with the dtype that weights now have."""
+    """config.json without a word of quantization, and with the dtype that weights now have."""
     return {
         key: _plain_config(value, dtype) if key == "text_config" and isinstance(value, dict)
         else dtype if key in ("dtype", "torch_dtype")
@@ -201,13 +201,13 @@ def _plain_config(table: dict[str, Any], dtype: str) -> dict[str, Any]:
 def main(
     model_dir: str, output_dir: str, dtype: str, overwrite: bool, dry_run: bool, as_json: bool
 ) -> None:
-    """Write MODEL_DIR to OUTPUT_DIR with every quantised weight in plain floats.
+    """Write MODEL_DIR to OUTPUT_DIR with every quantized weight in plain floats.
 
     MODEL_DIR is a directory, or a model in the local Hub cache. OUTPUT_DIR is complete or as it was
     before, whatever happens.
     """
     plan = plan_dequantize(resolve_model(model_dir), Path(output_dir), dtype, overwrite)
-    run(plan, "dequantising", dry_run, as_json)
+    run(plan, "dequantizing", dry_run, as_json)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def main(
     complete or as it was before, whatever happens.
     """
     plan = plan_quantize(resolve_model(model_dir), Path(output_dir), storage, overwrite)
-    run(plan, "quantising", dry_run, as_json)
+    run(plan, "quantizing", dry_run, as_json)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def to_mxfp4(weight):
     return packed, (exponent.squeeze(-1) + 127).to(torch.uint8), values
 
 
-def quantise(storage, weight):
+def quantize(storage, weight):
     """float32 [E, out, in] -> the stored tensors of a format, and what they mean in float32."""
     _, rows, columns = weight.shape
     if storage == "bf16":
@@ -117,7 +117,7 @@ def make_weights(shape, storage="bf16", seed=0):
     """Stored tensors by projection, and float32 [E, out, in] by projection."""
     random = torch.Generator().manual_seed(seed)
     sizes = ((shape.inner, shape.hidden), (shape.inner, shape.hidden), (shape.hidden, shape.inner))
-    made = [quantise(storage, normal(random, shape.experts, *size)) for size in sizes]
+    made = [quantize(storage, normal(random, shape.experts, *size)) for size in sizes]
     return [stored for stored, _ in made], [plain for _, plain in made]
 
 

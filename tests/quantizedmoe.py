@@ -1,4 +1,4 @@
-"""The tiny Qwen3-MoE with its projections as quantised checkpoints are published, and what they mean."""
+"""The tiny Qwen3-MoE with its projections as quantized checkpoints are published, and what they mean."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from expertmoe import ceil_div, grouped, pack_int4, quantise
+from expertmoe import ceil_div, grouped, pack_int4, quantize
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_model
 
@@ -35,7 +35,7 @@ def stored(storage: str, name: str, weight: torch.Tensor) -> dict[str, torch.Ten
         }
         return {f"{stem}.{part}": value for part, value in made.items()} | shape
     kind = storage.replace("-packed", "").replace("-ue8m0", "")
-    (codes, scale), _ = quantise(kind, weight[None])
+    (codes, scale), _ = quantize(kind, weight[None])
     codes, scale = codes[0], scale[0]
     if storage == "fp8-ue8m0":
         scale = scale.log2().ceil().exp2()
@@ -103,7 +103,7 @@ def quantization(storage: str) -> dict[str, object]:
 def save_quantized(path: Path, storage: str, **sizes: int) -> dict[str, torch.Tensor]:
     """Save the model with every projection in ``storage``, scales in a shard of their own.
 
-    Returns its tensors, unquantised where they were, as saved.
+    Returns its tensors, unquantized where they were, as saved.
     """
     tiny_model(**sizes).save_pretrained(path)
     tensors = {name: value.clone() for name, value in load_file(path / "model.safetensors").items()}

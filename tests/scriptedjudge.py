@@ -15,7 +15,7 @@ from ktbridge.eval.judge.run import judge_run
 from ktbridge.eval.judge.score import read_judgements
 from ktbridge.eval.store import read_snapshot
 
-COLOURS = ("red", "green", "blue")
+COLORS = ("red", "green", "blue")
 ITEMS = 18  # fewer than 20 clusters are scored without a bootstrap, which is fast
 BENCH = """
 name: manners
@@ -44,7 +44,7 @@ slices:
 def truth(answer: str) -> list[bool]:
     """The right verdicts on an answer: thanks, a colour, no "never"."""
     low = answer.lower()
-    return ["thank" in low, any(colour in low for colour in COLOURS), "never" not in low]
+    return ["thank" in low, any(colour in low for colour in COLORS), "never" not in low]
 
 
 def arm_answer(model: str, prompt: str) -> str:
@@ -52,7 +52,7 @@ def arm_answer(model: str, prompt: str) -> str:
     digest = int(hashlib.sha256(f"{prompt} {model}".encode()).hexdigest(), 16)
     thanks = digest % 10 < (8 if model.endswith(":full") else 3)
     words = ["Thank you."] if thanks else ["Very well."]
-    words += ["It is " + (COLOURS[digest // 10 % 3] if digest // 30 % 2 else "tall") + "."]
+    words += ["It is " + (COLORS[digest // 10 % 3] if digest // 30 % 2 else "tall") + "."]
     words += ["I never sleep." if digest // 60 % 3 == 0 else "I sleep a lot."]
     return " ".join(words + ["And so on."] * (digest // 180 % 5) + [f"({digest % 97})"])
 

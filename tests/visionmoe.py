@@ -15,7 +15,7 @@ from PIL import Image
 from tinymoe import byte_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-COLOURS = {"red": (220, 20, 30), "green": (20, 200, 40), "blue": (30, 40, 230), "white": (240,) * 3}
+COLORS = {"red": (220, 20, 30), "green": (20, 200, 40), "blue": (30, 40, 230), "white": (240,) * 3}
 ASK = "<image>colour?"
 TEMPLATES = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5_moe": "qwen3_5_nothink"}
 _IMAGE = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -57,7 +57,7 @@ def vision_base(path: Path, model_type: str, **text: Any) -> Path:
 
 def square(colour: str, size: int = 32, shade: int = 0) -> Image.Image:
     """A square of one colour; ``shade`` makes it another image of the same."""
-    return Image.new("RGB", (size, size), tuple(max(0, part - shade) for part in COLOURS[colour]))
+    return Image.new("RGB", (size, size), tuple(max(0, part - shade) for part in COLORS[colour]))
 
 
 def png(image: Image.Image) -> bytes:
@@ -75,7 +75,7 @@ def colour_rows(directory: Path, shades: range, size: int = 32) -> list[dict[str
     (directory / "images").mkdir(exist_ok=True)
     rows = []
     for shade in shades:
-        for colour in COLOURS:
+        for colour in COLORS:
             name = f"images/{colour}{shade}.png"
             square(colour, size, shade).save(directory / name)
             talk = [{"from": "human", "value": ASK}, {"from": "gpt", "value": colour}]

@@ -107,7 +107,7 @@ def plan_copies(outputs: Sequence[Output], files: Sequence[TensorFile] = ()) -> 
 
     It also sorts the pieces of each file: wider types come first, so that every tensor is aligned;
     then the order is the outputs', or that of the input if ``files`` lists its files. Bytes that two
-    outputs need at the same time are read once, and neighbouring ranges are joined.
+    outputs need at the same time are read once, and neighboring ranges are joined.
     """
     number = {id(file): place for place, file in enumerate(files)}
 

@@ -48,13 +48,13 @@ _USES = {ENGINE: Use.SERVED_BY_KT, SGLANG: Use.SERVED_BY_SGLANG, VLLM: Use.SERVE
 
 
 class _Other(NamedTuple):
-    """An engine that isn't SGLang-KT: its checks, the others' codes that it honours, its format.
+    """An engine that isn't SGLang-KT: its checks, the others' codes that it honors, its format.
 
     ``takes``: formats of other tools that it loads as they are.
     """
 
     check: Callable[[Sequence[Adapter], str, ModelConfig | None], Iterator[Problem]]
-    honours: Collection[str]
+    honors: Collection[str]
     to: str
     takes: Collection[str]
 
@@ -295,13 +295,13 @@ def _of_engine(problems: list[Problem], engine: str) -> list[Problem]:
     """Return what is left for an engine that honors some of what SGLang-KT doesn't, with own next steps."""
     if engine not in _OTHERS:
         return problems
-    honours, to = _OTHERS[engine].honours, _OTHERS[engine].to
+    honors, to = _OTHERS[engine].honors, _OTHERS[engine].to
     return [
         replace(item, next_step=item.next_step.replace("--to raw", f"--to {to}"))
         if item.code in ("KTB208", "KTB216")
         else item
         for item in problems
-        if item.code not in honours
+        if item.code not in honors
     ]
 
 

@@ -115,7 +115,7 @@ def _show_trainable(trainable: ParameterCounts, parsed: TrainConfig) -> None:
 
 
 def _show_preview(name: str, pieces: list[tuple[str, bool]]) -> None:
-    """The text with trained parts in green, and between ⟦ and ⟧ for output without colours."""
+    """The text with trained parts in green, and between ⟦ and ⟧ for output without colors."""
     console.print(f"the first {name}; the loss counts what is between [green]⟦ and ⟧[/]:")
     text, room = "", PREVIEW
     for piece, trained in pieces:

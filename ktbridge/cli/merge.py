@@ -63,7 +63,7 @@ _LATER = (
     type=click.Choice(["yes", "no", "only"]),
     default="yes",
     show_default=True,
-    help="Compute what requantising weights cost in logprobs; only: of an earlier merge in --output.",
+    help="Compute what requantizing weights cost in logprobs; only: of an earlier merge in --output.",
 )
 @click.option("--dry-run", is_flag=True, help="Print which weights would change; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -82,7 +82,7 @@ def command(
     directory or org/name on the Hub; where the adapter's manifest has a fingerprint of
     the one trained on, it must be that. The output is complete or as it was before, whatever happens.
 
-    Weights in block FP8, or in INT8 and INT4 as compressed-tensors stores them, are requantised in the
+    Weights in block FP8, or in INT8 and INT4 as compressed-tensors stores them, are requantized in the
     same scheme; what that cost is printed layer by layer, and in logprobs of fixed tokens.
     """
     ensure_model(base_model, weights=not dry_run)

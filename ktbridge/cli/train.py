@@ -123,7 +123,7 @@ def _train(
         known = len(ready.notes)
         ready = prepare.with_weights(parsed, ready)
         print_problems(ready.notes[known:])
-    _quantise(parsed, ready)
+    _quantize(parsed, ready)
     result = _train_with_progress(parsed, ready)
     notes = [note.as_dict() for note in (*parsed.notes, *ready.notes, *result.notes)]
     _report(result, notes, asked, as_json)
@@ -159,17 +159,17 @@ def _follow(parsed: TrainConfig, local_rank: int) -> None:
         train.train(parsed)
 
 
-def _quantise(parsed: TrainConfig, ready: Prepared) -> None:
-    """Make the quantised experts that the run asks for, under a progress bar, unless they are there."""
+def _quantize(parsed: TrainConfig, ready: Prepared) -> None:
+    """Make the quantized experts that the run asks for, under a progress bar, unless they are there."""
     from ktbridge.sft import train
 
-    if ready.quantised is None or ready.quantised.ready:
+    if ready.quantized is None or ready.quantized.ready:
         return
 
     def on_wait(holder: str) -> None:
-        stderr.print(f"waiting for {shown(holder)}, which quantises the experts", soft_wrap=True)
+        stderr.print(f"waiting for {shown(holder)}, which quantizes the experts", soft_wrap=True)
 
-    with terminable(), progress_bar("quantising experts", "bytes") as bar:
+    with terminable(), progress_bar("quantizing experts", "bytes") as bar:
         train.quantize_first(parsed, ready, bar, on_wait)
 
 

@@ -55,7 +55,7 @@ VERIFY = Subject("Verifying", "serve", (
     Code("KTV010", "error", "the server gives logprobs of no fixed tokens, only of those that it generates"
          " itself: few, and likely ones (a warning where that was asked for)",
          "verify an engine that gives prompt logprobs, or accept this with --logprobs-from sampled"),
-    Code("KTV011", "warning", "the server tokenises prompts otherwise than the base model's tokenizer: they"
+    Code("KTV011", "warning", "the server tokenizes prompts otherwise than the base model's tokenizer: they"
          " are left out", "serve the tokenizer and the chat template of --base-model"),
     Code("KTV012", "warning", "the verified name is the base model or half of the adapter, as the server"
          " itself says", "give the name of the whole adapter as --model"),

@@ -2,7 +2,7 @@
 
 Everything is written into a hidden directory beside the target, fsynced, and renamed into place;
 an existing target is exchanged atomically if the kernel supports it (``renameat2``), so a kill at
-any moment leaves the old directory or the new one. Leftovers of a killed run are recognised by their
+any moment leaves the old directory or the new one. Leftovers of a killed run are recognized by their
 released lock, and are removed by the next run.
 Modes follow the umask: nothing here comes from ``tempfile``, whose files are private.
 """

@@ -32,7 +32,7 @@ class ModelConfig:
     is one routed expert's I, ``num_experts`` is E.
     ``moe_layers`` are the decoder layers with routed experts. ``layer_types`` has one entry per
     layer ("full_attention", "linear_attention", ...) if the config or the family defines them.
-    ``text`` is the text model's unmodified part of config.json, ``quantization`` what it says of quantised
+    ``text`` is the text model's unmodified part of config.json, ``quantization`` what it says of quantized
     weights; ``auto_map``: loading would run remote code; ``tied``: input and output embeddings share one
     weight; ``architectures``: names of model classes.
     """
@@ -122,7 +122,7 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json's content says of quantised weights; multimodal models may nest it."""
+    """Return what config.json's content says of quantized weights; multimodal models may nest it."""
     for table in (config, config.get("text_config")):
         found = table.get("quantization_config") if isinstance(table, Mapping) else None
         if isinstance(found, dict):

@@ -57,7 +57,7 @@ _RENAMED = tuple(
         (r"\.self_attn\.sinks$", ".self_attn.softmax_offset"),  # Flint
     )
 )
-# Tensors that quantisers store instead of a weight: compressed-tensors, GPTQ and AWQ, MXFP4.
+# Tensors that quantizers store instead of a weight: compressed-tensors, GPTQ and AWQ, MXFP4.
 _PACKED = (".weight_packed", ".qweight", "_blocks", ".blocks", ".weight_blocks")
 
 

@@ -56,7 +56,7 @@ from ktbridge.sft.launch import shards_parameters
 from ktbridge.sft.quantized import experts_path
 
 _PACKED = (".weight_packed", ".qweight", ".weight.absmax")
-"""Names that quantisers write in a weight's place: compressed-tensors, GPTQ and AWQ, bitsandbytes."""
+"""Names that quantizers write in a weight's place: compressed-tensors, GPTQ and AWQ, bitsandbytes."""
 _READ_PACKED = ".weight_packed"
 """The one that the kernels read, for routed experts."""
 
@@ -158,7 +158,7 @@ def _check_packed(config: TrainConfig, base: Path, stored: Checkpoint) -> None:
     if all(name.endswith(_READ_PACKED) for name in packed):
         step = "Make BF16 of it with scripts/dequantize_checkpoint.py, or use the model's BF16 release."
     raise KtbridgeError(
-        f"{base} has quantised weights that can't be trained on: {first}"
+        f"{base} has quantized weights that can't be trained on: {first}"
         f"{f' and {len(packed) - 1:,} more' if len(packed) > 1 else ''}.",
         step,
     )

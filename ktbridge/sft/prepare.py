@@ -88,8 +88,8 @@ class Prepared:
     trainable: ParameterCounts
     notes: tuple[Problem, ...]
     """Notes for the user besides ``config.notes``."""
-    quantised: QuantizedExperts | None = None
-    """The quantised experts that it takes, which may have to be made."""
+    quantized: QuantizedExperts | None = None
+    """The quantized experts that it takes, which may have to be made."""
     vision: Vision | None = None
     """The image processor, where rows have images: the model is loaded with its vision tower."""
 
@@ -112,7 +112,7 @@ def prepare(
         )
     _check_packages(config)
     config, precision = decide_precision(config, choose_device(config).type == "cuda")
-    base, (trainable, model_notes), slow, tokenizer, rows, quantised, cache, vision = _check_all(
+    base, (trainable, model_notes), slow, tokenizer, rows, quantized, cache, vision = _check_all(
         config, declared
     )
     if isinstance(rows, Rows) and rows.before and began_with(config, fingerprint_rows(rows.before)):
@@ -134,7 +134,7 @@ def prepare(
     eval_steps = evaluation_steps(config, lengths.sequences, processes)
     check_length(config, resumption, steps)
     check_start(config, resumption)
-    beside = quantised.to_write(Path(config.output_dir)) if quantised else 0
+    beside = quantized.to_write(Path(config.output_dir)) if quantized else 0
     check_room(config, checkpoints_dir(config), trainable.parameters, steps, beside)
     return Prepared(
         config=config,
@@ -162,7 +162,7 @@ def prepare(
             *model_notes,
             *slow,
         ),
-        quantised=quantised,
+        quantized=quantized,
         vision=vision,
     )
 
@@ -182,7 +182,7 @@ class _Checked(NamedTuple):
     slow: list[Problem]
     tokenizer: PreTrainedTokenizerBase
     rows: Rows | TokenizedRun | RowStream
-    quantised: QuantizedExperts | None
+    quantized: QuantizedExperts | None
     cache: TokenCache | None
     vision: Vision | None
 
@@ -194,7 +194,7 @@ def _check_all(config: TrainConfig, declared: CheckpointStub | None) -> _Checked
     asked.attempt("kt_experts", lambda: check_expert_device(config))
     find_base = resolve_model if declared is None else find_model
     base = asked.attempt("model_name_or_path", lambda: find_base(config.model_name_or_path))
-    quantised = vision = cache = None
+    quantized = vision = cache = None
     tokenizer = asked.attempt("tokenizer", lambda: load_tokenizer(base)) if base else None
     if base and config.tokenized_path:
         cache = asked.attempt("tokenized_path", lambda: TokenCache(config, base))
@@ -213,13 +213,13 @@ def _check_all(config: TrainConfig, declared: CheckpointStub | None) -> _Checked
     )
     if base:
         asked.attempt("packing", lambda: _check_packing(config, base, whole))
-        quantised = asked.attempt("kt_backend", lambda: _quantised(config, base, declared))
+        quantized = asked.attempt("kt_backend", lambda: _quantized(config, base, declared))
     asked.raise_if_any("this run can't be started as it is.")
     assert base is not None
     assert checked is not None
     assert tokenizer is not None
     assert rows is not None
-    return _Checked(base, checked, slow or [], tokenizer, rows, quantised, cache, vision)
+    return _Checked(base, checked, slow or [], tokenizer, rows, quantized, cache, vision)
 
 
 def _check_output(config: TrainConfig) -> None:
@@ -255,7 +255,7 @@ def _held_out_notes(
 def with_weights(config: TrainConfig, ready: Prepared) -> Prepared:
     """Return what ``prepare`` left open because the model's weights were still to be downloaded."""
     notes = (*ready.notes, *storage_notes(config, ready.base))
-    return replace(ready, quantised=find_quantized(config, ready.base), notes=notes)
+    return replace(ready, quantized=find_quantized(config, ready.base), notes=notes)
 
 
 def _check_attention(config: TrainConfig) -> None:
@@ -273,10 +273,10 @@ def _experts_missing(config: TrainConfig, declared: CheckpointStub | None) -> bo
     return declared is not None and not config.kt_config.kt_weight_path
 
 
-def _quantised(
+def _quantized(
     config: TrainConfig, base: Path, declared: CheckpointStub | None
 ) -> QuantizedExperts | None:
-    """The quantised experts that the run takes, if any. Raises where there is no room to make them."""
+    """The quantized experts that the run takes, if any. Raises where there is no room to make them."""
     found = None if _experts_missing(config, declared) else find_quantized(config, base)
     if found and not found.ready:
         found.check_disk()

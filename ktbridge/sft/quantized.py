@@ -106,14 +106,14 @@ class QuantizedExperts:
         partial = there.glob(f".{self.directory.name}.partial-*/*")
         free += sum(each.size for each in map(stamp, partial) if each)
         if not os.access(there, os.W_OK):
-            found, expected = "can't be written to", "a directory for the quantised experts"
+            found, expected = "can't be written to", "a directory for the quantized experts"
         elif free < self.size:
             found = f"has {size_text(free)} free"
             expected = f"{size_text(self.size)} for the experts in {self.storage.upper()}"
         else:
             return
         found_there = problem("KTC052", str(there), found, expected)
-        raise ProblemsError("the experts can't be quantised as the run asks for.", [found_there])
+        raise ProblemsError("the experts can't be quantized as the run asks for.", [found_there])
 
     @property
     def text(self) -> str:
@@ -123,7 +123,7 @@ class QuantizedExperts:
         if self.ready:
             return f"the experts in {name} that were made before are used, {self.directory}: {what}"
         return (
-            f"the experts of {self.source} are quantised to {name} once, into {self.directory}, and used "
+            f"the experts of {self.source} are quantized to {name} once, into {self.directory}, and used "
             f"from there: {what}"
         )
 

@@ -224,7 +224,7 @@ def quantize_first(
     on_progress: OnProgress = lambda done, total: None,
     on_wait: Callable[[str], None] = lambda holder: None,
 ) -> Prepared | None:
-    """Make the quantised experts that a run asks for, on each host by its first process; others wait for it.
+    """Make the quantized experts that a run asks for, on each host by its first process; others wait for it.
 
     Returns ``prepared``, which is made where it is needed. ``train`` calls it too, and then finds them there.
     Raises what ``prepare`` and ``QuantizedExperts.make`` raise.
@@ -235,8 +235,8 @@ def quantize_first(
             found.wait()
         return prepared
     ready = prepared or prepare(config, world().size)
-    if ready.quantised:
-        ready.quantised.make(on_progress, on_wait)
+    if ready.quantized:
+        ready.quantized.make(on_progress, on_wait)
     return ready
 
 

@@ -165,7 +165,7 @@ class _Search:
         return self._scales() + self._layers()
 
     def _scales(self) -> list[Variant]:
-        """The nearest scale's neighbours, at half the step of the round before, for each half by itself."""
+        """The nearest scale's neighbors, at half the step of the round before, for each half by itself."""
         best = self.nearest_scale()
         self.step = math.sqrt(self.step)
         free = [half for half in self.facts.halves if getattr(best, half)]

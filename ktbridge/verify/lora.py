@@ -161,7 +161,7 @@ class AdapterLora:
         if call.layer not in self._layers or not variants:
             return y
         self._read_layer(call.layer)
-        # Rows of a choice ascend and variants follow one another, so a variant's rows are neighbours.
+        # Rows of a choice ascend and variants follow one another, so a variant's rows are neighbors.
         bounds = torch.arange(len(variants) + 1) * (call.tokens // len(variants))
         ends = torch.searchsorted(call.rows, bounds).tolist()
         for variant, first, last in zip(variants, ends, ends[1:], strict=False):

@@ -150,7 +150,7 @@ def _find_merged(merged: str | os.PathLike[str]) -> Path:
         files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
         if files:
             raise KtbridgeError(
-                f"{files[0]} is a GGUF file, in which weights are quantised in groups of their own",
+                f"{files[0]} is a GGUF file, in which weights are quantized in groups of their own",
                 "verify the safetensors that it was converted from",
             )
     if path.is_dir() and (path / "adapter_config.json").is_file() and not _has_safetensors(path):

@@ -33,7 +33,7 @@ RESOLVED = 12.0
 KEPT = 0.5
 """Share of a delta below which the storage lost more of it than it kept, as ``ktbridge merge`` has it."""
 ALLOWED = 2.5
-"""Times N² that may be left over: quantised once from other values than the base's."""
+"""Times N² that may be left over: quantized once from other values than the base's."""
 ALLOWED_PLAIN = 5.0
 """The same of BF16, F16 and F32: rounded twice, or toward zero."""
 GROUP = 32

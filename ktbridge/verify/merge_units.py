@@ -200,9 +200,9 @@ def _add_tensor(
             plan.missing.append(name)
         return set()
     entry = base.checkpoint.entry(name)
-    quantised = any(f"{name.removesuffix('_packed')}{end}" in base.checkpoint for end in SIDE)
+    quantized = any(f"{name.removesuffix('_packed')}{end}" in base.checkpoint for end in SIDE)
     theirs = merged.checkpoint.entry(other)
-    if entry.dtype not in _FLOATS and not quantised and theirs.dtype == entry.dtype:
+    if entry.dtype not in _FLOATS and not quantized and theirs.dtype == entry.dtype:
         plan.raw.append((name, other))
         return {other}
     try:
@@ -249,7 +249,7 @@ def is_optional(name: str, config: ModelConfig) -> bool:
 
 
 def _is_side(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a tensor is the scales or shape of a quantised one."""
+    """Return whether a tensor is the scales or shape of a quantized one."""
     for end in SIDE:
         stem = name.removesuffix(end)
         if stem != name:

@@ -1,7 +1,7 @@
 """Distance of a merged checkpoint from its base with the adapter beside it, in logprobs of fixed tokens.
 
 Three references of ``ktbridge.verify.layerwise``, which never holds a model whole: base, base + adapter,
-merged, all in float32. What lies between the last two is what rounding or requantising cost.
+merged, all in float32. What lies between the last two is what rounding or requantizing cost.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def arms_to_ask(
 ) -> dict[str, str]:
     """Served names to measure -> expected reference: base, expert or full.
 
-    ``model`` is measured as full. For ``S:NAME`` its neighbours ``S:base`` and ``S`` are measured where
+    ``model`` is measured as full. For ``S:NAME`` its neighbors ``S:base`` and ``S`` are measured where
     the server lists them. A name that isn't listed is refused: some engines answer it with the base.
     """
     served, adapter = split_name(model)
@@ -263,7 +263,7 @@ def fixed_prompts(
 ) -> list[list[int]]:
     """The token sequences that are measured: the same ones for every server of one model.
 
-    ``random_prompts`` sequences of ``length`` ordinary token ids, and a few tokenised texts.
+    ``random_prompts`` sequences of ``length`` ordinary token ids, and a few tokenized texts.
     """
     special = set(tokenizer.all_special_ids)
     size = min(vocab_size, len(tokenizer))

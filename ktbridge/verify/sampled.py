@@ -41,7 +41,7 @@ _REFUSED = (400, 404, 405, 415, 422, 500, 501)  # what a form that a server does
 class ContinuationSampler:
     """Continues prompts on a server. ``form`` is how they are given, one of FORMS.
 
-    ``prompts`` are token ids. ``unlike`` counts prompts that the server tokenises otherwise.
+    ``prompts`` are token ids. ``unlike`` counts prompts that the server tokenizes otherwise.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ContinuationSampler:
                     return
                 why = f"{usable} tokens whose ids are known"
                 if None in found:
-                    why += f", {found.count(None)} of {len(found)} prompts tokenised otherwise than here"
+                    why += f", {found.count(None)} of {len(found)} prompts tokenized otherwise than here"
                 said.append(f"{form}: {why}")
             except Refused as refused:
                 if refused.status not in _REFUSED:
@@ -83,7 +83,7 @@ class ContinuationSampler:
         raise Unusable(f"no {ENOUGH} sampled tokens ({'; '.join(said)})")
 
     def __call__(self, model: str, number: int) -> SpanLogprobs | None:
-        """The continuation of one prompt; None where the server tokenises the prompt otherwise."""
+        """The continuation of one prompt; None where the server tokenizes the prompt otherwise."""
         ids, given = self._given(self.prompts[number])
         body = {"model": model, "max_tokens": LENGTH, "temperature": 0, **given}
         path = "/chat/completions" if self.form == "chat" else "/completions"

@@ -1,7 +1,7 @@
 """Weights of a checkpoint as blocks of float32 rows, wherever and however they are stored; numpy alone.
 
 A *view* is one matrix [out, in] of a model: of a module, or of one projection of one routed expert. It may be
-a tensor of its own or a part of a fused one, transposed, interleaved, in another precision or quantised, so
+a tensor of its own or a part of a fused one, transposed, interleaved, in another precision or quantized, so
 that the same view of two checkpoints is compared block by block.
 
 ==================  =============================================  ============================
@@ -49,7 +49,7 @@ _PRECISION = {
 }
 _EXPONENT = np.uint32(0x7F800000)
 SIDE = ("_scale_inv", "_scale", "_shape", "_zero_point", "_scales", "_g_idx")
-"""Ends of the names of tensors that belong to a quantised weight."""
+"""Ends of the names of tensors that belong to a quantized weight."""
 
 
 class WeightLines(NamedTuple):
@@ -299,7 +299,7 @@ def open_matrix(
     if stored is None:
         raise KtbridgeError(
             f"{name} of {checkpoint.path} is {entry.dtype}, and read are BF16, F16, F32, MXFP4, {KNOWN}",
-            "write it in bfloat16 first, with scripts/dequantize_checkpoint.py or the tool that quantised it",
+            "write it in bfloat16 first, with scripts/dequantize_checkpoint.py or the tool that quantized it",
         )
     count, rows, columns = _sizes(stored.shape)
     return CheckpointMatrix(

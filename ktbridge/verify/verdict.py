@@ -336,13 +336,13 @@ def read_arm(
     # References nearer to each other than the noise are indistinguishable: not a failure.
     is_nearest = distances[expected] <= distances[nearest] + max(references.noise.values())
     right = references.logprobs[expected]
-    separation, neighbour = min(
+    separation, neighbor = min(
         (mean_distance(right, logprobs), reference)
         for reference, logprobs in references.logprobs.items()
         if reference != expected
     )
-    noise = max(references.noise[expected], references.noise[neighbour])
-    share = _share(vector, right, references.logprobs[neighbour])
+    noise = max(references.noise[expected], references.noise[neighbor])
+    share = _share(vector, right, references.logprobs[neighbor])
     drifted = (
         distances[expected] <= NEAR * separation and share is not None and abs(share - 1) <= SHARE
     )

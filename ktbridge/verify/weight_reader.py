@@ -64,7 +64,7 @@ class WeightReader:
         return stored.shape if stored else self.checkpoint.entry(name).shape
 
     def tensor(self, name: str, part: slice | int | None = None) -> torch.Tensor:
-        """A read-only view of a tensor that isn't quantised, or of some of its rows; of MXFP4 the bytes."""
+        """A read-only view of a tensor that isn't quantized, or of some of its rows; of MXFP4 the bytes."""
         entry = self.checkpoint.entry(name)
         coded = entry.dtype == "U8" and _mxfp4(self.checkpoint, name)
         if entry.dtype not in DTYPES and not coded:
@@ -90,18 +90,18 @@ class WeightReader:
         return shapes[0] if len(shapes) == 1 else (sum(s[0] for s in shapes), *shapes[0][1:])
 
     def joined(self, names: tuple[str, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of what ``find_parts`` found, in ``dtype``, dequantised."""
+        """A copy of what ``find_parts`` found, in ``dtype``, dequantized."""
         parts = [self.whole(name, dtype) for name in names]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of a weight in ``dtype``, dequantised in float32."""
+        """A copy of a weight in ``dtype``, dequantized in float32."""
         if stored := self._stored(name):
             return torch.from_numpy(self._dequantized(stored)).to(dtype)
         return self.tensor(name).to(dtype, copy=True)
 
     def rows(self, name: str, part: slice | int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of a weight in ``dtype``; a quantised one is dequantised whole."""
+        """Rows of a weight in ``dtype``; a quantized one is dequantized whole."""
         if self._stored(name):
             return self.whole(name, dtype)[part]
         return self.tensor(name, part).to(dtype)

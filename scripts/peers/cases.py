@@ -190,7 +190,7 @@ def make_inputs(shape: Shape, rank: int, skew: float = 0.0) -> dict[str, torch.T
     return tensors
 
 
-def quantised(weights: dict[str, torch.Tensor], storage: str) -> dict[str, torch.Tensor]:
+def quantized(weights: dict[str, torch.Tensor], storage: str) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint in block FP8 or in INT4 by groups of 32: each weight and its ``_scale``."""
     import torch
 
@@ -221,7 +221,7 @@ def write_weights(path: Path, shape: Shape, offset: int = MISALIGNED) -> None:
 
     tensors, header, end = make_weights(shape), {}, 0
     if shape.storage != "bf16":
-        tensors = quantised(tensors, shape.storage)
+        tensors = quantized(tensors, shape.storage)
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         size, offsets = list(tensor.shape), [begin, end]

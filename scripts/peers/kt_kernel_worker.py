@@ -1,7 +1,7 @@
 """kt-kernel 0.7.2's SFT layer, called as its own training code calls it (kt_kernel/sft/wrapper.py, base.py).
 
 ``AMXBF16_SFT`` is its only method for bfloat16 weights; despite the name the wheel also has it in the
-AVX512-BF16 variant of the extension, which it takes on CPUs without AMX. The rest is set in its favour:
+AVX512-BF16 variant of the extension, which it takes on CPUs without AMX. The rest is set in its favor:
 
 * no autograd around it: ``forward`` and ``backward`` are timed bare (they copy inputs in and results out)
 * ``chunked_prefill_size`` = T, ``max_cache_depth`` = 1: the smallest buffers

@@ -17,7 +17,7 @@ from rich.table import Table
 OURS = "ktbridge"
 PASSES = ("forward", "backward")
 QUIET = 0.5  # processes running in the last minute
-COLOURS = ("#0b6e4f", "#c8553d", "#3a5a9b", "#8a6d1f")
+COLORS = ("#0b6e4f", "#c8553d", "#3a5a9b", "#8a6d1f")
 MARKERS = {"forward": "o", "backward": "s"}
 
 
@@ -250,8 +250,8 @@ def draw_roofline(run: Record, path: Path) -> None:
                 [point[4] for point in mine],
                 s=46,
                 marker=MARKERS[which],
-                facecolor=COLOURS[index % len(COLOURS)] if which == "forward" else "white",
-                edgecolor=COLOURS[index % len(COLOURS)],
+                facecolor=COLORS[index % len(COLORS)] if which == "forward" else "white",
+                edgecolor=COLORS[index % len(COLORS)],
                 linewidth=1.5,
                 label=f"{name} {which}",
                 zorder=3,

@@ -156,7 +156,7 @@ def test_raw_to_merged_keeps_every_value(
     assert split == raw
 
 
-def test_a_plan_joins_neighbours_and_uses_every_byte_once(make_raw: Make, tmp_path: Path) -> None:
+def test_a_plan_joins_neighbors_and_uses_every_byte_once(make_raw: Make, tmp_path: Path) -> None:
     plan = plan_convert(
         make_raw(), expert_output_dir=tmp_path / "e", merged_output_dir=tmp_path / "m"
     )

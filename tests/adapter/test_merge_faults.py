@@ -173,7 +173,7 @@ def codes(raw: Path, base: Path, out: Path) -> dict[str, list[str]]:
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 
 
-def test_quantised_weights_are_refused_one_by_one(
+def test_quantized_weights_are_refused_one_by_one(
     make_raw: Make, make_base: Make, tmp_path: Path
 ) -> None:
     fp8 = Tensor(f"{EXPERT}.weight", "F8_E4M3", (I, H), bytes(I * H))

@@ -1,4 +1,4 @@
-"""Merging into quantised checkpoints: the same storage, the nearest values, and what was lost is told."""
+"""Merging into quantized checkpoints: the same storage, the nearest values, and what was lost is told."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def logits(path: Path, **options: Any) -> Any:
         return model.eval()(torch.arange(40).reshape(2, 20) % 64).logits.float()
 
 
-def dequantised(path: Path, out: Path) -> Path:
+def dequantized(path: Path, out: Path) -> Path:
     """The same weights in float32, which transformers loads without any other package."""
     script = importlib.import_module("dequantize_checkpoint")
     script.execute = importlib.import_module("ktbridge.adapter.requantize").execute
@@ -122,7 +122,7 @@ def test_a_merged_weight_is_stored_as_before_and_nearer_than_by_either_scale(
         assert error < delta
         if (
             "zero" not in storage
-        ):  # zero points stay, so a quantiser that chooses them may be nearer
+        ):  # zero points stay, so a quantizer that chooses them may be nearer
             anew = meant(stored(storage, name, exact))[name]
             assert error < 1.02 * (anew - exact).norm() ** 2
         layer = int(name.split(".")[2])
@@ -136,9 +136,9 @@ def test_a_merged_weight_is_stored_as_before_and_nearer_than_by_either_scale(
         assert loss.kept == pytest.approx(1 - error / delta, abs=1e-3)
         assert 0 < loss.kept < 1
     # transformers, on what was merged and on the exact sums.
-    plain = dequantised(base, tmp_path / "plain")
+    plain = dequantized(base, tmp_path / "plain")
     merge_adapter(raw, base_model=plain, output=tmp_path / "exact", allow_other_base=True)
-    exact, got = logits(tmp_path / "exact"), logits(dequantised(out, tmp_path / "loaded"))
+    exact, got = logits(tmp_path / "exact"), logits(dequantized(out, tmp_path / "loaded"))
     effect = (exact - logits(plain)).norm()
     assert (got - exact).norm() < (0.6 if "4" in storage else 0.3) * effect
 
@@ -162,7 +162,7 @@ def test_without_kernels_the_bytes_are_the_same(
 
 # transformers 5.23 itself loads no experts in "int-quantized" form or with zero points, merged or not.
 @pytest.mark.parametrize("storage", ["fp8", "fp8-ue8m0", "int8-packed", "int4-32"])
-def test_transformers_loads_the_quantised_result_as_what_it_means(
+def test_transformers_loads_the_quantized_result_as_what_it_means(
     tmp_path: Path, make_lora: Callable[..., LoRA], monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     if storage.startswith("int"):
@@ -171,7 +171,7 @@ def test_transformers_loads_the_quantised_result_as_what_it_means(
     save_quantized(tmp_path / "base", storage)
     raw, _ = make_lora(tmp_path / "base", 0.002, H=64, I=32)
     merge_adapter(raw, base_model=tmp_path / "base", output=tmp_path / "out")
-    means = logits(dequantised(tmp_path / "out", tmp_path / "plain"))
+    means = logits(dequantized(tmp_path / "out", tmp_path / "plain"))
     options: dict[str, Any] = {}
     if storage.startswith("fp8"):  # FP8 products need a GPU
         fp8 = FineGrainedFP8Config(dequantize=True)

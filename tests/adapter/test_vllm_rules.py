@@ -44,7 +44,7 @@ def test_a_raw_adapter_another_version_and_a_merged_directorys_rslora(tmp_path: 
     convert_adapter(raw, to="vllm", output_dir=tmp_path / "out")
     found = validate_adapter([tmp_path / "out"], engine="vllm==0.20").problems
     assert "KTB902" in {p.code for p in found}
-    edit_config(tmp_path / "out", use_rslora=True)  # which vLLM honours, and SGLang-KT doesn't
+    edit_config(tmp_path / "out", use_rslora=True)  # which vLLM honors, and SGLang-KT doesn't
     assert "KTB107" in {p.code for p in validate_adapter([tmp_path / "out"]).problems}
     assert not [
         p

@@ -38,7 +38,7 @@ frame.onload = () => {
   };
   seen.from_address = shown().map(one => one.dataset.slice);
   seen.width = page.documentElement.scrollWidth;
-  seen.unlabelled = [...page.querySelectorAll("select, input")].filter(one => !one.labels.length).length;
+  seen.unlabeled = [...page.querySelectorAll("select, input")].filter(one => !one.labels.length).length;
   const drawn = one => one.getBoundingClientRect().height > 60;
   seen.charts = [...page.querySelectorAll("svg.chart")].filter(drawn).length;
   set("slice", "");
@@ -107,7 +107,7 @@ def test_the_page_works_in_a_browser(tmp_path):
         one["slice"] for one in results["items"] if one["slice"] == "SAF"
     ]
     assert seen["width"] <= 390, "nothing sticks out on a phone"
-    assert seen["unlabelled"] == 0
+    assert seen["unlabeled"] == 0
     assert seen["charts"] == 4
     assert seen["task"] == sorted(seen["task"])
     assert seen["task"][0] == -1

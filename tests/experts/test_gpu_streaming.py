@@ -311,7 +311,7 @@ def test_copies_end_where_registrations_meet():
 
 
 def test_only_pages_that_hold_nothing_else_are_registered(tmp_path):
-    """CUDA refuses any copy, torch's too, that is registered in part: neighbours on a page would be hit."""
+    """CUDA refuses any copy, torch's too, that is registered in part: neighbors on a page would be hit."""
     (tmp_path / "shard").write_bytes(bytes(20_000))
     with open(tmp_path / "shard", "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

@@ -46,7 +46,7 @@ SHAPES = [
     Shape(3, 3, 64, 96, 5),
 ]
 # Whole groups of scales; none whole; a short last group, block and int4 word in each direction.
-QUANTISED = [
+QUANTIZED = [
     Shape(8, 2, 256, 128, 40),
     Shape(4, 2, 200, 72, 37),
     Shape(4, 1, 33, 31, 1),
@@ -61,7 +61,7 @@ SUBSETS = [subset for size in (1, 2, 3) for subset in itertools.combinations(PRO
     ("storage", "rank"), [*(("bf16", rank) for rank in (0, 1, 40, 128)), *((f, 8) for f in FORMATS)]
 )
 def test_outputs_and_gradients_equal_float32_autograd(storage, rank, isa):
-    for shape in SHAPES if storage == "bf16" else QUANTISED:
+    for shape in SHAPES if storage == "bf16" else QUANTIZED:
         layer, plain = make_layer(shape, storage, rank, isa=isa)
         assert len(list(layer.parameters())) == (6 if rank else 0)
         found = errors(layer, plain, make_inputs(shape))
@@ -71,7 +71,7 @@ def test_outputs_and_gradients_equal_float32_autograd(storage, rank, isa):
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
 def test_biases_and_gpt_oss_gating_equal_float32_autograd(storage, isa):
-    shapes = SHAPES if storage == "bf16" else QUANTISED
+    shapes = SHAPES if storage == "bf16" else QUANTIZED
     others = Gating(1.5), Gating(alpha=1.702, offset=1.0)
     for shape, gating in (*((each, GPT_OSS) for each in shapes), *((shapes[1], g) for g in others)):
         layer, plain = make_layer(shape, storage, 8, isa=isa, gating=gating)

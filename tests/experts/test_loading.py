@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from expertmoe import quantise
+from expertmoe import quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_config, tiny_model
@@ -75,7 +75,7 @@ def requantized(path: Path, method: str) -> dict[str, torch.Tensor]:
     means = {}
     for name in [name for name in tensors if ".experts." in name]:
         weight = tensors.pop(name).float()
-        (stored, scale), plain = quantise("fp8" if method == "fp8" else "int4-32", weight[None])
+        (stored, scale), plain = quantize("fp8" if method == "fp8" else "int4-32", weight[None])
         means[name], stem = plain[0], name.removesuffix(".weight")
         if method == "fp8":
             tensors |= {name: stored[0], f"{name}_scale_inv": scale[0]}
@@ -93,7 +93,7 @@ def requantized(path: Path, method: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", ["fp8", "int4"])
-def test_quantised_experts_are_read_as_shipped(tmp_path: Path, method: str) -> None:
+def test_quantized_experts_are_read_as_shipped(tmp_path: Path, method: str) -> None:
     tiny_model().save_pretrained(tmp_path / "plain")
     tiny_model().save_pretrained(tmp_path / "stored")
     means = requantized(tmp_path / "stored", method)

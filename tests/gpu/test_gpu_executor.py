@@ -15,7 +15,7 @@ from expertmoe import (
     make_inputs,
     make_layer,
     outcome,
-    quantise,
+    quantize,
     same_bits,
 )
 from gpuexperts import chain, give, least_slot, mapped_layer
@@ -311,7 +311,7 @@ def test_dropout_is_the_same_on_the_gpu(tmp_path):
 def test_the_kernel_that_unpacks_gives_torchs_bits(triton, storage):
     torch.manual_seed(0)
     for rows, columns in ((45, 70), (130, 300), (1, 33), (128, 128), (7, 1025), (1408, 2048)):
-        stored, _ = quantise(storage, torch.randn(3, rows, columns))
+        stored, _ = quantize(storage, torch.randn(3, rows, columns))
         weights = describe(storage, stored)
         values = weights.weight
         scales = values if weights.scale is None else weights.scale

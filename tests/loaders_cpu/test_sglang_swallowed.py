@@ -56,7 +56,7 @@ STACKED = [
     ("a layer without up_proj", tensors(drop(f"{LAYER}.up_proj")), "drops", "KTB203"),
     ("a layer without down_proj", tensors(drop(f"{LAYER}.down_proj")), "drops", "KTB203"),
     ("a layer without gate_proj", tensors(drop(f"{LAYER}.gate_proj")), "request", "KTB203"),
-    ("no up_proj at all", without("up_proj"), "honours", None),
+    ("no up_proj at all", without("up_proj"), "honors", None),
     ("no gate_proj at all", without("gate_proj"), "request", "KTB646"),
     ("no down_proj at all", without("down_proj"), "drops", "KTB645"),
     ("down_proj alone", without("gate_proj", "up_proj"), "drops", "KTB645"),
@@ -68,7 +68,7 @@ STACKED = [
     ("B without A", tensors(drop(f"layers.1.{OUT}.lora_A")), "drops", "KTB202"),
     ("an extra layer", pair(f"{P}7.{OUT}", HIDDEN, 64), "start", "KTB606"),
     ("a missing module", tensors(drop(f"layers.1.{OUT}")), "drops", "KTB607"),
-    ("q and v without k", without("k_proj"), "honours", None),
+    ("q and v without k", without("k_proj"), "honors", None),
     ("k without q and v", without("q_proj", "v_proj"), "request", "KTB646"),
     ("q without v", without("v_proj"), "start", "KTB646"),
     ("a draft layer's", pair(f"base_model.model.mtp.layers.0.{OUT}", HIDDEN, 64), "takes", "KTB207"),
@@ -78,7 +78,7 @@ STACKED = [
     ("a target left out", untargeted("o_proj"), "request", "KTB646"),
     ("down_proj left out", untargeted("down_proj"), "request", "KTB646"),
     ("a target of another model", untargeted(add=["kv_b_proj"]), "start", "KTB644"),
-    ("all-linear", config(target_modules="all-linear"), "honours", None),
+    ("all-linear", config(target_modules="all-linear"), "honors", None),
     ("a pattern as target", config(target_modules=".*_proj"), "start", "KTB106"),
     ("no target_modules", config(target_modules="absent"), "start", "KTB106"),
     ("rsLoRA", config(use_rslora=True), "ignores", "KTB107"),
@@ -103,7 +103,7 @@ SINGLE = [
     ("a missing projection", tensors(drop("experts.1.up_proj")), "drops", "KTB203"),
     ("a missing gate_proj", tensors(drop("experts.1.gate_proj")), "request", "KTB203"),
     ("an expert's A without B", tensors(drop("experts.1.up_proj.lora_B")), "drops", "KTB203"),
-    ("no up_proj at all", without("up_proj"), "honours", None),
+    ("no up_proj at all", without("up_proj"), "honors", None),
     ("an extra expert", pair(f"{P}0.mlp.experts.{EXPERTS}.down_proj", HIDDEN, 40), "request", "KTB604"),
     ("rsLoRA", config(use_rslora=True), "ignores", "KTB107"),
 ]  # fmt: skip
@@ -129,7 +129,7 @@ def test_damaged_directories(loaders, models, tmp_path, to, row) -> None:
     directories = [raw, directory] if code == "KTB504" else [directory]
     report = validate_adapter(directories, base_model=model, engine=f"sglang=={VERSION}")
     said = {finding.code for finding in report.problems if finding.severity == "error"}
-    if does == "honours":
+    if does == "honors":
         assert became not in ("start", "request")
         assert not said
     else:

@@ -1,7 +1,7 @@
 """What vLLM's loader does with a damaged adapter, and that validation for vLLM never lets one through.
 
 ``does`` is what vLLM makes of it: refuses it, drops (serves without a part, silently), ignores (as if the
-damage weren't there, which is not what the adapter says), takes (serves other values), or honours (serves
+damage weren't there, which is not what the adapter says), takes (serves other values), or honors (serves
 what the adapter says). Only "refuses" can be heard.
 """
 
@@ -36,11 +36,11 @@ ROWS = [
     ("an extra expert", tensors(add(FURTHER, (RANK, HIDDEN))), "refuses", "KTB604"),
     ("an extra layer", layer_7, "ignores", "KTB606"),
     ("a missing module", tensors(drop(f"layers.1.{OUT}")), "drops", "KTB607"),
-    ("k without q and v", tensors(drop("q_proj"), drop("v_proj")), "honours", None),
+    ("k without q and v", tensors(drop("q_proj"), drop("v_proj")), "honors", None),
     ("another prefix", wrapped, "drops", "KTB641"),
     ("a draft layer's", tensors(rename("model.layers.1", "mtp.layers.1")), "drops", "KTB207"),
-    ("rsLoRA", config(use_rslora=True), "honours", None),
-    ("alpha_pattern", config(alpha_pattern={"up_proj": 64}), "honours", None),
+    ("rsLoRA", config(use_rslora=True), "honors", None),
+    ("alpha_pattern", config(alpha_pattern={"up_proj": 64}), "honors", None),
     ("rank_pattern", config(rank_pattern={"up_proj": 2}), "takes", "KTB108"),
     ("a smaller r", config(r=2), "takes", "KTB301"),
     ("no alpha", config(lora_alpha="absent"), "refuses", "KTB103"),
@@ -50,7 +50,7 @@ ROWS = [
     ("fan_in_fan_out", config(fan_in_fan_out=True), "ignores", "KTB113"),
     ("LoHa", config(peft_type="LOHA"), "ignores", "KTB101"),
     ("no target_modules", config(target_modules="absent"), "refuses", "KTB106"),
-    ("a target left out", config(target_modules=["q_proj"]), "honours", None),
+    ("a target left out", config(target_modules=["q_proj"]), "honors", None),
     ("NaN", tensors(fill("experts.0.up_proj.lora_B", b"\xff")), "takes", "KTB401"),
     ("all B zero", tensors(fill("lora_B", b"\x00")), "drops", "KTB402"),
     ("gate and up swapped", tensors(swap_gate_and_up), "takes", "KTB504"),
@@ -69,7 +69,7 @@ def test_damaged_directories(loaders, models, tmp_path, row) -> None:
     directories = [raw, directory] if code == "KTB504" else [directory]
     report = validate_adapter(directories, base_model=model, engine=f"vllm=={VERSION}")
     said = {finding.code for finding in report.problems if finding.severity == "error"}
-    if does == "honours":
+    if does == "honors":
         assert found != "refuses"
         assert not said
     else:

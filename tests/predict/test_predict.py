@@ -94,7 +94,7 @@ def test_any_adapter_format_answers_alike_and_the_base_otherwise(
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_files(write, predict, predictions, warm, tmp_path):
-    """Each row has random numbers of its own. One at a time: neighbours may move answers by rounding."""
+    """Each row has random numbers of its own. One at a time: neighbors may move answers by rounding."""
     file = write(per_device_eval_batch_size=1, max_new_tokens=80, do_sample=True, temperature=1.5)
     assert predict(file, f"output_dir={tmp_path / 'whole'}").returncode == 0
     journal = tmp_path / "out.predictions.jsonl"

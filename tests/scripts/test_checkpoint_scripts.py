@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from expertmoe import pack_int4, quantise
+from expertmoe import pack_int4, quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_config, tiny_model
@@ -107,7 +107,7 @@ def published(path: Path, storage: str) -> dict[str, torch.Tensor]:
     tensors = load_file(path / "model.safetensors")
     means = dict(tensors)
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        (stored, scale), plain = quantise(storage, tensors.pop(name).float()[None])
+        (stored, scale), plain = quantize(storage, tensors.pop(name).float()[None])
         if name.endswith("layers.1.self_attn.o_proj.weight") and storage == "fp8":
             codes = torch.tensor([c for c in range(256) if c & 127 != 127], dtype=torch.uint8)
             stored = codes.repeat(160 * 64 // 254 + 1)[: 160 * 64].reshape(1, 160, 64)
@@ -137,7 +137,7 @@ def published(path: Path, storage: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int4-32", "int4-128"])
-def test_a_dequantised_checkpoint_is_the_float32_product_rounded_once(
+def test_a_dequantized_checkpoint_is_the_float32_product_rounded_once(
     tmp_path: Path, storage: str
 ) -> None:
     means = published(tmp_path / "source", storage)
@@ -315,7 +315,7 @@ def test_what_cant_be_quantized_is_refused_in_a_sentence(tmp_path: Path) -> None
 def test_what_cant_be_dequantized_is_refused_in_a_sentence(tmp_path: Path) -> None:
     script, out, source = "dequantize_checkpoint", tmp_path / "out", tmp_path / "source"
     tiny_model().save_pretrained(source)
-    assert "has no quantised weights" in refused(script, source, out)
+    assert "has no quantized weights" in refused(script, source, out)
 
     file = source / "model.safetensors"
     plain, name = load_file(file), "model.layers.0.self_attn.q_proj"
@@ -362,7 +362,7 @@ def test_what_cant_be_dequantized_is_refused_in_a_sentence(tmp_path: Path) -> No
 def test_a_family_that_transformers_loads_fused_only_isnt_written_one_by_one(
     tmp_path: Path,
 ) -> None:
-    """Qwen3-VL-MoE: quantising makes its experts mappable; back in bfloat16 they would not load."""
+    """Qwen3-VL-MoE: quantizing makes its experts mappable; back in bfloat16 they would not load."""
     tiny_model().save_pretrained(tmp_path / "plain")
     config = config_of(tmp_path / "plain") | {"model_type": "qwen3_vl_moe_text"}
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config))

@@ -47,7 +47,7 @@ def test_scoring_what_was_generated_gives_the_same_logprobs(client):
     scored = client.completions.create(
         prompt=again.text, max_tokens=0, echo=True, **options
     ).choices[0]
-    if len(scored.logprobs.tokens) == 15:  # the text tokenises to the tokens it came from
+    if len(scored.logprobs.tokens) == 15:  # the text tokenizes to the tokens it came from
         expected = pytest.approx(made.logprobs.token_logprobs, abs=0.15)
         assert scored.logprobs.token_logprobs[3:] == expected
 

@@ -1,4 +1,4 @@
-"""Configurations of LLaMA-Factory and KTransformers: what is honoured, what is named, what is refused."""
+"""Configurations of LLaMA-Factory and KTransformers: what is honored, what is named, what is refused."""
 
 import json
 

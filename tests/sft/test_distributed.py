@@ -464,7 +464,7 @@ def test_what_accelerate_is_told_in_vain_is_refused_with_the_mistakes_of_the_run
 def test_ddp_trains_as_one_process_does(warm, run_dir, tmp_path):
     """Processes that have imported nothing beforehand, as a user's command starts them.
 
-    Their experts are quantised by the first of them, while the other waits.
+    Their experts are quantized by the first of them, while the other waits.
     """
     stored = "kt_config.kt_expert_weight_format=int8"
     command = launched(run_dir, "ddp", "ddp", stored)

@@ -21,7 +21,7 @@ from trainrun import quiet, settings, tokenized, train, weights, write_lines, wr
 from transformers import AutoImageProcessor, Qwen3VLProcessor
 from visionmoe import (
     ASK,
-    COLOURS,
+    COLORS,
     colour_rows,
     data_url,
     png,
@@ -293,7 +293,7 @@ def test_learns_colours(
     assert result.held_out.last_loss < 0.3
     raw, first = tmp_path / "raw", weights(tmp_path / "raw")
     assert not [name for name in read_adapter(raw).nonexpert_keys() if "visual" in name]
-    assert predicted(tmp_path, "seen") == [*COLOURS] * 2
+    assert predicted(tmp_path, "seen") == [*COLORS] * 2
     # The text model alone has the same adapter, as the embedded engine serves it.
     assert predicted(tmp_path, "said", f"eval_dataset={tmp_path / 'said.jsonl'}") == ["yes", "no"]
     convert_adapter(raw, merged_output_dir=tmp_path / "merged", base_model=str(bases[kind]))

@@ -47,7 +47,7 @@ def _learn() -> None:
 
 
 def _merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
-    """tiktoken's rule: while two neighbours are a token together, merge those of the lowest rank."""
+    """tiktoken's rule: while two neighbors are a token together, merge those of the lowest rank."""
     while True:
         found = [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]
         if not found:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from expertmoe import quantise, stored_as
+from expertmoe import quantize, stored_as
 from moefamilies import parametrize_families, reference
 from planshapes import plan_run
 from safetensors.torch import load_file, save_file
@@ -99,14 +99,14 @@ STORED = {
 
 
 @pytest.mark.parametrize("storage", STORED)
-def test_quantised_checkpoints_are_known_by_their_configuration(storage, run, tmp_path):
+def test_quantized_checkpoints_are_known_by_their_configuration(storage, run, tmp_path):
     """FP8 of all linear weights, as DeepSeek-V3; INT8 and INT4 of the experts alone, as Kimi-K2."""
     whole = tmp_path / "whole"
     tiny_model(hidden_size=160, moe_intermediate_size=136).save_pretrained(whole)
     tensors = load_file(whole / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         if storage == "fp8" or ".experts." in name:
-            (stored, scale), _ = quantise(storage, tensors.pop(name).float()[None])
+            (stored, scale), _ = quantize(storage, tensors.pop(name).float()[None])
             tensors |= stored_as(storage, name, stored[0], scale[0])
     save_file(tensors, whole / "model.safetensors", {"format": "pt"})
     config = json.loads((whole / "config.json").read_text())

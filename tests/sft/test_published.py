@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from expertmoe import quantise, stored_as
+from expertmoe import quantize, stored_as
 from moefamilies import mxfp4_tensors
 from published import MODELS, cut
 from safetensors.torch import load_file, save_file
@@ -60,7 +60,7 @@ def test_two_layers_in_published_names_and_storage(name: str, tmp_path: Path) ->
     assert {f"{model.prefix}layers.1.{stem}" for stem in model.names} <= tensors.keys()
     for key in [key for key in tensors if ".experts." in key and model.storage in QUANTIZED]:
         kind = {"int4": "int4-32"}.get(model.storage, model.storage)
-        (stored, scale), _ = quantise(kind, tensors.pop(key).float()[None])
+        (stored, scale), _ = quantize(kind, tensors.pop(key).float()[None])
         tensors |= stored_as(kind, key, stored[0], scale[0])
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     written(base, cut(model))  # not as transformers saves it

@@ -1,4 +1,4 @@
-"""Experts that a run asks for in INT8 or INT4: quantised once, kept, and never half there."""
+"""Experts that a run asks for in INT8 or INT4: quantized once, kept, and never half there."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def test_a_run_trains_on_what_the_script_would_make_and_makes_it_once(run_dir, s
     dry = CliRunner().invoke(main, [*command, "--dry-run"])
     (note,) = json.loads(dry.stdout)["notes"]
     assert (note["code"], note["severity"]) == ("KTC050", "info")
-    assert f"are quantised to {storage.upper()} once, into " in note["found"]
+    assert f"are quantized to {storage.upper()} once, into " in note["found"]
     assert kept(run_dir) == []
 
     there = TargetMachine(gpu_memory=None, memory=64 * 10**9, disk=10**12, cores=2)
@@ -126,7 +126,7 @@ def test_a_killed_process_leaves_nothing_whole_and_two_make_it_once(run_dir, war
     assert [path.name for path in run_dir.iterdir() if path.name.startswith(".")] == []
 
 
-def test_weights_that_changed_are_quantised_anew(run_dir):
+def test_weights_that_changed_are_quantized_anew(run_dir):
     asked = "kt_config.kt_expert_weight_format=int8"
     found = found_for(run_dir, asked)
     found.make()

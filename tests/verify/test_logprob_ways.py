@@ -510,7 +510,7 @@ def test_prompts_that_the_server_counts_otherwise_are_left_out(start, tokenizer)
         def prefixed(self, prompt: list[int]) -> list[int]:
             return [1, *prompt]
 
-    with pytest.raises(KtbridgeError, match="4 of 4 prompts tokenised otherwise"):
+    with pytest.raises(KtbridgeError, match="4 of 4 prompts tokenized otherwise"):
         start(Always)
 
 

@@ -47,7 +47,7 @@ _UNREAD = (
     ("kasa_config", "KTB115"),
 )
 _WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
-# Initialisations that subtract their initial delta from the base weights.
+# Initializations that subtract their initial delta from the base weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Names under which training may target routed experts: their LoRA is in the expert half.
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

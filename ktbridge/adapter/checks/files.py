@@ -1,6 +1,6 @@
 """Check directories' files: which ones an engine loads, modes, dates, and what the manifest says of them.
 
-A hash can't be parallelised, so hashing is the longest task of a validation: ``Hashes`` starts first and
+A hash can't be parallelized, so hashing is the longest task of a validation: ``Hashes`` starts first and
 reads the files in background threads.
 """
 

@@ -470,7 +470,7 @@ def check_trust(
               "about half, unless longer answers are better here"),
         Doubt("KTB884", family,
               f"it is of the family that it judges ({', '.join(sorted(family))})",
-              "a judge of another family: models favour their own kind"),
+              "a judge of another family: models favor their own kind"),
     )  # fmt: skip
     where = f"judge {card['model']}"
     return [

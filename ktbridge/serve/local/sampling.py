@@ -23,7 +23,7 @@ GREEDY_BELOW = 1e-5  # dividing logits by less can overflow, and is greedy anywa
 
 HEAD = 512  # top-k tokens among which a nucleus is looked for first
 
-SEED_STEP = 0x9E3779B97F4A7C15  # odd and large: seeds of neighbouring choices don't collide
+SEED_STEP = 0x9E3779B97F4A7C15  # odd and large: seeds of neighboring choices don't collide
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class Tokens:
 
 
 class TextStream:
-    """Incremental detokenisation: ``feed`` tokens, receive the text that they completed.
+    """Incremental detokenization: ``feed`` tokens, receive the text that they completed.
 
     The joined pieces equal the text decoded at once: each new token is decoded together with those
     since the last emitted piece, because a token's text may depend on the one before it.

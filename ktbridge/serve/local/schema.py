@@ -22,7 +22,7 @@ MAX_ITEMS = 2**18
 MAX_ERRORS = 100  # of a request that are looked at: each alternative of a field makes one
 NAMED = 5  # unknown fields that an error names
 SEED_RANGE = 2**63
-# Keyword arguments of apply_chat_template that decide how the server renders and tokenises.
+# Keyword arguments of apply_chat_template that decide how the server renders and tokenizes.
 RENDERING_ARGUMENTS = frozenset(
     "conversation chat_template tokenize add_generation_prompt continue_final_message padding truncation "
     "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs tools documents "

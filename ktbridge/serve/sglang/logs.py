@@ -80,7 +80,7 @@ def _redacted_forms(secret: str | None) -> list[bytes]:
 
 
 def clean(line: str) -> str:
-    """A line without ANSI colours, timestamp, and text that a progress bar has overwritten."""
+    """A line without ANSI colors, timestamp, and text that a progress bar has overwritten."""
     text = _ANSI.sub("", line.rstrip("\r\n").rpartition("\r")[2])
     return _STAMP.sub("", text).rstrip()
 

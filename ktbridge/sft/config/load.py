@@ -341,7 +341,7 @@ def _resolve_weight_path(main: Values, kt: Values, root: Path, problems: Problem
         found = f"{path} holds no safetensors with experts; files in KTransformers' own order aren't read"
         step = (
             "Leave it out: the experts of model_name_or_path are trained on. To save memory, set "
-            "kt_expert_weight_format: int8 or int4, which quantises them."
+            "kt_expert_weight_format: int8 or int4, which quantizes them."
         )
         problems.warn(key, found, expected, step)
 

@@ -13,7 +13,7 @@ from ktbridge.experts import MAX_EXPERT_RANK
 from ktbridge.files.yamlfile import show_value
 from ktbridge.machine import own_cpus
 from ktbridge.sft.config.fields import options
-from ktbridge.sft.config.schema import METRICS, QUANTISING, SCHEDULERS, TrainConfig
+from ktbridge.sft.config.schema import METRICS, QUANTIZING, SCHEDULERS, TrainConfig
 
 Given = Collection[str]
 """The keys that the file has, those of the block as ``kt_config.KEY``; all others have their defaults."""
@@ -263,7 +263,7 @@ def _note_experts(config: TrainConfig, problems: Problems) -> None:
 
 def _note_storage(config: TrainConfig, problems: Problems) -> None:
     block = config.kt_config
-    asked, named = block.kt_expert_weight_format, QUANTISING.get(block.backend)
+    asked, named = block.kt_expert_weight_format, QUANTIZING.get(block.backend)
     if asked and named and asked != named:
         found = f"{block.kt_backend}, with kt_expert_weight_format: {asked}"
         step = "Keep one; kt_expert_weight_format decides."
@@ -282,7 +282,7 @@ def _note_storage(config: TrainConfig, problems: Problems) -> None:
             found = (
                 f"{given}: the kernels read experts as the checkpoint stores them, {storage} or not"
             )
-            step = "Leave it out. kt_expert_weight_format: int8 or int4 quantises BF16 experts."
+            step = "Leave it out. kt_expert_weight_format: int8 or int4 quantizes BF16 experts."
         else:
             continue
         problems.warn(f"kt_config.{key}", found, "", step)

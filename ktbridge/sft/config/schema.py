@@ -75,8 +75,8 @@ STORAGE_BACKENDS = (
     "MXFP4", "TORCH", "llamafile", "AMXBF16_SkipLoRA", "AMXINT8_SkipLoRA", "AMXINT4_SkipLoRA",
 )  # fmt: skip
 """KTransformers' names of backends: each stands for a storage of the experts and a kernel for it."""
-QUANTISING = {"AMXINT8": "int8", "INT8": "int8", "AMXINT4": "int4", "AMXINT4_KGroup": "int4"}
-"""Of these, those that quantise bfloat16 experts, and to what."""
+QUANTIZING = {"AMXINT8": "int8", "INT8": "int8", "AMXINT4": "int4", "AMXINT4_KGroup": "int4"}
+"""Of these, those that quantize bfloat16 experts, and to what."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class KtConfig:
     kt_expert_weight_format: (
         Annotated[str, one_of("bf16", "int8", "fp8", "int4", "rawint4", "mxfp4")] | None
     ) = option(None, rows=False)
-    """int8, int4: experts in BF16, F16 or F32 are quantised once, before the first run, beside the checkpoint
+    """int8, int4: experts in BF16, F16 or F32 are quantized once, before the first run, beside the checkpoint
     or where KTBRIDGE_CACHE says. All else: as the checkpoint stores them."""
     kt_experts: Annotated[str, one_of("auto", "cpu", "stream", "hybrid", "resident")] = option(
         "auto", "free", rows=False, since="0.6.0"
@@ -139,11 +139,11 @@ class KtConfig:
 
     @property
     def storage(self) -> str | None:
-        """int8 or int4 where the experts shall be quantised to it; None: as the checkpoint has them."""
+        """int8 or int4 where the experts shall be quantized to it; None: as the checkpoint has them."""
         asked = self.kt_expert_weight_format
         if asked is None:
-            return QUANTISING.get(self.backend)
-        return asked if asked in QUANTISING.values() else None
+            return QUANTIZING.get(self.backend)
+        return asked if asked in QUANTIZING.values() else None
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def _as_asked(
         if not can_quantize(shape, storage):
             return shape, None, [f"the experts are {shape.expert_storage}, and are trained on so"]
         note = (
-            f"once the model is there, its experts are quantised to {storage.upper()} and used so"
+            f"once the model is there, its experts are quantized to {storage.upper()} and used so"
         )
         return in_storage(shape, storage), None, [note]
     found = find_quantized(config, base)
@@ -244,7 +244,7 @@ def _other_disks(
     own = existing(Path(setting.config.output_dir)).stat().st_dev
     away = [("the model", setting.shape.to_download, base)]
     if quantized:
-        what = f"quantised experts ({CACHE} names another place)"
+        what = f"quantized experts ({CACHE} names another place)"
         away.append((what, setting.shape.to_quantize, quantized.directory.parent))
     for what, size, place in away:
         there = existing(place)

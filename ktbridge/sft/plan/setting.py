@@ -380,7 +380,7 @@ def check_room(config: TrainConfig, root: Path, trained: int, steps: int, beside
     """Refuse a run whose files don't fit on the disk of its output.
 
     ``root`` is the directory of its checkpoints; existing files count as free space, since they are replaced.
-    ``beside``: bytes of quantised experts that come to the same disk. Raises ``KtbridgeError`` with the
+    ``beside``: bytes of quantized experts that come to the same disk. Raises ``KtbridgeError`` with the
     needed and the free space.
     """
     output = Path(config.output_dir)
@@ -394,7 +394,7 @@ def check_room(config: TrainConfig, root: Path, trained: int, steps: int, beside
             if kept
             else "the adapter"
         )
-        files += ", beside the quantised experts" if beside else ""
+        files += ", beside the quantized experts" if beside else ""
         fewer = ", or set save_steps: 0 (no checkpoints)" if kept else ""
         raise KtbridgeError(
             f"{output.parent} has {size_text(free)} free, and this run needs {size_text(need)} there: "

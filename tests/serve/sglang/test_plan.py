@@ -186,8 +186,8 @@ def test_flags_that_override(make) -> None:
     assert errors(make(flags=tuple(several.split()))) == []
     # Without an expert LoRA nothing forbids experts on the GPU.
     assert errors(make(given="nonexpert", flags=("--kt-num-gpu-experts", "4"))) == []
-    quantised = make(flags=("--kt-method", "AMXINT8"))
-    assert "KTB953 --kt-weight-path" in errors(quantised)[0]
+    quantized = make(flags=("--kt-method", "AMXINT8"))
+    assert "KTB953 --kt-weight-path" in errors(quantized)[0]
     weights = ("--kt-weight-path", "/weights")
     assert errors(make(flags=("--kt-method", "AMXINT8", *weights))) == []
 
