@@ -4,7 +4,7 @@
     scripts/dequantize_checkpoint.py MODEL_DIR OUTPUT_DIR
         [--dtype bf16|f32] [--overwrite] [--dry-run] [--json]
 
-Read are block FP8, INT8 and INT4 as compressed-tensors stores them (ktbridge/adapter/storages.py), zero
+Read are block FP8, INT8 and INT4 as compressed-tensors stores them (ktbridge/adapter/storage.py), zero
 points too, and MXFP4 as gpt-oss has it. value = (stored - zero) · scale in float32, rounded once to nearest
 even. gpt-oss's experts [E, out, in] become [E, in, out], as transformers has them unquantized.
 All weights, not only experts; what isn't quantized keeps its bytes, and the quantization_config goes.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import numpy as np
 from checkpoint_io import run
 from numpy.typing import NDArray
 
-from ktbridge.adapter.requantize import Part, Plan, array, copied, make_plan, to_bf16, widened
-from ktbridge.adapter.storages import E2M1, KNOWN, Floats, Stored, find_stored
+from ktbridge.adapter.floats import MXFP4_GROUP, Floats, to_bf16
+from ktbridge.adapter.requantize import BLOCK, Part, Plan, copied, make_plan
+from ktbridge.adapter.storage import KNOWN, Mxfp4Storage, PlainStorage, Storage, find_storage
 from ktbridge.cli._app import Command
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, family_of, open_checkpoint, resolve_model
@@ -37,8 +39,6 @@ _FOREIGN = (
     ".weight_scale", "_scale_inv", "_scale_2", ".input_scale", ".weight_packed", ".weight_shape",
     "_zero_point", "_g_idx", ".qweight", ".qzeros",
 )  # fmt: skip
-# OCP Microscaling Formats 1.0: a code's value, and the scale that stands for NaN.
-_NAN_SCALE = 255
 _PLAIN = ("BF16", "F16", "F32", "F64", "I64", "I32", "I16", "BOOL")
 
 
@@ -53,70 +53,38 @@ class Weights:
         self._dtype = dtype
         settings = quantization_of(table)
         for name in checkpoint:
-            if stored := find_stored(checkpoint, name, settings):
-                self._add(stored)
-            elif name.endswith("_blocks"):
-                self._add_mxfp4(name.removesuffix("_blocks"))
+            storage = find_storage(checkpoint, name, settings)
+            if storage is not None and not isinstance(storage, PlainStorage):
+                self._add(storage)
 
-    def _add(self, stored: Stored) -> None:
-        entries = [stored.codes, stored.scale] + ([stored.zero] if stored.zero else [])
-        codes, scales, *zero = (
-            array(self.checkpoint, e).reshape(-1, e.shape[-1] if len(e.shape) > 1 else 1)
-            for e in entries
+    def _add(self, storage: Storage) -> None:
+        shape, at_once, make = storage.shape, BLOCK, partial(self._rows, storage)
+        if isinstance(storage, Mxfp4Storage):
+            if len(shape) != 3:
+                return
+            shape, at_once = (shape[0], shape[2], shape[1]), MXFP4_GROUP * shape[1]
+            make = partial(self._turned_rows, storage)
+        shard, outputs = (
+            self.checkpoint.shard(storage.codes.name),
+            ((storage.name, self._dtype, shape),),
         )
-        out, per = stored.shape[-2], stored.scale_rows
+        self.parts[storage.codes.name] = Part(
+            shard, outputs, math.prod(shape[:-1]), shape[-1], make, at_once=at_once
+        )
+        self.used.update(storage.names)
+        self.storages.add(storage.label.lower())
 
-        def make(first: int, last: int) -> tuple[NDArray[Any]]:
-            rows = np.arange(first, last)
-            factors = widened(scales[rows // out * per + rows % out // stored.group[0]])
-            zeros = stored.zeros(zero[0])[first:last] if zero else None
-            with np.errstate(over="ignore", invalid="ignore"):  # looked at by what follows
-                values = stored.decode(codes[first:last], factors, zeros)
-            return (self._stored(values, stored.codes.name),)
+    def _rows(self, storage: Storage, first: int, last: int) -> tuple[NDArray[Any]]:
+        with np.errstate(over="ignore", invalid="ignore"):  # looked at by what follows
+            values = storage.values(self.checkpoint, first, last)
+        return (self._stored(values, storage.codes.name),)
 
-        shape = stored.shape
-        outputs = ((stored.name, self._dtype, shape),)
-        shard = self.checkpoint.shard(stored.codes.name)
-        self.parts[stored.codes.name] = Part(shard, outputs, math.prod(shape[:-1]), shape[-1], make)
-        self.used.update(stored.names)
-        self.storages.add(stored.storage)
-
-    def _add_mxfp4(self, name: str) -> None:
-        """Blocks [E, out, groups, 16 bytes] and scales [E, out, groups], if it has both."""
-        if f"{name}_scales" not in self.checkpoint:
-            return
-        blocks, scales = (self.checkpoint.entry(f"{name}_{part}") for part in ("blocks", "scales"))
-        if (blocks.dtype, scales.dtype) != ("U8", "U8") or len(blocks.shape) != 4:
-            return
-        if blocks.shape != (*scales.shape, 16):
-            raise KtbridgeError(
-                f"{blocks.name} {list(blocks.shape)} of {self.checkpoint.path} and its scales "
-                f"{list(scales.shape)} don't fit each other",
-                "download the checkpoint again",
-            )
-        experts, out, groups = scales.shape
-        width = 32 * groups
-        packed = array(self.checkpoint, blocks).reshape(experts, out, width // 2)
-        exponents = array(self.checkpoint, scales)
-
-        def make(first: int, last: int) -> tuple[NDArray[Any]]:
-            found = []
-            for expert in range(first // width, (last - 1) // width + 1):
-                begin = expert * width
-                at = np.arange(max(first - begin, 0), min(last - begin, width))
-                codes = packed[expert][:, at // 2] >> (at % 2 * 4).astype(np.uint8) & 15
-                powers = exponents[expert][:, at // 32]
-                with np.errstate(over="ignore"):  # looked at by what follows
-                    values = np.ldexp(E2M1[codes], powers.astype(np.int32) - 127)
-                values[powers == _NAN_SCALE] = np.nan
-                found.append(values.T)
-            return (self._stored(np.ascontiguousarray(np.concatenate(found)), blocks.name),)
-
-        shard = self.checkpoint.shard(blocks.name)
-        outputs = ((name, self._dtype, (experts, width, out)),)
-        self.parts[blocks.name] = Part(shard, outputs, experts * width, out, make)
-        self.used.update((blocks.name, scales.name))
-        self.storages.add("mxfp4")
+    def _turned_rows(self, storage: Mxfp4Storage, first: int, last: int) -> tuple[NDArray[Any]]:
+        """A group of an expert's columns as rows [32, out]."""
+        expert, column = divmod(first, storage.shape[-1])
+        rows = storage.read_columns(self.checkpoint, expert, column // MXFP4_GROUP)
+        values = np.ascontiguousarray(storage.decode(rows).T)
+        return (self._stored(values, storage.codes.name),)
 
     def _stored(self, values: Floats, name: str) -> NDArray[Any]:
         """float32, which is spent, as what is written. KtbridgeError if that can't hold a value."""

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, write_raw_adapter
-from ktbridge.adapter.requantize import to_bf16, widened
-from ktbridge.adapter.storages import to_e4m3
+from ktbridge.adapter.floats import to_bf16, to_e4m3, widened
 
 Floats = NDArray[np.float32]
 Name = tuple[int, int, str]  # layer, expert (-1: a module's), projection or module
@@ -230,7 +229,7 @@ def meant(storage: str, matrix: Floats) -> Floats:
         return _bf16(matrix)
     if storage == "FP8":
         codes, scale = _fp8(matrix[None])
-        from ktbridge.adapter.storages import E4M3
+        from ktbridge.adapter.floats import E4M3
 
         wide = np.repeat(np.repeat(scale, FP8_BLOCK, 1), FP8_BLOCK, 2)
         found: Floats = (E4M3[codes] * wide[:, : matrix.shape[0], : matrix.shape[1]])[0]

@@ -63,7 +63,7 @@ class MergePlan:
             found: Counter[tuple[str, int, float, str]] = Counter()
             for matrix in delta.matrices:
                 numbers = {(pair.a.shape[0], pair.scale) for pair in matrix.pairs}
-                found.update((delta.label, *each, delta.dtype) for each in numbers)
+                found.update((delta.label, *each, delta.storage.label) for each in numbers)
             groups.update(found.keys())
             matrices += found
         return [
@@ -269,7 +269,7 @@ def _describe(shard: str, delta: Delta) -> dict[str, object]:
     return {
         "weight": delta.entry.name,
         "shard": shard,
-        "dtype": delta.dtype,
+        "dtype": delta.storage.label,
         "shape": list(delta.entry.shape),
         "module": delta.label,
         "layer": delta.layer,

@@ -12,7 +12,7 @@ fused, transposed     [E,H,2I]     columns 0..I / I..2I              all columns
 fused, interleaved    [E,H,2I]     columns 0,2,4… / 1,3,5…           all columns of [E,I,H]
 ====================  ===========  ================================  =============================
 
-A quantized weight is found by the name of its codes (``ktbridge.adapter.storages``).
+A quantized weight is found by the name of its codes (``ktbridge.adapter.storage``).
 
 Findings of the adapter and of the pair are those of validation; a merge's own are KTB731 to KTB738,
 KTB910 and KTB911.
@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice
-from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.keys import PROJECTIONS
@@ -37,7 +36,7 @@ from ktbridge.model import Checkpoint, Entry, ModelConfig
 from ktbridge.model.locate import ExpertHome, expert_home, module_weights
 
 if TYPE_CHECKING:
-    from ktbridge.adapter.storages import Stored
+    from ktbridge.adapter.storage import Storage
 
 _SHOWN = 20  # maximum of problems of one kind listed by key
 # Errors for serving but not for a merge: different ranks and scales are merged as they are, towers
@@ -72,11 +71,10 @@ class Delta:
     """Everything that is added to one tensor of the checkpoint.
 
     ``rows`` and ``columns`` are those of one stored matrix; ``transposed`` means stored [in, out].
-    ``label`` is the module's display name ("experts.gate_proj", "self_attn.q_proj"). ``stored``: the
-    weight is quantized, ``entry`` are its codes, and a matrix is one of its.
+    ``label`` is the module's display name ("experts.gate_proj", "self_attn.q_proj").
     """
 
-    entry: Entry
+    storage: Storage
     label: str
     layer: int
     rank: int
@@ -85,12 +83,11 @@ class Delta:
     columns: int
     transposed: bool
     matrices: tuple[Matrix, ...]
-    stored: Stored | None = None
 
     @property
-    def dtype(self) -> str:
-        """Return what the values are stored in: a dtype, or a quantized storage ("FP8", "INT4")."""
-        return self.stored.storage.upper() if self.stored else self.entry.dtype
+    def entry(self) -> Entry:
+        """The tensor of its values or codes."""
+        return self.storage.codes
 
 
 @dataclass
@@ -209,7 +206,7 @@ def _fused(
     weight = _usable(checkpoint, settings, stem)
     if isinstance(weight, Problem):
         return weight
-    entry, shape, name = weight.entry, weight.shape, weight.entry.name
+    entry, shape, name = weight.codes, weight.shape, weight.codes.name
     out, inputs = experts[0][0].b.shape[0], experts[0][0].a.shape[1]
     straight = (len(experts), len(names) * out, inputs)
     turned = (len(experts), inputs, len(names) * out)
@@ -232,7 +229,7 @@ def _fused(
         matrices.append(Matrix(entry.start + expert * stride, tuple(placed)))
     first = experts[0][0]
     return checkpoint.shard(name), Delta(
-        entry=entry,
+        storage=weight,
         label=f"experts.{'_'.join(names)}_proj",
         layer=layer,
         rank=first.a.shape[0],
@@ -241,7 +238,6 @@ def _fused(
         columns=shape[2],
         transposed=transposed,
         matrices=tuple(matrices),
-        stored=weight.stored,
     )
 
 
@@ -303,44 +299,33 @@ def _plain(
     weight = _usable(checkpoint, settings, stem)
     if isinstance(weight, Problem):
         return weight
-    entry, name = weight.entry, weight.entry.name
+    name = weight.codes.name
     rows, columns = pair.b.shape[0], pair.a.shape[1]
     if weight.shape != (rows, columns):
         found = f"is {list(weight.shape)} in the base model"
         return problem("KTB734", name, found, f"[{rows}, {columns}] as {label} of the adapter")
-    matrix = Matrix(entry.start, (pair,))
+    matrix = Matrix(weight.codes.start, (pair,))
     rank = pair.a.shape[0]
-    delta = Delta(
-        entry, label, layer, rank, pair.scale, rows, columns, False, (matrix,), weight.stored
-    )
+    delta = Delta(weight, label, layer, rank, pair.scale, rows, columns, False, (matrix,))
     return checkpoint.shard(name), delta
 
 
-class _Weight(NamedTuple):
-    """A weight that a delta can be added to. ``entry``: the weight's, or its codes."""
-
-    entry: Entry
-    shape: tuple[int, ...]
-    stored: Stored | None
-
-
-def _usable(checkpoint: Checkpoint, settings: dict[str, Any], stem: str) -> _Weight | Problem:
+def _usable(checkpoint: Checkpoint, settings: dict[str, Any], stem: str) -> Storage | Problem:
     """The weight of ``stem``, or why no delta can be added to it; ``settings``: of quantization."""
     names = module_weights(checkpoint, stem)
     if not names:
         return problem("KTB731", stem, f"is not in {checkpoint.path}")
-    name = names[0]
-    entry = checkpoint.entry(name)
-    if name in (stem, f"{stem}.weight") and entry.dtype in BITS:
-        return _Weight(entry, entry.shape, None)
-    from ktbridge.adapter.storages import KNOWN, find_stored  # needs numpy; plain weights don't
+    # It needs numpy, which ``import ktbridge.adapter`` doesn't.
+    from ktbridge.adapter.storage import KNOWN, PlainStorage, QuantizedStorage, find_storage
 
+    name = names[0]
     try:
-        stored = find_stored(checkpoint, name, settings)
+        storage = find_storage(checkpoint, name, settings)
     except KtbridgeError as error:
         return problem("KTB911", name, error.sentence, next_step=error.next_step or None)
-    if stored is None:
-        found = f"is quantized ({entry.dtype}) in a way that can't be written here"
-        step = _MXFP4_STEP if name.endswith("_blocks") else None
-        return problem("KTB732", name, found, f"BF16, F16, F32, {KNOWN}", next_step=step)
-    return _Weight(entry, stored.shape, stored)
+    own = name in (stem, f"{stem}.weight")
+    if isinstance(storage, QuantizedStorage) or (isinstance(storage, PlainStorage) and own):
+        return storage
+    found = f"is quantized ({checkpoint.entry(name).dtype}) in a way that can't be written here"
+    step = _MXFP4_STEP if name.endswith("_blocks") else None
+    return problem("KTB732", name, found, f"BF16, F16, F32, {KNOWN}", next_step=step)

@@ -17,13 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ktbridge.adapter.checks.layers import numbers
+from ktbridge.adapter.floats import Floats
 from ktbridge.adapter.merge_plan import Delta
 from ktbridge.adapter.merge_values import add_products, not_finite, products_of
-from ktbridge.adapter.storages import Floats
+from ktbridge.adapter.storage import QuantizedStorage
 from ktbridge.adapter.writer import Buffer
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
-from ktbridge.model import Checkpoint, Entry
+from ktbridge.model import Checkpoint
 
 BLOCK = 1 << 16  # values of one band, of some 60 bytes each
 KEPT = 0.5
@@ -80,36 +81,27 @@ def requantized(checkpoint: Checkpoint, delta: Delta, number: int) -> Iterator[B
 
     Memory: a band of ``BLOCK`` values (at least one row of groups), some 60 bytes each.
     """
-    stored, matrix = delta.stored, delta.matrices[number]
-    assert stored is not None
-    products = products_of(matrix, delta)
-    high = stored.group[0]
+    storage = delta.storage
+    assert isinstance(storage, QuantizedStorage)
+    products = products_of(delta.matrices[number], delta)
+    high = storage.group[0]
     step = max(1, BLOCK // max(1, delta.columns) // high) * high
-    zeros = None
-    if stored.zero is not None:
-        zeros = stored.zeros(stored.array(stored.zero, _read(checkpoint, stored.zero)))
-    for first in range(0, delta.rows, step):
-        rows = min(step, delta.rows - first)
-        at, by = number * delta.rows + first, number * stored.scale_rows + first // high
-        places = (
-            _rows(stored.codes, stored.matrices * delta.rows, at, rows),
-            _rows(stored.scale, stored.matrices * stored.scale_rows, by, -(-rows // high)),
-        )
-        codes, scales = (
-            stored.array(entry, _read(checkpoint, entry, *place))
-            for entry, place in zip((stored.codes, stored.scale), places, strict=True)
-        )
-        middle = None if zeros is None else zeros[first : first + rows]
-        old = stored.decode(codes, stored.by_row(scales, rows), middle)
+    begin, end = number * delta.rows, (number + 1) * delta.rows
+    for first in range(begin, end, step):
+        last = min(end, first + step)
+        before = storage.read(checkpoint, first, last)
+        old = storage.decode(before)
         exact = old.copy()
-        if add_products(exact, products, first) is None:
+        if add_products(exact, products, first - begin) is None:
             raise not_finite(delta)
-        made, chosen, new = stored.requantize(exact, codes, scales, middle)
-        change = _change(old, exact, new)
+        rows, new = storage.encode(exact, before)
         yield Band(
-            (places[0][0], np.ascontiguousarray(made).data.cast("B")),
-            (places[1][0], stored.scale_bytes(chosen)),
-            change,
+            (
+                storage.place_of_codes(first, last)[0],
+                np.ascontiguousarray(rows.codes).data.cast("B"),
+            ),
+            (storage.place_of_scales(first, last)[0], storage.scale_bytes(rows.scales)),
+            _change(old, exact, new),
         )
 
 
@@ -119,7 +111,7 @@ def losses(changes: Iterable[tuple[Delta, Change]]) -> tuple[Loss, ...]:
     weights: dict[tuple[int, str], int] = {}
     # In an order of their own: workers finish in any, and sums of floats depend on it.
     for delta, change in sorted(changes, key=lambda one: (one[0].entry.name, one[1])):
-        key = (delta.layer, delta.dtype)
+        key = (delta.layer, delta.storage.label)
         sums[key] = sums.get(key, Change()).plus(change)
         weights[key] = weights.get(key, 0) + 1
     return tuple(
@@ -158,16 +150,3 @@ def _change(old: Floats, exact: Floats, new: Floats) -> Change:
     pairs = ((exact, exact), (error, error), (delta, delta), (change, change), (delta, change))
     sums = [float(np.einsum("ij,ij->", a, b, dtype=np.float64)) for a, b in pairs]
     return Change(old.size, int(np.count_nonzero(change)), *sums)
-
-
-def _rows(entry: Entry, count: int, first: int, rows: int) -> tuple[int, int]:
-    """The bytes of some of ``count`` equal rows of a tensor."""
-    width = entry.nbytes // count
-    return entry.start + first * width, entry.start + (first + rows) * width
-
-
-def _read(
-    checkpoint: Checkpoint, entry: Entry, start: int | None = None, end: int | None = None
-) -> memoryview:
-    file = checkpoint.file(checkpoint.shard(entry.name))
-    return file.read(entry.start if start is None else start, entry.end if end is None else end)

@@ -49,7 +49,8 @@ class Merger:
         self._elsewhere: dict[str, list[Delta]] = {}
         for shard, members in deltas.by_shard.items():
             for delta in members:
-                if delta.stored and (other := checkpoint.shard(delta.stored.scale.name)) != shard:
+                scale = delta.storage.scale
+                if scale is not None and (other := checkpoint.shard(scale.name)) != shard:
                     self._elsewhere.setdefault(other, []).append(delta)
 
     @property
@@ -81,28 +82,28 @@ class Merger:
         computed again.
         """
         for delta in self._deltas.by_shard.get(shard, []):
-            entry, stored, count = delta.entry, delta.stored, len(delta.matrices)
+            entry, scale, count = delta.entry, delta.storage.scale, len(delta.matrices)
             size = entry.nbytes // count
-            if stored is None:
+            if scale is None:
                 yield (
                     entry,
                     [Task(0, size, partial(self._merge, file, delta, m)) for m in delta.matrices],
                 )
                 continue
-            together = self._checkpoint.shard(stored.scale.name) == shard
-            size += together * stored.scale.nbytes // count
+            together = self._checkpoint.shard(scale.name) == shard
+            size += together * scale.nbytes // count
             parts = ("codes", "scales") if together else ("codes",)
             yield (
                 entry,
                 [Task(0, size, partial(self._requantize, delta, n, parts)) for n in range(count)],
             )
             if together:
-                yield stored.scale, []
+                yield scale, []
         for delta in self._elsewhere.get(shard, []):
-            assert delta.stored is not None
-            entry, count = delta.stored.scale, len(delta.matrices)
+            scale, count = delta.storage.scale, len(delta.matrices)
+            assert scale is not None
             make = [partial(self._requantize, delta, n, ("scales",)) for n in range(count)]
-            yield entry, [Task(0, entry.nbytes // count, one) for one in make]
+            yield scale, [Task(0, scale.nbytes // count, one) for one in make]
 
     def _requantize(
         self, delta: Delta, number: int, parts: tuple[str, ...]

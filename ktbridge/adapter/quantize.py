@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge.adapter.blocks import BITS
+from ktbridge.adapter.floats import widened
 from ktbridge.adapter.keys import PROJECTIONS
-from ktbridge.adapter.requantize import Part, Plan, array, copied, make_plan, widened
+from ktbridge.adapter.requantize import Part, Plan, array, copied, make_plan
 from ktbridge.errors import KtbridgeError
 from ktbridge.kernel_choice import choose_isa
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config

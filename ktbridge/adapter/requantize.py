@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.blocks import Span, as_float32
+from ktbridge.adapter.blocks import Span
 from ktbridge.adapter.rewrite import CHECKPOINT_FILE, Rewrite, Shard
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
 from ktbridge.model import Checkpoint, Entry
@@ -132,28 +132,6 @@ def array(checkpoint: Checkpoint, entry: Entry) -> NDArray[np.generic]:
     """A tensor as a view into its mapped shard; BF16 as its bits in uint16, 8-bit floats in uint8."""
     data = checkpoint.tensor(entry.name).data
     return np.frombuffer(data, _STORED.get(entry.dtype, np.uint8)).reshape(entry.shape)
-
-
-def widened(values: NDArray[np.generic]) -> NDArray[np.float32]:
-    """BF16 bits (uint16), F16 or F32 as float32, exactly."""
-    if values.dtype == np.uint16:
-        return as_float32(np.ascontiguousarray(values).data.cast("B"), "BF16").reshape(values.shape)
-    return values.astype(np.float32)
-
-
-def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Finite float32 (which is spent) rounded to nearest even, as bfloat16's bits.
-
-    Adding 0x7fff, and one more if the bit that will be the last is odd, carries into the upper half
-    exactly when the number must go up.
-    """
-    bits = values.view(np.uint32)
-    odd = bits >> 16
-    odd &= 1
-    odd += 0x7FFF
-    bits += odd
-    bits >>= 16
-    return bits.astype(np.uint16)
 
 
 def copied(checkpoint: Checkpoint, entry: Entry) -> Part:

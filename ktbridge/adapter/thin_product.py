@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.requantize import to_bf16, widened
+from ktbridge.adapter.floats import to_bf16, widened
 
 _LOST = (1 << 29) - 1  # the bits of a float64's mantissa that a normal float32 hasn't
 _HALFWAY = 1 << 28  # between two float32

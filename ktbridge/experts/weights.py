@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ktbridge.adapter.storages import E2M1, MXFP4_GROUP
+from ktbridge.adapter.floats import E2M1, MXFP4_GROUP
 from ktbridge.errors import UsageError
 
 if TYPE_CHECKING:

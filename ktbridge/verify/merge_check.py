@@ -21,8 +21,8 @@ import numpy as np
 
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.checks.base import Base, check_identity
+from ktbridge.adapter.floats import Floats
 from ktbridge.adapter.merge_values import read_factors
-from ktbridge.adapter.storages import Floats
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, list_names
 from ktbridge.machine import own_cpus
@@ -262,7 +262,7 @@ def _finding(
         verdict, detail = merge_faults.OTHER, f"{sums.unfinite} values are NaN or infinite"
     could = sums.k_star if sums.has_star else 1.0
     return MatrixFinding(
-        part.label, unit.layer, unit.expert, part.merged.matrix.storage, verdict,
+        part.label, unit.layer, unit.expert, part.merged.matrix.storage.label, verdict,
         part.pair is not None, k, could, sums.oo**0.5 / size, left * sums.oo**0.5 / size,
         sums.changed / max(1, sums.values), sums.dd, rank, detail, other,
     )  # fmt: skip
@@ -311,7 +311,7 @@ def _judge_rows(part: MatrixPart, reader: PairReader) -> tuple[Sums, str]:
 
 def _is_four_bit(part: MatrixPart) -> bool:
     """Return whether the merged matrix, and not the base's, was once quantized to 4 bits."""
-    if not part.merged.matrix.is_plain or part.base.columns % merge_sums.GROUP:
+    if not part.merged.matrix.plain or part.base.columns % merge_sums.GROUP:
         return False
     with PairReader(part.base, part.merged) as reader:
         block = reader.read(*next(reader.bands()))

@@ -31,8 +31,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ktbridge.adapter.blocks import BITS
-from ktbridge.adapter.storages import KNOWN, Floats, Stored, decode_mxfp4, find_stored
+from ktbridge.adapter.floats import Floats
+from ktbridge.adapter.storage import KNOWN, Mxfp4Storage, PlainStorage, Storage, find_storage
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, Entry, ModelConfig, TensorFile
 from ktbridge.model.locate import ExpertHome, module_weights, stored_as
@@ -41,13 +41,6 @@ from ktbridge.verify.merge_sums import ALLOWED, ALLOWED_PLAIN, RowBlock
 BLOCK = 1 << 17
 """Values at a time, in some six arrays that fit a core's cache."""
 _HELD = 2  # whole matrices a thread keeps: the base's and the merged one's
-# 2 ** -bits of mantissa, and the least distance between two values.
-_PRECISION = {
-    "BF16": (2.0**-7, 2.0**-133),
-    "F16": (2.0**-10, 2.0**-24),
-    "F32": (2.0**-23, 2.0**-149),
-}
-_EXPONENT = np.uint32(0x7F800000)
 SIDE = ("_scale_inv", "_scale", "_shape", "_zero_point", "_scales", "_g_idx")
 """Ends of the names of tensors that belong to a quantized weight."""
 
@@ -64,61 +57,40 @@ class WeightLines(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointMatrix:
-    """One matrix of a tensor, as it lies: number ``index`` of ``count``, [rows, columns].
-
-    ``storage``: "BF16", "F16", "F32", "FP8", "INT8", "INT4", "MXFP4". ``entry``: values or codes.
-    ``scale``: of MXFP4. ``stored``: of what ``ktbridge.adapter.storages`` reads.
-    """
+    """One matrix of a tensor, as it lies: number ``index`` of ``count``, [rows, columns]."""
 
     checkpoint: Checkpoint
-    entry: Entry
-    storage: str
+    storage: Storage
     index: int
     count: int
     rows: int
     columns: int
-    stored: Stored | None = None
-    scale: Entry | None = None
 
     @property
-    def is_plain(self) -> bool:
-        return self.entry.dtype in BITS
+    def entry(self) -> Entry:
+        """The tensor of its values or codes."""
+        return self.storage.codes
 
-    def raw(self, first: int, last: int) -> memoryview:
-        """The bytes of some lines: of values, or of codes."""
-        return self._bytes(self.entry, self.rows, first, last)
+    @property
+    def plain(self) -> PlainStorage | None:
+        """Its storage, if it isn't quantized."""
+        return self.storage if isinstance(self.storage, PlainStorage) else None
+
+    def raw(self) -> NDArray[np.generic]:
+        """All values of a plain matrix, as stored."""
+        assert self.plain is not None
+        width = self.entry.nbytes // self.count
+        start = self.entry.start + self.index * width
+        data = self.checkpoint.file(self.checkpoint.shard(self.entry.name)).read(
+            start, start + width
+        )
+        return np.frombuffer(data, self.plain.bits).reshape(self.rows, self.columns)
 
     def lines(self, first: int, last: int) -> WeightLines:
         """Lines ``first`` to ``last`` of a quantized matrix."""
-        if self.scale is not None:
-            blocks = np.frombuffer(self.raw(first, last), np.uint8).reshape(last - first, -1)
-            exponents = np.frombuffer(self._bytes(self.scale, self.rows, first, last), np.uint8)
-            return WeightLines(*decode_mxfp4(blocks, exponents.reshape(last - first, -1)))
-        stored = self.stored
-        assert stored is not None
-        codes = stored.array(stored.codes, self.raw(first, last))
-        high = stored.group[0]
-        above, below = first // high, -(-last // high)
-        scales = stored.array(
-            stored.scale, self._bytes(stored.scale, stored.scale_rows, above, below)
-        )
-        begin = first - above * high
-        by = stored.by_row(scales, (below - above) * high)[begin : begin + last - first]
-        zeros = None
-        if stored.zero is not None:
-            zeros = stored.zeros(stored.array(stored.zero, self._whole(stored.zero)))[first:last]
-        return WeightLines(stored.decode(codes, by, zeros), stored.steps(codes, by))
-
-    def _whole(self, entry: Entry) -> memoryview:
-        file = self.checkpoint.file(self.checkpoint.shard(entry.name))
-        return file.read(entry.start, entry.end)
-
-    def _bytes(self, entry: Entry, rows: int, first: int, last: int) -> memoryview:
-        """Rows of the matrix's part of a tensor that has ``rows`` of a matrix."""
-        width = entry.nbytes // (self.count * rows)
-        start = entry.start + (self.index * rows + first) * width
-        file = self.checkpoint.file(self.checkpoint.shard(entry.name))
-        return file.read(start, start + (last - first) * width)
+        begin = self.index * self.rows
+        rows = self.storage.read(self.checkpoint, begin + first, begin + last)
+        return WeightLines(self.storage.decode(rows), self.storage.steps(rows))
 
 
 @dataclass(frozen=True)
@@ -145,14 +117,15 @@ class View:
     @property
     def is_straight(self) -> bool:
         """Rows of plain values, one after the other."""
-        return self.matrix.is_plain and not self.turned and self.step == 1
+        return self.matrix.plain is not None and not self.turned and self.step == 1
 
     def bits(self, first: int, last: int, side: str, descriptor: int | None) -> NDArray[np.generic]:
         """Rows as they are stored, of a view that ``is_straight``; ``descriptor``: of its open file."""
-        matrix, entry = self.matrix, self.matrix.entry
-        bits = scratch(f"{side} bits", (last - first, matrix.columns), BITS[entry.dtype])
+        matrix, plain = self.matrix, self.matrix.plain
+        assert plain is not None
+        bits = scratch(f"{side} bits", (last - first, matrix.columns), plain.bits)
         row = matrix.index * matrix.rows + self.first + first
-        start = entry.start + row * matrix.columns * bits.itemsize
+        start = plain.codes.start + row * matrix.columns * bits.itemsize
         self.file.read_into(start, bits.data.cast("B"), descriptor)
         return bits
 
@@ -163,36 +136,34 @@ class View:
 
     def widened(self, bits: NDArray[np.generic], side: str) -> Floats:
         """Return what ``bits`` gave as float32, in this thread's memory for ``side``."""
-        dtype = self.matrix.entry.dtype
-        if dtype == "F32":
-            return bits.view(np.float32)
-        values = scratch(f"{side} values", bits.shape).view(np.float32)
-        if dtype == "F16":
-            np.copyto(values, bits.view(np.float16))
-        else:
-            wide = values.view(np.uint32)
-            np.copyto(wide, bits)
-            np.left_shift(wide, 16, out=wide)
-        return values
+        plain = self.matrix.plain
+        assert plain is not None
+        return plain.widen(bits, scratch(f"{side} values", bits.shape).view(np.float32))
+
+    def with_steps(self, values: Floats, side: str) -> WeightLines:
+        """Return plain values with their steps, these in this thread's memory for ``side``."""
+        plain = self.matrix.plain
+        assert plain is not None
+        steps = scratch(f"{side} steps", values.shape).view(np.float32)
+        return WeightLines(values, plain.steps_of(values, steps))
 
     def read(self, first: int, last: int, side: str, descriptor: int | None = None) -> WeightLines:
         """Rows ``first`` to ``last`` as float32; some are in this thread's memory for ``side``."""
         matrix = self.matrix
         if self.is_straight:
-            values = self.widened(self.bits(first, last, side, descriptor), side)
-            return WeightLines(values, steps_of(values, matrix.entry.dtype, side))
+            bits = self.bits(first, last, side, descriptor)
+            return self.with_steps(self.widened(bits, side), side)
         if not self.turned and self.step == 1:
             return matrix.lines(self.first + first, self.first + last)
         picked = slice(
             self.first + first * self.step, self.first + (last - 1) * self.step + 1, self.step
         )
-        if matrix.is_plain:  # narrow until it is picked
+        if matrix.plain:  # narrow until it is picked
             whole = _whole_raw(matrix)
             part = whole[:, picked].T if self.turned else whole[picked]
-            bits = scratch(f"{side} bits", part.shape, BITS[matrix.entry.dtype])
+            bits = scratch(f"{side} bits", part.shape, matrix.plain.bits)
             np.copyto(bits, part)
-            values = self.widened(bits, side)
-            return WeightLines(values, steps_of(values, matrix.entry.dtype, side))
+            return self.with_steps(self.widened(bits, side), side)
         values, steps = _whole_lines(matrix)
         if not self.turned:
             return WeightLines(values[picked], steps[picked])
@@ -205,7 +176,7 @@ class PairReader:
 
     def __init__(self, base: View, merged: View) -> None:
         self.base, self.merged = base, merged
-        self.allowed = ALLOWED_PLAIN if merged.matrix.is_plain else ALLOWED
+        self.allowed = ALLOWED_PLAIN if merged.matrix.plain else ALLOWED
         self._alike = (
             base.is_straight
             and merged.is_straight
@@ -225,8 +196,7 @@ class PairReader:
         """Ranges of rows, from first to last."""
         rows, step = self.base.rows, max(1, BLOCK // max(1, self.base.columns))
         for view in (self.base, self.merged):
-            if view.matrix.stored is not None:
-                step = max(step, view.matrix.stored.group[0])
+            step = max(step, view.matrix.storage.group[0])
         for first in range(0, rows, step):
             yield first, min(rows, first + step)
 
@@ -243,7 +213,8 @@ class PairReader:
     def _read(self, first: int, last: int, *, equal_too: bool) -> RowBlock | None:
         base, merged = self.base, self.merged
         of_base, of_merged = self._open
-        anew = base.matrix.storage != merged.matrix.storage and not base.matrix.is_plain
+        alike = base.matrix.storage.label == merged.matrix.storage.label
+        anew = not (alike or base.matrix.plain)
         changed = -1
         if self._alike:
             one = base.bits(first, last, "base", of_base)
@@ -252,8 +223,8 @@ class PairReader:
             changed = int(np.count_nonzero(np.not_equal(one, two, out=flags)))
             if not (changed or equal_too):
                 return None
-            old, new = base.widened(one, "base"), merged.widened(two, "merged")
-            steps, own = steps_of(new, merged.matrix.entry.dtype, "merged"), None
+            old, own = base.widened(one, "base"), None
+            new, steps = merged.with_steps(merged.widened(two, "merged"), "merged")
         else:
             old, own = base.read(first, last, "base", of_base)
             new, steps = merged.read(first, last, "merged", of_merged)
@@ -263,17 +234,6 @@ class PairReader:
         return RowBlock(old, new, change, changed, steps, own if anew else None)
 
 
-def steps_of(values: Floats, dtype: str, side: str) -> Floats:
-    """Distances to the next larger value of BF16, F16 or F32, in this thread's memory for ``side``."""
-    relative, least = _PRECISION[dtype]
-    steps = scratch(f"{side} steps", values.shape).view(np.float32)
-    np.bitwise_and(values.view(np.uint32), _EXPONENT, out=steps.view(np.uint32))
-    steps *= np.float32(relative)
-    if dtype == "F16":
-        np.maximum(steps, np.float32(least), out=steps)
-    return steps
-
-
 def open_matrix(
     checkpoint: Checkpoint, name: str, settings: Mapping[str, object], index: int = 0
 ) -> CheckpointMatrix:
@@ -281,30 +241,14 @@ def open_matrix(
 
     ``settings``: config.json's quantization_config. Raises KtbridgeError for a storage that isn't read.
     """
-    entry = checkpoint.entry(name)
-    if entry.dtype in BITS:
-        count, rows, columns = _sizes(entry.shape)
-        return CheckpointMatrix(checkpoint, entry, entry.dtype, index, count, rows, columns)
-    other = f"{name.removesuffix('_blocks')}_scales"
-    if name.endswith("_blocks") and other in checkpoint and entry.dtype == "U8":
-        scale = checkpoint.entry(other)
-        count, rows = (
-            (entry.shape[0], entry.shape[1]) if len(entry.shape) > 2 else (1, entry.shape[0])
-        )
-        columns = 2 * entry.nbytes // (count * rows)
-        return CheckpointMatrix(
-            checkpoint, entry, "MXFP4", index, count, rows, columns, scale=scale
-        )
-    stored = find_stored(checkpoint, name, settings)
-    if stored is None:
+    storage = find_storage(checkpoint, name, settings)
+    if storage is None:
         raise KtbridgeError(
-            f"{name} of {checkpoint.path} is {entry.dtype}, and read are BF16, F16, F32, MXFP4, {KNOWN}",
+            f"{name} of {checkpoint.path} is {checkpoint.entry(name).dtype}, and read are BF16, F16, F32, "
+            f"MXFP4, {KNOWN}",
             "write it in bfloat16 first, with scripts/dequantize_checkpoint.py or the tool that quantized it",
         )
-    count, rows, columns = _sizes(stored.shape)
-    return CheckpointMatrix(
-        checkpoint, entry, stored.storage.upper(), index, count, rows, columns, stored
-    )
+    return CheckpointMatrix(checkpoint, storage, index, *_sizes(storage.shape))
 
 
 def find_tensor(checkpoint: Checkpoint, name: str) -> str | None:
@@ -332,7 +276,7 @@ class ExpertViews:
             # Both shapes together tell which way round they are, even where 2 I = H or I = H.
             straight = (both.rows, both.columns) == (2 * down.columns, down.rows)
             turned = (both.columns, both.rows) == (2 * down.rows, down.columns)
-            coded = both.storage == "MXFP4"
+            coded = isinstance(both.storage, Mxfp4Storage)
             if not (straight or turned):
                 raise KtbridgeError(
                     f"{both.entry.name} {list(both.entry.shape)} and {down.entry.name} "
@@ -399,8 +343,7 @@ def _whole_raw(matrix: CheckpointMatrix) -> NDArray[np.generic]:
     """All values of a plain matrix, as stored."""
     held = _holder(matrix, "raw")
     if "raw" not in held:
-        data = np.frombuffer(matrix.raw(0, matrix.rows), BITS[matrix.entry.dtype])
-        held["raw"] = data.reshape(matrix.rows, matrix.columns)
+        held["raw"] = matrix.raw()
     return held["raw"]
 
 

@@ -1,7 +1,6 @@
 """Read single weights of a checkpoint as torch tensors, on demand and by module name.
 
-Read are bfloat16, float16, float32, MXFP4 of fused experts (``_blocks`` with ``_scales``), and what
-``ktbridge.adapter.storages`` reads: block FP8, INT8, INT4.
+Read is what ``ktbridge.adapter.storage`` reads.
 """
 
 from __future__ import annotations
@@ -9,17 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ktbridge.adapter.storages import KNOWN, Stored, find_stored
+from ktbridge.adapter.storage import KNOWN, PlainStorage, Storage, find_storage
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.lora import DTYPES
-from ktbridge.experts.weights import from_mxfp4
-from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint
+from ktbridge.model import ModelConfig, open_checkpoint
 from ktbridge.model.config import quantization_of
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import expert_home, module_weights
@@ -55,19 +50,17 @@ class WeightReader:
                 "download the model again",
             )
         if found:
-            self._check(found[0])
+            self._storage(found[0])
         return found[0] if found else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight, by the name that ``find`` gave."""
-        stored = self._stored(name)
-        return stored.shape if stored else self.checkpoint.entry(name).shape
+        return self._storage(name).shape
 
     def tensor(self, name: str, part: slice | int | None = None) -> torch.Tensor:
-        """A read-only view of a tensor that isn't quantized, or of some of its rows; of MXFP4 the bytes."""
+        """A read-only view of a tensor that isn't quantized, or of some of its rows."""
         entry = self.checkpoint.entry(name)
-        coded = entry.dtype == "U8" and _mxfp4(self.checkpoint, name)
-        if entry.dtype not in DTYPES and not coded:
+        if entry.dtype not in DTYPES:
             raise self._unread(name, entry.dtype)
         shard = self.checkpoint.shard(name)
         self._touched.add(shard)
@@ -77,12 +70,11 @@ class WeightReader:
             stride = entry.nbytes // shape[0]
             start, end = entry.start + rows.start * stride, entry.start + rows.stop * stride
             shape = shape[1:] if isinstance(part, int) else (rows.stop - rows.start, *shape[1:])
-        dtype = torch.uint8 if coded else DTYPES[entry.dtype]
         with warnings.catch_warnings():
             # Read-only, and only read from.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             view = self.checkpoint.file(shard).view(start, end)
-            return torch.frombuffer(view, dtype=dtype).reshape(shape)
+            return torch.frombuffer(view, dtype=DTYPES[entry.dtype]).reshape(shape)
 
     def joined_shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """The shape of what ``find_parts`` found."""
@@ -96,22 +88,27 @@ class WeightReader:
 
     def whole(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a weight in ``dtype``, dequantized in float32."""
-        if stored := self._stored(name):
-            return torch.from_numpy(self._dequantized(stored)).to(dtype)
-        return self.tensor(name).to(dtype, copy=True)
+        storage = self._storage(name)
+        if isinstance(storage, PlainStorage):
+            return self.tensor(name).to(dtype, copy=True)
+        values = storage.values(self.checkpoint, 0, storage.rows)
+        return torch.from_numpy(values).reshape(storage.shape).to(dtype)
 
     def rows(self, name: str, part: slice | int, dtype: torch.dtype) -> torch.Tensor:
         """Rows of a weight in ``dtype``; a quantized one is dequantized whole."""
-        if self._stored(name):
-            return self.whole(name, dtype)[part]
-        return self.tensor(name, part).to(dtype)
+        storage = self._storage(name)
+        if isinstance(storage, PlainStorage):
+            return self.tensor(name, part).to(dtype)
+        if isinstance(part, int) and len(storage.shape) == 3:
+            out = storage.shape[1]
+            values = storage.values(self.checkpoint, part * out, (part + 1) * out)
+            return torch.from_numpy(values).to(dtype)
+        return self.whole(name, dtype)[part]
 
     def expert(self, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """One expert's matrix of fused experts, which may be MXFP4, as it lies, in ``dtype``."""
-        if f"{name}_blocks" not in self.checkpoint:
-            return self.rows(name, expert, dtype)
-        blocks, scales = (self.tensor(f"{name}_{part}", expert) for part in ("blocks", "scales"))
-        return from_mxfp4(blocks.flatten(1), scales, 32 * scales.shape[1]).to(dtype)
+        blocks = f"{name}_blocks"
+        return self.rows(blocks if blocks in self.checkpoint else name, expert, dtype)
 
     def release(self) -> None:
         """Release the mapped pages that were read."""
@@ -119,27 +116,11 @@ class WeightReader:
             self.checkpoint.file(shard).release()
         self._touched.clear()
 
-    def _dequantized(self, stored: Stored) -> NDArray[np.float32]:
-        def read(entry: Entry) -> NDArray[Any]:
-            shard = self.checkpoint.shard(entry.name)
-            self._touched.add(shard)
-            return stored.array(entry, self.checkpoint.file(shard).view(entry.start, entry.end))
-
-        rows = stored.shape[0]
-        zeros = stored.zeros(read(stored.zero)) if stored.zero is not None else None
-        return stored.decode(read(stored.codes), stored.by_row(read(stored.scale), rows), zeros)
-
-    def _stored(self, name: str) -> Stored | None:
-        if self.checkpoint.entry(name).dtype in DTYPES or _mxfp4(self.checkpoint, name):
-            return None
-        found = find_stored(self.checkpoint, name, self._quantization)
-        return found if found is not None and len(found.shape) == 2 else None
-
-    def _check(self, name: str) -> None:
-        entry = self.checkpoint.entry(name)
-        read = entry.dtype in DTYPES or _mxfp4(self.checkpoint, name)
-        if not read and self._stored(name) is None:
-            raise self._unread(name, entry.dtype)
+    def _storage(self, name: str) -> Storage:
+        found = find_storage(self.checkpoint, name, self._quantization)
+        if found is None:
+            raise self._unread(name, self.checkpoint.entry(name).dtype)
+        return found
 
     def _unread(self, name: str, how: str) -> KtbridgeError:
         return KtbridgeError(
@@ -147,13 +128,6 @@ class WeightReader:
             f"make BF16 of it: scripts/dequantize_checkpoint.py {self.path} OUTPUT_DIR, and give "
             "that as --base-model",
         )
-
-
-def _mxfp4(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether ``name`` is the blocks or the scales of MXFP4 experts, with the other beside it."""
-    stem, _, part = name.rpartition("_")
-    other = {"blocks": "scales", "scales": "blocks"}.get(part)
-    return ".experts." in name and f"{stem}_{other}" in checkpoint
 
 
 class ExpertReader:
