@@ -1,11 +1,23 @@
 """Fixtures for the training core."""
 
+from collections.abc import Iterator
+
 import pytest
 
 # Before torch, whose idle threads would keep the kernels from the CPUs: it doubles what these tests take.
 import ktbridge.sft  # noqa: F401  isort: skip
+import torch
 from tinymoe import tiny_model, tiny_tokenizer
 from trainrun import freeze_imports
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch's operations on tiny models take longer in two threads than in one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

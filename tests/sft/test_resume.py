@@ -92,7 +92,8 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def killed(warm: Any, run_dir: Path, *overrides: str) -> int:
     """The exit status of a process that is killed as soon as its run has saved a checkpoint."""
     command = ("-m", "ktbridge", "train", run_dir / "run.yaml", *overrides)
-    process = warm.start(*command, cwd=run_dir, KTBRIDGE_THREADS="2")
+    threads = {"KTBRIDGE_THREADS": "2", "OMP_NUM_THREADS": "1"}  # torch's bits depend on its own
+    process = warm.start(*command, cwd=run_dir, **threads)
     while process.poll() is None and not [*(run_dir / "raw.checkpoints").glob("checkpoint-*")]:
         time.sleep(0.002)
     process.kill()
