@@ -243,6 +243,7 @@ main(["noise"])
 """
 
 
+@pytest.mark.quick("options1")
 @pytest.mark.parametrize(
     ("options", "environment", "heard"),
     [

@@ -56,6 +56,7 @@ def test_convert_then_validate(
     assert (checked.returncode, json.loads(checked.stdout)["problems"]) == (0, [])
 
 
+@pytest.mark.quick("options(0|3|5|6|10)")
 @pytest.mark.parametrize(
     ("source", "options", "compared"),
     [

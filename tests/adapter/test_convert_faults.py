@@ -186,6 +186,7 @@ def test_a_file_among_the_parents(make_raw: Make, tmp_path: Path, to: str) -> No
     assert said == f"lies inside {tmp_path / 'file'}, which is not a directory"
 
 
+@pytest.mark.quick("in/.*(pipe|link)")
 @pytest.mark.parametrize("kind", ["pipe", "directory", "dangling link"])
 @pytest.mark.parametrize("name", ["in/adapter_model.safetensors", "in/a.gguf", "a.gguf"])
 def test_what_is_no_regular_file_is_refused_at_once(
@@ -225,6 +226,7 @@ main(args=argv, prog_name="ktbridge")
 """
 
 
+@pytest.mark.quick("fsync-False-kt-merged-2|rmtree-True-vllm-15")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("to", ["kt-merged", "vllm"])
 @pytest.mark.parametrize(("moment", "written"), [("os.fsync", False), ("shutil.rmtree", True)])

@@ -143,6 +143,7 @@ def test_a_merged_weight_is_stored_as_before_and_nearer_than_by_either_scale(
     assert (got - exact).norm() < (0.6 if "4" in storage else 0.3) * effect
 
 
+@pytest.mark.quick("^fp8$|int4-128")
 @pytest.mark.skipif(_kernels.isa_available() == ["scalar"], reason="no fused multiply-add")
 @pytest.mark.parametrize("storage", STORAGES)
 def test_without_kernels_the_bytes_are_the_same(
@@ -180,6 +181,7 @@ def test_transformers_loads_the_quantized_result_as_what_it_means(
     assert (got - means).norm() < 0.02 * means.norm()
 
 
+@pytest.mark.quick("fp8|int8")
 @pytest.mark.parametrize("storage", ["fp8", "int8", "int4-32", "int4-32-zero"])
 def test_a_delta_below_a_codes_step_is_swallowed_and_that_is_said(
     tmp_path: Path, make_lora: Callable[..., LoRA], storage: str
@@ -248,6 +250,7 @@ def test_the_command_says_what_requantizing_cost(
     assert "INT4" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_the_old_merge_or_none(
     tmp_path: Path, make_lora: Callable[..., LoRA], warm: Any
 ) -> None:

@@ -149,6 +149,7 @@ def test_no_false_alarm_on_what_peft_saves(tmp_path: Path, model_type: str) -> N
     assert alarms([tmp_path / "adapter"]) == {}
 
 
+@pytest.mark.quick("qwen3_moe|deepseek_v3|gpt_oss|qwen3_5_moe$")
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_no_finding_on_what_peft_saves_for_the_engine(
     tmp_path: Path, model_type: str, experts: Callable[..., dict[str, Tensor]]

@@ -68,6 +68,7 @@ def test_a_name_is_printed_as_it_is(
     assert f"then {name}" in plain
 
 
+@pytest.mark.quick("^>&-$")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
 def test_a_closed_stream_is_nobody_who_reads(
     validate: Validate, tmp_path: Path, closed: str

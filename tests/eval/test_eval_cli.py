@@ -164,6 +164,7 @@ def test_ctrl_c_loses_nothing(server, tmp_path):
     assert "KTB827" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_part_of_the_bench(server, tmp_path):
     done = ktb(*eval_words(server, tmp_path, "--slices", "SAF, CTRL", "--limit", 6, "--json"))
     assert done.returncode == 0, done.stderr
@@ -173,6 +174,7 @@ def test_a_part_of_the_bench(server, tmp_path):
     assert results["verdict"]["persona"] is None, "no slice that is there for the persona"
 
 
+@pytest.mark.slow
 def test_failures_are_a_sentence_and_an_exit_code(server, tmp_path):
     server.behave = lambda request, nth: (200, {}, server.completion("好。"))
     words = eval_words(server, tmp_path / "any")

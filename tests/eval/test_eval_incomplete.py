@@ -202,6 +202,7 @@ def test_max_tokens_has_an_option_of_its_own(server, tmp_path):
     assert "bench.yaml" not in done.stderr
 
 
+@pytest.mark.quick("^6-1$")
 @pytest.mark.parametrize(("failed", "code"), [(1, 0), (6, 1), (24, 1)])
 def test_answers_that_failed_fail_the_command(server, tmp_path, failed, code):
     """Of 24 answers of an arm: one is a warning, more than a twentieth an error."""

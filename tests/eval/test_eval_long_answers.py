@@ -55,6 +55,7 @@ CHECKS = [
 ]
 
 
+@pytest.mark.quick("^(fence|brackets|one letter)$")
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_scorer_ends(name):
     assert {check["scorer"] for check, _ in CHECKS} == set(SCORERS)
@@ -65,6 +66,7 @@ def test_every_scorer_ends(name):
     NEKO.persona.score(TEXTS[name])
 
 
+@pytest.mark.quick("std|lf")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_metrics_measure_the_beginning_of_an_endless_answer(family):
     reference = ["今天的天气很好，我们去公园。"]

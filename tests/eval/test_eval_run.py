@@ -71,6 +71,7 @@ def test_scoring_again_needs_no_server(server, tmp_path):
 # --- servers that misbehave
 
 
+@pytest.mark.quick("html|quota|null|cut-off")
 @pytest.mark.parametrize(
     ("tries", "fault"),
     [
@@ -376,6 +377,7 @@ def test_no_server(server, tmp_path):
     assert str(problem).count(server.url) == 1
 
 
+@pytest.mark.slow
 def test_an_arm_that_says_nothing_is_left_out_and_the_others_are_asked(server, tmp_path):
     silent = {"tiny"}
 

@@ -55,6 +55,7 @@ def forms(results, tmp_path, monkeypatch):
     return render_report(results), to_markdown([build_report(results)]), stream.getvalue()
 
 
+@pytest.mark.quick("persona-overall|task-overall")
 @pytest.mark.parametrize(
     ("values", "word", "arrow"), [(LOSS, "dropped", "↓"), (GAIN, "improved", "↑")]
 )
@@ -94,6 +95,7 @@ def test_a_change_has_one_word_and_one_color_in_every_form(
     assert told["line"][:60] in terminal
 
 
+@pytest.mark.quick("place[03]-sure.-.*-improved$|place0")
 @pytest.mark.parametrize(("values", "word"), [(LOSS, "dropped"), (GAIN, "improved")])
 @pytest.mark.parametrize(
     ("place", "sure", "said"),
@@ -238,6 +240,7 @@ def test_few_items_are_no_all_clear(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_numbers_over_a_part_say_so(calm, tmp_path):
     def cut(item, nth):
         return "" if item.slice == "PES" else knows(item)

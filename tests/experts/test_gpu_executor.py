@@ -224,6 +224,7 @@ def test_gradients_add_up_and_frozen_parameters_get_none(straight):
     assert same_bits([found, {name: once[name] for name in found}])
 
 
+@pytest.mark.slow
 def test_other_room_between_steps_changes_no_bit():
     layers = [make_layer(SMALL, seed=n)[0] for n in range(3)]
     inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
@@ -276,6 +277,7 @@ def test_gate_and_up_that_are_kept_change_no_bit_and_go_with_backward(dropout, m
     assert products[3] > products[2]
 
 
+@pytest.mark.slow
 def test_no_more_rows_at_once_than_allowed_but_of_one_expert():
     layer, _ = make_layer(SMALL)
     hidden, ids, by_slot = make_inputs(SMALL)

@@ -56,6 +56,7 @@ SMALL = SHAPES[0]
 SUBSETS = [subset for size in (1, 2, 3) for subset in itertools.combinations(PROJECTIONS, size)]
 
 
+@pytest.mark.quick("-8-avx2$|bf16-(8|40)-scalar|bf16-0-avx2")
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("storage", "rank"), [*(("bf16", rank) for rank in (0, 1, 40, 128)), *((f, 8) for f in FORMATS)]
@@ -68,6 +69,7 @@ def test_outputs_and_gradients_equal_float32_autograd(storage, rank, isa):
         assert max(found.values()) <= TOLERANCE, (str(shape), found)
 
 
+@pytest.mark.quick("mxfp4-avx2|bf16-scalar")
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
 def test_biases_and_gpt_oss_gating_equal_float32_autograd(storage, isa):

@@ -36,6 +36,7 @@ def seeded(layer, inputs, d_out, seed=3):
     return outcome(layer, inputs, d_out)
 
 
+@pytest.mark.quick("avx2")
 @pytest.mark.parametrize("isa", _kernels.isa_available())
 def test_outputs_and_gradients_equal_float32_with_the_same_masks(isa):
     for share, shape in ((0.1, SHAPES[3]), *((0.5, each) for each in SHAPES[:3])):

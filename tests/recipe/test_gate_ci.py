@@ -67,6 +67,7 @@ def test_the_action_says_why_an_adapter_failed(tmp_path, environment, base):
     assert set(ACTION["outputs"]) == {*outputs}
 
 
+@pytest.mark.slow
 def test_the_action_fails_for_a_wrong_option(tmp_path, environment, base):
     (tmp_path / "out").mkdir()  # as a cache restores it
     (tmp_path / "out/gate.json").write_text('{"verdict": "passed"}')

@@ -218,6 +218,7 @@ def test_ctrl_c_reaches_the_command_that_runs(place, python):
     assert shown(place)[0] == ("train", False)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_command_at_work(place):
     with subprocess.Popen([sys.executable, "-m", "ktbridge", "run", str(place)]) as killed:
         children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children")

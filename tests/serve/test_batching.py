@@ -113,6 +113,7 @@ def admit(batch: Batch, one: Ask) -> None:
         batch.advance()
 
 
+@pytest.mark.quick("qwen3_moe|deepseek_v3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crowd_changes_nothing(kind):
     """Prompts of several lengths and arms come and go; each answer is what its arm says to its prompt.
@@ -271,6 +272,7 @@ def test_packed_linears_compute_the_same():
         )  # left as it was
 
 
+@pytest.mark.slow
 def test_a_draw_is_as_likely_as_its_word():
     """Frequencies of a seeded picker, within five standard deviations; a nucleus holds the rest out."""
     shares = torch.tensor([0.05, 0.5, 0.15, 0.0, 0.3])

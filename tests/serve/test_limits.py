@@ -101,6 +101,7 @@ def test_a_full_queue_says_when_to_come_back(small):
         assert health(small) == {"status": "ok", "waiting": 0, "running": 0}
 
 
+@pytest.mark.quick("reading|answering")
 @pytest.mark.parametrize("way", ["answering", "reading a prompt", "reset"])
 def test_a_place_is_free_once_its_client_has_gone(small, way):
     """In the middle of its prompt and of its answer; the one beside it goes on."""

@@ -65,6 +65,7 @@ def alarms(*paths: Path, **checks: Any) -> set[str]:
     return {problem.code for problem in found if problem.severity != "info"}
 
 
+@pytest.mark.quick("qwen3_moe|deepseek_v3")
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_5_moe"])
 def test_what_is_saved_is_loaded_by_all(model_type: str, tmp_path: Path) -> None:
     """LoRA on all that can have it: by a later run, and by PEFT alone."""

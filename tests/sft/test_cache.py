@@ -63,6 +63,7 @@ def same(one, other):
     assert one.fingerprint == other.fingerprint
 
 
+@pytest.mark.slow
 def test_a_second_start_has_the_same_rows_and_trains_the_same(run_dir):
     told = []
     train(run_dir, HELD, "output_dir=first", on_note=told.append)

@@ -251,6 +251,7 @@ def test_a_rank_that_hangs_when_it_has_joined_ends_the_others(warm, run_dir):
     assert "rank 0: another process of this run has ended, or gave no answer within 3 s" in error
 
 
+@pytest.mark.slow
 @quiet
 def test_a_host_with_a_disk_of_its_own_trains_and_is_warned_of(
     warm, run_dir, tmp_path, monkeypatch

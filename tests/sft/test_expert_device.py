@@ -88,6 +88,7 @@ def test_deferring_the_optimizer_changes_no_bit(
         assert all(torch.equal(deferred[key], at_once[key]) for key in at_once)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("executor_here")
 @pytest.mark.parametrize("stage", [(), pytest.param(DPO, marks=pytest.mark.slow)])
 def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stage: Any) -> None:
@@ -140,6 +141,7 @@ def test_auto_takes_what_its_own_times_say_is_faster(
         assert "predicted" in note.found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("executor_here", "run_dir")
 def test_memory_that_nothing_fits_is_not_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
     allow_on_cpu(monkeypatch.setattr, free=1000)

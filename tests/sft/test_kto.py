@@ -99,6 +99,7 @@ def test_the_loss_is_the_papers_and_the_reference_the_base(make):
     assert ratio.abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_held_out_judgements_are_measured_by_their_weights(run_dir):
     result = train(
         run_dir, "eval_dataset=held.jsonl", "eval_steps=3", "per_device_eval_batch_size=3"

@@ -141,6 +141,7 @@ def test_whatever_comes_first_the_expert_lora_is_trained_and_nothing_but_lora(or
     assert was_trained(train(model))
 
 
+@pytest.mark.quick("all-linear")
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:target_parameters=.* were set but no parameter:RuntimeWarning")
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "gate_proj", "up_proj", "down_proj")])
@@ -249,6 +250,7 @@ def froze_everything_but_pefts(model: Any) -> None:
         parameter.requires_grad_("lora_A" in name or "lora_B" in name)
 
 
+@pytest.mark.slow
 def test_a_frozen_expert_lora_is_refused_unless_it_is_meant(tmp_path: Path) -> None:
     made = get_peft_model(prepare_model_for_kbit_training(alone()), lora())
     by_hand = peft_first()
@@ -275,6 +277,7 @@ def test_a_frozen_expert_lora_is_refused_unless_it_is_meant(tmp_path: Path) -> N
         freeze_expert_lora(tiny_model())
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_without_the_expert_lora_is_refused(fused: bool) -> None:
     model = get_peft_model(tiny_model(), lora())
@@ -351,6 +354,7 @@ def test_what_peft_saves_peft_loads(tmp_path: Path) -> None:
         other.load_adapter(tmp_path / "peft", "second")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_is_not_gone_on_from(tmp_path: Path) -> None:
     fit(get_peft_model(tiny_model(), lora()), tmp_path / "run")
     with pytest.raises(KtbridgeError, match="no expert LoRA"):
@@ -376,6 +380,7 @@ def test_the_callback_says_at_the_start_what_could_not_be_saved_at_the_end(tmp_p
         save_raw_adapter(train(untied), tmp_path / "raw", "base")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* has the expert LoRA alone")
 def test_without_peft_a_raw_adapter_is_saved_and_it_is_said(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "base")
@@ -410,6 +415,7 @@ def test_an_untrained_expert_lora_is_not_saved_without_a_word(tmp_path: Path) ->
 # --- switching --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("peft_first")
 @pytest.mark.parametrize("order", [peft_last, peft_first])
 def test_pefts_switch_turns_the_expert_lora_off_with_its_own(order: Any) -> None:
     base = logits(wrap_experts(tiny_model(), lora_rank=0))
@@ -427,6 +433,7 @@ def test_pefts_switch_turns_the_expert_lora_off_with_its_own(order: Any) -> None
     assert model.get_model_status().enabled is True
 
 
+@pytest.mark.quick("peft_last")
 @pytest.mark.filterwarnings("ignore:Adapter second was active which is now deleted:UserWarning")
 @pytest.mark.parametrize("order", [peft_last, peft_first])
 def test_the_expert_lora_goes_with_the_adapter_that_came_first(order: Any, tmp_path: Path) -> None:
@@ -478,6 +485,7 @@ def test_what_would_leave_the_expert_lora_behind_is_refused_before_anything_is_d
 # --- loading ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_raw_adapter_is_put_on_a_model_to_run_and_to_train_on(
     mapped: bool, tmp_path: Path

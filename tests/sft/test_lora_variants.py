@@ -36,6 +36,7 @@ def logits(model):
         return model.eval()(IDS).logits
 
 
+@pytest.mark.slow
 def test_attention_alone_is_trained_and_taken_by_everything_behind(run_dir, base_dir):
     steps = ("max_steps=4", WITHOUT)
     whole = train(run_dir, *steps)

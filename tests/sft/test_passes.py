@@ -267,6 +267,7 @@ def test_memory_that_is_too_small_gives_back_then_takes_fewer_rows_and_repeats_t
     assert "cutoff_len (a row alone was too much)" in caught.value.next_step
 
 
+@pytest.mark.quick("tokens")
 @quiet
 @pytest.mark.parametrize("tokens", ["", "tokens_per_pass=70"], ids=["batches", "tokens"])
 def test_a_loss_that_is_not_finite_ends_its_step_before_the_weights_change(
@@ -292,6 +293,7 @@ def test_a_loss_that_is_not_finite_ends_its_step_before_the_weights_change(
     assert all(torch.equal(now[name], saved[name]) for name in saved)
 
 
+@pytest.mark.slow
 @quiet
 def test_a_step_waits_for_its_numbers_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A count of tokens for each batch, and batches on the GPU, would be as many waits and transfers."""

@@ -112,6 +112,7 @@ def made_in(directory, family):
     return model, load_config(write_run(directory, directory / "base", lora_rank=8, bf16=True))
 
 
+@pytest.mark.quick("plain0|plain4")
 @pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
 @pytest.mark.parametrize(
     ("family", "plain", "lora", "converted"),
@@ -343,6 +344,7 @@ def test_layers_are_measured_as_far_as_room_allows(run_yaml, storage, briefly):
     assert f"1 layer, {shape.config.experts_per_token} experts of 8" in tight.how
 
 
+@pytest.mark.slow
 def test_what_the_page_cache_lacks_is_read_in_each_pass(run_yaml, tmp_path):
     """By the CPU and dpo's reference; less by the GPU's ring; and not where there is nothing to read."""
     base = v2_lite(tmp_path)
@@ -603,6 +605,7 @@ def test_a_plan_counts_the_rows_of_a_dry_run(form, changes, qwen_run):
     assert planned == trained
 
 
+@pytest.mark.quick("turns|pairs")
 @pytest.mark.parametrize(
     ("form", "changes"), [("many", []), ("turns", []), ("pairs", ["stage=dpo"])]
 )

@@ -166,6 +166,7 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
     assert weights(run_dir / "raw") != weights(run_dir / "whole")
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize(
     ("run", "how", "other"),
@@ -273,6 +274,7 @@ def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path)
     assert sorted(path.name for path in root.iterdir()) == ["checkpoint-6", "checkpoint-8"]
 
 
+@pytest.mark.slow
 @quiet
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -> None:
     """Whichever of its files is damaged; the last one stays so."""
@@ -377,6 +379,7 @@ def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir: 
     assert [step for step, _ in losses(output)] == [1, 2]
 
 
+@pytest.mark.slow
 @quiet
 def test_a_killed_data_worker_is_a_sentence(run_dir: Path) -> None:
     def kill_workers(step: int, steps: int) -> None:

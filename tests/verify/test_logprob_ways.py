@@ -352,6 +352,7 @@ def test_vllms_adapter_is_told_from_its_base(base, other_base, adapter) -> None:
         assert result.ok == (verdict == "applied")
 
 
+@pytest.mark.quick("-base")
 @pytest.mark.parametrize(
     ("engine", "bare"), [(ComputedSglang, "base"), (ComputedSglangKt, "expert")]
 )

@@ -152,6 +152,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("two adapters|qwen3_moe")
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mistake", FAULTS)
 def test_mistakes_by_pefts_own_merge_are_named(

@@ -92,6 +92,7 @@ def fault_cases() -> Iterator[Any]:
             yield pytest.param(family, storage, fault, marks=() if few else pytest.mark.slow)
 
 
+@pytest.mark.quick("^qwen3_moe-BF16-|-scale$")
 @pytest.mark.parametrize(("family", "storage", "fault"), [*fault_cases()])
 def test_planted_mistakes_are_named(
     tmp_path: Path, bases: dict[tuple[str, str], Made], family: str, storage: str, fault: str

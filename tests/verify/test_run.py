@@ -73,6 +73,7 @@ def test_references_need_no_kernels(server, base, adapter):
     assert done.stdout.startswith("tiny:neko: applied")
 
 
+@pytest.mark.quick("peft-fused")
 @pytest.mark.parametrize("to", ["peft-fused", "sglang-3d"])
 def test_an_adapter_in_another_tools_format_is_read(server, base, adapter, tmp_path, to):
     convert_adapter(adapter, to=to, output_dir=tmp_path / "other", base_model=str(base))
@@ -118,6 +119,7 @@ def test_expert_only_adapter(servers, base, make_adapter):
     assert (result.verdict, result.ok) == ("applied", True)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_attention_alone_has_no_expert_lora_to_miss(servers, base, make_adapter):
     half = make_adapter("nonexpert-half", expert=False)
     args = ("--model", "tiny:neko", "--adapter", str(half), "--base-model", str(base))

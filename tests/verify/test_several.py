@@ -86,6 +86,7 @@ def wrong(result) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_each_name_is_its_own_adapter(served):
     result = served.verify(repeat=2)
     assert (result.ok, result.problems) == (True, ())
@@ -178,6 +179,7 @@ def test_faults_of_loading_are_named(served, fault, where):
         assert {r.generated for r in stale} == ({True} if fault == "stale-cache" else {True, False})
 
 
+@pytest.mark.slow
 def test_adapters_come_back_from_a_failed_exchange(served, pair):
     with pytest.raises(KtbridgeError, match="no adapter in"):
         served.verify("unloadable", "vllm", reload=True)

@@ -145,6 +145,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("plain|shared|hybrid|Mixtral|router|rsLoRA")
 @pytest.mark.parametrize("case", CASES)
 def test_peft_loads_peft_fused_to_the_same_logits(tmp_path: Path, case: str) -> None:
     model_type, changes = CASES[case]

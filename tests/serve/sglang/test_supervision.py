@@ -44,6 +44,7 @@ def expert_args(model, adapters, free_port):
     return ("--model", model, "--expert-adapter", adapters["expert"], "--port", free_port)
 
 
+@pytest.mark.quick(r"0\.7\.2")
 @pytest.mark.parametrize("version", [pytest.param("0.6.4", marks=pytest.mark.slow), "0.7.2"])
 def test_up_and_down(version, played, model, adapters, free_port, gone):
     """Converted, started, ready with the adapter, ended by SIGTERM; the key is nowhere to be read."""
@@ -130,6 +131,7 @@ def test_deaf_to_sigterm(played, expert_args, free_port, gone):
     gone(env, free_port)
 
 
+@pytest.mark.slow
 def test_interrupted_while_loading(played, expert_args, free_port, gone):
     env = played.environment("0.7.2", "waits")
     process = played.begin(*expert_args, env=env)
