@@ -1,14 +1,11 @@
 #!/usr/bin/env python3
 """How fast the MoE-LoRA layer is, beside its peers and the machine's own ceilings, in one run.
 
-    scripts/bench_kernels.py --peer kt-kernel --peer torch --json run.json --plot roofline.png
+    scripts/bench_kernels.py --peer kt-kernel --peer torch --json run.json
     scripts/bench_kernels.py --shape 64,6,2048,1408,512 --threads 2 --accuracy --peer torch
-    scripts/bench_kernels.py --shape 64,6,2048,1408,512 --threads-sweep 1,2,4,8,16
     scripts/bench_kernels.py --decode --peer torch
-    scripts/bench_kernels.py --lora-dropout 0.1          with it and without, taking turns
     scripts/bench_kernels.py --shape 32,1,7168,2048,2048:fp8        beside the same in bfloat16
-    scripts/bench_kernels.py --aligned                   weights at a multiple of 64 bytes
-    scripts/bench_kernels.py --from-json run.json --plot roofline.png
+    scripts/bench_kernels.py --from-json run.json
 
 Every contestant is a process that maps the same file of seeded weights, whose data begins 8 bytes behind a
 multiple of 64, as a checkpoint's may (kt-kernel packs them anew). They take turns, so quote the ratios, not
@@ -58,19 +55,14 @@ class Bench:
     def __init__(self, peers: tuple[str, ...], shapes: tuple[Shape, ...], **options: Any) -> None:
         self.options = options
         self.rank, self.repeat, self.isa = options["rank"], options["repeat"], options["isa"]
-        self.sweep = options["threads_sweep"]
         cpus, cores = driver.cores_first()
-        self.threads = max(self.sweep or (options["threads"] or cores,))
+        self.threads = options["threads"] or cores
         if self.threads > len(cpus):
             raise ValueError(f"{self.threads} threads asked for, {len(cpus)} CPUs usable.")
-        self.shapes = shapes or cases.DEFAULT_SHAPES + (
-            cases.LARGE_SHAPES if options["large"] else ()
-        )
-        if self.sweep and len(self.shapes) > 1:
-            self.shapes = (shapes or (cases.DEFAULT_SHAPES[1],))[:1]
+        self.shapes = shapes or cases.DEFAULT_SHAPES
         settings = {key: str(value) for key, value in options.items() if value}
         self.record = driver.new_run(**{**settings, "warmups": WARMUPS, "repeat": self.repeat})
-        self.record |= {"shapes": [], "sweep": []}
+        self.record["shapes"] = []
         del self.record["contestants"]  # each shape has its own
         self.cpus = cpus
         self.weights_of: Shape | None = None
@@ -93,18 +85,12 @@ class Bench:
 
     def _given(self, who: Contestant, **spec: object) -> Contestant:
         """With its threads, the CPUs for them, and ``spec``."""
-        threads = who.threads or self.threads
-        cpus = tuple(self.cpus[:threads])
-        return dataclasses.replace(who, threads=threads, cpus=cpus, spec={**who.spec, **spec})
+        given = {"threads": self.threads, "cpus": tuple(self.cpus[: self.threads])}
+        return dataclasses.replace(who, **given, spec={**who.spec, **spec})
 
     def _contestants(self, peers: tuple[str, ...]) -> list[Contestant]:
         ours = Contestant("ktbridge", "peers.ktbridge_worker", {"isa": self.isa})
-        if self.sweep:
-            return [dataclasses.replace(ours, threads=threads) for threads in self.sweep]
         found = [ours]
-        if share := self.options["lora_dropout"]:
-            spec = {**ours.spec, "lora_dropout": share}
-            found.append(Contestant(f"dropout {share:g}", ours.module, spec))
         if "kt-kernel" in peers:
             found += self._kt_kernel()
         if "torch" in peers:
@@ -168,8 +154,8 @@ class Bench:
         result["notes"] = notes
         if not result["contestants"]:
             return
-        self.record["sweep" if self.sweep else "shapes"].append(result)
-        show_result(result, bool(self.sweep))
+        self.record["shapes"].append(result)
+        report.print_result(console, result)
 
     def _entry(self, worker: Worker, shape: Shape, reference: Any, notes: list[str]) -> Record:
         worker.resume()
@@ -182,7 +168,7 @@ class Bench:
             "peak_bytes": usage["peak"],
             "extra_bytes": usage["peak"] - usage["before"] - shape.weight_bytes,
         }
-        if reference is not None and "lora_dropout" not in worker.contestant.spec:
+        if reference is not None:
             path = self.scratch / "results.safetensors"
             worker.ask("save", path=str(path))
             entry["accuracy"] = relative_errors(path, reference)
@@ -208,7 +194,7 @@ class Bench:
         weights = self.scratch / "weights.safetensors"
         same = dataclasses.replace(shape, top_k=1, tokens=1)
         if same != self.weights_of:
-            cases.write_weights(weights, shape, 0 if self.options["aligned"] else cases.MISALIGNED)
+            cases.write_weights(weights, shape)
             self.weights_of = same
         inputs = self.scratch / "inputs.safetensors"
         routed = cases.write_inputs(inputs, shape, self.rank, skew)
@@ -295,19 +281,6 @@ class ShapeType(click.ParamType):
             self.fail(str(error), param, context)
 
 
-class Counts(click.ParamType):
-    name = "N,N,…"
-
-    def convert(self, value: Any, param: Any, context: Any) -> tuple[int, ...]:
-        try:
-            counts = value if isinstance(value, tuple) else tuple(map(int, value.split(",")))
-        except ValueError:
-            counts = ()
-        if not counts or min(counts) < 1:
-            self.fail(f"{value!r} is not a list of positive numbers", param, context)
-        return counts
-
-
 PEERS = click.Choice(["kt-kernel", "torch"])
 COUNT = click.IntRange(1)
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -317,16 +290,12 @@ EXISTING = click.Path(exists=True, path_type=Path)
 @click.command(context_settings={"max_content_width": 110})
 @click.option("--peer", "peers", multiple=True, type=PEERS, help="Again for both.")
 @click.option("--shape", "shapes", multiple=True, type=ShapeType(), help="Instead of the defaults.")
-@click.option("--large", is_flag=True, help="Also the two default shapes with 8192 tokens.")
 @click.option("--decode", is_flag=True, help="Instead: 1, 2, 4, 8 tokens on each of a few experts.")
 @click.option("--threads", type=COUNT, help="Default: one a physical core.")
-@click.option("--threads-sweep", type=Counts(), help="Only ktbridge, one shape, by threads.")
 @click.option("--rank", default=8, show_default=True, type=COUNT)
-@click.option("--lora-dropout", default=0.0, help="ktbridge again with it, by turns.")
 @click.option("--repeat", default=7, show_default=True, type=COUNT, help="Measured rounds.")
 @click.option("--isa", default="auto", show_default=True, help="ktbridge's kernels.")
 @click.option("--accuracy", "accurate", is_flag=True, help="Error against float32 autograd.")
-@click.option("--aligned", is_flag=True, help="Weights begin at a multiple of 64 bytes.")
 @click.option(
     "--skew",
     "skews",
@@ -337,7 +306,6 @@ EXISTING = click.Path(exists=True, path_type=Path)
     help="Routing by Zipf's law; 0 is even.",
 )
 @click.option("--json", "json_file", type=FILE, help="All samples.")
-@click.option("--plot", "plot_file", type=FILE, help="Roofline PNG.")
 @click.option("--from-json", type=EXISTING, help="Show a recorded run.")
 @click.option("--peer-dir", default=PEERS_HOME, show_default=True, type=click.Path(path_type=Path))
 @click.option("--peer-python", help="An interpreter for kt-kernel, instead of installing it.")
@@ -346,15 +314,13 @@ def main(
     peers: tuple[str, ...], shapes: tuple[Shape, ...], json_file: Path | None, **options: Any
 ) -> None:
     """Measure the MoE-LoRA layer beside its peers."""
-    plot_file = options.pop("plot_file")
     if options.pop("decode"):
         shapes = (*shapes, *DECODE_SHAPES)
     if options["from_json"]:
         run = json.loads(options["from_json"].read_text())
         report.show_machine(console, run["machine"])
-        for kind in ("shapes", "sweep"):
-            for result in run[kind]:
-                show_result(result, kind == "sweep")
+        for result in run["shapes"]:
+            report.print_result(console, result)
         report.show_left_out(console, run)
     else:
         try:
@@ -363,17 +329,8 @@ def main(
             raise click.UsageError(str(error)) from error
         run = bench.run()
     driver.write_run(run, json_file)
-    if plot_file and run["shapes"]:
-        report.draw_roofline(run, plot_file)
     if run.get("failed"):
         sys.exit(1)
-
-
-def show_result(result: Record, sweep: bool) -> None:
-    if sweep:
-        console.print(report.sweep_table(result))
-    else:
-        report.print_result(console, result)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """`ktbridge merge` beside `cp` of the same checkpoint, and its peak memory.
 
-    scripts/bench_merge.py --dir /mnt/nvme [--layers 2] [--fused] [--repeat 5] [--beside CHECKOUT]
+    scripts/bench_merge.py --dir /mnt/nvme [--layers 2] [--fused] [--repeat 5]
 
 Makes a random checkpoint of a few of Qwen3-30B-A3B's layers (experts one by one, 1.2 GB a layer) or, with
 --fused, of Qwen3.5-35B-A3B's, and a rank-8 adapter of every expert and attention module. Then `cp`, `cp` with
 a flush to the disk and `ktbridge merge` take turns; each writes the whole checkpoint, and merge flushes it
-before it publishes, so `cp + sync` is its like. --beside is another checkout of ktbridge, whose merge takes
-turns, too. On a machine that others use, quote the ratios within a round and the CPU seconds.
+before it publishes, so `cp + sync` is its like. On a machine that others use, quote the ratios
+within a round and the CPU seconds.
 
 The floor, for V values of two bytes and rank r, is what `cp` does (each byte copied once from page cache to
 page cache, and every page allotted and flushed), one more copy (out of the page cache to where it can be
@@ -21,7 +21,6 @@ Needs `ktbridge[train]`.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -73,11 +72,6 @@ def make(place: Path, layers: int, experts: int | None, fused: bool) -> None:
 @click.option("--experts", type=click.IntRange(8), help="Fewer than the model has.")
 @click.option("--fused", is_flag=True, help="Experts in fused tensors.")
 @click.option("--repeat", "--runs", default=5, show_default=True, type=click.IntRange(1))
-@click.option(
-    "--beside",
-    type=click.Path(exists=True, file_okay=False, resolve_path=True),
-    help="Another checkout of ktbridge, built, whose merge takes turns as well.",
-)
 @click.option("--touch/--no-touch", default=True, help="Touch free memory before each turn.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="All samples.")
 def main(
@@ -86,7 +80,6 @@ def main(
     experts: int | None,
     fused: bool,
     repeat: int,
-    beside: str | None,
     touch: bool,
     json_file: Path | None,
 ) -> None:
@@ -108,10 +101,6 @@ def main(
             Command("cp + sync", synced, (), files, (copy,)),
             Command("ktbridge merge", merge, like, files, (out,)),
         ]
-        if beside:
-            path = os.pathsep.join(filter(None, (beside, os.environ.get("PYTHONPATH"))))
-            other = ["env", "-C", beside, f"PYTHONPATH={path}", *merge]
-            commands.append(Command("its merge", other, like, files, (out,)))
         compete_as_programs(run, commands, repeat, touch)
     write_run(run, json_file)
     show_programs(run, f"layers: {layers}, experts {'fused' if fused else 'one by one'}")

@@ -95,7 +95,6 @@ DEFAULT_SHAPES = (
     Shape(32, 1, 7168, 2048, 2048, "fp8"),  # DeepSeek-V3, an eighth
     Shape(48, 1, 7168, 2048, 2048, "int4"),  # Kimi-K2, an eighth
 )
-LARGE_SHAPES = (Shape(64, 6, 2048, 1408, 8192), Shape(256, 8, 2048, 512, 8192))
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,6 @@ class Work:
 
     bytes: int
     flops: int
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs a byte: where the pass stands on a roofline."""
-        return self.flops / self.bytes
 
     def seconds(self, peak: float, bandwidth: float) -> float:
         """The floor: the larger of bytes over bandwidth [bytes/s] and FLOPs over peak [FLOP/s]."""

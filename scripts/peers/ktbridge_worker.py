@@ -38,7 +38,6 @@ class Ktbridge:
             threads=case.threads,
             isa=case.isa,
             accumulate_grad=True,
-            lora_dropout=case.lora_dropout,
         )
         with torch.no_grad():
             for name in LORA_NAMES:

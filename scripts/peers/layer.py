@@ -35,7 +35,6 @@ class Case:
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     d_out: torch.Tensor
-    lora_dropout: float = 0.0
 
 
 class Layer(Protocol):
@@ -109,7 +108,6 @@ def load(spec: dict[str, Any]) -> Case:
         weights=read(spec["weights"], (), mapped=True),
         lora=read(spec["inputs"], LORA_NAMES),
         **read(spec["inputs"], rest),
-        lora_dropout=spec.get("lora_dropout", 0.0),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run says: tables and a plot of the record that --json writes, so a recorded run reads the same.
+"""What a run says: tables of the record that --json writes, so a recorded run reads the same.
 
 ``show_machine`` and ``speed_table`` are every bench's, the rest bench_kernels.py's.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from peers.driver import Record, quartiles
 from rich.box import SIMPLE_HEAD
@@ -17,8 +16,6 @@ from rich.table import Table
 OURS = "ktbridge"
 PASSES = ("forward", "backward")
 QUIET = 0.5  # processes running in the last minute
-COLORS = ("#0b6e4f", "#c8553d", "#3a5a9b", "#8a6d1f")
-MARKERS = {"forward": "o", "backward": "s"}
 
 
 def seconds(entry: Record, which: str) -> float:
@@ -185,99 +182,3 @@ def accuracy_table(result: Record) -> Table:
     for name in entries[0]["accuracy"]:  # in the order of cases.RESULTS
         table.add_row(name, *(f"{100 * entry['accuracy'][name]:.3f}" for entry in entries))
     return table
-
-
-def sweep_table(result: Record) -> Table:
-    """Ours by number of threads, and whether one more ever cost time."""
-    title = f"{OURS} by threads, {result['label']}"
-    table = plain_table(title, "fwd ms", "bwd ms", "both ms", "× 1st", "")
-    first = before = None
-    for entry in result["contestants"]:
-        both = seconds(entry, "both")
-        first = first or both
-        slower = before is not None and both > before
-        table.add_row(
-            str(entry["threads"]),
-            *(f"{seconds(entry, which) * 1e3:.2f}" for which in (*PASSES, "both")),
-            f"{first / both:.2f}x",
-            "slower than the row above" if slower else "",
-        )
-        before = both
-    return table
-
-
-def points(run: Record) -> list[tuple[str, str, str, float, float]]:
-    """(contestant, pass, shape, FLOPs a byte, TFLOP/s) of everything measured."""
-    found = []
-    for result in run["shapes"]:
-        for entry in result["contestants"]:
-            for which in PASSES:
-                work = result["floor"][which]
-                rate = work["flops"] / seconds(entry, which) / 1e12
-                place = work["flops"] / work["bytes"]
-                found.append((entry["name"], which, result["label"], place, rate))
-    return found
-
-
-def draw_roofline(run: Record, path: Path) -> None:
-    """A PNG: FLOPs a byte against TFLOP/s, both logarithmic, under the two ceilings. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    everything = points(run)
-    peak = max(run["machine"]["peaks"].values()) / 1e12
-    bandwidth = run["machine"]["bandwidth"] / 1e12
-    places = [place for *_, place, _ in everything]
-    rates = [rate for *_, rate in everything]
-    ridge = peak / bandwidth
-    low, high = min(*places, ridge) / 3, max(*places, ridge) * 3
-    figure, axes = plt.subplots(figsize=(10, 6.2), dpi=150)
-    edge = [low, ridge, high]
-    axes.plot(edge, [min(x * bandwidth, peak) for x in edge], color="#222222", lw=1.6, zorder=1)
-    roof = f"bf16 {peak:.3g} TFLOP/s, reads {bandwidth * 1e3:.3g} GB/s"
-    axes.annotate(roof, (high, peak), (-4, 5), textcoords="offset points", ha="right", size=9)
-
-    names = list(dict.fromkeys(name for name, *_ in everything))
-    labels = list(dict.fromkeys(label for _, _, label, *_ in everything))
-    for index, name in enumerate(names):
-        for which in PASSES:
-            mine = [point for point in everything if point[0] == name and point[1] == which]
-            axes.scatter(
-                [point[3] for point in mine],
-                [point[4] for point in mine],
-                s=46,
-                marker=MARKERS[which],
-                facecolor=COLORS[index % len(COLORS)] if which == "forward" else "white",
-                edgecolor=COLORS[index % len(COLORS)],
-                linewidth=1.5,
-                label=f"{name} {which}",
-                zorder=3,
-            )
-            for _, _, label, place, rate in mine:
-                axes.annotate(
-                    str(labels.index(label) + 1),
-                    (place, rate),
-                    (6, -3),
-                    textcoords="offset points",
-                    size=8,
-                    color="#333333",
-                )
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(rates) / 2, peak * 2))
-    axes.set_xlabel("arithmetic intensity of the least work, FLOP / byte")
-    axes.set_ylabel("TFLOP/s reached")
-    cpu, threads = run["machine"]["cpu"], run["machine"]["threads"]
-    axes.set_title(f"MoE-LoRA layer on {cpu}, {threads} threads", loc="left", size=11)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
-    axes.grid(which="both", color="#dddddd", lw=0.5)
-    axes.set_axisbelow(True)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
-    key = "\n".join(f"{number}   {label}" for number, label in enumerate(labels, 1))
-    axes.text(1.03, 0.02, f"E,K,H,I,T\n{key}", transform=axes.transAxes, size=8, va="bottom")
-    figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)
