@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast `ktbridge convert` and `ktbridge validate` are, beside `cp` and `cat` of the same bytes.
+"""Time `ktbridge convert` and `ktbridge validate` beside `cp` and `cat` of the same bytes.
 
     scripts/bench_convert.py --dir /mnt/nvme
     scripts/bench_convert.py --repeat 9 --json run.json --reference convert_kt_to_sglang_adapter.py
@@ -58,7 +58,7 @@ Modules = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an adapter's tensors follow from; ``modules`` gives a layer's by path, as [out, in]."""
+    """Sizes from which an adapter's tensors follow; ``modules`` gives a layer's by path, as [out, in]."""
 
     base_model: str
     prefix: str

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast the MoE-LoRA layer is, beside its peers and the machine's own ceilings, in one run.
+"""Time the MoE-LoRA layer beside its peers and the machine's own ceilings, in one run.
 
     scripts/bench_kernels.py --peer kt-kernel --peer torch --json run.json
     scripts/bench_kernels.py --shape 64,6,2048,1408,512 --threads 2 --accuracy --peer torch
@@ -176,7 +176,7 @@ class Bench:
         return entry
 
     def _ceilings_now(self) -> Record:
-        """What the machine does in these minutes, for the instance may have become busier since the start."""
+        """Measure what the machine does in these minutes: it may have become busier since the start."""
         now, best = driver.run_once(self.ceilings), self.record["machine"]["best_isa"]
         return {"peak": now["peaks"][best], "bandwidth": now["bandwidth"]}
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import click
 import yaml
+from peers.report import plain_table
 from peers.training import Measured, plan, train
 from random_checkpoint import ALIASES, SHAPES, make_checkpoint, parse_changes
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -103,15 +103,13 @@ def compare(case: Case, plan: dict[str, Any], measured: Measured) -> dict[str, A
 
 
 def within(records: list[dict[str, Any]], tolerance: float) -> bool:
-    """Whether every prediction is at most ``tolerance`` (0.15) off, and was measured at all."""
+    """Tell if every prediction is at most ``tolerance`` (0.15) off, and was measured at all."""
     errors = [error for record in records for error in record["error"].values()]
     return all(error is not None and abs(error) <= tolerance for error in errors)
 
 
 def table(records: list[dict[str, Any]]) -> Table:
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("case", "what", "predicted", "measured", "error"):
-        made.add_column(title, justify="left" if title == "what" else "right", no_wrap=True)
+    made = plain_table("", "what", "predicted", "measured", "error")
     for number, record in enumerate(records, 1):
         for name, size in record["predicted"].items():
             found, error = record["measured"][name], record["error"][name]

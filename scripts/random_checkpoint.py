@@ -239,7 +239,7 @@ def _write_shards(
 
 
 def _is_one(model_type: str, name: str) -> bool:
-    """Whether a vector begins as ones: norms' scales, but for those that are added to one."""
+    """Tell if a vector begins as ones: norms' scales, but for those that are added to one."""
     centred = model_type in ("qwen3_next", "qwen3_5_moe") and ".visual." not in name
     return "norm" in name and name.endswith("weight") and (not centred or ".linear_attn." in name)
 

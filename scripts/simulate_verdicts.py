@@ -30,7 +30,7 @@ BENCHES = {84: SMALL, 300: "nekobench"}
 
 @dataclass(frozen=True)
 class Scenario:
-    """How marks come about: ``same`` is the share of answers that are alike in all arms, ``beta`` the
+    """A source of marks: ``same`` is the share of answers that are alike in all arms, ``beta`` the
     distribution of the items' difficulty, ``effect`` the change of the last arm by slice; ``judge`` adds
     the answers to five yes/no questions."""
 

@@ -1,4 +1,4 @@
-"""What the machine can do, by itself: bf16 FLOP/s and bytes/s read."""
+"""The machine's ceilings: bf16 FLOP/s and bytes/s read."""
 
 from __future__ import annotations
 

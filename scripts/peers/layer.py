@@ -1,4 +1,4 @@
-"""What the contestants of bench_kernels.py have in common: the tensors of a case, and a turn.
+"""Parts that bench_kernels.py's contestants share: the tensors of a case, and a turn.
 
 Imports torch and safetensors only: it also runs under a peer's interpreter, which has no ktbridge.
 """
@@ -48,7 +48,7 @@ class Layer(Protocol):
     def backward(self) -> None: ...
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Of the last step, under the names of ``RESULTS``."""
+        """Return the last step's tensors under the names of ``RESULTS``."""
 
 
 class LayerContestant:

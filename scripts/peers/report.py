@@ -1,4 +1,4 @@
-"""What a run says: tables of the record that --json writes, so a recorded run reads the same.
+"""Tables of the record that --json writes, so a recorded run reads the same.
 
 ``show_machine`` and ``speed_table`` are every bench's, the rest bench_kernels.py's.
 """
@@ -26,7 +26,7 @@ def seconds(entry: Record, which: str) -> float:
 
 
 def ratio(result: Record, entry: Record, which: str) -> float | None:
-    """How many times our time ``entry`` takes; None when we did not run."""
+    """Return ``entry``'s time over ours; None when we did not run."""
     ours = next((other for other in result["contestants"] if other["name"] == OURS), None)
     return None if ours is None else seconds(entry, which) / seconds(ours, which)
 

@@ -52,7 +52,7 @@ class Engine:
             return sum(pool.map(self._ask, asked, prompts)) / (time.perf_counter() - start)
 
     def _ask(self, model: str, prompt: list[int]) -> int:
-        """How many tokens the answer has."""
+        """Ask, and count the tokens of the answer."""
         body = {"model": model, "prompt": prompt, "max_tokens": self.tokens, "temperature": 0}
         request = urllib.request.Request(
             f"{self.child.url}/completions",

@@ -233,7 +233,7 @@ class TiledLoss(nn.Module):
 
 
 def among_ranks(who: str, model: nn.Module) -> nn.Module:
-    """What computes a pass's loss from its ids: under DDP where there are other ranks."""
+    """Return what computes a pass's loss from its ids: under DDP where there are other ranks."""
     loss_of = TiledLoss(model)
     if world().size == 1:
         return loss_of
@@ -260,7 +260,7 @@ def of_all_ranks(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def experts_implementation(model: Any) -> str:
-    """What computed the experts, by transformers' name of it."""
+    """Return transformers' name of what computed the experts."""
     return str(getattr(model.get_base_model().config, "_experts_implementation", ""))
 
 

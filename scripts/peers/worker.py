@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 class Contestant(Protocol):
     about: Mapping[str, str]
-    """What is said when it is ready, such as its version."""
+    """Facts to say when it is ready, such as its version."""
 
     def turn(self) -> Mapping[str, float]:
         """One turn: what was measured, by name. The driver may ask for other methods, too."""

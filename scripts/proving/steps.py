@@ -104,7 +104,7 @@ class Steps:
                 self.run(step, url)
 
     def is_done(self, step: Step) -> bool:
-        """Whether what the step wrote is there, of the same command and files."""
+        """Tell if what the step wrote is there, of the same command and files."""
         before = self._state.get(step.name)
         if before is None or before.made_from != self._made_from(step):
             return False
