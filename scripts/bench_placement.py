@@ -86,6 +86,7 @@ QWEN3 = Model("qwen3", "qwen3-30b-a3b", 48)
 QWEN35 = Model("qwen3.5", "qwen3.5-35b-a3b", 40)
 ROWS = (
     Row("v2-6", V2, "6GB", "bf16", 16, 3700),
+    Row("v2-8", V2, "8GB", "bf16", 16, 6000),
     Row("v2-11", V2, "11GB", "bf16", 16, 7700),
     Row("v2-free", V2, None, "bf16", 16, 18000, ("stream", "resident")),
     Row("v2-1x512", V2, "11GB", "bf16", 1, 550, ("stream", "cpu")),

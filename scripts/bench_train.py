@@ -22,6 +22,7 @@ over GPU memory. Needs `ktbridge[train]`; without a GPU all are on the CPU.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import statistics
@@ -93,6 +94,9 @@ def failure(who: str, status: int, log: Path) -> str:
     lines = [line.strip() for line in log.read_text().splitlines()]
     lines = [line for line in lines if line and not line.startswith(f"{who}: step ")]
     lines = list(takewhile(lambda line: "distributed/elastic" not in line, lines))  # torchrun's
+    lines = [
+        line for line in lines if not re.match(r"\[rank\d+\]:\[W", line)
+    ]  # what torch warns of at exit
     if status < 0:
         why = f"was killed by {signal.Signals(-status).name}"
         why += ", as the system does when memory runs out" if status == -signal.SIGKILL else ""

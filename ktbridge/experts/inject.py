@@ -27,6 +27,7 @@ from ktbridge.experts.guard import has_peft, watch
 from ktbridge.experts.layer import ExpertOptions, MoELoRAExperts, expert_layers, find_layers
 from ktbridge.experts.load_model import release_layers
 from ktbridge.experts.modules import ModuleExperts, experts_modules
+from ktbridge.experts.recompute import layer_inputs
 from ktbridge.experts.save_adapter import find_unsaved_parameters
 from ktbridge.experts.weights import PROJECTIONS
 
@@ -201,6 +202,7 @@ def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) ->
         copier,
         loader=loader,
         loaded=lambda index: release_layers(model, [index]),
+        inputs=layer_inputs(model),
     )
     if loader is not copier:
         loader.close()

@@ -4,17 +4,28 @@ A checkpointed decoder layer drops its activations and runs forward once more in
 that would be the most expensive part of a step, and needless: what their backward needs (``activation``: how
 much) is kept by the kernels, on the host, and their output, [T, H] bfloat16 a layer, is kept here and
 handed out again. Same results, a forward of the experts saved.
+
+Over all layers, inputs and those outputs are what a long step takes of the GPU. With ``outputs_on_host`` both
+wait in pinned memory of the host: a transfer each way, on streams of their own.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from ktbridge.experts.gpu.placement import ON_WAY
+
+_CHECKPOINT = "_gradient_checkpointing_func"
 _here = threading.local()
 
 
@@ -67,6 +78,22 @@ def enable(model: Any) -> None:
     # Only reentrant checkpoints need inputs with gradients; without, the first layer's are not computed.
     model.disable_input_require_grads()
     model.config.use_cache = False
+    inputs = LayerInputs()
+    for module in model.modules():
+        # Private: transformers' own offloading (5.21 and later) copies on the stream that computes.
+        # tests/experts/test_recompute.py holds that each layer's input comes this way.
+        if hasattr(module, _CHECKPOINT):
+            setattr(module, _CHECKPOINT, inputs.around(getattr(module, _CHECKPOINT)))
+
+
+def layer_inputs(model: torch.nn.Module) -> LayerInputs | None:
+    """Return the inputs of a model's checkpointed layers; None where ``enable`` wasn't called."""
+    for module in model.modules():
+        around = getattr(module, _CHECKPOINT, None)
+        if isinstance(around, partial) and isinstance(around.args[0], LayerInputs):
+            found: LayerInputs = around.args[0]
+            return found
+    return None
 
 
 def recording() -> bool:
@@ -91,32 +118,46 @@ def replayed() -> Any:
     return next(mode.remaining) if mode is not None and mode.name == "replay" else None
 
 
-class SavedOutput:
-    """One layer's output [T, H], to be had again any number of times."""
+class HostStreams:
+    """Streams between a GPU and pinned memory of the host, one each way."""
 
-    def __init__(
-        self, out: torch.Tensor, streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None
-    ) -> None:
-        """``out`` may be changed by its owner afterwards. ``streams``: to the host and back; None: stay."""
-        self._streams, self._device = streams, out.device
+    def __init__(self, device: torch.device) -> None:
+        self.leaving, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._events: deque[torch.cuda.Event] = deque()
+
+    def copy_away(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Return a copy on the host, which is there after the event.
+
+        At most ``ON_WAY`` layers' are under way. Python waits for the one before: else it would run far
+        ahead of the GPU, and allocate for each layer.
+        """
+        if len(self._events) == 2 * ON_WAY:  # an input and an output of each
+            self._events.popleft().synchronize()
+        away = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        self.leaving.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self.leaving):
+            away.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self.leaving)
+        self._events.append(self.leaving.record_event())
+        return away, self._events[-1]
+
+
+class HiddenStates:
+    """Hidden states between a layer's forward and its backward, to be had again any number of times."""
+
+    def __init__(self, states: torch.Tensor, streams: HostStreams | None) -> None:
+        """Without ``streams`` they stay where they are. Their owner may change ``states`` afterwards."""
+        self._streams, self._device = streams, states.device
         self._fetched: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        copy = out.clone()  # its owner needn't wait for the transfer
-        if streams is None:
-            self._saved = copy
-            return
-        leaving, _ = streams
-        self._saved = torch.empty(out.shape, dtype=out.dtype, device="cpu", pin_memory=True)
-        leaving.wait_stream(torch.cuda.current_stream(out.device))
-        with torch.cuda.stream(leaving):
-            self._saved.copy_(copy, non_blocking=True)
-            copy.record_stream(leaving)
-        self._left = leaving.record_event()
+        self._saved = states.detach().clone()  # its owner needn't wait for the transfer
+        if streams is not None:
+            self._saved, self._left = streams.copy_away(self._saved)
 
     def fetch(self) -> None:
-        """Begin to bring it back, if it is on the host."""
+        """Begin to bring them back, if they are on the host."""
         if self._streams is None or self._fetched is not None:
             return
-        back = self._streams[1]
+        back = self._streams.back
         with torch.cuda.stream(back):
             back.wait_event(self._left)
             there = self._saved.to(self._device, non_blocking=True)
@@ -137,21 +178,15 @@ class SavedOutput:
 
 
 class SavedOutputs:
-    """Layers' outputs between a checkpointed forward and its second one, which wants them once more.
+    """Layers' outputs between a checkpointed forward and its second one, which wants them once more."""
 
-    Over all layers they are as large as the layers' inputs, so where GPU memory is short they wait in pinned
-    memory of the host: one transfer each way, on streams of their own.
-    """
+    def __init__(self, streams: HostStreams | None) -> None:
+        self._streams = streams
+        self._last: dict[int, weakref.ref[HiddenStates]] = {}
 
-    def __init__(self, device: torch.device, on_host: bool) -> None:
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        if on_host and device.type == "cuda":
-            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._last: dict[int, weakref.ref[SavedOutput]] = {}
-
-    def save(self, layer: int, out: torch.Tensor) -> SavedOutput:
+    def save(self, layer: int, out: torch.Tensor) -> HiddenStates:
         """Save the output of a layer for its second forward."""
-        saved = SavedOutput(out, self._streams)
+        saved = HiddenStates(out, self._streams)
         self._last[layer] = weakref.ref(saved)
         return saved
 
@@ -161,3 +196,49 @@ class SavedOutputs:
         saved = self._last[max(before)]() if before else None
         if saved is not None:
             saved.fetch()
+
+
+class LayerInputs:
+    """Inputs of a model's checkpointed layers, on the host between forward and backward if that is wished."""
+
+    def __init__(self) -> None:
+        self.streams: HostStreams | None = None
+        """None: they stay on the GPU."""
+        self._last: weakref.ref[SavedInput] | None = None
+
+    def around(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``checkpoint`` with its inputs saved here: what is saved within it has hooks of its own."""
+        return partial(_checkpoint, self, checkpoint)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedInput:
+        """Send hidden states [B, T, H] to the host; anything else stays."""
+        if self.streams is None or tensor.dim() != 3 or not tensor.is_floating_point():
+            return tensor
+        saved = SavedInput(HiddenStates(tensor, self.streams), self._last)
+        self._last = weakref.ref(saved)
+        return saved
+
+
+@dataclass(frozen=True)
+class SavedInput:
+    """A layer's input on the host, and that of the layer before, which backward wants next."""
+
+    states: HiddenStates
+    before: weakref.ref[SavedInput] | None
+
+
+def _unpack(packed: torch.Tensor | SavedInput) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    found = packed.states.get()
+    before = packed.before and packed.before()
+    if before:
+        before.states.fetch()
+    return found
+
+
+def _checkpoint(inputs: LayerInputs, checkpoint: Callable[..., Any], *given: Any) -> Any:
+    if inputs.streams is None:
+        return checkpoint(*given)
+    with saved_tensors_hooks(inputs.pack, _unpack):
+        return checkpoint(*given)

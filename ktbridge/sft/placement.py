@@ -79,7 +79,8 @@ def limits_for(setting: RunSetting, limit: int, taken: int | None = None) -> Mem
     step = setting.step_rows * setting.sides * setting.lengths.mean
     free = limit - kept_free(limit) - (found.taken if taken is None else taken) - found.more
     longest = setting.lengths.longest * setting.sides
-    return MemoryBudget(free, found.token, found.passing, longest, math.ceil(step), found.kept)
+    whole = math.ceil(step)
+    return MemoryBudget(free, found.token, found.passing, longest, whole, found.kept, found.away)
 
 
 def kept_free(limit: int) -> int:

@@ -112,3 +112,41 @@ def test_an_output_changed_in_place_is_replayed_as_it_was():
         grads = {name: p.grad for name, p in layer.named_parameters()}
         found.append({"out": out.detach(), "hidden": x.grad, **grads})
     assert same_bits(found)
+
+
+def test_every_layers_input_passes_through_what_may_send_it_to_the_host():
+    """A contract with transformers and torch: whose functions, and which tensors, a checkpoint saves."""
+    model = wrap_experts(tiny_model(seed=3), lora_rank=4).train()
+    recompute.enable(model)
+    inputs = recompute.layer_inputs(model)
+    assert inputs is not None
+
+    def step():
+        model.zero_grad()
+        model(IDS, labels=IDS).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected, seen = step(), []
+
+    class Kept:
+        """Stands for streams: what is packed stays."""
+
+        def copy_away(self, tensor):
+            seen.append(tuple(tensor.shape))
+            return tensor, None
+
+    class States(recompute.HiddenStates):
+        def fetch(self):
+            pass
+
+        def get(self):
+            return self._saved.clone()
+
+    inputs.streams, before = Kept(), recompute.HiddenStates
+    recompute.HiddenStates = States
+    try:
+        found = step()
+    finally:
+        recompute.HiddenStates, inputs.streams = before, None
+    assert seen == [(*IDS.shape, 64)] * model.config.num_hidden_layers
+    assert same_bits([found, expected])

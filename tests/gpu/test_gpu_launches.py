@@ -188,14 +188,23 @@ def test_one_resident_layer_takes_at_most_30_launches(keep, capsys):
         took.append(time.perf_counter() - began)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        both()
+        with torch.profiler.record_function("both"):
+            both()
         torch.cuda.synchronize()
-    on_gpu = [
-        event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    on_host = torch.autograd.DeviceType.CPU
+    on_gpu = [e for e in profile.events() if e.device_type != on_host and e.name != "both"]
     launches = Counter(event.name.partition("(")[0][-60:] for event in on_gpu)
     busy = sum(event.time_range.elapsed_us() for event in on_gpu) / 1000
-    waits = [e.name for e in profile.events() if "Synchronize" in e.name]
+    (asked,) = (
+        each.time_range
+        for each in profile.events()
+        if each.name == "both" and each.device_type == on_host
+    )
+    waits = [
+        each.name
+        for each in profile.events()
+        if "Synchronize" in each.name and each.time_range.start < asked.end
+    ]
     with capsys.disabled():
         print(f"\nkeep_gate_up={keep}: {sum(launches.values())} launches, {busy:.2f} ms busy,")
         print(f"{1000 * min(queued):.2f} ms to queue, {1000 * min(took):.2f} ms in all")
@@ -204,4 +213,4 @@ def test_one_resident_layer_takes_at_most_30_launches(keep, capsys):
     copier.close()
     # Twice autograd's own sum of gradients of hidden and of weights, and what tells the host of wrong ids.
     assert sum(launches.values()) <= 30 + 2 + 4, launches
-    assert len(waits) <= 1, waits  # the profiled block's own
+    assert not waits

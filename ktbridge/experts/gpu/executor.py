@@ -31,7 +31,7 @@ from ktbridge.experts.gpu.operations import RowWeights
 from ktbridge.experts.gpu.placement import Placement
 from ktbridge.experts.gpu.ring import Copier, Ring
 from ktbridge.experts.lora import LoraUse
-from ktbridge.experts.recompute import SavedOutput, SavedOutputs
+from ktbridge.experts.recompute import HiddenStates, HostStreams, LayerInputs, SavedOutputs
 from ktbridge.experts.weights import Triple
 
 _P = ParamSpec("_P")
@@ -104,7 +104,8 @@ class InvalidIds:
         if self._coming is None:
             return
         host, there = self._coming
-        there.synchronize()
+        if not there.query():
+            there.synchronize()
         self._coming = None
         self._raise(int(host))
 
@@ -143,13 +144,18 @@ class GpuExperts:
         *,
         loader: Copier | None = None,
         loaded: Callable[[int], None] | None = None,
+        inputs: LayerInputs | None = None,
     ) -> None:
-        """``loader`` copies what is resident (default: ``copier``); ``loaded`` gets its layers' numbers."""
+        """``loader`` copies what is resident (default: ``copier``); ``loaded`` gets its layers' numbers.
+
+        ``inputs`` of checkpointed layers wait where their outputs do.
+        """
         self.device = torch.empty(0, device=device).device  # with its index
         self.rank = rank
         self.placement = placement
         self.rows_at_once = placement.rows_at_once or None
-        self.outputs = SavedOutputs(self.device, placement.outputs_on_host)
+        self._inputs = inputs
+        self._keep_hidden_states(placement)
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None
         """That of the last call."""
@@ -199,7 +205,7 @@ class GpuExperts:
         self._groups.clear()
         self._borders.clear()
         self.placement, resident = placement, self._resident(placement)
-        self.outputs = SavedOutputs(self.device, placement.outputs_on_host)
+        self._keep_hidden_states(placement)
         for index, layer in self._layers.items():
             if index not in resident:
                 layer.resident = None
@@ -216,6 +222,14 @@ class GpuExperts:
                 self._copier.extend(self._layers[index].groups)
             self._arrange(placement.slots, streamed)
             self.ring.transfers += transfers
+
+    def _keep_hidden_states(self, placement: Placement) -> None:
+        streams = None
+        if placement.outputs_on_host and self.device.type == "cuda":
+            streams = HostStreams(self.device)
+        self.outputs = SavedOutputs(streams)
+        if self._inputs is not None:
+            self._inputs.streams = streams
 
     def watch_link(self) -> None:
         """Begin to time the link for ``link``."""
@@ -449,7 +463,7 @@ class GpuCall:
 
     In a process group, too: its reducers leave experts on the GPU alone (``ktbridge.sft.distributed``).
     """
-    replayed: tuple[SavedOutput, ForwardState] | None
+    replayed: tuple[HiddenStates, ForwardState] | None
     """What the first forward recorded, where a checkpointed layer runs a second time."""
 
 

@@ -20,7 +20,8 @@ PAD = 16
 _LEAST_SLOTS = 2
 _AHEAD = 2  # groups beyond a layer that are transferred while the layer before is computed
 _UNEVEN = 1.25  # a group's rows over the mean group's: what more there are is computed in parts
-_ON_WAY = 3  # outputs that leave or come back while others are used
+ON_WAY = 3
+"""A layer's inputs or outputs that leave or come back while others are used."""
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
 STEP_SECONDS = 0.015
 """Seconds a step of clipping, optimizer and log, for all but the experts."""
@@ -100,7 +101,7 @@ class ExpertSizes:
     def outputs(self, on_host: bool) -> int:
         """Bytes a token, on the GPU, of all layers' outputs and routing between forward and backward."""
         routing = 24 * self.top_k * self.layers
-        return routing + 2 * self.hidden * (_ON_WAY if on_host else self.layers)
+        return routing + 2 * self.hidden * (ON_WAY if on_host else self.layers)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Placement:
     masters: bool = False
     """Whether expert LoRA weights, gradients and Adam's states are on the GPU."""
     outputs_on_host: bool = False
-    """Whether the layers' outputs wait there for their second forward."""
+    """Whether the layers' inputs, and their experts' outputs, wait there for their second forward."""
     keep_gate_up: bool = False
     """Whether gate and up are kept for backward instead of computed again."""
     rows_at_once: int = 0
@@ -168,8 +169,13 @@ class Placement:
         if not self.masters or self.tokens < limits.step_tokens:
             return 0
         going = self.tokens * (limits.kept + sizes.outputs(self.outputs_on_host))
+        going -= self.away_bytes(limits)
         gradients = 4 * sizes.layers * sizes.lora
         return min(gradients, going) * (sizes.layers - 1) // sizes.layers
+
+    def away_bytes(self, limits: MemoryBudget) -> int:
+        """Return what the layers' inputs don't take on the GPU."""
+        return self.tokens * limits.away if self.outputs_on_host else 0
 
     def bytes(self, sizes: ExpertSizes, limits: MemoryBudget) -> int:
         """Return what of ``limits.free`` it takes."""
@@ -178,6 +184,7 @@ class Placement:
             sum(part(sizes) for part in parts)
             + self.tokens * limits.token_bytes
             + self.activation_bytes(sizes, limits.passing)
+            - self.away_bytes(limits)
             - self.overlapped_gradient_bytes(sizes, limits)
         )
 
@@ -197,6 +204,8 @@ class MemoryBudget:
     """Tokens of an optimizer step."""
     kept: int = 0
     """Of ``token_bytes``, what backward lets go of as it goes through the layers."""
+    away: int = 0
+    """Of ``kept``, inputs of layers that the GPU needn't have meanwhile."""
     cpu_tokens: int | None = None
     """The most tokens of a micro-batch whose experts the CPU computes; None: what the GPU has memory for."""
 
@@ -343,7 +352,10 @@ def predict_seconds(
                 assert costs.cpu is not None
                 # GPU and CPU wait for each other, while Python starts what comes next for both.
                 busy += layers * costs.cpu.at(tokens) * _CPU_SHARE[way]
-            transfer = transfers / costs.link
+            returning = (
+                4 * sizes.hidden * layers * tokens if way and placement.outputs_on_host else 0
+            )
+            transfer = (transfers + returning) / costs.link
             times = 1 if way else costs.forwards
             link, gpu, host = link + times * transfer, gpu + times * busy, host + times * starting
             waiting += times * _together(_together(busy, starting, _QUEUED), transfer, _TAKEN)

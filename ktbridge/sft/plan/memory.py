@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ktbridge.experts.gpu.placement import MemoryBudget, Placement
+from ktbridge.experts.gpu.placement import ON_WAY, MemoryBudget, Placement
 from ktbridge.files.sizes import count_text, size_text
 from ktbridge.sft.plan.setting import (
     LayerBytes,
@@ -87,7 +87,8 @@ def _expert_parts(setting: RunSetting) -> Iterator[PlanPart]:
     spared = 0
     if setting.placed is not None:
         step = math.ceil(setting.step_rows * setting.sides * setting.lengths.mean)
-        limits = MemoryBudget(0, 0, 0, 0, step, outside_bytes(setting).kept)
+        outside = outside_bytes(setting)
+        limits = MemoryBudget(0, 0, 0, 0, step, outside.kept, outside.away)
         spared = setting.placed.overlapped_gradient_bytes(setting.expert_sizes, limits)
         how += "; the gradients come as activations go" if spared else ""
     if lora:
@@ -140,13 +141,15 @@ def _gpu_expert_parts(setting: RunSetting, placement: Placement) -> Iterator[Pla
         lora = placement.lora_bytes(sizes)
         yield PlanPart("expert LoRA of one layer", "GPU", lora, "its masters are in RAM")
     tokens, passing = placement.tokens, outside_bytes(setting).passing
-    how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {sizes.layers} outputs"
+    count = ON_WAY if placement.outputs_on_host else sizes.layers
+    how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {count} outputs"
     if placement.keep_gate_up:
         how += ", with gate and up of all layers"
     yield PlanPart("expert activations", "GPU", placement.activation_bytes(sizes, passing), how)
     if placement.outputs_on_host:
-        away = tokens * 2 * sizes.hidden * sizes.layers
-        yield PlanPart("outputs of the experts", "RAM", away, "pinned, until each layer's backward")
+        away = tokens * (2 * sizes.hidden * sizes.layers + outside_bytes(setting).away)
+        how = "pinned, until each layer's backward"
+        yield PlanPart("inputs of the layers and outputs of the experts", "RAM", away, how)
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,10 @@ class OutsideBytes:
     """Of activations, a token's while the experts are computed."""
     kept: int
     """Of ``token``, what backward lets go of as it goes through the layers."""
+    away: int
+    """Of ``kept``, what waits on the host where a placement has the layers' outputs there."""
     passing: int
-    """What comes and goes of a token in a layer when experts aren't computed."""
+    """A token's beside ``token`` when experts aren't computed: a layer's temporaries, or the loss."""
 
     @property
     def taken(self) -> int:
@@ -199,7 +204,9 @@ def outside_bytes(setting: RunSetting) -> OutsideBytes:
     more = 3 * width + (0 if setting.config.pure_bf16 or setting.batch.width != 2 else 2)
     weights = setting.shape.nonexpert_elements * setting.batch.width
     kept = _activations(setting)[0] // setting.batch.tokens
-    return OutsideBytes(weights, width * lora, more * lora, constant, token, kept, passing)
+    checkpointed = 0 if setting.config.disable_gradient_checkpointing else len(_layers(setting))
+    away = max(0, checkpointed - ON_WAY) * setting.shape.config.hidden_size * setting.batch.width
+    return OutsideBytes(weights, width * lora, more * lora, constant, token, kept, away, passing)
 
 
 def _other_parts(setting: RunSetting) -> Iterator[PlanPart]:
@@ -243,9 +250,12 @@ def _computed_parts(setting: RunSetting, lora_how: str) -> Iterator[PlanPart]:
         yield PlanPart("non-expert LoRA", "GPU", found.lora + found.lora_more, lora_how)
         slack = GPU_SEGMENTS_SLACK
         activations, constant = tokens * found.token, found.constant
-        kept = min(activations, tokens * found.kept)
+        away = tokens * found.away if setting.placed.outputs_on_host else 0
+        activations -= away
+        kept = min(activations, tokens * found.kept - away)
         plain = [round(each / (1 + slack)) for each in (activations, constant)]
-        yield PlanPart("activations", "GPU", kept, f"inputs of all layers, {tokens:,} tokens")
+        what = f"inputs of {ON_WAY if away else 'all'} layers, {tokens:,} tokens"
+        yield PlanPart("activations", "GPU", kept, what)
         images = min(plain[0] - kept, _image_bytes(setting) * tokens // setting.batch.tokens)
         if setting.lengths.images:
             most = setting.lengths.most_image_tokens
@@ -279,16 +289,14 @@ def _image_bytes(setting: RunSetting) -> int:
 
 
 def _activation_bytes(setting: RunSetting) -> tuple[int, int]:
-    """Return bytes of a micro-batch outside the experts: while these are computed, and passing when not."""
+    """Return bytes of a micro-batch outside the experts: while these are computed, and more when not."""
     kept, most, _ = _activations(setting)
-    passing = _passing(setting)
-    kept += _image_bytes(setting)
-    return kept + max(most, loss_bytes(setting.shape, setting.batch)) - passing, passing
-
-
-def _passing(setting: RunSetting) -> int:
-    """The largest temporary memory within a layer outside its experts."""
-    return max(one.passing for one in _layers(setting))
+    computed = zip(setting.shape.layers, _layers(setting), strict=True)
+    routed = max((one.kept for layer, one in computed if layer.sparse), default=0)
+    if setting.config.disable_gradient_checkpointing:
+        routed = 0  # all layers' are kept
+    most = max(most, loss_bytes(setting.shape, setting.batch))
+    return kept + _image_bytes(setting) + routed, max(0, most - routed)
 
 
 def _layers(setting: RunSetting) -> list[LayerBytes]:
