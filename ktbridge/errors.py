@@ -13,6 +13,7 @@ Code outside ``ktbridge.cli`` never prints or exits: it raises one of these.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -114,6 +115,17 @@ def worst_first(problems: Iterable[Problem]) -> list[Problem]:
 def has_errors(problems: Iterable[Problem]) -> bool:
     """Return whether any problem is an error (warnings and infos don't fail a command)."""
     return any(problem.severity == "error" for problem in problems)
+
+
+def count_problems(problems: Iterable[Problem]) -> str:
+    """Return how many there are of each severity: "2 errors, 1 warning, 3 info"; "" if there are none."""
+    counts = Counter(problem.severity for problem in problems)
+    plurals: dict[Severity, str] = {"error": "s", "warning": "s", "info": ""}
+    return ", ".join(
+        f"{counts[severity]} {severity}{plural if counts[severity] > 1 else ''}"
+        for severity, plural in plurals.items()
+        if counts[severity]
+    )
 
 
 def list_names(names: Sequence[str], most: int) -> str:

@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from ktbridge.errors import KtbridgeError, ProblemsError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+"""A command, or a function that is to be one."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -36,6 +39,28 @@ from_option = click.option(
     show_default=True,
     metavar="FORMAT",
     help="The adapter's format if it is ambiguous: as `ktbridge convert --from` has it.",
+)
+
+
+def json_option(text: str = "Print JSON instead of text.") -> Callable[[_Function], _Function]:
+    """Add --json, which a command gets as ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def dry_run_option(text: str) -> Callable[[_Function], _Function]:
+    """Add --dry-run; ``text`` says what is done in place of the work."""
+    return click.option("--dry-run", is_flag=True, help=text)
+
+
+def training_arguments(command: _Function) -> _Function:
+    """Add CONFIG, its overrides and --from to a command that reads a training configuration."""
+    config = click.argument("config", type=click.Path(dir_okay=False))
+    overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+    return config(overrides(from_option(command)))
+
+
+strict_data_option = click.option(
+    "--strict-data", is_flag=True, help="Refuse the run if any row can't be used."
 )
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
+from ktbridge.cli._app import terminable
 from ktbridge.cli._ui import shown
 from ktbridge.recipe import RunListener, Step
 
@@ -21,6 +26,25 @@ WHY = {
     "eval": "The same questions with and without the adapter, scored alike.",
     "report": "Its tables; report.html and results.json have every answer.",
 }
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Run steps; SIGTERM and a lost terminal end them like Ctrl-C, whose message says how to go on."""
+    with terminable():
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            stop.args = ("what is finished is kept; the same command goes on from there",)
+            raise
+
+
+def print_commands(directory: Path, lines: Sequence[tuple[str, bool]]) -> None:
+    """Print the commands that would be run in ``directory``, and those whose results are kept."""
+    click.echo(f"$ cd {directory}")
+    for line, kept in lines:
+        click.echo(f"# kept: {line}" if kept else f"$ {line}")
 
 
 class StepPrinter(RunListener):

@@ -65,7 +65,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def embedded_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options to a click command, which gets each as a keyword, None if not given."""
     defaults = Limits()
     for option in reversed(OPTIONS):
@@ -81,7 +81,7 @@ def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def refuse(options: Mapping[str, Any]) -> None:
+def refuse_embedded_options(options: Mapping[str, Any]) -> None:
     """UsageError for limits passed to another engine, with the equivalent option there."""
     wrong = [option for option in OPTIONS if options[option.parameter] is not None]
     if wrong:
@@ -90,7 +90,7 @@ def refuse(options: Mapping[str, Any]) -> None:
         raise UsageError(f"{names}: for the local engine only, and SGLang-KT would serve", steps)
 
 
-def run(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
+def serve_embedded(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
     """Plan the launch and print it, or serve until Ctrl-C or SIGTERM."""
     from ktbridge.cli._ui import console, emit_json, print_problems, print_readings, stderr
     from ktbridge.serve.local.launch import bind_port, serve

@@ -64,14 +64,14 @@ OPTIONS = (
 )
 
 
-def add_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def sglang_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options, and the engine's own flags after --, to a click command."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command
 
 
-def given(context: click.Context) -> list[str]:
+def typed_sglang_options(context: click.Context) -> list[str]:
     """Return which of the options, and whether engine flags, were given; by name."""
     return [
         parameter.opts[0] if isinstance(parameter, click.Option) else FLAGS
@@ -82,14 +82,14 @@ def given(context: click.Context) -> list[str]:
     ]
 
 
-def refuse(names: Sequence[str]) -> None:
+def refuse_sglang_options(names: Sequence[str]) -> None:
     """UsageError for options of SGLang-KT passed to another engine."""
     if names:
         step = "leave them out, or serve with --engine sglang"
         raise UsageError(f"{', '.join(names)}: not for the local engine", step)
 
 
-def run(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
+def serve_by_sglang(options: dict[str, Any], *, dry_run: bool, as_json: bool) -> None:
     """Plan the launch and print it, or serve until Ctrl-C or SIGTERM."""
     from ktbridge.cli._ui import emit_json, print_problems, print_readings
     from ktbridge.serve.sglang.facts import gather

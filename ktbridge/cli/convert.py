@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ktbridge.adapter.convert import execute_plan, plan_convert
 from ktbridge.adapter.formats import loaded_by
-from ktbridge.cli._app import Command, terminable
+from ktbridge.cli._app import Command, dry_run_option, json_option, terminable
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._ui import console, emit_json, print_problems, progress_bar, shown, stderr
 from ktbridge.errors import KtbridgeError
@@ -84,8 +84,8 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     help="Take wrappers' names (_orig_mod, module and the like) out of keys.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace output directories that hold an adapter.")
-@click.option("--dry-run", is_flag=True, help="Print what would be written; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@dry_run_option("Print what would be written; write nothing.")
+@json_option("Print one JSON document.")
 def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Turn the adapter in RAW_DIR into serving directories, in one pass over it.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
-from ktbridge.cli._app import Command, terminable
+from ktbridge.cli._app import Command, dry_run_option, terminable
 from ktbridge.cli._recipe import StepPrinter
 from ktbridge.cli._ui import console, progress_bar, shown
 from ktbridge.cli.run import command_options, training_keys
@@ -61,7 +61,7 @@ SAMPLES = {
     is_flag=True,
     help="A model of 2.6 million parameters, pre-trained here; nothing is downloaded.",
 )
-@click.option("--dry-run", is_flag=True, help="Show the steps and stop.")
+@dry_run_option("Show the steps and stop.")
 def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
     """Run the whole loop on a small mixture-of-experts model, on any CPU, in minutes.
 

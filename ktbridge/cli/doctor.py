@@ -9,7 +9,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, json_option
 from ktbridge.cli._ui import console, emit_json
 from ktbridge.serve.doctor import diagnose
 
@@ -25,7 +25,7 @@ MARKS = {"ok": "[green]✓[/]", "missing": "[yellow]–[/]", "problem": "[bold r
 @click.option(
     "--quick", is_flag=True, help="List GPUs by nvidia-smi, without asking torch or trying them."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@json_option()
 def command(engine_python: str | None, quick: bool, as_json: bool) -> None:
     """Show CPU, instruction sets, memory, GPUs and packages, with a remedy for what is missing.
 

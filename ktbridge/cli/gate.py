@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from ktbridge.cli._app import Command, from_option, terminable
+from ktbridge.cli._app import Command, dry_run_option, from_option, json_option
 from ktbridge.cli._hub import ensure_model
-from ktbridge.cli._recipe import StepPrinter
+from ktbridge.cli._recipe import StepPrinter, print_commands, resumable
 from ktbridge.cli._ui import console, emit_json, print_blocks, progress_bar, stderr
 from ktbridge.errors import UsageError
 from ktbridge.model import resolve_model
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="Verdict, reports and answers; what is finished there is kept.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the commands, and stop.")
-@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on stdout.")
+@dry_run_option("Print the commands, and stop.")
+@json_option("Print the verdict as JSON on stdout.")
 @click.argument("more", nargs=-1, metavar="[-- EVAL OPTIONS]")
 def command(
     adapter: str,
@@ -129,15 +129,11 @@ def command(
         _show(request, read, output, as_json)
         return
     shown = stderr if as_json else console
-    with terminable():
-        try:
-            printer = StepPrinter(shown, plan_gate(request))
-            events = GateEvents(printer, partial(progress_bar, "hashing", "bytes"))
-            stream = sys.stderr if as_json else None
-            verdict = run_gate(request, read, conditions, output, events, output=stream)
-        except KeyboardInterrupt as stop:
-            stop.args = ("what is finished is kept; the same command goes on from there",)
-            raise
+    printer = StepPrinter(shown, plan_gate(request))
+    events = GateEvents(printer, partial(progress_bar, "hashing", "bytes"))
+    stream = sys.stderr if as_json else None
+    with resumable():
+        verdict = run_gate(request, read, conditions, output, events, output=stream)
     if as_json:
         emit_json(verdict.model_dump(mode="json", by_alias=True))
     else:
@@ -230,6 +226,4 @@ def _show(request: GateRequest, benches: Sequence[Bench], output: Path, as_json:
         document = {"ok": True, "directory": str(output), "steps": steps}
         emit_json(document | {"inputs": inputs.model_dump(mode="json")})
         return
-    click.echo(f"$ cd {output}")
-    for line, kept in lines:
-        click.echo(f"# kept: {line}" if kept else f"$ {line}")
+    print_commands(output, lines)

@@ -7,7 +7,7 @@ import os
 import click
 from rich.table import Table
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, json_option
 from ktbridge.cli._ui import console, emit_json, shown
 from ktbridge.recipe import copy_recipe, list_recipes
 
@@ -15,7 +15,7 @@ from ktbridge.recipe import copy_recipe, list_recipes
 @click.command(cls=Command)
 @click.argument("name", required=False)
 @click.argument("directory", required=False, metavar="[DIR]", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@json_option()
 def command(name: str | None, directory: str | None, as_json: bool) -> None:
     """List the recipes, or copy the recipe NAME into DIR (default: NAME) to run and to change.
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ktbridge.adapter import open_adapter
 from ktbridge.adapter.merge import execute_merge, plan_merge
-from ktbridge.cli._app import Command, from_option
+from ktbridge.cli._app import Command, dry_run_option, from_option, json_option
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._ui import (
     console,
@@ -65,8 +65,8 @@ _LATER = (
     show_default=True,
     help="Compute what requantizing weights cost in logprobs; only: of an earlier merge in --output.",
 )
-@click.option("--dry-run", is_flag=True, help="Print which weights would change; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@dry_run_option("Print which weights would change; write nothing.")
+@json_option("Print one JSON document.")
 def command(
     raw_dir: str,
     base_model: str,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-from ktbridge.cli._app import Command, from_option, told_format
+from ktbridge.cli._app import Command, json_option, told_format, training_arguments
 from ktbridge.cli._hub import ensure_rows, stub_on_hub
 from ktbridge.cli._machine import described, machine_options
 from ktbridge.cli._ui import console, emit_json, print_notes, shown, stderr, stdout_for_results
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, extra="train")
-@click.argument("config", type=click.Path(dir_okay=False))
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@from_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@training_arguments
+@json_option()
 @click.option("--no-measure", is_flag=True, help="Don't time kernels or disk: no tokens/s.")
 @machine_options
 def command(

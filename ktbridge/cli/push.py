@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ktbridge.adapter.push import execute_push, plan_push
-from ktbridge.cli._app import Command, from_option
+from ktbridge.cli._app import Command, dry_run_option, from_option, json_option
 from ktbridge.cli._ui import (
     console,
     emit_json,
@@ -33,8 +33,8 @@ from ktbridge.files.sizes import size_text
 @from_option
 @click.option("--private", is_flag=True, help="If the repository is made, only you can see it.")
 @click.option("--revision", metavar="BRANCH", help="Commit to this branch.  [default: main]")
-@click.option("--dry-run", is_flag=True, help="Show the card and the files; upload nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@dry_run_option("Show the card and the files; upload nothing.")
+@json_option("Print one JSON document.")
 def command(
     adapter_dir: str,
     name: str,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, json_option
 
 if TYPE_CHECKING:
     from ktbridge.eval.results.compare import Gate
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     help='Exit with 1 where it holds, e.g. "KRI-K<-0.2" or "low(task:overall)<-0.1"; repeat it.',
 )
 @click.option("--markdown", is_flag=True, help="Print the report as Markdown on stdout.")
-@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on stdout.")
+@json_option("Print the results as JSON on stdout.")
 def command(directory: Path, fail_on: tuple[str, ...], markdown: bool, as_json: bool) -> None:
     """Score what `ktbridge eval` stored in DIR and compare its arms.
 

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import Command, terminable
-
-if TYPE_CHECKING:
-    from ktbridge.errors import ProblemsError
-    from ktbridge.recipe import Comparison, Options, Recipe, Runner, Step
-    from ktbridge.sft.config import TrainConfig
+from ktbridge.cli._app import Command, dry_run_option, json_option
+from ktbridge.cli._recipe import StepPrinter, print_commands, resumable
+from ktbridge.cli._ui import console, emit_json, print_blocks, stderr
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError
+from ktbridge.recipe import (
+    Comparison,
+    Option,
+    Options,
+    Recipe,
+    Runner,
+    Step,
+    compare,
+    expand_sweep,
+    parse_sweep,
+    plan_recipe,
+    read_recipe,
+    recipe_runner,
+)
+from ktbridge.recipe.plan import URL
+from ktbridge.recipe.read import COMMANDS
+from ktbridge.serve.request import choose_engine
+from ktbridge.sft.config import KtConfig, TrainConfig, load_config
+from ktbridge.sft.config.fields import options
 
 PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir", "output_dir")
 
@@ -37,12 +52,8 @@ PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir",
     metavar="KEY=VALUE,VALUE",
     help="A run for each value of this training key; repeat it for every combination.",
 )
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Check the training configuration, print the commands, and stop.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON on stdout.")
+@dry_run_option("Check the training configuration, print the commands, and stop.")
+@json_option("Print a summary as JSON on stdout.")
 def command(
     recipe: str,
     overrides: tuple[str, ...],
@@ -63,24 +74,15 @@ def command(
       ktbridge run nekoqa model_name_or_path=/models/DeepSeek-V2-Lite-Chat
       ktbridge run nekoqa --sweep lora_rank=8,16 --sweep learning_rate=1e-4,2e-4
     """
-    from ktbridge.cli._recipe import StepPrinter
-    from ktbridge.cli._ui import console, emit_json, stderr
-    from ktbridge.recipe import (
-        compare,
-        expand_sweep,
-        parse_sweep,
-        plan_recipe,
-        read_recipe,
-        recipe_runner,
-    )
-
     if "=" in recipe and not Path(recipe).exists():  # an override; the recipe is the one here
         recipe, overrides = "recipe.yaml", (recipe, *overrides)
     trained = training_keys()
     found = read_recipe(recipe, command_options(), trained, list(map(_absolute, overrides)))
     swept = parse_sweep(sweep, trained) or found.sweep
     runs = expand_sweep(swept)
-    plan = plan_recipe(found, _engine(engine or found.option("serve", "engine", "auto")), runs)
+    plan = plan_recipe(
+        found, choose_engine(engine or found.option("serve", "engine", "auto")), runs
+    )
     shown = stderr if as_json else console
     runner = recipe_runner(found, StepPrinter(shown, plan), output=sys.stderr if as_json else None)
     configs, wrong = _read_trainings(found, plan)
@@ -92,13 +94,8 @@ def command(
     if wrong:
         raise wrong
     began = time.monotonic()
-    with terminable():
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
-        try:
-            runner.run(plan)
-        except KeyboardInterrupt as stop:
-            stop.args = ("what is finished is kept; the same command goes on from there",)
-            raise
+    with resumable():
+        runner.run(plan)
     lost = len(runner.failed.keys() & {cell.name for cell in runs})
     comparison = compare(found.directory, runs, plan) if lost < len(runs) else None
     if as_json:
@@ -118,9 +115,6 @@ def _show_end(
     seconds: float,
 ) -> None:
     """The runs side by side and where things are. Raises KtbridgeError where a run of a sweep failed."""
-    from ktbridge.cli._ui import console, print_blocks
-    from ktbridge.errors import KtbridgeError
-
     if comparison:
         print_blocks(comparison.blocks)
     kept = sum(one.kept for one in runner.done)
@@ -148,9 +142,6 @@ def _read_trainings(
 
     Overrides are relative to the recipe's directory, in which the commands run.
     """
-    from ktbridge.errors import Problem, ProblemsError
-    from ktbridge.sft.config import load_config
-
     steps = [step for step in plan if step.command == "train"]
     configs, problems, failed = [], dict[Problem, None](), 0
     here = Path.cwd()
@@ -194,9 +185,6 @@ def scale_notes(configs: Sequence[TrainConfig], sweep: Mapping[str, Sequence[str
 
 def training_keys() -> list[str]:
     """The keys of a training configuration, those of its block by both their names."""
-    from ktbridge.sft.config import KtConfig, TrainConfig
-    from ktbridge.sft.config.fields import options
-
     block = list(options(KtConfig))
     return [*options(TrainConfig), *block, *(f"kt_config.{key}" for key in block)]
 
@@ -204,7 +192,6 @@ def training_keys() -> list[str]:
 def command_options() -> Options:
     """The options of the commands that a recipe runs."""
     from ktbridge.cli import main
-    from ktbridge.recipe.read import COMMANDS, Option
 
     table: dict[str, dict[str, Option]] = {}
     for name in COMMANDS:
@@ -227,19 +214,8 @@ def _absolute(override: str) -> str:
     return f"{key}{sign}{path.absolute()}" if known else override
 
 
-def _engine(name: str) -> str:
-    from ktbridge.cli.serve import sglang_is_here
-
-    if name == "auto":
-        return "sglang" if sglang_is_here() else "local"
-    return name
-
-
 def _show(runner: Runner, plan: Sequence[Step], as_json: bool, wrong: ProblemsError | None) -> None:
     """Print the commands; raise ``wrong`` behind them."""
-    from ktbridge.cli._ui import emit_json
-    from ktbridge.recipe.plan import URL
-
     lines = runner.preview(plan)
     if as_json:
         steps = [{"command": line, "kept": kept} for line, kept in lines]
@@ -247,9 +223,7 @@ def _show(runner: Runner, plan: Sequence[Step], as_json: bool, wrong: ProblemsEr
         document = {"directory": str(runner.directory), "steps": steps}
         emit_json(document | {"ok": not problems, "problems": problems})
         sys.exit(bool(problems))
-    click.echo(f"$ cd {runner.directory}")
-    for line, kept in lines:
-        click.echo(f"# kept: {line}" if kept else f"$ {line}")
+    print_commands(runner.directory, lines)
     if any(step.server for step in plan):
         click.echo(f"# {URL}: the address that `ktbridge serve` prints when it is ready")
     if wrong:

@@ -8,9 +8,17 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ktbridge.cli import _serve_local, _serve_sglang
-from ktbridge.cli._app import Command, from_option, named_directories
+from ktbridge.cli._app import Command, dry_run_option, from_option, json_option, named_directories
+from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._inference import for_serve, from_file, inference_argument
+from ktbridge.cli._serve_local import embedded_options, refuse_embedded_options, serve_embedded
+from ktbridge.cli._serve_sglang import (
+    refuse_sglang_options,
+    serve_by_sglang,
+    sglang_options,
+    typed_sglang_options,
+)
+from ktbridge.serve.request import choose_engine
 
 
 def _not_empty(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -19,19 +27,6 @@ def _not_empty(_: click.Context, parameter: click.Parameter, value: str | None) 
     if value == "" or (value is None and os.environ.get(name) == ""):
         raise click.BadParameter(f"the key is empty; unset {name} to serve without one.")
     return value
-
-
-def sglang_is_here() -> bool:
-    """Return whether SGLang-KT is installed in this environment and a GPU is available."""
-    import importlib.metadata
-
-    from ktbridge.machine import read_gpus
-
-    try:
-        importlib.metadata.version("sglang-kt")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return bool(read_gpus())
 
 
 class _Serve(Command):
@@ -118,10 +113,10 @@ class _Serve(Command):
     is_flag=True,
     help="Serve though the adapter was trained on another base model (KTB612).",
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be served, and stop.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@_serve_local.add_options
-@_serve_sglang.add_options
+@dry_run_option("Show what would be served, and stop.")
+@json_option()
+@embedded_options
+@sglang_options
 @click.pass_context
 def command(
     context: click.Context, engine: str, dry_run: bool, as_json: bool, **options: Any
@@ -142,19 +137,17 @@ def command(
         --cores 32 --memory 256GB --gpus 1 --gpu-memory 24GB
     ktbridge serve inference.yaml --port 8001
     """
-    from ktbridge.cli._hub import ensure_model
-
     others = ("expert_adapter", "nonexpert_adapters", "merged_adapters")
     if from_file(context, "adapters") and any(options[name] for name in others):
         options["adapters"] = {}
-    for_sglang = _serve_sglang.given(context)
-    if engine == "auto":
-        engine = "sglang" if for_sglang or sglang_is_here() else "local"
-    if engine == "sglang":
-        _serve_local.refuse(options)
+    for_sglang = typed_sglang_options(context)
+    if for_sglang and engine == "auto":
+        engine = "sglang"
+    if choose_engine(engine) == "sglang":
+        refuse_embedded_options(options)
         ensure_model(options["model"], weights=not dry_run)
-        _serve_sglang.run(options, dry_run=dry_run, as_json=as_json)
+        serve_by_sglang(options, dry_run=dry_run, as_json=as_json)
     else:
-        _serve_sglang.refuse(for_sglang)
+        refuse_sglang_options(for_sglang)
         ensure_model(options["model"], weights=not dry_run)
-        _serve_local.run(options, dry_run=dry_run, as_json=as_json)
+        serve_embedded(options, dry_run=dry_run, as_json=as_json)

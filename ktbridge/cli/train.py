@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 import click
 
 from ktbridge.cli import predict
-from ktbridge.cli._app import Command, from_option, terminable, told_format
+from ktbridge.cli._app import (
+    Command,
+    dry_run_option,
+    json_option,
+    strict_data_option,
+    terminable,
+    told_format,
+    training_arguments,
+)
 from ktbridge.cli._hub import ensure_model, ensure_rows, stub_on_hub, wait_for_model
 from ktbridge.cli._train_plan import rows_lines, show_plan
 from ktbridge.cli._ui import (
@@ -42,12 +50,10 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, extra="train")
-@click.argument("config", type=click.Path(dir_okay=False))
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@from_option
-@click.option("--dry-run", is_flag=True, help="Check everything that needs no weights, then stop.")
-@click.option("--strict-data", is_flag=True, help="Refuse the run if any row can't be used.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@training_arguments
+@dry_run_option("Check everything that needs no weights, then stop.")
+@strict_data_option
+@json_option("Print the result as JSON.")
 def command(
     config: str,
     overrides: tuple[str, ...],

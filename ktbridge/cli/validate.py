@@ -8,9 +8,10 @@ import click
 from rich.table import Table
 
 from ktbridge.adapter import validate_adapter
-from ktbridge.cli._app import Command, from_option
+from ktbridge.cli._app import Command, from_option, json_option
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._ui import console, emit_json, print_problems, printable, progress_bar, shown
+from ktbridge.errors import count_problems
 
 if TYPE_CHECKING:
     from ktbridge.adapter import ValidationReport
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--github", is_flag=True, help="Print the findings as annotations of a workflow's run, too."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option("Print one JSON document.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -122,15 +123,7 @@ def _print_summary(report: ValidationReport) -> None:
 
 
 def _print_verdict(report: ValidationReport) -> None:
-    counts = {
-        severity: sum(finding.severity == severity for finding in report.problems)
-        for severity in ("error", "warning", "info")
-    }
-    summary = ", ".join(
-        f"{count} {severity}{'s' if count > 1 and severity != 'info' else ''}"
-        for severity, count in counts.items()
-        if count
-    )
+    summary = count_problems(report.problems)
     scope = "names and shapes" if report.structure_only else "names, shapes and values"
     if report.ok:
         console.print(f"[green]ok[/]: {scope} checked{'; ' + summary if summary else ''}")

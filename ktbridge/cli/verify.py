@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 from click.core import ParameterSource
 
-from ktbridge.cli._app import Command, from_option
+from ktbridge.cli._app import Command, from_option, json_option
 from ktbridge.verify.logprobs import SAMPLED, WAYS
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ _OPTIONS_OF_FORMS = (
 @click.option(
     "--html", metavar="FILE", help="With --merged: write a page with a map of layers and experts."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@json_option("Print JSON instead of tables.")
 def command(
     server: str | None,
     merged: str | None,

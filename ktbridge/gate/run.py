@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from ktbridge import __version__
 from ktbridge.document import to_markdown
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, count_problems
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.build import failures, list_runs, write_report
 from ktbridge.eval.results.compare import Gate, check_gates
@@ -177,23 +177,18 @@ def _judge(
             sentence = f"{_DOCUMENTS[name]} isn't what `ktbridge {name} --json` wrote"
             return check.model_copy(update={"outcome": "failed", "sentence": sentence})
         return check
-    return check.model_copy(
-        update={"sentence": _sentence_of(document, check.sentence), "problems": problems}
-    )
+    sentence = _sentence_of(document, problems, check.sentence)
+    return check.model_copy(update={"sentence": sentence, "problems": problems})
 
 
-def _sentence_of(document: Mapping[str, Any], otherwise: str) -> str:
+def _sentence_of(document: Mapping[str, Any], problems: Sequence[Problem], otherwise: str) -> str:
     """Return the sentence of a document of `validate` or `verify`."""
     if "error" in document:
         return str(document["error"])
     if "verdict" in document:
         return f"{document['verdict']}: {document.get('reason') or document.get('sentence')}"
-    counts = {
-        severity: sum(one["severity"] == severity for one in document["problems"])
-        for severity in ("error", "warning")
-    }
-    found = [f"{n} {severity}{'s' * (n > 1)}" for severity, n in counts.items() if n]
-    return ", ".join(found) or ("no problems" if document.get("ok") else otherwise)
+    found = count_problems(problem for problem in problems if problem.severity != "info")
+    return found or ("no problems" if document.get("ok") else otherwise)
 
 
 def _judge_evaluation(

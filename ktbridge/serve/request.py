@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from ktbridge.errors import UsageError
-from ktbridge.machine import Described
+from ktbridge.install import version_of
+from ktbridge.machine import Described, read_gpus
 
 RequestedLayout = Literal["auto", "split", "merged"]
 OPTION_OF_LAYOUT = {
@@ -17,6 +18,13 @@ OPTION_OF_LAYOUT = {
     "nonexpert": "--nonexpert-adapter NAME=DIR",
 }
 """The option of `ktbridge serve` that takes an adapter directory of each layout."""
+
+
+def choose_engine(name: str) -> str:
+    """Return the engine that serves: "sglang" or "local"; "auto" is sglang if it and a GPU are here."""
+    if name != "auto":
+        return name
+    return "sglang" if version_of("sglang-kt") and read_gpus() else "local"
 
 
 @dataclass(frozen=True)
