@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 from ktbridge.adapter.keys import FUSED_NAMES, HALVES, PROJECTIONS, Key, fused_key
 from ktbridge.errors import KtbridgeError
 from ktbridge.files.digests import Stamps
-from ktbridge.model import Entry, Tensor, TensorFile
+from ktbridge.model import Entry, Tensor, TensorFile, TensorRef
 
 Layout = Literal["raw", "expert", "nonexpert", "merged"]
 CONFIG_FILE = "adapter_config.json"
@@ -25,16 +25,6 @@ FUSED_FILE = "fused_expert_lora.safetensors"
 MLX_FILE = "adapters.safetensors"
 AUTOMODEL_FILE = "automodel_peft_config.json"
 MAX_ALPHA = 1e6  # nobody trains with more, and float32 and bfloat16 overflow far above
-
-
-class Slice(NamedTuple):
-    """The bytes of one matrix: A [r, in] or B [out, r]."""
-
-    file: TensorFile
-    start: int
-    end: int
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class Part(NamedTuple):
@@ -49,9 +39,8 @@ class Part(NamedTuple):
         return f"{self.file.path}: {self.entry.name}"
 
     @property
-    def slice(self) -> Slice:
-        _, dtype, shape, start, end = self.entry
-        return Slice(self.file, start, end, dtype, shape)
+    def ref(self) -> TensorRef:
+        return TensorRef.of(self.file, self.entry)
 
 
 class ExpertStack:
@@ -75,17 +64,14 @@ class ExpertStack:
             return [self.fused]
         return [self.parts[expert] for expert in sorted(self.parts)]
 
-    def slices(self) -> Iterator[tuple[int, Slice]]:
-        """(expert, location of its matrix) in expert order. The fused tensor must be 3-D."""
+    def refs(self) -> Iterator[tuple[int, TensorRef]]:
+        """(expert, its matrix) in expert order. The fused tensor must be 3-D."""
         if self.fused is None:
             for expert in sorted(self.parts):
-                yield expert, self.parts[expert].slice
+                yield expert, self.parts[expert].ref
             return
-        file, entry, _ = self.fused
-        stride = entry.nbytes // max(self.count, 1)
         for expert in range(self.count):
-            start = entry.start + expert * stride
-            yield expert, Slice(file, start, start + stride, entry.dtype, entry.shape[1:])
+            yield expert, self.fused.ref.item(expert)
 
 
 class Adapter:
@@ -189,7 +175,7 @@ class Adapter:
             raise KtbridgeError(f"{self.path} has no {name} for layer {layer}")
         if stack.fused is not None:
             return stack.fused.file.tensor(stack.fused.entry.name)
-        pieces = [piece for _, piece in stack.slices()]
+        pieces = [piece for _, piece in stack.refs()]
         first = pieces[0]
         axis = 0 if half == "a" else 1
         ranks = {piece.shape[axis] for piece in pieces if len(piece.shape) == 2}
@@ -274,9 +260,9 @@ def _at_rank(shape: tuple[int, ...], axis: int, rank: int) -> tuple[int, ...]:
     return (*shape[:axis], rank, *shape[axis + 1 :]) if len(shape) == 2 else shape
 
 
-def _padded(piece: Slice, axis: int, rank: int) -> bytes:
+def _padded(piece: TensorRef, axis: int, rank: int) -> bytes:
     """The bytes of a matrix with zeros up to ``rank``."""
-    data = piece.file.view(piece.start, piece.end)
+    data = piece.view()
     rows, columns = piece.shape
     size = len(data) // max(rows * columns, 1)
     if axis == 0:

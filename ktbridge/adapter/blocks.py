@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.model import Entry, Tensor, TensorFile
+from ktbridge.model import Tensor, TensorRef
 from ktbridge.model.tensor import bf16_as_float32
 from ktbridge.model.tensorfile import DTYPE_BITS
 
@@ -29,19 +29,10 @@ if TYPE_CHECKING:
 BITS = {"BF16": "<u2", "F16": "<u2", "F32": "<u4"}
 
 
-class Span(NamedTuple):
-    """A range of bytes of an input file, which holds values of ``dtype``."""
-
-    file: TensorFile
-    start: int
-    end: int
-    dtype: str
-
-
 class Block(NamedTuple):
     """A tensor of known dtype and shape whose bit patterns are read on demand.
 
-    Either ``span`` is set: the values lie there in this order, and are rounded to ``dtype`` and
+    Either ``ref`` is set: the values lie there in this order, and are rounded to ``dtype`` and
     multiplied by ``factor`` on reading; or ``make`` computes them. ``parts`` are the matrices of a
     stack that the input holds as one tensor per expert.
     """
@@ -49,7 +40,7 @@ class Block(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     make: Callable[[], Bits] | None = None
-    span: Span | None = None
+    ref: TensorRef | None = None
     factor: float = 1.0
     parts: tuple[Block, ...] = ()
 
@@ -66,12 +57,11 @@ class Block(NamedTuple):
         """The bit patterns, in ``shape``."""
         import numpy as np
 
-        if self.span is None:
+        if self.ref is None:
             assert self.make is not None
             return self.make()
-        file, start, end, _ = self.span
         # Not mapped: truncating a mapped file would kill the process (SIGBUS).
-        data = converted(file.read(start, end), self.span, start, self.dtype, self.factor)
+        data = converted(self.ref.read(), self.ref, self.ref.start, self.dtype, self.factor)
         return np.frombuffer(data, BITS[self.dtype]).reshape(self.shape)
 
     def then(self, shape: tuple[int, ...], change: Callable[[Bits], Bits]) -> Block:
@@ -82,7 +72,7 @@ class Block(NamedTuple):
         """Values times a power of two; KtbridgeError on loading if one of them would round."""
         if factor == 1.0:
             return self
-        if self.span is not None:
+        if self.ref is not None:
             return self._replace(factor=self.factor * factor)
         return self._changed(self.dtype, factor, where)
 
@@ -91,7 +81,7 @@ class Block(NamedTuple):
         parts = tuple(part.to_bf16(where) for part in self.parts)
         if self.dtype == "BF16":
             return self._replace(parts=parts)
-        if self.span is not None:
+        if self.ref is not None:
             return self._replace(dtype="BF16")
         return self._changed("BF16", 1.0, where)._replace(parts=parts)
 
@@ -100,7 +90,7 @@ class Block(NamedTuple):
         parts = tuple(part.to_f32() for part in self.parts)
         if self.dtype == "F32":
             return self._replace(parts=parts)
-        if self.span is not None:
+        if self.ref is not None:
             return self._replace(dtype="F32", parts=parts)
         return self._changed("F32", 1.0, "")._replace(parts=parts)
 
@@ -173,10 +163,9 @@ def scaled_each(block: Block, factors: Sequence[float], where: str) -> Block:
     return block_of_stack(each, where)._replace(parts=())
 
 
-def block_of(file: TensorFile, entry: Entry) -> Block:
+def block_of(ref: TensorRef) -> Block:
     """A tensor of a safetensors file, without reading it. Its dtype must be a key of BITS."""
-    _, dtype, shape, start, end = entry
-    return Block(dtype, shape, None, Span(file, start, end, dtype))
+    return Block(ref.dtype, ref.shape, ref=ref)
 
 
 def block_of_stack(parts: tuple[Block, ...], where: str) -> Block:
@@ -184,17 +173,17 @@ def block_of_stack(parts: tuple[Block, ...], where: str) -> Block:
 
     KtbridgeError on loading if they aren't alike; ``where`` is for its message.
     """
-    first, spans = parts[0], [part.span for part in parts if part.span is not None]
+    first, refs = parts[0], [part.ref for part in parts if part.ref is not None]
     alike = all(part[:2] == first[:2] for part in parts)
     shape = (len(parts), *first.shape)
     if (
         alike
-        and len(spans) == len(parts)
+        and len(refs) == len(parts)
         and len({part.factor for part in parts}) == 1
-        and all(a.file is b.file and a.end == b.start for a, b in pairwise(spans))
+        and all(a.file is b.file and a.end == b.start for a, b in pairwise(refs))
     ):
-        whole = spans[0]._replace(end=spans[-1].end)
-        return Block(first.dtype, shape, span=whole, factor=first.factor, parts=parts)
+        whole = refs[0].through(refs[-1])
+        return Block(first.dtype, shape, ref=whole, factor=first.factor, parts=parts)
 
     def make() -> Bits:
         import numpy as np
@@ -223,22 +212,22 @@ def block_in_memory(tensor: Tensor) -> Block:
 
 
 def converted(
-    data: memoryview, span: Span, start: int, dtype: str, factor: float
+    data: memoryview, ref: TensorRef, start: int, dtype: str, factor: float
 ) -> memoryview | bytes:
-    """Values of ``span`` (``data``, from byte ``start`` on) rounded to ``dtype``, times ``factor``.
+    """Values of ``ref`` (``data``, from byte ``start`` on) rounded to ``dtype``, times ``factor``.
 
     KtbridgeError, which names the tensor, for a value that this would change otherwise.
     """
-    if dtype == span.dtype and factor == 1.0:
+    if dtype == ref.dtype and factor == 1.0:
         return data
-    file = span.file
+    file = ref.file
     try:
-        return _changed(data, span.dtype, dtype, factor, str(file.path))
+        return _changed(data, ref.dtype, dtype, factor, str(file.path))
     except KtbridgeError:
         for entry in file.entries.values():
             if entry.end > start and entry.start < start + len(data):
                 where = f"{file.path}: {entry.name}"
-                _changed(file.read(entry.start, entry.end), span.dtype, dtype, factor, where)
+                _changed(file.read(entry.start, entry.end), ref.dtype, dtype, factor, where)
         raise
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ktbridge.adapter.blocks import Block, Span
+from ktbridge.adapter.blocks import Block
 from ktbridge.adapter.checks.files import Hashes
 from ktbridge.adapter.checks.modules import check_modules, open_modules
 from ktbridge.adapter.formats import check_names, detect_format, reader_of, writer_of
@@ -49,6 +49,7 @@ from ktbridge.adapter.writer import Copy, explained, guarded, write_steps
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.files.publish import OnProgress, Staging
+from ktbridge.model import TensorRef
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,24 +104,24 @@ class ConvertPlan:
             "copies": [
                 _describe(copy, copy.source, layouts)
                 for copy in self.copies
-                if isinstance(copy.source, Span)
+                if isinstance(copy.source, TensorRef)
             ],
             "findings": [finding.as_dict() for finding in self.findings],
         }
 
 
-def _describe(copy: Copy, span: Span, layouts: Sequence[str]) -> dict[str, object]:
+def _describe(copy: Copy, ref: TensorRef, layouts: Sequence[str]) -> dict[str, object]:
     """A range of an input file that is copied, and to which of the ``layouts``."""
     factors = [target.factor for target in copy.targets]
     row: dict[str, object] = {
-        "file": span.file.name,
-        "start": span.start,
-        "end": span.end,
+        "file": ref.file.name,
+        "start": ref.start,
+        "end": ref.end,
         "outputs": [layouts[target.file] for target in copy.targets],
     }
     if set(factors) != {1.0}:
         row["factors"] = factors
-    if copy.dtype != span.dtype:
+    if copy.dtype != ref.dtype:
         row["to"] = copy.dtype
     return row
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, Slice
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.keys import PROJECTIONS
@@ -32,7 +32,7 @@ from ktbridge.adapter.lora_config import expert_scales, numbers_of
 from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, has_errors
-from ktbridge.model import Checkpoint, Entry, ModelConfig
+from ktbridge.model import Checkpoint, Entry, ModelConfig, TensorRef
 from ktbridge.model.locate import ExpertHome, expert_home, module_weights
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ _MXFP4_STEP = (
 class Pair(NamedTuple):
     """One LoRA pair: A [r, in], B [out, r]; output k is stored at ``first + k * step``."""
 
-    a: Slice
-    b: Slice
+    a: TensorRef
+    b: TensorRef
     scale: float
     first: int = 0
     step: int = 1
@@ -187,8 +187,8 @@ def expert_pairs(adapter: Adapter, layer: int) -> dict[str, dict[int, Pair]]:
         if (layer, projection, "A") not in adapter.experts:
             continue
         scales = expert_scales(adapter, layer, projection)
-        b_of = dict(adapter.experts[layer, projection, "B"].slices())
-        a_of = adapter.experts[layer, projection, "A"].slices()
+        b_of = dict(adapter.experts[layer, projection, "B"].refs())
+        a_of = adapter.experts[layer, projection, "A"].refs()
         found[projection] = {expert: Pair(a, b_of[expert], scales[expert]) for expert, a in a_of}
     return found
 
@@ -271,7 +271,7 @@ def module_pairs(
             text = f"may be any of {', '.join(names)}" if names else "has no weight"
             yield problem("KTB731", where, f"{text} in {checkpoint.path}")
             continue
-        a, b = halves["A"].slice, halves["B"].slice
+        a, b = halves["A"].ref, halves["B"].ref
         if len(a.shape) != 2 or b.shape[1:] != a.shape[:1]:
             yield problem("KTB734", where, f"has A {list(a.shape)} and B {list(b.shape)}")
             continue

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.blocks import Span, as_float32
+from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.merge_plan import Delta, Deltas, Matrix, Pair
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
 from ktbridge.errors import KtbridgeError
 from ktbridge.kernel_choice import choose_isa, has_kernels
-from ktbridge.model import Checkpoint, Entry, TensorFile
+from ktbridge.model import Checkpoint, Entry, TensorFile, TensorRef
 
 if TYPE_CHECKING:
     from ktbridge.adapter.merge_quantized import Change
@@ -150,7 +150,7 @@ class Merger:
 
 def _unchanged(file: TensorFile, start: int, end: int) -> Iterator[Copy]:
     if start < end:
-        yield Copy(Span(file, start, end, "U8"), "U8", (Target(0, start),))
+        yield Copy(TensorRef(file, start, end, "U8", (end - start,)), "U8", (Target(0, start),))
 
 
 class Product(NamedTuple):
@@ -169,10 +169,7 @@ class Product(NamedTuple):
 
 def read_factors(pair: Pair) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return A [r, in] of a pair, and B [out, r] with the scale in it."""
-    a, b = (
-        as_float32(part.file.read(part.start, part.end), part.dtype).reshape(part.shape)
-        for part in (pair.a, pair.b)
-    )
+    a, b = (as_float32(part.read(), part.dtype).reshape(part.shape) for part in (pair.a, pair.b))
     return a, b * np.float32(pair.scale)
 
 

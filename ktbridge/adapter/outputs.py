@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE, is_number
-from ktbridge.adapter.blocks import Block, Span
+from ktbridge.adapter.blocks import Block
 from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, fused_tensors
 from ktbridge.adapter.writer import Copy, OutputFile, Target
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.files import digests
 from ktbridge.files.publish import ELSEWHERE, Staging, why_not_replaced
-from ktbridge.model import Fingerprint, TensorFile
+from ktbridge.model import Fingerprint, TensorFile, TensorRef
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 
 PathLike = str | os.PathLike[str]
@@ -112,8 +112,8 @@ def plan_copies(outputs: Sequence[Output], files: Sequence[TensorFile] = ()) -> 
     number = {id(file): place for place, file in enumerate(files)}
 
     def place(piece: Piece) -> tuple[int, ...]:
-        bits, span = -DTYPE_BITS[piece.block.dtype], piece.block.span
-        return (bits,) if span is None or not files else (bits, number[id(span.file)], span.start)
+        bits, ref = -DTYPE_BITS[piece.block.dtype], piece.block.ref
+        return (bits,) if ref is None or not files else (bits, number[id(ref.file)], ref.start)
 
     steps: list[tuple[int, Piece, int]] = []
     weights = [(output, pieces) for output in outputs for pieces in output.files.values()]
@@ -129,7 +129,7 @@ def plan_copies(outputs: Sequence[Output], files: Sequence[TensorFile] = ()) -> 
         padding = -block.nbytes % alignment
         to = Target(target, written[target], block.factor)
         written[target] += block.nbytes + padding
-        copy = Copy(block.span or block, block.dtype, (to,), padding)
+        copy = Copy(block.ref.flat if block.ref else block, block.dtype, (to,), padding)
         last = copies[-1] if copies else None
         if last and last[:2] == copy[:2] and target not in [other.file for other in last.targets]:
             copies[-1] = last._replace(targets=(*last.targets, to))
@@ -145,16 +145,15 @@ def _joined(copies: list[Copy]) -> list[Copy]:
         last, source = joined[-1] if joined else None, copy.source
         if (
             last is not None
-            and isinstance(source, Span)
-            and isinstance(last.source, Span)
+            and isinstance(source, TensorRef)
+            and isinstance(last.source, TensorRef)
             and last.source.file is source.file
             and (last.source.end, last.source.dtype) == (source.start, source.dtype)
             and (last.dtype, last.padding) == (copy.dtype, 0)
             and [(to.file, to.factor) for to in last.targets]
             == [(to.file, to.factor) for to in copy.targets]
         ):
-            span = last.source._replace(end=source.end)
-            joined[-1] = last._replace(source=span, padding=copy.padding)
+            joined[-1] = last._replace(source=last.source.through(source), padding=copy.padding)
         else:
             joined.append(copy)
     return joined

@@ -22,10 +22,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.blocks import Span
 from ktbridge.adapter.rewrite import CHECKPOINT_FILE, Rewrite, Shard
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
-from ktbridge.model import Checkpoint, Entry
+from ktbridge.model import Checkpoint, Entry, TensorRef
 from ktbridge.model.checkpoint import INDEX_FILE
 from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 
@@ -184,8 +183,7 @@ def _shard(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Shard:
         for part in parts:
             if part.make is None:
                 entry = file.entries[part.outputs[0][0]]
-                span = Span(file, entry.start, entry.end, entry.dtype)
-                yield Copy(span, entry.dtype, (Target(0, place[entry.name]),))
+                yield Copy(TensorRef.of(file, entry), entry.dtype, (Target(0, place[entry.name]),))
                 continue
             row = sum(_nbytes(dtype, shape) for _, dtype, shape in part.outputs) // part.rows
             step = max(1, part.at_once // part.width)

@@ -22,13 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from ktbridge.adapter.blocks import Block, Span, bytes_of, converted
+from ktbridge.adapter.blocks import Block, bytes_of, converted
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.files.digests import Stamps, difference, stamp
 from ktbridge.files.publish import ELSEWHERE, Staging, start_writeback
 from ktbridge.files.sizes import size_text
 from ktbridge.machine import own_cpus
+from ktbridge.model import TensorRef
 
 Buffer = memoryview | bytes
 OnBytes = Callable[[int], None]
@@ -56,7 +57,7 @@ class Copy(NamedTuple):
     They become values of ``dtype``, times each target's factor, followed by ``padding`` zero bytes.
     """
 
-    source: Span | Block
+    source: TensorRef | Block
     dtype: str
     targets: tuple[Target, ...]
     padding: int = 0
@@ -64,8 +65,7 @@ class Copy(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes that are read or computed."""
-        source = self.source
-        return source.end - source.start if isinstance(source, Span) else source.nbytes
+        return self.source.nbytes
 
 
 class Task(NamedTuple):
@@ -108,19 +108,19 @@ class OutputFile:
         self._written(len(data))
         return self._last
 
-    def move(self, offset: int, span: Span, on_bytes: OnBytes) -> None:
+    def move(self, offset: int, ref: TensorRef, on_bytes: OnBytes) -> None:
         """Let the kernel copy a range, as a reflink where the file system can. Not for a hashed file."""
-        with span.file.opened() as source:
-            start, place = span.start, self._start + offset
-            while start < span.end:
-                count = min(span.end - start, _MOVE)
+        with ref.file.opened() as source:
+            start, place = ref.start, self._start + offset
+            while start < ref.end:
+                count = min(ref.end - start, _MOVE)
                 if (copied := _copy_range(source, self._file, count, start, place)) is None:
                     count = min(count, _BLOCK)
                     self.write(place - self._start, os.pread(source, count, start))
                 else:
                     count = copied
                 if count == 0:
-                    raise span.file.changed()
+                    raise ref.file.changed()
                 start, place = start + count, place + count
                 self._written(count)
                 on_bytes(count)
@@ -183,7 +183,7 @@ def write_steps(
                     collect()
             elif _is_plain(step) and not files[step.targets[0].file].hashed:
                 (target,), source = step.targets, step.source
-                assert isinstance(source, Span)
+                assert isinstance(source, TensorRef)
                 files[target.file].move(target.offset, source, on_bytes)
             else:
                 _copy(step, files, ring, on_bytes)
@@ -201,7 +201,7 @@ def _compute(task: Task, file: OutputFile) -> None:
 def _is_plain(copy: Copy) -> bool:
     """Return whether bytes of a file go to one place as they are."""
     source = copy.source
-    unchanged = isinstance(source, Span) and source.dtype == copy.dtype and not copy.padding
+    unchanged = isinstance(source, TensorRef) and source.dtype == copy.dtype and not copy.padding
     return unchanged and len(copy.targets) == 1 and copy.targets[0].factor == 1.0
 
 
@@ -221,12 +221,12 @@ def _copy(copy: Copy, files: Sequence[OutputFile], ring: Ring, on_bytes: OnBytes
         ring.rotate(-1)
         while busy:
             busy.pop().result()
-        block = memory[:size] if isinstance(source, Span) else data[start : start + size]
-        if isinstance(source, Span):
+        block = memory[:size] if isinstance(source, TensorRef) else data[start : start + size]
+        if isinstance(source, TensorRef):
             source.file.read_into(source.start + start, block)
         for number, target in enumerate(copy.targets):
             values: Buffer = block
-            if isinstance(source, Span):
+            if isinstance(source, TensorRef):
                 values = converted(block, source, source.start + start, copy.dtype, target.factor)
             job = files[target.file].write(offsets[number], values)
             offsets[number] += len(values)

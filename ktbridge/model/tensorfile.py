@@ -164,6 +164,48 @@ class TensorFile:
         return Tensor(name, entry.dtype, entry.shape, self.view(entry.start, entry.end))
 
 
+class TensorRef(NamedTuple):
+    """A tensor of an open file, or a part of one: its place and what it is, nothing is read."""
+
+    file: TensorFile
+    start: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, file: TensorFile, entry: Entry) -> TensorRef:
+        """A whole tensor."""
+        return cls(file, entry.start, entry.end, entry.dtype, entry.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def flat(self) -> TensorRef:
+        """The same values along one axis."""
+        return self._replace(shape=(self.nbytes * 8 // DTYPE_BITS[self.dtype],))
+
+    def item(self, index: int) -> TensorRef:
+        """One of those that are stacked along the first axis."""
+        size = self.nbytes // self.shape[0]
+        start = self.start + index * size
+        return self._replace(start=start, end=start + size, shape=self.shape[1:])
+
+    def through(self, last: TensorRef) -> TensorRef:
+        """Everything from here to the end of ``last``, along one axis."""
+        return self._replace(end=last.end).flat
+
+    def read(self) -> memoryview:
+        """A copy of its bytes; errors as for ``TensorFile.read_into``."""
+        return self.file.read(self.start, self.end)
+
+    def view(self) -> memoryview:
+        """Its bytes without a copy."""
+        return self.file.view(self.start, self.end)
+
+
 def open_tensor_file(path: str | os.PathLike[str]) -> TensorFile:
     """Read and check the header of a safetensors file.
 

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, Slice
+from ktbridge.adapter.adapter import Adapter, ExpertStack, Part
 from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.checks import many
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
+from ktbridge.model import TensorRef
 from ktbridge.model.families import ROUTER
 
 MOST_SHARDS = 64
@@ -100,14 +101,10 @@ class Pair(NamedTuple):
         """Mask of the pairs that can be looked at: finite, and not zero."""
         return ~(self.zero | self.sides["A"].bad | self.sides["B"].bad)
 
-    def slice(self, half: str, index: int) -> Slice:
+    def ref(self, half: str, index: int) -> TensorRef:
         """Return where the A or B of one expert is."""
-        piece = self.part(half, index).slice
-        if not self.stacks or self.stacks[half].fused is None:
-            return piece
-        size = (piece.end - piece.start) // len(self.zero)
-        start = piece.start + index * size
-        return piece._replace(start=start, end=start + size, shape=piece.shape[1:])
+        ref = self.part(half, index).ref
+        return ref.item(index) if self.stacks and self.stacks[half].fused is not None else ref
 
     def part(self, half: str, index: int) -> Part:
         """The tensor that has the A or B of one expert."""
@@ -138,7 +135,7 @@ def _check_shards(pairs: Sequence[Pair]) -> Iterator[Problem]:
         if not len(suspects) or ROUTER.search(pair.name) or "embed" in pair.name:
             continue
         for index in suspects.tolist():
-            a, b = (_bits(pair.slice(half, index)) != 0 for half in "AB")
+            a, b = (_bits(pair.ref(half, index)) != 0 for half in "AB")
             if a.ndim != 2 or b.ndim != 2:
                 continue
             for half, axis, on in (("B", "rows", b.any(1)), ("A", "columns", a.any(0))):
@@ -186,10 +183,10 @@ def _is_joined(name: str) -> bool:
     return any(word in leaf for word in ("qkv", "gate_up", "in_proj", "kv_", "c_attn", "W_pack"))
 
 
-def _bits(piece: Slice) -> NDArray[Any]:
+def _bits(piece: TensorRef) -> NDArray[Any]:
     """A matrix's values without their signs, as bit patterns."""
     layout = BLOCK_FORMATS[piece.dtype]
-    words = np.frombuffer(piece.file.view(piece.start, piece.end), layout.integer)
+    words = np.frombuffer(piece.view(), layout.integer)
     return (words & layout.magnitude).reshape(piece.shape)
 
 
@@ -210,7 +207,7 @@ def _check_ranks(pairs: Sequence[Pair]) -> Iterator[Problem]:
             continue
         looked += 1
         index = int(live[len(live) // 2])
-        a, b = pair.slice("A", index), pair.slice("B", index)
+        a, b = pair.ref("A", index), pair.ref("B", index)
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             continue
         most = min(*a.shape, b.shape[0])
@@ -229,10 +226,10 @@ def _check_ranks(pairs: Sequence[Pair]) -> Iterator[Problem]:
         yield problem("KTB406", part.where, share, f"more than {of // 4}", severity="warning")
 
 
-def _rank(piece: Slice, sample: int = 0) -> int:
+def _rank(piece: TensorRef, sample: int = 0) -> int:
     """Return how many ranks of A [r, in] or B [out, r] differ, in about ``sample`` of its columns or rows."""
     layout, (rows, columns) = BLOCK_FORMATS[piece.dtype], piece.shape
-    words = np.frombuffer(piece.file.view(piece.start, piece.end), layout.integer)
+    words = np.frombuffer(piece.view(), layout.integer)
     wide = words.reshape(piece.shape) if rows < columns else words.reshape(piece.shape).T
     step = max(1, max(rows, columns) // sample) if sample else 1
     sample_of = np.ascontiguousarray(wide[:, ::step])
@@ -297,7 +294,7 @@ def first_equals(pair: Pair) -> NDArray[np.int64]:
 def _is_equal(pair: Pair, one: int, other: int) -> bool:
     """Return whether two experts have the same bytes; most that differ do so at their beginning."""
     for half in "AB":
-        a, b = pair.slice(half, one), pair.slice(half, other)
+        a, b = pair.ref(half, one), pair.ref(half, other)
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return False
         size = a.end - a.start

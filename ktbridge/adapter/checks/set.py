@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, Slice, last_part
+from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, last_part
 from ktbridge.adapter.blocks import as_float32, scaled_exactly, to_bf16
 from ktbridge.adapter.lora_config import expert_scales, half_numbers, numbers_of
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.model import TensorRef
 
 
 def source_of(adapters: Sequence[Adapter]) -> Adapter | None:
@@ -176,7 +177,7 @@ def _same_values(source: Adapter, adapter: Adapter, scale: float) -> Iterator[Pr
         factor = 1.0
         if one.key.half == "B":
             factor = scale * _relative(source, one) / _relative(adapter, other)
-        if not _same(one.slice, other.slice, one.key.half, factor):
+        if not _same(one.ref, other.ref, one.key.half, factor):
             yield problem("KTB504", f"{adapter.path}: {key}", f"differs from {source.path}")
             break
 
@@ -208,7 +209,7 @@ def _first_difference(
     one: ExpertStack, other: ExpertStack, half: str, factors: Mapping[int, float] | None = None
 ) -> int | None:
     """The first expert whose values or shape differ; None when all match the conversion."""
-    left, right = dict(one.slices()), dict(other.slices())
+    left, right = dict(one.refs()), dict(other.refs())
     for expert in sorted(left.keys() | right.keys()):
         a, b = left.get(expert), right.get(expert)
         factor = (factors or {}).get(expert, 1.0)
@@ -217,7 +218,7 @@ def _first_difference(
     return None
 
 
-def _same(source: Slice, served: Slice, half: str, factor: float) -> bool:
+def _same(source: TensorRef, served: TensorRef, half: str, factor: float) -> bool:
     """Return whether a matrix is the source's times ``factor``, with zeros up to a wider rank."""
     if source.shape == served.shape and math.isclose(factor, 1.0, rel_tol=1e-9):
         # Equal bytes are right as long as the configuration carries the whole scale.
@@ -240,16 +241,16 @@ def _same(source: Slice, served: Slice, half: str, factor: float) -> bool:
     if scaled is None:
         return False
     expected = as_float32(scaled, served.dtype).reshape(source.shape)
-    now = as_float32(bytes(served.file.view(served.start, served.end)), served.dtype)
+    now = as_float32(bytes(served.view()), served.dtype)
     ours = now.reshape(served.shape)
     kept, zeros = np.split(ours, [source.shape[axis]], axis)
     near = np.array_equal(kept, expected) or (not exact and np.allclose(kept, expected, rtol=1e-6))
     return bool(near and not zeros.any())
 
 
-def _bytes(piece: Slice, dtype: str) -> bytes | None:
+def _bytes(piece: TensorRef, dtype: str) -> bytes | None:
     """A matrix in ``dtype``, as conversion writes it; None if it can't."""
-    view = piece.file.view(piece.start, piece.end)
+    view = piece.view()
     if piece.dtype == dtype:
         # memoryviews are compared element by element in a slow loop, bytes with memcmp.
         return bytes(view)

@@ -75,14 +75,14 @@ def read_kt(request: Request) -> Source:
                 missing = stack.count - len(stack.parts)
                 found = f"{projection}_proj.lora_{name} lacks {missing} experts"
                 fail_if(path, [*findings, problem("KTB203", f"{path}: layer {layer}", found)])
-            blocks = tuple(block_of(part.file, part.entry) for part in stack.sources)
+            blocks = tuple(block_of(part.ref) for part in stack.sources)
             halves.append(blocks[0] if stack.fused else blocks)
         numbers = expert_numbers(adapter, layer, projection)
         pairs[layer, projection] = ExpertPair(halves[0], halves[1], numbers)
     if pairs:
         source.place_experts(pairs, Numbers(adapter.rank, adapter.alpha))
     for key, part in adapter.nonexpert.items():
-        source.nonexpert[key] = block_of(part.file, part.entry)
+        source.nonexpert[key] = block_of(part.ref)
         own = numbers_of(adapter, part.key)
         if own != source.rest:
             source.own[part.key.module] = own

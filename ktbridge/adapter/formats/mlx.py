@@ -30,7 +30,7 @@ from ktbridge.adapter.lora_config import Numbers, whole
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.files.digests import take_stamps
-from ktbridge.model import open_tensor_file
+from ktbridge.model import TensorRef, open_tensor_file
 from ktbridge.model.families import BLOCKS
 from ktbridge.model.jsonfile import read_json_file
 
@@ -69,7 +69,7 @@ def read_mlx(request: Request) -> Source:
             findings.append(problem("KTB201", where, "has no place in an mlx adapter"))
             continue
         module, half = match["module"], match["half"].upper()
-        block = block_of(file, entry)
+        block = block_of(TensorRef.of(file, entry))
         if found := _EXPERTS.fullmatch(module):
             source.prefix = found["prefix"]
             slot = int(found["layer"]), CANONICAL[found["name"]]

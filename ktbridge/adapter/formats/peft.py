@@ -103,7 +103,7 @@ def read_peft(request: Request) -> Source:
                 continue
             count = pair.a.entry.shape[0] // numbers.rank
             experts.add(count)
-            a, b = (block_of(part.file, part.entry) for part in (pair.a, pair.b))
+            a, b = (block_of(part.ref) for part in (pair.a, pair.b))
             stacked = unpack(a, b, count, numbers.rank, exchanged, order)
             stacks[parameter][layer] = (*stacked, numbers)
     if len(experts) > 1 or (base is not None and experts - {base.num_experts}):

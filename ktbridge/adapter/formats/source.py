@@ -489,7 +489,7 @@ def file_nonexpert(
         key = peft_key(part.key.module, part.key.half)
         if key in source.nonexpert:
             findings.append(problem("KTB014", part.where, "gives a tensor again"))
-        source.nonexpert[key] = block_of(part.file, part.entry)
+        source.nonexpert[key] = block_of(part.ref)
         numbers = module_numbers(config, part.key.module)
         if numbers != source.rest:
             source.own[part.key.module] = numbers

@@ -164,10 +164,10 @@ def _whole(side: Side, count: int) -> Block | None:
     if not side or (-1 not in side and any(expert not in side for expert in range(count))):
         return None
     if -1 not in side:
-        blocks = (block_of(side[e][1].file, side[e][1].entry) for e in range(count))
+        blocks = (block_of(side[e][1].ref) for e in range(count))
         return block_of_stack(tuple(blocks), side[0][1].where)
     part = side[-1][1]
-    block = block_of(part.file, part.entry)
+    block = block_of(part.ref)
     if not _is_shared(side, count):
         # One expert alone may have a plain matrix.
         return (
