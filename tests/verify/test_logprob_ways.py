@@ -8,6 +8,7 @@ Logprobs and next tokens are functions of all tokens before, so that one of anot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -381,32 +382,82 @@ def test_an_sglang_that_hides_what_it_is_is_asked_for_the_adapter_alone(base, ad
     assert (result.verdict, [arm.model for arm in result.arms]) == ("applied", ["tiny:neko"])
 
 
-@pytest.mark.parametrize("engine", [Sglang, SglangKt])
-def test_sglangs_echo_can_be_insisted_on(start, engine) -> None:
+def changed(engine: type[Engine], change: Callable[[dict[str, Any]], object]) -> type[Engine]:
+    """``engine`` whose good answers are changed in place by ``change(body)``."""
+
+    class Changed(engine):  # type: ignore[valid-type, misc]
+        def respond(self, request: dict[str, Any]) -> Any:
+            status, headers, body = super().respond(request)
+            if status == 200:
+                change(body)
+            return status, headers, body
+
+    return Changed
+
+
+def refusing(status: int, message: str) -> type[Engine]:
+    """An engine that refuses everything."""
+
+    class Refusing(Engine):
+        def respond(self, request: dict[str, Any]) -> Any:
+            return status, {}, {"error": {"message": message}}
+
+    return Refusing
+
+
+def with_rows(engine: type[Engine], change: Callable[..., list[Any]]) -> type[Engine]:
+    """``engine`` with other rows of generated tokens: ``change(rows)``."""
+
+    class Changed(engine):  # type: ignore[valid-type, misc]
+        def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
+            return change(super().rows(prompt, made, ids=ids))
+
+    return Changed
+
+
+class Shifted(Vllm):
+    """Has the logprobs of other tokens than it was asked for."""
+
+    def respond(self, request: dict[str, Any]) -> Any:
+        return super().respond({**request, "prompt": [n + 1 for n in request["prompt"]]})
+
+
+@pytest.mark.parametrize("engine", [Vllm, Sglang, SglangKt])
+def test_a_way_can_be_insisted_on(start, engine) -> None:
     assert start(engine, "echo")[0].way == "echo"
+
+
+@pytest.mark.parametrize(
+    ("engine", "way", "said"),
+    [
+        (LlamaServer, "echo", r"no logprobs of tiny .*\(echo: no prompt logprobs\)"),
+        (Echo, "sglang", "sglang: 400, no such field"),
+        (Tgi, "tgi", r"tgi: no prompt logprobs.*--enable-prefill-logprobs"),
+        (Shifted, "prompt_logprobs", "prompt_logprobs: not the logprobs of 3 tokens"),
+        (refusing(401, "who are you?"), "auto", r"answered HTTP 401: who are you\?"),
+        (refusing(404, "not here " * 100), "auto", r"(?s)^.{1,1200}$"),
+        *((refusing(404, "not here " * 100), "auto", f"{way}: 404")
+          for way in ("prompt_logprobs", "echo", "ids", "text", "chat")),
+        (with_rows(LlamaCppPython, lambda rows: rows[2:]), "auto",
+         "text: 0 tokens whose ids are known"),
+    ],
+)  # fmt: skip
+def test_what_a_server_has_not_is_told_by_way(start, engine, way: str, said: str) -> None:
+    with pytest.raises(KtbridgeError, match=said):
+        start(engine, way)
 
 
 def test_an_echo_may_end_with_what_was_generated(start) -> None:
     """``max_tokens: 0`` isn't every server's zero; how many they are stands in ``usage``."""
 
-    class Longer(Echo):
-        def respond(self, request: dict[str, Any]) -> Any:
-            status, headers, body = super().respond(request)
-            if status == 200:
-                body["choices"][0]["logprobs"]["token_logprobs"] += [-1.0]
-                body["usage"]["completion_tokens"] = 1
-            return status, headers, body
+    def lengthen(body: dict[str, Any]) -> None:
+        body["choices"][0]["logprobs"]["token_logprobs"] += [-1.0]
+        body["usage"]["completion_tokens"] = 1
 
-    client, _ = start(Longer)
+    client, _ = start(changed(Echo, lengthen))
     answer = client.ask_all(["tiny"])["tiny"]
     assert answer.spans == tuple(TokenSpan(tuple(prompt), 1) for prompt in PROMPTS)
     assert -1.0 not in answer.logprobs
-
-
-def test_tgi_without_prefill_says_how_to_get_it(start) -> None:
-    assert start(Tgi)[0].way == "sampled"
-    with pytest.raises(KtbridgeError, match=r"tgi: no prompt logprobs.*--enable-prefill-logprobs"):
-        start(Tgi, "tgi")
 
 
 @pytest.mark.parametrize(
@@ -421,48 +472,14 @@ def test_tgi_without_prefill_says_how_to_get_it(start) -> None:
     ],
 )
 def test_prefill_that_tells_no_logprobs_is_not_used(start, change) -> None:
-    class Odd(TgiWithPrefill):
-        def generated(self, request: dict[str, Any]) -> Any:
-            status, headers, body = super().generated(request)
+    def alter(body: dict[str, Any]) -> None:
+        if "details" in body:
             body["details"]["prefill"] = change(body["details"]["prefill"])
-            return status, headers, body
 
-    assert start(Odd)[0].way == "sampled"
+    odd = changed(TgiWithPrefill, alter)
+    assert start(odd)[0].way == "sampled"
     with pytest.raises(KtbridgeError, match="tgi: "):
-        start(Odd, "tgi")
-
-
-def test_a_way_can_be_insisted_on(start) -> None:
-    assert start(Vllm, "echo")[0].way == "echo"
-    with pytest.raises(KtbridgeError, match=r"no logprobs of tiny .*\(echo: no prompt logprobs\)"):
-        start(LlamaServer, "echo")
-    with pytest.raises(KtbridgeError, match=r"sglang: 400, no such field"):
-        start(Echo, "sglang")
-
-
-def test_every_way_that_failed_is_named(start) -> None:
-    class Nothing(Engine):
-        def respond(self, request: dict[str, Any]) -> Any:
-            return 404, {}, {"error": {"message": "not here " * 100}}
-
-    with pytest.raises(KtbridgeError) as caught:
-        start(Nothing)
-    for name in ("prompt_logprobs: 404", "echo: 404", "ids: 404", "text: 404", "chat: 404"):
-        assert name in str(caught.value)
-    assert len(str(caught.value)) < 1200
-
-
-def test_a_wrong_key_ends_the_search(start) -> None:
-    class Locked(Engine):
-        def respond(self, request: dict[str, Any]) -> Any:
-            return 401, {}, {"error": {"message": "who are you?"}}
-
-    with pytest.raises(KtbridgeError, match=r"answered HTTP 401: who are you\?"):
-        start(Locked)
-
-
-def shifted(values: list[Any]) -> list[Any]:
-    return [*values[1:], -1.0]
+        start(odd, "tgi")
 
 
 @pytest.mark.parametrize(
@@ -470,71 +487,48 @@ def shifted(values: list[Any]) -> list[Any]:
     [
         lambda values: values[1:],
         lambda values: [*values, -1.0],
-        shifted,  # no null first: as llama-cpp-python's echo has it, whose logprobs are another token's
+        # No null first: as llama-cpp-python's echo has it, whose logprobs are another token's.
+        lambda values: [*values[1:], -1.0],
         lambda values: [None, *["-1.5"] * (len(values) - 1)],
         lambda values: [None] * len(values),
     ],
 )
 def test_an_echo_that_is_not_of_these_tokens_is_not_used(start, change) -> None:
-    class Odd(Echo):
-        def respond(self, request: dict[str, Any]) -> Any:
-            status, headers, body = super().respond(request)
-            if status == 200:
-                logprobs = body["choices"][0]["logprobs"]
-                logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
-            return status, headers, body
+    def alter(body: dict[str, Any]) -> None:
+        logprobs = body["choices"][0]["logprobs"]
+        logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
 
     with pytest.raises(KtbridgeError, match="echo: "):
-        start(Odd, "echo")
+        start(changed(Echo, alter), "echo")
 
 
-def test_prompt_logprobs_of_other_tokens_are_not_used(start) -> None:
-    class Other(Vllm):
-        def respond(self, request: dict[str, Any]) -> Any:
-            return super().respond({**request, "prompt": [n + 1 for n in request["prompt"]]})
-
-    with pytest.raises(KtbridgeError, match="prompt_logprobs: not the logprobs of 3 tokens"):
-        start(Other, "prompt_logprobs")
-
-
-def test_prompts_that_the_server_counts_otherwise_are_left_out(start, tokenizer) -> None:
+@pytest.mark.parametrize("always", [False, True])
+def test_prompts_that_the_server_counts_otherwise_are_left_out(start, always: bool) -> None:
     class Begins(LlamaServer):
-        """Puts a token of its own before prompts of three."""
+        """Puts a token of its own before prompts of three, or all."""
 
         def prefixed(self, prompt: list[int]) -> list[int]:
-            return [1, *prompt] if len(prompt) == 3 else prompt
+            return [1, *prompt] if always or len(prompt) == 3 else prompt
 
+    if always:
+        with pytest.raises(KtbridgeError, match="4 of 4 prompts tokenized otherwise"):
+            start(Begins)
+        return
     client, sampler = start(Begins)
     assert (sampler.unlike, len(client.ask_all(["tiny"])["tiny"].spans)) == (2, 2)
 
-    class Always(LlamaServer):
-        def prefixed(self, prompt: list[int]) -> list[int]:
-            return [1, *prompt]
 
-    with pytest.raises(KtbridgeError, match="4 of 4 prompts tokenized otherwise"):
-        start(Always)
-
-
-def test_tokens_that_are_not_certain_end_a_continuation(start, tokenizer) -> None:
+def test_tokens_that_are_not_certain_end_a_continuation(start) -> None:
     """llama-server skips tokens that end inside a character, and gives the next id the text of all."""
 
-    class Joined(LlamaServer):
-        def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
-            rows = super().rows(prompt, made, ids=ids)
-            if len(rows) > 10:
-                rows[10]["token"] = rows[9]["token"] + rows[10]["token"]
-                del rows[9]
-            return rows
+    def join(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if len(rows) > 10:
+            rows[10]["token"] = rows[9]["token"] + rows[10]["token"]
+            del rows[9]
+        return rows
 
-    client, _ = start(Joined)
+    client, _ = start(with_rows(LlamaServer, join))
     assert {span.size for span in client.ask_all(["tiny"])["tiny"].spans} == {9}
-
-    class Fewer(LlamaCppPython):
-        def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
-            return super().rows(prompt, made, ids=ids)[2:]
-
-    with pytest.raises(KtbridgeError, match="text: 0 tokens whose ids are known"):
-        start(Fewer)
 
 
 def test_rounds_that_part_count_up_to_where_they_do(start) -> None:

@@ -290,18 +290,13 @@ def test_the_page_is_whole_and_escaped(tmp_path: Path) -> None:
     assert [panel.title for panel in (gate, up, down)] == [
         f"experts.{name}_proj" for name in ("gate", "up", "down")
     ]
-    assert gate.cells[8:] == [
-        cell._replace(y=y, title=cell.title.replace("layer 0", f"layer {layer}"))
-        if expert < 4
-        else cell._replace(
-            y=y, look=absent, title=f"layer {layer}, expert {expert}: not applied, k 0"
-        )
-        for layer, y, absent in (
-            (1, gate.cells[8].y, gate.cells[12].look),
-            (2, gate.cells[16].y, gate.cells[12].look),
-        )
-        for expert, cell in enumerate(gate.cells[:8])
-    ]
+    for number, cell in enumerate(gate.cells):
+        layer, expert = divmod(number, 8)
+        is_there = layer == 0 or expert < 4
+        found = "applied, k 1" if is_there else "not applied, k 0"
+        assert cell.title == f"layer {layer}, expert {expert}: {found}"
+        assert cell.look == gate.cells[0 if is_there else 12].look
+        assert (cell.x, cell.y) == (gate.cells[expert].x, gate.cells[8 * layer].y)
     assert {cell.title for cell in others.cells} == {
         f"layer {layer}, self_attn.{name}_proj: {'not ' if layer else ''}applied, k {int(not layer)}"
         for layer in range(3)
