@@ -19,7 +19,10 @@ from typing import Any
 
 import openai
 import pytest
+from click.testing import CliRunner, Result
 from warm import Process, WarmPython
+
+from ktbridge.cli import main
 
 LAYERS, HIDDEN, INNER, EXPERTS = 2, 64, 32, 8  # tinymoe's
 RANK, ALPHA = 4, 8
@@ -343,3 +346,11 @@ def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+def run_verify(*args: object, **environment: str) -> Result:
+    """`ktbridge verify` in this process, without a key unless one is given."""
+    environment = {"KTBRIDGE_API_KEY": ""} | environment
+    done = CliRunner().invoke(main, ["verify", *map(str, args)], env=environment)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+    return done

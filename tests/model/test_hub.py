@@ -117,12 +117,12 @@ def test_what_a_name_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_model_is_downloaded_once_without_pickles_and_code(
-    hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
+    hub: Hub, base: dict[str, bytes], call: Run, raw: Path, tmp_path: Path
 ) -> None:
-    done = command("merge", raw, "--base-model", NAME, "--output", "merged", "--dry-run")
+    done = call("merge", raw, "--base-model", NAME, "--output", "merged", "--dry-run")
     one_sentence(done, "the weights of org/tiny are not all in the Hub cache")
     assert not hub.downloads(".safetensors")
-    done = command("merge", raw, "--base-model", NAME, "--output", "merged")
+    done = call("merge", raw, "--base-model", NAME, "--output", "merged")
     assert done.returncode == 0, done.stderr
     wanted = ("config.json", "tokenizer.json", "model.safetensors.index.json", "model-")
     found = snapshot(tmp_path / "home")
@@ -130,8 +130,8 @@ def test_a_model_is_downloaded_once_without_pickles_and_code(
     assert resolve_model(tmp_path / "merged")
     # From here on no network is needed, also where it is forbidden or gone.
     hub.asked.clear()
-    for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")):
-        done = command("merge", raw, "--base-model", NAME, "--output", f"to{name}", **{name: value})
+    for name, value in (("HF_ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", "1")):
+        done = call("merge", raw, "--base-model", NAME, "--output", f"to{name}", **{name: value})
         assert done.returncode == 0, done.stderr
     assert not hub.asked
 
@@ -222,17 +222,16 @@ def _when(found: Callable[[], list[Path]]) -> list[Path]:
     return value
 
 
-@pytest.mark.slow
 def test_a_broken_connection_and_damage_on_the_way(
-    hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
+    hub: Hub, base: dict[str, bytes], call: Run, raw: Path, tmp_path: Path
 ) -> None:
     shard = next(name for name in base if name.startswith("model-"))
     hub.damaged.add(shard)
     arguments = ["merge", raw, "--base-model", NAME, "--output", "merged"]
-    one_sentence(command(*arguments), f"{shard} of org/tiny came damaged")
+    one_sentence(call(*arguments), f"{shard} of org/tiny came damaged")
     hub.damaged.clear()
     hub.cut[shard] = [100]
-    done = command(*arguments)
+    done = call(*arguments)
     assert done.returncode == 0, done.stderr
     assert snapshot(tmp_path / "home")[shard] == base[shard]
 

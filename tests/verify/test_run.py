@@ -8,10 +8,9 @@ import socket
 
 import bare
 import pytest
-from click.testing import CliRunner
+from tinyserver import run_verify
 
 from ktbridge.adapter import convert_adapter
-from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.kernel_choice import has_bf16_instructions
 from ktbridge.verify.run import arms_to_ask, verify
@@ -33,14 +32,6 @@ def servers(launch, base, make_adapter):
         for name, path in given.items()
     }
     return {name: launch.finish(process) for name, process in starting.items()}
-
-
-def run_verify(*args, **environment):
-    """`ktbridge verify`, without a key unless one is given."""
-    environment = {"KTBRIDGE_API_KEY": ""} | environment
-    done = CliRunner().invoke(main, ["verify", *map(str, args)], env=environment)
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
-    return done
 
 
 def verdicts(result) -> dict[str, str]:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tinyserver import ASCII, ready_document, save_adapter, save_model
+from tinyserver import ASCII, ready_document, run_verify, save_adapter, save_model
 
 from ktbridge.adapter import open_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
@@ -205,20 +205,11 @@ def test_a_server_that_dies(served):
     ]
 
 
-@pytest.fixture
-def ktbridge(warm):
-    def run(*args):
-        environment = {"KTBRIDGE_API_KEY": "", "OMP_NUM_THREADS": "1"}
-        return warm.run("-m", "ktbridge", *args, **environment)
-
-    return run
-
-
-def test_the_command_prints_the_matrix(ktbridge, served, lettered, pair):
+def test_the_command_prints_the_matrix(served, lettered, pair):
     served.plant("wrong")
     args = [part for name, path in pair.items() for part in ("--adapter", f"{name}={path}")]
-    done = ktbridge("verify", "--server", served.url, *args, "--base-model", str(lettered))
-    assert done.returncode == 1
+    done = run_verify("--server", served.url, *args, "--base-model", str(lettered))
+    assert done.exit_code == 1
     assert done.stdout.startswith(
         "tiny:a not as its own adapter\ntiny:a: another adapter - it answers as b"
     )
@@ -228,10 +219,8 @@ def test_the_command_prints_the_matrix(ktbridge, served, lettered, pair):
     assert alone[5:] == together[5:] == ["a", "(it", "is", "b)"]
     assert done.stderr.count("error KTV020  tiny:a\n") == 1
     served.plant("")
-    done = ktbridge(
-        "verify", "--server", served.url, *args, "--base-model", str(lettered), "--json"
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_verify("--server", served.url, *args, "--base-model", str(lettered), "--json")
+    assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
     assert (document["ok"], document["base"], document["columns"]) == (
         True,
@@ -243,7 +232,7 @@ def test_the_command_prints_the_matrix(ktbridge, served, lettered, pair):
 
 
 @pytest.mark.slow
-def test_mistakes(ktbridge, served, lettered, pair, tmp_path):
+def test_mistakes(served, lettered, pair, tmp_path):
     served.plant("")
     narrow = save_adapter(tmp_path / "narrow", lettered, hidden=32)
     a, b = pair.values()
@@ -262,8 +251,8 @@ def test_mistakes(ktbridge, served, lettered, pair, tmp_path):
         args = [part for each in given for part in (["--adapter", each] if "=" in each else [each])]
         if args[0] != "--adapter":
             args = ["--adapter", *args]
-        done = ktbridge("verify", "--server", served.url, *args, "--base-model", str(lettered))
-        assert done.returncode == code, (words, done.stderr)
+        done = run_verify("--server", served.url, *args, "--base-model", str(lettered))
+        assert done.exit_code == code, (words, done.stderr)
         assert words in done.stderr
         assert "Traceback" not in done.stderr
         assert done.stdout == ""
