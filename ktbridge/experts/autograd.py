@@ -33,7 +33,7 @@ from ktbridge.experts.weights import SILU, ExpertWeights
 from ktbridge.kernel_choice import choose_isa, choose_threads, places
 
 Saved = _kernels.Job | None
-"""What a forward left for its backward, once a stream has come to it where it was queued."""
+"""State that a forward left for its backward, once a stream has come to it where it was queued."""
 
 
 @dataclass
@@ -239,7 +239,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 @dataclass(eq=False)
 class _Queued:
     alive: object
-    """What must live until the job has run: the kernels know it by address."""
+    """Objects that must live until the job has run: the kernels know them by address."""
     job: _kernels.Job | None = None
     ended: bool = False
 
@@ -249,7 +249,7 @@ class _Queued:
 
 
 _queued: defaultdict[torch.cuda.Stream, deque[_Queued]] = defaultdict(deque)
-"""What each stream was given and hasn't been looked at since; a stream runs its jobs in order."""
+"""Jobs of each stream that haven't been looked at since they were given; a stream runs them in order."""
 _lock = threading.Lock()  # autograd has a thread for each GPU
 
 

@@ -149,7 +149,7 @@ class ExpertOptions:
     lora_targets: Sequence[str] = PROJECTIONS
     """Projections that have LoRA."""
     activation: str = "retain"
-    """What a forward keeps for its backward.
+    """Activations that a forward keeps for its backward.
 
     "retain" keeps each expert's activations, "recompute" only the routing and the LoRA's thin products, for
     one more gate and up product in backward. Both give the same bits.
@@ -247,7 +247,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         options = options or ExpertOptions(**named)
         super().__init__()
         self.options = options
-        """How the layer was made; the attributes of the same names may be changed later."""
+        """Options that the layer was made with; the attributes of the same names may be changed later."""
         # No buffers: the weights belong to the checkpoint and are neither saved nor moved with the layer.
         self.weights = weights
         """The frozen weights of gate, up and down."""
@@ -262,7 +262,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         """Its p and mode are the LoRA's: it is never called, but found by whoever looks for dropout."""
         self.lora_enabled = True
         self.lora_tokens: torch.Tensor | None = None
-        """Which tokens [T] of the next forwards have the LoRA, bool on the CPU; None: all. For inference."""
+        """Mask of the tokens [T] that have the LoRA in inference, bool on the CPU; None: all."""
         self.lora_frozen = False
         """True where the LoRA is kept from training on purpose (``ktbridge.sft.freeze_expert_lora``)."""
         self.lora_device = torch.device("cpu")

@@ -57,7 +57,7 @@ _UNREADABLE = (
     ImportError,
     StrictDataclassError,  # of configurations since transformers 5
 )
-"""What transformers raises over files and fields that it can't make a model or a tokenizer of."""
+"""Errors that transformers raises over files and fields that it can't make a model or tokenizer of."""
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers has under another name: the same architecture, field by field."""
 
@@ -294,7 +294,7 @@ SPLITS = (
     r"\s+(?!\S)",
     r"\s+",
 )
-"""Where text is split, the first that matches: ``pat_str`` of the published tokenization_kimi.py."""
+"""Pieces that text is split into, the first that matches: ``pat_str`` of tokenization_kimi.py."""
 _RESERVED = 256
 """Ids for special tokens that follow the ranks; those without a name are ``<|reserved_token_ID|>``."""
 

@@ -114,7 +114,7 @@ class Dropout:
     key: int
     """Decides everything, from 0 to 2^63 - 1."""
     threshold: int
-    """What is dropped of 65536."""
+    """Elements that are dropped of 65536."""
     numbers: torch.Tensor | None = None
     """[T * K] int64, each slot's place in the whole pass, where the call has a part of it."""
 

@@ -73,13 +73,17 @@ def forward(stream, layer, ids=None, out=None):
     hidden, own, weights = make_inputs(SHAPE)
     tensors = hidden, own if ids is None else torch.full_like(own, ids), weights
     out, kept = torch.zeros_like(hidden) if out is None else out, Kept()
+    watched = weakref.ref(kept)
+    queue_forward(stream, layer, tensors, out, kept)
+    return out, watched
+
+
+def queue_forward(stream, layer, tensors, out, kept=None):
     arguments = (
         [0] * 6, 0, 0.0, SHAPE.tokens, SHAPE.top_k,
         *(tensor.data_ptr() for tensor in (*tensors, out)), _kernels.Keep.retain, (0, 0, 0), 0,
     )  # fmt: skip
-    watched = weakref.ref(kept)
-    autograd.queue(stream, layer._layer.forward, arguments, (tensors, out, layer, kept))
-    return out, watched
+    return autograd.queue(stream, layer._layer.forward, arguments, (tensors, out, layer, kept))
 
 
 @pytest.fixture(scope="module")
@@ -153,16 +157,7 @@ def test_a_failed_forward_leaves_zeros_and_no_garbage(layer):
     d_weights = torch.full_like(weights, float("nan"))
     inputs = hidden, torch.full_like(ids, 9), weights
     stream.gate.clear()
-    arguments = (
-        [0] * 6,
-        0,
-        0.0,
-        SHAPE.tokens,
-        SHAPE.top_k,
-        *(each.data_ptr() for each in (*inputs, out)),
-    )
-    kept = _kernels.Keep.retain, (0, 0, 0), 0
-    job = autograd.queue(stream, layer._layer.forward, (*arguments, *kept), inputs)
+    job = queue_forward(stream, layer, inputs, out)
     addresses = [each.data_ptr() for each in (hidden, hidden, d_hidden, d_weights)]
     behind = (job, True, [0] * 6, 0, 0.0, *addresses, [0] * 6)
     autograd.queue(stream, layer._layer.backward, behind, (d_hidden, d_weights))
