@@ -16,7 +16,7 @@ adds theirs where the input was kept.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -49,7 +49,7 @@ class RowPart:
     ends: torch.Tensor
     """[E] int32 on the device: where each expert's rows end, counted from the part's first."""
     where: slice | None
-    """Where its rows are among all; None: they are all there are."""
+    """Place of its rows among all; None: they are all there are."""
     bounds: tuple[int, ...] | None = None
     """``ends`` on the host, after a 0, where they are known there."""
     _owners: torch.Tensor | None = None
@@ -168,7 +168,7 @@ class BorderedMatrices:
     hidden: int
     inner: int
     rank: int
-    """Of the LoRA, 0 for none: R and Q are what it takes rounded up."""
+    """The LoRA's rank, 0 for none: R and Q are what it takes rounded up."""
     gating: Gating = SILU
     biases: Biases | None = None
 
@@ -199,8 +199,7 @@ class BorderedMatrices:
             return self
         some = slice(first, end)
         biases = None if self.biases is None else self.biases.of(some)
-        sizes = self.hidden, self.inner, self.rank
-        return BorderedMatrices(self.gate_up[some], self.down[some], *sizes, self.gating, biases)
+        return replace(self, gate_up=self.gate_up[some], down=self.down[some], biases=biases)
 
     @cached_property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

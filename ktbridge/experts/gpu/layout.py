@@ -64,9 +64,9 @@ class Group:
     """Their numbers in the layer, in the order in which they are computed."""
     spans: tuple[CopySpan, ...]
     places: Mapping[str, tuple[int, ...]]
-    """Where in a slot each expert's tensor of a kind ("gate", "gate.scale" and so on) begins, in bytes."""
+    """Offsets in a slot, in bytes, of each expert's tensor of a kind ("gate", "gate.scale" and so on)."""
     bytes: int
-    """What the group takes in a slot."""
+    """Bytes that the group takes in a slot."""
     kept: tuple[torch.Tensor, ...]
     """The host tensors, so that their memory outlives the copies."""
 
@@ -81,7 +81,7 @@ def group_experts(
     ``weights`` are gate, up and down. The groups are of nearly equal size. Raises
     ``UsageError`` where one expert alone is larger than a slot, or rows aren't next to each other.
     """
-    pieces = list(_pieces(weights, range(weights[0].count)))
+    pieces = list(_pieces(weights))
     if any(not piece.tensor.is_contiguous() for piece in pieces) and not _take_turns(weights):
         raise UsageError(
             f"the experts of {where} have gaps between their rows: they can't be streamed."
@@ -106,13 +106,10 @@ def group_experts(
         count += 1
 
 
-def _pieces(weights: Sequence[ExpertWeights], experts: Sequence[int]) -> Iterator[StoredMatrix]:
+def _pieces(weights: Sequence[ExpertWeights]) -> Iterator[StoredMatrix]:
     for name, stored in zip(PROJECTIONS, weights, strict=True):
         for kind, stack in ((name, stored.weight), (f"{name}.scale", stored.scale)):
-            if stack is None:
-                continue
-            for expert in experts:
-                tensor = stack[expert]
+            for expert, tensor in enumerate(() if stack is None else stack):
                 yield StoredMatrix(kind, expert, tensor.data_ptr(), tensor)
 
 
@@ -176,14 +173,12 @@ class Layer:
 
     weights: Triple
     groups: tuple[Group, ...]
-    experts: tuple[int, ...]
-    """All experts in the order of computing."""
     starts: tuple[int, ...]
     """The place in that order of each group's first expert, and behind the last group's."""
     place: torch.Tensor
     """[E] int64 on the device: each expert's place in that order."""
     order: torch.Tensor | None
-    """``experts``, int64 on the device; None where they are in their own order."""
+    """[E] int64 on the device: the expert at each place; None where they are in their own order."""
     biases: Biases | None = None
     """On the device, in that order."""
     first: int = -1
@@ -205,7 +200,6 @@ def lay_out(weights: Triple, slot_bytes: int, device: torch.device, where: str) 
     return Layer(
         weights,
         groups,
-        experts,
         tuple(accumulate((len(group.experts) for group in groups), initial=0)),
         place.to(device),
         None if in_order else torch.tensor(experts, dtype=torch.int64, device=device),

@@ -27,7 +27,7 @@ from ktbridge.experts.weights import SILU, Gating
 _BYTES = 16  # grouped GEMM wants addresses and strides that are multiples of it
 _WIDTH = _BYTES // 2  # in elements
 IN_TORCH = hasattr(functional, "grouped_mm")
-"""Whether this torch has grouped GEMM."""
+"""True where this torch has grouped GEMM."""
 
 
 def by_row(
@@ -458,10 +458,8 @@ def lora_gradients(
         pairs[f"{name}_lora_a"] = (d_gate_up[:, 2 * inner :][:, thin], had, 1.0)
         of_rows = d_gate_up[:, index * inner : (index + 1) * inner]
         pairs[f"{name}_lora_b"] = (of_rows, thin_x[:, thin], into.scale)
-    places = (
-        range(into.first, into.first + len(ends)) if into.order is None else into.order.tolist()
-    )
-    places = places if into.order is None else places[into.first : into.first + len(ends)]
+    some = slice(into.first, into.first + len(ends))
+    places = range(some.start, some.stop) if into.order is None else into.order[some].tolist()
     bounds = _bounds(ends)
     for name, (left, right, scale) in pairs.items():
         if name not in into.tensors:

@@ -23,7 +23,7 @@ ONE_BY_ONE = (
     "torch's grouped GEMM is a loop over experts there, which waits for the GPU in each call, so stream and "
     "resident are slower than the link and the GPU allow, the more so the fewer tokens a step has"
 )
-"""What a GPU of ``loops_over_experts`` means for training."""
+"""Consequence for training of a GPU of ``loops_over_experts``."""
 NO_KERNEL = (
     "ktbridge has no kernel of its own for these GPUs yet, because it was never measured on one: try "
     "kt_experts: cpu beside it, and more tokens a step"
@@ -40,17 +40,17 @@ class GpuFacts:
     capability: str = ""
     """As NVIDIA writes it: "9.0"."""
     tensor_cores: bool = False
-    """Whether it multiplies bfloat16 in tensor cores, without which experts stay on the CPU."""
+    """True where it multiplies bfloat16 in tensor cores, without which experts stay on the CPU."""
     grouped_gemm: bool = False
     link: float = 0.0
     """Bytes a second from pinned host memory."""
     not_in_place: str = ""
-    """Why the pages of a mapped file can't be registered with the driver."""
+    """Reason why the pages of a mapped file can't be registered with the driver."""
     no_triton: str = ""
     error: str = ""
-    """Why nothing else is known."""
+    """Reason why nothing else is known."""
     one_by_one: bool = False
-    """Whether grouped GEMM is a loop over experts on it, which waits for the GPU in each call."""
+    """True where grouped GEMM is a loop over experts on it, which waits for the GPU in each call."""
     memory: int = 0
     """Bytes."""
 

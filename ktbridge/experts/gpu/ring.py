@@ -101,7 +101,7 @@ class _Slot:
     free: torch.cuda.Event | None = None
     """The event after which they have been used."""
     busy: bool = False
-    """Whether it is between ``take`` and ``give_back``."""
+    """True between ``take`` and ``give_back``."""
 
 
 @dataclass
