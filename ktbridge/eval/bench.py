@@ -18,10 +18,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError, UsageError, list_names
@@ -30,9 +29,10 @@ from ktbridge.eval.schema import (
     OURS,
     BenchFile,
     Item,
-    Slice,
+    check_keys,
+    check_row,
     list_questions,
-    slice_table,
+    list_slices,
 )
 from ktbridge.eval.scorers import SCORERS, Persona, check_faults
 from ktbridge.eval.scorers.text_metrics import language_of
@@ -40,11 +40,10 @@ from ktbridge.eval.sources import benches_root, last_text, read_source
 from ktbridge.files import digests
 from ktbridge.files.records import parse_json_lines
 from ktbridge.files.yamlfile import load_yaml
-from ktbridge.schemas import check_fields, is_json
+from ktbridge.schemas import is_json
 from ktbridge.server_api.hosts import is_loopback_url
 from ktbridge.server_api.replies import OTHER_LIMIT
 
-_Model = TypeVar("_Model", bound=BaseModel)
 _MANY = 8  # at most this many lines are listed for one problem
 FILES = ("bench.yaml", "items.jsonl", "persona.yaml")
 # For a bench that has no persona.yaml: a report then has no persona axis.
@@ -67,7 +66,6 @@ class Bench(BenchFile):
     only be sent to a judge on this machine.
     """
 
-    slices: tuple[Slice, ...]
     items: tuple[Item, ...]
     persona: Persona
     sha256: str
@@ -183,12 +181,12 @@ def parse_bench(given: Mapping[str, bytes]) -> Bench:
     problems: list[Problem] = []
     files = {"persona.yaml": _NO_PERSONA, **given}
     keys = _read_yaml(files, "bench.yaml", problems)
-    head = _check_keys(BenchFile, keys, "bench.yaml", "KTB811", problems)
-    slices = _check_slices(keys, head, problems)
+    head = check_keys(BenchFile, keys, "bench.yaml: ", "KTB811", problems)
     rules = _read_yaml(files, "persona.yaml", problems)
-    persona = _check_keys(Persona, rules, "persona.yaml", "KTB814", problems)
-    named = keys.get("checklists") if isinstance(keys, Mapping) else None
-    lists = named if isinstance(named, Mapping) else {}
+    persona = check_keys(Persona, rules, "persona.yaml: ", "KTB814", problems)
+    known = keys if isinstance(keys, Mapping) else {}
+    slices = [str(one.get("name", "")) for one in list_slices(known.get("slices"))]
+    lists = named if isinstance(named := known.get("checklists"), Mapping) else {}
     rows = _check_items(files["items.jsonl"], slices, lists, problems)
     if problems or persona is None or head is None:
         problems = _merge_alike(problems)
@@ -201,7 +199,7 @@ def parse_bench(given: Mapping[str, bytes]) -> Bench:
     for name in FILES:
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
     return Bench.model_construct(
-        **{**dict(head), "slices": tuple(slices.values())},
+        **dict(head),
         items=tuple(_finish_item(row, head, persona) for row in rows),
         persona=persona,
         sha256=digest.hexdigest(),
@@ -218,49 +216,8 @@ def _read_yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -
         return {}
 
 
-def _check_keys(
-    model: type[_Model], given: object, file: str, code: str, problems: list[Problem]
-) -> _Model | None:
-    """Return a file of keys as ``model``, or None and add its faults to ``problems``."""
-    if not isinstance(given, Mapping):
-        problems.append(problem(code, f"{file}: (file)", type(given).__name__, "a mapping"))
-        return None
-    value, faults = check_fields(model, given)
-    for key, kind, found, expected in faults:
-        if kind == "wrong":
-            found = found or repr(given[key])[:80]
-        else:
-            found = "missing" if kind == "missing" else "unknown key"
-            expected = "a value" if kind == "missing" else expected
-        problems.append(problem(code, f"{file}: {key}", found, expected))
-    return value
-
-
-def _check_slices(
-    given: object, head: BenchFile | None, problems: list[Problem]
-) -> dict[str, Slice]:
-    def complain(key: str, found: object, expected: str) -> None:
-        problems.append(problem("KTB811", f"bench.yaml: {key}", repr(found)[:80], expected))
-
-    table = slice_table(given) if isinstance(given, Mapping) else {}
-    if isinstance(given, Mapping) and not table and "slices" in given:
-        complain("slices", given["slices"], "[NAME, ...] or {NAME: what it asks, ...}")
-    if head and head.partner and not set(head.partner.slices) <= table.keys():
-        complain("partner", head.partner, BenchFile.model_fields["partner"].description or "")
-    slices = {}
-    for name, values in table.items():
-        row, faults = check_fields(Slice, {**values, "name": name})
-        if row:
-            slices[name] = row
-        elif all(fault.key == "label" for fault in faults):
-            complain(f"slices.{name}.label", values["label"], faults[0].expected)
-        else:
-            complain(f"slices.{name}", values, "{primary: task|persona, meaning: text}")
-    return slices
-
-
 def _check_items(
-    data: bytes, slices: Mapping[str, Slice], lists: Json, problems: list[Problem]
+    data: bytes, slices: Sequence[str], lists: Json, problems: list[Problem]
 ) -> list[Item]:
     rows: list[Item] = []
     first_line: dict[str, int] = {}
@@ -277,12 +234,15 @@ def _check_items(
         else:
             where += f" ({given['id']})" if given.get("id") else ""
             filled = _fill_defaults(given, slices, number)
-            row, found = _check_item(filled, slices, lists)
+            row, found = check_row(Item, filled, {"slices": slices, "lists": lists})
+            checks = filled.get("checks")
+            for check in checks if isinstance(checks, list) else []:
+                found += check_faults(check, filled.get("gold"))
             name = filled["id"]
             if isinstance(name, str) and first_line.setdefault(name, number) != number:
                 found.append((f"the id {name!r} of line {first_line[name]}", "a new id"))
         problems += [problem("KTB813", where, *fault, next_step="") for fault in found]
-        if row:
+        if row and not found:
             rows.append(row)
     if not first_line:
         problems.append(
@@ -291,14 +251,12 @@ def _check_items(
     return rows
 
 
-def _fill_defaults(
-    row: dict[str, object], slices: Mapping[str, Slice], number: int
-) -> dict[str, object]:
+def _fill_defaults(row: dict[str, object], slices: Sequence[str], number: int) -> dict[str, object]:
     """Return an item with an id from its line number, the only slice, the language of its question, and
     the check that fits its gold."""
     filled = {"id": f"line-{number}", "sub": "", "origin": "unknown", "license": "unknown", **row}
     if len(slices) == 1:
-        filled.setdefault("slice", next(iter(slices)))
+        filled.setdefault("slice", slices[0])
     filled.setdefault("lang", language_of(last_text(row.get("messages"))))
     if "checks" not in row and "gold" in row:
         gold = row["gold"]
@@ -306,32 +264,6 @@ def _fill_defaults(
         number_like = isinstance(gold, (int, float)) and not isinstance(gold, bool)
         filled["checks"] = [{"scorer": "numeric" if number_like else "aliases"}]
     return filled
-
-
-def _check_item(
-    given: dict[str, object], slices: Mapping[str, Slice], lists: Json
-) -> tuple[Item | None, list[tuple[str, str]]]:
-    """Return an item, or None and its faults as (found, expected)."""
-    row, faults = check_fields(Item, given, {"slices": slices, "lists": lists})
-    missing = {
-        "slice": ("no 'slice'", "one of " + ", ".join(slices)),
-        "checks": ("neither 'gold' nor 'checks'", "what a right answer holds, or how to check it"),
-    }
-    found = []
-    for key, kind, told, expected in faults:
-        if kind == "missing":
-            found.append(missing.get(key, (f"no {key!r}", expected)))
-        elif kind == "unknown":
-            found.append((f"the unknown field {key!r}", expected))
-        elif key == "messages":
-            found.append((key, expected))
-        else:
-            value = f"{key} = {given[key]!r}"
-            found.append((told or (value[:80] if key == "judge" else value), expected))
-    checks = given.get("checks")
-    for check in checks if isinstance(checks, list) else []:
-        found += check_faults(check, given.get("gold"))
-    return (None if found else row), found
 
 
 def _finish_item(row: Item, head: BenchFile, persona: Persona) -> Item:
@@ -343,9 +275,7 @@ def _finish_item(row: Item, head: BenchFile, persona: Persona) -> Item:
     values = {
         "cluster": row.cluster or row.id,
         "checks": checks,
-        "judge": list_questions(
-            row.judge, {str(name): one for name, one in head.checklists.items()}
-        ),
+        "judge": list_questions(row.judge, head.checklists),
         "max_tokens": head.override.get("max_tokens", row.max_tokens or head.item_tokens),
     }
     return row.model_copy(update=values)

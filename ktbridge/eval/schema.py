@@ -8,7 +8,7 @@ and gold are required.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -18,11 +18,18 @@ from pydantic import (
     Field,
     PositiveInt,
     SkipValidation,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
 from pydantic import ValidationInfo as Info
 
+from ktbridge.codes import problem
+from ktbridge.errors import Problem
 from ktbridge.eval.results.types import Json, Message, Text
-from ktbridge.schemas import Refusal, is_json
+from ktbridge.schemas import Refusal, check_fields, is_json
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 Axis = Literal["task", "persona"]
 OURS = ("model", "messages", "max_tokens", "stream", "n")
@@ -34,12 +41,45 @@ _Some = Annotated[str, Field(pattern=r"\S", description="some text")]
 _Word = Annotated[str, BeforeValidator(str)]  # a version may look like a number in YAML
 
 
+def check_keys(
+    model: type[_Model], given: object, place: str, code: str, problems: list[Problem]
+) -> _Model | None:
+    """Return a mapping whose keys people write as ``model``, or None and add its faults to ``problems``.
+
+    ``place`` stands before a key: "bench.yaml: "."""
+    if not isinstance(given, Mapping):
+        problems.append(problem(code, f"{place}(file)", type(given).__name__, "a mapping"))
+        return None
+    value, faults = check_fields(model, given)
+    for key, kind, found, expected in faults:
+        if kind == "wrong":
+            found = found or repr(given[key])[:80]
+        else:
+            found = "missing" if kind == "missing" else "unknown key"
+            expected = "a value" if kind == "missing" else expected
+        problems.append(problem(code, place + key, found, expected))
+    return value
+
+
+def check_row(
+    model: type[_Model], given: Json, context: Json
+) -> tuple[_Model | None, list[tuple[str, str]]]:
+    """Return a row of a list as ``model``, or None and its faults as (found, expected)."""
+    value, faults = check_fields(model, given, context)
+    found = {
+        "missing": lambda key, told: f"no {key!r}",
+        "unknown": lambda key, told: f"the unknown field {key!r}",
+        "wrong": lambda key, told: told or f"{key} = {given[key]!r}"[:80],
+    }
+    return value, [(found[one.kind](one.key, one.found), one.expected) for one in faults]
+
+
 # --- bench.yaml
 
 
 class Slice(BaseModel):
     """A group of items, and its primary axis. ``label`` is its name in words ("knowledge"); '' to use the
-    name. bench.yaml may give anchors too, which only a judge reads."""
+    name. ``anchors`` are checked once a judge is to read them."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -47,6 +87,31 @@ class Slice(BaseModel):
     primary: Axis = "task"
     meaning: str = ""
     label: str = Field("", description="a word or two")
+    anchors: Annotated[
+        list[object], BeforeValidator(lambda value: value if isinstance(value, list) else [value])
+    ] = []
+
+
+def list_slices(value: object) -> tuple[Json, ...]:
+    """Return a row {name, primary, meaning, ...} of each slice of bench.yaml, which has them as {NAME: row},
+    as {NAME: meaning} or as names alone; () for anything else."""
+    if isinstance(value, list) and all(isinstance(name, str) and name for name in value):
+        value = dict.fromkeys(value)
+    if not isinstance(value, Mapping):
+        return ()
+    rows: list[Json] = []
+    for name, row in value.items():
+        row = {} if row is None else {"meaning": row} if isinstance(row, str) else row
+        rows.append({**(row if isinstance(row, Mapping) else {"primary": row}), "name": str(name)})
+    return tuple(rows)
+
+
+def _read_slice(value: object, read: ValidatorFunctionWrapHandler) -> Slice:
+    try:
+        return cast("Slice", read(value))
+    except ValidationError:
+        expected = "{primary: task|persona, meaning: text, label: a word or two}"
+        raise Refusal(repr(value)[:80], expected) from None
 
 
 class Partner(BaseModel):
@@ -58,6 +123,13 @@ class Partner(BaseModel):
     system: str
     turns: PositiveInt
     slices: list[_Word]
+
+
+def _check_partner(value: Partner | None, info: Info) -> Partner | None:
+    known = [one.name for one in info.data.get("slices", ())]
+    if value is not None and known and not {*value.slices} <= {*known}:
+        raise ValueError("it names other slices")
+    return value
 
 
 def _check_sampling(value: object) -> object:
@@ -81,7 +153,11 @@ class BenchFile(BaseModel):
         BeforeValidator(lambda value: str(value) if isinstance(value, int) else value),
         Field(description="a name"),
     ]
-    slices: object
+    slices: Annotated[
+        tuple[Annotated[Slice, WrapValidator(_read_slice)], ...],
+        BeforeValidator(list_slices),
+        Field(min_length=1, description="[NAME, ...] or {NAME: what it asks, ...}"),
+    ]
     version: _Word = "1"
     language: _Word = "any"
     item_tokens: PositiveInt = Field(512, alias="max_tokens", description="a whole number above 0")
@@ -94,10 +170,10 @@ class BenchFile(BaseModel):
     about: object = None
     source: object = None
     notes: list[Text] = Field([], description="a list of sentences")
-    checklists: dict[object, Annotated[list[Text], Field(min_length=1)]] = Field(
+    checklists: dict[_Word, Annotated[list[Text], Field(min_length=1)]] = Field(
         {}, description="{NAME: [yes/no question, ...]}"
     )
-    partner: Partner | None = Field(
+    partner: Annotated[Partner | None, AfterValidator(_check_partner)] = Field(
         None, description="{system: text, turns: n, slices: [NAME, ...]}"
     )
     private: bool = Field(False, description="true or false")
@@ -105,21 +181,6 @@ class BenchFile(BaseModel):
     override: dict[Literal["max_tokens"], PositiveInt] = Field(
         {}, description="{max_tokens: a whole number above 0}", exclude=True
     )
-
-
-def slice_table(head: Json) -> dict[str, Json]:
-    """Return bench.yaml's slices as {NAME: {primary, meaning, ...}}, also of a list of names, or of names
-    with meanings. {} for anything else; an invalid row becomes {"primary": None}."""
-    table = head.get("slices")
-    if isinstance(table, list) and all(isinstance(name, str) and name for name in table):
-        table = dict.fromkeys(table)
-    if not isinstance(table, Mapping):
-        return {}
-    rows: dict[str, Json] = {}
-    for name, row in table.items():
-        row = {} if row is None else {"meaning": row} if isinstance(row, str) else row
-        rows[str(name)] = row if isinstance(row, Mapping) else {"primary": None, "meaning": row}
-    return rows
 
 
 # --- data files of others
@@ -201,12 +262,26 @@ def _check_messages(value: list[Message]) -> list[Message]:
 def _check_slice(value: str, info: Info) -> str:
     known = info.context["slices"] if info.context else ()
     if known and value not in known:
-        raise Refusal(f"the slice {value!r}", "one of " + ", ".join(known))
+        found = f"the slice {value!r}" if value else "no 'slice'"
+        raise Refusal(found, "one of " + ", ".join(known))
     return value
 
 
+def _check_checks(value: list[Json], info: Info) -> list[Json]:
+    if not value and info.data.get("gold") is None:
+        expected = "what a right answer holds, or how to check it"
+        raise Refusal("neither 'gold' nor 'checks'", expected)
+    if not value:
+        raise Refusal("checks = []", "at least one check")
+    return value
+
+
+def _lists(info: Info) -> dict[str, list[str]]:
+    return info.context["lists"] if info.context else {}
+
+
 def _check_question(value: str, info: Info) -> str:
-    lists = info.context["lists"] if info.context else {}
+    lists = _lists(info)
     if value[0] == "@" and value[1:] not in lists:
         expected = "one of " + (", ".join(map(str, lists)) or "none")
         raise Refusal(f"the checklist {value[1:]!r}", expected)
@@ -230,7 +305,9 @@ class Item(BaseModel):
     model_config = _STRICT
 
     id: Text = Field("", description="a string")
-    slice: Annotated[Text, AfterValidator(_check_slice), Field(description="a string")]
+    slice: Annotated[str, AfterValidator(_check_slice)] = Field(
+        "", validate_default=True, description="a string"
+    )
     sub: str = Field("", description="a string")
     lang: Text = Field("", description="a string")
     cluster: Text = Field("", description="a string")
@@ -240,7 +317,9 @@ class Item(BaseModel):
         Field(description="[{role, content}, ...] that ends with the user's turn"),
     ]
     gold: object = None
-    checks: list[SkipValidation[Json]] = Field(min_length=1, description="at least one check")
+    checks: Annotated[list[SkipValidation[Json]], AfterValidator(_check_checks)] = Field(
+        [], validate_default=True, description="at least one check"
+    )
     judge: Questions = []
     max_tokens: PositiveInt = Field(0, description="a whole number above 0")
     origin: Text = Field("", description="a string")
@@ -253,16 +332,40 @@ class Item(BaseModel):
         return list(self.gold) if compared and isinstance(self.gold, list) else []
 
 
-class AnchorRow(BaseModel):
-    """An anchor of a slice in bench.yaml; see ``judge.plan``."""
+def _check_answers(value: str | None, info: Info) -> str | None:
+    if value is None and info.data.get("good", "") is None:
+        raise Refusal("neither 'good' nor 'bad'", "an answer")
+    return value
+
+
+def _check_fails(value: list[int] | None, info: Info) -> list[int] | None:
+    if "judge" not in info.data:
+        return value  # its questions are at fault
+    count = len(list_questions(info.data["judge"], _lists(info))) or 1
+    every = list(range(1, count + 1))
+    if value is not None and not (value and set(value) <= {*every}):
+        raise Refusal(f"fails = {value!r}"[:60], f"question numbers, 1 to {count}")
+    return every if value is None else value
+
+
+_Answer = _Some | None
+
+
+class Anchor(BaseModel):
+    """An anchor of a slice: a question with a good answer, which earns yes to every question of ``judge``,
+    and a bad one, which earns no to those whose numbers are in ``fails``, by default to all."""
 
     model_config = _STRICT
 
-    user: _Some = ""
-    good: _Some = ""
-    bad: _Some = ""
-    fails: object = None
-    judge: Questions = []
+    user: _Some
+    judge: Questions
+    good: _Answer = None
+    bad: Annotated[_Answer, AfterValidator(_check_answers)] = Field(
+        None, validate_default=True, description="some text"
+    )
+    fails: Annotated[list[int] | None, AfterValidator(_check_fails)] = Field(
+        None, validate_default=True, description="[question number, ...]"
+    )
     system: _Some = ""
     gold: object = None
 

@@ -17,12 +17,11 @@ import ktbridge
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
 from ktbridge.eval.results.types import Json
-from ktbridge.eval.schema import RowMap, SourceFile
+from ktbridge.eval.schema import RowMap, SourceFile, check_keys
 from ktbridge.eval.scorers.text_metrics import normalize
 from ktbridge.files import digests
 from ktbridge.files.records import read_records
 from ktbridge.files.yamlfile import load_yaml
-from ktbridge.schemas import check_fields
 
 Row = dict[str, object]
 LETTERS = "ABCDEFGHIJ"
@@ -84,14 +83,10 @@ def read_source(source: object, folder: Path, items: Path | None) -> tuple[list[
 def _read_spec(source: object) -> SourceFile:
     """``source`` with the rows of the loader that it names. Raises UsageError for an unknown one."""
     given = source if isinstance(source, Mapping) else {"loader": source}
-    spec, faults = check_fields(SourceFile, given)
+    problems: list[Problem] = []
+    spec = check_keys(SourceFile, given, "bench.yaml: source.", "KTB811", problems)
     if spec is None:
-        where = "bench.yaml: source."
-        found = [
-            problem("KTB811", where + one.key, repr(given[one.key])[:80], one.expected)
-            for one in faults
-        ]
-        raise ProblemsError("the bench's source cannot be read; nothing was asked.", found)
+        raise ProblemsError("the bench's source cannot be read; nothing was asked.", problems)
     ours = {path.parent.name: path for path in sorted(benches_root().glob("*/bench.yaml"))}
     heads = {name: load_yaml(path.read_text("utf-8")).get("source") for name, path in ours.items()}
     loaders = {name: head for name, head in heads.items() if head}

@@ -1,4 +1,4 @@
-"""A server for the arms, and a date that stands still."""
+"""A server for the arms, one for arms and a judge, and a date that stands still."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from mockserver import MockServer
+from scriptedjudge import World
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +20,16 @@ def server() -> Iterator[MockServer]:
     mock = MockServer()
     yield mock
     mock.close()
+
+
+@pytest.fixture(scope="session")
+def world_() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def world(world_: World) -> World:
+    world_.reset()
+    return world_

@@ -202,6 +202,17 @@ def test_all_problems_are_told_at_once(copy):
     assert len(told) == 18
 
 
+@pytest.mark.parametrize("gold", ["NaN", "1e999", '"\\ud83d"'])
+def test_a_gold_that_no_file_can_hold_is_a_problem_of_the_bench(copy, gold):
+    lines = (copy / "items.jsonl").read_text("utf-8").splitlines()
+    row = {key: value for key, value in json.loads(lines[0]).items() if key != "gold"}
+    lines[0] = json.dumps(row)[:-1] + f', "gold": {gold}}}'
+    (copy / "items.jsonl").write_text("\n".join(lines), "utf-8")
+    with pytest.raises(ProblemsError) as caught:
+        load_bench(copy)
+    assert [(one.code, one.where) for one in caught.value.problems] == [("KTB813", "items.jsonl:1")]
+
+
 def test_a_bench_that_is_not_there(tmp_path):
     with pytest.raises(UsageError, match="no bench 'nosuch'") as caught:
         load_bench("nosuch")

@@ -195,13 +195,6 @@ def test_where_some_requests_are_too_large_the_others_are_asked(server, tmp_path
     assert "KTB820" in errors_of(write_report(tmp_path))
 
 
-def test_max_tokens_has_an_option_of_its_own(server, tmp_path):
-    done = evaluate(server, tmp_path, "--extra-body", '{"max_tokens": 100}')
-    assert done.exit_code == 2
-    assert "--max-tokens" in done.stderr
-    assert "bench.yaml" not in done.stderr
-
-
 @pytest.mark.quick("^6-1$")
 @pytest.mark.parametrize(("failed", "code"), [(1, 0), (6, 1), (24, 1)])
 def test_answers_that_failed_fail_the_command(server, tmp_path, failed, code):

@@ -19,7 +19,6 @@ from findings import codes
 from scriptedjudge import (
     BENCH,
     ITEMS,
-    World,
     checks,
     fair,
     gather,
@@ -37,19 +36,6 @@ from ktbridge.eval.judge.prompts import VERSION, compared_arms, parse_judge, pla
 from ktbridge.eval.judge.run import judge_preflight, judge_run
 from ktbridge.eval.judge.score import read_judgements
 from ktbridge.eval.store import JUDGEMENTS, Ledger, read_snapshot
-
-
-@pytest.fixture(scope="module")
-def world_(tmp_path_factory):
-    world = World()
-    yield world
-    world.close()
-
-
-@pytest.fixture
-def world(world_):
-    world_.reset()
-    return world_
 
 
 @pytest.fixture(scope="module")

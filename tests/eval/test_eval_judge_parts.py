@@ -11,7 +11,7 @@ import pytest
 from evalruns import validate
 from findings import codes
 from publicscript import write_script
-from scriptedjudge import BENCH, World, checks, gather, judge_it, make_bench, read
+from scriptedjudge import BENCH, checks, gather, judge_it, make_bench, read
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import EvalRequest, collect, load_bench, parse_arms, score_run
@@ -32,13 +32,6 @@ from ktbridge.eval.report.document import axis_description
 from ktbridge.eval.store import read_snapshot
 
 JUDGE = parse_judge("m@http://127.0.0.1:1")
-
-
-@pytest.fixture
-def world():
-    world = World()
-    yield world
-    world.close()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import statistics
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,6 @@ from ktbridge.eval.results.compare import (
     refuse_unknown,
     signed,
 )
-from ktbridge.eval.stats import power, smallest_seen, unseen_share
 from ktbridge.eval.store import write_benches
 
 ARMS = ("base", "expert", "full")
@@ -159,9 +157,12 @@ def test_arms_that_share_no_answered_item(tmp_path):
     assert results["valid"] == 0
     assert results["verdict"]["headline"].startswith("No item has an ok answer from every arm")
     assert {one["code"] for one in results["warnings"]} == {"KTB820"}
-    assert "No item has an ok answer from every arm" in (tmp_path / "report.html").read_text(
-        "utf-8"
-    )
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "No item has an ok answer from every arm" in page
+    # There is no share of nothing.
+    assert set(results["persona_parts"]["base"].values()) == {None}
+    assert "–</td>" in page
+    assert " 0 %" not in page
     validate(results)
 
 
@@ -302,16 +303,6 @@ def test_what_the_training_data_holds_stands_in_the_report(tmp_path):
     (out / "contamination.json").write_text("{}")
     with pytest.raises(KtbridgeError, match="is damaged"):
         write_report(out)
-
-
-def test_what_could_have_been_seen():
-    names = [str(i) for i in range(40)]
-    differences = [0.5, -0.5] * 20
-    seen = smallest_seen(differences, names, 0.05 / 3)
-    assert power(seen, statistics.stdev(differences), 40, 0.05 / 3) == pytest.approx(0.8, abs=1e-6)
-    # Four items that all agree have a mid-p of 1/16: nothing can be seen, whatever its size.
-    assert smallest_seen([1.0] * 4, names[:4]) is None
-    assert smallest_seen([0.0] * 40, names) == unseen_share(40)
 
 
 def test_several_benches_have_an_index(tmp_path):

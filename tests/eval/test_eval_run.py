@@ -6,12 +6,12 @@ import json
 import time
 
 import pytest
-from evalruns import BENCH, is_item, prompt_of, run
+from evalruns import BENCH, is_item, knows, prompt_of, run, stored
 from findings import codes
 
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.eval import failures, score_run, write_report
-from ktbridge.eval.bench import FILES, parse_bench, with_max_tokens, with_sampling
+from ktbridge.eval.bench import FILES, with_max_tokens, with_sampling
 from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
 
 # --- what is sent and what is reused
@@ -30,25 +30,25 @@ def test_requests_say_what_the_bench_says(server, tmp_path):
     assert sent == {"model": "tiny", "messages": messages, **sampling, "max_tokens": limit}
 
 
-def test_nothing_is_asked_twice(server, tmp_path):
-    first = run(server, tmp_path)
+def test_nothing_is_asked_twice_and_the_run_card_is_whole(server, tmp_path):
+    told = []
+    first = run(server, tmp_path, on_preflight=told.append)
+    # The share of identical probes is told.
+    pairs = [["base", "expert"], ["base", "full"], ["expert", "full"]]
+    assert [pair["arms"] for pair in first.identical] == pairs
+    assert told[0].identical == first.identical
+    assert all(pair["n"] == 8 and 0 <= pair["share"] < 1 for pair in first.identical)
+    card = json.loads((tmp_path / "run.json").read_text("utf-8"))
+    assert list(card["arms"]) == ["base", "expert", "full"]
+    assert len({arm["fingerprint"] for arm in card["arms"].values()}) == 3
+    for name in FILES:
+        assert (tmp_path / "bench" / name).read_bytes() == BENCH.files[name]
     again = run(server, tmp_path)
     assert (first.asked, first.stored) == (48, 0)
     assert (again.asked, again.stored) == (0, 48)
     assert sum(is_item(request) for request in server.requests) == 48
     wider = run(server, tmp_path, limit=24)
     assert (wider.asked, wider.stored) == (24, 48)
-
-
-def test_other_sampling_or_another_server_never_reuses_an_answer(server, tmp_path):
-    run(server, tmp_path)
-    files = dict(BENCH.files)
-    files["bench.yaml"] = files["bench.yaml"].replace(b"seed: 0", b"seed: 1")
-    assert run(server, tmp_path, bench=parse_bench(files)).stored == 0
-    server.listed = [{**entry, "root": "/other/weights"} for entry in server.listed]
-    assert run(server, tmp_path).stored == 0
-    server.listed = [{**entry, "created": 99} for entry in server.listed]
-    assert run(server, tmp_path).asked == 0, "a time stamp is not another model"
 
 
 def test_arms_may_come_one_by_one(server, tmp_path):
@@ -138,15 +138,21 @@ def test_a_hang_is_timed_out_and_named(server, tmp_path):
     assert record["detail"] == "timed out"
 
 
-def test_a_server_that_dies_ends_the_run_and_the_next_one_goes_on(server, tmp_path):
-    def behave(request, nth):
-        if sum(map(is_item, server.requests)) > 20:
-            return 200, {"content-type": "application/json", "content-length": "999"}, b"{"
-        return None
-
-    server.behave = behave
-    with pytest.raises(KtbridgeError, match="stopped answering"):
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ((200, {"content-type": "application/json", "content-length": "999"}, b"{"), "stored"),
+        ((429, {}, {"error": {"message": "insufficient_quota"}}), "add credit"),
+    ],
+    ids=["it died", "quota"],
+)
+def test_a_server_that_is_gone_ends_the_run_and_the_next_one_goes_on(
+    server, tmp_path, fault, words
+):
+    server.behave = lambda request, nth: fault if sum(map(is_item, server.requests)) > 20 else None
+    with pytest.raises(KtbridgeError, match="stopped answering") as caught:
         run(server, tmp_path, concurrency=2)
+    assert words in caught.value.next_step
     stored = sum(one["outcome"] == "ok" for one in read_ledger(tmp_path, ANSWERS).values())
     assert 18 <= stored <= 20
     server.behave = lambda request, nth: None
@@ -301,20 +307,6 @@ def test_what_the_request_switched_off_is_no_advice(server, tmp_path):
         assert all(words in one.next_step for one in caught.value.problems)
 
 
-def test_a_quota_that_ends_in_a_run_ends_the_run(server, tmp_path):
-    def behave(request, nth):
-        spent = sum(map(is_item, server.requests)) > 12
-        return (429, {}, {"error": {"message": "insufficient_quota"}}) if spent else None
-
-    server.behave = behave
-    with pytest.raises(KtbridgeError, match=r"stopped answering \(HTTP 429") as caught:
-        run(server, tmp_path, concurrency=2)
-    assert "add credit" in caught.value.next_step
-    assert sum(map(is_item, server.requests)) < 12 + 10
-    server.behave = lambda request, nth: None
-    assert run(server, tmp_path).outcomes == {"ok": 48}
-
-
 def test_the_limit_may_go_by_its_other_name_alone(server, tmp_path):
     server.behave = lambda request, nth: (
         (400, {}, {"error": "Unsupported parameter: 'max_tokens'"})
@@ -339,41 +331,16 @@ def test_the_limit_may_go_by_its_other_name_alone(server, tmp_path):
         with_max_tokens(bench, 5)
 
 
-def test_the_share_of_identical_probes_is_told(server, tmp_path):
-    told = []
-    done = run(server, tmp_path, on_preflight=told.append)
-    assert [pair["arms"] for pair in done.identical] == [
-        ["base", "expert"],
-        ["base", "full"],
-        ["expert", "full"],
-    ]
-    assert told[0].identical == done.identical
-    assert all(pair["n"] == 8 and 0 <= pair["share"] < 1 for pair in done.identical)
-
-
-def test_models_must_be_listed(server, tmp_path):
-    server.listed = [{"id": "tiny"}, {"id": "neko"}]  # as SGLang lists an adapter
-    with pytest.raises(ProblemsError) as caught:
-        run(server, tmp_path)
-    (problem,) = caught.value.problems
-    assert (problem.code, problem.where) == ("KTB802", "arm base")
-    assert "neko, tiny" in problem.expected
-
-
-@pytest.mark.parametrize("listed", [None, "tiny", [{"name": "tiny"}], [3]])
-def test_a_list_of_models_that_is_none(server, tmp_path, listed):
+@pytest.mark.parametrize("listed", [None, "tiny", [{"name": "tiny"}], [3], "closed"])
+def test_no_list_of_models(server, tmp_path, listed):
     server.listed = listed
-    with pytest.raises(ProblemsError) as caught:
-        run(server, tmp_path)
-    assert codes(caught) == {"KTB801"}
-
-
-def test_no_server(server, tmp_path):
-    server.close()
+    if listed == "closed":
+        server.close()
     with pytest.raises(ProblemsError) as caught:
         run(server, tmp_path)
     (problem,) = caught.value.problems
-    assert (problem.code, "does not answer" in problem.found) == ("KTB801", True)
+    assert problem.code == "KTB801"
+    assert ("does not answer" in problem.found) == (listed == "closed")
     assert str(problem).count(server.url) == 1
 
 
@@ -441,6 +408,41 @@ def test_a_torn_last_line_is_dropped_and_a_damaged_one_is_named(server, tmp_path
         score_run(tmp_path)
 
 
+RECORD = {"key": "k", "outcome": "ok", "text": "a", "thinking": "", "detail": ""}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {**RECORD, "text": None},
+        {**RECORD, "outcome": []},
+        {**RECORD, "outcome": "fine"},
+        {"key": "k"},
+    ],
+)
+def test_a_record_that_is_none_is_said_so(tmp_path, broken):
+    path = stored(tmp_path, {"base": knows}, items=BENCH.items[:1]) / "answers.jsonl"
+    path.write_text(json.dumps(RECORD) + "\n" + json.dumps(broken) + "\n", "utf-8")
+    with pytest.raises(KtbridgeError, match="damaged at line 2"):
+        score_run(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["name", "model", "url", "fingerprint", "server", "sampling"])
+def test_a_damaged_card_is_said_so(tmp_path, key):
+    path = stored(tmp_path, {"base": knows}, items=BENCH.items[:1]) / "run.json"
+    document = json.loads(path.read_text("utf-8"))
+    del document["arms"]["base"][key]
+    path.write_text(json.dumps(document), "utf-8")
+    with pytest.raises(KtbridgeError, match="is damaged"):
+        score_run(tmp_path)
+
+
+def test_half_a_character_in_a_servers_list_is_refused(server, tmp_path):
+    server.listed = [{**entry, "root": "\ud83d"} for entry in server.listed]
+    with pytest.raises(ProblemsError):
+        run(server, tmp_path)
+
+
 def test_one_writer_at_a_time(server, tmp_path):
     with Ledger(tmp_path, ANSWERS), pytest.raises(KtbridgeError, match="another `ktbridge eval`"):
         run(server, tmp_path)
@@ -453,15 +455,6 @@ def test_a_directory_without_a_run(tmp_path):
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(KtbridgeError, match="not a run's description"):
         write_report(tmp_path)
-
-
-def test_run_card_and_snapshot_are_whole(server, tmp_path):
-    run(server, tmp_path)
-    card = json.loads((tmp_path / "run.json").read_text("utf-8"))
-    assert list(card["arms"]) == ["base", "expert", "full"]
-    assert len({arm["fingerprint"] for arm in card["arms"].values()}) == 3
-    for name in FILES:
-        assert (tmp_path / "bench" / name).read_bytes() == BENCH.files[name]
 
 
 def test_an_arm_like_the_base_in_its_probes_is_asked_where_the_last_one_differs(server, tmp_path):

@@ -181,12 +181,17 @@ def test_extra_fields_are_sent_recorded_and_part_of_the_key(server, tmp_path):
             parse_extra_body(text)
 
 
-def test_another_adapter_template_or_question_never_gets_an_old_answer(server, tmp_path):
-    server.listed = [{**entry, "fingerprint": "a"} for entry in server.listed]
+def test_another_adapter_template_sampling_or_question_never_gets_an_old_answer(server, tmp_path):
     run(server, tmp_path)
-    for change in ({"fingerprint": "b"}, {"fingerprint": "a", "chat_template": "c"}):
+    server.listed = [{**entry, "created": 99} for entry in server.listed]
+    assert run(server, tmp_path).asked == 0, "a time stamp is not another model"
+    changes = [{"root": "/other/weights"}, {"fingerprint": "a"}, {"fingerprint": "b"}]
+    for change in (*changes, {"fingerprint": "a", "chat_template": "c"}):
         server.listed = [{**entry, **change} for entry in server.listed]
         assert run(server, tmp_path).stored == 0, change
+    files = dict(BENCH.files)
+    files["bench.yaml"] = files["bench.yaml"].replace(b"seed: 0", b"seed: 1")
+    assert run(server, tmp_path, bench=parse_bench(files)).stored == 0
     files = dict(BENCH.files)
     asked = BENCH.select(limit=16)[5].messages[0]["content"]
     files["items.jsonl"] = files["items.jsonl"].replace(asked.encode(), f"{asked} 好吗".encode())
@@ -380,6 +385,7 @@ def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
         ([*small, *out, *arms, "--judge", f"j@{server.url}", "--no-judge"], "contradict"),
         ([*small, *out, *arms, "--resume"], "there is no run in"),
         ([*small, *out, *arms, "--extra-body", "x"], "not JSON"),
+        ([*small, *out, *arms, "--extra-body", '{"max_tokens": 9}'], "give --max-tokens N instead"),
         (["--compat", "nekobench", *out, *arms], "reads one file"),
         (
             ["--compat", "nekobench", "--items", public, *out, *arms, *judge],
@@ -387,6 +393,7 @@ def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
         ),
         ([*small, *out, "--arm", "base"], "NAME=MODEL@URL"),
         ([*small, *out, *arms, "--slices", "NOPE"], "no slice 'NOPE'"),
+        *(([*small, *out, *arms, "--slices", text], "names no slice") for text in (",", "", " , ")),
         ([*small, *out, *arms, "--fail-on", "KIR<0"], "no slice 'KIR'"),
         ([*small, *out, *arms, "--partner", f"guest@{server.url}"], "no bench here has dialogues"),
         ([*small, *out, *arms, "--judge-extra-body", "{}"], "--judge-extra-body needs a judge"),

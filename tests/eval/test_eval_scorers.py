@@ -57,6 +57,9 @@ GOLDEN = [
     ("json", {"equals": {"age": 8}}, None, '```json\n{"age": 8}\n```', True),
     ("json", {"equals": {"age": 8}}, None, '好的：{"age": 8}', False),
     ("json", {"equals": {"age": 8}}, None, "[" * 5000, False),
+    ("json", {"equals": {"a": [1]}}, None, '{"a": [true]}', False),
+    ("json", {"equals": {"a": [True]}}, None, '{"a": [1]}', False),
+    ("json", {"equals": {"a": [1, True]}}, None, '{"a": [1.0, true]}', True),
     ("json_schema", PERSON, None, '{"name": "小红", "age": 8}', True),
     ("json_schema", PERSON, None, '```json\n{"name": "小红", "age": 8}\n```', True),
     ("json_schema", PERSON, None, '{"name": "小红", "age": "8"}', False),
@@ -131,6 +134,26 @@ def test_scorer(name, parameters, gold, answer, passes):
     assert mark.value == pytest.approx(float(passes), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("A spider has eight legs, so B.", "B"),
+        ("A spider has eight legs. The answer is B", "B"),
+        ("A. Spiders, not B", "A"),
+        ("B) sparrow", "B"),
+        ("B\nbecause A cannot fly", "B"),
+        ("B麻雀", "B"),
+        ("**B** sparrow", "B"),
+        ("B is right", "B"),
+        ("A is right", "A"),
+    ],
+)
+def test_an_article_is_no_choice(text, letter):
+    for gold in "AB":
+        mark = SCORERS["choice"].score(text, {"options": "ABCD"}, gold)
+        assert mark.value == float(gold == letter)
+
+
 def test_what_could_be_read_is_told_apart_from_what_is_right():
     checks = (
         {"scorer": "choice", "options": "ABCD"},
@@ -189,9 +212,55 @@ def test_every_scorer_has_a_row_that_passes_and_one_that_fails():
         ("还剩4块，他吃了2块", 4),
         ("-3", -3),
         ("没有数字", None),
+        ("twenty-four", 24),
+        ("The answer is twenty-one.", 21),
+        ("thirty four", 34),
+        ("two hundred and five", 205),
+        ("three thousand two hundred", 3200),
+        ("between three and five", 5),
+        ("one hundred", 100),
+        ("twenty", 20),
+        ("nineteen eighty four", None),
+        ("three point five", None),
+        ("the twenty-first", None),
+        ("two and a half", None),
+        ("三万", 30000),
+        ("三万五", 35000),
+        ("一亿两千万", 120000000),
+        ("三百五", 350),
+        ("一千零一", 1001),
+        ("二十四", 24),
+        ("二〇二四", 2024),
+        ("三点五", 3.5),
+        ("万一", None),
+        ("3万", 30000),
+        ("5千克", 5),
+        ("3万5千", 35000),
+        ("ten - three = seven", 7),
+        ("minus three", -3),
+        ("The answer is minus three.", -3),
+        ("It is negative twenty-four.", -24),
+        ("ten minus three", 3),
+        ("ten minus three is seven", 7),
+        ("5 minus 8 is minus 3", -3),
+        ("x minus 4 = 9", 9),
+        ("负三", -3),
+        ("答案是负三。", -3),
+        ("零下三度", -3),
+        ("答案是零下12度", -12),
+        ("零上三度", 3),
+        ("正负三", 3),
+        ("负3万5千", -35000),
+        ("−3", -3),
+        ("x = − 3", -3),
+        ("10-3", 3),
+        ("答案是3/4", 0.75),
+        ("2024/3/4", 4),
+        ("1.5e3", 1500),
+        ("3 eggs", 3),
     ],
 )
-def test_number_that_an_answer_settles_on(text, value):
+def test_a_number_is_read_whole_or_not_at_all(text, value):
     assert find_answer_number(text) == value
 
 
@@ -228,11 +297,18 @@ def test_sentences_split_in_both_languages_and_not_inside_numbers():
         ({"content": "<think>想</think>答"}, "stop", ("ok", "答", "想")),
         ({"content": "<think>想不完"}, "length", ("think-only", "", "想不完")),
         ({"content": "想\n</think>\n答"}, "stop", ("ok", "答", "想")),
+        *(({"content": "好"}, finish, ("ok", "好", "")) for finish in (None, "eos_token", "STOP")),
+        ({"content": "好"}, "max_tokens", ("truncated", "好", "")),
+        *(
+            ({"content": "好"}, finish, ("http-error", "", ""))
+            for finish in ("abort", "content_filter", ["stop"])
+        ),
     ],
 )
 def test_outcomes_are_named_and_thinking_is_kept_apart(message, finish, expected):
     answer = read_completion({"choices": [{"message": message, "finish_reason": finish}]})
     assert (answer.outcome, answer.text, answer.thinking) == expected
+    assert (answer.detail == f"finish_reason {finish!r}") == (answer.outcome == "http-error")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +320,8 @@ def test_outcomes_are_named_and_thinking_is_kept_apart(message, finish, expected
         {"choices": "x"},
         {"choices": [{"message": None}]},
         {"choices": [{"message": {"content": 5}}]},
+        {"choices": [{"message": {"content": "\ud83d"}}]},
+        {"choices": [{"message": {"content": "a", "reasoning": "\ud83d"}}]},
     ],
 )
 def test_a_reply_without_a_message_is_not_an_answer(body):

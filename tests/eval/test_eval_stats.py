@@ -21,6 +21,7 @@ from ktbridge.eval.stats import (
     power,
     sign_flip_p,
     sign_flip_rows,
+    smallest_seen,
     t_cdf,
     t_quantile,
     unseen_share,
@@ -163,13 +164,6 @@ def test_a_share_of_pairs_is_no_surer_than_its_pairs():
     assert all_right.low < mean_interval(ones, names(20), bounds=SHARE).low < 1
 
 
-def test_a_real_effect_is_found():
-    values = (0.3 + np.random.default_rng(1).uniform(-0.6, 0.6, 30)).tolist()
-    interval = mean_interval(values, names(30), bounds=BOUNDS)
-    assert 0 < interval.low < 0.3 < interval.high
-    assert sign_flip_p(values, names(30)) < 0.001
-
-
 def test_clusters_are_what_is_resampled():
     values = [0.25, 0.75] * 10
     tied = mean_interval(values * 4, names(20) * 4, bounds=SHARE)
@@ -258,6 +252,12 @@ def test_the_smallest_effect_that_a_slice_can_show():
     assert power(found, 0.5, 40) == pytest.approx(0.8, abs=1e-6)
     assert 0.22 < found < 0.23  # 2.8 sd / sqrt(n) and a little for t
     assert detectable_effect(0.5, 2) is None
+    differences = [0.5, -0.5] * 20
+    seen = smallest_seen(differences, names(40), 0.05 / 3)
+    assert power(seen, np.std(differences, ddof=1), 40, 0.05 / 3) == pytest.approx(0.8, abs=1e-6)
+    # Four items that all agree have a mid-p of 1/16: nothing can be seen, whatever its size.
+    assert smallest_seen([1.0] * 4, names(4)) is None
+    assert smallest_seen([0.0] * 40, names(40)) == unseen_share(40)
 
 
 def test_the_noise_of_two_runs():

@@ -23,10 +23,10 @@ from ktbridge.errors import Problem, ProblemsError, UsageError
 from ktbridge.eval.arms import Arm, parse_model
 from ktbridge.eval.bench import HIGHEST, PLACE, REQUEST, Bench
 from ktbridge.eval.results.types import ArmAnswer, ItemRow, Json, JudgeCheck, JudgeState, Message
-from ktbridge.eval.schema import AnchorRow, Item, list_questions, slice_table
+from ktbridge.eval.schema import Anchor, Item, check_row, list_questions
 from ktbridge.eval.store import Compared
 from ktbridge.files import digests
-from ktbridge.schemas import check_fields, is_json
+from ktbridge.schemas import is_json
 
 _TEXTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text("utf-8"))
 VERSION: str = _TEXTS["version"]
@@ -323,43 +323,37 @@ def delimit_untrusted(parts: Mapping[str, str]) -> str:
 def read_anchors(bench: Bench, judge: Judge) -> list[JudgeRequest]:
     """Return a request for each anchor of ``bench``, in the form in which its answers are judged.
 
-    Anchors are answers of known quality, listed in bench.yaml: a good one earns yes to every question, a bad
-    one no to those that its row names in ``fails``, by default all. Raises ProblemsError with every fault
-    found in them.
+    Anchors are answers of known quality, listed in bench.yaml. Raises ProblemsError with every fault found in
+    them.
     """
-    head = yaml.safe_load(bench.files["bench.yaml"])
-    lists = head.get("checklists") or {}
-    # A digit is asked for alike everywhere.
-    prompts = {item.slice: item.judge for item in bench.items} if bench.is_compat else None
+    lists = bench.checklists
+    if bench.is_compat:  # the script's prompt for a slice is its checklist
+        lists = {item.slice: item.judge for item in bench.items}
     requests: list[JudgeRequest] = []
     problems: list[Problem] = []
-    for name, values in slice_table(head).items():
-        rows = values.get("anchors", [])
-        for number, given in enumerate(rows if isinstance(rows, list) else [rows], 1):
-            prompt = None if prompts is None else prompts.get(name, [])
-            row, questions, faults = _read_anchor(given, name, lists, prompt)
-            where = f"bench.yaml: slices.{name}.anchors[{number}]"
+    for part in bench.slices:
+        for number, given in enumerate(part.anchors, 1):
+            anchor, faults = _read_anchor(given, part.name, lists)
+            where = f"bench.yaml: slices.{part.name}.anchors[{number}]"
             problems += [problem("KTB874", where, *fault) for fault in faults]
-            if row is None or faults:
+            if anchor is None:
                 continue
-            system = [{"role": "system", "content": row.system}] if row.system else []
+            system = [{"role": "system", "content": anchor.system}] if anchor.system else []
             item = Item.model_construct(
-                id=f"{name}#{number}",
-                slice=name,
-                messages=[*system, {"role": "user", "content": row.user}],
-                gold=row.gold,
+                id=f"{part.name}#{number}",
+                slice=part.name,
+                messages=[*system, {"role": "user", "content": anchor.user}],
+                gold=anchor.gold,
                 checks=[],
-                judge=questions,
+                judge=list_questions(anchor.judge, lists),
             )
-            every = range(len(questions) or 1)
-            fails = row.fails if isinstance(row.fails, list) else [n + 1 for n in every]
-            for kind, text, expected in (
-                ("good", row.good, dict.fromkeys(every, True)),
-                ("bad", row.bad, {n - 1: False for n in fails}),
-            ):
-                if text:
-                    shown = (ShownAnswer(text),)
-                    requests.append(_one_answer(bench)(judge, item, shown, kind, expected=expected))
+            good = dict.fromkeys(range(len(item.judge) or 1), True)
+            bad = {number - 1: False for number in anchor.fails or ()}
+            requests += [
+                _one_answer(bench)(judge, item, (ShownAnswer(text),), kind, expected=expected)
+                for kind, text, expected in (("good", anchor.good, good), ("bad", anchor.bad, bad))
+                if text
+            ]
     if problems:
         raise ProblemsError(
             f"{len(problems)} anchor(s) of the bench cannot be used; nothing was judged.", problems
@@ -368,33 +362,12 @@ def read_anchors(bench: Bench, judge: Judge) -> list[JudgeRequest]:
 
 
 def _read_anchor(
-    given: object, slice_: str, lists: Mapping[str, list[str]], prompt: list[str] | None
-) -> tuple[AnchorRow | None, list[str], list[tuple[str, str]]]:
-    """Return an anchor's row, its questions, and its faults as (found, expected).
-
-    ``prompt`` is what a bench with digits asks, None for questions of a checklist.
-    """
+    given: object, slice_: str, lists: Mapping[str, list[str]]
+) -> tuple[Anchor | None, list[tuple[str, str]]]:
+    """Return an anchor, or None and its faults as (found, expected)."""
     if not isinstance(given, dict) or not is_json(given):
-        return None, [], [(repr(given)[:60], "{user, good, bad, ...}")]
-    asked = {"judge": slice_, **given} if prompt is None else given
-    row, faults = check_fields(AnchorRow, asked, {"lists": lists})
-    found = [
-        (f"the unknown field {key!r}", expected)
-        if kind == "unknown"
-        else (told or f"{key} = {asked[key]!r}"[:60], expected)
-        for key, kind, told, expected in faults
-    ]
-    if "user" not in given or not {"good", "bad"} & set(given):
-        found.append(("no 'user', or neither 'good' nor 'bad'", "a question and an answer"))
-    if row is None or found:
-        return row, [], found
-    questions = list_questions(row.judge, lists) if prompt is None else prompt
-    fails, every = given.get("fails", [1]), range(1, 1 + (len(questions) or 1))
-    if not (
-        isinstance(fails, list) and fails and all(type(n) is int and n in every for n in fails)
-    ):
-        found.append((f"fails = {fails!r}"[:60], f"question numbers, 1 to {len(questions)}"))
-    return row, questions, found
+        return None, [(repr(given)[:60], "{user, good, bad, ...}")]
+    return check_row(Anchor, {"judge": slice_, **given}, {"lists": lists})
 
 
 # --- the plan
