@@ -8,9 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -407,41 +404,19 @@ def test_fields_for_the_judge_are_sent_and_make_it_another_judge(world, run):
     assert found.scores
 
 
-# --- kill -9
-
-_CHILD = """
-import sys
-from pathlib import Path
-from ktbridge.eval.judge.prompts import parse_judge
-from ktbridge.eval.judge.run import judge_run
-judge_run(Path(sys.argv[1]), parse_judge(sys.argv[2]), pairs=True, concurrency=3, backoff=0.001)
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_changes_nothing(world, run, tmp_path, rows):
-    whole = Path(shutil.copytree(run, tmp_path / "whole"))
-    judge_it(world, whole, pairs=True)
-    expected = len(world.asked)
-    world.reset()
-    world.behave = lambda request, nth: (time.sleep(0.01), fair(request))[1]
+def test_judging_that_was_killed_goes_on(world, run):
+    """Twenty judgements and a torn line are left; the kill itself is tested with `ktbridge eval`."""
+    judge_it(world, run, pairs=True)
+    whole, card = score_run(run), (run / "judge.json").read_bytes()
     journal = run / "judgements.jsonl"
-    child = subprocess.Popen([sys.executable, "-c", _CHILD, str(run), f"arbiter@{world.url}"])
-    while not journal.is_file() or journal.read_bytes().count(b"\n") < 20:
-        assert child.poll() is None
-        time.sleep(0.005)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:20]) + b'{"key": "torn')
     part = score_run(run)
     waiting = {one["code"]: one["severity"] for one in part["warnings"]}
     assert waiting["KTB885"] == "error", "what the judge was not asked is told"
     assert "judge" in part["axes"], "and what it was asked is not lost"
-    with journal.open("ab") as file:
-        file.write(b'{"key": "torn')
+    world.asked.clear()
     done = judge_it(world, run, pairs=True)
-    assert done.stored >= 20
-    assert done.asked + done.stored == expected
-    assert len(world.asked) <= expected + 3
-    assert read(run, rows) == read(whole, rows)
-    assert score_run(run) == score_run(whole)
-    assert (run / "judge.json").read_bytes() == (whole / "judge.json").read_bytes()
+    assert (done.stored, done.asked, len(world.asked)) == (20, len(lines) - 20, len(lines) - 20)
+    assert score_run(run) == whole
+    assert (run / "judge.json").read_bytes() == card
