@@ -39,7 +39,7 @@ CHECKS = {
 }
 
 
-@pytest.mark.quick("^(fence|brackets|one letter)$")
+@pytest.mark.quick("^(fence|brackets|one ideograph)$")
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_scorer_ends(name):
     assert {scorer for scorer, _ in CHECKS} == set(SCORERS)
