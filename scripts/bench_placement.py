@@ -107,7 +107,7 @@ ROWS = (
 
 
 class Checkpoints:
-    """Random checkpoints under ``place``, made as they are needed, and what is quantised of them."""
+    """Random checkpoints under ``place``, made as they are needed, and what is quantized of them."""
 
     def __init__(self, place: Path, changes: Mapping[str, Any], rows: int) -> None:
         self._place, self._changes, self._rows = place, changes, rows
@@ -151,8 +151,8 @@ def block(row: Row, mode: str) -> Record:
     return made
 
 
-def quantise(config: Path, row: Row) -> float | None:
-    """Make the quantised experts of a run; the seconds that took, None where they were there."""
+def quantize(config: Path, row: Row) -> float | None:
+    """Make the quantized experts of a run; the seconds that took, None where they were there."""
     parsed = load_config(config, ())
     found = find_quantized(parsed, Path(parsed.model_name_or_path))
     if found is None or found.ready:
@@ -175,7 +175,7 @@ def run_once(
     config.write_text(yaml.safe_dump(made))
     record: Record = {"row": row.name, "mode": mode, "gpus": gpus}
     if row.storage != "bf16":
-        record["quantised_seconds"] = quantise(config, row)
+        record["quantised_seconds"] = quantize(config, row)
     shown: list[str] = []
 
     def on_step(step: int, pace: float) -> None:
@@ -300,7 +300,7 @@ def show(run: Record, rows: Sequence[Row]) -> bool:
         if each.get("quantised_seconds"):
             took = each["quantised_seconds"]
             console.print(
-                f"{each['row']} {each['mode']}: experts were quantised first, {took:.0f} s"
+                f"{each['row']} {each['mode']}: experts were quantized first, {took:.0f} s"
             )
     return all(passed)
 

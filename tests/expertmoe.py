@@ -139,10 +139,10 @@ def make_layer(
             bias = torch.randn(each.count, each.rows, generator=random).bfloat16()
             weights[index] = replace(each, bias=bias, gating=gating)
     layer = MoELoRAExperts.from_tensors(*weights, rank, alpha, **{"threads": 2, **options})
-    return randomise(layer), plain
+    return randomize(layer), plain
 
 
-def randomise(layer, seed=5):
+def randomize(layer, seed=5):
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpuexperts import slot_for
-from moefamilies import IDS, everything, randomise, reference, with_images
+from moefamilies import IDS, everything, randomize, reference, with_images
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
@@ -55,7 +55,7 @@ def check_family(
     layers = expert_layers(tuned)
     placed = None if executor == "kernels" else given(tuned, device, executor == "resident")
     random = torch.Generator().manual_seed(3)
-    randomise(tuned, random)
+    randomize(tuned, random)
     weights: dict[str, torch.Tensor] = {}
     leaves: dict[str, dict[str, torch.Tensor]] = {}
     ours: dict[str, dict[str, torch.Tensor]] = {}

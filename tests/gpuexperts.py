@@ -5,7 +5,7 @@ import warnings
 from dataclasses import replace
 
 import torch
-from expertmoe import describe, make_weights, randomise
+from expertmoe import describe, make_weights, randomize
 
 from ktbridge.experts.gpu import placement
 from ktbridge.experts.gpu.copying import HostCopier
@@ -124,4 +124,4 @@ def mapped_layer(path, shape, storage="bf16", seed=0, **options):
             views.append(flat.view(tensor.shape))
             at += tensor.numel() * tensor.element_size()
         weights.append(describe(storage, views))
-    return randomise(MoELoRAExperts.from_tensors(*weights, threads=2, **options)), plain
+    return randomize(MoELoRAExperts.from_tensors(*weights, threads=2, **options)), plain

@@ -241,7 +241,7 @@ def everything(model: Any, path: Path, **settings: Any) -> TrainConfig:
     )  # fmt: skip
 
 
-def randomise(model: Any, random: torch.Generator) -> None:
+def randomize(model: Any, random: torch.Generator) -> None:
     """Trained parameters that aren't zero, exact in bfloat16."""
     with torch.no_grad():
         for parameter in model.parameters():

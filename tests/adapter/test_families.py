@@ -13,7 +13,7 @@ import torch
 from adapterfaults import add, copies, each, edit, rename
 from familygradients import Choices
 from findings import codes
-from moefamilies import IDS, everything, parametrize_families, randomise, reference
+from moefamilies import IDS, everything, parametrize_families, randomize, reference
 from peft import PeftModel
 from rawadapter import FILES
 from safetensors.torch import load_file
@@ -51,7 +51,7 @@ def tune(model_type: str, path: Path, choices: Choices) -> Tuned:
     tiny_tokenizer().save_pretrained(base)
     mapped = load_mapped(base, torch.float32)
     tuned = attach_lora(mapped, everything(mapped, base)).eval()
-    randomise(tuned, torch.Generator().manual_seed(3))
+    randomize(tuned, torch.Generator().manual_seed(3))
     save_raw_adapter(tuned, raw, str(base))
     choices.anew()
     return Tuned(base, raw, plain, logits(tuned))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expertmoe import error
 from findings import codes
-from moefamilies import SIZES, made, randomise
+from moefamilies import SIZES, made, randomize
 from peft import LoraConfig, get_peft_model
 from tinymoe import tiny_model
 
@@ -38,9 +38,9 @@ def logits(model):
         return model(IDS).logits.float()
 
 
-def randomised(model):
+def randomized(model):
     """The model with all that is trained in it far from zero."""
-    randomise(model, torch.Generator().manual_seed(3))
+    randomize(model, torch.Generator().manual_seed(3))
     return model
 
 
@@ -54,7 +54,7 @@ def test_a_fresh_wrap_changes_nothing_but_rounding():
 
 def test_the_lora_can_be_switched_off_and_on():
     base = logits(wrap_experts(tiny_model(), lora_rank=0))
-    wrapped = randomised(wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8))
+    wrapped = randomized(wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8))
     tuned = logits(wrapped)
     set_expert_lora(wrapped, False)
     assert torch.equal(logits(wrapped), base)
@@ -72,7 +72,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def test_a_saved_adapter_loads_back_bit_for_bit_and_only_where_it_fits(tmp_path):
-    model = randomised(peft_model(*ATTENTION))
+    model = randomized(peft_model(*ATTENTION))
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert sum(".kt." in name for name in trainable) == 12
     assert all("lora_" in name for name in trainable)
@@ -95,7 +95,7 @@ def test_a_saved_adapter_loads_back_bit_for_bit_and_only_where_it_fits(tmp_path)
 def test_lora_on_a_subset_is_saved_as_an_adapter_that_every_reader_knows(tmp_path):
     config = LoraConfig(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM")
     options = {"lora_rank": 4, "lora_alpha": 8, "lora_targets": ("up", "down")}
-    model = randomised(wrap_experts(get_peft_model(tiny_model(), config), **options))
+    model = randomized(wrap_experts(get_peft_model(tiny_model(), config), **options))
     assert sum(".kt." in name for name, p in model.named_parameters() if p.requires_grad) == 8
     save_raw_adapter(model, tmp_path / "raw", "some/base")
     report = validate_adapter([tmp_path / "raw"])
@@ -175,7 +175,7 @@ def test_what_cannot_be_wrapped_is_left_as_it_was():
     "change", [lambda model: model.float(), lambda model: model.half().bfloat16(), copy.deepcopy]
 )
 def test_a_wrapped_model_is_moved_converted_and_copied_without_its_experts(change):
-    model = randomised(wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8))
+    model = randomized(wrap_experts(tiny_model(), lora_rank=4, lora_alpha=8))
     before, tensors = logits(model), [layer.weights for layer in expert_layers(model).values()]
     changed = change(model)
     for layer, weights in zip(expert_layers(changed).values(), tensors, strict=True):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from expertmoe import Shape, make_inputs, make_layer, same_bits, some_d_out
 from gpuexperts import give
-from moefamilies import randomise
+from moefamilies import randomize
 from tinymoe import tiny_model
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +21,7 @@ def trained(checkpointed, passes=1, on_gpu=False, **options):
     model = wrap_experts(tiny_model(seed=3), lora_rank=4, **options).train()
     model.requires_grad_(True)
     layers = list(expert_layers(model).values())
-    randomise(torch.nn.ModuleList(layers), torch.Generator().manual_seed(7))
+    randomize(torch.nn.ModuleList(layers), torch.Generator().manual_seed(7))
     if checkpointed:
         recompute.enable(model)
     executor = give(layers, groups=2, slots=1) if on_gpu else None

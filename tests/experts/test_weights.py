@@ -17,7 +17,7 @@ from expertmoe import (
     normal,
     outcome,
     pack_int4,
-    randomise,
+    randomize,
     same_bits,
     to_mxfp4,
 )
@@ -129,7 +129,7 @@ def test_lists_of_experts_and_fused_views_give_the_same_bits_as_stacked_tensors(
     results = []
     for given in (stored, [*halves, stored[2]], apart):
         weights = [describe(storage, tensors) for tensors in given]
-        layer = randomise(MoELoRAExperts.from_tensors(*weights, 4, 8))
+        layer = randomize(MoELoRAExperts.from_tensors(*weights, 4, 8))
         results.append(outcome(layer, make_inputs(shape), torch.ones(20, 256).bfloat16()))
     assert same_bits(results)
 
@@ -140,7 +140,7 @@ def test_plain_bfloat16_lists_and_columns_of_wider_tensors_are_taken_as_they_are
     wide = [torch.nn.functional.pad(tensors[0], (3, 5, 1, 2))[:, 1:-2, 3:-5] for tensors in stored]
     results = []
     for given in ([tensors[0] for tensors in stored], wide, [[*tensor] for tensor in wide]):
-        layer = randomise(MoELoRAExperts.from_tensors(*given, 4, 8))
+        layer = randomize(MoELoRAExperts.from_tensors(*given, 4, 8))
         assert layer.weights[0].address == given[0][0].data_ptr()
         results.append(outcome(layer, make_inputs(shape), torch.ones(9, 64).bfloat16()))
     assert same_bits(results)
@@ -157,7 +157,7 @@ def test_fp8_bytes_and_int8_scales_are_taken_in_each_of_their_forms():
         results = []
         for given in (stored, [change(*tensors) for tensors in stored]):
             weights = [describe(storage, tensors) for tensors in given]
-            layer = randomise(MoELoRAExperts.from_tensors(*weights, 4, 8))
+            layer = randomize(MoELoRAExperts.from_tensors(*weights, 4, 8))
             results.append(outcome(layer, make_inputs(shape), torch.ones(9, 130).bfloat16()))
         assert same_bits(results)
 
@@ -198,7 +198,7 @@ def test_a_mapped_checkpoint_serves_without_a_copy(tmp_path):
     ranges = mapped(path)
     for tensor in itertools.chain(*weights):
         assert any(start <= tensor.data_ptr() < end for start, end in ranges)
-    layer = randomise(MoELoRAExperts.from_tensors(*weights, 1, 2, threads=2))
+    layer = randomize(MoELoRAExperts.from_tensors(*weights, 1, 2, threads=2))
     addresses = layer.weights[0].address, weights[0][0].data_ptr()
     del weights  # the layer alone keeps the file mapped
     assert addresses[0] == addresses[1]
@@ -211,7 +211,7 @@ def test_a_mapped_checkpoint_serves_without_a_copy(tmp_path):
 GUARDED = """
 import ctypes, mmap
 import torch
-from expertmoe import FORMATS, Shape, describe, errors, make_inputs, make_weights, randomise
+from expertmoe import FORMATS, Shape, describe, errors, make_inputs, make_weights, randomize
 from ktbridge import _kernels
 from ktbridge.sft import MoELoRAExperts
 
@@ -238,7 +238,7 @@ for storage in FORMATS:
                 stored, plain = make_weights(shape, storage)
                 weights = [[[guarded(e, last) for e in t] for t in each] for each in stored]
                 given = [describe(storage, each) for each in weights]
-                layer = randomise(MoELoRAExperts.from_tensors(*given, 5, 16, isa, 2))
+                layer = randomize(MoELoRAExperts.from_tensors(*given, 5, 16, isa, 2))
                 for parameter in layer.parameters():
                     parameter.data = guarded(parameter.data, last)
                 inputs = [guarded(tensor, last) for tensor in make_inputs(shape)]

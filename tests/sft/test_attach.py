@@ -16,7 +16,7 @@ from moefamilies import (
     everything,
     made,
     parametrize_families,
-    randomise,
+    randomize,
     reference,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -56,7 +56,7 @@ def configured(base: Path, **settings: Any) -> TrainConfig:
 def trained(base: Path, config: TrainConfig, model: Any = None) -> Any:
     """A model with LoRA that isn't zero."""
     tuned = attach_lora(model or load_mapped(base, torch.float32), config).eval()
-    randomise(tuned, torch.Generator().manual_seed(5))
+    randomize(tuned, torch.Generator().manual_seed(5))
     return tuned
 
 

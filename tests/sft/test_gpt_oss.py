@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from moefamilies import everything, randomise, reference
+from moefamilies import everything, randomize, reference
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_tokenizer
 from trainrun import ROWS, conversation, losses, quiet, train, write_run
@@ -37,7 +37,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     tiny_tokenizer().save_pretrained(path / "base")
     mapped = load_mapped(path / "base", torch.float32)
     model = attach_lora(mapped, everything(mapped, path / "base")).eval()
-    randomise(model, torch.Generator().manual_seed(3))
+    randomize(model, torch.Generator().manual_seed(3))
     save_raw_adapter(model, path / "raw", str(path / "base"))
     return path, exact
 

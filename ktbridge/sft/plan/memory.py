@@ -30,7 +30,7 @@ from ktbridge.sft.plan.setting import (
 
 Where = Literal["RAM", "page cache", "GPU", "disk"]
 CHECKPOINT = "the model, to be downloaded"
-QUANTIZED = "the experts, to be quantised"
+QUANTIZED = "the experts, to be quantized"
 # A process that has imported the recipe: its own memory, and the files it has mapped.
 LIBRARIES = 420_000_000
 LIBRARY_FILES = 240_000_000

@@ -443,7 +443,7 @@ def _overrides(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[Values,
         yield {"bf16": True}, "attention in bfloat16"
     for storage in STORAGES:
         if can_quantize(shape, storage):
-            yield {FORMAT: storage}, f"{_PRICES[storage]}; quantised once, which takes disk"
+            yield {FORMAT: storage}, f"{_PRICES[storage]}; quantized once, which takes disk"
     if config.expert_rank > 4:
         yield {"kt_config.kt_lora_rank": config.expert_rank // 2}, "half the experts' rank"
     if config.cutoff_len // 2 >= _LEAST_LENGTH:
