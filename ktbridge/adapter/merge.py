@@ -31,7 +31,7 @@ from ktbridge.kernel_choice import has_kernels
 from ktbridge.model import open_checkpoint, read_model_config
 
 if TYPE_CHECKING:
-    from ktbridge.adapter.merge_quantized import Loss
+    from ktbridge.adapter.merge_values import Loss
 
 
 @dataclass
@@ -207,8 +207,7 @@ def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> Mer
     """Execute the plan of ``plan_merge``."""
     started = time.perf_counter()
     # These need numpy; planning doesn't.
-    from ktbridge.adapter.merge_quantized import losses, swallowed
-    from ktbridge.adapter.merge_values import Merger
+    from ktbridge.adapter.merge_values import Merger, losses, swallowed
 
     rewrite, checkpoint = plan.rewrite, plan.rewrite.checkpoint
     merger = Merger(checkpoint, plan.deltas)

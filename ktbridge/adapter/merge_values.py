@@ -5,31 +5,80 @@ and rounded once to nearest even (``kernels/gemm/delta.h``; ``thin_product`` whe
 written. Workers share nothing but the files, so memory is bounded by
 ``workers * (a block of BLOCK values + a matrix's factors in float32)``, whatever the size of a shard.
 Everything else keeps the base's bytes, the header included.
+
+Quantized weights are dequantized, added to and requantized. The scheme stays: codes, groups, zero points
+and the scales' dtype are the checkpoint's. A delta that is much smaller than the step between two codes is
+rounded away, so what became of it is measured: over the exact sum S, what is stored of it Q, and the delta
+D, the relative error is ‖Q - S‖ / ‖S‖, and the share of the delta that is kept 1 - ‖Q - S‖² / ‖D‖²: 1 if
+all of it is there, 0 if the weights might as well not have been touched.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge.adapter.blocks import as_float32
+from ktbridge.adapter.checks.layers import numbers
+from ktbridge.adapter.floats import Floats
 from ktbridge.adapter.merge_plan import Delta, Deltas, Matrix, Pair
+from ktbridge.adapter.storage import QuantizedStorage
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
-from ktbridge.errors import KtbridgeError
+from ktbridge.codes import problem
+from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.kernel_choice import choose_isa, has_kernels
 from ktbridge.model import Checkpoint, Entry, TensorFile, TensorRef
 
-if TYPE_CHECKING:
-    from ktbridge.adapter.merge_quantized import Change
-
 BLOCK = 1 << 17  # values of one block, which fits a core's L2
+_BAND = 1 << 16  # values of a quantized weight, of some 60 bytes each
 _TILE = 32  # columns of a right factor that the kernels read together: ``_kernels.DOUBLE``
 _STORED: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+KEPT = 0.5
+"""Share of a delta's squared norm below which quantization lost more of it than it kept."""
+
+
+class Change(NamedTuple):
+    """Sums over values: squares of the exact sum, of its error, of the delta and of what was changed.
+
+    ``product``: of the delta with what was changed; ``moved`` of ``values`` are no longer the base's.
+    """
+
+    values: int = 0
+    moved: int = 0
+    exact: float = 0.0
+    error: float = 0.0
+    delta: float = 0.0
+    changed: float = 0.0
+    product: float = 0.0
+
+    def plus(self, other: Change) -> Change:
+        return Change._make(a + b for a, b in zip(self, other, strict=True))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Loss by requantizing the weights of one storage in one layer (-1: outside the layers).
+
+    ``relative_error`` is of the weights, ``kept`` the share of the delta's squared norm that is left,
+    ``cosine`` that between the delta and what was changed.
+    """
+
+    layer: int
+    storage: str
+    weights: int
+    relative_error: float
+    kept: float
+    cosine: float
+
+    def as_dict(self) -> dict[str, object]:
+        return dict(vars(self))
 
 
 class Merger:
@@ -109,8 +158,6 @@ class Merger:
         self, delta: Delta, number: int, parts: tuple[str, ...]
     ) -> Iterator[tuple[int, Buffer]]:
         """One matrix of a quantized weight with its delta: its codes, its scales, or both."""
-        from ktbridge.adapter.merge_quantized import Change, requantized
-
         change = Change()
         for band in requantized(self._checkpoint, delta, number):
             yield from (getattr(band, part) for part in parts)
@@ -160,14 +207,14 @@ class Product(NamedTuple):
     zeros behind the last column. All float32.
     """
 
-    left: NDArray[np.float32]
-    right: NDArray[np.float32]
+    left: Floats
+    right: Floats
     row: int
     column: int
     columns: int
 
 
-def read_factors(pair: Pair) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def read_factors(pair: Pair) -> tuple[Floats, Floats]:
     """Return A [r, in] of a pair, and B [out, r] with the scale in it."""
     a, b = (as_float32(part.read(), part.dtype).reshape(part.shape) for part in (pair.a, pair.b))
     return a, b * np.float32(pair.scale)
@@ -200,11 +247,11 @@ def products_of(matrix: Matrix, delta: Delta) -> list[Product]:
     return products
 
 
-def _turned(left: NDArray[np.float32], right: NDArray[np.float32], column: int) -> Product:
+def _turned(left: Floats, right: Floats, column: int) -> Product:
     return Product(np.ascontiguousarray(left), _tiles(right), 0, column, right.shape[1])
 
 
-def _tiles(right: NDArray[np.float32]) -> NDArray[np.float32]:
+def _tiles(right: Floats) -> Floats:
     rank, columns = right.shape
     tiles = -(-columns // _TILE)
     padded = np.zeros((rank, tiles * _TILE), np.float32)
@@ -232,9 +279,7 @@ def add_products(values: NDArray[Any], products: Sequence[Product], first: int) 
     return moved
 
 
-def _add_by_kernel(
-    block: NDArray[Any], left: NDArray[np.float32], right: NDArray[np.float32]
-) -> int | None:
+def _add_by_kernel(block: NDArray[Any], left: Floats, right: Floats) -> int | None:
     """``left`` times ``right``, which is as ``Product`` has it, added to a block."""
     from ktbridge import _kernels
 
@@ -246,9 +291,7 @@ def _add_by_kernel(
     return None if moved < 0 else moved
 
 
-def _add_by_numpy(
-    block: NDArray[Any], left: NDArray[np.float32], right: NDArray[np.float32]
-) -> int | None:
+def _add_by_numpy(block: NDArray[Any], left: Floats, right: Floats) -> int | None:
     """``_add_by_kernel`` without kernels, and with the same bits."""
     from ktbridge.adapter.thin_product import add_delta
 
@@ -273,3 +316,90 @@ def not_finite(delta: Delta) -> KtbridgeError:
         f"{delta.entry.name} with its delta has values that {delta.entry.dtype} can't hold",
         "check the base model and the adapter's alpha",
     )
+
+
+# --- quantized weights
+
+
+class Band(NamedTuple):
+    """Rows of a matrix: their codes and their scales, each with its place in its shard, and the change."""
+
+    codes: tuple[int, Buffer]
+    scales: tuple[int, Buffer]
+    change: Change
+
+
+def requantized(checkpoint: Checkpoint, delta: Delta, number: int) -> Iterator[Band]:
+    """The ``number``-th matrix of a quantized weight with its delta, band by band of whole groups.
+
+    Memory: a band of ``_BAND`` values (at least one row of groups), some 60 bytes each.
+    """
+    storage = delta.storage
+    assert isinstance(storage, QuantizedStorage)
+    products = products_of(delta.matrices[number], delta)
+    high = storage.group[0]
+    step = max(1, _BAND // max(1, delta.columns) // high) * high
+    begin, end = number * delta.rows, (number + 1) * delta.rows
+    for first in range(begin, end, step):
+        last = min(end, first + step)
+        before = storage.read(checkpoint, first, last)
+        old = storage.decode(before)
+        exact = old.copy()
+        if add_products(exact, products, first - begin) is None:
+            raise not_finite(delta)
+        rows, new = storage.encode(exact, before)
+        yield Band(
+            (
+                storage.place_of_codes(first, last)[0],
+                np.ascontiguousarray(rows.codes).data.cast("B"),
+            ),
+            (storage.place_of_scales(first, last)[0], storage.scale_bytes(rows.scales)),
+            _change(old, exact, new),
+        )
+
+
+def _change(old: Floats, exact: Floats, new: Floats) -> Change:
+    delta, change, error = exact - old, new - old, new - exact
+    pairs = ((exact, exact), (error, error), (delta, delta), (change, change), (delta, change))
+    sums = [float(np.einsum("ij,ij->", a, b, dtype=np.float64)) for a, b in pairs]
+    return Change(old.size, int(np.count_nonzero(change)), *sums)
+
+
+def losses(changes: Iterable[tuple[Delta, Change]]) -> tuple[Loss, ...]:
+    """Layer by layer, storage by storage, what is left of the deltas."""
+    sums: dict[tuple[int, str], Change] = {}
+    weights: dict[tuple[int, str], int] = {}
+    # In an order of their own: workers finish in any, and sums of floats depend on it.
+    for delta, change in sorted(changes, key=lambda one: (one[0].entry.name, one[1])):
+        key = (delta.layer, delta.storage.label)
+        sums[key] = sums.get(key, Change()).plus(change)
+        weights[key] = weights.get(key, 0) + 1
+    return tuple(
+        Loss(
+            *key,
+            weights[key],
+            math.sqrt(one.error / one.exact) if one.exact else 0.0,
+            1 - one.error / one.delta if one.delta else 1.0,
+            one.product / math.sqrt(one.delta * one.changed) if one.changed * one.delta else 0.0,
+        )
+        for key, one in sorted(sums.items())
+    )
+
+
+def swallowed(found: Iterable[Loss]) -> Iterator[Problem]:
+    """A warning for each storage in which more of the delta was lost than kept."""
+    by_storage: dict[str, list[Loss]] = {}
+    for loss in found:
+        if loss.kept < KEPT:
+            by_storage.setdefault(loss.storage, []).append(loss)
+    for storage, members in by_storage.items():
+        ends = (f"{pick(loss.kept for loss in members):.0%}" for pick in (min, max))
+        share = " to ".join(dict.fromkeys(ends))
+        layers = numbers(loss.layer for loss in members)
+        yield problem(
+            "KTB910",
+            f"{storage} weights of layers {layers}",
+            f"{share} of the adapter's delta is left: the rest is smaller than "
+            "the step between two codes",
+            f"{KEPT:.0%} and more",
+        )

@@ -29,7 +29,7 @@ from ktbridge.model import resolve_model
 if TYPE_CHECKING:
     from ktbridge.adapter import Adapter
     from ktbridge.adapter.merge import MergeReport
-    from ktbridge.adapter.merge_quantized import Loss
+    from ktbridge.adapter.merge_values import Loss
 
 _LATER = (
     "repeat the command with --measure only where ktbridge[train] and memory for a layer are there"
