@@ -2,7 +2,7 @@
 """Time `ktbridge convert` and `ktbridge validate` beside `cp` and `cat` of the same bytes.
 
     scripts/bench_convert.py --dir /mnt/nvme
-    scripts/bench_convert.py --repeat 9 --json run.json --reference convert_kt_to_sglang_adapter.py
+    scripts/bench_convert.py --repeat 9 --json run.json
 
 It makes a raw adapter of Qwen3.5-35B-A3B's size (40 layers x 256 experts, r=8: 61,440 expert
 tensors in 1.26 GB, and 380 others), then lets real processes take turns: quote the ratios, not the
@@ -201,7 +201,7 @@ def paired(entry: Record, other: Record, what: str) -> str:
     return f"{statistics.median(ratios):.2f}x ({first:.2f} – {third:.2f})"
 
 
-def commands_of(raw: Path, place: Path, reference: str | None) -> list[Command]:
+def commands_of(raw: Path, place: Path) -> list[Command]:
     """All of them, those that write before those that read what was written."""
     weights = tuple(sorted(raw.glob("*.safetensors")))
     files = " ".join(f"'{path}'" for path in weights)
@@ -212,17 +212,11 @@ def commands_of(raw: Path, place: Path, reference: str | None) -> list[Command]:
     both = ["--expert-output-dir", str(expert), "--nonexpert-output-dir", str(rest)]
     convert = [*cli, "convert", str(raw), *both]
     like = ("cp", "cp + sync")
-    found = [
+    return [
         Command("cp", ["sh", "-c", copy], (), weights, (place / "cp",)),
         Command("cp + sync", ["sh", "-c", synced], (), weights, (place / "cp",)),
         Command("ktbridge convert", convert, like, weights, (expert, rest)),
     ]
-    if reference:
-        theirs = place / "reference"
-        base = ["--base-model-name-or-path", "Qwen/Qwen3.5-35B-A3B", "--lora-alpha", "16"]
-        argv = [sys.executable, reference, str(raw), str(theirs), *base]
-        found.append(Command("reference", argv, like, weights, (theirs,)))
-    return found
 
 
 def checks_of(place: Path) -> list[Command]:
@@ -249,11 +243,6 @@ def checks_of(place: Path) -> list[Command]:
 @click.option("--repeat", default=5, show_default=True, type=click.IntRange(1), help="Rounds.")
 @click.option("--layers", default=40, show_default=True, type=click.IntRange(1))
 @click.option("--experts", default=256, show_default=True, type=click.IntRange(1))
-@click.option(
-    "--reference",
-    type=click.Path(exists=True, dir_okay=False),
-    help="Another converter with the reference script's command line.",
-)
 @click.option("--touch/--no-touch", default=True, help="Touch free memory before each turn.")
 @click.option("--no-validate", is_flag=True, help="Only the conversion.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="All samples.")
@@ -261,7 +250,6 @@ def main(
     directory: str | None,
     layers: int,
     experts: int,
-    reference: str | None,
     no_validate: bool,
     json_file: Path | None,
     **settings: Any,
@@ -275,7 +263,7 @@ def main(
         run["bytes"] = sum(path.stat().st_size for path in raw.glob("*.safetensors"))
         told = subprocess.run(["stat", "-f", "-c", "%T", name], capture_output=True, text=True)
         run["filesystem"] = told.stdout.strip() or "unknown"
-        compete_as_programs(run, commands_of(raw, place, reference), **settings)
+        compete_as_programs(run, commands_of(raw, place), **settings)
         if not no_validate and named(run, "ktbridge convert"):
             compete_as_programs(run, checks_of(place), **settings)
     write_run(run, json_file)

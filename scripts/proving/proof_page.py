@@ -154,10 +154,7 @@ def machine() -> str:
     """The machine in words."""
     this = read_machine()
     gpus = ", ".join(gpu.name for gpu in read_gpus())
-    model = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")), platform.machine(),
-    )  # fmt: skip
+    model = this.cpu or platform.machine()
     return f"{model}, {this.usable_cores} cores ({', '.join(this.isa[-2:])}){'; ' + gpus if gpus else ''}"
 
 
