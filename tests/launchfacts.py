@@ -24,7 +24,7 @@ def facts_for(model: Path, version: str = "0.7.2", /, **changes: Any) -> LaunchF
     written: dict[str, Any] = {
         "installed": Installed("python", version, version), "machine": AMX, "gpus": GPUS,
         "model": read_model_config(model), "model_path": model, "weights": Weights(GIB, GIB),
-        "stored": "bf16", "sources": (), "source_problems": (), "port": 8000, "port_fault": "",
+        "stored": "bf16", "sources": (), "source_problems": (), "port": 8000, "port_fault": None,
         "cache": Path("/cache"), "environment": {},
     }  # fmt: skip
     return LaunchFacts(**written | changes)

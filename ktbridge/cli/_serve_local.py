@@ -11,6 +11,7 @@ import click
 from ktbridge.cli._app import TitledOption
 from ktbridge.errors import UsageError
 from ktbridge.serve.request import Limits, ServeRequest
+from ktbridge.server_api.hosts import bind
 from ktbridge.server_api.served_names import plain_name_warning
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def refuse_embedded_options(options: Mapping[str, Any]) -> None:
 def serve_embedded(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
     """Plan the launch and print it, or serve until Ctrl-C or SIGTERM."""
     from ktbridge.cli._ui import console, emit_json, print_problems, print_readings, stderr
-    from ktbridge.serve.local.launch import bind_port, serve
+    from ktbridge.serve.local.launch import serve
     from ktbridge.serve.local.plan import check_installed, plan_local
 
     check_installed()
@@ -102,7 +103,7 @@ def serve_embedded(options: Mapping[str, Any], *, dry_run: bool, as_json: bool) 
     print_readings(plan.readings)
     print_problems(found for found in plan.problems if found.severity != "info")
     if dry_run:
-        bind_port(plan.host, plan.port).close()  # fail early if the address can't be bound
+        bind(plan.host, plan.port).close()  # fail early if the address can't be bound
         if as_json:
             emit_json(plan.as_dict())
         else:

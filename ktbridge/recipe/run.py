@@ -291,7 +291,7 @@ def _reuse_port(serve: Step, before: Record | None, made_from: str) -> Step:
         return serve
     try:
         bind("127.0.0.1", int(before.wrote)).close()
-    except (OSError, ValueError):
+    except (KtbridgeError, ValueError):
         return serve
     return replace(serve, words=(*serve.words[:at], before.wrote, *serve.words[at + 1 :]))
 

@@ -5,6 +5,7 @@ Servers that bind beyond loopback need a key, and loopback requests bypass proxi
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import urllib.parse
@@ -66,22 +67,41 @@ def server_url(text: str) -> str:
 def bind(host: str, port: int) -> socket.socket:
     """A TCP socket bound to ``host`` and ``port`` (0: any free one), not listening yet.
 
-    Raises socket.gaierror where the host has no address here, another OSError where the port or the
-    address can't be had.
+    So clients are refused until a server is ready. Raises KtbridgeError where the port or the address can't
+    be had.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except UnicodeError as error:
-        raise socket.gaierror(str(error)) from error
+    except (UnicodeError, socket.gaierror) as error:
+        raise KtbridgeError(
+            f"the host {host!r} has no address here.", "bind to 127.0.0.1 with --host"
+        ) from error
     bound = socket.socket(family, kind, proto)
     try:
         # Lets a restarted server rebind its port while old connections are in TIME_WAIT; it does
         # not let two servers share one.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError:
+    except OSError as error:
         bound.close()
-        raise
+        raise listen_error(host, port, error) from error
     return bound
+
+
+def listen_error(host: str, port: int, error: OSError) -> KtbridgeError:
+    """Return why ``port`` can't be listened on, and what to do."""
+    if error.errno == errno.EADDRINUSE:
+        return KtbridgeError(
+            f"port {port} on {host} is already in use.",
+            "choose another with --port, or --port 0 for any free one",
+        )
+    if error.errno == errno.EACCES:
+        return KtbridgeError(
+            f"port {port} on {host} needs privileges that this user lacks.",
+            "choose a port from 1024 up",
+        )
+    return KtbridgeError(
+        f"{host}:{port} cannot be listened on: {error.strerror or error}.", "check --host"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import signal
 import socket
@@ -24,21 +23,6 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 5  # for what is left after aborting everything
 
 
-def bind_port(host: str, port: int) -> socket.socket:
-    """Bind ``port`` without listening yet, so that clients are refused until the model is ready.
-
-    Raises KtbridgeError when the port or the address is unavailable. Port 0 takes any free one.
-    """
-    try:
-        return hosts.bind(host, port)
-    except socket.gaierror as error:
-        raise KtbridgeError(
-            f"the host {host!r} has no address here.", "bind to 127.0.0.1 with --host"
-        ) from error
-    except OSError as error:
-        raise _port_error(host, port, error) from error
-
-
 def serve(
     plan: ServePlan,
     on_ready: Callable[[str], None],
@@ -51,7 +35,7 @@ def serve(
     Raises KtbridgeError when the port is taken (before the model is loaded) or the model or an
     adapter does not load, or the thread that computes dies.
     """
-    listener = bind_port(plan.host, plan.port)
+    listener = hosts.bind(plan.host, plan.port)
     try:
         on_loading()
         from ktbridge.serve.local.app import create_app
@@ -64,7 +48,7 @@ def serve(
         try:
             listener.listen(128)
         except OSError as error:
-            raise _port_error(plan.host, plan.port, error) from error
+            raise hosts.listen_error(plan.host, plan.port, error) from error
         config = uvicorn.Config(
             app,
             http="h11",
@@ -138,19 +122,3 @@ class _Server(uvicorn.Server):
     def stop(self) -> None:
         """End without a signal; from any thread."""
         self.should_exit = True
-
-
-def _port_error(host: str, port: int, error: OSError) -> KtbridgeError:
-    if error.errno == errno.EADDRINUSE:
-        return KtbridgeError(
-            f"port {port} on {host} is already in use.",
-            "choose another with --port, or --port 0 for any free one",
-        )
-    if error.errno == errno.EACCES:
-        return KtbridgeError(
-            f"port {port} on {host} needs privileges that this user lacks.",
-            "choose a port from 1024 up",
-        )
-    return KtbridgeError(
-        f"{host}:{port} cannot be listened on: {error.strerror or error}.", "check --host"
-    )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -174,7 +172,7 @@ class LaunchFacts:
     sources: tuple[AdapterSource, ...]
     source_problems: tuple[Problem, ...]
     port: int
-    port_fault: str
+    port_fault: KtbridgeError | None
     cache: Path
     environment: Mapping[str, str]
     described: Described = field(default_factory=Described)
@@ -188,7 +186,7 @@ def gather(request: SglangRequest) -> LaunchFacts:
     elsewhere = request.described.elsewhere
     if elsewhere:  # its interpreter, its port and its environment can't be looked at
         version = read_installed().engine
-        installed, fault = Installed(request.python or "python3", version, version), ""
+        installed, fault = Installed(request.python or "python3", version, version), None
     else:
         installed = read_installed(request.python)
     return LaunchFacts(
@@ -251,14 +249,10 @@ def machine_text(facts: LaunchFacts) -> str:
     )
 
 
-def check_port(host: str, port: int) -> tuple[int, str]:
-    """The port (a free one for 0), and why it is unavailable ("" if it is available)."""
+def check_port(host: str, port: int) -> tuple[int, KtbridgeError | None]:
+    """The port (a free one for 0), and why it is unavailable (None if it is available)."""
     try:
         with bind(host, port) as listener:
-            return listener.getsockname()[1], ""
-    except socket.gaierror:
-        return port, f"the host {host!r} has no address here"
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return port, "is in use"
-        return port, f"can't be listened on: {error.strerror or error}"
+            return listener.getsockname()[1], None
+    except KtbridgeError as error:
+        return port, error

@@ -229,8 +229,8 @@ def _names(launch: Launch) -> Iterator[Problem]:
 def _network(launch: Launch) -> Iterator[Problem]:
     request, facts, version = launch.request, launch.facts, launch.version
     if facts.port_fault:
-        step = "bind to 127.0.0.1 with --host" if "address" in facts.port_fault else None
-        yield problem("KTB955", f"{request.host}:{request.port}", facts.port_fault, "", step)
+        found, step = facts.port_fault.sentence.rstrip("."), facts.port_fault.next_step
+        yield problem("KTB955", f"{request.host}:{request.port}", found, "", step)
     public = not is_loopback(request.host)
     if public and not request.api_key:
         found = "can be reached from other machines and no API key is set"

@@ -190,7 +190,7 @@ def test_all_problems_at_once(played, model, adapters):
     for code, words in {
         "KTB953": "--kt-num-gpu-experts 4",
         "KTB954": "did you mean --max-running-requests?",
-        "KTB955": "is in use",
+        "KTB955": "is already in use",
         "KTB961": "no API key is set",
         "KTB962": "is 0.7.0, beside sglang-kt 0.7.2",
         "KTB963": "a:b",
