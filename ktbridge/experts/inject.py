@@ -8,8 +8,8 @@ transformers' business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftMixedModel, PeftModel
@@ -29,23 +29,12 @@ from ktbridge.experts.load_model import release_layers
 from ktbridge.experts.modules import ModuleExperts, experts_modules
 from ktbridge.experts.recompute import layer_inputs
 from ktbridge.experts.save_adapter import find_unsaved_parameters
-from ktbridge.experts.weights import PROJECTIONS
 
 IMPLEMENTATION = "ktbridge"
 
 
 def wrap_experts(
-    model: nn.Module,
-    lora_rank: int = 8,
-    lora_alpha: float = 16,
-    isa: str = "auto",
-    threads: int | None = None,
-    *,
-    lora_targets: Sequence[str] = PROJECTIONS,
-    activation: str = "retain",
-    accumulate_grad: bool = False,
-    lora_dropout: float = 0.0,
-    freeze_rest: bool = True,
+    model: nn.Module, *options: Any, freeze_rest: bool = True, **named: Any
 ) -> nn.Module:
     """Run every experts module of a transformers model (or a PeftModel around one) on our kernels.
 
@@ -58,24 +47,16 @@ def wrap_experts(
     ``get_peft_model`` may come before or after. Without PEFT, ``freeze_rest`` freezes what isn't expert
     LoRA, as PEFT does; False leaves ``requires_grad`` of the rest as it is, also when PEFT comes later.
 
-    The other options are those of ``ExpertOptions``.
+    The rest are the fields of ``ExpertOptions``: lora_rank, lora_alpha, isa and threads also by their place,
+    lora_targets, activation, accumulate_grad and lora_dropout by name.
 
     Raises ``KtbridgeError`` when the model has no experts module, ``ProblemsError`` naming every experts
     module that can't be served, and ``UsageError`` when the model is wrapped already, or isn't transformers'.
     """
     base = _base(model)
     found = _find_wrappable(base)
-    options = ExpertOptions(
-        lora_rank,
-        lora_alpha,
-        isa,
-        threads,
-        lora_targets=lora_targets,
-        activation=activation,
-        accumulate_grad=accumulate_grad,
-        lora_dropout=lora_dropout,
-    )
-    layers = [MoELoRAExperts(*experts.gated_weights(), options) for experts in found]
+    chosen = ExpertOptions(*options, **named)
+    layers = [MoELoRAExperts(*experts.gated_weights(), chosen) for experts in found]
     # Nothing has been changed so far, and nothing fails from here on.
     if freeze_rest and not has_peft(base):
         base.requires_grad_(False)

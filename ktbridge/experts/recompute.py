@@ -107,9 +107,8 @@ def record(out: object) -> None:
 
     That is its output [T, H], which nobody else may change, and what else its backward takes.
     """
-    mode = _mode()
-    if mode is not None and mode.name == "record":
-        mode.outputs.append(out)
+    if recording():
+        _here.mode.outputs.append(out)
 
 
 def replayed() -> Any:
