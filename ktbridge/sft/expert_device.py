@@ -177,9 +177,8 @@ class WatchPlacement(TrainerCallback):
     Adam's states are made before the first: what a step takes of memory is the same in each.
     """
 
-    def __init__(self, device: ExpertDevice, on_note: Callable[[Problem], None] | None) -> None:
+    def __init__(self, device: ExpertDevice, on_note: Callable[[Problem], None]) -> None:
         self._device, self._on_note = device, on_note
-        self.notes: tuple[Problem, ...] = ()
         self._steps, self._began = 0, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -197,10 +196,8 @@ class WatchPlacement(TrainerCallback):
         changed = self._device.after_step(self._steps, now - self._began, left)
         self._began = time.perf_counter()
         if changed:
-            note = problem("KTC024", f"step {state.global_step}: kt_experts", changed, next_step="")
-            self.notes = (*self.notes, note)
-            if self._on_note:
-                self._on_note(note)
+            where = f"step {state.global_step}: kt_experts"
+            self._on_note(problem("KTC024", where, changed, next_step=""))
 
 
 def _reachable(now: Placement, other: Placement) -> bool:
