@@ -42,6 +42,16 @@ from_option = click.option(
 )
 
 
+ENGINES = click.Choice(["auto", "sglang", "local"])
+"""Values of --engine where a server is started."""
+
+
+def output_option(parameter: str, text: str, **more: Any) -> Callable[[_Function], _Function]:
+    """Add --output, by all its names, of a command that writes one directory."""
+    names = ("--output", "--output-dir", "--out", parameter)
+    return click.option(*names, metavar="DIR", help=text, **more)
+
+
 def json_option(text: str = "Print JSON instead of text.") -> Callable[[_Function], _Function]:
     """Add --json, which a command gets as ``as_json``."""
     return click.option("--json", "as_json", is_flag=True, help=text)

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ktbridge.cli._app import Command, Terminated, from_option, render, terminable
+from ktbridge.cli._app import ENGINES, Command, Terminated, from_option, render, terminable
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._inference import for_chat, from_file, inference_argument, inference_of
 from ktbridge.cli._ui import console, printable, shown
@@ -75,7 +75,7 @@ HELP = """\
 @click.option("--threads", type=click.IntRange(1), help="With --base-model: CPU threads.")
 @click.option(
     "--engine",
-    type=click.Choice(["auto", "sglang", "local"]),
+    type=ENGINES,
     help="With --base-model: as `ktbridge serve` has it.",
 )
 @click.option(

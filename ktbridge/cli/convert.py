@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ktbridge.adapter.convert import execute_plan, plan_convert
 from ktbridge.adapter.formats import loaded_by
-from ktbridge.cli._app import Command, dry_run_option, json_option, terminable
+from ktbridge.cli._app import Command, dry_run_option, json_option, output_option, terminable
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._ui import console, emit_json, print_problems, progress_bar, shown, stderr
 from ktbridge.errors import KtbridgeError
@@ -49,14 +49,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     help="The format of RAW_DIR if it is ambiguous: any of --to, unsloth-legacy, peft-0.18, "
     "megatron-packed, mcore or mlx.",
 )
-@click.option(
-    "--output",
-    "--output-dir",
-    "--out",
-    "output_dir",
-    metavar="DIR",
-    help="Write a format here that is one directory (not kt-split).",
-)
+@output_option("output_dir", "Write a format here that is one directory (not kt-split).")
 @click.option(
     "--base-model",
     "--base-model-name-or-path",

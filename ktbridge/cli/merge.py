@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ktbridge.adapter import open_adapter
 from ktbridge.adapter.merge import execute_merge, plan_merge
-from ktbridge.cli._app import Command, dry_run_option, from_option, json_option
+from ktbridge.cli._app import Command, dry_run_option, from_option, json_option, output_option
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._ui import (
     console,
@@ -45,15 +45,7 @@ _LATER = (
     metavar="DIR",
     help="The model the adapter was trained on: a directory, or org/name on the Hub.",
 )
-@click.option(
-    "--output",
-    "--output-dir",
-    "--out",
-    "output",
-    required=True,
-    metavar="DIR",
-    help="Write the merged checkpoint here.",
-)
+@output_option("output", "Write the merged checkpoint here.", required=True)
 @click.option("--overwrite", is_flag=True, help="Replace the output if it is an earlier merge.")
 @click.option(
     "--allow-other-base", is_flag=True, help="Merge into a model other than the one trained on."

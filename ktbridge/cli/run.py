@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from ktbridge.cli._app import Command, dry_run_option, json_option
+from ktbridge.cli._app import ENGINES, Command, dry_run_option, json_option
 from ktbridge.cli._recipe import StepPrinter, print_commands, resumable
 from ktbridge.cli._ui import console, emit_json, print_blocks, stderr
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
@@ -42,7 +42,7 @@ PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir",
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--engine",
-    type=click.Choice(["auto", "sglang", "local"]),
+    type=ENGINES,
     help="Who serves, over the recipe's own; see `ktbridge serve --help`.",
 )
 @click.option(

@@ -8,7 +8,14 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ktbridge.cli._app import Command, dry_run_option, from_option, json_option, named_directories
+from ktbridge.cli._app import (
+    ENGINES,
+    Command,
+    dry_run_option,
+    from_option,
+    json_option,
+    named_directories,
+)
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._inference import for_serve, from_file, inference_argument
 from ktbridge.cli._serve_local import embedded_options, refuse_embedded_options, serve_embedded
@@ -79,7 +86,7 @@ class _Serve(Command):
 )
 @click.option(
     "--engine",
-    type=click.Choice(["auto", "sglang", "local"]),
+    type=ENGINES,
     default="auto",
     show_default=True,
     help="sglang: SGLang-KT on a GPU machine. local: this machine's CPU, no other engine needed. "
