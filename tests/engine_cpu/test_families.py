@@ -99,6 +99,7 @@ def prepared(
     return model, raw, made
 
 
+@pytest.mark.quick("(mixtral|glm4_moe|olmoe)-0")
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_attention_and_experts_arrive(engines, tmp_path, version, model_type) -> None:

@@ -27,6 +27,7 @@ def same(pairs: Pairs, expected: Pairs) -> None:
         np.testing.assert_array_equal(pairs[path][1], b, err_msg=path)
 
 
+@pytest.mark.quick(r"plain|0\.7\.2")
 @pytest.mark.parametrize(
     ("version", "wish", "layout"),
     [
@@ -105,6 +106,7 @@ WISHES = {
 }
 
 
+@pytest.mark.quick(r"one-gpu|0\.7\.2")
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
 @pytest.mark.parametrize("wish", WISHES)
 def test_the_engine_understands_each_flag_as_we_do(engines, make_plan, raws, version, wish) -> None:

@@ -386,6 +386,7 @@ def test_every_ok_repeat_is_judged_and_the_mean_told(world, run, rows):
     assert [check["yes"] for check in score.checks] == [True] * 3, "the first one's"
 
 
+@pytest.mark.slow
 def test_fields_for_the_judge_are_sent_and_make_it_another_judge(world, run):
     fields = {"max_tokens": 900, "chat_template_kwargs": {"enable_thinking": False}}
     fields["temperature"] = None

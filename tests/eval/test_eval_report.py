@@ -305,6 +305,7 @@ def test_what_the_training_data_holds_stands_in_the_report(tmp_path):
         write_report(out)
 
 
+@pytest.mark.slow
 def test_several_benches_have_an_index(tmp_path):
     items = BENCH.select(("KRI-K", "PES"), limit=16)
     answers = {"base": knows, "full": lambda item, nth: "嗯。"}

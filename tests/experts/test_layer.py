@@ -90,6 +90,7 @@ def test_rows_of_gate_and_up_may_take_turns():
     assert same_bits([outcome(layer, inputs, some_d_out(SMALL)) for layer in layers])
 
 
+@pytest.mark.quick("avx2")
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("targets", SUBSETS, ids="+".join)
 def test_lora_on_any_subset_of_the_projections(targets, isa):

@@ -25,6 +25,8 @@ PLAIN = {
     "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 ARTIFACTS = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
+PYTHON = [sys.executable]
+"""What starts the runs; the suite's are forks (``warm.py``)."""
 
 
 def make_run(directory: Path) -> None:
@@ -46,7 +48,7 @@ def make_run(directory: Path) -> None:
 def start(directory: Path, *overrides: str) -> subprocess.Popen[str]:
     """``ktbridge train`` in ``directory`` on plain instructions."""
     return subprocess.Popen(
-        [sys.executable, "-m", "ktbridge", "train", "run.yaml", *overrides],
+        [*PYTHON, "-m", "ktbridge", "train", "run.yaml", *overrides],
         cwd=directory, env={**os.environ, **PLAIN}, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -139,6 +139,7 @@ def test_verify_asks_the_server_before_it_wants_torch(
     assert (chat.returncode, "[eval]" in chat.stderr) == (1, True)
 
 
+@pytest.mark.quick("words0")
 @pytest.mark.parametrize("words", [("train",), ("train", "--dry-run"), ("plan",)])
 def test_what_needs_kernels_says_so_in_a_sentence(
     light: Run, models: Path, words: tuple[str, ...]

@@ -172,6 +172,7 @@ def test_a_killed_download_goes_on_from_its_last_byte(
     assert not _partials(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_second_process_waits_for_the_first(
     hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
 ) -> None:

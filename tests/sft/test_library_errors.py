@@ -20,7 +20,7 @@ from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 
 PACKAGE = Path(ktbridge.__file__).parent
 CLASS = re.compile(r"^\s*class (\w+)\(([^)]*)\)", re.MULTILINE)
-CAUGHT = re.compile(r"^\s*except ([^:]*) as \w+:", re.MULTILINE)
+CAUGHT = re.compile(r"^\s*except ([^:]*) as (\w+):", re.MULTILINE)
 
 
 def problems(count: int) -> list[Problem]:
@@ -74,7 +74,10 @@ def own_errors(sources: Iterable[str]) -> set[str]:
 
 def whole_texts(source: str, names: set[str]) -> list[int]:
     """Lines that put a caught error of ours into a text with str() or an f-string."""
-    if not any(names & {*re.findall(r"\w+", caught)} for caught in CAUGHT.findall(source)):
+    given = {
+        name for caught, name in CAUGHT.findall(source) if names & {*re.findall(r"\w+", caught)}
+    }
+    if not any(re.search(rf"\bstr\(\s*{name}\b|{{\s*{name}\s*[}}!:=]", source) for name in given):
         return []  # parsing is what takes time
     found = []
     for handler in ast.walk(ast.parse(source)):

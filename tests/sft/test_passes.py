@@ -208,16 +208,14 @@ def test_what_began_in_batches_goes_on_in_micro_batches_and_the_other_way_round(
         assert_same(mixed, spelled, BY_TOKEN)
 
 
-@quiet
-def test_memory_that_is_too_small_gives_back_then_takes_fewer_rows_and_repeats_the_step(
-    train: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def room_for(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets losses find no memory for more tokens than it is given; returns the steps and sizes asked for."""
     from ktbridge.sft.stages import SftTrainer
 
-    expected = train("whole", "max_steps=2")
     compute_loss, calls = SftTrainer.compute_loss, []
 
-    def room_for(tokens: int) -> Any:
+    def limit(tokens: int) -> list[tuple[int, int]]:
         def small(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             loss = compute_loss(self, model, inputs, *args, **kwargs)
             size = inputs["input_ids"].numel()
@@ -226,9 +224,18 @@ def test_memory_that_is_too_small_gives_back_then_takes_fewer_rows_and_repeats_t
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
             return loss
 
-        return small
+        monkeypatch.setattr(SftTrainer, "compute_loss", small)
+        return calls
 
-    monkeypatch.setattr(SftTrainer, "compute_loss", room_for(50))
+    return limit
+
+
+@quiet
+def test_memory_that_is_too_small_takes_fewer_rows_and_repeats_the_step(
+    train: Any, run_dir: Path, room_for: Any
+) -> None:
+    expected = train("whole", "max_steps=2")
+    calls = room_for(50)
     command = ["train", str(run_dir / "run.yaml"), "--json", "max_steps=2", "tokens_per_pass=5000"]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 0, done.stderr
@@ -242,26 +249,28 @@ def test_memory_that_is_too_small_gives_back_then_takes_fewer_rows_and_repeats_t
     found = Outcome(log_of(run_dir / "raw"), *ends(run_dir, "raw"), [])
     assert_same(found, expected, BY_TOKEN)
 
-    # What computes the experts gives back its memory before rows are left out of a micro-batch.
+
+@quiet
+def test_experts_give_back_memory_before_rows_are_left_out_and_a_row_too_long_ends_the_run(
+    run_dir: Path, room_for: Any
+) -> None:
     asked: list[int] = []
 
     def shrink(_: Any, short: int) -> str:
         asked.append(short)
-        monkeypatch.setattr(SftTrainer, "compute_loss", room_for(50 * len(asked)))
+        room_for(50 * len(asked))
         return f"slot {len(asked)}"
 
-    monkeypatch.setattr(expert_device.ExpertDevice, "shrink", shrink)
-    monkeypatch.setattr(SftTrainer, "compute_loss", room_for(50))
-    result = trainrun.train(run_dir, "tokens_per_pass=5000", "max_steps=2", "output_dir=gave")
+    room_for(50)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_device.ExpertDevice, "shrink", shrink)
+        result = trainrun.train(run_dir, "tokens_per_pass=5000", "max_steps=2", "output_dir=gave")
     assert asked == [1 << 30] * 4
     (note,) = (note for note in result.notes if note.code == "KTC023")
     assert "given back: slot 1, slot 2, slot 3, slot 4" in note.found
     assert result.tokens_per_pass == 5000
-    monkeypatch.undo()
-    monkeypatch.chdir(run_dir)
 
-    # A row that is too long by itself ends the run, as ever.
-    monkeypatch.setattr(SftTrainer, "compute_loss", room_for(30))
+    room_for(30)
     with pytest.raises(KtbridgeError, match="the GPU ran out of memory in step 1") as caught:
         trainrun.train(run_dir, "tokens_per_pass=100", "output_dir=other")
     assert "cutoff_len (a row alone was too much)" in caught.value.next_step

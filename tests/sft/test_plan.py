@@ -597,6 +597,7 @@ def plan_and_dry_run(*words):
     )
 
 
+@pytest.mark.quick("changes([0369]|1[1-5])")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("form", "changes"), AS_TRAINED)
 def test_a_plan_counts_the_rows_of_a_dry_run(form, changes, qwen_run):

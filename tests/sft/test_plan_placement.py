@@ -129,6 +129,7 @@ def test_memory_is_that_of_training(made, rows, budget, peak):
     assert total(predict_parts(placed), "GPU") == pytest.approx(peak << 20, rel=0.1)
 
 
+@pytest.mark.quick("case[01]|case2-more0")
 @pytest.mark.parametrize("more", [[], ["pure_bf16=true"], ["tokens_per_pass=1024"]])
 @pytest.mark.parametrize(
     "case", [("deepseek_v2", 16, 6), ("qwen3_moe", 1, 11), ("qwen3_5_moe", 64, 24)]

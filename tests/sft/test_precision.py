@@ -84,6 +84,7 @@ def test_plan_and_train_take_the_same_dtype_and_say_so_once(run_yaml, on_cpu, fl
     assert [note.code for note in ready.notes].count("KTC027") == said
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_dtype_of_its_checkpoint(run_yaml, on_cpu):
     on_cpu(BF16)
     train(run_yaml.parent)

@@ -45,6 +45,7 @@ def test_the_plan_finds_as_many_weights_as_the_model_is_said_to_have(
     assert (shape.expert_storage, shape.mappable) == (model.storage, True)
 
 
+@pytest.mark.quick("Mixtral|30B|Next|V3$|Thinking|oss-20b|GLM-4.5$")
 @pytest.mark.parametrize("name", MODELS)
 def test_two_layers_in_published_names_and_storage(name: str, tmp_path: Path) -> None:
     """The names are those stated for the weight index; the kernels read the experts where they are."""

@@ -60,6 +60,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.quick("mixtral|gpt_oss|qwen3_moe")
 @pytest.mark.parametrize("how", RIGHT)
 def test_right_merges_are_applied(tmp_path: Path, made: Callable[[str], Path], how: str) -> None:
     family, loaded, saved = RIGHT[how]

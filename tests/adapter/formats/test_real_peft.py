@@ -166,6 +166,7 @@ def test_peft_loads_peft_fused_to_the_same_logits(tmp_path: Path, case: str) -> 
             assert (tmp_path / "back" / name).read_bytes() == (raw / name).read_bytes()
 
 
+@pytest.mark.quick("targets0|lora0")
 @pytest.mark.parametrize("lora", [{}, {"use_rslora": True}, {"rank_pattern": {"down_proj": 4},
                                   "alpha_pattern": {"down_proj": 16}}])  # fmt: skip
 @pytest.mark.parametrize(

@@ -200,6 +200,7 @@ def test_all_problems_at_once(played, model, adapters):
     assert not (Path(env["PLAYED_SCRATCH"]) / "seen.json").exists()
 
 
+@pytest.mark.slow
 def test_requests_that_make_no_sense(model):
     for words, said in (
         (("--allow", "KTB101"), "no launch problem has this code"),
