@@ -283,6 +283,12 @@ def test_the_same_fault_on_many_lines_is_one_problem(tmp_path):
         ("KTB813", "items.jsonl: lines 1, 2, 3, 4, 5, 6, 7, 8 and 6 more", "no 'slice'"),
         ("KTB813", "items.jsonl:15", "neither 'gold' nor 'checks'"),
     ]
+    head = "name: mine\nslices: {A: {primary: vibes}, B: {label: 3}, C: 5, D: what it asks}\n"
+    (tmp_path / "bench.yaml").write_text(head)
+    with pytest.raises(ProblemsError) as caught:
+        load_bench(tmp_path)
+    told = [one.found for one in caught.value.problems if one.where == "bench.yaml: slices"]
+    assert [text.partition("'name': ")[2] for text in told] == ["'A'}", "'B'}", "'C'}"]
     (tmp_path / "bench.yaml").write_text("sampling: {max_tokens: 5}\n")
     with pytest.raises(ProblemsError) as caught:
         load_bench(tmp_path)
