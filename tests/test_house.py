@@ -16,12 +16,12 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 72_740,
-    "modules": 301,
-    "public names that several modules define": 14,
+    "lines": 72_666,
+    "modules": 296,
+    "public names that several modules define": 13,
     "docstrings that begin with a relative clause": 5,
-    "modules in circles of imports, for types too": 6,
-    "uses of Any": 327,
+    "modules in circles of imports, for types too": 4,
+    "uses of Any": 326,
 }
 SLACK = 0.03
 """What a number may be below its limit before the limit has to follow."""
@@ -45,7 +45,6 @@ WIDE = {
     "experts/gpu/triton_lora.py:_gradient",
     "experts/gpu/triton_lora.py:_put",
     "experts/gpu/triton_lora.py:_write_borders",
-    "experts/inject.py:wrap_experts",
     "verify/run.py:verify",
 }
 

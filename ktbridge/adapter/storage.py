@@ -258,7 +258,7 @@ class QuantizedStorage(Storage):
 
     @abstractmethod
     def _numbers(self, codes: NDArray[Any], zeros: Floats | None) -> Floats:
-        """What codes, one by one, mean in units of the scale."""
+        """Values of codes, one by one, in units of the scale."""
 
     @abstractmethod
     def _encode(self, values: Floats, scales: Floats, zeros: Floats | None) -> NDArray[Any]:
