@@ -78,7 +78,9 @@ def _refuse_untrained(base: PreTrainedModel) -> None:
         and not layer.disable_adapters
     ]
     inactive = [layer for layer in asked if not layer.on_in_peft]
-    frozen = [layer for layer in asked if not any(p.requires_grad for p in layer.parameters())]
+    # Another process of the group may hold a layer's expert LoRA: nothing of it is here to train or freeze.
+    own = [[*layer.parameters()] for layer in asked]
+    frozen = [held for held in own if held and not any(p.requires_grad for p in held)]
     if not (inactive or frozen) or not any(p.requires_grad for p in base.parameters()):
         return
     if inactive:
