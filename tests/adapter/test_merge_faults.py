@@ -406,7 +406,6 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(
     assert sorted(os.listdir(tmp_path)) == ["base", "out", "raw"]
 
 
-@pytest.mark.slow
 def test_memory_does_not_follow_the_checkpoint(tmp_path: Path, make_raw: Make) -> None:
     rows, columns, rank = 60_000, 1024, 4
     base = tmp_path / "base"

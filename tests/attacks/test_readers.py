@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -224,22 +225,32 @@ def tensor(*shape: int, name: bytes = b"blk.0.attn_q.weight.lora_a", offset: int
 
 
 NESTED = text(b"x") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 3000
-MANY = text(b"x") + struct.pack("<IIQ", 9, 0, 8_000_000) + bytes(8_000_000)
-BAD_GGUF: dict[str, bytes] = {
+
+
+def many_tensors() -> bytes:
+    each = (tensor(1, name=b"t%d" % i) for i in range(500_000))
+    return gguf(number=500_000, tensors=b"".join(each))
+
+
+def many_fields() -> bytes:
+    return gguf(b"".join(text(b"f%d" % i) + bytes(5) for i in range(500_000)), count=500_000)
+
+
+def a_long_array() -> bytes:
+    return gguf(text(b"x") + struct.pack("<IIQ", 9, 0, 8_000_000) + bytes(8_000_000), count=1)
+
+
+BAD_GGUF: dict[str, bytes | Callable[[], bytes]] = {
     "nothing": b"",
     "half a head": gguf()[:11],
     "2^63 tensors": gguf(number=2**63),
     "2^63 fields": gguf(count=2**63),
-    "half a million tensors": gguf(
-        number=500_000, tensors=b"".join(tensor(1, name=b"t%d" % i) for i in range(500_000))
-    ),
-    "half a million fields": gguf(
-        b"".join(text(b"f%d" % i) + bytes(5) for i in range(500_000)), count=500_000
-    ),
+    "half a million tensors": many_tensors,
+    "half a million fields": many_fields,
     "a text of 2^63": gguf(struct.pack("<Q", 2**63), count=1),
     "a name of a megabyte": gguf(text(b"n" * 2**20) + bytes(5), count=1),
     "arrays in arrays": gguf(NESTED, count=1),
-    "an array of 8 million": gguf(MANY, count=1),
+    "an array of 8 million": a_long_array,
     "an array of 2^62": gguf(text(b"x") + struct.pack("<IIQ", 9, 8, 2**62), count=1),
     "2^31 dimensions": gguf(tensors=text(b"t") + struct.pack("<I", 2**31), number=1),
     "a side of 2^63": gguf(tensors=tensor(2**63, 0), number=1),
@@ -255,7 +266,8 @@ BAD_GGUF: dict[str, bytes] = {
 @pytest.mark.parametrize("attack", BAD_GGUF)
 def test_a_gguf_file_is_refused_soon_and_shortly(warm, tmp_path: Path, attack: str) -> None:
     """Arrays in arrays were a RecursionError's traceback; an array of 8 million took gigabytes."""
-    (tmp_path / "a.gguf").write_bytes(BAD_GGUF[attack])
+    bad = BAD_GGUF[attack]
+    (tmp_path / "a.gguf").write_bytes(bad if isinstance(bad, bytes) else bad())
     given = ("convert", tmp_path / "a.gguf", "--from", "gguf", "--to", "raw")
     out = tmp_path / "out"
     found = warm.run("-c", RUN, *given, "--output", out, timeout=60, **ENVIRONMENT)

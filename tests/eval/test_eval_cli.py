@@ -164,7 +164,6 @@ def test_ctrl_c_loses_nothing(server, tmp_path):
     assert "KTB827" not in done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_a_part_of_the_bench(server, tmp_path):
     done = ktb(*eval_words(server, tmp_path, "--slices", "SAF, CTRL", "--limit", 6, "--json"))
     assert done.returncode == 0, done.stderr

@@ -167,7 +167,6 @@ def test_an_adapter_that_changes_meanwhile_does_not_pass(tmp_path, python, base,
     assert (verdict.ok, "while the gate was at work" in verdict.sentence) == (False, True)
 
 
-@pytest.mark.slow
 def test_a_server_that_is_not_there_fails_and_is_never_kept(tmp_path, python, base, adapter):
     request = GateRequest(adapter, base, server="http://127.0.0.1:9", model="tiny:neko")
     for kept in (False, True):

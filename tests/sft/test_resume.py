@@ -274,7 +274,6 @@ def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path)
     assert sorted(path.name for path in root.iterdir()) == ["checkpoint-6", "checkpoint-8"]
 
 
-@pytest.mark.slow
 @quiet
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -> None:
     """Whichever of its files is damaged; the last one stays so."""

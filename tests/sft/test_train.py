@@ -228,6 +228,7 @@ def test_reporting_needs_its_package_before_anything_is_loaded(run_dir):
     assert f"pip install {' '.join(absent)}" in caught.value.next_step
 
 
+@pytest.mark.slow
 @quiet
 def test_tensorboard_shows_the_run_while_it_goes(run_dir):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
