@@ -6,6 +6,7 @@ All over HTTP, to a process of its own (``faultyserver.py``).
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,8 @@ def test_a_server_that_cannot_load(served):
 def test_a_server_that_dies(served):
     with pytest.raises(KtbridgeError, match="does not answer"):
         served.verify("dies")
+    while served.process.poll() is None:  # its socket goes before it does
+        time.sleep(0.05)
     with pytest.raises(ProblemsError, match="does not answer") as caught:
         served.verify("dies-loading", "sglang", reload=True)
     assert [(p.code, p.where) for p in caught.value.problems] == [
