@@ -211,7 +211,7 @@ class LayerInputs:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedInput:
         """Send hidden states [B, T, H] to the host; anything else stays."""
-        if self.streams is None or tensor.dim() != 3 or not tensor.is_floating_point():
+        if tensor.dim() != 3 or not tensor.is_floating_point():
             return tensor
         saved = SavedInput(HiddenStates(tensor, self.streams), self._last)
         self._last = weakref.ref(saved)

@@ -225,9 +225,8 @@ def _smaller(now: Placement, sizes: ExpertSizes, short: int) -> tuple[Placement,
         kept = spread_evenly(layers, sizes.layers)
         return replace(now, slots=slots, resident=kept, keep_gate_up=False), what
     if not now.outputs_on_host:
-        return replace(
-            now, outputs_on_host=True
-        ), "the layers' inputs and outputs, which now wait in RAM"
+        what = "the layers' inputs and outputs, which now wait in RAM"
+        return replace(now, outputs_on_host=True), what
     return None
 
 

@@ -169,13 +169,13 @@ class Placement:
         if not self.masters or self.tokens < limits.step_tokens:
             return 0
         going = self.tokens * (limits.kept + sizes.outputs(self.outputs_on_host))
-        going -= self.away_bytes(limits)
+        going -= self.away_bytes(limits.away)
         gradients = 4 * sizes.layers * sizes.lora
         return min(gradients, going) * (sizes.layers - 1) // sizes.layers
 
-    def away_bytes(self, limits: MemoryBudget) -> int:
-        """Return what the layers' inputs don't take on the GPU."""
-        return self.tokens * limits.away if self.outputs_on_host else 0
+    def away_bytes(self, of_token: int) -> int:
+        """Return what the layers' inputs don't take on the GPU, ``of_token`` a token if they leave it."""
+        return self.tokens * of_token if self.outputs_on_host else 0
 
     def bytes(self, sizes: ExpertSizes, limits: MemoryBudget) -> int:
         """Return what of ``limits.free`` it takes."""
@@ -184,7 +184,7 @@ class Placement:
             sum(part(sizes) for part in parts)
             + self.tokens * limits.token_bytes
             + self.activation_bytes(sizes, limits.passing)
-            - self.away_bytes(limits)
+            - self.away_bytes(limits.away)
             - self.overlapped_gradient_bytes(sizes, limits)
         )
 

@@ -140,14 +140,15 @@ def _gpu_expert_parts(setting: RunSetting, placement: Placement) -> Iterator[Pla
     if not placement.masters and sizes.rank:
         lora = placement.lora_bytes(sizes)
         yield PlanPart("expert LoRA of one layer", "GPU", lora, "its masters are in RAM")
-    tokens, passing = placement.tokens, outside_bytes(setting).passing
+    tokens, outside = placement.tokens, outside_bytes(setting)
     count = ON_WAY if placement.outputs_on_host else sizes.layers
     how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {count} outputs"
     if placement.keep_gate_up:
         how += ", with gate and up of all layers"
-    yield PlanPart("expert activations", "GPU", placement.activation_bytes(sizes, passing), how)
+    taken = placement.activation_bytes(sizes, outside.passing)
+    yield PlanPart("expert activations", "GPU", taken, how)
     if placement.outputs_on_host:
-        away = tokens * (2 * sizes.hidden * sizes.layers + outside_bytes(setting).away)
+        away = tokens * 2 * sizes.hidden * sizes.layers + placement.away_bytes(outside.away)
         how = "pinned, until each layer's backward"
         yield PlanPart("inputs of the layers and outputs of the experts", "RAM", away, how)
 
@@ -204,8 +205,8 @@ def outside_bytes(setting: RunSetting) -> OutsideBytes:
     more = 3 * width + (0 if setting.config.pure_bf16 or setting.batch.width != 2 else 2)
     weights = setting.shape.nonexpert_elements * setting.batch.width
     kept = _activations(setting)[0] // setting.batch.tokens
-    checkpointed = 0 if setting.config.disable_gradient_checkpointing else len(_layers(setting))
-    away = max(0, checkpointed - ON_WAY) * setting.shape.config.hidden_size * setting.batch.width
+    layers = () if setting.config.disable_gradient_checkpointing else setting.shape.layers
+    away = max(0, len(layers) - ON_WAY) * setting.shape.config.hidden_size * setting.batch.width
     return OutsideBytes(weights, width * lora, more * lora, constant, token, kept, away, passing)
 
 
@@ -250,7 +251,7 @@ def _computed_parts(setting: RunSetting, lora_how: str) -> Iterator[PlanPart]:
         yield PlanPart("non-expert LoRA", "GPU", found.lora + found.lora_more, lora_how)
         slack = GPU_SEGMENTS_SLACK
         activations, constant = tokens * found.token, found.constant
-        away = tokens * found.away if setting.placed.outputs_on_host else 0
+        away = setting.placed.away_bytes(found.away)
         activations -= away
         kept = min(activations, tokens * found.kept - away)
         plain = [round(each / (1 + slack)) for each in (activations, constant)]
