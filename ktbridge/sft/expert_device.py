@@ -50,7 +50,7 @@ from ktbridge.sft.placement import (
     with_placement,
     without_gpu,
 )
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, GPU_SEGMENTS_SLACK, predict_parts, total
+from ktbridge.sft.plan.memory import GPU_SEGMENTS_SLACK, context_bytes, predict_parts, total
 from ktbridge.sft.plan.setting import RunSetting
 from ktbridge.sft.plan.time import outside_times, probe_sizes
 
@@ -351,8 +351,10 @@ def _limits(setting: RunSetting, device: torch.device) -> MemoryBudget:
     free, whole = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device)
     budget = setting.config.kt_config.kt_gpu_memory
-    limit = round(OF_ALL * (free + held))
+    context = context_bytes(setting.processes)
+    there = free + held - (context - context_bytes(1))  # NCCL's buffers come with its first call
+    limit = round(OF_ALL * there)
     if budget is not None:
-        limit = min(budget - CUDA_CONTEXT, free + held)
+        limit = min(budget - context, there)
         torch.cuda.set_per_process_memory_fraction(max(0.01, min(1.0, limit / whole)), device)
     return limits_for(setting, limit, torch.cuda.memory_allocated(device))

@@ -30,7 +30,7 @@ from ktbridge.experts.gpu.placement import (
 )
 from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.plan.memory import CUDA_CONTEXT, outside_bytes
+from ktbridge.sft.plan.memory import context_bytes, outside_bytes
 from ktbridge.sft.plan.setting import RunSetting, host_bytes, nonexpert_lora_elements, saved_bytes
 
 ON_GPU = ("stream", "resident")
@@ -59,7 +59,7 @@ _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 25
 def limit_of(setting: RunSetting, memory: int) -> int:
     """Return the bytes for tensors on a GPU of ``memory`` bytes, by the run's budget."""
     budget = setting.config.kt_config.kt_gpu_memory
-    return min(budget or round(OF_ALL * memory), memory) - CUDA_CONTEXT
+    return min(budget or round(OF_ALL * memory), memory) - context_bytes(setting.processes)
 
 
 def beyond(setting: RunSetting, memory: int) -> str:

@@ -254,7 +254,9 @@ def run_setting(config: TrainConfig, ready: Prepared) -> RunSetting:
     threads = config.kt_config.kt_num_threads or 1
     cuda = choose_device(config).type == "cuda"
     kernels = cuda and has_linear_attention_kernels()
-    return RunSetting(shape, config, lengths, cuda, threads, kernels=kernels)
+    return RunSetting(
+        shape, config, lengths, cuda, threads, kernels=kernels, processes=world().size
+    )
 
 
 def make_trainer(

@@ -112,7 +112,9 @@ def place(case: dict[str, Any], model: Any) -> None:
     )
     each = (length,) * case["rows"]
     lengths = Lengths(case["rows"], case["rows"], length, length, True, False, each)
-    setting = RunSetting(read_shape(Path(case["checkpoint"])), config, lengths, True, 1)
+    setting = RunSetting(
+        read_shape(Path(case["checkpoint"])), config, lengths, True, 1, processes=world().size
+    )
     found = place_experts(setting, model)
     case["placed"] = found.why
     if not passes and found.tokens:

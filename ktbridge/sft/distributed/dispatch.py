@@ -200,7 +200,9 @@ def assign_experts(model: nn.Module) -> None:
     and who trains averages the expert LoRA's gradients (``average_gradients``). Other experts become rank
     0's: layers then dispatch (``run_experts``), and other ranks drop expert weights and expert LoRA. Either
     way DDP is set to ignore the expert LoRA, and FSDP2 will be (``leave_experts_whole``), and what more than
-    one rank trains starts from rank 0's values. Does nothing for a process that is alone.
+    one rank trains starts from rank 0's values. DDP ignores what isn't trained, too: it would send copies of
+    the base, which all ranks have read, through GPU memory that the experts have. Does nothing for a process
+    that is alone.
     """
     if world().size == 1:
         return
@@ -209,7 +211,8 @@ def assign_experts(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (everywhere or name not in experts):
             _broadcast(parameter)
-    leave_out_of_ddp(model, experts)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    leave_out_of_ddp(model, experts | frozen | {name for name, _ in model.named_buffers()})
     if not everywhere:
         _give_to_main(model)
 

@@ -39,6 +39,7 @@ CUDA_HOST = 1_150_000_000
 CUDA_FILES = 285_000_000
 CUDA_PINNED = 20_000_000
 CUDA_CONTEXT = 800_000_000
+NCCL_BUFFERS = 1_000_000_000
 # Allocator overhead, as a fraction of temporary memory.
 HOST_SLACK, GPU_SLACK = 0.05, 0.25
 # The same on the GPU where its memory grows in segments, as `ktbridge train` asks for with experts there.
@@ -238,7 +239,7 @@ def _other_parts(setting: RunSetting) -> Iterator[PlanPart]:
     if saving > free:
         how = "the trained tensors once more, where gradients were"
         yield PlanPart("saving", "RAM", saving - free, how)
-    yield from _process_parts(setting.cuda)
+    yield from _process_parts(setting)
 
 
 def _computed_parts(setting: RunSetting, lora_how: str) -> Iterator[PlanPart]:
@@ -309,8 +310,14 @@ def _layers(setting: RunSetting) -> list[LayerBytes]:
     ]
 
 
-def _process_parts(cuda: bool) -> Iterator[PlanPart]:
+def context_bytes(processes: int) -> int:
+    """Return what a process takes of its GPU's memory beside torch's tensors: a constant, from test runs."""
+    return CUDA_CONTEXT + (NCCL_BUFFERS if processes > 1 else 0)
+
+
+def _process_parts(setting: RunSetting) -> Iterator[PlanPart]:
     """Fixed memory of any training process."""
+    cuda = setting.cuda
     files = LIBRARY_FILES + (CUDA_FILES if cuda else 0)
     name = "Python, torch, CUDA" if cuda else "Python, torch, …"
     yield PlanPart(
@@ -319,7 +326,8 @@ def _process_parts(cuda: bool) -> Iterator[PlanPart]:
     how = "a constant, from test runs on {}: depends on versions"
     if cuda:
         yield PlanPart(name, "RAM", LIBRARIES + CUDA_HOST, how.format("an H200"))
-        yield PlanPart("CUDA context", "GPU", CUDA_CONTEXT, how.format("an H200"))
+        name = "CUDA context" if setting.processes == 1 else "CUDA context, NCCL's buffers"
+        yield PlanPart(name, "GPU", context_bytes(setting.processes), how.format("an H200"))
     else:
         yield PlanPart(name, "RAM", LIBRARIES, how.format("a CPU"))
 

@@ -68,6 +68,8 @@ class RunSetting:
     """Placement of its experts; None: on the CPU, in batches as configured."""
     kernels: bool = False
     """True if flash-linear-attention computes linear attention."""
+    processes: int = 1
+    """Processes of the run, each with a GPU of its own."""
 
     @property
     def placed(self) -> Placement | None:
