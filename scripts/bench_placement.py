@@ -3,7 +3,8 @@
 
     scripts/bench_placement.py --checkpoints /data --json table.json
     scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-6,v2-11 --seconds-left 500
-    scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-free --gpus 2
+    scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-free --gpus 4
+    scripts/bench_placement.py … --gpus 4 --accelerate examples/accelerate/fsdp2.yaml
     scripts/bench_placement.py --checkpoints /data --bad-input
     scripts/bench_placement.py --from-json table.json --from-json more.json
 
@@ -166,11 +167,11 @@ def quantize(config: Path, row: Row) -> float | None:
 
 
 def run_once(
-    row: Row, mode: str, gpus: int, base: Path, scratch: Path, steps: int, seed: int, until: float
+    row: Row, mode: str, gpus: int, base: Path, scratch: Path, options: Record, until: float
 ) -> Record:
     """One run; its result has what it predicted of itself, as `ktbridge plan` does."""
-    kept = {"cutoff_len": LENGTH, "seed": seed}
-    made = settings(base, scratch / "out", row.rows, steps, block(row, mode), **kept)
+    kept = {"cutoff_len": LENGTH, "seed": options["seed"]}
+    made = settings(base, scratch / "out", row.rows, options["steps"], block(row, mode), **kept)
     config = scratch / "run.yaml"
     config.write_text(yaml.safe_dump(made))
     record: Record = {"row": row.name, "mode": mode, "gpus": gpus}
@@ -181,7 +182,8 @@ def run_once(
     def on_step(step: int, pace: float) -> None:
         shown.append(f"{pace:,.0f}")
 
-    measured = train(config, scratch / "log", gpus=gpus, on_step=on_step, until=until)
+    how = {"gpus": gpus, "accelerate": options["accelerate"]}
+    measured = train(config, scratch / "log", on_step=on_step, until=until, **how)
     record |= told(row, gpus, measured, (scratch / "log").read_text())
     who = mode if gpus == 1 else f"{mode} on {gpus} GPUs"
     _say(f"  {who:<8} {', '.join(shown) or 'no step'}: {_outcome(record)}")
@@ -313,7 +315,8 @@ def measure(
     for row in rows:
         wanted = [("auto", 1), *((mode, 1) for mode in row.modes if not options["auto_only"])]
         if gpus > 1:
-            wanted = [("auto", 1), ("auto", gpus)]
+            powers = [2**n for n in range(1, gpus.bit_length()) if 2**n < gpus]
+            wanted = [("auto", n) for n in (1, gpus, *powers)]
         missing = [(mode, n) for mode, n in wanted if (row.name, mode, n) not in done]
         if not missing:
             continue
@@ -326,7 +329,7 @@ def measure(
                 return False
             with tempfile.TemporaryDirectory(prefix="bench_placement-") as scratch:
                 record = run_once(
-                    row, mode, n, base, Path(scratch), options["steps"], options["seed"],
+                    row, mode, n, base, Path(scratch), options,
                     min(until, time.monotonic() + options["longest"]),
                 )  # fmt: skip
             run["runs"].append(record)
@@ -361,7 +364,8 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     "--modes", default="", metavar="MODE,…", help="Fixed modes instead of each row's own."
 )
 @click.option("--auto-only", is_flag=True, help="Leave out the fixed modes.")
-@click.option("--gpus", default=1, type=click.IntRange(1), help="auto on so many, beside one.")
+@click.option("--gpus", default=1, type=click.IntRange(1), help="auto on so many, beside fewer.")
+@click.option("--accelerate", type=FILE, help="accelerate's configuration, in place of torchrun.")
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(3))
 @click.option("--seed", default=42, show_default=True)
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Of each config.json.")

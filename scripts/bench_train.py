@@ -161,6 +161,10 @@ def show(run: Record) -> bool:
         console.print(table(run))
     for told in run["contestants"]:
         how = told.get("placed") or f"transformers' experts: {told['experts']}"
+        if gpus > 1 and (averaging := told.get("averaging_seconds")):
+            how += f"; averaging {statistics.median(averaging[1:]):.2f} s a step"
+        if pace := told.get("link_bytes_per_second"):
+            how += f"; rank 0's link {pace / 1e9:.1f} GB/s"
         console.print(f"{told['case']['name']}: {how}", style="dim", markup=False, soft_wrap=True)
     for sentence in run["failed"]:
         stderr.print(sentence, style="red", markup=False, soft_wrap=True)

@@ -41,6 +41,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ktbridge.experts import recompute
 from ktbridge.experts.autograd import kernel_seconds
+from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.load_model import load_mapped
 from ktbridge.experts.lora_targets import convert_masters
@@ -97,8 +98,11 @@ class TorchExperts(nn.Module):
         return out + self.scale * F.linear(F.linear(inner, down_a), down_b)
 
 
-def place(case: dict[str, Any], model: Any) -> None:
-    """Give the experts to the GPU as `ktbridge train` would; how, and rows a pass, go into ``case``."""
+def place(case: dict[str, Any], model: Any) -> GpuExperts | None:
+    """Give the experts to the GPU as `ktbridge train` would; how, and rows a pass, go into ``case``.
+
+    Returns what computes them there; None where that is the CPU.
+    """
     length, passes = case["length"], case["passes"]
     config = TrainConfig(
         model_name_or_path=case["checkpoint"],
@@ -119,6 +123,7 @@ def place(case: dict[str, Any], model: Any) -> None:
     case["placed"] = found.why
     if not passes and found.tokens:
         case["rows_a_pass"] = max(1, min(case["rows"], found.tokens // length))
+    return found.placed.experts if found.placed else None
 
 
 def offloaded(module: Any, hidden: Any, ids: Any, weights: Any) -> torch.Tensor:
@@ -137,9 +142,10 @@ def lora(rank: int, **more: Any) -> LoraConfig:
     )
 
 
-def build(case: dict[str, Any]) -> nn.Module:
-    """The contestant's model; ``place`` may set more of ``case``."""
+def build(case: dict[str, Any]) -> tuple[nn.Module, GpuExperts | None]:
+    """The contestant's model, and what ``place`` returns, which may set more of ``case``."""
     who, path, rank = case["who"], Path(case["checkpoint"]), case["rank"]
+    placed: GpuExperts | None = None
     if who in OURS:
         model = load_mapped(path, torch.bfloat16, DEVICE)
         model = get_peft_model(model, lora(rank))
@@ -152,9 +158,9 @@ def build(case: dict[str, Any]) -> nn.Module:
         if case["checkpointing"]:
             recompute.enable(model)
         if who != "cpu":
-            place(case, model)
+            placed = place(case, model)
             print(f"{who}: {case['placed']}", file=sys.stderr, flush=True)
-        return model
+        return model, placed
     if who == "offload":
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         for _, experts in experts_modules(model):
@@ -175,14 +181,14 @@ def build(case: dict[str, Any]) -> nn.Module:
         fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         model = get_peft_model(model, lora(rank, target_parameters=fused))
     if not case["checkpointing"]:
-        return model
+        return model, placed
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.config.use_cache = False
-    return model
+    return model, placed
 
 
 def memory() -> dict[str, int]:
@@ -261,6 +267,12 @@ def of_all_ranks(told: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def link_pace(experts: GpuExperts | None) -> float | None:
+    """Return bytes a second of the host's link in the last step; None where nothing crossed it."""
+    size, seconds = experts.link() if experts is not None else (0, 0.0)
+    return size / seconds if seconds else None
+
+
 def experts_implementation(model: Any) -> str:
     """Return transformers' name of what computed the experts."""
     return str(getattr(model.get_base_model().config, "_experts_implementation", ""))
@@ -272,7 +284,8 @@ def main() -> None:
     started = time.perf_counter()
     torch.manual_seed(0)
     case["rows_a_pass"] = case["rows"] // max(case["passes"], 1)
-    model = build(case).train()
+    model, experts = build(case)
+    model.train()
     loss_of = among_ranks(case["who"], model)
     alone = getattr(loss_of, "no_sync", nullcontext)  # DDP's
     lora = replicated_lora(model)
@@ -280,10 +293,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=case["learning_rate"], fused=True)
     loaded = time.perf_counter() - started
     vocabulary = model.config.get_text_config().vocab_size
-    seconds, losses = [], []
+    seconds, losses, averaging = [], [], []
     for step in range(case["steps"]):
         # The same rows in each step, so that losses fall, and the same first ones whatever the passes.
         draw = torch.Generator().manual_seed(1 + rank)
+        if experts is not None:
+            experts.watch_link()
         begun = time.perf_counter()
         total = 0.0
         every = torch.randint(0, vocabulary, (case["rows"], case["length"]), generator=draw)
@@ -294,7 +309,11 @@ def main() -> None:
                     loss = loss_of(ids) * (len(ids) / case["rows"])
                 loss.backward()
             total += float(loss.detach())
+        if world().size > 1 and DEVICE.type == "cuda":
+            torch.cuda.synchronize()  # what is timed next is the exchange alone
+        computed = time.perf_counter()
         average_gradients(lora, DEVICE)
+        averaging.append(time.perf_counter() - computed)
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begun)
@@ -309,6 +328,8 @@ def main() -> None:
         "rows_a_pass": case["rows_a_pass"],
         "load_seconds": loaded,
         "seconds": seconds,
+        "averaging_seconds": averaging,
+        "link_bytes_per_second": link_pace(experts),
         "losses": losses,
         "gpu": gpu_memory(),
         "cpu": memory(),

@@ -142,6 +142,7 @@ def train(
     log: Path,
     *,
     gpus: int = 1,
+    accelerate: Path | None = None,
     options: Sequence[str] = (),
     on_step: Callable[[int, float], None] = lambda step, pace: None,
     until: float | None = None,
@@ -149,17 +150,16 @@ def train(
 ) -> Measured:
     """Run `ktbridge train` on ``config`` and watch it until it ends; ``log`` has what it said.
 
-    ``gpus``: by torchrun, a process for each, as docs/several-gpus.md says. ``on_step`` hears of each step
-    and its tokens/s. At ``until`` (of time.monotonic) it is killed.
+    ``gpus``: a process for each, as docs/several-gpus.md says: by torchrun, or as the configuration
+    ``accelerate`` says. ``on_step`` hears of each step and its tokens/s. At ``until`` (of time.monotonic) it
+    is killed.
     """
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={gpus}",
-    ]
-    start = list(_KTBRIDGE) if gpus == 1 else [*launch, *_KTBRIDGE[1:]]
+    launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    if accelerate is not None:
+        launch = ["accelerate.commands.launch", f"--config_file={accelerate}"]
+        launch += [f"--num_processes={gpus}"]
+    together = [sys.executable, "-m", *launch, *_KTBRIDGE[1:]]
+    start = list(_KTBRIDGE) if gpus == 1 else together
     # In a group of its own, so that a launcher's processes end with it.
     process = subprocess.Popen(
         [*start, "train", str(config), *options, "--json"],
