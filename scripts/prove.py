@@ -4,11 +4,13 @@
     make proof                              # on two cores; after a stop the same command goes on
     scripts/prove.py --experts stream       # in training: cpu, stream, resident, auto; --storage int8
     scripts/prove.py --again                # train once more, and compare the adapter's bits
+    scripts/prove.py --experts resident --engine-python engine/bin/python --verdicts-only
 
 The base is SmolLM2-135M-Instruct made a mixture by copying (docs/demo.md), the rows are examples/proof.
 Trained, converted, validated and merged by `ktbridge`; served by the embedded engine, by llama.cpp with the
-adapter as GGUF where `make .venv-llama/.installed` made one and, merged, by vLLM's CPU server where
-`make .venv-vllm/.installed` did; `ktbridge verify` asks each. Hugging Face's
+adapter as GGUF where `make .venv-llama/.installed` made one, merged, by vLLM's CPU server where
+`make .venv-vllm/.installed` did, and on a GPU by SGLang-KT (--engine-python); `ktbridge verify` asks each.
+--verdicts-only ends there and writes no page. Hugging Face's
 Trainer and PEFT train on the same rows (proving/hf_peer.py), and both adapters are held against the base:
 loss of held-out answers and perplexity of plain text (proving/quality.py), facts and general questions, a
 slice of nekobench.
@@ -44,6 +46,10 @@ BENCHES = ("bench", "nekobench-slice")
 NEKOBENCH_ITEMS = 32
 LLAMA = SCRIPTS.parent / ".venv-llama" / "bin" / "python"
 VLLM = SCRIPTS.parent / ".venv-vllm" / "bin" / "python"
+SGLANG_FLAGS = (
+    "--", "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+    "--disable-cuda-graph", "--max-running-requests", "8", "--max-total-tokens", "8192",
+)  # fmt: skip
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
@@ -146,7 +152,7 @@ class Proof:
         server += ["--nonexpert-adapter", f"proof={parts['nonexpert']}"]
         asked = self.verify(f"verify {name}", "smollm2:proof", adapter)
         steps = [asked]
-        for bench in BENCHES:
+        for bench in BENCHES if arms else ():
             output = self.place / "eval" / bench
             words = [*KTBRIDGE, "eval", "--bench", str(self.place / bench), "--output", str(output)]
             words += [word for arm in arms for word in ("--arm", f"{arm}@{URL}")]
@@ -187,6 +193,21 @@ class Proof:
         asked = self.verify("verify vllm", "merged", self.raw)
         return self.verdict(asked, server, 900, **VLLM_ENVIRONMENT)
 
+    def sglang(self, python: Path) -> dict[str, Any]:
+        """The verdict of SGLang-KT on the adapter, launched by ktbridge with the engine of ``python``."""
+        server = [*KTBRIDGE, "serve", "--engine", "sglang", "--engine-python", str(python)]
+        server += [
+            *self._against,
+            "--served-model-name",
+            "smollm2",
+            "--adapter",
+            f"proof={self.raw}",
+        ]
+        server += ["--timeout", "400", "--log", str(self.place / "logs" / "sglang.log")]
+        asked = self.verify("verify sglang", "smollm2:proof", self.raw)
+        self.steps.ask([asked], server, 400, after=SGLANG_FLAGS)
+        return dict(json.loads(asked.writes.read_text()))
+
     def verdict(
         self, asked: Step, server: Sequence[str], wait: float, **environment: str
     ) -> dict[str, Any]:
@@ -205,13 +226,39 @@ class Proof:
         self.steps.run(Step(name, [*KTBRIDGE, *words], reads, writes, **more))
 
 
+def compare_with_peer(proof: Proof, found: dict[str, Any]) -> None:
+    """Train the peer's adapter, and put what both of them gained and lost into ``found``."""
+    peer = proof.peer()
+    parts = proof.convert("convert peer", peer, proof.place / "peer")
+    verdict = proof.serve("peer", peer, parts, ["peer=smollm2:proof"])
+    found["verdicts"]["embedded engine, the peer's adapter"] = verdict
+    found["eval"] = {
+        bench: json.loads((proof.place / "eval" / bench / "results.json").read_text())
+        for bench in BENCHES
+    }
+    found["quality"] = {
+        "ours": proof.quality("ours", proof.raw),
+        "peer": proof.quality("peer", peer),
+    }
+
+
 @click.command(cls=Command)
 @click.option("--output", type=click.Path(path_type=Path), help="Default: build/proof.")
 @click.option("--page", type=click.Path(path_type=Path), help="Default: page in --output.")
 @click.option("--experts", default="cpu", help="kt_experts in training.", show_default=True)
 @click.option("--storage", default="bf16", help="kt_expert_weight_format.", show_default=True)
 @click.option("--again", is_flag=True, help="Train twice, and compare bits.")
-def main(output: Path | None, page: Path | None, experts: str, storage: str, again: bool) -> None:
+@click.option("--engine-python", type=click.Path(path_type=Path), help="SGLang-KT's interpreter.")
+@click.option("--verdicts-only", is_flag=True, help="Without evaluations, peer and page.")
+def main(
+    output: Path | None,
+    page: Path | None,
+    experts: str,
+    storage: str,
+    again: bool,
+    engine_python: Path | None,
+    verdicts_only: bool,
+) -> None:
     """Prove the whole path on real weights."""
     name = "-".join(
         ["proof", *(part for part in (experts, storage) if part not in ("cpu", "bf16"))]
@@ -232,7 +279,7 @@ def main(output: Path | None, page: Path | None, experts: str, storage: str, aga
         found["validate"] = json.loads((place / "validate.json").read_text())
         if again:
             proof.train("train again", place / "again" / "raw")
-        arms = ("base=smollm2:base", "ktbridge=smollm2:proof")
+        arms = () if verdicts_only else ("base=smollm2:base", "ktbridge=smollm2:proof")
         verdicts = {
             "embedded engine, ktbridge's adapter": proof.serve("ours", proof.raw, proof.parts, arms)
         }
@@ -240,23 +287,19 @@ def main(output: Path | None, page: Path | None, experts: str, storage: str, aga
             verdicts["llama.cpp's server, adapter as GGUF"] = proof.llama()
         if VLLM.exists():
             verdicts["vLLM's CPU server, merged checkpoint"] = proof.vllm()
-        peer = proof.peer()
-        parts = proof.convert("convert peer", peer, place / "peer")
-        verdicts["embedded engine, the peer's adapter"] = proof.serve(
-            "peer", peer, parts, ["peer=smollm2:proof"]
-        )
+        if engine_python:
+            verdicts["SGLang-KT on a GPU, the adapter as its version wants it"] = proof.sglang(
+                engine_python.absolute()
+            )
         found["verdicts"] = verdicts
-        found["eval"] = {
-            bench: json.loads((place / "eval" / bench / "results.json").read_text())
-            for bench in BENCHES
-        }
-        found["quality"] = {
-            "ours": proof.quality("ours", proof.raw),
-            "peer": proof.quality("peer", peer),
-        }
+        if not verdicts_only:
+            compare_with_peer(proof, found)
         wrong = failures(place, found)
-        write_page(page or place / "page", proof.steps, found, wrong)
-    click.echo(f"{page or place / 'page'}/README.md")
+        if not verdicts_only:
+            write_page(page or place / "page", proof.steps, found, wrong)
+            click.echo(f"{page or place / 'page'}/README.md")
+    for name, told in verdicts.items():
+        click.echo(f"{name}: {told['verdict']}")
     for line in wrong:
         click.echo(f"FAILED {line}", err=True)
     sys.exit(1 if wrong else 0)

@@ -89,14 +89,22 @@ class Steps:
         return step.writes
 
     def ask(
-        self, steps: Sequence[Step], server: Sequence[str], wait: float, **environment: str
+        self,
+        steps: Sequence[Step],
+        server: Sequence[str],
+        wait: float,
+        after: Sequence[str] = (),
+        **environment: str,
     ) -> None:
-        """Run steps that ask one server, which is started only if something is to be asked."""
+        """Run steps that ask one server, which is started only if something is to be asked.
+
+        ``after``: what follows the port in its command.
+        """
         log = self.place / "logs" / f"server-{steps[0].name.replace(' ', '-')}.log"
         log.parent.mkdir(exist_ok=True)
 
         def command(port: int) -> list[str]:
-            return [*server, "--port", str(port)]
+            return [*server, "--port", str(port), *after]
 
         missing = not all(map(self.is_done, steps))
         with serving(command, log, wait, **environment) if missing else nullcontext(URL) as url:
