@@ -55,6 +55,7 @@ from ktbridge.model import read_model_config
 OURS = ("cpu", "stream", "resident", "auto")
 WHO = (*OURS, "hf", "hf-autocast", "offload")
 SAME_LOSS = 0.01
+_LAST_WORDS = 40  # lines of a contestant that failed
 WORKER = SCRIPTS / "peers" / "train_worker.py"
 LEGEND = (
     "first is: the first one's speed over this one's. GPU: in use on the device. RAM: the process's peak, "
@@ -90,18 +91,25 @@ def measure(case: Record, log: Path) -> Record:
 
 
 def failure(who: str, status: int, log: Path) -> str:
-    """Why a contestant ended, in a sentence that says where there is more."""
-    lines = [line.strip() for line in log.read_text().splitlines()]
-    lines = [line for line in lines if line and not line.startswith(f"{who}: step ")]
-    lines = list(takewhile(lambda line: "distributed/elastic" not in line, lines))  # torchrun's
-    lines = [
-        line for line in lines if not re.match(r"\[rank\d+\]:\[W", line)
-    ]  # what torch warns of at exit
+    """Why a contestant ended, in a sentence that says where there is more; its last words go to stderr.
+
+    Of several ranks the first that failed: an exception has a traceback, and a signal only torchrun's word.
+    """
+    lines = [line.rstrip() for line in log.read_text().splitlines()]
+    lines = [line for line in lines if line.strip() and not line.startswith(f"{who}: step ")]
+    signals = [line for line in lines if re.match(r"\s*traceback\s*: Signal ", line)]
+    signals = signals[-1:]  # torchrun's root cause stands behind whom torchrun ended
+    lines = list(takewhile(lambda line: "distributed/elastic" not in line, lines))
+    # Without what torch warns of when a rank exits.
+    lines = [line for line in lines if not re.match(r"\[rank\d+\]:\[W", line)]
+    for line in (*lines[-_LAST_WORDS:], *signals):
+        stderr.print(line, style="dim", markup=False, soft_wrap=True)
     if status < 0:
         why = f"was killed by {signal.Signals(-status).name}"
         why += ", as the system does when memory runs out" if status == -signal.SIGKILL else ""
     else:
-        why = f"failed ({lines[-1] if lines else f'exit code {status}'})"
+        last = [*lines[-1:], *signals]
+        why = f"failed ({'; '.join(map(str.strip, last)) or f'exit code {status}'})"
     return f"{who} {why}; {log} has all that it said."
 
 

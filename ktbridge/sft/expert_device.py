@@ -253,9 +253,9 @@ def place_experts(
     limits = _limits(setting, device)
     # The least that a rank has: then all of them place alike, masters on the same side.
     limits = replace(limits, free=-agree(-limits.free))
-    # Rank 0's kernels keep what the micro-batches of all ranks need for backward.
-    memory = read_machine().usable_memory
-    memory = memory and memory // world().size
+    # Rank 0's kernels keep what the micro-batches of all ranks need for backward. The RAM of a virtual
+    # machine may grow while they ask.
+    memory = -agree(-((read_machine().usable_memory or 0) // world().size)) or None
     setting = _as_before(setting, resumed)
     wanted = setting.config.kt_config.kt_experts
     if wanted == "cpu" and resumed:

@@ -141,10 +141,16 @@ def test_a_failure_is_a_sentence_that_says_where_there_is_more(run, tmp_path, mo
     monkeypatch.setattr(bench_train, "WORKER", worker)
     sentences = []
     full = "raise MemoryError('the GPU is full')", "failed (MemoryError: the GPU is full)"
-    killed = "import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL, as the system does when"
+    kill = "import os; os.kill(os.getpid(), 9)"
+    killed = kill, "was killed by SIGKILL, as the system does when"
+    one_killed = (
+        f"import os\nif os.environ['RANK'] == '1':\n    {kill[11:]}",
+        "failed (traceback : Signal 9",
+    )
     for gpus, (ending, said) in (
         (1, full),
         (2, full),  # before what torchrun says of it
+        (2, one_killed),  # which only torchrun says
         (1, ("raise SystemExit(3)", "failed (exit code 3)")),
         (1, killed),
     ):
