@@ -33,8 +33,7 @@ from ktbridge.serve.request import Limits
 from ktbridge.server_api import hosts
 from ktbridge.server_api.served_names import ServedArm
 
-LINGER_SECONDS = 2.0
-"""How long the rest of a refused body is read, so that its client gets to the answer."""
+LINGER_SECONDS = 1.0  # a client on this machine sends gigabytes meanwhile
 
 
 def create_app(
@@ -106,7 +105,7 @@ class CheckCaller:
             error = check_host(headers)
             if self._key is not None:
                 error = check_bearer(scope["path"], headers.get("authorization", ""), self._key)
-        await (self._app if error is None else _respond(error))(scope, receive, send)
+        await (self._app if error is None else _reply(error))(scope, receive, send)
 
 
 def check_bearer(path: str, authorization: str, key: str) -> ApiError | None:
@@ -158,58 +157,46 @@ def _post(
 
 
 async def _read_body(request: Request, limits: Limits) -> bytes:
-    """Return a request's body. Raises ApiError: 413 for a large one, 408 for a late one."""
+    """Return a request's body. Raises ApiError: 413 for a large one, 408 for a late one.
+
+    Of a large one the rest is read and forgotten for a while: a connection that is closed with bytes unread
+    may lose the reply.
+    """
     # Without "close" the rest of the body would be parsed as the next request.
     close = {"Connection": "close"}
     announced, body = request.headers.get("content-length", "0"), bytearray()
     large = announced.isdigit() and int(announced) > limits.body
     try:
-        with anyio.fail_after(limits.body_seconds):
-            while not large and (message := await request.receive())["type"] == "http.request":
-                body += message.get("body", b"")
-                large = len(body) > limits.body
-                if not large and not message.get("more_body", False):
-                    return bytes(body)
+        with anyio.fail_after(LINGER_SECONDS if large else limits.body_seconds) as time_limit:
+            async for piece in request.stream():
+                body += b"" if large else piece
+                if len(body) > limits.body:
+                    large, body = True, bytearray()
+                    time_limit.deadline = anyio.current_time() + LINGER_SECONDS
     except TimeoutError:
-        text = "the rest of the body didn't come in time"
-        raise ApiError(408, text, headers=close) from None
-    if not large:
-        raise ClientDisconnect
-    text = f"the body is larger than {limits.body} bytes"
-    raise ApiError(413, text, code="request_too_large", headers=close)
+        if not large:
+            text = "the rest of the body didn't come in time"
+            raise ApiError(408, text, headers=close) from None
+    if large:
+        text = f"the body is larger than {limits.body} bytes"
+        raise ApiError(413, text, code="request_too_large", headers=close)
+    return bytes(body)
 
 
-class LargeBodyReply(JSONResponse):
-    """The reply to a body that is refused, sent at once; then the body is read on.
-
-    A connection that is closed with bytes unread may lose the reply.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send(start | {"headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with anyio.move_on_after(LINGER_SECONDS):
-            while (await receive()).get("more_body", False):
-                pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _respond(error: ApiError) -> JSONResponse:
-    reply = LargeBodyReply if error.status == 413 else JSONResponse
-    return reply(error.body, error.status, error.headers)
+def _reply(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     """Return a failure in OpenAI's error format."""
     match error:
         case ApiError():
-            return _respond(error)
+            return _reply(error)
         case ClientDisconnect():
             return Response(status_code=499)
         case HTTPException(status_code=404):
             text = f"there is no {request.method} {request.url.path[:200]} here"
-            return _respond(ApiError(404, text))
+            return _reply(ApiError(404, text))
         case HTTPException():
-            return _respond(ApiError(error.status_code, error.detail, headers=error.headers))
-    return _respond(ApiError(500, "the server failed; see its log"))
+            return _reply(ApiError(error.status_code, error.detail, headers=error.headers))
+    return _reply(ApiError(500, "the server failed; see its log"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
@@ -17,10 +17,8 @@ from pydantic import (
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
-MAX_ITEMS = 2**18
-"""Of a list in a request: more tokens or messages than any context has."""
 MAX_ERRORS = 100  # of a request that are looked at: each alternative of a field makes one
-NAMED = 5  # unknown fields that an error names
+NAMED = 5  # of them that the answer names
 SEED_RANGE = 2**63
 # Keyword arguments of apply_chat_template that decide how the server renders and tokenizes.
 RENDERING_ARGUMENTS = frozenset(
@@ -67,8 +65,6 @@ Prompts = (
 def _whole(value: object) -> object:
     """3.0 as 3: JSON doesn't distinguish them, and some clients write integers so."""
     if isinstance(value, list):
-        if len(value) > MAX_ITEMS:
-            raise ValueError(f"a list has {len(value):,} items; at most {MAX_ITEMS:,} are read")
         return [_whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -83,10 +79,6 @@ class Strict(BaseModel):
     def _drop_nulls(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
-        unknown = [key for key in data if key not in cls.model_fields]
-        if len(unknown) > NAMED:
-            named = ", ".join(key[:40] for key in unknown[:NAMED])
-            raise ValueError(f"unknown fields: {named} and {len(unknown) - NAMED:,} more")
         return {key: _whole(value) for key, value in data.items() if value is not None}
 
 
@@ -267,51 +259,40 @@ class ApiError(Exception):
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-class _Invalid(BaseModel):
-    """One of pydantic's errors."""
-
-    type: str
-    loc: tuple[str | int, ...]
-    msg: str
-    ctx: dict[str, object] = Field(default_factory=dict)
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """The field in the client's terms: without pydantic's branches."""
-        parts = [str(part)[:80] for part in self.loc]
-        return tuple(part for part in parts if part != "str" and "[" not in part)
-
-
 def read_request(kind: type[Kind], raw: bytes) -> Kind:
     """Parse a body into ``kind``. Raises ApiError 400 in one short sentence."""
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_input=False)) from None
+        raise from_validation(error) from None
 
 
-def from_validation(errors: Sequence[object]) -> ApiError:
+def from_validation(error: ValidationError) -> ApiError:
     """Convert pydantic's errors into one ApiError: the field of the first, the messages of all.
 
     For a union, pydantic reports every alternative; those that matched less of the value than
     another are left out, and of many errors all but the first ones.
     """
-    left = len(errors) - MAX_ERRORS
-    errors = errors[:MAX_ERRORS]
     found: dict[tuple[str, ...], list[str]] = {}
-    for error in map(_Invalid.model_validate, errors):
-        path, text = error.path, error.msg.removeprefix("Value error, ")
-        if error.type == "extra_forbidden":
+    for one in error.errors(include_url=False, include_input=False)[:MAX_ERRORS]:
+        text, parts = (
+            one["msg"].removeprefix("Value error, "),
+            [str(part)[:80] for part in one["loc"]],
+        )
+        path = tuple(part for part in parts if part != "str" and "[" not in part)
+        if one["type"] == "extra_forbidden":
             text = "unknown field"
-        if error.type == "json_invalid":
-            path, text = (), f"the body is not JSON: {error.ctx.get('error', text)}"
+        if one["type"] == "json_invalid":
+            path, text = (), f"the body is not JSON: {one['ctx']['error']}"
         found.setdefault(path, []).append(text)
-    reasons = []
-    for path, texts in found.items():
-        if not any(len(p) > len(path) > 0 and p[: len(path)] == path for p in found):
-            prefix = f"{'.'.join(path)}: " if path else ""
-            reasons.append((path, prefix + " or ".join(dict.fromkeys(texts))))
-    told = [text[:200] for _, text in reasons[:NAMED]]
-    if len(reasons) > NAMED or left > 0:
-        told.append(f"and {len(reasons) - len(told) + max(0, left)} more")
-    return ApiError(400, "; ".join(told), param=".".join(reasons[0][0]) or None)
+    # A path without pydantic's branches ("str", "list[int]") is the field in the client's terms.
+    deepest = [
+        path for path in found if not any(p[: len(path)] == path != p for p in found if path)
+    ]
+    told = [
+        f"{'.'.join(path)}{': ' * bool(path)}{' or '.join(dict.fromkeys(found[path]))}"[:200]
+        for path in deepest[:NAMED]
+    ]
+    if len(deepest) > NAMED or error.error_count() > MAX_ERRORS:
+        told.append("and more")
+    return ApiError(400, "; ".join(told), param=".".join(deepest[0]) or None)
