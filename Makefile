@@ -119,7 +119,7 @@ test-engine: $(VENV)/.dev
 	  export KTBRIDGE_ENGINE_PYTHON=$(CURDIR)/$(ENGINE_VENV)/bin/python; \
 	fi; \
 	echo "Asking the wheels of sglang-kt, and the engine of $${KTBRIDGE_ENGINE_PYTHON:-no interpreter} ..."; \
-	$(BIN)/python -m pytest tests/serve/sglang/test_contract.py tests/serve/sglang/test_reload_contract.py tests/engine_cpu
+	$(BIN)/python -m pytest tests/engine_cpu
 
 ## compressed-tensors is what older versions need besides, sglang-router what replicas do; the first one's
 ## dependencies would bring another transformers over the engine's own.

@@ -5,21 +5,21 @@
     scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-6,v2-11 --seconds-left 500
     scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-free --gpus 4
     scripts/bench_placement.py … --gpus 4 --accelerate examples/accelerate/fsdp2.yaml
-    scripts/bench_placement.py --checkpoints /data --bad-input
     scripts/bench_placement.py --from-json table.json --from-json more.json
 
 A row of the table is a model, a GPU memory budget, how experts are stored, and the rows of a step; --rows-of
 names some (--list shows all). Each run is a process of its own, with LoRA of rank 8 on all layers. It counts
 by the median of the steps but the first two. Beside it: what the run predicted of itself, by the function
-that `ktbridge plan` prints, and the most GPU memory in use above what was before (nvidia-smi). auto passes
+that `ktbridge plan` prints, the most GPU memory in use above what was before (nvidia-smi), and the process's
+own memory (/proc/PID/status) beside what `ktbridge plan --json` says. auto passes
 where it reaches the row's target, is at least 0.97 of the best fixed mode, is predicted within 15 %, stays
 within 10 % of the predicted GPU memory and never ran out of it (KTC023). Targets are tokens/s of one H100 or
 H200 with 16 cores and a link of 55 GB/s.
 
 Checkpoints of random weights are made under --checkpoints, and others there removed where the disk is short.
 Pages that are still being written to a disk slow down what runs: give memory-backed disk (/dev/shm) where
-they fit. --json is written after each run, and runs that it has are not made again. --bad-input makes runs
-that can't go well, and shows how they end. Ends with 1 where a row doesn't pass. Needs `ktbridge[train]`.
+they fit. --json is written after each run, and runs that it has are not made again. Ends with 1 where a row
+doesn't pass. Needs `ktbridge[train]`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from typing import Any
 
 import click
 import yaml
-from peers.bad_input import show_bad_input
 from peers.driver import Record, console, new_run, stderr, write_run
 from peers.report import plain_table
-from peers.training import Measured, gpu_name, settings, train
+from peers.training import Measured, gpu_name, plan, settings, train
 from random_checkpoint import make_checkpoint, parse_changes
 from rich.table import Table
 
@@ -185,6 +184,7 @@ def run_once(
     how = {"gpus": gpus, "accelerate": options["accelerate"]}
     measured = train(config, scratch / "log", on_step=on_step, until=until, **how)
     record |= told(row, gpus, measured, (scratch / "log").read_text())
+    record["planned"] = plan(config).get("bytes") if gpus == 1 else None
     who = mode if gpus == 1 else f"{mode} on {gpus} GPUs"
     _say(f"  {who:<8} {', '.join(shown) or 'no step'}: {_outcome(record)}")
     shutil.rmtree(scratch / "out", ignore_errors=True)
@@ -204,6 +204,8 @@ def told(row: Row, gpus: int, measured: Measured, log: str) -> Record:
         "gpu": measured.gpu,
         "planned_gpu": result.get("predicted_gpu_bytes"),
         "ram": measured.peak,
+        "anonymous": measured.anonymous,
+        "mapped": measured.file,
         "status": measured.status,
         "seconds": measured.seconds,
         "notes": notes,
@@ -251,7 +253,8 @@ def best_fixed(runs: Sequence[Record]) -> float | None:
 
 def table(runs: Sequence[Record], rows: Sequence[Row]) -> Table:
     """A line for each run, in the order of ``rows``."""
-    headings = ("tokens/s", "target", "/best", "predicted", "GPU GB", "planned", "KTC023")
+    headings = ("tokens/s", "target", "/best", "predicted", "GPU GB", "planned", "RAM GB", "planned",
+                "KTC023")  # fmt: skip
     made = plain_table("", *headings)
     for row in rows:
         of_row = [run for run in runs if run["row"] == row.name]
@@ -276,6 +279,9 @@ def _cells(row: Row, run: Record, alone: Sequence[Record]) -> Iterator[str]:
     planned = run["planned_gpu"]
     off = f" {planned / run['gpu'] - 1:+.0%}" if planned and run["gpu"] else ""
     yield f"{planned / 1e9:.2f}{off}" if planned else ""
+    own, planned = run.get("anonymous"), (run.get("planned") or {}).get("ram_anonymous")
+    yield f"{own / 1e9:.2f}" if own else ""
+    yield f"{planned / 1e9:.2f} {planned / own - 1:+.0%}" if planned and own else ""
     yield f"{sum(code == 'KTC023' for code, _ in run['notes']) or ''}"
 
 
@@ -375,7 +381,6 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--json", "json_file", type=FILE, help="Written after each run, and gone on from.")
 @click.option("--from-json", "recorded", multiple=True, type=FILE, help="Show runs; several.")
-@click.option("--bad-input", is_flag=True, help="Runs that can't go well, and how they end.")
 def main(
     checkpoints: Path | None,
     rows_of: str,
@@ -384,7 +389,6 @@ def main(
     changes: tuple[str, ...],
     seconds_left: float | None,
     recorded: tuple[Path, ...],
-    bad_input: bool,
     **options: Any,
 ) -> None:
     """Hold `kt_experts: auto` against each fixed mode, its own prediction, and targets."""
@@ -407,8 +411,6 @@ def main(
     most = max(row.rows for row in rows) * options["steps"]
     made = Checkpoints(checkpoints.resolve(), parse_changes(changes), most)
     with terminable():
-        if bad_input:
-            sys.exit(0 if show_bad_input(made.of(V2), until) else 1)
         json_file = options["json_file"]
         asked = {"steps": options["steps"], "seed": options["seed"], "set": [*changes]}
         run = json.loads(json_file.read_text()) if json_file and json_file.exists() else None

@@ -2,7 +2,7 @@
 
 The package owns what a connection is: the key, the environment's proxies and certificates, kept connections,
 aiohttp's transport. Requests are put together here: ``AsyncOpenAI.post`` takes more than twice the processor
-time (scripts/bench_eval_client.py), and ``ktbridge eval`` has thousands of them. There are no retries: the
+time, and ``ktbridge eval`` has thousands of them. There are no retries: the
 table in ``failures`` decides what is asked again. No redirect is followed, as the key would go along, and a
 reply is bounded while it is read.
 

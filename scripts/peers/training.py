@@ -1,6 +1,6 @@
 """Runs of `ktbridge train` as users start them, watched from outside: memory, GPU memory, pace, their end.
 
-``train`` starts one in a process of its own; check_plan.py and bench_placement.py read what it ``Measured``.
+``train`` starts one in a process of its own; bench_placement.py reads what it ``Measured``.
 """
 
 from __future__ import annotations
@@ -120,12 +120,6 @@ def gpu_name() -> str | None:
     """What nvidia-smi calls the first GPU."""
     query = query_gpus("name")
     return _told(query).strip() if query else None
-
-
-def gpu_free() -> int | None:
-    """Bytes that are free on the first GPU; None without one."""
-    query = query_gpus("index,memory.free")
-    return _numbers(_told(query))[0][1] << 20 if query else None
 
 
 def _told(query: Sequence[str]) -> str:

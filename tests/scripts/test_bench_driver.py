@@ -112,20 +112,3 @@ def test_commands_stand_beside_their_peers(tmp_path):
     assert run["tensors"] == 6 * 4 * 4 + 2 * (3 * 5 + 4)
     assert run["contestants"][2]["median"]["peak"] > 10 << 20
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_clients_are_asked_and_a_missing_peer_is_told(tmp_path):
-    import bench_eval_client
-
-    arguments = ["--count", "12", "--concurrency", "4", "--rounds", "1"]
-    done = CliRunner().invoke(
-        bench_eval_client.main, [*arguments, "--json", str(tmp_path / "run.json")]
-    )
-    assert done.exit_code == 0, done.output
-    run = json.loads((tmp_path / "run.json").read_text())
-    ours = ["ktbridge eval", "requests alone"]
-    assert [entry["name"] for entry in run["contestants"]] == ours
-    assert all(entry["median"]["rate"] > 0 for entry in run["contestants"])
-    assert run["skipped"] == [
-        "lm-eval is left out: --peer-python names no interpreter that has it."
-    ]

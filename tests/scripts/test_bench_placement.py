@@ -116,20 +116,3 @@ def test_gpu_memory_is_what_a_run_adds(tmp_path, monkeypatch):
         while memory.peak != 4500 << 20 and time.monotonic() < began + 20:
             time.sleep(0.01)
     assert memory.peak == 4500 << 20
-
-
-@pytest.mark.parametrize(
-    ("status", "said", "well"),
-    [
-        (0, "", True),
-        (2, "error: the budget is too small\n  next: Give it 5 GB\n", True),
-        (2, "error: the budget is too small\n", False),
-        (1, "Traceback (most recent call last):\n  next\n", False),
-        (-9, "  next: x\n", False),
-    ],
-)
-def test_a_bad_run_must_end_with_a_next_step(status, said, well):
-    from peers.bad_input import judged
-    from peers.training import Measured
-
-    assert judged(Measured(status=status), said)[0] is well

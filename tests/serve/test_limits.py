@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import signal
 import socket
 import struct
 import time
 import urllib.error
 import urllib.request
-import zipfile
 from contextlib import ExitStack
 
 import openai
 import pytest
 from click.testing import CliRunner
-from realengine import wheel_path
 
 from ktbridge.cli import main
-from ktbridge.cli._serve_local import OPTIONS
-from ktbridge.serve.sglang.facts import parser_flags
 
 KEY = "hush-hush"
 RUNNING, WAITING, CONTEXT = 8, 2, 500
@@ -127,42 +122,10 @@ def test_a_place_is_free_once_its_client_has_gone(small, way):
     assert health(small)["running"] == 0
 
 
-def sent(server, body: dict, key: str = KEY, path: str = "completions") -> socket.socket:
-    """A connection on which a whole request has been sent, and that the server closes after its answer."""
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    data = json.dumps({"model": "tiny"} | body).encode()
-    head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += "Connection: close\r\n"
-    head += f"Authorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
-    return connection
-
-
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_prompt_that_cannot_fit_is_not_tokenized(small, path):
-    """Refused by its length, with the others' answers going on."""
-    text = "a " * 1_500_000
-    body = (
-        {"prompt": text}
-        if path == "completions"
-        else {"messages": [{"role": "user", "content": text}]}
-    )
-    with (
-        sent(small, body | {"max_tokens": 4}, path=path) as connection,
-        small.client(KEY) as client,
-    ):
-        got = client.completions.create(model="tiny", prompt="hi", max_tokens=2)
-        assert got.usage.completion_tokens == 2
-        told = answer(connection)
-    assert b" 400 " in told.partition(b"\r\n")[0]
-    assert b'"code":"context_length_exceeded"' in told
-
-
 def test_limits_are_said_before_anything_is_read(small):
-    """Also of more prompts than a request may bring, and of stop strings that no answer is as long as."""
+    """Also of more prompts than a request may bring."""
     with small.client(KEY) as client:
         assert client.models.list().data[0].max_model_len == CONTEXT
-        began = time.monotonic()
         for options, words in (
             ({"max_tokens": CONTEXT}, "context is 500"),
             ({"n": 9}, "n must be at most 8"),
@@ -170,16 +133,12 @@ def test_limits_are_said_before_anything_is_read(small):
         ):
             with pytest.raises(openai.BadRequestError, match=words):
                 client.completions.create(**{"model": "tiny", "prompt": "x"} | options)
-        got = client.completions.create(
-            model="tiny", prompt="hi", max_tokens=3, stop=["x" * 200_000] * 16
-        )
-        assert got.usage.completion_tokens
-        assert time.monotonic() - began < 5
 
 
 def test_keys(small):
     """Without the right one there is nothing but /health, whatever the rest of the request is."""
-    for headers in ({}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": f"Basic {KEY}"}):
+    wrong = (f"Bearer {KEY}x", f"Basic {KEY}", "Bearer ", KEY)
+    for headers in ({}, *({"Authorization": text} for text in wrong)):
         for path, data in (("/v1/models", None), ("/nowhere", b"{")):
             request = urllib.request.Request(small.root + path, data, headers)
             with pytest.raises(urllib.error.HTTPError) as caught:
@@ -188,6 +147,11 @@ def test_keys(small):
                 assert (error.code, error.headers["WWW-Authenticate"]) == (401, "Bearer")
                 assert json.load(error)["error"]["code"] == "invalid_api_key"
     assert health(small)["status"] == "ok"
+    right = urllib.request.Request(
+        small.root + "/v1/models", headers={"Authorization": f"bearer {KEY}"}
+    )
+    with urllib.request.urlopen(right, timeout=10) as answered:
+        assert answered.status == 200
 
 
 def test_limits_belong_to_the_local_engine(base):
@@ -201,15 +165,6 @@ def test_limits_belong_to_the_local_engine(base):
     assert refused.exit_code == 2
     assert "--max-running, --max-body-mib: for the local engine only" in refused.stderr
     assert "--max-running-requests N" in refused.stderr
-
-
-@pytest.mark.parametrize("version", ["0.6.4", "0.7.2"])
-def test_the_engines_parser_knows_the_flags_that_are_named(version):
-    with zipfile.ZipFile(wheel_path(version)) as wheel:
-        known = parser_flags(wheel.read("sglang/srt/server_args.py").decode())
-    named = {word for option in OPTIONS for word in re.findall(r"--[a-z][a-z-]*", option.sglang)}
-    assert len(named) == 4
-    assert named <= known
 
 
 def test_a_body_that_does_not_come(small):

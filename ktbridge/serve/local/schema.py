@@ -28,11 +28,11 @@ RENDERING_ARGUMENTS = frozenset(
 )
 
 
-def _neutral(message: str) -> AfterValidator:
-    """Only 0, {} and [] pass: what clients send who mean nothing by it."""
+def _neutral(message: str, *other: object) -> AfterValidator:
+    """Only 0, {}, [] and ``other`` pass: what clients send who mean nothing by it."""
 
     def check(value: object) -> object:
-        if value:
+        if value and value not in other:
             raise ValueError(message)
         return value
 
@@ -51,6 +51,13 @@ NoBias = Annotated[dict[str, object], _neutral("logit_bias is not supported by t
 NoTools = Annotated[
     list[object],
     _neutral("tools are not supported by this engine; `ktbridge serve --engine sglang` takes them"),
+]
+TextFormat = Annotated[
+    dict[str, object],
+    _neutral(
+        "this engine answers with text alone; `ktbridge serve --engine sglang` takes other formats",
+        {"type": "text"},
+    ),
 ]
 # One fault of a list is enough: a reply that told each would be larger than the request, and slower.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
@@ -118,18 +125,6 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
-def _text_only(value: str) -> str:
-    if value != "text":
-        raise ValueError(
-            "this engine answers with text alone; `ktbridge serve --engine sglang` takes other formats"
-        )
-    return value
-
-
-class TextFormat(Strict):
-    type: Annotated[str, AfterValidator(_text_only)]
-
-
 class CommonRequest(Strict):
     """Fields common to both endpoints.
 
@@ -180,7 +175,7 @@ class ChatRequest(CommonRequest):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, object] = Field(default_factory=dict)
-    response_format: TextFormat | None = None
+    response_format: TextFormat = Field(default_factory=dict)
     tools: NoTools = Field(default_factory=list)
 
     @property

@@ -7,7 +7,6 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -168,8 +167,7 @@ class Service:
             temperature=body.temperature,
             top_p=body.top_p,
             seed=body.seed,
-            # A longer one can't come, and looking for it takes as long as it is.
-            stop=tuple(stop for stop in body.stops if self._prompts.fits(stop, most)),
+            stop=body.stops,
             top_logprobs=tops,
             prompt_logprobs=scored,
         )
@@ -178,13 +176,11 @@ class Service:
 class Prompts:
     """Renders and tokenizes prompts in a thread of their own, and checks them against the context length.
 
-    A text that can't fit by its length is refused before it is tokenized. The thread's tokenizer is its own,
-    since a tokenizer changes its settings while it encodes.
+    The thread's tokenizer is its own, since a tokenizer changes its settings while it encodes.
     """
 
     def __init__(self, tokens: Tokens, vocab_size: int, context: int) -> None:
         self._vocab_size, self._context = vocab_size, context
-        self._longest = tokens.longest()
         self._templates = bool(getattr(tokens.tokenizer, "chat_template", None))
         self._tokenizer = copy.deepcopy(tokens.tokenizer)
         self._thread = ThreadPoolExecutor(1, "ktbridge-prompts")
@@ -216,17 +212,14 @@ class Prompts:
                     param="messages",
                 ) from error
             # The template wrote the special tokens itself.
-            return self._encode(str(text), special=False, param="messages")
+            return list(self._tokenizer.encode(str(text), add_special_tokens=False))
 
         return await asyncio.wrap_future(self._thread.submit(work))
 
     async def completion(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt given as text or as ids. Raises ApiError."""
         if isinstance(prompt, str):
-            work = partial(self._encode, prompt, special=True, param="prompt")
-            return await asyncio.wrap_future(self._thread.submit(work))
-        if len(prompt) > self._context:
-            raise self._too_long(f"has {len(prompt)} tokens", "prompt")
+            return await asyncio.wrap_future(self._thread.submit(self._tokenizer.encode, prompt))
         if any(token >= self._vocab_size for token in prompt):
             raise ApiError(
                 400, f"token ids must be below {self._vocab_size}, the vocabulary", param="prompt"
@@ -241,7 +234,8 @@ class Prompts:
         left = context - size
         # A prompt that fills the context can still be scored, though not continued.
         if left < 0 or (left == 0 and limit != 0):
-            raise self._too_long(f"has {size} tokens", param)
+            text = f"the prompt has {size} tokens; this model's context is {context}, the answer included"
+            raise ApiError(400, text, param=param, code="context_length_exceeded")
         if limit is None:
             return left
         if limit > left:
@@ -251,17 +245,3 @@ class Prompts:
             )
             raise ApiError(400, text, param="max_tokens", code="context_length_exceeded")
         return limit
-
-    def fits(self, text: str, tokens: int) -> bool:
-        """Return whether ``tokens`` tokens can be this text, by its length."""
-        return len(text) <= tokens * self._longest  # a character is a byte or more
-
-    def _encode(self, text: str, *, special: bool, param: str) -> list[int]:
-        if not self.fits(text, self._context):
-            how = f"has {len(text):,} characters, at most {self._longest} of which are a token"
-            raise self._too_long(how, param)
-        return self._tokenizer.encode(text, add_special_tokens=special)
-
-    def _too_long(self, how: str, param: str) -> ApiError:
-        text = f"the prompt {how}; this model's context is {self._context}, the answer included"
-        return ApiError(400, text, param=param, code="context_length_exceeded")

@@ -236,44 +236,28 @@ class Launch:
             adapters=tuple(str(source.name) for source in self.choice.nonexpert),
         )
 
-    def _needed(self) -> Iterator[tuple[str, str | None, tuple[AdapterSource, ...]]]:
-        """Each directory that the engine gets: its layout, its name, and the sources that it is made of."""
-        choice = self.choice
-        if choice.layout == "merged" and choice.expert is not None:
-            pair = tuple(dict.fromkeys((choice.expert, *choice.nonexpert[:1])))
-            yield "merged", choice.nonexpert[0].name, pair
-            return
-        if choice.expert is not None:
-            yield "expert", None, (choice.expert,)
-        for source in choice.nonexpert:
-            yield "nonexpert", source.name, (source,)
-
-    def _place(self, layout: str, sources: tuple[AdapterSource, ...]) -> Path:
+    def _conversion(self, layout: str, *sources: AdapterSource) -> Conversion:
+        """What makes ``layout`` of the sources; its target is the source itself where that has it."""
+        target = cached(sources, self.facts.cache) / layout
         if len(sources) == 1 and sources[0].layout == layout:
-            return sources[0].path
-        return cached(sources, self.facts.cache) / layout
+            target = sources[0].path
+        base = next((s.base_model for s in sources if s.base_model), str(self.facts.model_path))
+        return Conversion(layout, tuple(source.path for source in sources), target, base)
 
     @cached_property
-    def served(self) -> tuple[tuple[str | None, Path], ...]:
-        """(adapter name, directory) of each as the engine will get it; the expert LoRA's name is None."""
-        return tuple((name, self._place(layout, made)) for layout, name, made in self._needed())
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        return tuple(path for _, path in self.served)
+    def served(self) -> tuple[tuple[str | None, Conversion], ...]:
+        """(adapter name, directory) of each that the engine will get; the expert LoRA's name is None."""
+        choice, make = self.choice, self._conversion
+        if choice.layout == "merged" and choice.expert is not None:
+            pair = dict.fromkeys((choice.expert, *choice.nonexpert[:1]))
+            return ((choice.nonexpert[0].name, make("merged", *pair)),)
+        expert = () if choice.expert is None else ((None, make("expert", choice.expert)),)
+        return (*expert, *((each.name, make("nonexpert", each)) for each in choice.nonexpert))
 
     @property
     def conversions(self) -> tuple[Conversion, ...]:
         """Directories that must be made first."""
-        found = []
-        for layout, _, sources in self._needed():
-            target = self._place(layout, sources)
-            if target != sources[0].path:
-                base = next((s.base_model for s in sources if s.base_model), None)
-                paths = tuple(source.path for source in sources)
-                base = base or str(self.facts.model_path)
-                found.append(Conversion(layout, paths, target, base))
-        return tuple(found)
+        return tuple(step for _, step in self.served if step.target != step.sources[0])
 
     # --- flags
 
@@ -335,10 +319,10 @@ class Launch:
             yield "--kt-numa-nodes", *map(str, threads.nodes)
         # Without this flag (or a ratio) KT wraps nothing: it only warns, and the expert LoRA never loads.
         yield "--kt-num-gpu-experts", "0"
-        named = [f"{name}={path}" for name, path in self.served if name is not None]
-        for name, path in self.served:
+        named = [f"{name}={step.target}" for name, step in self.served if name is not None]
+        for name, step in self.served:
             if name is None:
-                yield "--kt-expert-lora-path", str(path)
+                yield "--kt-expert-lora-path", str(step.target)
         if named:
             yield ("--enable-lora",)
             yield "--lora-backend", "triton"
@@ -441,7 +425,7 @@ class Launch:
         if self.served_name in self.models:
             arms["expert"] = self.served_name + here
         else:
-            directory = str(self._place("expert", (source,)))
+            directory = str(self._conversion("expert", source).target)
             convert = ["ktbridge", "convert", str(source.path), "--expert-output-dir", directory]
             before = () if source.layout == "expert" else (shlex.join(convert),)
             further("expert", "--expert-adapter", directory, before=before)

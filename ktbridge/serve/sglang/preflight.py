@@ -19,13 +19,13 @@ from ktbridge.adapter.engines import (
 )
 from ktbridge.codes import problem
 from ktbridge.codes.serving import LAUNCH
-from ktbridge.errors import KtbridgeError, Problem
+from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.files.sizes import size_text
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.facts import LOGGING, LaunchFacts
 from ktbridge.serve.sglang.launch import EngineFlag, Launch
 from ktbridge.server_api.hosts import is_loopback
-from ktbridge.server_api.served_names import BASE
+from ktbridge.server_api.served_names import check_adapter_name, check_served_name
 
 _ROTATED_SINCE = version_order("0.7.0")
 _NOT_ROTATED = "qwen3_moe"
@@ -205,25 +205,19 @@ def _flags(launch: Launch) -> Iterator[Problem]:
 
 
 def _names(launch: Launch) -> Iterator[Problem]:
-    served = launch.served_name
-    if ":" in served:
-        found = "has a colon: what follows the first one in a request names the adapter"
-        step = "give another with --served-model-name"
-        yield problem("KTB963", served, found, "a name without ':'", step)
-    elif not served.strip() or served != served.strip() or not served.isprintable():
-        step = "give one with --served-model-name"
-        yield problem("KTB963", repr(served), "is no name", "printable text", step)
     names = [source.name for source in launch.facts.sources if source.name is not None]
-    for name in names:
-        bad = any(c.isspace() or c in ':="{},' or not c.isprintable() for c in name)
-        if bad or not name:
+    checks = [(check_served_name, launch.served_name), *((check_adapter_name, n) for n in names)]
+    for check, name in checks:
+        try:
+            check(name)
+        except UsageError as error:
+            yield problem("KTB963", repr(name), error.sentence, next_step=error.next_step)
+    for name in sorted(set(names)):
+        if set(name) & set('="{},'):
             expected = "letters, digits, '-', '_' and '.'"
             yield problem("KTB963", name, "can't stand in NAME=DIR for the engine", expected)
-        if name == BASE:
-            found = "reads as the base model, and is none"
-            yield problem("KTB963", name, found)
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield problem("KTB963", name, "names two adapters")
+        if names.count(name) > 1:
+            yield problem("KTB963", name, "names two adapters")
 
 
 def _network(launch: Launch) -> Iterator[Problem]:

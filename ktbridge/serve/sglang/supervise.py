@@ -268,27 +268,27 @@ def _exit_code(code: int) -> int:
 
 # --- a launch, carried out -------------------------------------------------------------------------
 
-# Problems that a conversion fixes: the layout isn't served as it is.
-_LAYOUT = "KTB901"
-
 
 def check_sources(launch: Launch) -> list[Problem]:
     """Check the given adapters against the engine's rules; headers only.
 
     The layout of adapters that the plan converts is not a problem.
     """
-    facts = launch.facts
-    if not facts.sources:
+    found = _validate(launch, [source.path for source in launch.facts.sources], headers_only=True)
+    # KTB901 is planned for: a layout that can't be served is a problem of the plan already.
+    return [problem for problem in found if problem.code != "KTB901"]
+
+
+def _validate(launch: Launch, paths: Sequence[Path], headers_only: bool) -> list[Problem]:
+    if not paths:
         return []
-    report = validate_adapter(
-        list(dict.fromkeys(source.path for source in facts.sources)),
+    return validate_adapter(
+        list(dict.fromkeys(paths)),
         base_model=launch.facts.model_path,
         engine=f"{ENGINE}=={launch.version}",
-        structure_only=True,
+        structure_only=headers_only,
         allow_other_base=launch.request.allow_other_base,
-    )
-    # KTB901 is planned for: a layout that can't be served is a problem of the plan already.
-    return [found for found in report.problems if found.code != _LAYOUT]
+    ).problems
 
 
 def prepare_launch(
@@ -303,23 +303,13 @@ def prepare_launch(
         on_step(f"converting to the {step.layout} layout")
         made = convert(step)
         on_step(f"{'wrote' if made else 'found'} {step.target}")
-    if not launch.directories:
-        return []
-    on_step("checking the adapter")
-    directories = list(dict.fromkeys(launch.directories))
-    report = validate_adapter(
-        directories,
-        base_model=launch.facts.model_path,
-        engine=f"{ENGINE}=={launch.version}",
-        allow_other_base=launch.request.allow_other_base,
-    )
-    if has_errors(report.problems):
-        raise ProblemsError(
-            f"{ENGINE} {launch.version} would not serve_sglang this adapter as it was trained",
-            report.problems,
-            "see the problems above",
-        )
-    return [found for found in report.problems if found.severity != "info"]
+    if launch.served:
+        on_step("checking the adapter")
+    problems = _validate(launch, [step.target for _, step in launch.served], headers_only=False)
+    if has_errors(problems):
+        text = f"{ENGINE} {launch.version} would not serve this adapter as it was trained"
+        raise ProblemsError(text, problems, "see the problems above")
+    return [found for found in problems if found.severity != "info"]
 
 
 def default_log(port: int) -> Path:

@@ -103,7 +103,7 @@ def test_each_version_gets_its_layout(make, version, given, layout, models, made
     assert done.ready.layers == ((0, 1) if "--disable-cuda-graph" in argv else ())
     assert done.ready.adapters == (("neko",) if "--lora-paths" in argv else ())
     if made:
-        assert all(str(path).startswith("/cache/") for path in done.directories)
+        assert all(str(step.target).startswith("/cache/") for _, step in done.served)
     flags = [word for word in argv if word.startswith("--")]
     assert len(set(flags)) == len(flags)
 

@@ -1,7 +1,7 @@
 """The table of contracts against the text of the wheels themselves.
 
 They are read wherever they are at hand; `make test-engine` fetches them. Text only: nothing of them is
-run here, that is what tests/engine_cpu does.
+run here, that is what the other tests do.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from launchfacts import facts_for
 from realengine import wheel_path
 
 from ktbridge.adapter.engines import ARCHITECTURES, CONTRACTS, contract_for, version_order
+from ktbridge.cli._serve_local import OPTIONS
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import AdapterSource
 from ktbridge.serve.sglang.facts import ENGINE_CACHE, parser_flags
@@ -98,6 +99,10 @@ def test_the_parser_knows_every_flag_that_we_write(wheel: Wheel, model: Path) ->
         {"--kt-lora-path", "--kt-expert-lora-path"} if not wheel.contract.expert else set()
     )
     assert {*OWNED, *GUARDED} - known == set()
+    # And those that we name where somebody gives it an option of the embedded engine.
+    named = {word for option in OPTIONS for word in re.findall(r"--[a-z][a-z-]*", option.sglang)}
+    assert len(named) == 4
+    assert named <= wheel.parser
 
 
 def test_the_row_says_what_the_wheel_says(wheel: Wheel) -> None:
