@@ -253,8 +253,7 @@ def best_fixed(runs: Sequence[Record]) -> float | None:
 
 def table(runs: Sequence[Record], rows: Sequence[Row]) -> Table:
     """A line for each run, in the order of ``rows``."""
-    headings = ("tokens/s", "target", "/best", "predicted", "GPU GB", "planned", "RAM GB", "planned",
-                "KTC023")  # fmt: skip
+    headings = ("tokens/s", "target", "/best", "predicted", "GPU GB", "planned", "RAM GB", "KTC023")
     made = plain_table("", *headings)
     for row in rows:
         of_row = [run for run in runs if run["row"] == row.name]
@@ -280,8 +279,8 @@ def _cells(row: Row, run: Record, alone: Sequence[Record]) -> Iterator[str]:
     off = f" {planned / run['gpu'] - 1:+.0%}" if planned and run["gpu"] else ""
     yield f"{planned / 1e9:.2f}{off}" if planned else ""
     own, planned = run.get("anonymous"), (run.get("planned") or {}).get("ram_anonymous")
-    yield f"{own / 1e9:.2f}" if own else ""
-    yield f"{planned / 1e9:.2f} {planned / own - 1:+.0%}" if planned and own else ""
+    off = f" {planned / own - 1:+.0%}" if planned and own else ""
+    yield f"{own / 1e9:.2f}{off}" if own else ""
     yield f"{sum(code == 'KTC023' for code, _ in run['notes']) or ''}"
 
 
