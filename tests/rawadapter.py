@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import Tensor, write_raw_adapter
+from ktbridge.adapter import Tensor, convert_adapter, write_raw_adapter
 
 ATTENTION = {"q_proj": (24, 16), "k_proj": (8, 16), "v_proj": (8, 16), "o_proj": (16, 24)}
 FILES = ("fused_expert_lora.safetensors", "adapter_model.safetensors")
@@ -74,6 +76,49 @@ def write_base(
     return directory
 
 
+def expert_tensors(
+    layers: Iterable[int] = (0, 1),
+    *,
+    rank: int = 4,
+    experts: int = 3,
+    hidden: int = 16,
+    inter: int = 8,
+    projections: Iterable[str] = ("gate", "up", "down"),
+    dtype: str = "BF16",
+    rng: np.random.Generator | None = None,
+) -> dict[str, Tensor]:
+    """Fused expert LoRA, A [E, r, in] and B [E, out, r] of each projection."""
+    rng = rng or np.random.default_rng(0)
+    made = {}
+    for layer, projection in product(layers, projections):
+        wide, high = (inter, hidden) if projection == "down" else (hidden, inter)
+        for half, shape in (("a", (experts, rank, wide)), ("b", (experts, high, rank))):
+            name = f"layers.{layer}.experts.{projection}_lora_{half}"
+            made[name] = Tensor(name, dtype, shape, random_bits(rng, shape, dtype))
+    return made
+
+
+def nonexpert_tensors(
+    layers: Iterable[int] = (0, 1),
+    *,
+    rank: int = 4,
+    modules: dict[str, tuple[int, int]] = ATTENTION,
+    prefix: str = "model.",
+    block: str = "self_attn",
+    dtype: str = "BF16",
+    rng: np.random.Generator | None = None,
+) -> dict[str, Tensor]:
+    """LoRA of ``modules``, [out, in] by path within ``block`` of a layer, as PEFT names it."""
+    rng = rng or np.random.default_rng(1)
+    made = {}
+    for layer, (module, (out, inner)) in product(layers, modules.items()):
+        path = ".".join(filter(None, (f"{prefix}layers.{layer}", block, module)))
+        for half, shape in (("A", (rank, inner)), ("B", (out, rank))):
+            name = f"base_model.model.{path}.lora_{half}.weight"
+            made[name] = Tensor(name, dtype, shape, random_bits(rng, shape, dtype))
+    return made
+
+
 def write_raw(
     directory: Path,
     *,
@@ -84,7 +129,7 @@ def write_raw(
     inter: int = 8,
     alpha: float = 8.0,
     projections: tuple[str, ...] = ("gate", "up", "down"),
-    modules: dict[str, tuple[int, int]] | None = None,
+    modules: dict[str, tuple[int, int]] = ATTENTION,
     other_rank: int | None = None,
     other_alpha: float | None = None,
     rslora: bool = False,
@@ -93,39 +138,60 @@ def write_raw(
     dtype: str = "BF16",
     base_model: str = "models/base",
     seed: int = 0,
-    **replace: Tensor,
+    expert: dict[str, Tensor] | None = None,
+    nonexpert: dict[str, Tensor] | None = None,
+    replace: dict[str, Tensor] | None = None,
+    overwrite: bool = False,
+    **config: Any,
 ) -> Path:
-    """Write a raw adapter; ``replace`` puts other tensors in place of experts' ("1.gate_lora_b")."""
+    """Write a raw adapter with random values.
+
+    ``expert`` and ``nonexpert`` are its tensors instead of such of these sizes, ``replace`` puts some in
+    place of experts'; ``config`` are further fields of adapter_config.json.
+    """
     rng = np.random.default_rng(seed)
     other_rank = rank if other_rank is None else other_rank
-    expert, nonexpert = {}, {}
+    made: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for layer in layers:
-        for projection in projections:
-            wide, high = (inter, hidden) if projection == "down" else (hidden, inter)
-            for half, shape in (("a", (experts, rank, wide)), ("b", (experts, high, rank))):
-                name = f"layers.{layer}.experts.{projection}_lora_{half}"
-                data = random_bits(rng, shape, dtype)
-                expert[name] = Tensor(name, dtype, shape, data)
-        for module, (out, inner) in (ATTENTION if modules is None else modules).items():
-            for half, shape in (("A", (other_rank, inner)), ("B", (out, other_rank))):
-                path = ".".join(filter(None, (f"{prefix}layers.{layer}", block, module)))
-                key = f"base_model.model.{path}.lora_{half}.weight"
-                nonexpert[key] = Tensor(key, dtype, shape, random_bits(rng, shape, dtype))
-    for name, tensor in replace.items():
-        expert[name.replace("__", ".")] = tensor
+        made[0].update(
+            expert_tensors(
+                (layer,), rank=rank, experts=experts, hidden=hidden, inter=inter,
+                projections=projections, dtype=dtype, rng=rng,
+            )
+        )  # fmt: skip
+        made[1].update(
+            nonexpert_tensors(
+                (layer,), rank=other_rank, modules=modules, prefix=prefix, block=block, dtype=dtype, rng=rng
+            )
+        )  # fmt: skip
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": other_rank, "bias": "none",
+        "lora_alpha": alpha if other_alpha is None else other_alpha, "use_rslora": rslora,
+        "target_modules": sorted(name.rpartition(".")[2] for name in modules),
+    }  # fmt: skip
     write_raw_adapter(
         directory,
-        expert=expert,
-        nonexpert=nonexpert,
-        config={
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": other_rank, "bias": "none",
-            "lora_alpha": alpha if other_alpha is None else other_alpha, "use_rslora": rslora,
-            "target_modules": sorted(
-                name.rpartition(".")[2] for name in (ATTENTION if modules is None else modules)
-            ),
-        },
+        expert=(made[0] if expert is None else expert) | (replace or {}),
+        nonexpert=made[1] if nonexpert is None else nonexpert,
+        config={**settings, **config},
         base_model=base_model,
         rank=rank,
         alpha=alpha,
-    )  # fmt: skip
+        overwrite=overwrite,
+    )
     return directory
+
+
+def convert_to(
+    raw: Path, layouts: str = "enm", prefix: str = "", **options: Any
+) -> dict[str, Path]:
+    """Convert to expert, nonexpert and merged directories beside ``raw``, named by their first letters."""
+    paths = {name: raw.with_name(prefix + name) for name in layouts}
+    convert_adapter(
+        raw,
+        expert_output_dir=paths.get("e"),
+        nonexpert_output_dir=paths.get("n"),
+        merged_output_dir=paths.get("m"),
+        **options,
+    )
+    return paths

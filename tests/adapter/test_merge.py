@@ -1,211 +1,249 @@
-"""Merging: real tiny models load what was merged and compute what base and adapter compute."""
+"""Merging: every value rounded once, in every layout, by every kernel; what is copied, and the command."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from click.testing import CliRunner
+from mergedmodels import TinyMoE
+from rawadapter import convert_to, expert_tensors, nonexpert_tensors, write_base
 
-from ktbridge.adapter import Tensor, write_raw_adapter
-from ktbridge.adapter.merge import merge_adapter, plan_merge
+from ktbridge import _kernels
+from ktbridge.adapter import Tensor, merge_adapter, merge_values
+from ktbridge.adapter.floats import as_float32
+from ktbridge.adapter.merge import MERGE_FILE, plan_merge
+from ktbridge.cli import main
+from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_checkpoint
 
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
-E, H, I, R = 4, 32, 24, 4  # noqa: E741
-TEXT = {
-    "num_hidden_layers": 2, "hidden_size": H, "intermediate_size": 20, "vocab_size": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "moe_intermediate_size": I, "num_experts": E, "num_local_experts": E, "n_routed_experts": E,
-    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
-}  # fmt: skip
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-VISION = {
-    "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": H,
-    "deepstack_visual_indexes": [0],
-}  # fmt: skip
-# model type -> its own settings, what PEFT adapts, how the checkpoint stores experts, the router
-FAMILIES: dict[str, tuple[dict[str, Any], list[str], str, str]] = {
-    "qwen3_moe": ({}, [*ATTENTION, "lm_head"], "as saved", "mlp.gate"),
-    "mixtral": ({"intermediate_size": I}, ATTENTION, "as saved", "mlp.gate"),
-    "minimax_m2": ({"intermediate_size": I}, ATTENTION, "as saved", "mlp.gate"),
-    "deepseek_v3": (
-        {
-            "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 8,
-            "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
-            "num_key_value_heads": 4, "head_dim": 4,
-        },
-        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
-        "as saved", "mlp.gate",
-    ),
-    "qwen3_5_moe": (
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        },
-        [*ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj",
-         "shared_expert_gate", "gate_proj", "up_proj", "down_proj"],
-        "fused", "mlp.gate",
-    ),
-    "qwen3_vl_moe": ({}, ATTENTION, "transposed", "mlp.gate"),
-    "gpt_oss": (
-        {"intermediate_size": I, "layer_types": ["full_attention"] * 2}, ATTENTION, "as saved",
-        "mlp.router",
-    ),
-}  # fmt: skip
+E, H, I = 3, 16, 8  # noqa: E741
 
 
-def new_model(model_type: str) -> Any:
-    extra = FAMILIES[model_type][0]
-    torch.manual_seed(0)
-    if model_type in ("qwen3_5_moe", "qwen3_vl_moe"):
-        config = transformers.AutoConfig.for_model(
-            model_type, text_config={**TEXT, **extra}, vision_config=VISION,
-            tie_word_embeddings=False,
-        )  # fmt: skip
-        return transformers.AutoModelForImageTextToText.from_config(config)
-    config = transformers.AutoConfig.for_model(model_type, **{**TEXT, **extra})
-    return transformers.AutoModelForCausalLM.from_config(config)
+def values(tensor: Tensor) -> Any:
+    return as_float32(tensor.data, tensor.dtype).reshape(tensor.shape)
 
 
-def save_base(model_type: str, path: Path) -> None:
-    """A base checkpoint in bfloat16, in small shards, as the family's is published."""
-    model = new_model(model_type).to(torch.bfloat16)
-    storage = FAMILIES[model_type][2]
-    model.save_pretrained(path, max_shard_size="30KB")
-    if storage == "as saved":
-        return
-    for file in path.glob("model*"):
-        file.unlink()
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    for name, tensor in state.items():
-        if storage == "transposed" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            state[name] = tensor.transpose(1, 2).contiguous()
-    from safetensors.torch import save_file as save
-
-    names = list(state)
-    shards = {f"model-{n}.safetensors": names[n::2] for n in range(2)}
-    for shard, members in shards.items():
-        save({name: state[name] for name in members}, path / shard, {"format": "pt"})
-    index = {name: shard for shard, members in shards.items() for name in members}
-    text = json.dumps({"metadata": {}, "weight_map": index})
-    (path / "model.safetensors.index.json").write_text(text)
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
 
 
-def load(path: Path) -> Any:
-    if "vision_config" in json.loads((path / "config.json").read_text()):
-        kind = transformers.AutoModelForImageTextToText
-    else:
-        kind = transformers.AutoModelForCausalLM
-    model, report = kind.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    assert not any(report.values()), report
-    return model.eval()
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "base")
 
 
-def logits(model: Any) -> Any:
-    with torch.no_grad():
-        return model(input_ids=torch.arange(2, 34).reshape(2, 16)).logits
+def expected_deltas() -> dict[str, Any]:
+    """Deltas in float64 for what make_raw writes: r = 4, alpha 8 in both halves."""
+    raw, rest, deltas = expert_tensors(), nonexpert_tensors(), {}
+    for layer in range(2):
+        for name in ("gate", "up", "down"):
+            a, b = (values(raw[f"layers.{layer}.experts.{name}_lora_{h}"]) for h in "ab")
+            for expert in range(E):
+                stem = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+                deltas[stem] = 2.0 * b[expert].astype(np.float64) @ a[expert]
+        for name in "qkvo":
+            stem = f"model.layers.{layer}.self_attn.{name}_proj"
+            a, b = (values(rest[f"base_model.model.{stem}.lora_{h}.weight"]) for h in "AB")
+            deltas[f"{stem}.weight"] = 2.0 * b.astype(np.float64) @ a
+    return deltas
 
 
-def as_tensor(name: str, value: Any) -> Tensor:
-    data = value.detach().to(torch.bfloat16).contiguous()
-    return Tensor(name, "BF16", tuple(data.shape), data.view(torch.int16).numpy().tobytes())
-
-
-def lora(*shape: int, seed: int) -> Any:
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.2
-    return values.bfloat16().float()
-
-
-def tune(model_type: str, base: Path, raw: Path, rslora: bool = False) -> Any:
-    """Write a raw adapter with both halves; return logits of base + adapter in float32, of the same
-    with its weights rounded to bfloat16, and of the base.
-
-    PEFT computes its modules; experts and router, which are parameters, get explicit deltas.
-    """
-    _, targets, _, router = FAMILIES[model_type]
-    model = load(base)
-    before = logits(model)
-    experts: dict[str, Tensor] = {}
-    rest: dict[str, Tensor] = {}
-    scale, rest_scale = 3.0 / R, 16 / (R**0.5 if rslora else R)
-    for path, module in model.named_modules():
-        if path.endswith(router) and "visual" not in path and hasattr(module, "weight"):
-            a, b = lora(R, H, seed=7), lora(E, R, seed=8)
-            module.weight.data += rest_scale * b @ a
-            for half, value in (("A", a), ("B", b)):
-                key = f"base_model.model.{path}.lora_{half}.weight"
-                rest[key] = as_tensor(key, value)
-        if not path.endswith(".experts"):
-            continue
-        layer = int(path.split("layers.")[1].split(".")[0])
-        deltas = {}
-        for number, name in enumerate(("gate", "up", "down")):
-            wide, narrow = (I, H) if name == "down" else (H, I)
-            a, b = (
-                lora(E, R, wide, seed=layer + number),
-                lora(E, narrow, R, seed=9 + layer + number),
-            )
-            deltas[name] = scale * b @ a
-            for half, value in (("a", a), ("b", b)):
-                key = f"layers.{layer}.experts.{name}_lora_{half}"
-                experts[key] = as_tensor(key, value)
-        if model_type == "gpt_oss":
-            module.gate_up_proj.data[..., 0::2] += deltas["gate"].mT
-            module.gate_up_proj.data[..., 1::2] += deltas["up"].mT
-            module.down_proj.data += deltas["down"].mT
-        else:
-            module.gate_up_proj.data += torch.cat([deltas["gate"], deltas["up"]], 1)
-            module.down_proj.data += deltas["down"]
-    settings = peft.LoraConfig(
-        r=R, lora_alpha=16, target_modules=rf".*layers.*\.({'|'.join(targets)})|lm_head"
-        if "lm_head" in targets else rf".*(?<!visual)\.layers.*\.({'|'.join(targets)})",
-        use_rslora=rslora,
-    )  # fmt: skip
-    wrapped = peft.get_peft_model(model, settings).eval()
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            parameter.data = lora(*parameter.shape, seed=len(name))
-            key = name.replace(".default", "")
-            rest[key] = as_tensor(key, parameter)
-    write_raw_adapter(
-        raw, expert=experts, nonexpert=rest, config=settings.to_dict(), base_model=str(base),
-        rank=R, alpha=3.0,
-    )  # fmt: skip
-    exact = logits(wrapped)
-    merged = wrapped.merge_and_unload()
-    for parameter in merged.parameters():
-        parameter.data = parameter.data.bfloat16().float()
-    return exact, logits(merged), before
-
-
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_merged_model_computes_what_base_and_adapter_compute(
-    tmp_path: Path, model_type: str
-) -> None:
-    base, raw, out = (tmp_path / name for name in ("base", "raw", "out"))
-    save_base(model_type, base)
-    exact, rounded, before = tune(model_type, base, raw, rslora=model_type == "mixtral")
-    report = merge_adapter(raw, base_model=base, output=out)
-    # Everything but the one rounding of weights is float32 on both sides. A product summed in
-    # another order may round otherwise: that is far less than the rounding itself.
-    got, effect = logits(load(out)), (before - exact).norm()
-    assert (got - exact).norm() < 1.1 * (rounded - exact).norm() < 0.03 * effect
-    assert (got - rounded).norm() < 0.1 * (rounded - exact).norm()
-    assert 0.9 < report.changed / report.values <= 1
-    # Same shards, same headers, and what has no delta has the base's bytes.
-    old, new = open_checkpoint(base), open_checkpoint(out)
-    assert old.shards == new.shards
-    assert len(old.shards) > 1
-    adapted = {delta["weight"] for delta in plan_merge(
-        raw, base_model=base, output=tmp_path / "x").as_dict()["deltas"]}  # fmt: skip
+@pytest.mark.parametrize(("dtype", "bits"), [("BF16", 8), ("F16", 11), ("F32", 23)])
+def test_every_value_is_rounded_once(make_raw, tmp_path, dtype, bits):
+    base = write_base(tmp_path / "base", dtype=dtype)
+    merge_adapter(make_raw(), base_model=base, output=tmp_path / "out")
+    deltas = expected_deltas()
+    old, new = open_checkpoint(base), open_checkpoint(tmp_path / "out")
     for name in old:
-        assert old.entry(name) == new.entry(name)
-        same = bytes(old.tensor(name).data) == bytes(new.tensor(name).data)
-        assert same == (name not in adapted), name
+        if name not in deltas:
+            assert old.tensor(name).data == new.tensor(name).data
+            continue
+        exact = values(old.tensor(name)).astype(np.float64) + deltas.pop(name)
+        got = values(new.tensor(name)).astype(np.float64)
+        # Half a unit in the last place, and what float32 itself may be off before rounding.
+        half = 2.0 ** (np.frexp(exact)[1] - bits - 1)
+        assert (np.abs(got - exact) <= half + 2e-6 * np.abs(exact).max()).all()
+    assert not deltas
+
+
+def test_ties_go_to_even(make_raw, tmp_path):
+    # W = 1, B·A one of 2**-8 (halfway up from 1) and 3 * 2**-8 (halfway up from 1 + 2**-7).
+    def stored(name: str, array: Any) -> Tensor:
+        bits = array.astype(np.float32).view(np.uint32) >> 16
+        return Tensor(name, "BF16", array.shape, bits.astype(np.uint16).tobytes())
+
+    expert = expert_tensors(rank=1)
+    for name, tensor in expert.items():
+        half = np.zeros(tensor.shape)
+        if "gate_lora_a" in name:
+            half[:] = np.where(np.arange(H) % 2, 3 * 2.0**-8, 2.0**-8)
+        elif "gate_lora_b" in name:
+            half[:] = 1
+        expert[name] = stored(name, half)
+    stems = [f"model.layers.{n}.mlp.experts.{e}.gate_proj" for n in range(2) for e in range(E)]
+    ones = {f"{stem}.weight": stored(f"{stem}.weight", np.ones((I, H))) for stem in stems}
+    raw = make_raw(expert=expert, nonexpert={}, rank=1, alpha=1.0)
+    base = write_base(tmp_path / "base", replace=ones)
+    report = merge_adapter(raw, base_model=base, output=tmp_path / "out")
+    new = values(open_checkpoint(tmp_path / "out").tensor(next(iter(ones))))
+    assert set(new[:, 0::2].flat) == {1.0}
+    assert {Fraction(float(v)) for v in new[:, 1::2].flat} == {1 + Fraction(2, 128)}
+    assert report.changed == 2 * E * I * H // 2
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_moe", "per-expert"),
+        ("mixtral", "per-expert"),
+        ("qwen3_vl_moe", "fused"),
+        ("qwen3_vl_moe", "transposed"),
+        ("gpt_oss", "interleaved"),
+    ],
+)
+def test_each_layout_of_a_checkpoint_is_merged_and_kept(tmp_path, family, layout):
+    """Same shards, same headers; what has no delta has the base's bytes."""
+    model = TinyMoE(family, inner=24)  # no square, whose sides no shape tells apart
+    base = model.write(tmp_path / "base", layout=layout)
+    raw = model.write_adapter(tmp_path / "raw")
+    report = merge_adapter(raw, base_model=base, output=tmp_path / "out")
+    right = model.write(tmp_path / "right", model.added(model.deltas()), layout=layout)
+    before, after, expected = map(open_checkpoint, (base, tmp_path / "out", right))
+    assert before.shards == after.shards
+    assert 0.9 < report.changed / report.values <= 1
+    adapted = {name for name in before if "norm" not in name and "embed" not in name}
+    planned = plan_merge(raw, base_model=base, output=tmp_path / "x").as_dict()["deltas"]
+    assert {delta["weight"] for delta in planned} == adapted
+    for name in before:
+        assert before.entry(name) == after.entry(name)
+        got, wanted = values(after.tensor(name)), values(expected.tensor(name))
+        # A sum in another order may be rounded to the other neighbor.
+        assert np.mean(got != wanted) < 1e-3
+        np.testing.assert_allclose(got, wanted, rtol=2**-7)
+        if name not in adapted:
+            assert bytes(before.tensor(name).data) == bytes(after.tensor(name).data)
+
+
+def test_any_layout_of_the_adapter_merges_to_the_same_bytes(make_raw, base, tmp_path):
+    raw = make_raw()
+    sources = {"raw": raw, **convert_to(raw)}
+    outputs = {}
+    for name, source in sources.items():
+        merge_adapter(source, base_model=base, output=tmp_path / f"{name}-out")
+        outputs[name] = open_checkpoint(tmp_path / f"{name}-out")
+    for name in outputs["raw"]:
+        data = bytes(outputs["raw"].tensor(name).data)
+        assert data == bytes(outputs["m"].tensor(name).data)
+        assert data == bytes(outputs["e" if ".experts." in name else "n"].tensor(name).data)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_kernels_of_any_instruction_set_and_numpy_give_the_same_bytes(
+    make_raw, tmp_path, monkeypatch, dtype
+):
+    raw, base = make_raw(), write_base(tmp_path / "base", dtype=dtype)
+    fused = [isa for isa in _kernels.isa_available() if isa != "scalar"]  # a multiply-add
+    made = {}
+    for isa in _kernels.isa_available():
+        monkeypatch.setenv("KTBRIDGE_ISA", isa)
+        merge_adapter(raw, base_model=base, output=tmp_path / isa)
+        made[isa] = contents(tmp_path / isa)
+    monkeypatch.setattr(merge_values, "has_kernels", lambda: False)
+    monkeypatch.setitem(sys.modules, "ktbridge._kernels", None)
+    report = merge_adapter(raw, base_model=base, output=tmp_path / "numpy")
+    assert 0 < report.changed <= report.values
+    if fused:
+        made["numpy"] = contents(tmp_path / "numpy")
+    first = next(iter(made.values()))
+    assert [name for name, files in made.items() if files != first] == []
+
+
+def test_kernels_that_arent_there_are_named(make_raw, base, tmp_path, monkeypatch):
+    monkeypatch.setenv("KTBRIDGE_ISA", "mmx")
+    with pytest.raises(KtbridgeError, match="this CPU can't run 'mmx' kernels; it can run: auto, "):
+        merge_adapter(make_raw(), base_model=base, output=tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["base", "raw"]
+
+
+def test_own_ranks_and_scales_are_merged_as_trained(make_raw, base, tmp_path):
+    wide = {name: one for name, one in nonexpert_tensors(rank=6).items() if "o_proj" in name}
+    raw = make_raw(
+        expert={}, nonexpert=nonexpert_tensors() | wide, rank_pattern={"o_proj": 6},
+        alpha_pattern={"q_proj": 3.0},
+    )  # fmt: skip
+    plan = plan_merge(raw, base_model=base, output=tmp_path / "out")
+    scales = {row["module"]: (row["rank"], row["scale"]) for row in plan.modules()}
+    assert scales == {
+        "self_attn.q_proj": (4, 0.75),
+        "self_attn.k_proj": (4, 2.0),
+        "self_attn.v_proj": (4, 2.0),
+        "self_attn.o_proj": (6, 8 / 6),
+    }
+
+
+def test_what_lies_beside_the_shards(make_raw, base, tmp_path):
+    (base / "chat_template.jinja").write_text("x")
+    (base / "consolidated.safetensors").write_bytes(b"unmerged")
+    (base / "pytorch_model.bin").write_bytes(b"unmerged")
+    (base / "original").mkdir()
+    mask = os.umask(0o027)
+    try:
+        report = merge_adapter(make_raw(), base_model=base, output=tmp_path / "out")
+    finally:
+        os.umask(mask)
+    assert report.left_out == ("consolidated.safetensors", "original", "pytorch_model.bin")
+    copied = {
+        "config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json",
+    }  # fmt: skip
+    shards = {"model-0.safetensors", "model-1.safetensors"}
+    assert set(os.listdir(tmp_path / "out")) == {*copied, *shards, MERGE_FILE}
+    for name in copied:
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_overwrite_replaces_a_merge_and_nothing_else(make_raw, base, tmp_path):
+    raw, out, other = make_raw(), tmp_path / "out", write_base(tmp_path / "other")
+
+    def merge(output: Path, overwrite: bool = True) -> None:
+        merge_adapter(raw, base_model=base, output=output, overwrite=overwrite)
+
+    merge(out, overwrite=False)
+    merge(out)
+    (out / "notes.txt").write_text("mine")
+    for place, overwrite, said in ((out, False, ""), (out, True, "notes.txt"), (other, True, "")):
+        with pytest.raises(ProblemsError) as caught:
+            merge(place, overwrite)
+        assert said in caught.value.problems[-1].found
+    assert (other / "tokenizer.json").exists()
+    assert (out / "notes.txt").exists()
+
+
+def test_on_the_command_line(make_raw, base, tmp_path, monkeypatch):
+    make_raw()
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> Any:
+        return CliRunner().invoke(main, ["merge", *args])
+
+    request = ("raw", "--base-model", "base", "--output", "out")
+    dry = run(*request, "--dry-run")
+    assert (dry.exit_code, "nothing was written" in dry.stderr) == (0, True)
+    assert "experts.gate_proj" in dry.stdout
+    plan = json.loads(run(*request, "--dry-run", "--json").stdout)
+    assert len(plan["deltas"]) == 2 * (3 * E + 4)
+    assert not (tmp_path / "out").exists()
+    assert json.loads(run(*request, "--json").stdout)["tensors"] == 2 * (3 * E + 4)
+    again = run(*request)
+    assert (again.exit_code, "--overwrite" in again.stderr) == (1, True)
+    over = run(*request, "--overwrite")
+    assert (over.exit_code, "self_attn.q_proj" in over.stdout) == (0, True)
+    assert run("raw", "--output", "x").exit_code == 2
+    assert run("raw", "--base-model", "gone", "--output", "x").exit_code == 1

@@ -25,6 +25,7 @@ from adapterfaults import (
     swap_gate_and_up,
     widen,
 )
+from rawadapter import nonexpert_tensors
 
 from ktbridge.adapter import Tensor, validate_adapter
 
@@ -344,24 +345,21 @@ def test_what_manifests_may_say_beside(whole: Paths) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_every_value_is_looked_at(make_raw: Make, nonexperts: Callable[..., Tensors],
-                                  dtype: str) -> None:  # fmt: skip
+def test_every_value_is_looked_at(make_raw: Make, dtype: str) -> None:
     """One NaN anywhere, the first and the last element included, in matrices larger than a read."""
     kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[dtype]
-    one = 0x3F80 if dtype == "BF16" else 1
-    nan = 0x7FC0 if dtype == "BF16" else np.nan
-    rng = np.random.default_rng(0)
-    size = 700_000
+    one, nan = (0x3F80, 0x7FC0) if dtype == "BF16" else (1, np.nan)
+    rng, size = np.random.default_rng(0), 700_000
+    module = "base_model.model.model.layers.1.self_attn.v_proj"
     for spot in (None, 0, size * 4 - 1, *rng.integers(0, size * 4, 4)):
-        table = nonexperts()
-        for name in [name for name in table if "layers.1.self_attn.v_proj" in name]:
-            half = name.split("lora_")[1][0]
-            values = np.full(size * 4 if half == "A" else 32, one, kind)
+        table = nonexpert_tensors()
+        for half, shape in (("A", (4, size)), ("B", (8, 4))):
+            values = np.full(shape, one, kind)
             if half == "A" and spot is not None:
-                values[spot] = nan
-            shape = (4, size) if half == "A" else (8, 4)
+                values.ravel()[spot] = nan
+            name = f"{module}.lora_{half}.weight"
             table[name] = Tensor(name, dtype, shape, values.tobytes())
         raw = make_raw("big", nonexpert=table, overwrite=True)
         found = [p.where for p in validate_adapter([raw]).problems if p.code == "KTB401"]
         assert bool(found) == (spot is not None)
-        assert all("layers.1.self_attn.v_proj.lora_A" in where for where in found)
+        assert all(f"{module}.lora_A" in where for where in found)

@@ -14,26 +14,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rawadapter import random_bits, write_base, write_raw
+from rawadapter import random_bits, write_base, write_config, write_raw
 
-from ktbridge.adapter import Tensor, convert_adapter, merge_adapter, validate_adapter
+from ktbridge.adapter import (
+    Tensor,
+    convert_adapter,
+    execute_plan,
+    merge_adapter,
+    plan_convert,
+    validate_adapter,
+)
 from ktbridge.errors import ProblemsError
 from ktbridge.files import digests
 from ktbridge.model import open_tensor_file
 from ktbridge.model.tensorfile import build_header
 
 FUSED, MODEL = "fused_expert_lora.safetensors", "adapter_model.safetensors"
-Change = Callable[[Path], None]
 
 
 @pytest.fixture
 def raw(tmp_path: Path) -> Path:
-    return aged(
-        write_raw(
-            tmp_path / "raw",
-            layers=(0, 1),
-        )
-    )
+    return aged(write_raw(tmp_path / "raw", layers=(0, 1)))
 
 
 @pytest.fixture
@@ -78,9 +79,7 @@ REQUESTS: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("request_", REQUESTS.values(), ids=REQUESTS)
 @pytest.mark.parametrize("name", [FUSED, MODEL])
-def test_a_flipped_bit_gets_no_new_hash(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, request_: dict[str, str]
-) -> None:
+def test_a_flipped_bit_gets_no_new_hash(raw, tmp_path, monkeypatch, name, request_):
     """In the data that is used, in the data that is not, and in the file that is not used at all."""
     monkeypatch.chdir(tmp_path)
     flip(raw / name)
@@ -89,11 +88,11 @@ def test_a_flipped_bit_gets_no_new_hash(
     assert os.listdir(tmp_path) == ["raw"]
 
 
-def test_the_whole_of_a_file_is_compared_in_any_order(tmp_path: Path) -> None:
+def test_the_whole_of_a_file_is_compared_in_any_order(tmp_path):
     """Conversion reads wide tensors first, wherever they lie, and leaves a half alone."""
     name, shape = "layers.1.experts.gate_lora_a", (3, 4, 16)
     wide = Tensor(name, "F32", shape, random_bits(np.random.default_rng(2), shape, "F32"))
-    write_raw(tmp_path / "raw", **{name.replace(".", "__"): wide})
+    write_raw(tmp_path / "raw", replace={name: wide})
     merged = tmp_path / "merged"
     convert_adapter(tmp_path / "raw", merged_output_dir=merged)
     path, manifest = merged / MODEL, merged / "kt_adapter_manifest.json"
@@ -116,7 +115,7 @@ def test_the_whole_of_a_file_is_compared_in_any_order(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["expert", "merged", "nonexpert", "raw"]
 
 
-def test_merge_looks_at_the_hashes(raw: Path, base: Path, tmp_path: Path) -> None:
+def test_merge_looks_at_the_hashes(raw, base, tmp_path):
     flip(raw / FUSED)
     call = partial(merge_adapter, raw, base_model=base, output=tmp_path / "out")
     assert refused(call) == [("KTB012", FUSED)]
@@ -140,28 +139,45 @@ def replace(path: Path) -> None:
 
 
 CHANGES = [overwrite, truncate, replace, os.unlink]
+SOURCES = [
+    # what is converted, of that the file that changes, to what
+    ("raw", FUSED, "kt-merged"),
+    ("raw", "adapter_config.json", "kt-merged"),
+    ("raw", FUSED, "vllm"),
+    ("raw", "adapter_config.json", "vllm"),
+    ("peft-fused", MODEL, "raw"),
+    ("gguf", "adapter_model.gguf", "kt-merged"),
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", [FUSED, "adapter_config.json"])
-@pytest.mark.parametrize("asked", ["split", "vllm"])
-def test_a_source_that_changes_at_the_last_moment(
-    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    change: Change, name: str, asked: str,
-) -> None:  # fmt: skip
-    """All has been read when progress is complete; what is published must still be what is there."""
-    monkeypatch.chdir(tmp_path)
-    (raw / "kt_adapter_manifest.json").unlink()  # so that no hash could tell
+@pytest.mark.parametrize(("source", "name", "to"), SOURCES)
+def test_a_source_that_changes_while_it_is_converted(tmp_path, change, source, name, to):
+    """After the plan, or when all has been read: what is published must still be what is there."""
+    base = str(write_config(tmp_path / "base"))
+
+    def given(path: Path) -> Path:
+        write_raw(path, base_model=base)
+        if source != "raw":
+            convert_adapter(path, to=source, output_dir=path.with_suffix(".given"))
+            path = path.with_suffix(".given")
+        (path / "kt_adapter_manifest.json").unlink()  # so that no hash could tell
+        return aged(path)
+
+    one, other, out = given(tmp_path / "1"), given(tmp_path / "2"), tmp_path / "out"
+    plan = plan_convert(one, to=to, output_dir=out)
+    change(one / name)
+    assert refused(partial(execute_plan, plan)) == [("KTB709", name)]
     changed = []
 
-    def on_progress(done: int, total: int) -> None:
+    def on_progress(done, total):
         if done == total and not changed:
-            changed.append(change(raw / name))
+            changed.append(change(other / name))
 
-    call = partial(convert_adapter, raw, **REQUESTS[asked], on_progress=on_progress)
+    call = partial(convert_adapter, other, to=to, output_dir=out, on_progress=on_progress)
     assert refused(call) == [("KTB709", name)]
     assert changed
-    assert os.listdir(tmp_path) == ["raw"]
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -172,12 +188,10 @@ def test_a_source_that_changes_at_the_last_moment(
         *((f"base/{name}", overwrite) for name in ("tokenizer.json", "config.json")),
     ],
 )
-def test_merge_and_a_source_that_changes(
-    raw: Path, base: Path, tmp_path: Path, change: Change, name: str
-) -> None:
+def test_merge_and_a_source_that_changes(raw, base, tmp_path, change, name):
     changed = []
 
-    def on_progress(done: int, total: int) -> None:
+    def on_progress(done, total):
         if done > total // 2 and not changed:
             changed.append(change(tmp_path / name))
 
@@ -209,16 +223,10 @@ except ProblemsError as error:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["raw", "vllm"])
-def test_a_source_that_gets_shorter_in_the_middle_ends_no_process(tmp_path: Path, to: str) -> None:
+def test_a_source_that_gets_shorter_in_the_middle_ends_no_process(tmp_path, to):
     """What follows is still to be read: from a memory map, that would be a SIGBUS."""
-    shape = {
-        "experts": 32,
-        "rank": 4,
-        "hidden": 16384,
-        "inter": 32,
-        "modules": {"q_proj": (16, 16)},
-    }
-    write_raw(tmp_path / "raw", layers=(0, 1, 2, 3, 4), **shape)  # type: ignore[arg-type]
+    sizes = {"experts": 32, "hidden": 16384, "inter": 32, "modules": {"q_proj": (16, 16)}}
+    write_raw(tmp_path / "raw", layers=(0, 1, 2, 3, 4), **sizes)
     convert_adapter(tmp_path / "raw", to="peft-fused", output_dir=tmp_path / "peft")
     (tmp_path / "peft" / "kt_adapter_manifest.json").unlink()
     argv = [sys.executable, "-c", SHORTENED, str(tmp_path / "peft"), str(tmp_path / "out"), to]

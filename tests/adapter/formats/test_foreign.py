@@ -21,14 +21,17 @@ from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.install import install_hint
 
 
+def two_parts():
+    """A [E,r,in] and B [E,out,r] of PEFT's two parameters."""
+    gate_up = random(E, R, H), random(E, 2 * INTER, R)
+    return {"gate_up": gate_up, "down": (random(E, R, INTER), random(E, H, R))}
+
+
 @pytest.mark.parametrize("format_name", ["peft-fused", "peft-0.18", "unsloth-legacy"])
-def test_the_three_formats_that_share_keys(tmp_path: Path, format_name: str) -> None:
-    gate_up, down = (
-        (random(E, R, H), random(E, 2 * INTER, R)),
-        (random(E, R, INTER), random(E, H, R)),
-    )
-    tensors = peft_tensors(format_name, {"gate_up": gate_up, "down": down})
-    raw = back(save(tmp_path / "in", tensors), from_format=format_name)
+def test_the_three_formats_that_share_keys(tmp_path, format_name):
+    parts = two_parts()
+    gate_up, down = parts.values()
+    raw = back(save(tmp_path / "in", peft_tensors(format_name, parts)), from_format=format_name)
     whole = 3.0 * gate_up[1] @ gate_up[0]
     np.testing.assert_array_equal(delta(raw, 4, "gate"), whole[:, :INTER])
     np.testing.assert_array_equal(delta(raw, 4, "up"), whole[:, INTER:])
@@ -36,9 +39,8 @@ def test_the_three_formats_that_share_keys(tmp_path: Path, format_name: str) -> 
     assert (raw.rank, raw.alpha) == (R, 6.0)
 
 
-def test_the_writer_is_found_by_shapes_and_by_marks(tmp_path: Path) -> None:
-    parts = {"gate_up": (random(E, R, H), random(E, 2 * INTER, R)),
-             "down": (random(E, R, INTER), random(E, H, R))}  # fmt: skip
+def test_the_writer_is_found_by_shapes_and_by_marks(tmp_path):
+    parts = two_parts()
     expected = 3.0 * parts["down"][1] @ parts["down"][0]
     unsloth = {"auto_mapping": {"unsloth_fixed": True}}
     grouped, plain = ({"lora_B_layout": order} for order in ("grouped_by_expert", "rank_major"))
@@ -65,7 +67,7 @@ def test_the_writer_is_found_by_shapes_and_by_marks(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_square_and_lone_parameters_need_a_version_or_the_flag(tmp_path: Path) -> None:
+def test_square_and_lone_parameters_need_a_version_or_the_flag(tmp_path):
     down = (random(E, R, H), random(E, H, R))
     target = {"target_parameters": ["mlp.experts.down_proj"]}
     square = save(tmp_path / "square", peft_tensors("peft-0.18", {"down": down}), **target)
@@ -89,7 +91,7 @@ def test_square_and_lone_parameters_need_a_version_or_the_flag(tmp_path: Path) -
     assert read_adapter(tmp_path / "told").expert_modules() == ("down_proj",)
 
 
-def test_gate_up_is_taken_apart_where_zeros_prove_it(tmp_path: Path) -> None:
+def test_gate_up_is_taken_apart_where_zeros_prove_it(tmp_path):
     a = random(E, 2 * R, H)
     b = random(E, 2 * INTER, 2 * R)
     b[:, :INTER, R:] = 0
@@ -104,7 +106,7 @@ def test_gate_up_is_taken_apart_where_zeros_prove_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(delta(raw, 4, "up"), 3.0 * b[:, INTER:, R:] @ a[:, R:])
 
 
-def test_a_projection_of_zeros_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_projection_of_zeros_is_left_out_and_said(tmp_path):
     b = random(E, 2 * INTER, R)
     b[:, :INTER] = 0
     tensors = peft_tensors("peft-fused", {"gate_up": (random(E, R, H), b)})
@@ -114,12 +116,12 @@ def test_a_projection_of_zeros_is_left_out_and_said(tmp_path: Path) -> None:
     assert any("gate_proj is all zero" in finding.found for finding in report.findings)
 
 
-def test_gpt_oss_rows_take_turns(tmp_path: Path) -> None:
+def test_gpt_oss_rows_take_turns(tmp_path):
     base = write_config(tmp_path / "base", "gpt_oss", hidden_size=H, num_local_experts=E,
                         intermediate_size=INTER)  # fmt: skip
-    a, b = random(E, R, H), random(E, 2 * INTER, R)
-    down = (random(E, R, INTER), random(E, H, R))
-    path = save(tmp_path / "in", peft_tensors("peft-fused", {"gate_up": (a, b), "down": down}))
+    parts = two_parts()
+    a, b = parts["gate_up"]
+    path = save(tmp_path / "in", peft_tensors("peft-fused", parts))
     raw = back(path, from_format="peft-fused", base_model=str(base))
     np.testing.assert_array_equal(delta(raw, 4, "gate"), 3.0 * b[:, 0::2] @ a)
     np.testing.assert_array_equal(delta(raw, 4, "up"), 3.0 * b[:, 1::2] @ a)
@@ -131,42 +133,22 @@ def test_gpt_oss_rows_take_turns(tmp_path: Path) -> None:
     assert all(np.array_equal(first[key], second[key]) for key in first)
 
 
-def test_gpt_oss_without_its_config_is_not_guessed(tmp_path: Path) -> None:
-    parts = {"gate_up": (random(E, R, H), random(E, 2 * INTER, R)),
-             "down": (random(E, R, INTER), random(E, H, R))}  # fmt: skip
+def test_gpt_oss_without_its_config_is_not_guessed(tmp_path):
+    parts = two_parts()
     path = save(tmp_path / "in", peft_tensors("peft-fused", parts),
                 base_model_name_or_path="openai/gpt-oss-20b")  # fmt: skip
     with pytest.raises(KtbridgeError, match="take turns"):
         convert_adapter(path, to="raw", from_format="peft-fused", output_dir=tmp_path / "out")
 
 
-def test_rslora_of_vllm_reaches_the_experts_and_of_kt_does_not(tmp_path: Path) -> None:
-    raw = write_raw(tmp_path / "raw", rank=4)
-    convert_adapter(raw, to="vllm", output_dir=tmp_path / "vllm")
-    (tmp_path / "vllm" / "kt_adapter_manifest.json").unlink()
-    config = json.loads((tmp_path / "vllm" / "adapter_config.json").read_text())
-    (tmp_path / "vllm" / "adapter_config.json").write_text(
-        json.dumps({**config, "use_rslora": True})
-    )
-    scales = {}
-    for flag in ("vllm", "kt-merged"):
-        convert_adapter(
-            tmp_path / "vllm", to="raw", from_format=flag, output_dir=tmp_path / f"raw-{flag}"
-        )
-        adapter = read_adapter(tmp_path / f"raw-{flag}")
-        scales[flag] = (adapter.alpha / adapter.rank, adapter.nonexpert_scale)
-    assert scales == {"vllm": (4.0, 4.0), "kt-merged": (2.0, 4.0)}
-
-
-def test_rslora_of_other_tools_reaches_the_experts(tmp_path: Path) -> None:
-    parts = {"gate_up": (random(E, R, H), random(E, 2 * INTER, R)),
-             "down": (random(E, R, INTER), random(E, H, R))}  # fmt: skip
+def test_rslora_of_other_tools_reaches_the_experts(tmp_path):
+    parts = two_parts()
     path = save(tmp_path / "in", peft_tensors("peft-fused", parts), use_rslora=True)
     raw = back(path, from_format="peft-fused")
     assert raw.alpha / raw.rank == pytest.approx(6 / math.sqrt(R), rel=1e-15)
 
 
-def test_sglang_and_vllm_keys_and_shapes(tmp_path: Path) -> None:
+def test_sglang_and_vllm_keys_and_shapes(tmp_path):
     base = write_config(tmp_path / "base", "mixtral")
     raw = write_raw(tmp_path / "raw", layers=(2,), base_model=str(base))
     convert_adapter(raw, to="vllm", output_dir=tmp_path / "vllm")
@@ -206,9 +188,7 @@ def read_adapter_tensors(path: Path) -> dict[str, Any]:
         ("gguf", {"base_model": "org/elsewhere"}, "without the base model's config.json"),
     ],
 )
-def test_what_a_format_cannot_hold_is_refused(
-    tmp_path: Path, to: str, options: dict[str, Any], says: str
-) -> None:
+def test_what_a_format_cannot_hold_is_refused(tmp_path, to, options, says):
     base = write_config(tmp_path / "base", "qwen3_5_moe_text")
     raw = write_raw(tmp_path / "raw", **{"base_model": str(base), **options})
     with pytest.raises(ProblemsError) as error:
@@ -226,44 +206,19 @@ def test_what_a_format_cannot_hold_is_refused(
         ({}, {"base_model.model.model.norm.weight": random(4)}, "KTB201"),
         ({"modules_to_save": ["lm_head"]}, {}, "KTB112"),
         ({"alpha_pattern": {"down_proj": 99}}, {}, "KTB109"),
+        ({"rank_pattern": {"(.*)*x": 4}}, {}, "not plain"),
         ({"r": 5}, {}, "KTB301"),
         ({}, {"base_model.model.model.layers.4.self_attn.q_proj.lora_A.weight": random(R, H)}, "KTB202"),
     ],
 )  # fmt: skip
-def test_what_would_be_lost_is_refused(
-    tmp_path: Path, config: dict[str, Any], extra: dict[str, np.ndarray], code: str
-) -> None:
-    parts = {"gate_up": (random(E, R, H), random(E, 2 * INTER, R)),
-             "down": (random(E, R, INTER), random(E, H, R))}  # fmt: skip
+def test_what_would_be_lost_is_refused(tmp_path, config, extra, code):
+    parts = two_parts()
     path = save(tmp_path / "in", {**peft_tensors("peft-fused", parts), **extra}, **config)
-    with pytest.raises(ProblemsError) as error:
-        convert_adapter(path, to="raw", from_format="peft-fused", output_dir=tmp_path / "out")
-    assert code in {item.code for item in error.value.problems}
-
-
-def test_a_pattern_that_could_hang_is_refused(tmp_path: Path) -> None:
-    parts = {"down": (random(E, R, INTER), random(E, H, R))}
-    path = save(tmp_path / "in", peft_tensors("peft-fused", parts), rank_pattern={"(.*)*x": 4},
-                target_parameters=["mlp.experts.down_proj"])  # fmt: skip
-    with pytest.raises(KtbridgeError, match="not plain"):
+    with pytest.raises(KtbridgeError, match=code):
         convert_adapter(path, to="raw", from_format="peft-fused", output_dir=tmp_path / "out")
 
 
-def test_bf16_rounds_what_is_wider_and_says_so(tmp_path: Path) -> None:
-    raw = write_raw(tmp_path / "raw", dtype="F32")
-    report = convert_adapter(raw, to="peft-fused", dtype="bf16", output_dir=tmp_path / "out")
-    assert any("rounded to bfloat16" in finding.found for finding in report.findings)
-    torch = pytest.importorskip("torch")
-    convert_adapter(tmp_path / "out", to="raw", output_dir=tmp_path / "back")
-    before, after = read_adapter(raw), read_adapter(tmp_path / "back")
-    for key in before.nonexpert_keys():
-        wide, narrow = (x.nonexpert_tensor(key) for x in (before, after))
-        assert narrow.dtype == "BF16"
-        expected = torch.frombuffer(bytearray(wide.data), dtype=torch.float32).to(torch.bfloat16)
-        assert bytes(narrow.data) == expected.view(torch.int16).numpy().tobytes()
-
-
-def test_a_failure_halfway_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failure_halfway_leaves_nothing(tmp_path):
     # The ratio of scales is a power of two, which the smallest numbers still can't take.
     raw = write_raw(tmp_path / "raw", other_alpha=1.0, projections=("gate",))
     file = read_adapter(raw).files[1]
@@ -276,45 +231,12 @@ def test_a_failure_halfway_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["raw"]
 
 
-def test_modes_follow_the_umask(tmp_path: Path) -> None:
-    raw = write_raw(tmp_path / "raw", base_model=str(write_config(tmp_path / "base")))
-    for to in ("peft-fused", "gguf"):
-        convert_adapter(raw, to=to, output_dir=tmp_path / to)
-        for path in (tmp_path / to).iterdir():
-            assert path.stat().st_mode & 0o777 == raw.stat().st_mode & 0o666
-
-
-def test_requests_that_make_no_sense(tmp_path: Path) -> None:
-    raw = write_raw(tmp_path / "raw")
-    out = tmp_path / "out"
-    for options, says in (
-        ({"to": "pickle", "output_dir": out}, "not a name we know"),
-        ({"to": "peft-0.18", "output_dir": out}, "can't be done: it is not written, because"),
-        ({"to": "gguf"}, "nowhere to write"),
-        ({"to": "raw", "expert_output_dir": out}, "writes one directory"),
-        ({"to": "kt-split", "output_dir": out}, "two directories"),
-        ({"dtype": "fp8", "expert_output_dir": out}, "--dtype fp8"),
-        ({}, "nothing to write"),
-        ({"output_dir": "", "to": "raw"}, "name is empty"),
-        ({"output_dir": out, "to": "raw", "lora_alpha": -1}, "not a positive number"),
-    ):
-        with pytest.raises(UsageError, match=says) as error:
-            convert_adapter(raw, **options)
-        assert error.value.next_step
-    for options in ({"to": "raw", "output_dir": out}, {"expert_output_dir": out}):
-        with pytest.raises(UsageError, match="name is empty"):  # not the current directory
-            convert_adapter("", **options)
-    assert not out.exists()
-    with pytest.raises(ProblemsError):
-        convert_adapter(raw, to="raw", output_dir=raw)
-
-
-def test_every_format_says_what_loads_it_and_what_is_exact() -> None:
+def test_every_format_says_what_loads_it_and_what_is_exact():
     assert len({format_name.name for format_name in FORMATS}) == len(FORMATS) == 12
     assert all(format_name.loaded_by and format_name.exact for format_name in FORMATS)
 
 
-def test_gguf_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_says_what_to_install(tmp_path, monkeypatch):
     raw = write_raw(tmp_path / "raw", base_model=str(write_config(tmp_path / "base")))
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(KtbridgeError, match="not installed") as error:
@@ -323,7 +245,7 @@ def test_gguf_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["stacked", "flat"])
-def test_mlx_adapters_mean_the_same(tmp_path: Path, flat: bool) -> None:
+def test_mlx_adapters_mean_the_same(tmp_path, flat):
     """mlx-lm's x @ lora_a @ lora_b * scale, and lora_b[e] @ lora_a[e] of experts."""
     rng = np.random.default_rng(0)
     query = rng.standard_normal((16, 4)), rng.standard_normal((4, 24))

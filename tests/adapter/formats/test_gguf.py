@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 import tempfile
 from pathlib import Path
@@ -202,17 +201,3 @@ def test_an_endless_array_ends(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(head + struct.pack("<IIQ", 9, 0, 1 << 60))
     with pytest.raises(KtbridgeError, match="1,152,921,504,606,846,976 items"):
         convert_adapter(tmp_path / "a.gguf", to="raw", output_dir=tmp_path / "o", base_model="m")
-
-
-def test_overwriting_a_gguf_directory(tmp_path: Path) -> None:
-    base = write_config(tmp_path / "base")
-    raw = write_raw(tmp_path / "raw", base_model=str(base))
-    convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
-    with pytest.raises(ProblemsError) as error:
-        convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
-    assert "--overwrite" in error.value.problems[0].next_step
-    convert_adapter(raw, to="gguf", output_dir=tmp_path / "out", overwrite=True)
-    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 4
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(ProblemsError):
-        convert_adapter(raw, to="gguf", output_dir=tmp_path / "out", overwrite=True)

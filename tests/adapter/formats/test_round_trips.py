@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from rawadapter import ATTENTION, FILES, random_bits, write_config, write_raw
+from rawadapter import ATTENTION, FILES, convert_to, random_bits, write_config, write_raw
 
 from ktbridge.adapter import Tensor, convert_adapter, read_adapter
+from ktbridge.model import open_tensor_file
 
 ONE_SCALE = ("kt-merged", "vllm", "sglang-3d", "gguf")
 FORMATS = ("raw", "peft-fused", *ONE_SCALE)
@@ -30,21 +31,20 @@ def there_and_back(raw: Path, to: str, base: Path | None = None) -> Path:
 
 
 def same(first: Path, second: Path) -> None:
-    assert [name for name in FILES if (first / name).exists()] == [
-        name for name in FILES if (second / name).exists()
+    files = [
+        {name: (path / name) for name in FILES if (path / name).exists()}
+        for path in (first, second)
     ]
-    for name in FILES:
-        if (first / name).exists():
-            assert (first / name).read_bytes() == (second / name).read_bytes(), name
+    assert files[0].keys() == files[1].keys()
+    for name, path in files[0].items():
+        assert path.read_bytes() == files[1][name].read_bytes(), name
     one, two = read_adapter(first), read_adapter(second)
-    assert (one.rank, one.alpha) == (two.rank, two.alpha)
-    assert one.base_model == two.base_model
+    assert (one.rank, one.alpha, one.base_model) == (two.rank, two.alpha, two.base_model)
     if one.nonexpert:
         assert one.nonexpert_rank == two.nonexpert_rank
         assert one.nonexpert_scale == two.nonexpert_scale
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sizes=st.fixed_dictionaries(
         {
@@ -80,7 +80,7 @@ def test_there_and_back(sizes: dict[str, Any], zero: tuple[str, ...], shared: bo
             moe_intermediate_size=sizes["inter"],
         )  # fmt: skip
         replace = special(sizes, zero, shared)
-        raw = write_raw(directory / "raw", base_model=str(base), **sizes, **replace)
+        raw = write_raw(directory / "raw", base_model=str(base), **sizes, replace=replace)
         whole = len(sizes["projections"]) == 3
         for to in FORMATS:
             # KT engines ask for all three, and a merged directory has both halves.
@@ -97,43 +97,33 @@ def special(sizes: dict[str, Any], zero: tuple[str, ...], shared: bool) -> dict[
         a = (sizes["experts"], sizes["rank"], sizes["hidden"])
         bits = random_bits(rng, a, dtype)
         for projection in sizes["projections"]:
-            stem = f"layers__{layer}__experts__{projection}_lora_"
+            stem = f"layers.{layer}.experts.{projection}_lora_"
             if shared and projection != "down":
-                made[stem + "a"] = Tensor("", dtype, a, bits)
+                made[stem + "a"] = Tensor(stem + "a", dtype, a, bits)
             if projection in zero:
                 high = sizes["hidden" if projection == "down" else "inter"]
                 shape = (sizes["experts"], high, sizes["rank"])
                 count = int(np.prod(shape)) * (4 if dtype == "F32" else 2)
-                made[stem + "b"] = Tensor("", dtype, shape, bytes(count))
+                made[stem + "b"] = Tensor(stem + "b", dtype, shape, bytes(count))
     return made
 
 
 def merged_is_split(raw: Path, directory: Path) -> None:
-    """From a foreign format into KT's layouts: as if the raw adapter had been converted."""
-    direct, detour = directory / "direct", directory / "detour"
-    both = bool(read_adapter(raw).nonexpert)
-    for source, target in ((raw, direct), (directory / "peft-fused-there", detour)):
-        convert_adapter(
-            source,
-            expert_output_dir=target / "e",
-            nonexpert_output_dir=target / "n" if both else None,
-            merged_output_dir=target / "m" if both else None,
-        )
-    for name in "enm" if both else "e":
-        first, second = (read_adapter(target / name) for target in (direct, detour))
-        assert first.layout == second.layout
-        assert first.expert_layers() == second.expert_layers()
-        assert first.nonexpert_keys() == second.nonexpert_keys()
-        for field in ("r", "lora_alpha", "target_modules", "base_model_name_or_path"):
-            assert first.config[field] == second.config[field]
-        for layer, projection, half in first.experts:
-            name_of = f"{projection}_lora_{half.lower()}"
-            tensors = [x.expert_tensor(layer, name_of) for x in (first, second)]
-            assert bytes(tensors[0].data) == bytes(tensors[1].data)
-        for key in first.nonexpert_keys():
-            assert bytes(first.nonexpert_tensor(key).data) == bytes(
-                second.nonexpert_tensor(key).data
+    """From other layouts into KT's: as if the raw adapter had been converted."""
+    layouts = "enm" if read_adapter(raw).nonexpert else "e"
+    direct = convert_to(raw, layouts, prefix="direct-")
+    for there in ("peft-fused-there", "kt-merged-there")[: len(layouts)]:
+        for name, path in convert_to(directory / there, layouts, prefix=f"{there}-").items():
+            first, second = (
+                (open_tensor_file(one / "adapter_model.safetensors"), read_adapter(one).config)
+                for one in (direct[name], path)
             )
+            assert first[0].entries.keys() == second[0].entries.keys()
+            for key in first[0].entries:
+                one, two = (file.tensor(key) for file, _ in (first, second))
+                assert (one.dtype, bytes(one.data)) == (two.dtype, bytes(two.data))
+            for field in ("r", "lora_alpha", "target_modules", "base_model_name_or_path"):
+                assert first[1][field] == second[1][field]
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -151,16 +141,20 @@ def test_prefixes_and_halves_survive(tmp_path: Path, to: str) -> None:
         same(raw, there_and_back(raw, to))
 
 
-@pytest.mark.parametrize("to", ["raw", "peft-fused"])
-def test_two_ranks_and_two_alphas_survive(tmp_path: Path, to: str) -> None:
-    raw = write_raw(tmp_path / "raw", rank=4, alpha=3.0, other_rank=2, other_alpha=5.0)
-    same(raw, there_and_back(raw, to))
-
-
-def test_gguf_divides_by_each_tensors_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [
+        ("raw", {"alpha": 3.0, "other_alpha": 5.0}),
+        ("peft-fused", {"alpha": 3.0, "other_alpha": 5.0}),
+        ("gguf", {}),  # which divides by each tensor's rank
+    ],
+)
+def test_two_ranks_and_two_alphas_survive(
+    tmp_path: Path, to: str, options: dict[str, float]
+) -> None:
     base = write_config(tmp_path / "base")
-    raw = write_raw(tmp_path / "raw", rank=4, other_rank=2, base_model=str(base))
-    same(raw, there_and_back(raw, "gguf"))
+    raw = write_raw(tmp_path / "raw", rank=4, other_rank=2, base_model=str(base), **options)
+    same(raw, there_and_back(raw, to))
 
 
 @pytest.mark.parametrize("to", ONE_SCALE)
