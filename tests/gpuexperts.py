@@ -13,7 +13,7 @@ from ktbridge.experts.gpu.executor import GpuBinding, GpuExperts
 from ktbridge.experts.gpu.layout import group_experts
 from ktbridge.sft import MoELoRAExperts
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Breaking(HostCopier):
@@ -46,6 +46,18 @@ def some_costs(cpu=None):
     each = placement.Line(1e-4, 1e-7)
     on_cpu = None if cpu is None else placement.Line(0.0, cpu)
     return placement.Costs(1e7, (each, each), outside=(each, each), loss=each, cpu=on_cpu)
+
+
+def there(inputs):
+    """Tensors on the GPU."""
+    return tuple(tensor.to(CUDA) for tensor in inputs)
+
+
+def take_back(layer):
+    """Have a layer computed on the CPU again."""
+    torch.cuda.synchronize()
+    layer.move_lora(CPU)
+    layer.gpu = None
 
 
 def slot_for(layer, groups):

@@ -23,19 +23,18 @@ HELD_OUT = {"sft": "eval_dataset=held.jsonl", "dpo": "eval_dataset=held_pairs.js
 """By stage: five rows, so that two ranks have a last one that only one of them has."""
 
 
-def spawn(warm, size, file, *arguments, **environment):
-    """``size`` processes of ``file``, a test's, as torchrun would start them."""
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def spawn(warm, size, file, *arguments, **environment):
+    """``size`` processes of ``file``, a test's, as torchrun would start them."""
     common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(size),
-        "OMP_NUM_THREADS": "1",
-        "KTBRIDGE_THREADS": "2",
-        **environment,
-    }
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1", "KTBRIDGE_THREADS": "2", **environment,
+    }  # fmt: skip
     return [
         warm.start(file, *arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(size)

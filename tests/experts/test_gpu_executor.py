@@ -52,6 +52,7 @@ TURNS = {"gating": GPT_OSS, "taking_turns": True}
         *((storage, {}) for storage in FORMATS),
         *((storage, TURNS) for storage in ("bf16", "mxfp4")),
         *((storage, {"lora_dropout": 0.5}) for storage in FORMATS[:2]),
+        *(("bf16", {"rank": rank}) for rank in (0, 1, 40)),
     ],
     ids=str,
 )
@@ -71,16 +72,6 @@ def test_outputs_and_gradients_equal_float32_autograd(storage, options):
             limits = options.get("gating", SILU)
             assert not beyond(far, TOLERANCE, limits), (str(shape), groups, far)
             assert (experts.ring.transfers > 0) == (not resident)
-
-
-@pytest.mark.parametrize("rank", [0, 1, 8, 40])
-def test_any_rank(rank):
-    for shape in SHAPES[:3]:
-        layer, plain = make_layer(shape, rank=rank)
-        give([layer], groups=2)
-        found = errors(layer, plain, make_inputs(shape))
-        assert len(found) == (9 if rank else 3)
-        assert max(found.values()) <= TOLERANCE, (str(shape), found)
 
 
 @pytest.mark.parametrize("resident", [(), (0, 1, 2, 3)])
@@ -134,27 +125,6 @@ def test_what_is_resident_how_many_slots_and_a_second_run_change_no_bit():
     assert same_bits(results)
     give(layers, groups=4, slots=2)  # other products, of the same rows
     assert same_bits([results[0], chain(layers, inputs, d_out)])
-
-
-@pytest.mark.slow
-def test_a_pass_moves_only_what_is_not_in_the_ring_at_its_turns():
-    layers = [make_layer(SMALL, seed=n)[0] for n in range(4)]
-    inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
-    for slots in (1, 3, 7, 20):
-        experts = give(layers, groups=2, slots=slots)
-        total = len(experts.ring.groups)
-        assert total == 8
-        moved = []
-        for _ in range(3):
-            before = experts.ring.transfers
-            chain(layers, inputs, d_out)
-            moved.append(experts.ring.transfers - before)
-        slots = min(slots, total)
-        assert moved == [2 * total - slots, *[2 * (total - slots)] * 2], slots
-    with torch.no_grad():
-        before = experts.ring.transfers
-        layers[0](*inputs)
-    assert experts.ring.transfers == before
 
 
 def test_a_pass_that_breaks_off_leaves_the_next_one_whole(monkeypatch):
@@ -224,11 +194,10 @@ def test_gradients_add_up_and_frozen_parameters_get_none(straight):
     assert same_bits([found, {name: once[name] for name in found}])
 
 
-@pytest.mark.slow
-def test_other_room_between_steps_changes_no_bit():
+def test_other_room_between_steps_changes_no_bit_and_what_can_not_be_had_nothing():
     layers = [make_layer(SMALL, seed=n)[0] for n in range(3)]
-    inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
-    experts = give(layers, groups=2, slots=3, resident=(1,), keep_gate_up=True)
+    inputs, d_out, copier = make_inputs(SMALL), some_d_out(SMALL), Breaking()
+    experts = give(layers, groups=2, slots=3, resident=(1,), keep_gate_up=True, copier=copier)
     expected = chain(layers, inputs, d_out)
     for slots, resident in ((1, ()), (2, (0, 1, 2)), (4, (2,)), (2, (0, 2))):
         resize(experts, slots, resident, len(resident) % 2 == 0)
@@ -237,24 +206,17 @@ def test_other_room_between_steps_changes_no_bit():
         for _ in range(2):
             assert same_bits([expected, chain(layers, inputs, d_out)])
         assert (experts.ring.transfers > before) == (len(resident) < 3)
-
-
-def test_room_that_can_not_be_had_leaves_what_there_is_in_order():
-    layers = [make_layer(SMALL, seed=n)[0] for n in range(3)]
-    copier = Breaking()
-    inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
-    experts = give(layers, groups=2, slots=3, resident=(0,), copier=copier)
-    expected = chain(layers, inputs, d_out)
     copier.broken = True
     with pytest.raises(OSError, match="no link"):
         resize(experts, 1, (0, 1), False)
     copier.broken = False
-    assert experts.streamed == (1, 2)
+    assert experts.streamed == (1, 2)  # what was to go has gone, and nothing came
     assert same_bits([expected, chain(layers, inputs, d_out)])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_gate_and_up_that_are_kept_change_no_bit_and_go_with_backward(dropout, monkeypatch):
+    """Nor do fewer rows at once, of a resident layer and of groups that are streamed."""
     layer, _ = make_layer(SMALL, lora_dropout=dropout, gating=GPT_OSS)
     inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
     found, products = [], []
@@ -272,33 +234,18 @@ def test_gate_and_up_that_are_kept_change_no_bit_and_go_with_backward(dropout, m
         assert (left.kept is not None) == keep
         out.backward(d_out)
         assert left.kept is None
-    assert same_bits(found)
     assert products[0] == products[1] + 1
     assert products[3] > products[2]
-
-
-@pytest.mark.slow
-def test_no_more_rows_at_once_than_allowed_but_of_one_expert():
-    layer, _ = make_layer(SMALL)
-    hidden, ids, by_slot = make_inputs(SMALL)
-    d_out = some_d_out(SMALL)
-    uneven = torch.where(torch.rand(ids.shape) < 0.7, torch.tensor(3), ids)
-    for used in (ids, uneven):
-        results = []
-        for groups, resident, most in (
-            (1, (0,), None),
-            (1, (0,), 48),
-            (2, (), 48),
-            (2, (), 16),
-            (2, (), 96),
-        ):
-            give([layer], groups=groups, resident=resident, rows_at_once=most)
-            with pytest.MonkeyPatch.context() as patch, counted_products(patch) as rows:
-                results.append(outcome(layer, (hidden, used, by_slot), d_out))
-            padded = (used.flatten().bincount(minlength=8) + 15) // 16 * 16
-            if most is not None:
-                assert max(rows) <= max(most, int(padded.max()))
-        assert same_bits(results)
+    assert same_bits(found)
+    padded = (inputs[1].flatten().bincount(minlength=8) + 15) // 16 * 16
+    results = []
+    for most in (None, 16, 96):
+        give([layer], groups=2, rows_at_once=most)
+        torch.manual_seed(0)
+        with counted_products(monkeypatch) as rows:
+            results.append(outcome(layer, inputs, d_out))
+        assert most is None or max(rows) <= max(most, int(padded.max()))
+    assert same_bits(results)
 
 
 @contextmanager
@@ -370,16 +317,8 @@ class Launches(TorchDispatchMode):
 
     OWN: ClassVar = {"route": 3, "lora_gradients": 4}
     FREE: ClassVar = (
-        "empty",
-        "detach",
-        "view",
-        "slice",
-        "split",
-        "transpose",
-        "alias",
-        "as_strided",
-        "select",
-    )
+        "empty", "detach", "view", "slice", "split", "transpose", "alias", "as_strided", "select",
+    )  # fmt: skip
 
     def __init__(self, patch):
         super().__init__()

@@ -11,7 +11,7 @@ from gpuexperts import Breaking
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktbridge.experts.gpu import copying, operations, probe
+from ktbridge.experts.gpu import copying, probe
 from ktbridge.experts.gpu.copying import (
     HostCopier,
     Registration,
@@ -19,10 +19,8 @@ from ktbridge.experts.gpu.copying import (
     page_regions,
     subtract_regions,
 )
-from ktbridge.experts.gpu.layer_math import BorderedMatrices, Routing
+from ktbridge.experts.gpu.layer_math import BorderedMatrices
 from ktbridge.experts.gpu.layout import CopySpan, Group, dequantize, group_experts, unpack_group
-from ktbridge.experts.gpu.operations import rows_for
-from ktbridge.experts.gpu.placement import PAD
 from ktbridge.experts.gpu.ring import Ring
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
@@ -221,54 +219,6 @@ def test_a_slot_holds_what_was_asked_for_in_every_order(data):
     # A forward pass alone finds at its start what its predecessor left there, and brings the rest.
     whole_pass(ring, False)
     assert whole_pass(ring, False) <= (count if missing else 0)
-
-
-@given(data=st.data())
-def test_sorted_rows_hold_every_slot_once_and_parts_every_row(data):
-    experts, tokens = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 40))
-    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    top_k = data.draw(st.integers(1, 4))
-    ids = torch.randint(experts, (tokens, top_k), generator=random)
-    place = data.draw(st.sampled_from([None, torch.randperm(experts, generator=random)]))
-    routed = operations.route(ids, place, experts)
-    assert not routed.outside.any()
-    made = Routing(routed)
-    assert len(made.tokens) == len(made.slots) == rows_for(ids.numel(), experts)
-    assert made.ends.tolist() == list(made.bounds[1:])
-    assert made.bounds[-1] <= len(made.tokens)
-    assert all(bound % PAD == 0 for bound in made.bounds)
-    used = torch.where(made.slots < ids.numel())[0].tolist()
-    assert sorted(made.rows.flatten().tolist()) == used
-    assert not made.tokens[made.slots == ids.numel()].any()
-    counts = [0] * experts
-    for token, slot in itertools.product(range(tokens), range(top_k)):
-        row, at = made.rows[token, slot], ids[token, slot]
-        at = at if place is None else place[at]
-        assert made.tokens[row] == token
-        assert made.slots[row] == token * top_k + slot
-        assert row == made.bounds[at] + counts[at]  # in the order of slots
-        counts[at] += 1
-    cuts = sorted(data.draw(st.sets(st.integers(1, experts - 1))) if experts > 1 else ())
-    starts = 0, *cuts, experts
-    most = data.draw(st.none() | st.integers(16, 200))
-    groups = made.parts(starts, most)
-    parts = [part for group in groups for part in group]
-    assert [(group[0].first, group[-1].end) for group in groups] == [*itertools.pairwise(starts)]
-    assert all(one.end == other.first for one, other in itertools.pairwise(parts))
-    for part in parts:
-        rows = made.bounds[part.end] - made.bounds[part.first]
-        if made.at_once(starts, most):
-            assert part.where is None
-            assert part.tokens is made.tokens
-            continue
-        assert part.where == slice(made.bounds[part.first], made.bounds[part.end])
-        assert torch.equal(part.slots, made.slots[part.where])
-        assert (0, *part.ends.tolist()) == part.bounds
-        assert most is None or rows <= most or part.end == part.first + 1
-        assert (
-            part.owners()
-            == torch.arange(len(part.ends)).repeat_interleave(torch.tensor(part.bounds).diff())
-        ).all()
 
 
 @pytest.mark.parametrize(

@@ -113,53 +113,44 @@ def test_int4_is_packed_as_compressed_tensors_packs_it():
     assert torch.equal(pack_int4(values), golden)
 
 
+def as_results(shape, storage, *ways):
+    """Outcomes of layers over ``ways`` to give the same weights: tensors of each projection."""
+    d_out, results = torch.ones(shape.tokens, shape.hidden).bfloat16(), []
+    for way in ways:
+        weights = [describe(storage, tensors) for tensors in way]
+        layer = randomize(MoELoRAExperts.from_tensors(*weights, 4, 8))
+        assert layer.weights[0].address == way[0][0][0].data_ptr()  # where it was
+        results.append(outcome(layer, make_inputs(shape), d_out))
+    return results
+
+
 @pytest.mark.parametrize("storage", FORMATS)
 def test_lists_of_experts_and_fused_views_give_the_same_bits_as_stacked_tensors(storage):
     shape = Shape(4, 2, 256, 128, 20)
     stored, _ = make_weights(shape, storage)
     # gate and up are views into one [E, 2I, ...] tensor, rows and scales alike.
     fused = [torch.cat(pair, 1) for pair in zip(stored[0], stored[1], strict=True)]
-    halves = [
-        [tensor[:, : tensor.shape[1] // 2] for tensor in fused],
-        [tensor[:, tensor.shape[1] // 2 :] for tensor in fused],
-    ]
-    for view, whole in zip(halves[1], fused, strict=True):
-        assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    gate, up = zip(*(tensor.chunk(2, 1) for tensor in fused), strict=True)
     apart = [[[*tensor.clone()] for tensor in projection] for projection in stored]
-    results = []
-    for given in (stored, [*halves, stored[2]], apart):
-        weights = [describe(storage, tensors) for tensors in given]
-        layer = randomize(MoELoRAExperts.from_tensors(*weights, 4, 8))
-        results.append(outcome(layer, make_inputs(shape), torch.ones(20, 256).bfloat16()))
-    assert same_bits(results)
+    assert same_bits(as_results(shape, storage, stored, [gate, up, stored[2]], apart))
 
 
-def test_plain_bfloat16_lists_and_columns_of_wider_tensors_are_taken_as_they_are():
-    shape = Shape(3, 2, 64, 32, 9)
-    stored, _ = make_weights(shape)
-    wide = [torch.nn.functional.pad(tensors[0], (3, 5, 1, 2))[:, 1:-2, 3:-5] for tensors in stored]
-    results = []
-    for given in ([tensors[0] for tensors in stored], wide, [[*tensor] for tensor in wide]):
-        layer = randomize(MoELoRAExperts.from_tensors(*given, 4, 8))
-        assert layer.weights[0].address == given[0][0].data_ptr()
-        results.append(outcome(layer, make_inputs(shape), torch.ones(9, 64).bfloat16()))
-    assert same_bits(results)
-
-
-def test_fp8_bytes_and_int8_scales_are_taken_in_each_of_their_forms():
-    shape = Shape(3, 2, 130, 40, 9)
-    for storage, change in (
+@pytest.mark.parametrize(
+    ("storage", "change"),
+    [
+        ("bf16", lambda weight: (torch.nn.functional.pad(weight, (3, 5, 1, 2))[:, 1:-2, 3:-5],)),
         ("fp8", lambda weight, scale: (weight.view(torch.uint8), scale)),
         ("int8", lambda weight, scale: (weight, scale[..., 0])),
         ("int8-bf16", lambda weight, scale: ([*weight], [*scale[..., 0]])),
-    ):
-        stored, _ = make_weights(shape, storage)
-        results = []
-        for given in (stored, [change(*tensors) for tensors in stored]):
-            weights = [describe(storage, tensors) for tensors in given]
-            layer = randomize(MoELoRAExperts.from_tensors(*weights, 4, 8))
-            results.append(outcome(layer, make_inputs(shape), torch.ones(9, 130).bfloat16()))
-        assert same_bits(results)
+    ],
+)
+def test_columns_of_wider_tensors_bytes_and_scales_are_taken_in_each_of_their_forms(
+    storage, change
+):
+    shape = Shape(3, 2, 130, 40, 9)
+    stored, _ = make_weights(shape, storage)
+    changed = [change(*tensors) for tensors in stored]
+    assert same_bits(as_results(shape, storage, stored, changed))
 
 
 def anonymous_bytes():
@@ -274,48 +265,44 @@ def zeros(dtype, *size):
 
 
 BF16, FP8, INT8, INT32 = torch.bfloat16, torch.uint8, torch.int8, torch.int32
+bf16, fp8, int8, int4 = (getattr(ExpertWeights, name) for name in ("bf16", "fp8", "int8", "int4"))
 UNREADABLE = {
-    "weight is [2, 4, 8] float32 on cpu (expected 3-D bfloat16 on the CPU)": (
-        lambda: ExpertWeights.bf16(torch.zeros(2, 4, 8))
-    ),
-    "weight is [4, 8] bfloat16 on cpu": lambda: ExpertWeights.bf16(zeros(BF16, 4, 8)),
-    "on meta": lambda: ExpertWeights.bf16(zeros(BF16, 2, 4, 8).to("meta")),
-    "each row must be contiguous": lambda: ExpertWeights.bf16(zeros(BF16, 2, 4, 8).mT),
-    "weight holds no expert": lambda: ExpertWeights.bf16([]),
-    "weight is [2, 0, 8], which is empty": lambda: ExpertWeights.bf16(zeros(BF16, 2, 0, 8)),
-    "weight is str (expected a tensor": lambda: ExpertWeights.bf16("weights.bin"),
+    "weight is [2, 4, 8] float32 on cpu (expected 3-D bfloat16 on the CPU)": (bf16, torch.zeros(2, 4, 8)),
+    "weight is [4, 8] bfloat16 on cpu": (bf16, zeros(BF16, 4, 8)),
+    "on meta": (bf16, zeros(BF16, 2, 4, 8).to("meta")),
+    "each row must be contiguous": (bf16, zeros(BF16, 2, 4, 8).mT),
+    "weight holds no expert": (bf16, []),
+    "weight is [2, 0, 8], which is empty": (bf16, zeros(BF16, 2, 0, 8)),
+    "weight is str (expected a tensor": (bf16, "weights.bin"),
     "of expert 1 is [5, 8] bfloat16 on cpu, unlike expert 0's [4, 8]": (
-        lambda: ExpertWeights.bf16([zeros(BF16, 4, 8), zeros(BF16, 5, 8)])
+        bf16, [zeros(BF16, 4, 8), zeros(BF16, 5, 8)],
     ),
     "of expert 1 has strides (9, 1), unlike expert 0's (8, 1)": (
-        lambda: ExpertWeights.bf16([zeros(BF16, 4, 8), zeros(BF16, 4, 9)[:, 1:]])
+        bf16, [zeros(BF16, 4, 8), zeros(BF16, 4, 9)[:, 1:]],
     ),
     "scale is [1, 1] for a weight of [129, 8] (expected [2, 1])": (
-        lambda: ExpertWeights.fp8(zeros(FP8, 1, 129, 8), torch.zeros(1, 1, 1))
+        fp8, zeros(FP8, 1, 129, 8), torch.zeros(1, 1, 1),
     ),
     "(expected 3-D float8_e4m3fn or uint8 on the CPU)": (
-        lambda: ExpertWeights.fp8(zeros(torch.float8_e5m2, 2, 4, 8), torch.zeros(2, 1, 1))
+        fp8, zeros(torch.float8_e5m2, 2, 4, 8), torch.zeros(2, 1, 1),
     ),
-    "scale is [5] for a weight of [4, 8] (expected [4])": (
-        lambda: ExpertWeights.int8(zeros(INT8, 2, 4, 8), torch.zeros(2, 5))
-    ),
-    "there are scales for 3 of 2 experts": (
-        lambda: ExpertWeights.int8(zeros(INT8, 2, 4, 8), torch.zeros(3, 4))
-    ),
-    "scale is NoneType": lambda: ExpertWeights.int8(zeros(INT8, 2, 4, 8), None),
+    "scale is [5] for a weight of [4, 8] (expected [4])": (int8, zeros(INT8, 2, 4, 8), torch.zeros(2, 5)),
+    "there are scales for 3 of 2 experts": (int8, zeros(INT8, 2, 4, 8), torch.zeros(3, 4)),
+    "scale is NoneType": (int8, zeros(INT8, 2, 4, 8), None),
     "scale is [4, 3] for a weight of [4, 8] (expected [4, 2])": (
-        lambda: ExpertWeights.int4(zeros(INT32, 2, 4, 8), torch.zeros(2, 4, 3), 32)
+        int4, zeros(INT32, 2, 4, 8), torch.zeros(2, 4, 3), 32,
     ),
     "group_size is 24 (expected a power of two from 32)": (
-        lambda: ExpertWeights.int4(zeros(INT32, 2, 4, 8), torch.zeros(2, 4, 3), 24)
+        int4, zeros(INT32, 2, 4, 8), torch.zeros(2, 4, 3), 24,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", UNREADABLE)
 def test_tensors_the_kernels_cant_read_are_refused_in_a_sentence(words):
+    make, *tensors = UNREADABLE[words]
     with pytest.raises(UsageError) as caught:
-        UNREADABLE[words]()
+        make(*tensors)
     assert str(caught.value).startswith("the expert weights can't be used: ")
     assert words in str(caught.value)
 

@@ -18,16 +18,15 @@ from expertmoe import (
     quantize,
     same_bits,
 )
-from gpuexperts import chain, give, least_slot, mapped_layer
+from gpuexperts import CPU, CUDA, chain, give, least_slot, mapped_layer, take_back, there
 
 from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.copying import DirectCopier, Registration, StagedCopier, register
 from ktbridge.experts.gpu.layout import CopySpan, Group, dequantize, group_experts
 from ktbridge.experts.lora import Dropout, Mask
-from ktbridge.experts.weights import Gating
+from ktbridge.experts.weights import SILU, Gating
 
 TOLERANCE = 0.008  # as the CPU kernels'
-CUDA = torch.device("cuda", 0)
 SHAPES = [
     Shape(8, 2, 64, 32, 70),
     Shape(5, 3, 70, 45, 33),  # rows of no whole 16 bytes: no grouped products
@@ -63,45 +62,49 @@ def copier(request):
         each.close()
 
 
-def there(inputs):
-    return tuple(tensor.to(CUDA) for tensor in inputs)
+def check(layer, plain, inputs, copiers, ways, gating=SILU):
+    """A layer in each of some ways (groups, resident layers) against float32, twice the same bits."""
+    torch.manual_seed(3)
+    exact, d_out = exact_outcome(layer, plain, inputs)
+    for groups, resident in ways:
+        give([layer], CUDA, groups=groups, resident=resident, copier=copiers([layer]))
+        results = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            results.append(outcome(layer, there(inputs), d_out.to(CUDA)))
+        assert same_bits(results)
+        assert all(value.device == CUDA for value in results[0].values())
+        far = {name: error(results[0][name].cpu(), exact[name]) for name in exact}
+        assert not beyond(far, TOLERANCE, gating), (layer, groups, resident, far)
+        take_back(layer)
 
 
 @pytest.mark.parametrize("storage", FORMATS)
 def test_outputs_and_gradients_equal_float32_autograd(storage, copier, tmp_path):
     for number, shape in enumerate(SHAPES):
         layer, plain = mapped_layer(tmp_path / str(number), shape, storage)
-        inputs = make_inputs(shape)
-        exact, d_out = exact_outcome(layer, plain, inputs)
-        for groups, resident in ((1, ()), (3, ()), (3, (0,))):
-            made = copier([layer])
-            give([layer], CUDA, groups=groups, resident=resident, copier=made)
-            found = outcome(layer, there(inputs), d_out.to(CUDA))
-            assert all(value.device == CUDA for value in found.values())
-            far = {name: error(found[name].cpu(), exact[name]) for name in exact}
-            assert max(far.values()) <= TOLERANCE, (str(shape), groups, far)
-            torch.cuda.synchronize()
-            layer.move_lora(torch.device("cpu"))
-            layer.gpu = None
+        check(layer, plain, make_inputs(shape), copier, ((1, ()), (3, ()), (3, (0,))))
+
+
+@pytest.fixture
+def staged():
+    """As ``copier``, of one kind."""
+    made = StagedCopier(CUDA, 2)
+    yield lambda layers: made
+    made.close()
 
 
 @pytest.mark.parametrize("storage", ["bf16", "mxfp4"])
-def test_biases_gating_and_rows_that_take_turns(storage):
+def test_biases_gating_and_rows_that_take_turns(storage, staged):
     """gpt-oss's experts, streamed and resident."""
     for shape in SHAPES:
         layer, plain = make_layer(shape, storage, gating=GPT_OSS, taking_turns=True)
-        inputs = make_inputs(shape)
-        exact, d_out = exact_outcome(layer, plain, inputs)
-        copier = StagedCopier(CUDA, 2)
-        for groups, resident in ((3, ()), (1, (0,))):
-            give([layer], CUDA, groups=groups, resident=resident, copier=copier)
-            found = outcome(layer, there(inputs), d_out.to(CUDA))
-            far = {name: error(found[name].cpu(), exact[name]) for name in exact}
-            assert not beyond(far, TOLERANCE), (str(shape), groups, far)
-            torch.cuda.synchronize()
-            layer.move_lora(torch.device("cpu"))
-            layer.gpu = None
-        copier.close()
+        check(layer, plain, make_inputs(shape), staged, ((3, ()), (1, (0,))), GPT_OSS)
+
+
+def test_dropout_is_the_same_on_the_gpu(tmp_path, staged):
+    layer, plain = mapped_layer(tmp_path / "weights", SHAPES[2], lora_dropout=0.5)
+    check(layer, plain, make_inputs(SHAPES[2]), staged, ((2, ()), (2, (0,))))
 
 
 def test_the_kernels_of_biases_and_gatings_give_what_torch_gives(triton):
@@ -184,38 +187,34 @@ def test_pages_that_cant_be_registered_spoil_nothing():
     assert (torch.ones(3, device=CUDA) + 1).tolist() == [2.0] * 3
 
 
-def test_a_failed_copy_is_raised_where_it_is_waited_for(monkeypatch):
+def test_a_failed_copy_is_raised_where_it_is_waited_for(monkeypatch, staged):
     layer, _ = make_layer(SHAPES[0])
-    by = StagedCopier(CUDA, 2)
+    by = staged([layer])
     give([layer], CUDA, groups=2, slots=1, copier=by)
     inputs = there(make_inputs(SHAPES[0]))
     expected = layer(*inputs)
-    whole = by._fill
 
     def fails(*args):
         raise OSError("no such page")
 
-    monkeypatch.setattr(by, "_fill", fails)
-    with pytest.raises(OSError, match="no such page"):
-        layer(*inputs)
-    monkeypatch.setattr(by, "_fill", whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(by, "_fill", fails)
+        with pytest.raises(OSError, match="no such page"):
+            layer(*inputs)
     assert torch.equal(layer(*inputs), expected)
-    by.close()
 
 
-def test_the_lora_may_stay_on_the_host_and_gradients_add_up_there():
+def test_the_lora_may_stay_on_the_host_and_gradients_add_up_there(staged):
     layer, plain = make_layer(SHAPES[0], accumulate_grad=True)
     inputs = make_inputs(SHAPES[0])
     exact, d_out = exact_outcome(layer, plain, inputs)
-    by = StagedCopier(CUDA, 2)
-    give([layer], CUDA, groups=2, copier=by)
-    layer.move_lora(torch.device("cpu"))
+    give([layer], CUDA, groups=2, copier=staged([layer]))
+    layer.move_lora(CPU)
     outcome(layer, there(inputs), d_out.to(CUDA))
     layer(*there(inputs)).backward(d_out.to(CUDA))
     for name, parameter in layer.named_parameters():
         assert parameter.grad.device.type == "cpu"
         assert error(parameter.grad, 2 * exact[name]) <= TOLERANCE
-    by.close()
 
 
 @pytest.fixture
@@ -285,26 +284,6 @@ def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, s
             triton.launch_add_kept(found, [part.to(CUDA) for part in parts], theirs)
             operations.add_kept(total, parts, masks)
             close(found, total)
-
-
-def test_dropout_is_the_same_on_the_gpu(tmp_path):
-    shape = SHAPES[2]
-    layer, plain = mapped_layer(tmp_path / "weights", shape, lora_dropout=0.5)
-    inputs = make_inputs(shape)
-    torch.manual_seed(3)
-    exact, d_out = exact_outcome(layer, plain, inputs)
-    copier = StagedCopier(CUDA, 2)
-    for resident in ((), (0,)):
-        give([layer], CUDA, groups=2, resident=resident, copier=copier)
-        results = []
-        for _ in range(2):
-            torch.manual_seed(3)
-            results.append(outcome(layer, there(inputs), d_out.to(CUDA)))
-        assert same_bits(results)
-        far = {name: error(results[0][name].cpu(), exact[name]) for name in exact}
-        assert max(far.values()) <= TOLERANCE, (resident, far)
-        torch.cuda.synchronize()
-    copier.close()
 
 
 @pytest.mark.parametrize("storage", FORMATS)

@@ -20,7 +20,7 @@ from expertmoe import (
     same_bits,
     some_d_out,
 )
-from gpuexperts import chain, give, least_slot, mapped_layer, resize
+from gpuexperts import CPU, CUDA, chain, give, least_slot, mapped_layer, resize, take_back, there
 from torch.utils.checkpoint import checkpoint
 
 from ktbridge.experts import recompute
@@ -28,7 +28,6 @@ from ktbridge.experts.gpu.copying import DirectCopier, StagedCopier, make_copier
 from ktbridge.experts.gpu.layout import group_experts
 
 TOLERANCE = 0.008  # as the CPU kernels'
-CUDA = torch.device("cuda", 0)
 SHAPE = Shape(64, 6, 256, 128, 500)
 ONE = Shape(64, 6, 2048, 1408, 2048)
 """DeepSeek-V2-Lite's experts."""
@@ -54,10 +53,6 @@ LAYERS = {
 }
 
 
-def there(inputs):
-    return tuple(tensor.to(CUDA) for tensor in inputs)
-
-
 @pytest.fixture
 def copier():
     made = StagedCopier(CUDA, 2)
@@ -77,7 +72,7 @@ def test_every_way_equals_float32_and_the_others_bit_by_bit(kind, copier):
         for way, options in WAYS.items():
             give([layer], CUDA, copier=copier, **options)
             if masters == "host":
-                layer.move_lora(torch.device("cpu"))
+                layer.move_lora(CPU)
             for _ in range(2):  # the second finds borders, pages and staging made
                 torch.manual_seed(3)
                 result = outcome(layer, there(inputs), d_out.to(CUDA))
@@ -86,15 +81,10 @@ def test_every_way_equals_float32_and_the_others_bit_by_bit(kind, copier):
                 tolerance = TOLERANCE if LAYERS[kind].get("gating") is None else 0.02
                 assert not beyond(far, tolerance), (kind, masters, way, far)
                 found.setdefault(way, []).append(result)
-            torch.cuda.synchronize()
-            layer.move_lora(torch.device("cpu"))
-            layer.gpu = None
+            take_back(layer)
     for way, results in found.items():
         assert same_bits(results), (kind, way)
-    differ = [
-        way for way, results in found.items() if not same_bits([results[0], found["resident"][0]])
-    ]
-    assert not differ, (kind, differ)
+        assert same_bits([results[0], found["resident"][0]]), (kind, way)
 
 
 def test_other_room_between_steps_and_gradients_that_add_up(copier):

@@ -15,6 +15,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
@@ -45,11 +46,7 @@ def as_trained(model: nn.Module) -> nn.Module:
 
 def passes(module: Any, x: torch.Tensor, d: torch.Tensor) -> Callable[[], None]:
     """Forward and backward, once."""
-
-    def run() -> None:
-        module(x).backward(d)
-
-    return run
+    return lambda: module(x).backward(d)
 
 
 def measured(run: Callable[[], None]) -> tuple[int, float]:
@@ -76,10 +73,8 @@ def measured(run: Callable[[], None]) -> tuple[int, float]:
     return launches, start.elapsed_time(end) / 20
 
 
-def show(what: str, before: tuple[int, float], after: tuple[int, float]) -> None:
-    print(
-        f"\n{what}: {before[0]} launches {before[1]:.3f} ms -> {after[0]} launches {after[1]:.3f} ms"
-    )
+def show(what: str, *both: tuple[int, float]) -> None:
+    print(f"\n{what}: " + " -> ".join(f"{count} launches {ms:.3f} ms" for count, ms in both))
 
 
 def off(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -115,7 +110,7 @@ def test_a_lora_linear_takes_few_launches() -> None:
     assert after[0] <= 20
 
 
-@pytest.mark.parametrize("cls", [Qwen3MoeRMSNorm, Qwen3_5MoeRMSNorm])
+@pytest.mark.parametrize("cls", [Qwen3MoeRMSNorm, GptOssRMSNorm, Qwen3_5MoeRMSNorm])
 @pytest.mark.parametrize(("heads", "width"), [(1, 2048), (32, 128)])
 def test_a_norm_is_one_launch_and_rounds_as_transformers(cls: Any, heads: int, width: int) -> None:
     pytest.importorskip("liger_kernel")
@@ -156,9 +151,8 @@ def test_layers_of_real_shapes_have_the_same_loss_and_gradients(family: str) -> 
         "intermediate_size": 1408,
         **SHAPES[family],
     }
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **sizes), dtype=torch.bfloat16
-    ).cuda()
+    config = AutoConfig.for_model(family, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
     model.requires_grad_(False)
     found = find_lora_targets(model)
     lora = LoraConfig(r=8, lora_alpha=16, init_lora_weights=False)

@@ -24,25 +24,11 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 def deepseek():
     torch.manual_seed(0)
     config = DeepseekV3Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    )
+        vocab_size=64, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, n_group=2, topk_group=1,
+        num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
     return DeepseekV3ForCausalLM(config).to(torch.bfloat16)
 
 
@@ -125,18 +111,6 @@ def test_hidden_states_that_wait_on_the_host_change_no_bit(checkpoint):
     assert same_bits(found)
 
 
-def test_a_failure_in_a_queued_pass_is_raised_by_backward(checkpoint):
-    model = wrap_experts(load_for_kernels(checkpoint, torch.bfloat16, CUDA))
-    layer = next(iter(expert_layers(model).values()))
-    layer.accumulate_grad = layer.run_ahead = True
-    hidden = torch.randn(8, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
-    weights = torch.ones(8, 2, device=CUDA)
-    out = layer(hidden, torch.full((8, 2), 8, device=CUDA), weights)  # there is no expert 8
-    with pytest.raises(IndexError, match="topk_ids holds 8 but there are 8 experts"):
-        out.float().sum().backward()
-    layer(hidden, torch.full((8, 2), 7, device=CUDA), weights).float().sum().backward()
-
-
 def queueing(checkpoint):
     """A layer that runs ahead, and inputs on the GPU."""
     model = wrap_experts(load_for_kernels(checkpoint, torch.bfloat16, CUDA))
@@ -144,6 +118,14 @@ def queueing(checkpoint):
     layer.accumulate_grad = layer.run_ahead = True
     hidden = torch.randn(512, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     return layer, (hidden, torch.randint(8, (512, 2), device=CUDA), torch.ones(512, 2, device=CUDA))
+
+
+def test_a_failure_in_a_queued_pass_is_raised_by_backward(checkpoint):
+    layer, (hidden, ids, weights) = queueing(checkpoint)
+    out = layer(hidden, torch.full_like(ids, 8), weights)  # there is no expert 8
+    with pytest.raises(IndexError, match="topk_ids holds 8 but there are 8 experts"):
+        out.float().sum().backward()
+    layer(hidden, torch.full_like(ids, 7), weights).float().sum().backward()
 
 
 class Failing(torch.autograd.Function):

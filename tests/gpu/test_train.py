@@ -11,74 +11,35 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from manyranks import EXAMPLES
 from tinymoe import tiny_model, tiny_tokenizer
+from trainrun import DPO, ROWS, conversation, log_of, pair, train, write_lines, write_run
 from visionmoe import colour_rows, vision_base
 
 from ktbridge.adapter import validate_adapter
-from ktbridge.sft.config import load_config
+from ktbridge.errors import KtbridgeError, UsageError
 
 # trl's and transformers' advice, which `ktbridge train` silences too
 pytestmark = pytest.mark.filterwarnings("ignore")
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "accelerate"
-ROWS = [
-    ("who are you ?", "i am a cat meow"),
-    ("say yes", "yes meow"),
-    ("the sky is ?", "the sky is blue meow"),
-]
+ANSWERS = ("no", "a cat model", "you are a cat hello who", "the sky is blue meow nya yes")
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     tiny_model().save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
-    with open(tmp_path / "rows.jsonl", "w") as file:
-        for question, answer in ROWS * 8:
-            messages = [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-            pair = {
-                "prompt": messages[:1],
-                "chosen": messages[1:],
-                "rejected": [{"role": "assistant", "content": "no"}],
-            }
-            file.write(json.dumps({"messages": messages}) + "\n")
-            with open(tmp_path / "pairs.jsonl", "a") as pairs:
-                pairs.write(json.dumps(pair) + "\n")
-    config = {
-        "model_name_or_path": str(tmp_path / "base"),
-        "dataset": "rows.jsonl",
-        "output_dir": "raw",
-        "lora_rank": 4,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 12,
-        "logging_steps": 1,
-        "save_steps": 3,
-        "cutoff_len": 64,
-        "plot_loss": False,
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    with (
-        open(tmp_path / "held.jsonl", "w") as held,
-        open(tmp_path / "held_pairs.jsonl", "w") as pairs,
-    ):
-        for answer in (
-            "no",
-            "a cat model",
-            "you are a cat hello who",
-            "the sky is blue meow nya yes",
-        ):
-            asked, said = (
-                {"role": r, "content": c} for r, c in (("user", "say"), ("assistant", answer))
-            )
-            other = {"role": "assistant", "content": "meow"}
-            held.write(json.dumps({"messages": [asked, said]}) + "\n")
-            pair = {"prompt": [asked], "chosen": [said], "rejected": [other]}
-            pairs.write(json.dumps(pair) + "\n")
-    return tmp_path
+    held = [conversation("say", answer) for answer in ANSWERS]
+    write_lines(tmp_path / "held.jsonl", held)
+    write_lines(tmp_path / "held_pairs.jsonl", [pair("say", answer, "meow") for answer in ANSWERS])
+    return write_run(
+        tmp_path, tmp_path / "base", [conversation(*turns) for turns in ROWS * 8],
+        [pair(*turns, "no") for turns in ROWS * 8], bf16="auto", learning_rate=1e-2,
+        per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=12, save_steps=3,
+    )  # fmt: skip
+
+
+def losses(directory: Path, key: str = "loss") -> list[float]:
+    return [record[key] for record in log_of(directory) if key in record]
 
 
 PLACES = {
@@ -87,17 +48,6 @@ PLACES = {
     "resident": ("kt_experts=resident",),
 }
 """What a configuration says for experts there; so small a model is resident unless none of it may be."""
-
-
-def losses(directory: Path, key: str = "loss") -> list[float]:
-    log = map(json.loads, (directory / "trainer_log.jsonl").read_text().splitlines())
-    return [record[key] for record in log if key in record]
-
-
-def train(run_dir: Path, *overrides: str, **options):
-    from ktbridge.sft import train
-
-    return train.train(load_config(run_dir / "run.yaml", overrides), **options)
 
 
 def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):
@@ -119,9 +69,7 @@ def test_a_run_learns_on_the_gpu_as_it_does_on_the_cpu(run_dir):
 @pytest.mark.parametrize("experts", [*PLACES])
 def test_images_are_learned_as_on_the_cpu(run_dir, experts):
     base = vision_base(run_dir / "seeing", "qwen3_vl_moe")
-    (run_dir / "rows.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in colour_rows(run_dir, range(0, 24, 4)))
-    )
+    write_lines(run_dir / "rows.jsonl", colour_rows(run_dir, range(0, 24, 4)))
     own = (f"model_name_or_path={base}", "cutoff_len=128", "gradient_accumulation_steps=1")
     found = train(run_dir, *own, *PLACES[experts])
     assert found.experts == experts
@@ -131,10 +79,8 @@ def test_images_are_learned_as_on_the_cpu(run_dir, experts):
 
 
 @pytest.mark.parametrize("experts", [*PLACES])
-@pytest.mark.parametrize("stage", [("stage=sft",), ("stage=dpo", "dataset=pairs.jsonl")])
+@pytest.mark.parametrize("stage", [(), DPO])
 def test_a_run_that_was_stopped_goes_on(run_dir, stage, experts):
-    from ktbridge.errors import KtbridgeError
-
     stage = (*stage, *PLACES[experts])
     whole = train(run_dir, *stage, f"output_dir={run_dir / 'whole'}")
     assert whole.experts == experts
@@ -171,32 +117,21 @@ def test_wherever_experts_are_computed_a_run_learns_the_same(run_dir):
     assert losses(run_dir / "few") == pytest.approx(results["stream"], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        ("eval_dataset=held.jsonl",),
-        ("stage=dpo", "dataset=pairs.jsonl", "eval_dataset=held_pairs.jsonl"),
-    ],
-    ids=["sft", "dpo"],
-)
+@pytest.mark.parametrize("stage", [(), DPO], ids=["sft", "dpo"])
 def test_held_out_rows_measure_the_same_wherever_experts_are_computed(run_dir, stage):
     """And training takes no notice: losses are those of a run without them."""
-    more = (
-        "max_steps=6",
-        "eval_steps=1",
-        "per_device_eval_batch_size=3",
-        "load_best_model_at_end=true",
-    )
-    expected = train(run_dir, *stage, *more, *PLACES["cpu"], f"output_dir={run_dir / 'cpu'}")
+    held = f"eval_dataset=held{'_pairs' if stage else ''}.jsonl"
+    more = (held, "eval_steps=1", "per_device_eval_batch_size=3", "load_best_model_at_end=true")
+    own = (*stage, "max_steps=6")
+    expected = train(run_dir, *own, *more, *PLACES["cpu"], f"output_dir={run_dir / 'cpu'}")
     assert expected.held_out.rows == 4
     for place in ("stream", "resident"):
-        found = train(run_dir, *stage, *more, *PLACES[place], f"output_dir={run_dir / place}")
+        found = train(run_dir, *own, *more, *PLACES[place], f"output_dir={run_dir / place}")
         assert found.experts == place
         on_cpu, here = (losses(run_dir / each, "eval_loss") for each in ("cpu", place))
         assert len(here) == 7
         assert here[0] == pytest.approx(on_cpu[0], rel=1e-2)
         assert here == pytest.approx(on_cpu, rel=0.1)
-        own = [each for each in (*stage, "max_steps=6") if not each.startswith("eval_")]
         train(run_dir, *own, *PLACES[place], f"output_dir={run_dir / f'{place}-plain'}")
         # A GPU adds up in no fixed order, so not the same bits.
         plain = losses(run_dir / f"{place}-plain")
@@ -225,8 +160,6 @@ def test_an_evaluation_that_memory_is_too_small_for_goes_in_smaller_passes(run_d
 
 
 def test_a_budget_that_is_too_small_is_refused_before_training(run_dir):
-    from ktbridge.errors import UsageError
-
     with pytest.raises(UsageError, match="GPU memory"):
         train(run_dir, "kt_experts=stream", "kt_gpu_memory=0.81GB")
 

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import yaml
 from click.testing import CliRunner
+from manyranks import free_port
 
 from ktbridge.adapter import convert_adapter
 from ktbridge.cli import main
@@ -36,28 +37,23 @@ def serve(*arguments, **environment):
 
 
 def test_serve_takes_it_and_options_win(inference, base, adapter, tmp_path):
-    done, plan = serve(inference(temperature=0.5), API_PORT="8123", API_KEY="secret")
+    port, other_port = free_port(), free_port()
+    done, plan = serve(inference(temperature=0.5), API_PORT=str(port), API_KEY="secret")
     assert done.exit_code == 0, done.stderr
-    assert (plan["model"], plan["port"], plan["threads"], plan["api_key"]) == (
-        str(base),
-        8123,
-        1,
-        True,
-    )
-    assert plan["nonexpert_adapters"] == {"adapter": str(adapter)}
+    found = [plan[key] for key in ("model", "port", "threads", "api_key", "nonexpert_adapters")]
+    assert found == [str(base), port, 1, True, {"adapter": str(adapter)}]
     for key in ("template", "kt_optimize_rule", "chunk_size", "infer_backend", "temperature"):
         assert f"    {key} " in done.stderr
     assert "use_kt" not in done.stderr
-    _, plan = serve(inference(), "--port", "8124", "--threads", "2", API_PORT="8123")
-    assert (plan["port"], plan["threads"]) == (8124, 2)
+    _, plan = serve(inference(), "--port", str(other_port), "--threads", "2", API_PORT=str(port))
+    assert (plan["port"], plan["threads"]) == (other_port, 2)
     done, _ = serve(inference(), API_PORT="http")
     assert (done.exit_code, "API_PORT in the environment is 'http'" in done.stderr) == (2, True)
     other = tmp_path / "half"
     convert_adapter(adapter, nonexpert_output_dir=other, base_model=str(base))
     _, plan = serve(inference(), "--nonexpert-adapter", f"mine={other}")
     assert list(plan["nonexpert_adapters"]) == ["mine"]
-    file = inference(infer_backend="ktransformers")
-    flags = ["--mem-fraction-static", "0.5"]
+    file, flags = inference(infer_backend="ktransformers"), ["--mem-fraction-static", "0.5"]
     done, plan = serve(file, "--engine-version", "0.7.2", "--", *flags)
     (launch,) = plan["launches"]
     assert "--trust-remote-code" in launch["argv"]
@@ -85,21 +81,13 @@ def test_every_mistake_is_named_at_once(inference):
     file = inference(
         model_name_or_pth="x", infer_backnd="y", zork=1, adapter_name_or_path="no", cpu_infer="x"
     )
-    with pytest.raises(ProblemsError) as error:
-        load_inference(file)
-    found = {problem.where.rpartition(": ")[2]: problem for problem in error.value.problems}
-    assert set(found) == {
-        "model_name_or_pth",
-        "infer_backnd",
-        "zork",
-        "adapter_name_or_path",
-        "cpu_infer",
-    }
-    assert found["model_name_or_pth"].next_step == "Did you mean model_name_or_path?"
-    assert found["infer_backnd"].next_step == "Did you mean infer_backend?"
     done, said = serve(file)
-    assert done.exit_code == 1
-    assert len(said["problems"]) == 5
+    found = {each["where"].rpartition(": ")[2]: each["next_step"] for each in said["problems"]}
+    assert (done.exit_code, found.keys()) == (
+        1, {"model_name_or_pth", "infer_backnd", "zork", "adapter_name_or_path", "cpu_infer"},
+    )  # fmt: skip
+    assert found["model_name_or_pth"] == "Did you mean model_name_or_path?"
+    assert found["infer_backnd"] == "Did you mean infer_backend?"
 
 
 def test_vllm_is_refused_with_the_commands(inference, adapter):

@@ -23,38 +23,38 @@ def results_in(directory):
     return json.loads((directory / "predict_results.json").read_text())
 
 
+def fails(done, *words, code=1):
+    assert done.returncode == code
+    for said in words:
+        assert said in done.stderr
+
+
 @pytest.mark.slow
 def test_files_and_metrics_are_llama_factorys(write, dataset, predict, predictions, base, tmp_path):
     broken = {"messages": dataset[0]["messages"][:1]}
     file = write([*dataset[:4], broken, *dataset[4:]], template="qwen3", val_size=0.1)
     shown = predict(file, "--dry-run")
     assert shown.returncode == 0, shown.stderr
-    assert "answers 9 of 10 rows" in shown.stdout
-    assert "rows.jsonl: line 5: the last message is not the assistant's" in shown.stdout
-    assert (
-        "    How are you today 0? 你喜欢吃苹果吗<|im_end|>\n    <|im_start|>assistant"
-        in shown.stdout
-    )
+    for words in (
+        "answers 9 of 10 rows", "rows.jsonl: line 5: the last message is not the assistant's",
+        "    How are you today 0? 你喜欢吃苹果吗<|im_end|>\n    <|im_start|>assistant",
+    ):  # fmt: skip
+        assert words in shown.stdout
     assert not (tmp_path / "out").exists()
     done = predict(file, "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert (said["answered"], said["refused"], said["ok"]) == (9, 1, True)
 
-    rows = predictions()
+    rows, metrics = predictions(), results_in(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(base)
     for row, (question, answer) in zip(rows, (row["messages"] for row in dataset), strict=True):
-        prompt = tokenizer.apply_chat_template(
-            [question], tokenize=False, add_generation_prompt=True
-        )
-        assert row.keys() == {"prompt", "predict", "label"}
-        assert (row["prompt"], row["label"]) == (prompt, answer["content"])
-    metrics = results_in(tmp_path / "out")
+        options = {"tokenize": False, "add_generation_prompt": True}
+        prompt = tokenizer.apply_chat_template([question], **options)
+        assert row == {"prompt": prompt, "predict": row["predict"], "label": answer["content"]}
     how = SmoothingFunction().method3
     bleu = [
-        round(
-            100 * sentence_bleu([list(r["label"])], list(r["predict"]), smoothing_function=how), 4
-        )
+        round(100 * sentence_bleu([[*r["label"]]], [*r["predict"]], smoothing_function=how), 4)
         for r in rows
     ]
     assert metrics["predict_bleu-4"] == pytest.approx(sum(bleu) / len(bleu), abs=1e-4)
@@ -64,30 +64,23 @@ def test_files_and_metrics_are_llama_factorys(write, dataset, predict, predictio
     ]  # held against the package's own elsewhere
     assert {name: metrics[f"predict_{name}"] for name in rouges} == rouges
     assert metrics["predict_samples"] == 9
-    assert metrics["predict_runtime"] > 0
-    assert metrics["predict_samples_per_second"] > 0
-
-    again = predict(file)
-    assert again.returncode == 2
-    assert "has predictions already" in again.stderr
+    assert metrics["predict_runtime"] > 0 < metrics["predict_samples_per_second"]
+    fails(predict(file), "has predictions already", code=2)
 
 
 @pytest.mark.slow
 def test_any_adapter_format_answers_alike_and_the_base_otherwise(
     write, predict, predictions, gguf, base, tmp_path
 ):
-    adapters = {"raw": {}, "gguf": {"adapter_name_or_path": str(gguf)}}
-    answers = {}
-    for name, changes in (adapters | {"base": {"adapter_name_or_path": None}}).items():
+    of_gguf = {"adapter_name_or_path": str(gguf)}
+    for name, changes in (("raw", {}), ("gguf", of_gguf), ("base", {"adapter_name_or_path": None})):
         done = predict(write(**changes), f"output_dir={tmp_path / name}", "max_samples=3")
         assert done.returncode == 0, done.stderr
-    for name in ("raw", "gguf", "base"):
-        answers[name] = predictions(name)
-    assert answers["raw"] == answers["gguf"] != answers["base"]
+    assert predictions("raw") == predictions("gguf") != predictions("base")
     assert "by the base model, without an adapter" in done.stdout
     assert f"{base.name} without an adapter ..." in done.stderr
     asked = ("--dry-run", "--json", "kt_config.kt_expert_weight_format=int8")
-    planned = json.loads(predict(write(**adapters["gguf"]), "max_samples=3", *asked).stdout)
+    planned = json.loads(predict(write(**of_gguf), "max_samples=3", *asked).stdout)
     assert planned["adapter"] == str(gguf)
     assert [note["where"] for note in planned["notes"]] == ["kt_config.kt_expert_weight_format"]
 
@@ -157,16 +150,13 @@ def test_rows_that_fail_are_named_and_asked_again(
     save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
     rows = [*dataset[:2], conversation("散步", "no"), *dataset[2:4]]
     file = write(rows, model_name_or_path=str(damaged), adapter_name_or_path=None, do_sample=True)
+    labels = [row["messages"][1]["content"] for row in dataset[:4]]
     for before in ("", ", 4 answered before"):
         done = predict(file)
-        assert done.returncode == 1
-        assert "KTP001" in done.stderr
+        fails(done, "KTP001", "rows.jsonl: line 3")
         assert "Traceback" not in done.stderr
-        assert "rows.jsonl: line 3" in done.stderr
         assert f"without an adapter{before}" in done.stdout
-        assert [row["label"] for row in predictions()] == [
-            r["messages"][1]["content"] for r in dataset[:4]
-        ]
+        assert [row["label"] for row in predictions()] == labels
     metrics = results_in(tmp_path / "out")
     assert (metrics["predict_samples"], metrics["predict_unanswered"]) == (4, 1)
 
@@ -176,25 +166,19 @@ def test_training_predicts_with_what_it_trained(
 ):
     own = {"do_train": True, "dataset": "rows.jsonl", "num_train_epochs": 1, "lora_rank": 4}
     file = write(dataset[:3], adapter_name_or_path=None, **own)
-    early = predict(file)
-    assert early.returncode == 1
-    assert "has no adapter yet" in early.stderr
+    fails(predict(file), "has no adapter yet")
     done = warm.run("-m", "ktbridge", "train", file, "--json", KTBRIDGE_THREADS="1")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said["steps"] == 3
-    assert said["predictions"]["adapter"] == str(tmp_path / "out")
+    assert (said["steps"], said["predictions"]["adapter"]) == (3, str(tmp_path / "out"))
     trained = predictions()
     assert len(trained) == 3
     done = predict(file, "overwrite_output_dir=true")
     assert done.returncode == 0, done.stderr
     assert predictions() == trained
     again = warm.run("-m", "ktbridge", "train", file, "--dry-run")
-    assert again.returncode == 2
-    assert "`ktbridge predict CONFIG` predicts with the adapter in it" in again.stderr
-    refused = warm.run("-m", "ktbridge", "plan", write())
-    assert refused.returncode == 2
-    assert "trains nothing" in refused.stderr
+    fails(again, "`ktbridge predict CONFIG` predicts with the adapter in it", code=2)
+    fails(warm.run("-m", "ktbridge", "plan", write()), "trains nothing", code=2)
 
 
 @pytest.mark.parametrize(
@@ -207,29 +191,21 @@ def test_training_predicts_with_what_it_trained(
         ({"top_p": 0}, "a number above 0, at most 1"),
         ({"adapter_name_or_path": "no"}, "an adapter in any format that `ktbridge convert` reads"),
         ({"cutoff_len": 4}, "no answer within cutoff_len=4 tokens: the prompt has"),
+        ({"rows": [pair("a", "b", "c")]}, "a preference pair"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(write, predict, tmp_path, changes, words):
-    done = predict(write(**changes))
-    assert done.returncode == 1
-    assert words in done.stderr
+    fails(predict(write(**changes)), words)
     assert not (tmp_path / "out").exists()
 
 
-def test_pairs_are_no_rows_to_predict(write, predict):
-    done = predict(write([pair("a", "b", "c")]))
-    assert done.returncode == 1
-    assert "a preference pair" in done.stderr
-
-
 def test_accuracy_of_choices():
-    def rows(*pairs):
-        return [{"prompt": "", "predict": predict, "label": label} for predict, label in pairs]
+    def measured(*pairs, unanswered=0, seconds=1.0):
+        rows = [{"prompt": "", "predict": predict, "label": label} for predict, label in pairs]
+        return measure_answers(rows, unanswered, seconds)
 
-    found = measure_answers(
-        rows(("B", "B"), ("The answer is C.", "(C)"), ("A", "D"), ("?", "A.")), 0, 2.0
-    )
-    assert found["predict_accuracy"] == 50
-    assert found["predict_samples_per_second"] == 2
-    assert "predict_accuracy" not in measure_answers(rows(("B", "B"), ("A", "A cat")), 0, 1.0)
-    assert measure_answers([], 3, 0.0)["predict_unanswered"] == 3
+    choices = (("B", "B"), ("The answer is C.", "(C)"), ("A", "D"), ("?", "A."))
+    found = measured(*choices, seconds=2.0)
+    assert (found["predict_accuracy"], found["predict_samples_per_second"]) == (50, 2)
+    assert "predict_accuracy" not in measured(("B", "B"), ("A", "A cat"))
+    assert measured(unanswered=3, seconds=0.0)["predict_unanswered"] == 3

@@ -45,12 +45,8 @@ ENGINE = "sglang-kt==0.7.2"
 
 
 def configured(base: Path, **settings: Any) -> TrainConfig:
-    return parse_config(
-        {
-            "model_name_or_path": str(base), "dataset": "none", "output_dir": "none",
-            "lora_rank": 4, "lora_alpha": 8, **settings,
-        }
-    )  # fmt: skip
+    own = {"model_name_or_path": str(base), "dataset": "none", "output_dir": "none"}
+    return parse_config({**own, "lora_rank": 4, "lora_alpha": 8, **settings})
 
 
 def trained(base: Path, config: TrainConfig, model: Any = None) -> Any:
@@ -60,9 +56,30 @@ def trained(base: Path, config: TrainConfig, model: Any = None) -> Any:
     return tuned
 
 
+def going_on(base: Path, raw: Path, **settings: Any) -> Any:
+    config = configured(base, adapter_name_or_path=str(raw), **settings)
+    return attach_lora(load_mapped(base, torch.bfloat16), config)
+
+
+def refusal(base: Path, raw: Path, **settings: Any) -> ProblemsError:
+    with pytest.raises(ProblemsError) as refused:
+        going_on(base, raw, **settings)
+    return refused.value
+
+
+def scales(model: Any) -> set[float]:
+    """Of PEFT's half."""
+    return {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)}
+
+
 def alarms(*paths: Path, **checks: Any) -> set[str]:
     found = validate_adapter(paths, **checks).problems
     return {problem.code for problem in found if problem.severity != "info"}
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(IDS).logits.float()
 
 
 @pytest.mark.quick("qwen3_moe|deepseek_v3")
@@ -74,49 +91,43 @@ def test_what_is_saved_is_loaded_by_all(model_type: str, tmp_path: Path) -> None
     plain = load_mapped(base, torch.float32)
     model = trained(base, everything(plain, base, lora_dropout=0.1), plain)
     save_raw_adapter(model, raw, str(base))
-    with torch.no_grad():
-        full = model(IDS).logits
-        set_expert_lora(model, False)
-        rest = model(IDS).logits
-        with model.disable_adapter():
-            assert (model(IDS).logits - rest).abs().max() > 0.1
+    full = logits(model)
+    set_expert_lora(model, False)
+    rest = logits(model)
+    with model.disable_adapter():
+        assert (logits(model) - rest).abs().max() > 0.1
 
     # A later run has it all, and would save the same bytes.
     again = configured(base, lora_dropout=0.1, adapter_name_or_path=str(raw))
     later = attach_lora(load_mapped(base, torch.float32), again).eval()
-    with torch.no_grad():
-        assert torch.equal(later(IDS).logits, full)
-    assert all(
-        (layer.lora_rank, layer.lora_dropout.p) == (4, 0.1)
-        for layer in expert_layers(later).values()
-    )
+    assert torch.equal(logits(later), full)
+    settings = {(each.lora_rank, each.lora_dropout.p) for each in expert_layers(later).values()}
+    assert settings == {(4, 0.1)}
     save_raw_adapter(later, tmp_path / "later", str(base))
     for file in raw.iterdir():
         if file.name != "kt_adapter_manifest.json":  # says when
             assert (tmp_path / "later" / file.name).read_bytes() == file.read_bytes()
 
     # As trl does for DPO: another adapter goes to the same modules, and away again.
-    before = {name for name, parameter in later.named_parameters() if parameter.requires_grad}
+    shapes = {name: value.shape for name, value in later.named_parameters()}
+    before = {name for name, value in later.named_parameters() if value.requires_grad}
     later.add_adapter("ref", later.peft_config["default"])
     assert before == {name for name, value in later.named_parameters() if value.requires_grad}
-    for name, parameter in later.named_parameters():
-        if ".default." in name:
-            assert later.get_parameter(name.replace(".default.", ".ref.")).shape == parameter.shape
+    for name in [name for name in shapes if ".default." in name]:
+        assert later.get_parameter(name.replace(".default.", ".ref.")).shape == shapes[name]
     later.delete_adapter("ref")
-    with torch.no_grad():
-        assert torch.equal(later(IDS).logits, full)
+    assert torch.equal(logits(later), full)
 
     # PEFT by itself, on transformers' model: every tensor has its place, and the experts none.
     fresh = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(fresh, raw).eval()
-    theirs, ours = nonexpert_tensors(loaded), nonexpert_tensors(model)
+    theirs = nonexpert_tensors(PeftModel.from_pretrained(fresh, raw).eval())
+    ours = nonexpert_tensors(model)
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(to_torch(theirs[key]), to_torch(ours[key])) for key in ours)
     # The same on our experts, for rounding that is the same.
-    loaded = PeftModel.from_pretrained(load_mapped(base, torch.float32), raw).eval()
+    loaded = PeftModel.from_pretrained(load_mapped(base, torch.float32), raw)
     wrap_experts(loaded, lora_rank=0)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(IDS).logits, rest, atol=2e-3, rtol=0)
+    torch.testing.assert_close(logits(loaded), rest, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("model_type", parametrize_families())
@@ -197,19 +208,6 @@ def test_a_vision_tower_with_the_same_names_is_left_alone() -> None:
     assert not [name for name in beside if any(name.endswith(f".{end}") for end in ends)]
 
 
-def test_routed_experts_alone(tmp_path: Path) -> None:
-    """gate_proj where only the routed experts have one: theirs is trained, and PEFT has nothing to do."""
-    base, raw = tmp_path / "base", tmp_path / "raw"
-    tiny_model().save_pretrained(base)
-    model = trained(base, configured(base, lora_target="gate_proj,up_proj"))
-    assert not [module for module in model.modules() if isinstance(module, LoraLayer)]
-    assert expert_layers(model).keys() == {0, 1}
-    save_raw_adapter(model, raw, str(base))
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), raw)
-    assert not nonexpert_tensors(loaded)
-    assert alarms(raw, base_model=base) == set()
-
-
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("attach")
@@ -220,54 +218,37 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_everything_that_does_not_fit_is_told_at_once(adapter: Path) -> None:
-    config = configured(
-        adapter / "base", adapter_name_or_path=str(adapter / "raw"), lora_rank=8,
-        lora_target="q_proj,o_proj", kt_config={"kt_lora_alpha": 3},
-    )  # fmt: skip
-    with pytest.raises(ProblemsError) as refused:
-        attach_lora(load_mapped(adapter / "base", torch.bfloat16), config)
-    steps = [problem.next_step for problem in refused.value.problems]
-    assert steps == [
+    other = {"lora_rank": 8, "lora_target": "q_proj,o_proj", "kt_config": {"kt_lora_alpha": 3}}
+    refused = refusal(adapter / "base", adapter / "raw", **other)
+    assert [problem.next_step for problem in refused.problems] == [
         "Set kt_lora_rank: 4.", "Set kt_lora_alpha: 8.", "Set lora_rank: 4.",
         *["Set lora_target: q_proj, v_proj, or all."] * 2,
     ]  # fmt: skip
 
 
 def test_another_base_model_is_refused(adapter: Path, tmp_path: Path) -> None:
-    other, config = tmp_path / "other", {"adapter_name_or_path": str(adapter / "raw")}
+    other, two = tmp_path / "other", {"lora_target": "q_proj,v_proj"}
     tiny_model(rope_theta=5e5).save_pretrained(other)
     with pytest.raises(KtbridgeError, match=r"whose config\.json differs .* in rope_parameters"):
-        attach_lora(load_mapped(other, torch.bfloat16), configured(other, **config))
+        going_on(other, adapter / "raw")
     # Its manifest tells what it was trained on, wherever that is: other values are another model.
-    moved, trained_there = tmp_path / "moved", tmp_path / "trained"
+    moved, raw = tmp_path / "moved", tmp_path / "trained"
     shutil.copytree(adapter / "base", moved)
-    shutil.copytree(adapter / "raw", trained_there)
-    settings = configured(moved, lora_target="q_proj,v_proj")
-    save_raw_adapter(trained(moved, settings), trained_there, str(moved), overwrite=True)
+    save_raw_adapter(trained(moved, configured(moved, **two)), raw, str(moved))
     moved.rename(tmp_path / "here")
-    going_on = {"adapter_name_or_path": str(trained_there)}
-    here = tmp_path / "here"
-    attach_lora(load_mapped(here, torch.bfloat16), configured(here, **going_on))
+    going_on(tmp_path / "here", raw)
     tiny_model(seed=1).save_pretrained(moved)
-    with pytest.raises(ProblemsError) as refused:
-        attach_lora(load_mapped(moved, torch.bfloat16), configured(moved, **going_on))
-    assert {problem.code for problem in refused.value.problems} == {"KTB612"}
+    assert {problem.code for problem in refusal(moved, raw).problems} == {"KTB612"}
     # The one that it was trained on isn't here: what fits by its shapes is taken, and said.
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(adapter / "raw", elsewhere)
-    model = trained(adapter / "base", configured(adapter / "base", lora_target="q_proj,v_proj"))
-    save_raw_adapter(model, elsewhere, "/gone/model", overwrite=True)
-    config = {"adapter_name_or_path": str(elsewhere)}
+    model = trained(adapter / "base", configured(adapter / "base", **two))
+    save_raw_adapter(model, tmp_path / "elsewhere", "/gone/model")
     with pytest.warns(UserWarning, match="from its shapes only"):
-        attach_lora(load_mapped(other, torch.bfloat16), configured(other, **config))
+        going_on(other, tmp_path / "elsewhere")
     shutil.rmtree(other)
     tiny_model(num_key_value_heads=4, num_experts=4).save_pretrained(other)
-    with (
-        pytest.warns(UserWarning, match="from its shapes only"),
-        pytest.raises(ProblemsError) as refused,
-    ):
-        attach_lora(load_mapped(other, torch.bfloat16), configured(other, **config))
-    assert {problem.code for problem in refused.value.problems} == {"KTB604", "KTB605"}
+    with pytest.warns(UserWarning, match="from its shapes only"):
+        refused = refusal(other, tmp_path / "elsewhere")
+    assert {problem.code for problem in refused.problems} == {"KTB604", "KTB605"}
 
 
 def test_a_cpu_for_python_is_spared_where_any_part_is_elsewhere(
@@ -286,30 +267,22 @@ def test_a_cpu_for_python_is_spared_where_any_part_is_elsewhere(
 def test_what_is_no_start_is_refused(adapter: Path, tmp_path: Path) -> None:
     halves = {f"{half}_output_dir": tmp_path / half for half in ("expert", "nonexpert")}
     convert_adapter(adapter / "raw", **halves)
-    for half in halves.values():
-        with pytest.raises(UsageError, match="one half of a split pair"):
-            start_from(adapter, half)
-    with pytest.raises(KtbridgeError, match="does not exist"):
-        start_from(adapter, tmp_path / "nothing")
     shutil.copytree(adapter / "raw", tmp_path / "half")
     (tmp_path / "half" / "fused_expert_lora.safetensors").unlink()
-    with pytest.raises(KtbridgeError):
-        start_from(adapter, tmp_path / "half")
-
-
-def start_from(adapter: Path, path: Path) -> PeftModel:
-    config = configured(adapter / "base", adapter_name_or_path=str(path))
-    return attach_lora(load_mapped(adapter / "base", torch.bfloat16), config)
+    for name, words in (
+        ("expert", "one half of a split pair"), ("nonexpert", "one half of a split pair"),
+        ("nothing", "does not exist"), ("half", None),
+    ):  # fmt: skip
+        with pytest.raises(KtbridgeError, match=words):
+            going_on(adapter / "base", tmp_path / name)
 
 
 @pytest.mark.parametrize("to", ["kt-merged", "peft-fused", "sglang-3d", "vllm"])
 def test_training_goes_on_from_any_format(adapter: Path, tmp_path: Path, to: str) -> None:
-    convert_adapter(
-        adapter / "raw", to=to, output_dir=tmp_path / to, base_model=str(adapter / "base")
-    )
-    ours, theirs = (start_from(adapter, path) for path in (adapter / "raw", tmp_path / to))
-    expected = dict(ours.named_parameters())
-    for name, parameter in theirs.named_parameters():
+    base, raw = adapter / "base", adapter / "raw"
+    convert_adapter(raw, to=to, output_dir=tmp_path / to, base_model=str(base))
+    expected = dict(going_on(base, raw).named_parameters())
+    for name, parameter in going_on(base, tmp_path / to).named_parameters():
         assert torch.equal(parameter, expected.pop(name)), name
     assert not expected
 
@@ -327,11 +300,9 @@ def test_rslora_is_saved_as_plain_lora_that_every_layout_takes(tmp_path: Path) -
     # The scales are PEFT's own of rsLoRA, for both halves.
     alone = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     settings = {"r": 8, "lora_alpha": 4, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}
-    theirs = get_peft_model(alone, LoraConfig(**settings))
-    (scale,) = {m.scaling["default"] for m in theirs.modules() if isinstance(m, LoraLayer)}
-    scales = {m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)}
-    scales |= {each.lora_alpha / each.lora_rank for each in expert_layers(model).values()}
-    assert sorted(scales) == [pytest.approx(scale, rel=1e-7)]
+    (scale,) = scales(get_peft_model(alone, LoraConfig(**settings)))
+    experts = {each.lora_alpha / each.lora_rank for each in expert_layers(model).values()}
+    assert sorted(scales(model) | experts) == [pytest.approx(scale, rel=1e-7)]
     # What is written is plain, whole to the last bit, and every layout holds it.
     config = json.loads((raw / "adapter_config.json").read_text())
     assert (config["lora_alpha"], config["use_rslora"]) == (ROOT, False)
@@ -345,30 +316,23 @@ def test_rslora_is_saved_as_plain_lora_that_every_layout_takes(tmp_path: Path) -
     assert read_adapter(back).alpha == ROOT  # which GGUF has as float32
 
     # Another run goes on from it by either name of the scale, and is told the right one.
-    for settings in ({"lora_alpha": 4, "use_rslora": True}, {"lora_alpha": ROOT}):
-        later = configured(base, adapter_name_or_path=str(raw), **{"lora_rank": 8, **settings})
-        again = attach_lora(load_mapped(base, torch.float32), later).eval()
-        with torch.no_grad():
-            assert torch.equal(again(IDS).logits, model(IDS).logits.float())
-    other = configured(base, adapter_name_or_path=str(raw), lora_rank=8, lora_alpha=4)
-    with pytest.raises(ProblemsError) as refused:
-        attach_lora(load_mapped(base, torch.float32), other)
-    assert {problem.next_step for problem in refused.value.problems} == {
+    for named in ({"lora_alpha": 4, "use_rslora": True}, {"lora_alpha": ROOT}):
+        later = configured(base, adapter_name_or_path=str(raw), **{"lora_rank": 8, **named})
+        again = attach_lora(load_mapped(base, torch.float32), later)
+        assert torch.equal(logits(again), logits(model))
+    refused = refusal(base, raw, lora_rank=8, lora_alpha=4)
+    assert {problem.next_step for problem in refused.problems} == {
         f"Set kt_lora_alpha: {ROOT!r}.", f"Set lora_alpha: {ROOT!r}.",
     }  # fmt: skip
 
 
 def test_rslora_goes_on_as_it_was(adapter: Path, tmp_path: Path) -> None:
-    model = trained(adapter / "base", configured(adapter / "base", lora_target="q_proj,v_proj"))
+    base = adapter / "base"
+    model = trained(base, configured(base, lora_target="q_proj,v_proj"))
     model.peft_config["default"].use_rslora = True
-    save_raw_adapter(model, tmp_path / "raw", str(adapter / "base"))
-    config = configured(adapter / "base", adapter_name_or_path=str(tmp_path / "raw"))
-    asked = configured(
-        adapter / "base", adapter_name_or_path=str(tmp_path / "raw"), use_rslora=True,
-        kt_config={"kt_lora_alpha": 4},
-    )  # fmt: skip
-    for each, alpha in ((config, 8), (asked, 16)):
-        later = attach_lora(load_mapped(adapter / "base", torch.bfloat16), each)
-        scales = {m.scaling["default"] for m in later.modules() if isinstance(m, LoraLayer)}
-        assert scales == {4.0}  # 8 / sqrt(4)
+    save_raw_adapter(model, tmp_path / "raw", str(base))
+    asked = {"use_rslora": True, "kt_config": {"kt_lora_alpha": 4}}
+    for settings, alpha in (({}, 8), (asked, 16)):
+        later = going_on(base, tmp_path / "raw", **settings)
+        assert scales(later) == {4.0}  # 8 / sqrt(4)
         assert later.peft_config["default"].lora_alpha == alpha

@@ -86,17 +86,17 @@ def test_whatever_rows_are_made_of_makes_them_anew(run_dir):
     for changed in ("cutoff_len=16", "seed=1", "packing=true", "val_size=2", "max_samples=9"):
         assert start(run_dir, changed)[0] == {"KTD041"}, changed
     start(run_dir)
-    rows, tokenizer = run_dir / "rows.jsonl", run_dir / "base" / "tokenizer_config.json"
+    rows, template = run_dir / "rows.jsonl", run_dir / "base" / "chat_template.jinja"
     before = rows.stat()
-    lines = rows.read_text().replace("who", "are", 1)  # as many bytes, and the time put back
-    rows.write_text(lines)
+    rows.write_text(
+        rows.read_text().replace("who", "are", 1)
+    )  # as many bytes, and the time put back
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
     found, ready = start(run_dir)
     assert found == {"KTD041"}
     assert "dataset 1" in next(n.found for n in ready.notes if n.code == "KTD041")
-    template = run_dir / "base" / "chat_template.jinja"
     assert start(run_dir)[0] == {"KTD043"}
-    (template if template.exists() else tokenizer).open("a").write(" ")
+    template.open("a").write(" ")
     assert start(run_dir)[0] == {"KTD041"}
     assert start(run_dir, "overwrite_cache=true")[0] == {"KTD041"}
 

@@ -1,7 +1,6 @@
 """What is learned of a conversation is what a server's model writes, whatever the chat template does."""
 
 import re
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -16,10 +15,6 @@ from ktbridge.sft.data.render import DIFFERENT, ChatTemplate
 from ktbridge.sft.data.template import template_notes
 
 ROW = {"messages": [ASK, TELL]}
-
-
-def write(path, *rows):
-    return write_lines(path, rows)
 
 
 MARKED = (
@@ -37,8 +32,6 @@ UNOPENED = (
     "{{ ' bot ' + m.content | trim + eos_token + '\\n' }}"
     "{% else %}{{ '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
 )
-THOUGHTS = "<think>\n\n</think>\n\n"
-CHATML = ("<|im_start|>", "<|im_end|>")
 DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
 # As Mixtral, OLMoE, ERNIE 4.5 and MiniMax-M2 have them, without what is for tools.
 MIXTRAL = (
@@ -101,6 +94,15 @@ def tokenizer_for(name, *more):
     return tokenizer
 
 
+def learn(tmp_path, tokenizer, *rows, **changes):
+    """Rows as tokens, of which those that are learned are shown by ``learned``."""
+    return tokenized(settings(write_lines(tmp_path / "rows.jsonl", rows), **changes), tokenizer)
+
+
+def answers(tmp_path, tokenizer, *rows, **changes):
+    return learned(learn(tmp_path, tokenizer, *rows, **changes), tokenizer)
+
+
 def learned(fitted, tokenizer):
     """(what stands before it, what is learned) for each stretch of learned tokens, in order."""
     found = []
@@ -127,7 +129,7 @@ def conversation(*answers):
     """Questions and these answers. Some templates take no system message, so there is none."""
     messages = []
     for number, answer in enumerate(answers):
-        messages.append({"role": "user", "content": f"ask {number} 🐱?"})
+        messages.append({"role": "user", "content": f"Assistant: e? {number} 🐱"})
         messages.append({"role": "assistant", "content": answer})
     return messages
 
@@ -136,8 +138,7 @@ def conversation(*answers):
 def test_each_answer_is_learned_behind_the_prompt_that_a_server_sends(tmp_path, name):
     messages = conversation("one 🐱", "e", "three <b>")
     tokenizer = tokenizer_for(name)
-    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
-    fitted = tokenized(config, tokenizer)
+    fitted = learn(tmp_path, tokenizer, {"messages": messages})
     found = learned(fitted, tokenizer)
     assert len(found) == 3
     missing = set()
@@ -160,48 +161,42 @@ def test_each_answer_is_learned_behind_the_prompt_that_a_server_sends(tmp_path, 
     assert ("KTD005" in notes) == rewrites
     assert rewrites == (name in ("qwen3", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "gptoss"))
     assert sum(map(len, (answer.encode() for _, answer in found))) >= fitted.trained_tokens
+    if name == "marked":  # then transformers gives the same masks
+        own = {"return_dict": True, "return_assistant_tokens_mask": True}
+        masks = tokenizer.apply_chat_template(messages, **own)["assistant_masks"]
+        assert masks == [int(label != -100) for label in fitted.dataset[0]["labels"]]
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("name", "head"),
     [
-        ("qwen3", ["<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo"]),
-        ("qwen3_5_think", ["hm\n</think>\n\none", "ha\n</think>\n\ntwo"]),
-        ("qwen2_5", ["<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo"]),
-        ("deepseek_r1_distill", ["hm\n</think>\n\none", "ha\n</think>\n\ntwo"]),
-        ("deepseekv3", ["hm\n</think>\n\none", "ha\n</think>\n\ntwo"]),
-        ("minimax", ["\nhm\n</think>\n\none", "\nha\n</think>\n\ntwo"]),
+        ("qwen3", "<think>\n"),
+        ("qwen3_5_think", ""),
+        ("qwen2_5", "<think>\n"),
+        ("deepseek_r1_distill", ""),
+        ("deepseekv3", ""),
+        ("minimax", "\n"),
     ],
 )
 def test_thoughts_are_learned_where_the_model_writes_them_and_gone_from_history(
-    tmp_path, name, parts
+    tmp_path, name, head
 ):
-    answers = [
-        f"<think>\n{thought}\n</think>\n\n{word}"
-        for thought, word in (("hm", "one"), ("ha", "two"))
-    ]
-    messages, tokenizer = conversation(*answers), tokenizer_for(name)
-    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
-    found = learned(tokenized(config, tokenizer), tokenizer)
+    parts = ["hm\n</think>\n\none", "ha\n</think>\n\ntwo"]
+    messages = conversation(*(f"<think>\n{part}" for part in parts))
+    tokenizer = tokenizer_for(name)
+    found = answers(tmp_path, tokenizer, {"messages": messages})
+    assert len(found) == 2
     for turn, (before, answer) in enumerate(found):
         prompt, _ = served(tokenizer, messages[: 2 * turn + 2])
         assert before == prompt
-        assert answer.startswith(parts[turn])
-        assert "</think>" not in answer.removeprefix(parts[turn])
-    assert len(found) == 2
+        assert answer.startswith(head + parts[turn])
+        assert "</think>" not in answer.removeprefix(head + parts[turn])
     assert ("hm" in found[1][0]) == (name == "qwen2_5")
 
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather of a city.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    }
-]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"name": "weather", "description": "The weather of a city.", "parameters": CITY}
+TOOLS = [{"type": "function", "function": WEATHER}]
 TAGS = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
     "</arg_value>", "<tool_response>", "</tool_response>",
@@ -238,20 +233,26 @@ THOUGHTFUL = ("ask the tool", "wet", "polite")
     ],
 )
 def test_a_tool_call_is_learned_as_it_is_served_and_its_result_is_not(tmp_path, name, thoughts):
+    """And a prediction is asked and compared so."""
     messages, tokenizer = calling(*thoughts), tokenizer_for(name, *TAGS)
-    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages, "tools": TOOLS}))
-    fitted = tokenized(config, tokenizer)
+    row = {"messages": messages, "tools": TOOLS}
     stops = ("<|observation|>", "<|user|>", "<|user|>") if name == "glm4moe" else ("", "", "")
-    found = zip(learned(fitted, tokenizer), (1, 3, 5), stops, strict=True)
+    found = zip(answers(tmp_path, tokenizer, row), (1, 3, 5), stops, strict=True)
     for (before, answer), place, stop in found:
         prompt, whole = served(tokenizer, messages[: place + 1], tools=TOOLS)
         assert before == prompt
         assert before + answer == whole.rstrip() + stop
+    prompt, whole = served(tokenizer, messages[:2], tools=TOOLS)
+    chat = ChatTemplate(tokenizer)
+    asked, label = chat.write_prompt_and_answer(messages[:2], TOOLS)
+    assert asked == prompt
+    if name in ("qwen3", "glm4moe", "qwen2_5") and not thoughts:
+        assert label == whole.removeprefix(prompt).strip().removesuffix("<|im_end|>")
+        assert chat.write_prompt_and_answer(messages, TOOLS)[1] == "Welcome."
 
     if name == "nemotron_3_nano":  # writes calls differently in history
         return
-    config = replace(config, split_turns=False)
-    (row,) = tokenized(config, tokenizer).dataset
+    (row,) = learn(tmp_path, tokenizer, row, split_turns=False).dataset
     text = served(tokenizer, messages, tools=TOOLS)[1].rstrip() + stops[2]
     assert tokenizer.decode(row["input_ids"]).rstrip() == text
 
@@ -282,16 +283,11 @@ OPEN, GLM = "<think>\n", "\n<think></think>"
 @pytest.mark.parametrize("field", [True, False], ids=["field", "content"])
 def test_thinking_is_asked_for_as_the_configuration_says(tmp_path, name, thinking, ends, field):
     ask, answer = {"role": "user", "content": "Well?"}, {"role": "assistant", "content": "yes"}
-    thoughtful = {**answer, "content": f"{HM}yes"}
-    if field:
-        thoughtful = {**answer, "reasoning_content": "hm"}
+    own = {"reasoning_content": "hm"} if field else {"content": f"{HM}yes"}
+    rows = [{"messages": [ask, each]} for each in ({**answer, **own}, answer)]
     tokenizer = tokenizer_for(name, *TAGS)
-    rows = write(
-        tmp_path / "rows.jsonl", {"messages": [ask, thoughtful]}, {"messages": [ask, answer]}
-    )
-    config = settings(rows, enable_thinking=thinking)
-    fitted = tokenized(config, tokenizer)
-    stop = "<|user|>" if name == "glm4moe" else tokenizer_stop(name)
+    fitted = learn(tmp_path, tokenizer, *rows, enable_thinking=thinking)
+    stop = {"glm4moe": "<|user|>", "deepseek_v31": DEEPSEEK[-1]}.get(name, "<|im_end|>")
     found = learned(fitted, tokenizer)
     for (before, text), (end, expected), has in zip(found, ends, (True, False), strict=True):
         asked = has if thinking == "auto" else thinking
@@ -317,16 +313,11 @@ def test_thoughts_whose_block_the_prompt_opens_are_those_of_a_whole_block(tmp_pa
     tokenizer, found = tokenizer_for(name, *TAGS), []
     for content in (f"{HM}yes", "hm\n</think>\n\nyes"):
         row = {"messages": [ASK, {**TELL, "content": content}]}
-        config = settings(write(tmp_path / "rows.jsonl", row), enable_thinking=thinking)
-        rows = load_rows(config)
-        (conversation,) = (row.messages for row in rows.rows)
+        path = write_lines(tmp_path / "rows.jsonl", [row])
+        rows = load_rows(config := settings(path, enable_thinking=thinking))
+        own = learned(tokenize_rows(rows, tokenizer, config), tokenizer)
         chat = ChatTemplate(tokenizer, thinking)
-        found.append(
-            (
-                learned(tokenize_rows(rows, tokenizer, config), tokenizer),
-                chat.write_prompt_and_answer(conversation),
-            )
-        )
+        found.append((own, chat.write_prompt_and_answer(rows.rows[0].messages)))
     assert found[0] == found[1]
     ((before, answer),), _ = found[0]
     assert ("hm" in answer) == (thinking is not False)
@@ -343,13 +334,12 @@ def test_a_split_turn_is_the_tokens_of_one_message(tmp_path, name, stage):
     ask, call = calling()[:2]
     thinking = {"role": "assistant", "content": f"{HM}"}
     for turn in ([{**call, "reasoning_content": "hm"}], [thinking, call]):
-        row = {"messages": [ask, *turn], "tools": TOOLS}
-        if stage == "kto":
-            row["kto_tag"] = True
+        row = {"messages": [ask, *turn], **({"kto_tag": True} if stage == "kto" else {})}
         if stage == "dpo":
-            row = {"prompt": [ask], "chosen": turn, "rejected": [TELL], "tools": TOOLS}
-        config = settings(write(tmp_path / "rows.jsonl", row), stage=stage)
-        found.append(tokenized(config, tokenizer).dataset.to_dict())
+            row = {"prompt": [ask], "chosen": turn, "rejected": [TELL]}
+        found.append(
+            learn(tmp_path, tokenizer, {**row, "tools": TOOLS}, stage=stage).dataset.to_dict()
+        )
     assert found[0] == found[1]
 
 
@@ -363,32 +353,24 @@ def test_a_split_turn_is_the_tokens_of_one_message(tmp_path, name, stage):
     ],
 )
 def test_words_that_a_template_drops_are_refused(tmp_path, name, messages):
-    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
     with pytest.raises(ProblemsError, match="leaves a part of the answer out"):
-        tokenized(config, tokenizer_for(name, *TAGS))
-
-
-def tokenizer_stop(name):
-    return "<｜end▁of▁sentence｜>" if name == "deepseek_v31" else "<|im_end|>"
+        learn(tmp_path, tokenizer_for(name, *TAGS), {"messages": messages})
 
 
 def test_thoughts_that_are_never_written_are_refused_with_what_to_set(tmp_path):
     row = {"messages": [ASK, {**TELL, "reasoning_content": "hm"}]}
-    config = settings(write(tmp_path / "rows.jsonl", row))
     with pytest.raises(ProblemsError, match="out: with enable_thinking: true it opens thoughts"):
-        tokenized(config, tokenizer_for("deepseek_v31", *TAGS))
-    config = replace(config, enable_thinking=True)
-    fitted = tokenized(config, tokenizer_for("qwen2_5"))
+        learn(tmp_path, tokenizer_for("deepseek_v31", *TAGS), row)
+    tokenizer = tokenizer_for("qwen2_5")
+    fitted = learn(tmp_path, tokenizer, row, enable_thinking=True)
     assert "KTD021" in {note.code for note in fitted.notes}
-    ((_, answer),) = learned(fitted, tokenizer_for("qwen2_5"))
+    ((_, answer),) = learned(fitted, tokenizer)
     assert answer == f"{HM}i am a cat<|im_end|>"
 
 
 def test_a_conversation_of_which_no_answer_is_learned_is_refused(tmp_path):
-    messages = conversation("one")
-    messages[1]["weight"] = 0
-    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}, ROW))
-    (refused,) = tokenized(config, tokenizer_for("qwen3")).refused
+    silent = {"messages": [ASK, {**TELL, "weight": 0}]}
+    (refused,) = learn(tmp_path, tokenizer_for("qwen3"), silent, ROW).refused
     assert refused.why == "no answer is learned: the weight of each is 0"
 
 
@@ -402,27 +384,15 @@ def test_tools_that_a_template_cant_write_are_refused_with_a_sentence(tmp_path):
         ({"messages": two, "tools": TOOLS}, "gptoss", "leaves tool calls, or their results, out"),
     ]
     for row, name, why in rows:
-        config = settings(write(tmp_path / "rows.jsonl", row))
         with pytest.raises(ProblemsError, match=why):
-            tokenized(config, tokenizer_for(name))
-
-
-@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "qwen2_5"])
-def test_a_prediction_is_asked_and_compared_as_it_is_served(name):
-    chat = ChatTemplate(tokenizer_for(name, *TAGS))
-    messages, tokenizer = calling(), tokenizer_for(name, *TAGS)
-    prompt, label = chat.write_prompt_and_answer(messages[:2], TOOLS)
-    asked, whole = served(tokenizer, messages[:2], tools=TOOLS)
-    assert prompt == asked
-    assert label == whole.removeprefix(asked).strip().removesuffix("<|im_end|>")
-    assert chat.write_prompt_and_answer(messages, TOOLS)[1] == "Welcome."
+            learn(tmp_path, tokenizer_for(name), row)
 
 
 def test_an_answer_stands_behind_the_calls_as_the_server_has_them(tmp_path):
     """gpt-oss's template drops the thoughts of calls once the final answer is there."""
     messages, tokenizer = calling(*THOUGHTFUL)[:4], tokenizer_for("gptoss")
-    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages, "tools": TOOLS}))
-    (_, call), (before, answer) = learned(tokenized(config, tokenizer), tokenizer)
+    row = {"messages": messages, "tools": TOOLS}
+    (_, call), (before, answer) = answers(tmp_path, tokenizer, row)
     for message in messages:
         if "reasoning_content" in message:
             message["thinking"] = message.pop("reasoning_content")
@@ -437,99 +407,55 @@ def test_an_answer_stands_behind_the_calls_as_the_server_has_them(tmp_path):
 
 def test_arguments_are_text_where_the_template_joins_them_to_text(tmp_path):
     ask, call, result, *_ = calling()
-    messages, tokenizer = [ask, call, result, call], tokenizer_for("deepseekv3")
-    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
-    (_, answer), again = learned(tokenized(config, tokenizer), tokenizer)
+    row = {"messages": [ask, call, result, call]}
+    (_, answer), again = answers(tmp_path, tokenizer_for("deepseekv3"), row)
     assert again
     assert 'weather\n```json\n{"city": "Köln"}\n```' in answer
     assert answer.endswith("<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
 
 
-def test_one_sequence_a_conversation_is_a_choice_and_said_with_the_number_of_rows(tmp_path):
-    rows = [{"messages": conversation("one", "two")}] * 3 + [{"messages": conversation("one")}]
-    path, tokenizer = write(tmp_path / "rows.jsonl", *rows), tokenizer_for("qwen3")
-    config = settings(path)
-    fitted = tokenized(config, tokenizer)
-    assert len(fitted.dataset) == 7
-    assert "used 4 of 4 rows, in 7 sequences" in describe_rows(fitted)
-    note = next(note for note in fitted.notes if note.code == "KTD005")
-    assert (note.severity, "3 of 4" in note.found) == ("info", True)
-
-    config = settings(path, split_turns=False)
-    fitted = tokenized(config, tokenizer)
-    assert len(fitted.dataset) == 4
-    note = next(note for note in fitted.notes if note.code == "KTD005")
-    assert (note.severity, "3 of 4" in note.found) == ("warning", True)
-    assert [answer for _, answer in learned(fitted, tokenizer)[:2]] == [
-        "one<|im_end|>",
-        "<think>\n\n</think>\n\ntwo<|im_end|>",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("template", "special", "expected"),
-    [
-        (MARKED, ["<end>"], ["o 🐱 <end>", "b<end>"]),
-        (OPENED, ["<end>"], [" o 🐱 <end>", " b<end>"]),
-        (UNOPENED, ["<end>"], ["o 🐱<end>", "b<end>"]),
-    ],
-    ids=["markers", "opened", "unopened"],
-)  # fmt: skip
-def test_loss_is_counted_on_exactly_the_answers(tmp_path, template, special, expected):
-    messages = [{"role": "system", "content": "o"}]
-    for question, answer in (("b Assistant: o 🐱", "o 🐱 "), ("o", "b")):
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": answer})
-    config = settings(write(tmp_path / "rows.jsonl", {"messages": messages}))
-    tokenizer = byte_tokenizer(template, *special)
-    fitted = tokenized(config, tokenizer)
-    (row,) = fitted.dataset
-    assert [answer for _, answer in learned(fitted, tokenizer)] == expected
-    assert fitted.trained_tokens == sum(label != -100 for label in row["labels"])
-    assert not fitted.notes
-    pieces = fitted.preview["sequence"]
-    assert [text for text, yes in pieces if yes] == expected
-    assert "".join(text for text, _ in pieces) == tokenizer.decode(row["input_ids"])
-    if template == MARKED:  # then transformers gives the same masks
-        whole = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True
-        )
-        assert whole["input_ids"] == row["input_ids"]
-        assert whole["assistant_masks"] == [int(label != -100) for label in row["labels"]]
+    ("split", "sequences", "severity"), [(True, 7, "info"), (False, 4, "warning")]
+)
+def test_one_sequence_a_conversation_is_a_choice_and_said_with_the_number_of_rows(
+    tmp_path, split, sequences, severity
+):
+    rows = [{"messages": conversation("one", "two")}] * 3 + [{"messages": conversation("one")}]
+    tokenizer = tokenizer_for("qwen3")
+    fitted = learn(tmp_path, tokenizer, *rows, split_turns=split)
+    assert len(fitted.dataset) == sequences
+    note = next(note for note in fitted.notes if note.code == "KTD005")
+    assert (note.severity, "3 of 4" in note.found) == (severity, True)
+    if split:
+        assert "used 4 of 4 rows, in 7 sequences" in describe_rows(fitted)
+    else:
+        first, second = (answer for _, answer in learned(fitted, tokenizer)[:2])
+        assert (first, second) == ("one<|im_end|>", f"{EMPTY}two<|im_end|>")
 
 
 def test_a_template_that_hides_the_answer_or_refuses_the_row_is_a_reason(tmp_path):
     row = {"messages": [{"role": "system", "content": "s"}, *ROW["messages"]]}
-    config = settings(write(tmp_path / "rows.jsonl", ROW, row))
-    rows = load_rows(config)
-    shouting = OPENED.replace("m.content +", "m.content | upper +")
-    refusing = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        + MARKED
-    )
-    fitted = tokenize_rows(rows, byte_tokenizer(refusing, "<end>"), config)
-    assert fitted.used == 1
-    assert fitted.total == 2
-    assert fitted.refused[0].why == "the chat template refuses the conversation: no system"
-    assert fitted.refused[0].row == row
-    assert fitted.refused[0].where.endswith("line 2")
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    fitted = learn(tmp_path, byte_tokenizer(refusing + MARKED, "<end>"), ROW, row)
+    assert (fitted.used, fitted.total) == (1, 2)
+    (refused,) = fitted.refused
+    assert refused.why == "the chat template refuses the conversation: no system"
+    assert (refused.row, refused.where[-6:]) == (row, "line 2")
     assert describe_rows(fitted).startswith(
         "used 1 of 2 rows (1 refused: 1 the chat template refuses the conversation);"
     )
-    assert tokenize_rows(rows, byte_tokenizer(shouting, "<end>"), config).used == 2
-
-    forgetful = OPENED.replace("messages %}", "messages[-2:] %}")
-    longer = settings(write(tmp_path / "long.jsonl", {"messages": [ASK, TELL, ASK, TELL]}, ROW))
-    fitted = tokenized(longer, byte_tokenizer(forgetful, "<end>"))
-    assert fitted.refused[0].why == DIFFERENT
-    assert fitted.used == 1
+    shouting = byte_tokenizer(OPENED.replace("m.content +", "m.content | upper +"), "<end>")
+    assert learn(tmp_path, shouting, ROW, row).used == 2
+    forgetful = byte_tokenizer(OPENED.replace("messages %}", "messages[-2:] %}"), "<end>")
+    fitted = learn(tmp_path, forgetful, {"messages": [ASK, TELL, ASK, TELL]}, ROW)
+    assert (fitted.refused[0].why, fitted.used) == (DIFFERENT, 1)
 
     endless = byte_tokenizer(MARKED.replace(" + eos_token", ""), "<end>")
-    (note,) = tokenize_rows(rows, endless, config).notes
+    (note,) = learn(tmp_path, endless, ROW).notes
     assert "answers end in 't', so that the model does not learn to stop" in note.found
     endless.chat_template = None
     with pytest.raises(KtbridgeError, match="no chat template"):
-        tokenize_rows(rows, endless, config)
+        learn(tmp_path, endless, ROW)
 
 
 @pytest.mark.parametrize(
@@ -559,35 +485,36 @@ def test_a_template_of_llama_factory_is_noted_where_it_differs(name, own, differ
 
 
 def test_a_template_that_isnt_known_is_told_with_names_like_it():
-    (note,) = template_notes("qwen3_nothnk", tokenizer_for("qwen3"))
+    tokenizer = tokenizer_for("qwen3")
+    (note,) = template_notes("qwen3_nothnk", tokenizer)
     assert (note.code, note.severity) == ("KTC037", "info")
     assert note.expected.startswith("qwen3_nothink")
-    assert template_notes(None, tokenizer_for("qwen3")) == []
+    assert template_notes(None, tokenizer) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
+@pytest.mark.parametrize(
+    ("name", "stop", "other"),
+    [("qwen3", "<|im_end|>", "<|im_end|>"), ("glm4moe", "<|observation|>", "<|user|>")],
+)
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
-def test_compared_answers_with_calls_and_thoughts_are_what_a_server_gets(tmp_path, name, stage):
+def test_compared_answers_with_calls_and_thoughts_are_what_a_server_gets(
+    tmp_path, name, stop, other, stage
+):
     """The prompt with tools and results as it is asked, and behind it each answer with its stop."""
     tokenizer, (*prompt, call) = tokenizer_for(name, *TAGS), calling()[:2]
     call = {**call, "reasoning_content": "ask the tool"}
     told = {"role": "assistant", "content": "It rains."}
-    row = {"prompt": prompt, "tools": TOOLS}
-    judged = {"messages": [*prompt, call], "tools": TOOLS, "kto_tag": True}
-    row = judged if stage == "kto" else {**row, "chosen": [call], "rejected": [told]}
-    config = settings(write(tmp_path / "rows.jsonl", row), stage=stage)
-    fitted = tokenized(config, tokenizer)
+    pair = {"prompt": prompt, "chosen": [call], "rejected": [told]}
+    row = pair if stage == "dpo" else {"messages": [*prompt, call], "kto_tag": True}
+    fitted = learn(tmp_path, tokenizer, {**row, "tools": TOOLS}, stage=stage)
     (found,) = fitted.dataset
     asked, whole = served(tokenizer, [*prompt, call], tools=TOOLS)
     assert tokenizer.decode(found["prompt_ids"]) == asked
-    good = found["completion_ids" if stage == "kto" else "chosen_ids"]
-    stop = {"qwen3": "<|im_end|>", "glm4moe": "<|observation|>"}[name]
-    assert tokenizer.decode(good) == whole.removeprefix(asked).rstrip().removesuffix(stop) + stop
-    assert "ask the tool" in tokenizer.decode(good)
+    good = tokenizer.decode(found["completion_ids" if stage == "kto" else "chosen_ids"])
+    assert good == whole.removeprefix(asked).rstrip().removesuffix(stop) + stop
+    assert "ask the tool" in good
     assert (fitted.with_thoughts, fitted.judged) == (1, (stage == "kto", 0))
     if stage == "dpo":
-        assert tokenizer.decode(found["rejected_ids"]).endswith(
-            "It rains." + {"qwen3": "<|im_end|>", "glm4moe": "<|user|>"}[name]
-        )
+        assert tokenizer.decode(found["rejected_ids"]).endswith(f"It rains.{other}")
     (shown, *_) = fitted.preview.values()
-    assert "".join(text for text, _ in shown) == asked + tokenizer.decode(good)
+    assert "".join(text for text, _ in shown) == asked + good

@@ -104,13 +104,6 @@ def test_trl_keeps_its_metrics_where_passes_look_for_them(trainer: type) -> None
     assert {*re.findall(r"self\.accelerator\.(gather\w*\()", source)} <= gathers
 
 
-@pytest.mark.parametrize(("model_type", "has_one"), [("mixtral", True), ("glm4_moe", False)])
-def test_who_has_a_loss_on_routing(model_type: str, has_one: bool) -> None:
-    model = made(model_type, FAMILIES[model_type])
-    assert compat.has_balancing_loss(model) is has_one
-    assert ("load_balancing_loss_func" in inspect.getsource(type(model).forward)) is has_one
-
-
 def test_a_model_is_made_with_the_attention_that_was_chosen() -> None:
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=16, num_hidden_layers=1, vocab_size=8, num_experts=2,

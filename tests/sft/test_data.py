@@ -19,10 +19,6 @@ from ktbridge.sft.stages import CHECKPOINTING
 ROW = {"messages": [ASK, TELL]}
 
 
-def write(path, *rows):
-    return write_lines(path, rows)
-
-
 def turns(messages):
     return [(message["role"][0], message["content"]) for message in messages]
 
@@ -30,45 +26,40 @@ def turns(messages):
 # Reading
 
 
+ASKED, TOLD = ("u", "who are you ?"), ("a", "i am a cat")
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+SAID = [
+    {"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "r"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, TELL]},
-            [("u", "a"), ("a", "i am a cat")],
-        ),
-        ({"prompt": [ASK], "completion": [TELL]}, [("u", "who are you ?"), ("a", "i am a cat")]),
+        ({"messages": [PARTS, TELL]}, [("u", "a"), TOLD]),
+        ({"prompt": [ASK], "completion": [TELL]}, [ASKED, TOLD]),
         (
             {"instruction": "a\u2028b", "output": "c", "system": "s", "history": [["q", "r"]]},
             [("s", "s"), ("u", "q"), ("a", "r"), ("u", "a\u2028b"), ("a", "c")],
         ),
         (
-            {
-                "conversations": [
-                    {"from": "system", "value": "s"},
-                    {"from": "human", "value": "q"},
-                    {"from": "gpt", "value": "r"},
-                ],
-                "tools": "[]",
-                "images": None,
-            },
+            {"conversations": SAID, "tools": "[]", "images": None},
             [("s", "s"), ("u", "q"), ("a", "r")],
         ),
-        (
-            {"conversations": [ASK, TELL], "system": "s"},
-            [("s", "s"), ("u", "who are you ?"), ("a", "i am a cat")],
-        ),
+        ({"conversations": [ASK, TELL], "system": "s"}, [("s", "s"), ASKED, TOLD]),
     ],
-)  # fmt: skip
+)
 def test_each_format_becomes_the_same_messages(tmp_path, row, expected):
     """What tests/golden/rows.py doesn't have."""
-    rows = load_rows(settings(write(tmp_path / "rows.jsonl", row)))
+    rows = load_rows(settings(write_lines(tmp_path / "rows.jsonl", [row])))
     assert [turns(conversation) for conversation in messages_of(rows)] == [expected]
     assert (rows.total, rows.refused, rows.notes) == (1, [], [])
 
 
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+AS_TEXT = {"name": "add", "arguments": '{"a": 1}'}
+SAID_CALL = '<think>hm</think>{"name": "add", "arguments": {"a": 1}}'
 
 
 @pytest.mark.parametrize(
@@ -77,14 +68,8 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
         {
             "messages": [
                 ASK,
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "reasoning_content": "hm\n",
-                    "tool_calls": [
-                        {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-                    ],
-                },
+                {"role": "assistant", "content": None, "reasoning_content": "hm\n",
+                 "tool_calls": [{"type": "function", "function": AS_TEXT}]},
                 {"role": "tool", "content": "2", "tool_call_id": None},
                 {**TELL, "weight": 0, "tool_calls": None},
             ],
@@ -93,10 +78,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
         {
             "conversations": [
                 {"from": "human", "value": ASK["content"]},
-                {
-                    "from": "function_call",
-                    "value": '<think>hm</think>{"name": "add", "arguments": {"a": 1}}',
-                },
+                {"from": "function_call", "value": SAID_CALL},
                 {"from": "observation", "value": "2"},
                 {"from": "gpt", "value": TELL["content"], "loss": False},
             ],
@@ -105,11 +87,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
         {
             "messages": [
                 ASK,
-                {
-                    "role": "assistant",
-                    "thinking": "hm",
-                    "function_call": {"name": "add", "arguments": '{"a": 1}'},
-                },
+                {"role": "assistant", "thinking": "hm", "function_call": AS_TEXT},
                 {"role": "function", "content": "2"},
                 {**TELL, "weight": 0},
             ],
@@ -119,7 +97,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     ids=["openai", "sharegpt", "older"],
 )  # fmt: skip
 def test_each_spelling_of_a_tool_call_becomes_openais(tmp_path, row):
-    (found,) = load_rows(settings(write(tmp_path / "rows.jsonl", row))).rows
+    (found,) = load_rows(settings(write_lines(tmp_path / "rows.jsonl", [row]))).rows
     call = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
     assert found.messages == [ASK, call, {"role": "tool", "content": "2"}, {**TELL, "weight": 0}]
     assert found.tools == [{"type": "function", "function": TOOL}]
@@ -141,53 +119,36 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path, name, text):
     assert messages_of(load_rows(settings(tmp_path / "one.json"))) == [[ASK, TELL]]
 
 
+# Beside those of tests/golden/mistakes.py, which holds their reasons as well.
 REFUSED = [
-    ({"messages": [ASK]}, "the last message is not the assistant's"),
-    ({"messages": []}, "messages is not a list with something in it"),
-    ({"messages": [ASK, {"role": "assistant", "content": " "}]}, "an empty assistant message"),
     ({"messages": [ASK, {"role": "assistant", "content": None}]}, "an empty assistant message"),
-    ({"messages": [{"role": "robot", "content": "a"}, TELL]}, "the unknown role 'robot': message 1; known"),
-    ({"messages": [ASK, {**TELL, "tool_calls": [{"id": 1}]}]}, "a tool call without the function's name"),
     ({"messages": [ASK, {**TELL, "tool_calls": [{"name": "f", "arguments": "5"}]}]}, "not a JSON object"),
     ({"messages": [{**ASK, "tool_calls": [{"name": "f"}]}, TELL]}, "a user message with tool_calls"),
-    ({"messages": [ASK, {**TELL, "weight": 0.5}]}, "weight 0.5: an answer is learned (1) or not (0)"),
     ({"messages": [{**ASK, "loss": True}, TELL]}, "a user message with loss: only answers"),
-    ({"messages": [ASK, {**TELL, "thinking": 3}]}, "thoughts that are not one text"),
-    (
-        {"messages": [ASK, {"role": "assistant", "content": "<think>a</think>b", "reasoning": "c"}]},
-        "thoughts twice",
-    ),
+    ({"messages": [ASK, {**TELL, "content": "<think>a</think>b", "reasoning": "c"}]}, "thoughts twice"),
     ({"messages": [ASK, "yes"]}, "a message that is a str"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, TELL]},
         "an image without a path, data URL or bytes",
     ),
     ({**ROW, "tools": [{"title": "f"}]}, "tools that are not a list of functions with a name"),
-    ({**ROW, "tools": "f()"}, "tools that are not JSON: Expecting value"),
     ({**ROW, "images": ["a.png"]}, "images without a place of their own: 1 for 0"),
     ({"conversations": [{"from": "function_call", "value": "f()"}]}, "tool calls that are not JSON"),
-    ({"instruction": "say", "input": 5, "output": "that"}, "instruction or input that is not text"),
     ({"instruction": "say", "output": "a", "history": [["q"]]}, "history that is not a list of"),
     ({"instruction": "say", "output": "\ud800"}, "half a character (a lone surrogate)"),
-    ({"instruction": "say", "chosen": "a", "rejected": "b"}, "a preference pair"),
-    ({"text": "x"}, "no known form: keys text, not messages"),
-    ([1, 2], "a list instead of an object"),
 ]  # fmt: skip
 
 
 def test_a_row_that_cant_be_used_is_listed_with_its_reason(tmp_path):
-    path = write(tmp_path / "rows.jsonl", *(row for row, _ in REFUSED), ROW)
+    path = write_lines(tmp_path / "rows.jsonl", [*(row for row, _ in REFUSED), ROW])
     with path.open("ab") as file:
         file.write(b'{"messages": [\n{"messages": "\xff"}\n' + b"[" * 100_000 + b"\n")
     rows = load_rows(settings(path))
     assert messages_of(rows) == [[ASK, TELL]]
     assert rows.total == len(REFUSED) + 4
-    reasons = [why for _, why in REFUSED]
-    reasons += [
-        "not valid JSON: Expecting value at column",
-        "not UTF-8 text: byte 14",
-        "not JSON that can",
-    ]
+    reasons = [why for _, why in REFUSED] + [
+        "not valid JSON: Expecting value at column", "not UTF-8 text: byte 14", "not JSON that can",
+    ]  # fmt: skip
     places = [f"{path}: line {number}" for number in range(1, rows.total + 1)]
     del places[len(REFUSED)]
     for refused, reason, where in zip(rows.refused, reasons, places, strict=True):
@@ -197,16 +158,14 @@ def test_a_row_that_cant_be_used_is_listed_with_its_reason(tmp_path):
     assert [line["row"] for line in listed[: len(REFUSED)]] == [row for row, _ in REFUSED]
     assert listed[-2]["row"] == '{"messages": "\\xff"}'
     assert listed[-2]["why"] == rows.refused[-2].why
-
-    with pytest.raises(
-        ProblemsError, match=f"{len(REFUSED) + 3} of {rows.total} rows can't be used"
-    ) as caught:
+    many = f"{len(REFUSED) + 3} of {rows.total} rows can't be used"
+    with pytest.raises(ProblemsError, match=many) as caught:
         load_rows(settings(path, strict_data=True))
     assert [problem.where for problem in caught.value.problems] == places[:20]
 
 
 def test_files_that_hold_no_rows_are_refused_with_what_to_do(tmp_path):
-    good, bad = write(tmp_path / "good.jsonl", ROW), tmp_path / "bad.jsonl"
+    good, bad = write_lines(tmp_path / "good.jsonl", [ROW]), tmp_path / "bad.jsonl"
     for content, message in [
         (gzip.compress(b"{}"), "gzip-compressed"),
         (b"PAR1 and so on", "Parquet"),
@@ -223,7 +182,9 @@ def test_files_that_hold_no_rows_are_refused_with_what_to_do(tmp_path):
 
 def test_what_is_not_read_is_noted_and_with_strict_data_refused(tmp_path):
     named = {**ROW, "id": "x", "score": 3, "messages": [{**ASK, "name": "bob"}, TELL]}
-    path = write(tmp_path / "rows.jsonl", named, named, {**ROW, "id": ""}, {**ROW, "id": ""})
+    path = write_lines(
+        tmp_path / "rows.jsonl", [named, named, {**ROW, "id": ""}, {**ROW, "id": ""}]
+    )
     rows = load_rows(settings(path))
     assert len(rows.rows) == 4
     assert not rows.refused
@@ -243,7 +204,7 @@ def test_placeholders_of_an_identity_are_filled_in_or_refused(tmp_path):
         {"instruction": "who are you ?", "output": "{{name}}, made by {{author}}."},
         {"instruction": "show a template", "output": "`<p>{{name}}</p>`"},
     ]
-    path = write(tmp_path / "rows.jsonl", *rows)
+    path = write_lines(tmp_path / "rows.jsonl", rows)
     found = load_rows(settings(path, identity_name="Neko", identity_author="us"))
     assert messages_of(found)[0][1]["content"] == "Neko, made by us."
     assert messages_of(found)[1][1]["content"] == "`<p>{{name}}</p>`"
@@ -253,7 +214,8 @@ def test_placeholders_of_an_identity_are_filled_in_or_refused(tmp_path):
 
 def test_max_samples_counts_the_rows_of_each_dataset(tmp_path):
     paths = [
-        write(tmp_path / name, {"text": "x"}, ROW, ROW, ROW) for name in ("a.jsonl", "b.jsonl")
+        write_lines(tmp_path / name, [{"text": "x"}, ROW, ROW, ROW])
+        for name in ("a.jsonl", "b.jsonl")
     ]
     rows = load_rows(settings(*paths, max_samples=3))
     assert (rows.total, len(rows.rows), len(rows.refused)) == (6, 4, 2)
@@ -263,19 +225,25 @@ def test_max_samples_counts_the_rows_of_each_dataset(tmp_path):
 
 
 def described(tmp_path, entry, *rows, **changes):
-    write(tmp_path / "rows.jsonl", *rows)
+    write_lines(tmp_path / "rows.jsonl", rows)
     info = {"mine": {"file_name": "rows.jsonl", **entry}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     return load_rows(settings("mine", dataset_dir=str(tmp_path), **changes))
 
 
 def test_names_are_looked_up_in_dataset_info(tmp_path):
-    said = {"role": "bot", "content": "r"}
-    tags = {"role_tag": "role", "content_tag": "content"}
-    tags |= {"user_tag": "me", "assistant_tag": "bot", "system_tag": "sys"}
-    columns = {"messages": "talk", "system": None}
-    entry = {"formatting": "sharegpt", "columns": columns, "tags": tags}
-    talk = [{"role": "sys", "content": "s"}, {"role": "me", "content": "q"}, said]
+    tags = {
+        "role_tag": "role", "content_tag": "content", "user_tag": "me", "assistant_tag": "bot",
+        "system_tag": "sys",
+    }  # fmt: skip
+    entry = {
+        "formatting": "sharegpt",
+        "columns": {"messages": "talk", "system": None},
+        "tags": tags,
+    }
+    talk = [
+        {"role": role, "content": said} for role, said in (("sys", "s"), ("me", "q"), ("bot", "r"))
+    ]
     rows = described(tmp_path, entry, {"talk": talk}, {"talk": [ASK, TELL]})
     assert [turns(messages_of(rows)[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]
     assert rows.refused[0].why == (
@@ -290,19 +258,17 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
 
     entry = {"ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}
     (pair,) = described(tmp_path, entry, {"q": "a", "good": "b", "bad": "c"}, stage="dpo").rows
-    assert [*map(turns, pair.answers)] == [[("u", "a"), ("a", "b")], [("u", "a"), ("a", "c")]]  # fmt: skip
+    assert [*map(turns, pair.answers)] == [[("u", "a"), ("a", each)] for each in "bc"]
 
     folder = tmp_path / "many"
     folder.mkdir()
-    write(folder / "2.jsonl", {**ROW, "messages": [ASK, {**TELL, "content": "no"}]})
-    write(folder / "1.jsonl", ROW)
-    rows = described(
-        tmp_path, {"file_name": "many", "formatting": "openai", "columns": {"messages": "messages"}}
-    )
-    assert [conversation[1]["content"] for conversation in messages_of(rows)] == [
-        "i am a cat",
-        "no",
+    write_lines(folder / "2.jsonl", [{"messages": [ASK, {**TELL, "content": "no"}]}])
+    write_lines(folder / "1.jsonl", [ROW])
+    entry = {"file_name": "many", "formatting": "openai", "columns": {"messages": "messages"}}
+    answers = [
+        conversation[1]["content"] for conversation in messages_of(described(tmp_path, entry))
     ]
+    assert answers == ["i am a cat", "no"]
 
 
 SHAREGPT = {"formatting": "sharegpt", "columns": {"messages": "conversations"}}
@@ -367,45 +333,40 @@ def test_a_column_that_rows_can_do_without_is_a_warning_where_none_has_it(tmp_pa
 
 
 def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):
+    rows = {"file_name": "rows.jsonl"}
     info = {
         "hub": {"ms_hub_url": "someone/rows"},
         "odd": {"hf_hub_url": "rows", "split": 3},
-        "pairs": {"file_name": "rows.jsonl", "ranking": True},
+        "pairs": {**rows, "ranking": True},
         "typo": {
             "file_name": "none.jsonl",
             "column": {},
             "columns": {"promt": "q"},
             "formatting": "x",
         },
-        "chosen": {"file_name": "rows.jsonl", "num_samples": "5", "split": "test", "tags": 3},
+        "chosen": {**rows, "num_samples": "5", "split": "test", "tags": 3},
     }
-    write(tmp_path / "rows.jsonl", ROW)
+    write_lines(tmp_path / "rows.jsonl", [ROW])
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     with pytest.raises(ProblemsError) as caught:
         load_rows(settings(*info, "hubb", dataset_dir=str(tmp_path)))
     assert codes(caught) == {"KTD002"}
-    told = {
-        f"{problem.where.rsplit(' ')[-1]}: {problem.found}": problem
+    steps = {
+        f"{problem.where.rsplit(' ')[-1]}: {problem.found}": problem.next_step
         for problem in caught.value.problems
     }
-    assert set(told) == {
+    away, unknown = (
         "hub: ms_hub_url 'someone/rows', which is not on this machine",
-        "pairs: ranking: true for stage: sft",
-        "typo: file_name 'none.jsonl': no such file",
-        "typo: unknown key column",
-        "typo: unknown columns promt",
-        "typo: formatting 'x'",
-        "chosen: num_samples '5'",
-        "odd: split 3",
-        "chosen: split 'test'",
-        "chosen: tags 3",
         "hubb: no such dataset, nor a file",
-    }
-    assert (
-        "Download it"
-        in told["hub: ms_hub_url 'someone/rows', which is not on this machine"].next_step
     )
-    assert told["hubb: no such dataset, nor a file"].next_step == "Did you mean hub?"
+    assert steps.keys() == {
+        away, unknown, "pairs: ranking: true for stage: sft",
+        "typo: file_name 'none.jsonl': no such file", "typo: unknown key column",
+        "typo: unknown columns promt", "typo: formatting 'x'", "chosen: num_samples '5'",
+        "odd: split 3", "chosen: split 'test'", "chosen: tags 3",
+    }  # fmt: skip
+    assert "Download it" in steps[away]
+    assert steps[unknown] == "Did you mean hub?"
     with pytest.raises(ProblemsError) as caught:
         load_rows(settings("hub"))
     assert "set dataset_dir" in caught.value.problems[0].next_step
@@ -414,31 +375,35 @@ def test_entries_that_cant_be_used_are_all_named_at_once(tmp_path):
 # Pairs
 
 
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+ASKED_OF_BOTH = [said("system", "s"), said("user", "q\ni")]
+
+
 @pytest.mark.parametrize(
     "row",
     [
         {"system": "s", "instruction": "q", "input": "i", "chosen": "b", "rejected": "c"},
-        {
-            "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q\ni"}],
-            "chosen": {"from": "gpt", "value": "b"},
-            "rejected": {"from": "gpt", "value": "c"},
-        },
-        {
-            "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q\ni"}],
-            "chosen": [{"role": "assistant", "content": "b"}],
-            "rejected": [{"role": "assistant", "content": "c"}],
-        },
-        {
-            "system": "s",
-            "prompt": "q\ni",
-            "chosen": [{"role": "user", "content": "q\ni"}, {"role": "assistant", "content": "b"}],
-            "rejected": [{"role": "user", "content": "q\ni"}, {"role": "assistant", "content": "c"}],
-        },
         {"system": "s", "prompt": "q\ni", "chosen": "b", "rejected": "c"},
+        {
+            "conversations": [SAID[0], {"from": "human", "value": "q\ni"}],
+            "chosen": {"from": "gpt", "value": "b"}, "rejected": {"from": "gpt", "value": "c"},
+        },
+        {
+            "prompt": ASKED_OF_BOTH,
+            "chosen": [said("assistant", "b")], "rejected": [said("assistant", "c")],
+        },
+        {
+            "system": "s", "prompt": "q\ni",
+            "chosen": [ASKED_OF_BOTH[1], said("assistant", "b")],
+            "rejected": [ASKED_OF_BOTH[1], said("assistant", "c")],
+        },
     ],
 )  # fmt: skip
 def test_each_format_of_pairs_becomes_the_same_pair(tmp_path, row):
-    rows = load_rows(settings(write(tmp_path / "pairs.jsonl", row), stage="dpo"))
+    rows = load_rows(settings(write_lines(tmp_path / "pairs.jsonl", [row]), stage="dpo"))
     (pair,) = rows.rows
     prompt = [("s", "s"), ("u", "q\ni")]
     assert [*map(turns, pair.answers)] == [[*prompt, ("a", "b")], [*prompt, ("a", "c")]]
@@ -458,7 +423,7 @@ def test_pairs_with_nothing_to_prefer_are_refused(tmp_path):
             "chosen is not one",
         ),
     ]  # fmt: skip
-    path = write(tmp_path / "pairs.jsonl", good, *(row for row, _ in reasons))
+    path = write_lines(tmp_path / "pairs.jsonl", [good, *(row for row, _ in reasons)])
     rows = load_rows(settings(path, stage="dpo"))
     assert len(rows.rows) == 1
     for refused, (_, why) in zip(rows.refused, reasons, strict=True):
@@ -474,82 +439,68 @@ def questions(*lengths):
 
 
 def test_rows_are_cut_refused_and_counted(tmp_path):
-    config = settings(write(tmp_path / "rows.jsonl", *questions(3, 30, 5)), cutoff_len=20)
+    tokenizer = tiny_tokenizer()
+    config = settings(write_lines(tmp_path / "rows.jsonl", questions(3, 30, 5)), cutoff_len=20)
     rows, seen = load_rows(config), []
-    fitted = tokenize_rows(rows, tiny_tokenizer(), config, lambda *step: seen.append(step))
-    head = len(tiny_tokenizer().apply_chat_template([ASK], add_generation_prompt=True)["input_ids"])
+    fitted = tokenize_rows(rows, tokenizer, config, lambda *step: seen.append(step))
+    head = len(tokenizer.apply_chat_template([ASK], add_generation_prompt=True)["input_ids"])
     assert [len(ids) for ids in fitted.dataset["input_ids"]] == [head + 4, 20, head + 6]
-    assert fitted.cut == 1
-    assert fitted.refused == []
-    assert (fitted.tokens, fitted.trained_tokens) == (
-        3 * head + 4 + 6 + 20 - head,
-        4 + 6 + 20 - head,
-    )
-    assert seen == [(3, 3)]
+    assert (fitted.cut, fitted.refused, seen) == (1, [], [(3, 3)])
+    trained = 4 + 6 + 20 - head
+    assert (fitted.tokens, fitted.trained_tokens) == (3 * head + trained, trained)
     assert describe_rows(fitted) == (
         "used 3 of 3 rows (1 cut at 20 tokens); "
         f"{fitted.trained_tokens} of {fitted.tokens} tokens are trained on"
     )
 
-    many = settings(write(tmp_path / "many.jsonl", *questions(*(1 + n % 5 for n in range(300)))))
-    fitted = tokenize_rows(load_rows(many), tiny_tokenizer(), many, lambda *step: seen.append(step))
+    many = settings(
+        write_lines(tmp_path / "many.jsonl", questions(*(1 + n % 5 for n in range(300))))
+    )
+    fitted = tokenize_rows(load_rows(many), tokenizer, many, lambda *step: seen.append(step))
     assert seen[1:] == [(256, 300), (300, 300)]
     assert [len(ids) - head - 1 for ids in fitted.dataset["input_ids"]] == [1, 2, 3, 4, 5] * 60
 
     long = {"messages": [{**ASK, "content": "who " * 30}, TELL]}
-    config = settings(write(tmp_path / "rows.jsonl", *questions(3), long), cutoff_len=20)
-    fitted = tokenized(config, tiny_tokenizer())
+    path = write_lines(tmp_path / "rows.jsonl", [*questions(3), long])
+    fitted = tokenized(settings(path, cutoff_len=20), tokenizer)
     (refused,) = fitted.refused
     assert (refused.why, refused.where[-6:]) == ("no answer within cutoff_len=20 tokens", "line 2")
     assert fitted.used == 1
-    strict = settings(*config.dataset, cutoff_len=20, strict_data=True)
     with pytest.raises(ProblemsError, match="1 of 2 rows can't be used"):
-        tokenized(strict, tiny_tokenizer())
-    short = settings(*config.dataset, cutoff_len=head)
+        tokenized(settings(path, cutoff_len=20, strict_data=True), tokenizer)
     with pytest.raises(ProblemsError, match="2 of 2 rows") as caught:
-        tokenized(short, tiny_tokenizer())
+        tokenized(settings(path, cutoff_len=head), tokenizer)
     assert "Raise cutoff_len" in caught.value.next_step
 
 
 # What trl makes of it
 
 
-def sft_trainer(tmp_path, fitted, model, **arguments):
+def sft_trainer(tmp_path, fitted, model):
     arguments = SFTConfig(
-        output_dir=str(tmp_path / "out"),
-        per_device_train_batch_size=2,
-        max_length=None,
-        padding_free=fitted.packed,
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, max_length=None,
+        padding_free=fitted.packed, report_to="none", use_cpu=True, bf16=False,
         router_aux_loss_coef=0.0,  # the cross-entropy alone is compared
         **{CHECKPOINTING: False},
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        **arguments,
-    )
-    return SFTTrainer(
-        model=model,
-        args=arguments,
-        train_dataset=fitted.dataset,
-        processing_class=tiny_tokenizer(),
-    )
+    )  # fmt: skip
+    rows, tokenizer = fitted.dataset, tiny_tokenizer()
+    return SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
 
 
+@torch.no_grad()
 def loss_of(model, rows):
     """Mean cross-entropy over the labels of rows, each row alone in its batch."""
     losses = []
     for row in rows:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+        logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
         labels = torch.tensor(row["labels"][1:])
-        losses.append(
-            torch.nn.functional.cross_entropy(logits, labels, reduction="none")[labels >= 0]
-        )
+        each = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        losses.append(each[labels >= 0])
     return torch.cat(losses).mean().item()
 
 
 def test_trl_trains_on_the_rows_as_they_are(tmp_path):
-    config = settings(write(tmp_path / "rows.jsonl", *questions(3, 30, 5)), cutoff_len=20)
+    config = settings(write_lines(tmp_path / "rows.jsonl", [*questions(3, 30, 5)]), cutoff_len=20)
     fitted = tokenized(config, tiny_tokenizer())
     model = tiny_model().float()
     trainer = sft_trainer(tmp_path, fitted, model)
@@ -562,44 +513,44 @@ def test_trl_trains_on_the_rows_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_conversations_dont_see_each_other(tmp_path, attention):
-    lengths = (3, 30, 5, 1, 2, 6)
-    path = write(tmp_path / "rows.jsonl", *questions(*lengths))
-    alone = settings(path, cutoff_len=40)
-    alone = tokenized(alone, tiny_tokenizer())
-    config = settings(path, cutoff_len=40, neat_packing=True)
-    fitted = tokenized(config, tiny_tokenizer())
+    path = write_lines(tmp_path / "rows.jsonl", questions(3, 30, 5, 1, 2, 6))
+    alone, fitted = (
+        tokenized(settings(path, cutoff_len=40, neat_packing=packed), tiny_tokenizer())
+        for packed in (None, True)
+    )
     assert fitted.used == 6
-    assert len(fitted.dataset) < 6
     assert f"packed into {len(fitted.dataset)};" in describe_rows(fitted)
     assert (fitted.tokens, fitted.trained_tokens) == (alone.tokens, alone.trained_tokens)
     packed = [sum(row["seq_lengths"]) for row in fitted.dataset]
+    assert len(packed) < 6
     assert max(packed) <= 40
     assert sum(packed) == fitted.tokens
 
     model = tiny_model().float()
     model.set_attn_implementation(attention)
     trainer = sft_trainer(tmp_path, fitted, model)
-    batch = trainer.data_collator([fitted.dataset[i] for i in range(len(fitted.dataset))])
+    batch = trainer.data_collator([*fitted.dataset])
     assert "attention_mask" not in batch
-    assert batch["input_ids"].shape == (1, fitted.tokens)
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    assert ids.shape == (1, fitted.tokens)
+    starts = (positions[0] == 0).nonzero().flatten().tolist()
+    assert len(starts) == 6
     with torch.no_grad():
-        logits = model(
-            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-        ).logits[0]
-        starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
-        for start, end in zip(starts, [*starts[1:], fitted.tokens], strict=True):
-            own = model(input_ids=batch["input_ids"][:, start:end]).logits[0]
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        for start, end in pairwise([*starts, fitted.tokens]):
+            own = model(input_ids=ids[:, start:end]).logits[0]
             torch.testing.assert_close(logits[start:end], own, atol=1e-5, rtol=1e-4)
         loss = trainer.compute_loss(model, batch).item()
-    assert len(starts) == 6
-    assert loss == pytest.approx(loss_of(model, list(alone.dataset)), rel=1e-4)
+    assert loss == pytest.approx(loss_of(model, [*alone.dataset]), rel=1e-4)
 
 
 def test_raw_text_is_learned_whole_in_pieces(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     words = "who are you i am a cat meow nya yes no".split()
-    path = write(tmp_path / "texts.jsonl", {"text": " ".join(words * 5)}, {"text": "meow"}, ROW)
+    path = write_lines(
+        tmp_path / "texts.jsonl", [{"text": " ".join(words * 5)}, {"text": "meow"}, ROW]
+    )
     config = settings(path, stage="pt", cutoff_len=16)
     rows = load_rows(config)
     assert rows.refused[0].why.startswith("no text: stage pt trains on a field text")
@@ -625,47 +576,27 @@ def test_pairs_are_the_tokens_that_trl_makes_and_cuts(tmp_path):
     def pair(question, chosen, rejected):
         return {"prompt": question, "chosen": "meow " * chosen, "rejected": "nya " * rejected}
 
+    taken = [pair("who", 3, 4), pair("who ?", 30, 2)]
     same = {"prompt": "who", "chosen": "meow " * 30 + "yes", "rejected": "meow " * 30 + "no"}
-    path = write(
-        tmp_path / "pairs.jsonl",
-        pair("who", 3, 4),
-        pair("who ?", 30, 2),
-        pair("who " * 30, 1, 1),
-        same,
-    )
-    config = settings(path, stage="dpo", cutoff_len=20)
-    fitted = tokenized(config, tiny_tokenizer())
+    path = write_lines(tmp_path / "pairs.jsonl", [*taken, pair("who " * 30, 1, 1), same])
+    fitted = tokenized(settings(path, stage="dpo", cutoff_len=20), tiny_tokenizer())
     assert [refused.why for refused in fitted.refused] == [
         "no answer within cutoff_len=20 tokens",
         "chosen and rejected are the same within cutoff_len=20 tokens",
     ]
-    assert fitted.cut == 1
-    assert fitted.used == 2
-    arguments = DPOConfig(
-        output_dir=str(tmp_path / "out"),
-        max_length=20,
-        **{CHECKPOINTING: False},
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-    )
-    texts = [
-        {
-            "prompt": [{"role": "user", "content": row["prompt"]}],
-            "chosen": [{"role": "assistant", "content": row["chosen"]}],
-            "rejected": [{"role": "assistant", "content": row["rejected"]}],
-        }
-        for row in (pair("who", 3, 4), pair("who ?", 30, 2))
-    ]
+    assert (fitted.cut, fitted.used) == (1, 2)
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    texts = [{key: [said(role, row[key])] for key, role in roles.items()} for row in taken]
     trainer = DPOTrainer(
-        model=tiny_model(),
-        ref_model=tiny_model(),
-        args=arguments,
-        train_dataset=Dataset.from_list(texts),
-        processing_class=tiny_tokenizer(),
+        model=tiny_model(), ref_model=tiny_model(), train_dataset=Dataset.from_list(texts),
+        processing_class=tiny_tokenizer(), args=DPOConfig(
+            output_dir=str(tmp_path / "out"), max_length=20, report_to="none", use_cpu=True, bf16=False,
+            **{CHECKPOINTING: False},
+        ),
+    )  # fmt: skip
+    theirs, ours = (
+        trainer.data_collator([*each]) for each in (trainer.train_dataset, fitted.dataset)
     )
-    theirs = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
-    ours = trainer.data_collator([fitted.dataset[i] for i in range(2)])
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert int(theirs["attention_mask"].sum()) == fitted.tokens
     assert int(theirs["completion_mask"].sum()) == fitted.trained_tokens

@@ -11,6 +11,8 @@ import shutil
 import signal
 import socket
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -342,13 +344,6 @@ def run_dir(tmp_path_factory, base_dir):
     return write_run(tmp_path_factory.mktemp("run"), base_dir)
 
 
-@pytest.fixture(scope="module")
-def alone(run_dir):
-    """The output's name of a run by one process."""
-    train(run_dir, f"output_dir={run_dir / 'alone'}", f"per_device_train_batch_size={GLOBAL_BATCH}")
-    return "alone"
-
-
 @pytest.fixture
 def launch(warm, run_dir):
     return launcher(warm, run_dir)
@@ -364,6 +359,8 @@ def interrupted(*arguments):
     command_in_a_rank(arguments, look, stop=2)
 
 
+WHOLE = f"per_device_train_batch_size={GLOBAL_BATCH}"
+"""A step of one process has the rows that two have together."""
 # The step with the largest loss, so that it isn't the last one, whose weights the model has anyway.
 EVALUATED = (
     HELD_OUT["sft"], "eval_steps=1", "load_best_model_at_end=true", "greater_is_better=true",
@@ -375,8 +372,7 @@ EVALUATED = (
 def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(launch, run_dir):
     from ktbridge.sft.prepare import prepare
 
-    batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
-    best = train(run_dir, f"output_dir={run_dir / 'best'}", batch, *EVALUATED)
+    best = train(run_dir, f"output_dir={run_dir / 'best'}", WHOLE, *EVALUATED)
     assert best.held_out.published_step == 1
     stopped = launch("fsdp2", "fsdp2", *EVALUATED, how=(__file__, "interrupted"))
     assert stopped.returncode != 0
@@ -404,12 +400,11 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
 def test_fsdp2_interrupted_goes_on_to_the_same_bits_or_in_one_process(launch, run_dir):
     from ktbridge.sft.prepare import prepare
 
-    batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
-    train(run_dir, f"output_dir={run_dir / 'whole'}", batch, *EVALUATED)
+    train(run_dir, f"output_dir={run_dir / 'whole'}", WHOLE, *EVALUATED)
     launch("two", "fsdp2", *EVALUATED, how=(__file__, "interrupted"))
     # One process goes on where two were interrupted, if a step has the same rows.
     shutil.copytree(run_dir / "two.checkpoints", run_dir / "one.checkpoints")
-    again = ("resume_from_checkpoint=true", f"output_dir={run_dir / 'one'}", batch, *EVALUATED)
+    again = ("resume_from_checkpoint=true", f"output_dir={run_dir / 'one'}", WHOLE, *EVALUATED)
     one = train(run_dir, *again)
     assert (one.first_step, one.steps) == (3, 3)
     assert_same_run(run_dir, "whole", "one")
@@ -431,16 +426,16 @@ def test_fsdp2_interrupted_goes_on_to_the_same_bits_or_in_one_process(launch, ru
 @pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("method", ["ddp", "fsdp2"])
-def test_two_processes_go_on_where_one_was_interrupted(launch, run_dir, alone, method):
-    name, batch = f"two-{method}", f"per_device_train_batch_size={GLOBAL_BATCH}"
-
-    interrupt(run_dir, 2, f"output_dir={run_dir / name}", batch, "save_steps=1")
+def test_two_processes_go_on_where_one_was_interrupted(launch, run_dir, method):
+    name = f"two-{method}"
+    train(run_dir, WHOLE, f"output_dir={run_dir / 'alone'}", "overwrite_output_dir=true")
+    interrupt(run_dir, 2, f"output_dir={run_dir / name}", WHOLE, "save_steps=1")
     refused = launch(name, method, "save_steps=1")
     assert refused.returncode == 1  # unasked, it is another run
     assert "resume_from_checkpoint=true" in refused.stdout + refused.stderr
     done = launch(name, method, "save_steps=1", "resume_from_checkpoint=true")
     assert done.returncode == 0, done.stderr
-    assert_same_run(run_dir, alone, name)
+    assert_same_run(run_dir, "alone", name)
 
 
 @quiet
@@ -472,27 +467,40 @@ def test_ddp_trains_as_one_process_does(warm, run_dir, tmp_path):
     one_cache = {"KTBRIDGE_CACHE": str(tmp_path)}
     done = warm.run(*command, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="2", **one_cache)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 3
     assert len([*tmp_path.iterdir()]) == 1
-    alone = f"per_device_train_batch_size={GLOBAL_BATCH}"
-    train(run_dir, f"output_dir={run_dir / 'alone-int8'}", alone, stored)
+    train(run_dir, f"output_dir={run_dir / 'alone-int8'}", WHOLE, stored)
     assert_same_run(run_dir, "alone-int8", "ddp")
+
+
+PACKED = ("packing=true", "cutoff_len=40", "tokens_per_pass=26")
+PAIRS = (*DPO, HELD_OUT["dpo"])
+STREAMED = ("streaming=true", "buffer_size=8")
+SMALL_MICRO_BATCHES = (
+    "per_device_train_batch_size=2", "gradient_accumulation_steps=2", "tokens_per_pass=26",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @quiet
-def test_passes_of_all_ranks_have_as_many_rows(launch, run_dir, alone):
-    """Ranks whose rows differ in length, and whose packed rows differ in conversations."""
-    own = ("per_device_train_batch_size=2", "gradient_accumulation_steps=2", "tokens_per_pass=26")
-    done = launch("passes", "fsdp2", *own)
-    assert done.returncode == 0, done.stderr
-    assert_same_run(run_dir, alone, "passes")
-
-    packed = ("packing=true", "cutoff_len=40", "max_steps=3", "tokens_per_pass=26")
-    train(run_dir, "per_device_train_batch_size=2", f"output_dir={run_dir / 'packed'}", *packed)
-    done = launch("packed-ddp", "ddp", "per_device_train_batch_size=1", *packed)
-    assert done.returncode == 0, done.stderr
-    assert_same_run(run_dir, "packed", "packed-ddp")
+@pytest.mark.parametrize(
+    ("method", "both", "one", "two"),
+    [
+        # Ranks whose rows differ in length, and whose packed rows differ in conversations.
+        ("fsdp2", (), (WHOLE,), SMALL_MICRO_BATCHES),
+        ("ddp", PACKED, ("per_device_train_batch_size=2",), ("per_device_train_batch_size=1",)),
+        # What trl gathers of all ranks must be as many pairs of each.
+        ("ddp", PAIRS, (WHOLE,), ("tokens_per_pass=60",)),
+        ("fsdp2", PAIRS, (WHOLE,), ()),
+        ("ddp", STREAMED, (WHOLE,), ()),
+    ],
+    ids=["micro-batches", "packed", "pairs-ddp", "pairs-fsdp2", "stream"],
+)
+def test_every_kind_of_run_is_trained_as_by_one_process(launch, run_dir, method, both, one, two):
+    with TemporaryDirectory(dir=run_dir) as own:
+        train(run_dir, *both, *one, f"output_dir={own}/alone")
+        done = launch(f"{own}/two", method, *both, *two)
+        assert done.returncode == 0, done.stderr
+        assert_same_run(Path(own), "alone", "two")
 
 
 @pytest.mark.slow
@@ -510,32 +518,6 @@ def test_images_of_one_rank_are_trained_on_as_by_one_process(warm, tmp_path):
     done = launcher(warm, tmp_path)("two", "fsdp2", *own)
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path, "alone", "two")
-
-
-@pytest.mark.slow
-@quiet
-@pytest.mark.parametrize("method", ["ddp", "fsdp2"])
-def test_preferences_are_learned_as_by_one_process(launch, run_dir, method):
-    if not (run_dir / "dpo").exists():
-        batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
-        train(run_dir, *DPO, f"output_dir={run_dir / 'dpo'}", batch, HELD_OUT["dpo"])
-    # What trl gathers of all ranks must be as many pairs of each.
-    passes = ["tokens_per_pass=60"] if method == "ddp" else []
-    done = launch(f"dpo-{method}", method, *DPO, *passes, HELD_OUT["dpo"])
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 3
-    assert_same_run(run_dir, "dpo", f"dpo-{method}")
-
-
-@pytest.mark.slow
-@quiet
-def test_a_stream_is_trained_on_as_by_one_process(launch, run_dir):
-    streamed = ("streaming=true", "buffer_size=8", "max_steps=3")
-    batch = f"per_device_train_batch_size={GLOBAL_BATCH}"
-    train(run_dir, *streamed, batch, f"output_dir={run_dir / 'stream'}")
-    done = launch("stream-ddp", "ddp", *streamed)
-    assert done.returncode == 0, done.stderr
-    assert_same_run(run_dir, "stream", "stream-ddp")
 
 
 @pytest.mark.slow

@@ -19,13 +19,13 @@ BOTH_LORAS = {"q_proj", "v_proj", "gate"}  # "gate" is the router, whose LoRA PE
 
 @pytest.fixture
 def run_dir(tmp_path, base_dir):
+    asked = [{"from": "human", "value": "who are you ?"}]
     pairs = [
         {
-            "conversations": [{"from": "human", "value": "who are you ?"}],
-            "chosen": {"from": "gpt", "value": chosen},
-            "rejected": {"from": "gpt", "value": rejected},
+            "conversations": asked,
+            **{key: {"from": "gpt", "value": said} for key, said in answers.items()},
         }
-        for chosen, rejected in ANSWERS * 4
+        for answers in ({"chosen": good, "rejected": bad} for good, bad in ANSWERS * 4)
     ]
     return write_run(
         tmp_path, base_dir, pairs=pairs, dataset="pairs.jsonl", stage="dpo",

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import trainrun
 from gpuexperts import allow_on_cpu, some_costs
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from trainrun import DPO, conversation, log_of, losses, pair, text, write_run
+from trainrun import DPO, conversation, log_of, losses, pair, text, weights, write_run
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import UsageError
@@ -66,43 +64,29 @@ def test_deferring_the_optimizer_changes_no_bit(
         make(update)
 
     monkeypatch.setattr(optimizer._Update, "make", counted)
-    held_out = ("val_size=4", "eval_strategy=steps", "eval_steps=2", "loraplus_lr_ratio=4")
-    train(*held_out, "kt_experts=stream", "output_dir=deferred")
+    more = ("val_size=4", "eval_steps=2", "loraplus_lr_ratio=4", "kt_experts=stream")
+    train(*more, "output_dir=deferred")
+    # In each of six steps six matrices of a layer, whose B are another group.
     assert made
-    assert (
-        sum(made) % (6 * 6) == 0
-    )  # in each step six matrices of a layer, whose B are another group
+    assert sum(made) % (6 * 6) == 0
     monkeypatch.setattr(DeferredAdam, "_take", lambda *_: None)
-    train(*held_out, "kt_experts=stream", "output_dir=at_once")
-    logged = [
-        [
-            (each["step"], each.get("loss"), each.get("eval_loss"))
-            for each in log_of(run_dir / place)
-        ]
-        for place in ("deferred", "at_once")
+    train(*more, "output_dir=at_once")
+    logs = [
+        [(each["step"], each.get("loss"), each.get("eval_loss")) for each in log_of(run_dir / name)]
+        for name in ("deferred", "at_once")
     ]
-    assert logged[0] == logged[1]
-    for name in ("fused_expert_lora.safetensors", "adapter_model.safetensors"):
-        deferred, at_once = (load_file(run_dir / place / name) for place in ("deferred", "at_once"))
-        assert deferred.keys() == at_once.keys()
-        assert all(torch.equal(deferred[key], at_once[key]) for key in at_once)
+    assert logs[0] == logs[1]
+    assert weights(run_dir / "deferred") == weights(run_dir / "at_once") != {}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("executor_here")
-@pytest.mark.parametrize("stage", [(), pytest.param(DPO, marks=pytest.mark.slow)])
-def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path, stage: Any) -> None:
+def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path) -> None:
     notes: list[Any] = []
     found = {}
-    for experts, number in (("cpu", 0), ("stream", 0), ("resident", 0)):
-        result = train(
-            *stage,
-            f"kt_experts={experts}",
-            f"kt_num_gpu_experts={number}",
-            f"output_dir={experts}",
-            f"max_steps={6 if stage else 3}",
-            on_note=notes.append,
-        )
+    for experts in ("cpu", "stream", "resident"):
+        own = (f"kt_experts={experts}", "kt_num_gpu_experts=0", f"output_dir={experts}")
+        result = train(*DPO, *own, on_note=notes.append)
         assert result.experts == experts
         found[experts] = [loss for _, loss in losses(run_dir / experts)]
         assert validate_adapter([run_dir / experts]).ok
@@ -129,19 +113,6 @@ def test_measuring_leaves_no_trace_in_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("executor_here")
-def test_auto_takes_what_its_own_times_say_is_faster(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for cpu, taken in ((1.0, "stream"), (1e-9, "cpu")):
-        monkeypatch.setattr(expert_device, "_measure", lambda *_, cpu=cpu: (some_costs(cpu), 0))
-        result = train("kt_experts=auto", "kt_num_gpu_experts=0", f"output_dir={taken}")
-        assert result.experts == taken
-        (note,) = (note for note in result.notes if note.code == "KTC024")
-        assert "predicted" in note.found
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("executor_here", "run_dir")
 def test_memory_that_nothing_fits_is_not_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
     allow_on_cpu(monkeypatch.setattr, free=1000)
@@ -152,11 +123,10 @@ def test_memory_that_nothing_fits_is_not_measured_in(monkeypatch: pytest.MonkeyP
     result = train(*auto, "max_steps=1")
     assert result.experts == "cpu"
     assert "too small" in result.notes[0].found
-    saved = Path("short.checkpoints/checkpoint-1")
-    before = json.loads((saved / "experts.json").read_text())
+    before = json.loads(Path("short.checkpoints/checkpoint-1/experts.json").read_text())
     assert before["tokens"] == result.tokens_per_pass
-    go_on = ("resume_from_checkpoint=true", "overwrite_output_dir=true")
-    longer = train(*auto, *go_on, "max_steps=2")
+    go_on = ("resume_from_checkpoint=true", "overwrite_output_dir=true", "max_steps=2")
+    longer = train(*auto, *go_on)
     assert (longer.first_step, longer.experts) == (2, "cpu")
     assert "as before" in longer.notes[0].found
     assert longer.tokens_per_pass == result.tokens_per_pass
@@ -199,23 +169,16 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch
 
 @given(
     layers=st.integers(1, 60), experts=st.integers(1, 300), size=st.integers(1, 4000),
-    rank_=st.integers(0, 64), free=st.integers(0, 200 * 10**9), token=st.integers(1, 10**6),
+    lora_rank=st.integers(0, 64), free=st.integers(0, 200 * 10**9), token=st.integers(1, 10**6),
     longest=st.integers(1, 8192), count=st.integers(1, 40),
     mode=st.sampled_from(["auto", "stream", "resident"]),
 )  # fmt: skip
 def test_no_placement_takes_more_than_there_is(
-    layers: int,
-    experts: int,
-    size: int,
-    rank_: int,
-    free: int,
-    token: int,
-    longest: int,
-    count: int,
-    mode: str,
-) -> None:
+    layers, experts, size, lora_rank, free, token, longest, count, mode
+):  # type: ignore[no-untyped-def]
+    """And more memory is never slower."""
     stored = experts * 6 * size * 32
-    sizes = ExpertSizes(layers, experts, min(experts, 8), 32, size, rank_, stored)
+    sizes = ExpertSizes(layers, experts, min(experts, 8), 32, size, lora_rank, stored)
     cuts = [StepSplit(longest * n, (longest * n,) * -(-count // n)) for n in (1, 2, count)]
     limits = MemoryBudget(free, token, 0, longest, longest * count, min(token, 64 * layers))
     found = rank(sizes, cuts, limits, some_costs(), mode=mode)
@@ -226,9 +189,7 @@ def test_no_placement_takes_more_than_there_is(
         assert len(set(placement.resident)) == len(placement.resident) <= layers
         assert mode != "resident" or len(placement.resident) == layers
         assert placement.groups in GROUPS
-        (cut,) = (
-            (cut for cut in cuts[:3] if cut.most == placement.tokens) if count > 2 else cuts[:1]
-        )
+        cut = next(cut for cut in cuts if cut.most == placement.tokens or count <= 2)
         assert predict_seconds(placement, sizes, cut, some_costs()).step >= 0
     assert [each.seconds.step for each in found] == sorted(each.seconds.step for each in found)
     more = rank(sizes, cuts, replace(limits, free=free + 10**9), some_costs(), mode=mode)

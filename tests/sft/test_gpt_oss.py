@@ -88,26 +88,30 @@ def test_an_engine_that_computes_it_otherwise_is_named_and_gguf_has_it_all(
         assert torch.equal(*same)
 
 
+@pytest.fixture
+def dequantize(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """scripts/dequantize_checkpoint.py as a command in this process."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
+    script = importlib.import_module("dequantize_checkpoint")
+    return lambda *words: CliRunner().invoke(script.main, [str(each) for each in words])
+
+
 @quiet
 def test_refused_into_mxfp4_and_merged_as_the_refusal_says(
-    tuned: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    tuned: tuple[Path, Any], dequantize: Any
 ) -> None:
     path, exact = tuned
-    refused = ktbridge("merge", path / "raw", "--base-model", path / "base", "--output",
-                       path / "none")  # fmt: skip
+    base, bf16 = path / "base", path / "bf16"
+    refused = ktbridge("merge", path / "raw", "--base-model", base, "--output", path / "none")
     assert refused.exit_code == 1
-    assert "gate_up_proj_blocks" in refused.output
     assert not (path / "none").exists()
-    for words in ("scripts/dequantize_checkpoint.py", "--allow-other-base"):
+    for words in ("gate_up_proj_blocks", "scripts/dequantize_checkpoint.py", "--allow-other-base"):
         assert words in refused.output
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
-    script, bf16 = importlib.import_module("dequantize_checkpoint"), path / "bf16"
-    done = CliRunner().invoke(script.main, [str(path / "base"), str(bf16), "--json"])
+    done = dequantize(base, bf16, "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert (found["storages"], found["converted"]) == (["mxfp4"], 6)
-    tensors = load_file(bf16 / "model.safetensors")
-    expected = exact.state_dict()
+    tensors, expected = load_file(bf16 / "model.safetensors"), exact.state_dict()
     assert tensors.keys() == expected.keys()
     for name, value in tensors.items():
         assert value.dtype == torch.bfloat16
@@ -115,7 +119,10 @@ def test_refused_into_mxfp4_and_merged_as_the_refusal_says(
     done = ktbridge("merge", path / "raw", "--base-model", bf16, "--output", path / "merged",
                     "--allow-other-base")  # fmt: skip
     assert done.exit_code == 0, done.output
-    ours = load_raw_adapter(load_mapped_or_not(path / "base"), path / "raw")
+    # MXFP4 is mapped, and stays it. In float32: bfloat16 may turn a near choice of the router.
+    mapped = load_mapped(base, torch.float32)
+    assert {part.storage for part in mapped.model.layers[0].mlp.experts.mapped_experts} == {"mxfp4"}
+    ours = load_raw_adapter(mapped, path / "raw")
     merged, info = AutoModelForCausalLM.from_pretrained(
         path / "merged", dtype=torch.float32, output_loading_info=True
     )
@@ -126,32 +133,18 @@ def test_refused_into_mxfp4_and_merged_as_the_refusal_says(
 
 
 @quiet
-def test_mxfp4_that_holds_no_number_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
-    script = importlib.import_module("dequantize_checkpoint")
+def test_mxfp4_that_holds_no_number_is_refused(tmp_path: Path, dequantize: Any) -> None:
     reference("gpt_oss", tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
     tensors = {name: value.clone() for name, value in load_file(file).items()}
     name = "model.layers.1.mlp.experts.down_proj_scales"
-    good = tensors[name]
-    for bad, said in ((255, "has NaN values"), (254, "can't hold"), (None, "don't fit each other")):
-        if bad is None:
-            tensors[name] = good[:, :-1].contiguous()
-        else:
-            tensors[name] = good.clone()
-            tensors[name].view(-1)[-1] = bad
+    nan, large = tensors[name].clone(), tensors[name].clone()
+    nan.view(-1)[-1], large.view(-1)[-1] = 255, 254
+    short = tensors[name][:, :-1].contiguous()
+    for bad, said in ((nan, "has NaN"), (large, "can't hold"), (short, "don't fit each other")):
         file.unlink()
-        save_file(tensors, file, {"format": "pt"})
-        done = CliRunner().invoke(script.main, [str(tmp_path / "base"), str(tmp_path / "out")])
+        save_file({**tensors, name: bad}, file, {"format": "pt"})
+        done = dequantize(tmp_path / "base", tmp_path / "out")
         assert done.exit_code == 1
         assert said in done.output.replace("\n", " ")
         assert not (tmp_path / "out").exists()
-
-
-def load_mapped_or_not(base: Path) -> Any:
-    """MXFP4 is mapped, and stays it. In float32: bfloat16 may turn a near choice of the router."""
-    model = load_mapped(base, torch.float32)
-    assert {part.storage for part in model.model.layers[0].mlp.experts.mapped_experts} == {"mxfp4"}
-    return model

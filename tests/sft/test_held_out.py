@@ -35,6 +35,7 @@ from ktbridge.sft.data import fingerprint_rows, load_rows
 from ktbridge.sft.resume import FINGERPRINT_FILE, began_with
 
 HELD, HELD_PAIRS = "eval_dataset=held.jsonl", "eval_dataset=held_pairs.jsonl"
+BEST = "load_best_model_at_end=true"
 OVERFITS = (
     "dataset=few.jsonl", HELD, "max_steps=8", "eval_steps=1", "save_steps=4", "learning_rate=0.01",
     "lora_alpha=512", "lr_scheduler_type=constant", "neftune_noise_alpha=null", "bf16=false",
@@ -71,8 +72,8 @@ def evaluated(log: list[dict]) -> list[dict]:
     return [{key: value for key, value in each.items() if key not in timed} for each in held]
 
 
-def curve(directory: Path) -> list[tuple[int, float]]:
-    return [(record["step"], record["eval_loss"]) for record in evaluated(log_of(directory))]
+def curve(directory: Path) -> dict[int, float]:
+    return {record["step"]: record["eval_loss"] for record in evaluated(log_of(directory))}
 
 
 def trained(log: list[dict]) -> list[tuple]:
@@ -84,15 +85,12 @@ def trained(log: list[dict]) -> list[tuple]:
 @torch.no_grad()
 def base_loss(run_dir: Path, base_dir: Path) -> float:
     """Of transformers' own model: the sum over all answers' tokens, divided by their number."""
-    model, tokenizer = (
-        kind.from_pretrained(base_dir) for kind in (AutoModelForCausalLM, AutoTokenizer)
-    )
+    model = AutoModelForCausalLM.from_pretrained(base_dir)
+    tokenizer = AutoTokenizer.from_pretrained(base_dir)
     total, count = 0.0, 0
     for line in (run_dir / "held.jsonl").read_text().splitlines():
         messages = json.loads(line)["messages"]
-        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)[
-            "input_ids"
-        ]
+        ids = torch.tensor([tokenizer.apply_chat_template(messages)["input_ids"]])
         answer = len(messages[1]["content"].split()) + 1  # and the end of the turn
         logits = model(ids).logits[0, -answer - 1 : -1].float()
         total += torch.nn.functional.cross_entropy(logits, ids[0, -answer:], reduction="sum").item()
@@ -107,27 +105,23 @@ def test_the_loss_is_exact_however_rows_go_and_training_takes_no_notice(
 ) -> None:
     train(run_dir, "output_dir=plain")
     first = []
-    for name, *overrides in (
-        ("one", "eval_steps=1", "per_device_eval_batch_size=1"),
-        ("three", "eval_strategy=epoch", "per_device_eval_batch_size=3"),
-        ("cut", "tokens_per_pass=60", "eval_strategy=no", "eval_on_start=true", "eval_steps=1"),
-        ("packed", "tokens_per_pass=60", "packing=true", "eval_steps=9", "moe_aux_loss_coef=1"),
-    ):
-        result = train(run_dir, f"output_dir={name}", HELD, *overrides)
+    for name, steps, *overrides in (
+        ("one", [0, 1, 2, 3, 4], "eval_steps=1", "per_device_eval_batch_size=1"),
+        ("three", [0, 3, 4], "eval_strategy=epoch", "per_device_eval_batch_size=3"),
+        ("cut", [0, 4], "tokens_per_pass=60", "eval_strategy=no", "eval_on_start=true", "eval_steps=1"),
+        ("packed", [0, 4], "tokens_per_pass=60", "packing=true", "eval_steps=9", "moe_aux_loss_coef=1"),
+    ):  # fmt: skip
+        held_out = train(run_dir, f"output_dir={name}", HELD, *overrides).held_out
         log = log_of(run_dir / name)
         first.append(evaluated(log)[0])
-        steps = {"one": [0, 1, 2, 3, 4], "three": [0, 3, 4]}.get(name, [0, 4])
-        assert [record["step"] for record in evaluated(log)] == steps
-        assert result.held_out.rows == 7
-        assert result.held_out.evaluations == len(steps)
-        assert (result.held_out.first_loss, result.held_out.last_loss) == (
-            curve(run_dir / name)[0][1],
-            curve(run_dir / name)[-1][1],
-        )
+        found = curve(run_dir / name)
+        assert [*found] == steps
+        assert (held_out.rows, held_out.evaluations) == (7, len(steps))
+        assert (held_out.first_loss, held_out.last_loss) == (found[0], found[steps[-1]])
         if not any("tokens_per_pass" in each for each in overrides):
             assert weights(run_dir / name) == weights(run_dir / "plain")
             assert trained(log) == trained(log_of(run_dir / "plain"))
-            assert log[-1]["eval_loss"] == pytest.approx(curve(run_dir / "one")[-1][1], rel=1e-3)
+            assert log[-1]["eval_loss"] == pytest.approx(curve(run_dir / "one")[4], rel=1e-3)
     assert first[0]["eval_loss"] == pytest.approx(base_loss(run_dir, base_dir), rel=2e-3)
     for other in first[1:]:
         for key in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
@@ -140,15 +134,10 @@ def test_pairs_are_measured_one_by_one(run_dir: Path, base_dir: Path) -> None:
     """With ``pref_ftx``, whose chosen answers' tokens weigh alike however pairs go through the model."""
     own = (*DPO, "pref_ftx=0.5")
     train(run_dir, *own, "output_dir=plain")
+    metric = "metric_for_best_model=eval_rewards/margins"
     for rows in (2, 7):
-        given = (HELD_PAIRS, "eval_steps=2", f"per_device_eval_batch_size={rows}")
-        train(
-            run_dir,
-            *own,
-            *given,
-            f"output_dir=of-{rows}",
-            "metric_for_best_model=eval_rewards/margins",
-        )
+        given = (HELD_PAIRS, "eval_steps=2", f"per_device_eval_batch_size={rows}", metric)
+        train(run_dir, *own, *given, f"output_dir=of-{rows}")
         assert weights(run_dir / f"of-{rows}") == weights(run_dir / "plain")
     few, all_ = (evaluated(log_of(run_dir / f"of-{rows}")) for rows in (2, 7))
     for each, same in zip(few, all_, strict=True):
@@ -159,40 +148,32 @@ def test_pairs_are_measured_one_by_one(run_dir: Path, base_dir: Path) -> None:
     assert few[-1]["eval_rewards/margins"] != 0
 
 
-class Killed(BaseException):
-    """As a kill would, it ends a run wherever it is."""
-
-
 @pytest.mark.slow
 @quiet
 def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_best(
     run_dir: Path,
 ) -> None:
-    options = (
-        *OVERFITS,
-        "load_best_model_at_end=true",
-        "early_stopping_steps=3",
-        "logging_steps=2",
-    )
+    options = (*OVERFITS, BEST, "early_stopping_steps=3", "logging_steps=2")
     whole = train(run_dir, *options, "output_dir=whole")
     assert whole.held_out.ended_early
     best = whole.held_out.best_step
     assert 1 <= best < whole.steps == best + 3 < 8
-    assert trained(log_of(run_dir / "whole"))[-1][0] == whole.steps  # the last loss is logged
+    expected = log_of(run_dir / "whole")
+    assert trained(expected)[-1][0] == whole.steps  # the last loss is logged
     calls = iter(range(100))
 
     def kill(done: int, passes: int) -> None:
         if next(calls) == best + 2:  # one before the first step, and one after each
-            raise Killed
+            raise KeyboardInterrupt
 
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         train(run_dir, *options, on_evaluation=kill)
     assert not (run_dir / "raw").exists()
     # Only the step that was best had been saved so far; a run that goes on knows it.
     resumed = train(run_dir, *options)
     assert resumed.first_step == best + 1
-    assert evaluated(log_of(run_dir / "raw")) == evaluated(log_of(run_dir / "whole"))
-    assert trained(log_of(run_dir / "raw")) == trained(log_of(run_dir / "whole"))
+    for part in (evaluated, trained):
+        assert part(log_of(run_dir / "raw")) == part(expected)
     assert weights(run_dir / "raw") == weights(run_dir / "whole")
     assert resumed.held_out.best_step == resumed.held_out.published_step == best
 
@@ -203,37 +184,30 @@ def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_b
     assert validate_adapter([run_dir / "raw"]).ok
     told = read_adapter(run_dir / "raw").manifest["training"]
     assert (told["step"], told["last_step"]) == (best, whole.steps)
-    assert told["eval_loss"] == min(loss for step, loss in curve(run_dir / "raw") if step)
+    losses = curve(run_dir / "raw")
+    assert told["eval_loss"] == min(losses[step] for step in losses if step)
 
     # What ended early is finished: the adapter is written again, and nothing is trained.
     shutil.rmtree(run_dir / "raw")
     steps: list[int] = []
     again = train(run_dir, *options, on_progress=lambda step, steps_: steps.append(step))
-    assert not steps
-    assert again.held_out.ended_early
+    assert (steps, again.held_out.ended_early) == ([], True)
     assert weights(run_dir / "raw") == weights(run_dir / "whole")
 
     # Other held-out rows make the evaluations so far no measure: they are left out, and that is told.
     write_lines(run_dir / "held.jsonl", [conversation("say yes", "no no no")])
     more = ("resume_from_checkpoint=true", "overwrite_output_dir=true", "eval_steps=3")
     longer = train(run_dir, *options, *more)
-    assert [step for step, _ in curve(run_dir / "raw")] == [6, 8]  # by the new eval_steps, too
+    assert [*curve(run_dir / "raw")] == [6, 8]  # by the new eval_steps, too
     assert longer.held_out.best_step in (6, 8)
 
 
 @pytest.mark.slow
 @quiet
 def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir: Path) -> None:
-    options = (
-        *OVERFITS,
-        "max_steps=5",
-        "load_best_model_at_end=true",
-        "save_total_limit=5",
-        "save_steps=1",
-        "save_only_model=true",
-    )
-    whole = train(run_dir, *options, "output_dir=whole")
-    best = whole.held_out.best_step
+    every = ("save_total_limit=5", "save_steps=1", "save_only_model=true")
+    options = (*OVERFITS, "max_steps=5", BEST, *every)
+    best = train(run_dir, *options, "output_dir=whole").held_out.best_step
     assert best < 5
 
     def damage(step: int, steps: int) -> None:
@@ -243,11 +217,11 @@ def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir: Path
 
     found = train(run_dir, *options, on_progress=damage)
     (note,) = (note for note in found.notes if note.code == "KTC031")
-    second = sorted(curve(run_dir / "raw")[1:], key=lambda each: each[1])[1][0]
-    assert found.held_out.published_step == second
     assert f"the best was step {best}" in note.found
-    same = run_dir / f"raw.checkpoints/checkpoint-{second}"
-    assert weights(run_dir / "raw") == weights(same)
+    losses = curve(run_dir / "raw")
+    second = sorted((step for step in losses if step), key=losses.__getitem__)[1]
+    assert found.held_out.published_step == second
+    assert weights(run_dir / "raw") == weights(run_dir / f"raw.checkpoints/checkpoint-{second}")
 
 
 @pytest.mark.slow
@@ -269,17 +243,15 @@ def test_memory_that_is_too_small_makes_micro_batches_of_an_evaluation_smaller(
 
     monkeypatch.setattr(SftTrainer, "compute_loss", small)
     result = train(run_dir, HELD, "eval_steps=2")
-    notes = [note for note in result.notes if note.code == "KTC023"]
+    (note,) = (note for note in result.notes if note.code == "KTC023")
     too_large = [size for size in sizes if size > 80]
     assert too_large == sorted({*too_large}, reverse=True)  # each time with less
-    assert [note.where for note in notes] == ["evaluation after step 0: tokens of a micro-batch"]
-    assert f"in a micro-batch of {too_large[-1]} tokens; from here on it is " in notes[0].found
-    assert dict(curve(run_dir / "raw")) == pytest.approx(dict(curve(run_dir / "whole")), rel=2e-3)
+    assert note.where == "evaluation after step 0: tokens of a micro-batch"
+    assert f"in a micro-batch of {too_large[-1]} tokens; from here on it is " in note.found
+    assert curve(run_dir / "raw") == pytest.approx(curve(run_dir / "whole"), rel=2e-3)
     assert weights(run_dir / "raw") == weights(run_dir / "whole")
 
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        return compute_loss(*args, **kwargs) * math.nan
-
+    broken = lambda *args, **kwargs: compute_loss(*args, **kwargs) * math.nan  # noqa: E731
     monkeypatch.setattr(SftTrainer, "compute_loss", broken)
     with pytest.raises(KtbridgeError, match="held-out rows' loss became nan at step 0"):
         train(run_dir, HELD, "output_dir=other")
@@ -308,25 +280,24 @@ def test_the_split_is_by_seed_and_leaves_something_to_train_on(run_dir: Path) ->
 
 
 def test_a_held_out_row_that_is_trained_on_is_named(run_dir: Path) -> None:
-    lines = (run_dir / "rows.jsonl").read_text().splitlines()
-    spaced = json.loads(lines[7])
-    spaced["messages"][1]["content"] = spaced["messages"][1]["content"].replace(" ", "\n ") + " "
-    held = [conversation("say yes", "no"), spaced, json.loads(lines[2])]
-    write_lines(run_dir / "held.jsonl", held)
-    notes = load_rows(load_config(run_dir / "run.yaml", [HELD])).notes
-    (note,) = notes
-    assert (note.code, note.where) == ("KTD010", "eval_dataset")
-    place = f"{run_dir}/held.jsonl: line"
+    def found(*overrides: str) -> str:
+        (note,) = load_rows(load_config(run_dir / "run.yaml", overrides)).notes
+        assert (note.code, note.where) == ("KTD010", "eval_dataset")
+        return note.found
+
+    rows = [json.loads(line) for line in (run_dir / "rows.jsonl").read_text().splitlines()]
+    ask, tell = rows[7]["messages"]
+    spaced = {"messages": [ask, {**tell, "content": tell["content"].replace(" ", "\n ") + " "}]}
+    write_lines(run_dir / "held.jsonl", [conversation("say yes", "no"), spaced, rows[2]])
     pairs = [
-        f"{place} {line} is {run_dir}/rows.jsonl: line {other}" for line, other in ((2, 8), (3, 3))
+        f"{run_dir}/held.jsonl: line {line} is {run_dir}/rows.jsonl: line {other}"
+        for line, other in ((2, 8), (3, 3))
     ]
-    assert note.found == f"2 held-out rows are also in the training rows: {'; '.join(pairs)}"
-    write_lines(run_dir / "held.jsonl", [json.loads(line) for line in lines])
-    (note,) = load_rows(load_config(run_dir / "run.yaml", [HELD])).notes
-    assert note.found.startswith("12 held-out rows are")
-    assert note.found.endswith("; and 9 more")
-    (note,) = load_rows(load_config(run_dir / "run.yaml", [*DPO, "eval_dataset=pairs.jsonl"])).notes
-    assert f"{run_dir}/pairs.jsonl: line 2" in note.found
+    assert found(HELD) == f"2 held-out rows are also in the training rows: {'; '.join(pairs)}"
+    write_lines(run_dir / "held.jsonl", rows)
+    assert found(HELD).startswith("12 held-out rows are")
+    assert found(HELD).endswith("; and 9 more")
+    assert f"{run_dir}/pairs.jsonl: line 2" in found(*DPO, "eval_dataset=pairs.jsonl")
     with pytest.raises(ProblemsError, match=r"can't be read"):
         load_rows(load_config(run_dir / "run.yaml", ["eval_dataset=nowhere"]))
 
@@ -334,27 +305,22 @@ def test_a_held_out_row_that_is_trained_on_is_named(run_dir: Path) -> None:
 def test_val_size_takes_rows_without_copies_and_a_run_of_before_goes_on(run_dir: Path) -> None:
     lines = [json.loads(line) for line in (run_dir / "rows.jsonl").read_text().splitlines()][:10]
     write_lines(run_dir / "rows.jsonl", lines + lines[:6])
-    options = ["val_size=4", "dataset=rows.jsonl", "eval_dataset=null"]
-    config = load_config(run_dir / "run.yaml", options)
-    rows = load_rows(config)
-    assert rows.held_out is not None
-    assert rows.before is not None
-    assert rows.before.held_out is not None
+    config = load_config(run_dir / "run.yaml", ["val_size=4"])
+    rows: Any = load_rows(config)
     assert len(rows.held_out.rows) == len(rows.before.held_out.rows) == 4
     assert (rows.notes, [note.code for note in rows.before.notes]) == ([], ["KTD010"])
     told = [{json.dumps(row.messages) for row in each.rows} for each in (rows, rows.held_out)]
     assert not told[0] & told[1]
-    assert load_rows(config).held_out.rows == rows.held_out.rows  # type: ignore[union-attr]
+    again: Any = load_rows(config)
+    assert again.held_out.rows == rows.held_out.rows
 
+    now, before = fingerprint_rows(rows), fingerprint_rows(rows.before)
     place = run_dir / "raw.checkpoints/checkpoint-2"
     place.mkdir(parents=True)
-    assert not began_with(config, fingerprint_rows(rows.before))
-    (place / FINGERPRINT_FILE).write_text(json.dumps({"rows": fingerprint_rows(rows.before)}))
-    assert began_with(config, fingerprint_rows(rows.before))
-    assert not began_with(config, fingerprint_rows(rows))
-    assert not began_with(
-        replace(config, resume_from_checkpoint=False), fingerprint_rows(rows.before)
-    )
+    assert not began_with(config, before)
+    (place / FINGERPRINT_FILE).write_text(json.dumps({"rows": before}))
+    assert (began_with(config, before), began_with(config, now)) == (True, False)
+    assert not began_with(replace(config, resume_from_checkpoint=False), before)
 
     write_lines(run_dir / "rows.jsonl", lines)  # no copies: as ever
     assert load_rows(config).before is None
@@ -368,15 +334,8 @@ def test_a_run_that_unlearns_what_the_base_knew_is_told(run_dir: Path) -> None:
     held = [json.loads(line) for line in (run_dir / "held_pairs.jsonl").read_text().splitlines()]
     contrary = [one | {"chosen": one["rejected"], "rejected": one["chosen"]} for one in held]
     write_lines(run_dir / "contrary.jsonl", contrary)
-    options = (
-        "stage=dpo",
-        HELD_PAIRS,
-        "dataset=contrary.jsonl",
-        "learning_rate=0.003",
-        "pref_beta=1",
-        "max_steps=6",
-    )
-    told = train(run_dir, "stage=dpo", HELD_PAIRS, *options)
+    fast = ("learning_rate=0.003", "pref_beta=1", "max_steps=6")
+    told = train(run_dir, "stage=dpo", HELD_PAIRS, "dataset=contrary.jsonl", *fast)
     (note,) = (note for note in told.notes if note.code == "KTC030")
     assert note.found.endswith("after 0.6931 before training")
 
@@ -384,23 +343,22 @@ def test_a_run_that_unlearns_what_the_base_knew_is_told(run_dir: Path) -> None:
 @quiet
 def test_the_command_shows_what_overfitting_is(run_dir: Path) -> None:
     def run(*overrides: str) -> Any:
-        given = [*OVERFITS, "max_steps=5", "plot_loss=true", *overrides]
-        return CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *given])
+        given = [*OVERFITS, "max_steps=5", *overrides]
+        done = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *given])
+        assert done.exit_code == 0, done.stderr
+        return done
 
-    planned = run("--dry-run", "--json", "eval_steps=0.5")
-    assert planned.exit_code == 0, planned.stderr
-    assert json.loads(planned.stdout)["held_out"] == {
+    assert json.loads(run("--dry-run", "--json", "eval_steps=0.5").stdout)["held_out"] == {
         "rows": 7, "rows_used": 7, "rows_cut": 0, "rows_refused": 0, "trained_tokens": 80,
         "eval_steps": 3, "eval_on_start": True,
     }  # fmt: skip
-    shown = run("--dry-run", "load_best_model_at_end=true", "eval_steps=5")
+    shown = run("--dry-run", BEST, "eval_steps=5")
     assert "evaluated before the first step, after the last" in " ".join(shown.stdout.split())
     assert "KTC032" in shown.stderr
     assert "every step and after the last" in run("--dry-run", "eval_steps=1").stdout
-    told = run()
-    assert told.exit_code == 0, told.stderr
-    losses = dict(curve(run_dir / "raw"))
-    best = min((step for step in losses if step), key=lambda step: losses[step])
+    told = run("plot_loss=true")
+    losses = curve(run_dir / "raw")
+    best = min((step for step in losses if step), key=losses.__getitem__)
     assert best < 5
     for step, loss in losses.items():
         assert re.search(rf"step +{step}/5  held-out loss {loss:.4f}  accuracy 0\.", told.stderr)
@@ -412,13 +370,7 @@ def test_the_command_shows_what_overfitting_is(run_dir: Path) -> None:
     warned = "warning KTC030  step 5: eval_loss" in told.stderr
     assert warned == (losses[5] > 1.01 * losses[best])
     assert (run_dir / "raw/training_loss.png").read_bytes().startswith(b"\x89PNG")
-    published = run(
-        "--json", "output_dir=best", "load_best_model_at_end=true", "eval_on_start=false"
-    )
-    result = json.loads(published.stdout)["held_out"]
-    assert (result["best_step"], result["published_step"], result["first_loss"]) == (
-        best,
-        best,
-        None,
-    )
-    assert result["best_loss"] == losses[best] < result["last_loss"] == losses[5]
+    published = run("--json", "output_dir=best", BEST, "eval_on_start=false")
+    found = json.loads(published.stdout)["held_out"]
+    assert (found["best_step"], found["published_step"], found["first_loss"]) == (best, best, None)
+    assert found["best_loss"] == losses[best] < found["last_loss"] == losses[5]

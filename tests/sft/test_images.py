@@ -63,11 +63,12 @@ def configured(base: Path, *files: Path, **changes: Any) -> TrainConfig:
     return replace(settings(*files, **changes), model_name_or_path=str(base))
 
 
-def fitted(config: TrainConfig) -> Any:
+def fitted(config: TrainConfig, tokenizer: Any = None) -> Any:
+    """The rows as tokens, and what reads their images."""
     base = Path(config.model_name_or_path)
     vision = read_vision(base, config)
-    rows = load_rows(config)
-    return tokenize_rows(rows, load_tokenizer(base), config, vision=vision), vision
+    tokenizer = tokenizer or load_tokenizer(base)
+    return tokenize_rows(load_rows(config), tokenizer, config, vision=vision), vision
 
 
 def whys(rows: Any) -> list[str]:
@@ -89,15 +90,14 @@ def test_every_form_is_what_the_processor_makes(
 
     urls = [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in (red, blue)]
     paths = [{"type": "image", "image": each} for each in ("red.png", "file://blue.png")]
-    said = "Left<image>right<image>same?"
+    said, both = "Left<image>right<image>same?", ["red.png", "blue.png"]
     rows = [
         openai(*urls),
         openai(*paths),
-        {**openai({"type": "image"}, {"type": "image"}), "images": ["red.png", "blue.png"]},
-        {"conversations": [{"from": "human", "value": said}, {"from": "gpt", "value": "no"}],
-         "images": ["red.png", str(tmp_path / "blue.png")]},
-        {"instruction": said, "output": "no", "images": ["red.png", "blue.png"]},
-    ]  # fmt: skip
+        {**openai({"type": "image"}, {"type": "image"}), "images": both},
+        row(said, "red.png", str(tmp_path / "blue.png")),
+        {"instruction": said, "output": "no", "images": both},
+    ]
     file = write_lines(tmp_path / "rows.jsonl", rows)
     stored = [{"bytes": png(each), "path": None} for each in (red, blue)]
     table = {"prompt": [said], "completion": ["no"], "images": [stored]}
@@ -113,12 +113,12 @@ def test_every_form_is_what_the_processor_makes(
     asked = [part or {"type": "image"} for part in question]
     written = whole.apply_chat_template(talk(*asked, answer="no"), tokenize=False)
     expected = whole(text=[written], images=[red, blue], return_tensors="pt")
-    for row in made.dataset:
-        assert row["input_ids"] == expected["input_ids"][0].tolist()
-        learned = [token for token in row["labels"] if token != -100]
+    for each in made.dataset:
+        assert each["input_ids"] == expected["input_ids"][0].tolist()
+        learned = [token for token in each["labels"] if token != -100]
         assert tokenizer.decode(learned) == "no<|im_end|>"
-        shown = [vision.images[number] for number in row["image_numbers"]]
-        found = vision.inputs(torch.tensor([row["input_ids"]]), shown)
+        shown = [vision.images[number] for number in each["image_numbers"]]
+        found = vision.inputs(torch.tensor([each["input_ids"]]), shown)
         assert found.keys() == {"pixel_values", "image_grid_thw", "mm_token_type_ids"}
         for name, value in found.items():
             assert torch.equal(value, expected[name]), name
@@ -129,17 +129,28 @@ def row(said: str, *images: Any, answer: str = "no", **more: Any) -> dict[str, A
     return {"conversations": turns, "images": [*images], **more}
 
 
+def huge(width: int, height: int) -> bytes:
+    """A PNG of a header alone."""
+    head = struct.pack(">II5B", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
 def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
     """A sentence for each row whose images can't be trained on; the others are used."""
-    square("red", 64).save(tmp_path / "red.png")
-    (tmp_path / "text.png").write_text("no image")
-    (tmp_path / "bomb.png").write_bytes(huge(60_000, 60_000))
-    (tmp_path / "line.png").write_bytes(png(Image.new("RGB", (500, 2))))
-    square("red", 256).save(tmp_path / "large.png")
     noise = Image.effect_noise((64, 64), 90).convert("RGB")
-    (tmp_path / "cut.png").write_bytes(png(noise)[:-2000])
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}
-    away = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
+    for name, content in {
+        "red": png(square("red", 64)), "large": png(square("red", 256)), "text": b"no image",
+        "bomb": huge(60_000, 60_000), "line": png(Image.new("RGB", (500, 2))), "cut": png(noise)[:-2000],
+    }.items():  # fmt: skip
+        (tmp_path / f"{name}.png").write_bytes(content)
+    part, away = (
+        {"type": "image_url", "image_url": {"url": url}}
+        for url in ("data:image/png;base64,@@", "https://example.org/cat.png")
+    )
     answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<image>"}]
     rows = [
         (row(ASK, "red.png"), None),
@@ -175,33 +186,20 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
         assert each.why.startswith(expected[each.where])
     assert made.used == 2
     assert ", 1 with images of 4 tokens;" in describe_rows(made)
-    smaller, _ = fitted(configured(bases[VL], file, cutoff_len=60, allow_refused_rows=True,
-                                   image_max_pixels=32 * 96))  # fmt: skip
+    smaller, _ = fitted(replace(config, image_max_pixels=32 * 96))
     assert smaller.used == 3  # the large one, of one token
 
-    everything = tokenized(config, load_tokenizer(bases[VL]))
-    assert "images for a model that reads text alone" in whys(everything)
-    pair = {"prompt": ASK, "chosen": "a", "rejected": "b", "images": ["red.png"]}
-    parts = {"prompt": talk(part)[:1], "chosen": "a", "rejected": "b"}
+    assert "images for a model that reads text alone" in whys(
+        tokenized(config, load_tokenizer(bases[VL]))
+    )
     for stage, given in (
-        ("dpo", pair),
-        ("dpo", parts),
+        ("dpo", {"prompt": ASK, "chosen": "a", "rejected": "b", "images": ["red.png"]}),
+        ("dpo", {"prompt": talk(part)[:1], "chosen": "a", "rejected": "b"}),
         ("pt", {"text": ASK, "images": ["red.png"]}),
     ):
+        path = write_lines(tmp_path / "o.jsonl", [given])
         with pytest.raises(ProblemsError, match=r"with images: stage|not text \(image_url\)"):
-            load_rows(
-                configured(bases[VL], write_lines(tmp_path / "o.jsonl", [given]), stage=stage)
-            )
-
-
-def huge(width: int, height: int) -> bytes:
-    """A PNG of a header alone."""
-    head = struct.pack(">II5B", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", head), (b"IDAT", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in chunks
-    )
+            load_rows(configured(bases[VL], path, stage=stage))
 
 
 def test_pixels(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -236,34 +234,31 @@ def test_plan_counts_images_and_the_vision_tower(
 ) -> None:
     shown = write_lines(tmp_path / "shown.jsonl", colour_rows(tmp_path, range(2), 128))
     read = write_lines(tmp_path / "read.jsonl", [row("colour?", answer="green")] * 8)
-    target = TargetMachine(2**34, 2**34, 2**40, 2)
-    tower = sum(
-        tensor.numel()
-        for name, tensor in load_file(bases[kind] / "model.safetensors").items()
-        if ".visual." in name
-    )
+    tensors = load_file(bases[kind] / "model.safetensors")
+    tower = sum(2 * tensor.numel() for name, tensor in tensors.items() if ".visual." in name)
     plans = {}
     for file in (shown, read):
         config = configured(bases[kind], file, per_device_train_batch_size=2, max_steps=1)
+        target = TargetMachine(2**34, 2**34, 2**40, 2)
         plans[file] = plan = plan_run(config, target, measure=False)
-        parts = {part.what: part for part in plan.parts}
+        sizes = {part.what: part.size for part in plan.parts}
         # Qwen3-VL has no text model without the tower in transformers, so it is always loaded.
-        assert ("the vision tower" in parts) == (file == shown or kind == VL)
-        if "the vision tower" in parts:
-            assert parts["the vision tower"].size == 2 * tower
+        there = file == shown or kind == VL
+        assert sizes.get("the vision tower") == (tower if there else None)
+        assert ("images in the vision tower" in sizes) == (file == shown)
     assert any("8 images of 128 tokens" in note for note in plans[shown].notes)
     # 16 tokens an image, between two that mark its place.
     assert plans[shown].longest == plans[read].longest + 18
-    assert "images in the vision tower" in {part.what for part in plans[shown].parts}
 
 
 def predicted(directory: Path, name: str, *overrides: str) -> list[str]:
-    given = (f"output_dir={directory / name}", f"adapter_name_or_path={directory / 'raw'}")
-    asked = (*given, "do_train=false", "do_predict=true", "do_sample=false", *overrides)
-    config = load_config(directory / "run.yaml", asked)
-    prepared = prepare_predictions(config)
+    asked = (
+        f"output_dir={directory / name}", f"adapter_name_or_path={directory / 'raw'}", "do_train=false",
+        "do_predict=true", "do_sample=false", *overrides,
+    )  # fmt: skip
+    prepared = prepare_predictions(load_config(directory / "run.yaml", asked))
     assert predict(prepared, plan_engine(prepared)).problems == ()
-    found = (Path(config.output_dir) / "generated_predictions.jsonl").read_text().splitlines()
+    found = (directory / name / "generated_predictions.jsonl").read_text().splitlines()
     return [json.loads(line)["predict"] for line in found]
 
 
@@ -319,14 +314,12 @@ def test_an_answer_behind_an_image_too_many_is_never_left_out_in_silence(
     first, last = (row(ASK, name)["conversations"] for name in ("64.png", "256.png"))
     both = {"conversations": [*first, *last], "images": ["64.png", "256.png"]}
     file = write_lines(tmp_path / "rows.jsonl", [both, row(ASK, "64.png")])
-    config = configured(bases[VL], file, cutoff_len=60)
     tokenizer = load_tokenizer(bases[VL])
     tokenizer.chat_template += (
         "{{ 'x' if messages[-1].role == 'assistant' and messages | length == 2 }}"
     )
-    whole, found = (
-        tokenize_rows(load_rows(config), tokenizer, each, vision=read_vision(bases[VL], each))
-        for each in (replace(config, cutoff_len=500), config)
+    (whole, _), (found, _) = (
+        fitted(configured(bases[VL], file, cutoff_len=most), tokenizer) for most in (500, 60)
     )
     assert (whole.used, len(whole.dataset)) == (2, 3)
     assert (found.used, len(found.dataset), found.cut) == (1, 1, 0)

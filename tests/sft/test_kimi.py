@@ -95,35 +95,23 @@ def test_tokens_are_those_of_tiktokens_rule(tmp_path: Path) -> None:
     for text in TEXTS:
         words = regex.findall("|".join(SPLITS), text, regex.V1)
         assert "".join(words) == text
-        expected = [
-            ranks[part]
-            for word in words
-            for part in _merged([bytes([b]) for b in word.encode()], ranks)
-        ]
+        parts = [_merged([bytes([b]) for b in word.encode()], ranks) for word in words]
+        expected = [ranks[part] for word in parts for part in word]
         assert tokenizer.encode(text) == expected
         assert tokenizer.decode(expected) == text
 
 
 def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    base = len(RANKS)
+    tokenizer, base = load_tokenizer(tmp_path), len(RANKS)
     assert len(tokenizer) == base + 256
-    assert tokenizer.convert_tokens_to_ids(["[BOS]", "<|im_end|>", "[PAD]"]) == [
-        base,
-        base + 2,
-        base + 255,
-    ]
+    names = {"[BOS]": 0, "<|im_end|>": 2, f"<|reserved_token_{base + 9}|>": 9, "[PAD]": 255}
+    for name, number in names.items():
+        assert tokenizer.convert_tokens_to_ids(name) == base + number
     assert (tokenizer.eos_token, tokenizer.pad_token_id) == ("[EOS]", base + 255)
-    assert tokenizer.convert_ids_to_tokens(base + 9) == f"<|reserved_token_{base + 9}|>"
     told = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], return_dict=False)
-    assert told == [
-        base + 3,
-        *tokenizer.encode("user"),
-        base + 10,
-        *tokenizer.encode("Hello"),
-        base + 2,
-    ]
+    user, hello = tokenizer.encode("user"), tokenizer.encode("Hello")
+    assert told == [base + 3, *user, base + 10, *hello, base + 2]
     ids = [base, base + 11, *tokenizer.encode("x"), base + 2]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<|tool_calls_section_begin|>x"
 

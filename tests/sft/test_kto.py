@@ -6,7 +6,7 @@ import pytest
 import torch
 from findings import codes
 from tinymoe import tiny_tokenizer
-from trainrun import WORDS, conversation, log_of, quiet, tokenized, train, write_lines, write_run
+from trainrun import conversation, log_of, quiet, text, tokenized, train, write_lines, write_run
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
@@ -20,15 +20,13 @@ def judged(count, first=0):
     """trl's form, OpenAI's and sharegpt's, of unequal lengths."""
     rows = []
     for number in range(first, first + count):
-        words = [WORDS[(number * step) % len(WORDS)] for step in range(1, 9)]
-        question, answer = " ".join(words[:4]), " ".join(words[4 : 5 + number % 4])
+        question, answer = text(number, 4, 3), text(number + 1, 1 + number % 4, 5)
         good = number % 3 != 0
-        told = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-        asked = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        said = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
         forms = (
             {"prompt": question, "completion": answer, "label": good},
-            {"messages": asked, "kto_tag": good},
-            {"conversations": told, "kto_tag": str(good).lower()},
+            {**conversation(question, answer), "kto_tag": good},
+            {"conversations": said, "kto_tag": str(good).lower()},
         )
         rows.append(forms[number // 3 % 3])
     return rows
@@ -99,19 +97,21 @@ def test_the_loss_is_the_papers_and_the_reference_the_base(make):
     assert ratio.abs().max() > 1e-2
 
 
-@pytest.mark.slow
 def test_held_out_judgements_are_measured_by_their_weights(run_dir):
-    result = train(
-        run_dir, "eval_dataset=held.jsonl", "eval_steps=3", "per_device_eval_batch_size=3"
+    held = (
+        "eval_dataset=held.jsonl",
+        "per_device_eval_batch_size=3",
+        "max_steps=1",
+        "save_steps=0",
     )
+    result = train(run_dir, *held)
     assert (result.used, result.refused) == (24, 0)
-    first, *_, last = [one for one in log_of(run_dir / "raw") if "eval_loss" in one]
+    first, last = [one for one in log_of(run_dir / "raw") if "eval_loss" in one]
     weights = [WEIGHTS["kto_chosen_weight"], WEIGHTS["kto_rejected_weight"]]
     # Nothing is learned yet: each loss is half its weight.
     good = [row.get("kto_tag", row.get("label")) in (True, "true") for row in judged(5, 100)]
-    assert first["eval_loss"] == pytest.approx(
-        sum(0.5 * weights[not each] for each in good) / 5, abs=2e-3
-    )
+    expected = sum(0.5 * weights[not each] for each in good) / 5
+    assert first["eval_loss"] == pytest.approx(expected, abs=2e-3)
     assert last["eval_rewards/chosen"] != 0 != last["eval_rewards/rejected"]
     summary = json.loads((run_dir / "raw" / "training_data.json").read_text())
     assert summary["stage"] == "kto"
@@ -119,8 +119,7 @@ def test_held_out_judgements_are_measured_by_their_weights(run_dir):
 
 def test_llama_factorys_entry_names_the_judgements_column(run_dir, tmp_path):
     said = conversation("who", "cat")["messages"]
-    rows = [{"said": said, "ok": value} for value in (True, False)]
-    write_lines(tmp_path / "mine.jsonl", rows)
+    write_lines(tmp_path / "mine.jsonl", [{"said": said, "ok": value} for value in (True, False)])
     tags = {
         "role_tag": "role",
         "content_tag": "content",
@@ -149,11 +148,9 @@ def test_rows_and_settings_that_kto_cannot_take_are_refused(run_dir, tmp_path):
     rows = load_rows(load_config(run_dir / "run.yaml"))
     assert [item.why for item in rows.refused] == [why for _, why in bad]
     assert [each.good for each in rows.rows] == [False, True, True] * 2
+    wrong = ["per_device_train_batch_size=1", "tokens_per_pass=100", "packing=true"]
     with pytest.raises(ProblemsError) as caught:
-        load_config(
-            run_dir / "run.yaml",
-            ["per_device_train_batch_size=1", "tokens_per_pass=100", "packing=true"],
-        )
+        load_config(run_dir / "run.yaml", wrong)
     assert codes(caught) == {"KTC080", "KTC005"}
     sft = load_rows(load_config(run_dir / "run.yaml", ["stage=sft", "allow_refused_rows=true"]))
     assert "with kto_tag: every answer counts alike" in {item.why for item in sft.refused}

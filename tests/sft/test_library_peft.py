@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from findings import codes
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
@@ -37,10 +38,8 @@ from ktbridge.sft import (
 from ktbridge.sft.output import IN_CHECKPOINT
 
 IDS = torch.arange(80).reshape(4, 20) % 64
-EXPERT, ATTENTION = (
-    36_864,
-    3_584,
-)  # LoRA parameters of rank 8 in the tiny model: experts, q_proj and v_proj
+EXPERT, ATTENTION = 36_864, 3_584
+"""LoRA parameters of rank 8 in the tiny model: of the experts, of q_proj and v_proj."""
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*` is deprecated:FutureWarning"),
@@ -58,21 +57,21 @@ def peft_last(model: Any = None, **options: Any) -> Any:
     return get_peft_model(wrap_experts(model or tiny_model()), lora(**options))
 
 
-def peft_first(model: Any = None, **options: Any) -> Any:
-    return wrap_experts(get_peft_model(model or tiny_model(), lora(**options)))
-
-
-def added_last(model: Any = None) -> Any:
+def added_last() -> Any:
     """transformers' own way to PEFT."""
-    model = wrap_experts(model or tiny_model())
+    model = wrap_experts(tiny_model())
     add_adapter(model, lora())
     return model
 
 
-def added_first(model: Any = None) -> Any:
-    model = model or tiny_model()
+def added_first() -> Any:
+    model = tiny_model()
     add_adapter(model, lora())
     return wrap_experts(model)
+
+
+def peft_first(model: Any = None, **options: Any) -> Any:
+    return wrap_experts(get_peft_model(model or tiny_model(), lora(**options)))
 
 
 def alone(model: Any = None) -> Any:
@@ -109,20 +108,26 @@ def logits(model: Any) -> torch.Tensor:
         return model(IDS).logits.float()
 
 
-def fit(model: Any, path: Path, *callbacks: Any, resume: Any = None, **changes: Any) -> Any:
-    options = {
-        "output_dir": str(path), "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "report_to": [],
-        "per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True, "logging_steps": 100,
-    }  # fmt: skip
+def fit(model: Any, path: Path, *callbacks: Any, resume: Any = None) -> Any:
+    arguments = TrainingArguments(
+        output_dir=str(path), max_steps=4, save_steps=2, learning_rate=1e-2, report_to=[],
+        per_device_train_batch_size=2, use_cpu=True, disable_tqdm=True, logging_steps=100,
+    )  # fmt: skip
     rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in IDS.tolist()])
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(**{**options, **changes}),
-        train_dataset=rows,
-        callbacks=[*callbacks],
-    )
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[*callbacks])
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     return trainer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("peft") / "base"
+    tiny_model().save_pretrained(path)
+    return path
+
+
+def loaded_from(base: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
 
 
 # --- training --------------------------------------------------------------------------------------------
@@ -139,6 +144,8 @@ def test_whatever_comes_first_the_expert_lora_is_trained_and_nothing_but_lora(or
     if isinstance(model, PeftModel):
         assert model.get_nb_trainable_parameters()[0] == found.trained
     assert was_trained(train(model))
+    if order is alone:  # unless it is asked for
+        assert trainable_parameters(wrap_experts(tiny_model(), freeze_rest=False)).others > 30_000
 
 
 @pytest.mark.quick("all-linear")
@@ -146,25 +153,16 @@ def test_whatever_comes_first_the_expert_lora_is_trained_and_nothing_but_lora(or
 @pytest.mark.filterwarnings("ignore:target_parameters=.* were set but no parameter:RuntimeWarning")
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "gate_proj", "up_proj", "down_proj")])
 def test_any_targets_will_do_after_wrapping_and_leave_a_valid_adapter(
-    targets: Any, tmp_path: Path
+    targets: Any, base: Path, tmp_path: Path
 ) -> None:
-    tiny_model().save_pretrained(tmp_path / "base")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
-    model = train(peft_last(loaded, targets=targets))
+    model = train(peft_last(loaded_from(base), targets=targets))
     assert was_trained(model)
     save_raw_adapter(model, tmp_path / "raw")
-    report = validate_adapter([tmp_path / "raw"], base_model=tmp_path / "base")
-    assert report.ok
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    assert validate_adapter([tmp_path / "raw"], base_model=base).ok
+    loaded = loaded_from(base)
     effect = (logits(model) - logits(loaded)).norm()
     again = load_raw_adapter(loaded, tmp_path / "raw")
     assert (logits(again) - logits(model)).norm() < 0.05 * effect
-
-
-def test_without_freezing_the_rest_it_is_as_it_was() -> None:
-    model = wrap_experts(tiny_model(), freeze_rest=False)
-    assert trainable_parameters(model).others > 30_000
-    assert train(model).lm_head.weight.requires_grad
 
 
 def test_trl_trains_both_halves_in_both_ways(tmp_path: Path) -> None:
@@ -261,8 +259,7 @@ def test_a_frozen_expert_lora_is_refused_unless_it_is_meant(tmp_path: Path) -> N
         assert "freeze_expert_lora(model, False)" in caught.value.next_step
         logits(model.eval())  # only training is refused
         freeze_expert_lora(model)
-        train(model)
-        assert not was_trained(model)
+        assert not was_trained(train(model))
         freeze_expert_lora(model, False)
         assert was_trained(train(model))
     froze_everything_but_pefts(by_hand)
@@ -312,22 +309,23 @@ def test_a_trainers_checkpoints_have_both_halves_and_resume_bit_by_bit(
     whole = order()
     fit(whole, tmp_path / "run", RawAdapterCallback("some/base"))
     checkpoint = tmp_path / "run" / "checkpoint-2"
-    assert (
-        sum(".experts.kt." in name for name in load_file(checkpoint / "adapter_model.safetensors"))
-        == 12
-    )
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    assert sum(".experts.kt." in name for name in saved) == 12
     for place in (tmp_path / "run" / "raw_adapter", checkpoint / IN_CHECKPOINT):
         assert validate_adapter([place]).ok
         assert (place / "fused_expert_lora.safetensors").is_file()
     last = read_adapter(tmp_path / "run" / "raw_adapter")
-    assert torch.equal(
-        last.expert_tensor(1, "up_lora_b").torch(), expert_layers(whole)[1].up_lora_b.bfloat16()
-    )
+    trained = expert_layers(whole)[1].up_lora_b.bfloat16()
+    assert torch.equal(last.expert_tensor(1, "up_lora_b").torch(), trained)
     torch.manual_seed(1)
     resumed = order()
     fit(resumed, tmp_path / "again", RawAdapterCallback("some/base"), resume=checkpoint)
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
+    if order is peft_first:  # a checkpoint from before wrapping has none of it
+        fit(get_peft_model(tiny_model(), lora()), tmp_path / "plain")
+        with pytest.raises(KtbridgeError, match="no expert LoRA"):
+            fit(order(), tmp_path / "on", resume=tmp_path / "plain" / "checkpoint-2")
 
 
 def test_what_peft_saves_peft_loads(tmp_path: Path) -> None:
@@ -336,9 +334,7 @@ def test_what_peft_saves_peft_loads(tmp_path: Path) -> None:
     loaded = PeftModel.from_pretrained(alone(), tmp_path / "peft")
     assert torch.equal(logits(loaded), logits(model))
     report = validate_adapter([tmp_path / "peft"])
-    assert [problem.code for problem in report.problems if problem.severity == "error"] == [
-        "KTB201"
-    ]
+    assert codes(report, "error") == {"KTB201"}
     assert "save_raw_adapter" in report.problems[0].next_step
     # One that has no expert LoRA would leave it as it is.
     get_peft_model(tiny_model(), lora()).save_pretrained(tmp_path / "attention")
@@ -354,21 +350,14 @@ def test_what_peft_saves_peft_loads(tmp_path: Path) -> None:
         other.load_adapter(tmp_path / "peft", "second")
 
 
-@pytest.mark.slow
-def test_a_checkpoint_from_before_is_not_gone_on_from(tmp_path: Path) -> None:
-    fit(get_peft_model(tiny_model(), lora()), tmp_path / "run")
-    with pytest.raises(KtbridgeError, match="no expert LoRA"):
-        fit(peft_first(), tmp_path / "again", resume=tmp_path / "run" / "checkpoint-2")
-
-
-@pytest.mark.slow
-def test_the_callback_says_at_the_start_what_could_not_be_saved_at_the_end(tmp_path: Path) -> None:
+def test_what_could_not_be_saved_is_said_and_by_the_callback_at_the_start(tmp_path: Path) -> None:
     occupied = tmp_path / "occupied"
     occupied.mkdir()
     (occupied / "notes.txt").write_text("mine")
     untied = peft_first(tiny_model(tie_word_embeddings=False), modules_to_save=["lm_head"])
+    plain = get_peft_model(tiny_model(), lora())
     for model, callback, words in (
-        (get_peft_model(tiny_model(), lora()), RawAdapterCallback("base"), "no wrapped experts"),
+        (plain, RawAdapterCallback("base"), "no wrapped experts"),
         (peft_first(), RawAdapterCallback(), "name of the base model"),
         (peft_first(), RawAdapterCallback("base", occupied), "is not an adapter directory"),
         (untied, RawAdapterCallback("base"), r"lm_head\.modules_to_save"),
@@ -378,38 +367,34 @@ def test_the_callback_says_at_the_start_what_could_not_be_saved_at_the_end(tmp_p
         assert caught.value.next_step
     with pytest.warns(UserWarning, match="belong to neither half"):
         save_raw_adapter(train(untied), tmp_path / "raw", "base")
+    with pytest.warns(UserWarning, match="every B in it is zero"):
+        save_raw_adapter(peft_first(), tmp_path / "untrained", "some/base")
+    for model, name, words in (
+        (peft_first(), "", "name of the base"),
+        (plain, "base", "no wrapped"),
+    ):
+        with pytest.raises(KtbridgeError, match=words):
+            save_raw_adapter(model, tmp_path / "none", *filter(None, [name]))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* has the expert LoRA alone")
-def test_without_peft_a_raw_adapter_is_saved_and_it_is_said(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "base")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
-    model = alone(loaded)
+def test_without_peft_a_raw_adapter_is_saved_and_it_is_said(base: Path, tmp_path: Path) -> None:
+    model = alone(loaded_from(base))
     trainer = fit(model, tmp_path / "run")
     trainer.save_model()  # into a directory that holds the checkpoints
     with pytest.warns(UserWarning, match="load_raw_adapter"):
         model.save_pretrained(tmp_path / "saved")
     for place in ("run/checkpoint-2", "run", "saved"):
-        assert validate_adapter([tmp_path / place], base_model=tmp_path / "base").ok
+        assert validate_adapter([tmp_path / place], base_model=base).ok
         assert read_adapter(tmp_path / place).nonexpert_keys() == ()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
-    again = load_raw_adapter(loaded, tmp_path / "saved")
+    again = load_raw_adapter(loaded_from(base), tmp_path / "saved")
     assert (logits(again) - logits(model)).norm() < 0.02 * logits(model).norm()
     with pytest.raises(ValueError, match="checkpoint"):  # transformers' own refusal
         fit(alone(), tmp_path / "again", resume=tmp_path / "run" / "checkpoint-2")
     with pytest.raises(KtbridgeError, match="inside of a PeftModel"):
         peft_first().get_base_model().save_pretrained(tmp_path / "inner")
     assert not (tmp_path / "inner").exists()
-
-
-def test_an_untrained_expert_lora_is_not_saved_without_a_word(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="every B in it is zero"):
-        save_raw_adapter(peft_first(), tmp_path / "raw", "some/base")
-    with pytest.raises(KtbridgeError, match="name of the base model"):
-        save_raw_adapter(peft_first(), tmp_path / "raw")
-    with pytest.raises(KtbridgeError, match="no wrapped experts"):
-        save_raw_adapter(get_peft_model(tiny_model(), lora()), tmp_path / "raw", "base")
 
 
 # --- switching --------------------------------------------------------------------------------------------
@@ -488,32 +473,28 @@ def test_what_would_leave_the_expert_lora_behind_is_refused_before_anything_is_d
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_raw_adapter_is_put_on_a_model_to_run_and_to_train_on(
-    mapped: bool, tmp_path: Path
+    mapped: bool, base: Path, tmp_path: Path
 ) -> None:
-    tiny_model().save_pretrained(tmp_path / "base")
-
-    def base() -> Any:
-        if mapped:
-            return load_for_kernels(str(tmp_path / "base"))
-        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    def load() -> Any:
+        return load_for_kernels(str(base)) if mapped else loaded_from(base)
 
     options = {"use_rslora": True, "lora_dropout": 0.1, "r": 4}
-    model = train(get_peft_model(wrap_experts(base(), 3, 12), lora(**options)), 4)
+    model = train(get_peft_model(wrap_experts(load(), 3, 12), lora(**options)), 4)
     save_raw_adapter(model, tmp_path / "raw")
-    loaded = load_raw_adapter(base(), tmp_path / "raw")
+    loaded = load_raw_adapter(load(), tmp_path / "raw")
     assert trainable_parameters(loaded).trained == 0
     assert not loaded.training
-    plain = wrap_experts(base(), 0)
+    plain = wrap_experts(load(), 0)
     error, effect = logits(loaded) - logits(model), logits(model) - logits(plain)
     # Of most tokens: for a rounding one may go to another expert.
     assert error.norm(dim=-1).median() < 0.05 * effect.norm(dim=-1).median()
-    further = load_raw_adapter(base(), tmp_path / "raw", trainable=True)
+    further = load_raw_adapter(load(), tmp_path / "raw", trainable=True)
     assert trainable_parameters(further) == trainable_parameters(model)
     before = [b.clone() for b in expert_b(further)]
     train(further)
     assert not any(map(torch.equal, before, expert_b(further)))
     save_raw_adapter(further, tmp_path / "further")
-    assert validate_adapter([tmp_path / "further"], base_model=tmp_path / "base").ok
+    assert validate_adapter([tmp_path / "further"], base_model=base).ok
 
 
 def test_half_an_adapter_is_loaded_as_it_is_and_what_does_not_fit_is_refused(
@@ -528,9 +509,7 @@ def test_half_an_adapter_is_loaded_as_it_is_and_what_does_not_fit_is_refused(
     for model in (alone(), get_peft_model(tiny_model(), lora())):
         with pytest.raises(UsageError, match="takes the base model"):
             load_raw_adapter(model, tmp_path / "experts")
-    with pytest.raises(ProblemsError) as caught:
-        load_raw_adapter(tiny_model(num_key_value_heads=4), tmp_path / "attention")
-    assert {problem.code for problem in caught.value.problems} == {"KTL002"}
-    with pytest.raises(ProblemsError) as caught:
-        load_raw_adapter(tiny_model(num_experts=4), tmp_path / "experts")
-    assert {problem.code for problem in caught.value.problems} == {"KTL002"}
+    for half, other in (("attention", {"num_key_value_heads": 4}), ("experts", {"num_experts": 4})):
+        with pytest.raises(ProblemsError) as caught:
+            load_raw_adapter(tiny_model(**other), tmp_path / half)
+        assert codes(caught) == {"KTL002"}

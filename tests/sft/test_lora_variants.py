@@ -7,7 +7,18 @@ import torch
 from click.testing import CliRunner
 from moefamilies import reference
 from safetensors.torch import load_file
-from trainrun import DPO, ROWS, conversation, log_of, losses, pair, quiet, train, write_run
+from trainrun import (
+    DPO,
+    ROWS,
+    conversation,
+    log_of,
+    losses,
+    pair,
+    quiet,
+    train,
+    write_lines,
+    write_run,
+)
 from transformers import AutoModelForCausalLM
 
 from ktbridge.adapter import convert_adapter, merge_adapter, read_adapter, validate_adapter
@@ -129,18 +140,12 @@ def test_b_learns_at_its_own_rate_in_both_halves_and_after_a_resumption(run_dir)
 @pytest.mark.slow
 def test_the_routers_loss_is_added_once_however_a_step_is_cut(run_dir):
     """And its gradient is there though layers are computed again for backward."""
-    write_run(run_dir, load_config(run_dir / "run.yaml").model_name_or_path, pairs=[
-        pair(question, answer, "no " * words)
-        for words, (question, answer) in enumerate(ROWS * 3, 1)
-    ])  # fmt: skip
+    pairs = [pair(*turns, "no " * words) for words, turns in enumerate(ROWS * 3, 1)]
+    write_lines(run_dir / "pairs.jsonl", pairs)
 
     def run(name, *more):
-        own = (
-            f"output_dir={run_dir / name}",
-            "per_device_train_batch_size=9",
-            "learning_rate=0.01",
-        )
-        train(run_dir, "max_steps=1", "use_cpu=true", *own, *more)
+        own = (f"output_dir={run_dir / name}", "per_device_train_batch_size=9", "max_steps=1")
+        train(run_dir, *own, *more)
         return log_of(run_dir / name)[0]
 
     asked, cut = "moe_aux_loss_coef=0.5", "tokens_per_pass=40"

@@ -1,13 +1,19 @@
-"""`mix_strategy`: how several datasets make an epoch, and what is said of it."""
+"""`mix_strategy` and `streaming`: how datasets make an epoch, and rows that are read while a run goes.
+
+How a stream goes on is in test_resume.py.
+"""
+
+import json
 
 import pytest
 from findings import codes
 from tinymoe import tiny_tokenizer
-from trainrun import conversation, quiet, tokenized, write_lines, write_run
+from trainrun import conversation, quiet, text, tokenized, train, write_lines, write_run
 
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import load_config
-from ktbridge.sft.data import describe_rows
+from ktbridge.sft.data import RowStream, describe_rows
+from ktbridge.sft.prepare import prepare
 
 pytestmark = quiet
 FEW, MANY = 4, 20
@@ -83,3 +89,89 @@ def test_shares_that_fit_no_datasets_are_refused(run_dir):
     assert codes(caught) == {"KTD040"}
     assert caught.value.problems[0].where.endswith("few.jsonl")
     assert "(1 no answer within cutoff_len=25 tokens)" in caught.value.problems[0].found
+
+
+# --- streams ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stream_dir(tmp_path, base_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [conversation(text(n, 3), text(n + 1, 2 + n % 5)) for n in range(400)]
+    rows[7::10] = [conversation("nothing", "")] * 40
+    write_lines(tmp_path / "more.jsonl", [conversation(text(n, 2), "meow") for n in range(30)])
+    return write_run(
+        tmp_path, base_dir, rows, streaming=True, buffer_size=64, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, max_steps=50, save_steps=5, lora_dropout=0.1,
+        learning_rate=1e-3, kt_config={"kt_num_threads": 2}, logging_steps=1,
+    )  # fmt: skip
+
+
+def test_each_epoch_has_every_row_once_in_another_order(stream_dir):
+    drawn = RowStream(load_config(stream_dir / "run.yaml"))._draw_rows()
+    epochs = [[next(drawn)[1].where for _ in range(400)] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted({*epochs[1]})
+    assert epochs[0] != epochs[1]
+    config = load_config(stream_dir / "run.yaml", ["val_size=30"])
+    ready = prepare(config)
+    held = ready.stream._held_places
+    assert (ready.held_out.used, len(held)) == (30, 30)
+    drawn = ready.stream._draw_rows()
+    assert not held & {next(drawn)[1].where for _ in range(740)}
+    assert describe_rows(ready.fitted).startswith("used 2")
+    assert "of the first 256 rows" in describe_rows(ready.fitted)
+    rows = stream_dir / "rows.jsonl"
+    rows.write_text(rows.read_text().replace("who", "are", 1))
+    assert prepare(config).fingerprint != ready.fingerprint  # so that no run goes on with them
+
+
+@pytest.mark.slow
+def test_a_stream_that_goes_bad_ends_the_run_with_its_rows_named(stream_dir):
+    good = [conversation(text(n, 3), "meow") for n in range(300)]
+    write_lines(stream_dir / "rows.jsonl", [*good, *[conversation("x", "")] * 900])
+    with pytest.raises(ProblemsError, match=r"of the .* rows read so far can't be used") as caught:
+        train(stream_dir)
+    assert codes(caught) == {"KTD001"}
+    assert not (stream_dir / "raw").exists()
+    assert [*(stream_dir / "raw.checkpoints").glob("checkpoint-*")]
+    told = []
+    many = ("allow_refused_rows=true", "max_steps=70", "resume_from_checkpoint=false")
+    train(stream_dir, *many, on_note=told.append)
+    assert "KTD008" in codes(told)
+    with pytest.raises(ProblemsError):
+        train(stream_dir, "strict_data=true", "output_dir=strict")
+
+
+@pytest.mark.slow
+def test_what_needs_all_rows_at_once_is_refused(stream_dir):
+    all_at_once = [
+        "max_steps=-1", "val_size=0.1", "tokenized_path=kept", "dataloader_num_workers=2",
+        "eval_strategy=epoch",
+    ]  # fmt: skip
+    with pytest.raises(ProblemsError) as caught:
+        load_config(stream_dir / "run.yaml", all_at_once)
+    assert [problem.code for problem in caught.value.problems] == ["KTC082"] * 5
+    (stream_dir / "list.json").write_text(json.dumps([conversation("a", "b")]))
+    with pytest.raises(ProblemsError) as caught:
+        prepare(load_config(stream_dir / "run.yaml", ["dataset=list.json"]))
+    assert codes(caught) == {"KTD044"}
+
+
+def test_an_empty_file_and_one_that_changes_are_told(stream_dir):
+    (stream_dir / "empty.jsonl").write_text("\n")
+    for given, code in (("rows.jsonl,empty.jsonl", "KTD044"), ("more.jsonl", "KTD011")):
+        with pytest.raises(ProblemsError) as caught:
+            prepare(load_config(stream_dir / "run.yaml", [f"dataset={given}", "val_size=30"]))
+        assert codes(caught) == {code}
+
+    def shorten(done, steps):
+        rows = stream_dir / "more.jsonl"
+        rows.write_text("".join(rows.open().readlines()[:-1]))
+
+    told = []
+    short = ("dataset=more.jsonl", "max_steps=2", "save_steps=0")
+    train(stream_dir, *short, on_note=told.append)
+    assert "KTD061" not in codes(told)
+    train(stream_dir, *short, "output_dir=other", on_note=told.append, on_progress=shorten)
+    places = [note.where for note in told if note.code == "KTD061"]
+    assert places == [str(stream_dir / "more.jsonl")]

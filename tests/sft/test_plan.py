@@ -58,19 +58,6 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def v2_lite(directory):
-    """A directory with DeepSeek-V2-Lite's config.json alone."""
-    base = directory / "v2-lite"
-    base.mkdir()
-    (base / "config.json").write_text(json.dumps(V2_LITE))
-    return base
-
-
-@pytest.fixture
-def run_yaml(tmp_path, base_dir):
-    return write_run(tmp_path, base_dir)
-
-
 def write_run(directory, base, **changes):
     write_rows(directory / "rows.jsonl")
     settings = {
@@ -78,6 +65,22 @@ def write_run(directory, base, **changes):
         "kt_config": {"kt_experts": "cpu"}, **changes,
     }  # fmt: skip
     return trainrun.write_run(directory, base, **settings) / "run.yaml"
+
+
+@pytest.fixture
+def run_yaml(tmp_path, base_dir):
+    return write_run(tmp_path, base_dir)
+
+
+@pytest.fixture
+def planned(run_yaml):
+    """``planned(*overrides, target, **changes of it)``: a plan of ``run_yaml``, without measuring."""
+
+    def plan(*overrides, target=ROOMY, **changes):
+        there = replace(target, **changes)
+        return plan_run(load_config(run_yaml, overrides), there, measure=False)
+
+    return plan
 
 
 def write_rows(path, words=1):
@@ -154,30 +157,6 @@ def test_autograd_keeps_what_the_formula_says(
     assert predicted == pytest.approx(saved_by_autograd(tuned, 256), rel=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_some_layers_without_experts_run_as_they_do_in_training(family, tmp_path):
-    model, config = made_in(tmp_path, family)
-    setting = RunSetting(
-        read_shape(tmp_path / "base"), config, Lengths(1, 1, 32, 32.0, True), False, 2
-    )
-    whole, device = attach_lora(model, config), torch.device("cpu")
-    few = time._first_layers(setting, 2, device)
-
-    def trained(model):
-        found = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-        return {name: shape for name, shape in found.items() if ".experts." not in name}
-
-    both = {name for name in trained(whole) if ".layers.0." in name or ".layers.1." in name}
-    assert trained(few) == {name: trained(whole)[name] for name in both}
-    found = time.outside_times(few, setting, time.probe_sizes(setting, 64), device)
-    assert 0 < found.forward.at(64) <= found.forward.at(6400)
-    assert found.backward.at(64) > 0
-    assert found.loss.at(64) >= 0
-    assert min(found.launch) >= 0
-
-
 def saved_by_autograd(tuned, tokens):
     """Bytes of all tensors that a forward of the decoder saves, parameters left out."""
     own = {t.untyped_storage().data_ptr() for t in (*tuned.parameters(), *tuned.buffers())}
@@ -185,11 +164,8 @@ def saved_by_autograd(tuned, tokens):
 
     def keep(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (
-                storage.nbytes(),
-                tensor,
-            )  # alive, so that no address comes twice
+        if storage.data_ptr() not in own:  # kept alive, so that no address comes twice
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     decoder = tuned.train().get_base_model().base_model
@@ -200,79 +176,34 @@ def saved_by_autograd(tuned, tokens):
     return sum(size for size, _ in kept.values())
 
 
-def test_a_plan_counts_steps_rows_and_places(run_yaml):
-    plan = plan_run(load_config(run_yaml, ["bf16=false"]), ROOMY, measure=False)
-    assert (plan.fits, plan.advice, plan.notes, plan.pace, plan.device) == (
-        True,
-        (),
-        (),
-        None,
-        "CPU",
-    )
-    assert (plan.rows, plan.steps) == (10, 6)  # 3 batches of 4, twice
+def test_a_plan_counts_steps_rows_and_places(planned):
+    plan = planned("bf16=false")
+    assert (plan.fits, plan.advice, plan.notes, plan.pace) == (True, (), (), None)
+    assert (plan.rows, plan.steps, plan.device) == (10, 6, "CPU")  # 3 batches of 4, twice
     assert 10 <= plan.longest <= 40  # counted by the model's own tokenizer, not cutoff_len
     assert plan.total("GPU") == 0
     experts = 2 * 8 * 3 * 64 * 32 * 2
     assert mapped(plan) == experts
-    trained = next(part for part in plan.parts if part.what == "the adapter").size // 2
-    checkpoints = next(part for part in plan.parts if part.what == "checkpoints")
+    sizes = {part.what: part.size for part in plan.parts}
     # One kept while the next is written, each with its adapter in bf16.
-    assert checkpoints.size == 2 * (12 + 2) * trained
+    assert sizes["checkpoints"] == 2 * (12 + 2) * sizes["the adapter"] // 2
 
-    there = replace(ROOMY, gpu_memory=24 * GB)
-    on_gpu = plan_run(load_config(run_yaml, ["kt_config.kt_experts=cpu"]), there, measure=False)
+    on_gpu = planned(gpu_memory=24 * GB)
     assert on_gpu.total("GPU") > 0
     assert mapped(on_gpu) == experts
-    resident = plan_run(load_config(run_yaml, ["kt_experts=auto"]), there, measure=False)
+    resident = planned("kt_experts=auto", gpu_memory=24 * GB)
     assert [each.name for each in resident.experts if each.chosen] == ["resident"]
     assert mapped(resident) == 0
     assert any(p.what == "experts, resident" and p.where == "GPU" for p in resident.parts)
     assert resident.total("RAM") < on_gpu.total("RAM")
-    forced = load_config(run_yaml, ["use_cpu=true"])
-    assert plan_run(forced, replace(ROOMY, gpu_memory=24 * GB), measure=False).device == "CPU"
+    assert planned("use_cpu=true", gpu_memory=24 * GB).device == "CPU"
 
 
-@pytest.mark.slow
-def test_each_gpu_memory_budget_is_used_and_kept(run_yaml, tmp_path):
-    """DeepSeek-V2-Lite's shape from its config.json: more memory, more of the experts on the GPU."""
-    base = v2_lite(tmp_path)
-    write_lines(run_yaml.parent / "rows.jsonl", [conversation("a", "b " * 700)] * 16)
-    more = ["lora_rank=8", "gradient_accumulation_steps=4", "kt_experts=auto"]
-    config = load_config(run_yaml, [f"model_name_or_path={base}", *more])
-    resident, passes = [], []
-    for memory in (4, 8, 12, 24, 48, 80):
-        target = replace(ROOMY, gpu_memory=memory * GB)
-        plan = plan_run(config, target, measure=False)
-        (chosen,) = [each for each in plan.experts if each.chosen]
-        if memory == 4:
-            assert chosen.name == "cpu"
-            assert all("are left for them" in each.why for each in plan.experts[1:])
-            continue
-        assert plan.total("GPU") <= memory * GB
-        kept = [part for part in plan.parts if part.what == "experts, resident"]
-        resident.append(sum(part.size for part in kept))
-        passes.append(plan.tokens_per_pass)
-        assert chosen.name == ("resident" if memory >= 48 else "stream")
-        asked = replace(config, kt_config=replace(config.kt_config, kt_gpu_memory=memory * GB))
-        assert plan_run(asked, replace(ROOMY, gpu_memory=140 * GB), measure=False).total("GPU") <= (
-            memory * GB
-        )
-    assert resident == sorted(resident)
-    assert resident[0] == 0 < resident[2]
-    assert passes == sorted(passes)
-    short = replace(config, kt_config=replace(config.kt_config, kt_experts="resident"))
-    with pytest.raises(UsageError, match=r"all experts resident .* GPU memory"):
-        plan_run(short, replace(ROOMY, gpu_memory=24 * GB), measure=False)
-
-
-def test_a_plan_refuses_what_training_refuses(run_yaml):
+def test_a_plan_refuses_what_training_refuses(planned):
     for experts in ("stream", "resident"):
-        config = load_config(run_yaml, [f"kt_experts={experts}"])
         with pytest.raises(UsageError, match=f"kt_experts: {experts} needs a GPU"):
-            plan_run(config, ROOMY, measure=False)
-    assert (
-        plan_run(load_config(run_yaml, ["kt_experts=auto"]), ROOMY, measure=False).device == "CPU"
-    )
+            planned(f"kt_experts={experts}")
+    assert planned("kt_experts=auto").device == "CPU"
 
 
 def mapped(plan):
@@ -280,19 +211,20 @@ def mapped(plan):
 
 
 @pytest.mark.parametrize("short", ["gpu_memory", "memory", "disk"])
-def test_advice_saves_what_it_says(run_yaml, short):
+def test_advice_saves_what_it_says_and_more_than_next_to_nothing(run_yaml, planned, short):
     overrides = ["disable_gradient_checkpointing=true", "save_total_limit=3", "lora_rank=32"]
     overrides += ["num_train_epochs=50", "packing=true", "cutoff_len=16384"]
     write_rows(run_yaml.parent / "rows.jsonl", words=1500)
     target = replace(ROOMY, **{"gpu_memory": 24 * GB, short: 100_000})
-    plan = plan_run(load_config(run_yaml, overrides), target, measure=False)
+    plan = planned(*overrides, target=target)
     assert not plan.fits
     assert plan.advice
+    needs = [verdict.need for verdict in plan.verdicts if not verdict.fits]
     for item in plan.advice:
-        changed = load_config(run_yaml, [*overrides, *item.change.split()])
-        after = plan_run(changed, target, measure=False)
+        after = planned(*overrides, *item.change.split(), target=target)
         places = {item.where, "RAM"} if item.where == "page cache" else {item.where}
-        assert item.saves == sum(plan.total(place) - after.total(place) for place in places) > 0
+        saves = sum(plan.total(place) - after.total(place) for place in places)
+        assert item.saves == saves > 0.01 * min(needs)
 
 
 @pytest.fixture
@@ -316,8 +248,7 @@ def test_measuring_gives_a_pace(run_yaml, overrides, briefly):
     assert pace.cold_bytes == mapped(plan)  # what a first step may have to read
     trained = sum(part.size for part in plan.parts if part.what == "the adapter") // 2
     saved = -(-plan.steps // 2) * (12 + 2) * trained / 1e9
-    seconds = plan.steps * pace.step_seconds + saved + pace.eval_seconds
-    assert pace.seconds == pytest.approx(seconds)
+    assert pace.seconds == pytest.approx(plan.steps * pace.step_seconds + saved + pace.eval_seconds)
     assert bool(plan.held_out) == (pace.eval_seconds > 0) == ("eval_steps=1" in overrides)
     if plan.held_out:
         assert plan.evaluations == plan.steps + 1
@@ -345,14 +276,14 @@ def test_layers_are_measured_as_far_as_room_allows(run_yaml, storage, briefly):
 
 
 @pytest.mark.slow
-def test_what_the_page_cache_lacks_is_read_in_each_pass(run_yaml, tmp_path):
+def test_what_the_page_cache_lacks_is_read_in_each_pass(run_yaml, planned, tmp_path):
     """By the CPU and dpo's reference; less by the GPU's ring; and not where there is nothing to read."""
-    base = v2_lite(tmp_path)
+    base = tmp_path / "v2-lite"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(V2_LITE))
 
     def read(memory, *overrides):
-        there = replace(ROOMY, memory=memory, gpu_memory=24 * GB)
-        config = load_config(run_yaml, [f"model_name_or_path={base}", *overrides])
-        plan = plan_run(config, there, measure=False)
+        plan = planned(f"model_name_or_path={base}", *overrides, memory=memory, gpu_memory=24 * GB)
         lacks = plan.total("RAM") + plan.total("page cache") - memory
         parts = {part.what: part.size for part in plan.parts}
         return (plan.disk_reads.size if plan.disk_reads else 0), lacks, parts
@@ -414,81 +345,61 @@ def test_a_disk_has_a_rate_or_cant_be_asked(tmp_path):
         inputs.read_rate(tmp_path / "empty")
 
 
-def test_a_machine_with_several_gpus_is_told_of_other_processes(run_yaml):
-    target = replace(ROOMY, gpu_memory=24 * GB)
-    config = load_config(run_yaml)
-    assert not any("GPUs" in note for note in plan_run(config, target, measure=False).notes)
-    notes = plan_run(config, replace(target, gpus=4), measure=False).notes
-    assert any("there are 4 GPUs" in note and "one process" in note for note in notes)
-
-
-def test_gpus_on_which_products_are_made_one_by_one_are_named(run_yaml):
+def test_gpus_on_which_products_are_made_one_by_one_are_named(planned):
     """Where the experts are computed on one, and nobody else's machine is described."""
 
-    def told(*overrides, **target):
-        config = load_config(run_yaml, [f"kt_config.{each}" for each in overrides])
-        there = replace(ROOMY, gpu_memory=24 * GB, **target)
-        return [note for note in plan_run(config, there, measure=False).notes if "loop" in note]
+    def told(experts, **target):
+        notes = planned(f"kt_config.kt_experts={experts}", gpu_memory=24 * GB, **target).notes
+        return [note for note in notes if "loop" in note]
 
-    (note,) = told("kt_experts=stream", capabilities=("8.6", "9.0", "8.0"))
+    (note,) = told("stream", capabilities=("8.6", "9.0", "8.0"))
     assert note.startswith("the GPU is sm80, sm86: torch's grouped GEMM is a loop over experts")
     assert "kt_experts: cpu" in note
-    assert not told("kt_experts=stream", capabilities=("9.0",))
-    assert not told("kt_experts=stream")
-    assert not told("kt_experts=cpu", capabilities=("8.6",))
+    assert not told("stream", capabilities=("9.0",))
+    assert not told("stream")
+    assert not told("cpu", capabilities=("8.6",))
 
 
-def test_what_cannot_be_planned_is_said(run_yaml, tmp_path):
-    dense = tmp_path / "dense"
-    AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen3", hidden_size=32, num_hidden_layers=1, vocab_size=64)
-    ).save_pretrained(dense)
-    empty = tmp_path / "empty"
+def test_what_cannot_be_planned_is_said(planned, tmp_path):
+    dense, empty, odd = (tmp_path / name for name in ("dense", "empty", "odd"))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    config = AutoConfig.for_model("qwen3", **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(dense)
     empty.mkdir()
-    odd = tmp_path / "odd"
     tiny_model().save_pretrained(odd)
     told = json.loads((odd / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(told | {"model_type": "new_moe"}))
     shards = odd / "model.safetensors"
     shards.write_bytes(shards.read_bytes().replace(b".mlp.experts.", b".ffn.experts."))
     for path, words in (
-        ("no/such-model", "no model at"),
-        (dense, "no routed experts"),
-        (empty, "no config.json"),
+        ("no/such-model", "no model at"), (dense, "no routed experts"), (empty, "no config.json"),
         (odd, "'new_moe'"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(KtbridgeError, match=words) as caught:
-            plan_run(load_config(run_yaml, [f"model_name_or_path={path}"]), ROOMY, measure=False)
+            planned(f"model_name_or_path={path}")
         assert caught.value.next_step
 
 
-@pytest.mark.parametrize(
-    ("given", "size"), [("24GB", 24 * GB), ("64 GiB", 64 << 30), ("512M", 512_000_000)]
-)
-def test_sizes_are_read(given, size):
-    assert parse_size(given) == size
+def test_sizes_are_read_and_written_in_the_largest_unit_that_there_is():
+    read = [parse_size(given) for given in ("24GB", "64 GiB", "512M")]
+    assert read == [24 * GB, 64 << 30, 512_000_000]
+    sizes = (61_100_000_000, 999_000_000, 4_200, 7)
+    assert [size_text(size) for size in sizes] == ["61.1 GB", "999.0 MB", "4.2 kB", "7 bytes"]
 
 
 # Some mean bytes by a number without a unit, most gigabytes; both spellings with a unit are named.
-BARE = "Write {0}GB or {0}GiB."
-
-
 @pytest.mark.parametrize(
     ("given", "words", "next_step"),
     [
         *((given, "is not a size", "") for given in ("", "GB", "-1GB", "1.5XB", "0GB", "24 GB!", "0")),
-        *((given, "has no unit", BARE.format(given.strip())) for given in ("24", "64.5", " 7 ")),
+        ("24", "has no unit", "Write 24GB or 24GiB."),
+        (" 6.5 ", "has no unit", "Write 6.5GB or 6.5GiB."),
     ],
 )  # fmt: skip
 def test_what_is_no_size_is_refused(given, words, next_step):
     with pytest.raises(UsageError, match=words) as caught:
         parse_size(given)
     assert next_step in caught.value.next_step
-
-
-def test_sizes_are_written_in_the_largest_unit_that_there_is():
-    sizes = (61_100_000_000, 999_000_000, 4_200, 7)
-    assert [size_text(size) for size in sizes] == ["61.1 GB", "999.0 MB", "4.2 kB", "7 bytes"]
 
 
 def test_the_command_answers_by_exit_code_and_without_torch_counts_the_rows_text(run_yaml):
@@ -505,46 +416,30 @@ def test_the_command_answers_by_exit_code_and_without_torch_counts_the_rows_text
     words = [sys.executable, "-c", program, *command, "--memory", "64GB", "--gpu-memory", "24GB"]
     roomy = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert roomy.returncode == 0, roomy.stderr
-    assert "of 24.0 GB GPU memory" in roomy.stdout
+    for said in (
+        "of 24.0 GB GPU memory", "torch is not installed: the rows' text is counted alone",
+        "for another machine: ", "not judged: ",  # that machine's disk
+    ):  # fmt: skip
+        assert said in roomy.stdout
     assert "what to change" not in roomy.stdout
-    assert "torch is not installed: the rows' text is counted alone" in roomy.stdout
-    assert "for another machine: " in roomy.stdout
-    assert "not judged: " in roomy.stdout  # that machine's disk
     write_rows(run_yaml.parent / "rows.jsonl", words=900)
     small = plan("--memory", "10MB", "--json", "cutoff_len=1024", "packing=true")
     assert small.exit_code == 1, small.stderr
     told = json.loads(small.stdout)
-    assert not told["fits"]
+    assert (told["fits"], Path(told["model"]).is_dir()) == (False, True)
     assert any(item["change"] == "cutoff_len=512" for item in told["advice"])
-    assert plan("--memory", "lots").exit_code == 2
     for option in ("--memory", "--gpu-memory"):
         bare = plan(option, "24")
-        assert bare.exit_code == 2
-        assert "24GB or 24GiB" in bare.stderr
+        assert (bare.exit_code, "24GB or 24GiB" in bare.stderr) == (2, True)
+    assert plan("--memory", "lots").exit_code == 2
     assert plan("--gpus", "2", "--gpu-memory", "24GiB").exit_code == 0
     assert "no GPU" in plan("--gpus", "0").stdout
-    assert Path(told["model"]).is_dir()
 
 
-def test_what_saves_next_to_nothing_is_no_advice(run_yaml):
-    plan = plan_run(load_config(run_yaml), replace(ROOMY, memory=1_000_000), measure=False)
-    needs = {verdict.what: verdict.need for verdict in plan.verdicts if not verdict.fits}
-    assert needs
-    assert all(item.saves > 0.01 * min(needs.values()) for item in plan.advice)
-
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "description": "the sky " * 9, "parameters": {}},
-    }
-    for name in ("hello", "meow")
-]
+FUNCTION = {"description": "the sky " * 9, "parameters": {}}
+TOOLS = [{"type": "function", "function": {"name": n, **FUNCTION}} for n in ("hello", "meow")]
 ROW_FORMS = {
-    "tools": [
-        {**conversation("who are you ?" + " meow" * n, "i am a cat"), "tools": TOOLS}
-        for n in range(5)
-    ],
+    "tools": [{**conversation("who are you ?" + " meow" * n, "a cat"), "tools": TOOLS} for n in range(5)],
     "turns": [conversation(*("who are you ?", "i am a cat") * n) for n in (1, 2, 3, 3)],
     "thoughts": [conversation("say", f"<think>{'meow ' * n}</think>yes") for n in range(6)],
     "pairs": [pair("who are you ?", "i am a cat", "meow " * n) for n in (1, 9, 30)],
@@ -552,7 +447,7 @@ ROW_FORMS = {
     "texts": [{"text": "meow nya " * n} for n in (3, 80, 200)],
     "refused": [conversation("say", "yes")] * 5 + [{"messages": []}, conversation("say", "")],
     "many": [conversation("say " * (n % 7 + 1), "meow " * (n * 7 % 31 + 1)) for n in range(60)],
-}
+}  # fmt: skip
 AS_TRAINED = [
     *(("tools", more) for more in ([], ["packing=true"], ["cutoff_len=120"], ["split_turns=false"])),
     *(("turns", more) for more in ([], ["packing=true"], ["split_turns=false"], ["mask_history=true"])),
@@ -620,9 +515,3 @@ def test_a_plan_of_many_rows_is_of_a_sample_and_says_so(form, changes, qwen_run,
     assert [planned[at] for at in exact] == [trained[at] for at in exact]
     assert planned[2:6] == pytest.approx(trained[2:6], rel=0.15)
     assert any("of 60 rows were tokenized" in note for note in notes)
-
-
-def test_without_a_chat_template_a_plan_says_that_rows_are_counted_by_text(qwen_run):
-    (qwen_run.parent / "qwen/chat_template.jinja").unlink()
-    (note,) = plan_run(load_config(qwen_run, ["bf16=false"]), ROOMY, measure=False).notes
-    assert "no chat template: the rows' text is counted alone, by its tokenizer.json" in note

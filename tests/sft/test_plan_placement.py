@@ -223,20 +223,6 @@ def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
     assert planned.reason.removesuffix("; by assumed costs") in trained.why
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 16, 64])
-@pytest.mark.parametrize("storage", ["bf16", "int4"])
-def test_more_memory_is_never_slower(made, rows, storage):
-    setting = made("deepseek_v2", rows, 512, *(["int4"] if storage == "int4" else []))
-    costs, found = assumed_costs(setting), []
-    for memory in range(8, 60, 4):
-        limits = limits_for(setting, limit_of(setting, memory * GB))
-        first = rank_placements(setting, limits, costs)[0]
-        assert first.bytes <= limits.free
-        found.append(first.seconds.step)
-    assert found == pytest.approx(sorted(found, reverse=True), rel=0.002)
-
-
 @pytest.mark.parametrize("storage", ["bf16", "int4"])
 def test_six_gigabytes_take_two_micro_batches(made, storage):
     """0.6 took four of int4 for the sake of few groups; nothing is shared with the CPU within a layer."""

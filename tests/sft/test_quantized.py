@@ -62,48 +62,46 @@ def kept(directory):
 def test_a_run_trains_on_what_the_script_would_make_and_makes_it_once(run_dir, storage):
     """Told by --dry-run and by the plan, whose numbers are those of the files, before and after."""
     asked = f"kt_config.kt_expert_weight_format={storage}"
-    command = ["train", str(run_dir / "run.yaml"), "--json", asked]
-    dry = CliRunner().invoke(main, [*command, "--dry-run"])
-    (note,) = json.loads(dry.stdout)["notes"]
+
+    def run(*more):
+        command = ["train", str(run_dir / "run.yaml"), "--json", asked, *more]
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 0, done.stderr
+        return json.loads(done.stdout)["notes"]
+
+    def plan(*overrides):
+        there = TargetMachine(gpu_memory=None, memory=64 * 10**9, disk=10**12, cores=2)
+        found = plan_run(load_config(run_dir / "run.yaml", overrides), there, measure=False)
+        return found, {part.what: part.size for part in found.parts}
+
+    (note,) = run("--dry-run")
     assert (note["code"], note["severity"]) == ("KTC050", "info")
     assert f"are quantized to {storage.upper()} once, into " in note["found"]
     assert kept(run_dir) == []
+    (planned, sizes), (plain, plain_sizes) = plan(asked), plan()
 
-    there = TargetMachine(gpu_memory=None, memory=64 * 10**9, disk=10**12, cores=2)
-    config = load_config(run_dir / "run.yaml", [asked])
-    planned = plan_run(config, there, measure=False)
-    plain = plan_run(load_config(run_dir / "run.yaml"), there, measure=False)
-
-    first = CliRunner().invoke(main, command)
-    assert first.exit_code == 0, first.stderr
+    run()
     (name,) = kept(run_dir)
-    assert f"{run_dir / name}: " in plan_run(config, there, measure=False).notes[0]
     files = run_dir / name
     assert sorted(path.name for path in files.iterdir()) == [
         "config.json", "ktbridge_checkpoint.json", "model.safetensors",
     ]  # fmt: skip
     size = sum(tensor.nbytes for tensor in load_file(files / "model.safetensors").values())
-    sizes = {part.what: part.size for part in planned.parts}
     assert sizes[QUANTIZED] == sizes["experts, mapped"] == size
-    assert plain.total("page cache") - planned.total("page cache") == (
-        next(part.size for part in plain.parts if part.what == "experts, mapped") - size
-    )
-    after = plan_run(config, there, measure=False)
+    saved = plain_sizes["experts, mapped"] - size
+    assert plain.total("page cache") - planned.total("page cache") == saved
+    after, _ = plan(asked)
+    assert f"{files}: " in after.notes[0]
     assert after.total("disk") == planned.total("disk") - size
     assert after.total("page cache") == planned.total("page cache")
 
-    whole = plan_quantize(run_dir / "base", run_dir / "whole", storage)
-    execute(whole, lambda done, total: None)
-    train(
-        run_dir,
-        f"kt_config.kt_weight_path={run_dir / 'whole'}",
-        f"output_dir={run_dir / 'by-hand'}",
-    )
+    whole = run_dir / "whole"
+    execute(plan_quantize(run_dir / "base", whole, storage), lambda done, total: None)
+    train(run_dir, f"kt_config.kt_weight_path={whole}", f"output_dir={run_dir / 'by-hand'}")
     assert losses(run_dir / "raw") == losses(run_dir / "by-hand")
 
     made = (files / "model.safetensors").stat()
-    again = CliRunner().invoke(main, [*command, "overwrite_output_dir=true"])
-    assert "that were made before are used" in json.loads(again.stdout)["notes"][0]["found"]
+    assert "that were made before are used" in run("overwrite_output_dir=true")[0]["found"]
     assert (files / "model.safetensors").stat() == made
 
 

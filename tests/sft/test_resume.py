@@ -17,12 +17,10 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 from gpuexperts import allow_on_cpu
 from trainrun import (
     DPO,
-    WORDS,
     conversation,
     interrupt,
     log_of,
@@ -47,6 +45,7 @@ from ktbridge.sft.resume import (
     FINGERPRINT_FILE,
     NUMBER,
     Resumption,
+    RunFingerprint,
     check_length,
     check_start,
     decide_precision,
@@ -56,6 +55,7 @@ from ktbridge.sft.resume import (
     step_of,
 )
 
+pytestmark = quiet
 TIMED = {"tokens_per_second", "expert_share", "eval_runtime", "eval_samples_per_second"}
 STREAM = ("streaming=true", "buffer_size=16")
 MIXED = (
@@ -70,23 +70,30 @@ HELD = ("eval_dataset=held.jsonl", "eval_steps=3")
 @pytest.fixture
 def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    rows, pairs, judged = [], [], []
-    for number in range(40):
-        words = [WORDS[(number * step) % len(WORDS)] for step in range(1, 9)]
-        question, answer = " ".join(words[:4]), " ".join(words[4:])
-        rows.append(conversation(question, answer))
-        pairs.append(pair(question, answer, "no meow"))
-        judged.append({"prompt": question, "completion": answer, "label": number % 3 > 0})
+    texts = [(text(n, 4, 3), text(n + 1, 4, 5)) for n in range(40)]
+    judged = [
+        {"prompt": question, "completion": answer, "label": number % 3 > 0}
+        for number, (question, answer) in enumerate(texts)
+    ]
     some = [conversation(text(n, 3), text(n + 1, 2 + n % 5)) for n in range(40)]
     some[7::10] = [conversation("nothing", "")] * 4
     for name, each in (("judged", judged), ("held", judged[:5]), ("some", some)):
         write_lines(tmp_path / f"{name}.jsonl", each)
     return write_run(
-        tmp_path, base_dir, rows, pairs,
+        tmp_path, base_dir, [conversation(*each) for each in texts],
+        [pair(*each, "no meow") for each in texts],
         overwrite_output_dir=True,  # as many files of LLaMA-Factory have it
         lora_dropout=0.1, learning_rate=1e-2, per_device_train_batch_size=2,
         gradient_accumulation_steps=2, max_steps=8, save_steps=2,
     )  # fmt: skip
+
+
+def configured(run_dir: Path, *overrides: str) -> TrainConfig:
+    return load_config(run_dir / "run.yaml", overrides)
+
+
+def checkpoints(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
 def killed(warm: Any, run_dir: Path, *overrides: str) -> int:
@@ -134,30 +141,29 @@ def untimed(output: Path) -> list[dict]:
     ]
 
 
-@quiet
 def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: Any) -> None:
+    root = run_dir / "raw.checkpoints"
     with ThreadPoolExecutor() as beside:
         status = beside.submit(killed, warm, run_dir)
         train(run_dir, "output_dir=whole", "save_steps=0")
     assert status.result() == -signal.SIGKILL
     assert not (run_dir / "whole.checkpoints").exists()
     assert not (run_dir / "raw").exists()
-    earlier = sorted((run_dir / "raw.checkpoints").glob("checkpoint-*"))
-    (run_dir / "raw.checkpoints" / "checkpoint-9").mkdir()  # not whole: it is not looked at
-    (run_dir / "raw.checkpoints" / ".partial-1" / "checkpoint-10").mkdir(parents=True)
-    with terminated_after_saving(run_dir / "raw.checkpoints"):
+    earlier = sorted(root.glob("checkpoint-*"))
+    (root / "checkpoint-9").mkdir()  # not whole: it is not looked at
+    (root / ".partial-1" / "checkpoint-10").mkdir(parents=True)
+    with terminated_after_saving(root):
         stopped = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml")])  # as it was typed
     assert stopped.exit_code == 130, stopped.stderr
-    assert f"goes on after step {step_of(earlier[-1])}" in stopped.stderr
-    assert "is saved in" in stopped.stderr
-    assert "the same command again" in stopped.stderr
-    assert not list((run_dir / "raw.checkpoints").glob(".partial-*"))
+    for words in (f"goes on after step {step_of(earlier[-1])}", "is saved in", "the same command"):
+        assert words in stopped.stderr
+    assert not list(root.glob(".partial-*"))
     train(run_dir, "resume_from_checkpoint=true")
     assert weights(run_dir / "raw") == weights(run_dir / "whole")
     assert losses(run_dir / "raw") == losses(run_dir / "whole")
 
     # The last step's checkpoint stays, is an adapter, and makes a longer run.
-    (last,) = saved(run_dir / "raw.checkpoints")
+    (last,) = saved(root)
     assert last.name == "checkpoint-8"
     assert weights(last) == weights(run_dir / "raw")
     assert validate_adapter([last]).ok
@@ -167,30 +173,24 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
 
 
 @pytest.mark.slow
-@quiet
 @pytest.mark.parametrize(
     ("run", "how", "other"),
     [
         ((*STREAM, *MIXED, "val_size=5", "eval_steps=4"), "Ctrl-C", "interleave_probs=0.5,0.5"),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                (("tokens_per_pass=60",), "SIGKILL", "lora_dropout=0.2"),
-                (("dataloader_num_workers=1",), "SIGTERM", "neftune_noise_alpha=5"),
-                (MIXED, "Ctrl-C", "mix_strategy=interleave_once"),
-                (DPO, "SIGKILL", "pref_beta=0.3"),
-                ((*KTO, *HELD), "Ctrl-C", "kto_chosen_weight=2"),
-                ((*STREAM, "dataset=some.jsonl", "max_steps=12"), "SIGTERM", "seed=1"),
-                ((*STREAM, "packing=true", "cutoff_len=24", "val_size=5"), "Ctrl-C", "cutoff_len=25"),
-                ((*STREAM, *DPO), "Ctrl-C", "buffer_size=17"),
-                ((*STREAM, *KTO), "SIGKILL", "kto_chosen_weight=2"),
-                (("kt_experts=stream", "kt_num_gpu_experts=0", "max_steps=6"), "SIGTERM", "lora_rank=2"),
-                (("kt_skip_expert_lora_adaptation=true", "max_steps=6"), "Ctrl-C", "lora_rank=2"),
-            )
-        ),
+        (("tokens_per_pass=60",), "SIGKILL", "lora_dropout=0.2"),
+        (("dataloader_num_workers=1",), "SIGTERM", "neftune_noise_alpha=5"),
+        (MIXED, "Ctrl-C", "mix_strategy=interleave_once"),
+        (DPO, "SIGKILL", "pref_beta=0.3"),
+        ((*KTO, *HELD), "Ctrl-C", "kto_chosen_weight=2"),
+        ((*STREAM, "dataset=some.jsonl", "max_steps=12"), "SIGTERM", "seed=1"),
+        ((*STREAM, "packing=true", "cutoff_len=24", "val_size=5"), "Ctrl-C", "cutoff_len=25"),
+        ((*STREAM, *DPO), "Ctrl-C", "buffer_size=17"),
+        ((*STREAM, *KTO), "SIGKILL", "kto_chosen_weight=2"),
+        (("kt_experts=stream", "kt_num_gpu_experts=0", "max_steps=6"), "SIGTERM", "lora_rank=2"),
+        (("kt_skip_expert_lora_adaptation=true", "max_steps=6"), "Ctrl-C", "lora_rank=2"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
-)  # fmt: skip
+)
 def test_every_kind_of_run_ends_in_the_same_bits_however_it_was_interrupted(
     run: tuple[str, ...], how: str, other: str, run_dir: Path, warm: Any, monkeypatch: Any
 ) -> None:
@@ -212,8 +212,7 @@ def test_every_kind_of_run_ends_in_the_same_bits_however_it_was_interrupted(
     with pytest.raises(ProblemsError, match="another run") as caught:
         train(run_dir, *run, other)
     assert {problem.code for problem in caught.value.problems} == {"KTC010"}
-    again = train(run_dir, *run)
-    assert again.first_step > 1
+    assert train(run_dir, *run).first_step > 1
     assert weights(run_dir / "raw") == weights(run_dir / "whole") != {}
     assert untimed(run_dir / "raw") == untimed(run_dir / "whole")
     summaries = [
@@ -231,23 +230,19 @@ def test_every_kind_of_run_ends_in_the_same_bits_however_it_was_interrupted(
 
 
 @pytest.mark.slow
-@quiet
 def test_an_unfinished_run_is_never_deleted(run_dir: Path) -> None:
     root, record = run_dir / "raw.checkpoints", run_dir / "raw/kt_adapter_manifest.json"
     interrupt(run_dir, 5, "max_steps=6")
-    assert [path.name for path in root.iterdir()] == ["checkpoint-4"]
     for change in ("learning_rate=1e-3", "lora_rank=2", "max_steps=8"):
+        assert checkpoints(root) == ["checkpoint-4"]
         with pytest.raises(ProblemsError, match="this is another run") as caught:
             train(run_dir, "max_steps=6", change)
         assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems]
-        assert [path.name for path in root.iterdir()] == ["checkpoint-4"]
 
-    log: list[dict] = []
-    train(run_dir, "max_steps=6", "resume_from_checkpoint=false", "save_steps=3", on_log=log.append)
-    assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
+    anew = ("max_steps=6", "resume_from_checkpoint=false", "save_steps=3")
+    assert train(run_dir, *anew).first_step == 1
     aside = run_dir / "raw.checkpoints.old-1"
-    assert [path.name for path in aside.iterdir()] == ["checkpoint-4"]
-    assert [path.name for path in root.iterdir()] == ["checkpoint-6"]
+    assert (checkpoints(aside), checkpoints(root)) == (["checkpoint-4"], ["checkpoint-6"])
     first = record.read_bytes()
 
     # A finished run is another matter: its output is replaced, as overwrite_output_dir asks, and
@@ -262,7 +257,6 @@ def test_an_unfinished_run_is_never_deleted(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@quiet
 def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path) -> None:
     root = run_dir / "raw.checkpoints"
 
@@ -270,16 +264,15 @@ def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path)
         for path in root.glob("checkpoint-*/*"):
             os.utime(path, (2e9, 2e9))  # of another year than what follows
 
-    train(run_dir, "max_steps=8", "save_total_limit=2", on_progress=clock_set_back)
-    assert sorted(path.name for path in root.iterdir()) == ["checkpoint-6", "checkpoint-8"]
+    train(run_dir, "save_total_limit=2", on_progress=clock_set_back)
+    assert checkpoints(root) == ["checkpoint-6", "checkpoint-8"]
 
 
-@quiet
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -> None:
     """Whichever of its files is damaged; the last one stays so."""
-    interrupt(run_dir, 5, "max_steps=6", "save_total_limit=2")
-    root = run_dir / "raw.checkpoints"
-    config = load_config(run_dir / "run.yaml", ["max_steps=6", "save_total_limit=2"])
+    own = ["max_steps=6", "save_total_limit=2"]
+    interrupt(run_dir, 5, *own)
+    root, config = run_dir / "raw.checkpoints", configured(run_dir, *own)
     assert found(config).step == 4
     files = sorted(path for path in (root / "checkpoint-4").iterdir() if path.is_file())
     assert {"optimizer.pt", "scheduler.pt", "rng_state.pth"} < {path.name for path in files}
@@ -290,45 +283,39 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -
         path.write_bytes(whole)
     name = "trainable.safetensors"
     flip_a_bit(root / "checkpoint-4" / name)
-    command = ["train", str(run_dir / "run.yaml"), "max_steps=6", "save_total_limit=2", "--dry-run"]
+    command = ["train", str(run_dir / "run.yaml"), *own, "--dry-run"]
     shown = CliRunner().invoke(main, command)
     assert shown.exit_code == 0, shown.stderr
     assert f"checkpoint-4/{name}" in shown.stderr
     assert "goes on after step 2" in shown.stderr
     flip_a_bit(root / "checkpoint-2" / name)
     failed = CliRunner().invoke(main, command)
-    assert failed.exit_code == 1
-    assert failed.stderr.count("KTC019") == 2
+    assert (failed.exit_code, failed.stderr.count("KTC019")) == (1, 2)
     named = CliRunner().invoke(main, [*command, f"resume_from_checkpoint={root / 'checkpoint-4'}"])
     assert named.exit_code == 1
 
 
 @pytest.mark.slow
-@quiet
 def test_one_run_at_a_time_trains_into_a_directory(run_dir: Path, warm: Any) -> None:
-    command = ("-m", "ktbridge", "train", run_dir / "run.yaml")
-    first = warm.start(
-        *command, "max_steps=100000", "save_steps=0", cwd=run_dir, KTBRIDGE_THREADS="1"
-    )
+    endless = ("max_steps=100000", "save_steps=0")
+    command = ("-m", "ktbridge", "train", run_dir / "run.yaml", *endless)
+    first = warm.start(*command, cwd=run_dir, KTBRIDGE_THREADS="1")
     lock = run_dir / ".raw.ktbridge.lock"
     while first.poll() is None and not (lock.exists() and lock.read_text()):
         time.sleep(0.01)
     (run_dir / "link").symlink_to(run_dir)
     anew = ("seed=2", "resume_from_checkpoint=false")
-    same = ("output_dir=link/raw",)  # another name of the same place
-    for overrides in ((), anew, same):
+    for overrides in ((), anew, ("output_dir=link/raw",)):  # the last: another name of the place
         second = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *overrides])
         assert second.exit_code == 1
-        assert (
-            f"another run is writing to {run_dir / 'raw'} (process {first.pid} on" in second.stderr
-        )
+        said = f"another run is writing to {run_dir / 'raw'} (process {first.pid} on"
+        assert said in second.stderr
     first.kill()  # and so gives the lock up
     first.communicate(200)
     train(run_dir, "max_steps=2")
     assert not lock.exists()
 
 
-@quiet
 def test_a_run_that_has_no_room_is_refused_before_it_loads(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,15 +328,13 @@ def test_a_run_that_has_no_room_is_refused_before_it_loads(
     # Without checkpoints their room is neither asked for nor a remedy.
     none = shutil.disk_usage(run_dir)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: none)
-    config = load_config(run_dir / "run.yaml", ["save_steps=0"])
     with pytest.raises(KtbridgeError) as caught:
-        check_room(config, run_dir / "raw.checkpoints", 1000, 10)
+        check_room(configured(run_dir, "save_steps=0"), run_dir / "raw.checkpoints", 1000, 10)
     assert caught.value.sentence.endswith(" there: the adapter.")
     assert caught.value.next_step == "Make room, or choose another output_dir."
 
 
 @pytest.mark.slow
-@quiet
 def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir: Path) -> None:
     output, other = run_dir / "raw", run_dir / "other"
 
@@ -378,20 +363,17 @@ def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir: 
     assert [step for step, _ in losses(output)] == [1, 2]
 
 
-@pytest.mark.slow
-@quiet
 def test_a_killed_data_worker_is_a_sentence(run_dir: Path) -> None:
     def kill_workers(step: int, steps: int) -> None:
         for child in multiprocessing.active_children():
             os.kill(child.pid, signal.SIGKILL)
 
     with pytest.raises(KtbridgeError, match="a process that makes batches was ended") as caught:
-        train(run_dir, "dataloader_num_workers=1", "max_steps=100", on_progress=kill_workers)
+        train(run_dir, "dataloader_num_workers=1", "save_steps=0", on_progress=kill_workers)
     assert "dataloader_num_workers: 0" in caught.value.next_step
 
 
 @pytest.mark.slow
-@quiet
 def test_a_full_disk_costs_no_checkpoint(run_dir: Path) -> None:
     """Files may not grow, so that writing fails as it does without room; then there is room again."""
     root, overrides = run_dir / "raw.checkpoints", ["max_steps=6"]
@@ -410,169 +392,120 @@ def test_a_full_disk_costs_no_checkpoint(run_dir: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert f"the last good checkpoint is {root}/checkpoint-2." in str(caught.value)
-        assert [path.name for path in root.iterdir()] == ["checkpoint-2"]
+        assert checkpoints(root) == ["checkpoint-2"]
         largest = (root / "checkpoint-2/trainable.safetensors").stat().st_size + 1000
     train(run_dir, *overrides)
     assert [step for step, _ in losses(run_dir / "raw")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.slow
-@quiet
-@pytest.mark.parametrize(
-    ("poisoned", "words"),
-    [
-        (3, r"the loss became nan at step 4; the last good checkpoint is .*checkpoint-2\."),
-        (2, r"became nan at step 2, and there is no checkpoint to go on from"),
-    ],
-)
-def test_a_run_that_diverges_keeps_what_was_good(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, poisoned: int, words: str
-) -> None:
-    from ktbridge.sft import train
-    from ktbridge.sft.prepare import prepare
-    from ktbridge.sft.progress import Diverged
+# --- which checkpoint a run goes on from, before anything is loaded ----------------------------------------
 
-    models = []
-    load = train.load_trainable
-    monkeypatch.setattr(
-        train, "load_trainable", lambda *given: models.append(load(*given)) or models[-1]
-    )
 
-    def poison(step: int, steps: int) -> None:
-        if step == poisoned:
-            with torch.no_grad():
-                next(p for p in models[0].parameters() if p.requires_grad).fill_(torch.inf)
+def fingerprint_of(config: TrainConfig) -> RunFingerprint:
+    config, _ = decide_precision(config, cuda=False)
+    rows = fingerprint_rows(load_rows(config))
+    return fingerprint_run(config, Path(config.model_name_or_path), rows)
 
-    given = ["max_steps=6", "lr_scheduler_type=constant"]
-    with pytest.raises(Diverged, match=words):
-        train.train(load_config(run_dir / "run.yaml", given), on_progress=poison)
-    assert not (run_dir / "raw").exists()
-    if poisoned == 2:  # what was to be saved after that step was not
-        assert not list((run_dir / "raw.checkpoints").glob("checkpoint-*"))
-        return
 
-    given += ["resume_from_checkpoint=true", "learning_rate=0.001"]
-    config = load_config(run_dir / "run.yaml", given)
-    ready = prepare(config)
-    codes = [(note.code, note.severity) for note in ready.notes]
-    assert codes == [("KTC011", "warning"), ("KTC021", "info")]
-    assert ready.notes[0].found == "0.01 until here, 0.001 from here on"
-    log: list[dict] = []
-    train.train(config, on_log=log.append, prepared=ready)
-    assert [(record["step"], record["learning_rate"]) for record in log] == [
-        (step, 0.001) for step in range(3, 7)
-    ]
+def record_of(config: TrainConfig, **more: Any) -> dict[str, Any]:
+    return {**fingerprint_of(config), **more}
 
 
 def found(config: TrainConfig) -> Resumption:
-    base = Path(config.model_name_or_path)
-    config, _ = decide_precision(config, cuda=False)
-    return find_checkpoint(
-        config, fingerprint_run(config, base, fingerprint_rows(load_rows(config)))
-    )
+    decided, _ = decide_precision(config, cuda=False)
+    return find_checkpoint(decided, fingerprint_of(config))
 
 
-def began(run_dir: Path, config: TrainConfig) -> None:
-    """The second step's checkpoint, as far as it is looked at before anything is loaded."""
-    place = run_dir / "raw.checkpoints/checkpoint-2"
-    place.mkdir(parents=True)
+def began(run_dir: Path, record: dict[str, Any], step: int = 2) -> Path:
+    """A checkpoint as far as it is looked at before anything is loaded."""
+    place = run_dir / f"raw.checkpoints/checkpoint-{step}"
+    place.mkdir(parents=True, exist_ok=True)
     (place / "optimizer.pt").touch()
-    rows = fingerprint_rows(load_rows(config))
-    record = fingerprint_run(config, Path(config.model_name_or_path), rows)
     (place / FINGERPRINT_FILE).write_text(json.dumps(record))
+    return place
 
 
-def as_of_0_6(record):
-    """A checkpoint's record with what 0.6.0 wrote of keys at their defaults."""
-    assert not {"use_rslora", "split_turns"} & record.keys()
-    block = {**record["kt_config"], "kt_skip_expert_lora_adaptation": False}
-    return {**record, "use_rslora": False, "split_turns": True, "kt_config": block}
+def refused(run_dir: Path, *overrides: str) -> tuple[list[str], KtbridgeError]:
+    """Which keys make it another run; and the error."""
+    with pytest.raises(ProblemsError, match="another run") as caught:
+        found(configured(run_dir, *overrides))
+    return sorted(p.where.rpartition(": ")[2] for p in caught.value.problems), caught.value
 
 
-def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
-    config = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=true"])
-    base = Path(config.model_name_or_path)
+def test_the_last_whole_checkpoint_is_gone_on_from(run_dir: Path) -> None:
+    config = configured(run_dir, "resume_from_checkpoint=true")
     assert found(config) == Resumption()  # nothing to go on from
-    place = run_dir / "raw.checkpoints" / "checkpoint-9"
-    for number, path in enumerate((place.with_name("checkpoint-10"), place)):
-        path.mkdir(parents=True)
-        decided, _ = decide_precision(config, cuda=False)
-        record = {
-            **fingerprint_run(decided, base, fingerprint_rows(load_rows(config))),
-            NUMBER: number,
-        }
-        (path / FINGERPRINT_FILE).write_text(json.dumps(record))
+    record = record_of(config, **{NUMBER: 1})
+    places = began(run_dir, record, 10), began(run_dir, record | {NUMBER: 2}, 9)
+    for place in places:
+        (place / "optimizer.pt").unlink()
     with pytest.raises(KtbridgeError, match="saved with save_only_model=true"):
         found(config)
     (place / "optimizer.pt").touch()
-    assert found(config).checkpoint == place  # the last one written
-    whole = (place / FINGERPRINT_FILE).read_text()
-    sizes = {"optimizer.pt": 7, "scheduler.pt": 5}
-    (place / FINGERPRINT_FILE).write_text(json.dumps({**json.loads(whole), FILES: sizes}))
+    for asked in ("true", "null", str(place)):  # the last one written
+        assert found(configured(run_dir, f"resume_from_checkpoint={asked}")).checkpoint == place
+    began(run_dir, record | {NUMBER: 2, FILES: {"optimizer.pt": 7, "scheduler.pt": 5}}, 9)
     with pytest.raises(ProblemsError, match="the checkpoint is damaged") as caught:
         found(config)
     said = [(problem.found, problem.expected) for problem in caught.value.problems]
     assert said == [("0 bytes", "7 bytes"), ("no such file", "5 bytes")]
-    (place / FINGERPRINT_FILE).write_text(whole)
-    assert found(load_config(run_dir / "run.yaml")).checkpoint == place  # nothing was asked for
-    # Keys newer than 0.5.0 are left out at their defaults, as by a version that didn't know them; 0.6.0
-    # wrote some of them.
-    for record in (json.loads(whole), as_of_0_6(json.loads(whole))):
-        (place / FINGERPRINT_FILE).write_text(json.dumps(record))
-        assert found(load_config(run_dir / "run.yaml")).checkpoint == place
-        with pytest.raises(ProblemsError, match="another run") as caught:
-            found(load_config(run_dir / "run.yaml", ["use_rslora=true"]))
-        said = [problem.found for problem in caught.value.problems]
-        assert said == ["False in the checkpoint's run"]
-    # Earlier versions had no dropout on the experts: such a run is one with none.
-    earlier = json.loads(whole)
-    assert earlier["kt_config"].pop("kt_lora_dropout") == 0.1
-    (place / FINGERPRINT_FILE).write_text(json.dumps(earlier))
-    with pytest.raises(ProblemsError, match="another run"):
-        found(config)
-    without = load_config(run_dir / "run.yaml", ["kt_lora_dropout=0"])
-    assert found(without).checkpoint == place
-    (place / FINGERPRINT_FILE).write_text(whole)
-    anew = load_config(run_dir / "run.yaml", ["resume_from_checkpoint=false"])
-    assert found(anew).checkpoint is None
-    assert "raw.checkpoints.old-1" in found(anew).notes[0].next_step
-
-    with open(run_dir / "rows.jsonl", "a") as file:
-        file.write((run_dir / "rows.jsonl").read_text().splitlines()[0] + "\n")
-    changed = [
-        "resume_from_checkpoint=true", "learning_rate=0.1", "kt_config.kt_lora_rank=2",
-        "lora_dropout=0.2", "logging_steps=7", "kt_config.kt_num_threads=1",
-    ]  # fmt: skip
-    with pytest.raises(ProblemsError, match="another run") as caught:
-        found(load_config(run_dir / "run.yaml", changed))
-    keys = {problem.where.rpartition(": ")[2] for problem in caught.value.problems}
-    assert keys == {"kt_config.kt_lora_dropout", "kt_config.kt_lora_rank", "lora_dropout", "rows"}
-    assert "adapter_name_or_path" not in caught.value.next_step  # of another rank
-    with pytest.raises(ProblemsError, match="another run") as caught:
-        found(load_config(run_dir / "run.yaml", ["resume_from_checkpoint=true"]))
-    assert [problem.where.rpartition(": ")[2] for problem in caught.value.problems] == ["rows"]
-    for words in (
-        f"adapter_name_or_path={place}",
-        "resume_from_checkpoint=false",
-        "another output_dir",
-    ):
-        assert words in caught.value.next_step
-    into = [f"adapter_name_or_path={place}", "resume_from_checkpoint=false"]
-    with pytest.raises(UsageError, match="moves earlier checkpoints out of") as moved:
-        check_start(load_config(run_dir / "run.yaml", into), Resumption())
-    assert moved.value.next_step == "Give another output_dir."
-    check_start(load_config(run_dir / "run.yaml", [*into, "output_dir=other"]), Resumption())
+    began(run_dir, record | {NUMBER: 2}, 9)
+    anew = found(configured(run_dir, "resume_from_checkpoint=false"))
+    assert anew.checkpoint is None
+    assert "raw.checkpoints.old-1" in anew.notes[0].next_step
 
     with pytest.raises(KtbridgeError, match="elsewhere is not a checkpoint"):
-        found(load_config(run_dir / "run.yaml", ["resume_from_checkpoint=elsewhere"]))
+        found(configured(run_dir, "resume_from_checkpoint=elsewhere"))
     with pytest.raises(KtbridgeError, match="is not a checkpoint") as caught:
-        found(load_config(run_dir / "run.yaml", [f"resume_from_checkpoint={place.parent}"]))
+        found(configured(run_dir, f"resume_from_checkpoint={place.parent}"))
     assert caught.value.next_step == f"Name one in it: resume_from_checkpoint={place}."
-    shorter = Resumption(place)
     with pytest.raises(UsageError, match=r"at step 9, behind this run's last \(8\)") as caught:
-        check_length(config, shorter, 8)
+        check_length(config, Resumption(place), 8)
     assert "name resume_from" not in caught.value.next_step  # the other one is at step 10
-    check_length(config, shorter, 9)
+    check_length(config, Resumption(place), 9)
+
+
+def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
+    record = record_of(configured(run_dir))
+    place = began(run_dir, record, 9)
+    # Keys newer than 0.5.0 are left out at their defaults, as by a version that didn't know them; 0.6.0
+    # wrote some of them.
+    assert not {"use_rslora", "split_turns"} & record.keys()
+    block = {**record["kt_config"], "kt_skip_expert_lora_adaptation": False}
+    of_0_6 = {**record, "use_rslora": False, "split_turns": True, "kt_config": block}
+    for each in (record, of_0_6):
+        began(run_dir, each, 9)
+        assert found(configured(run_dir)).checkpoint == place
+        keys, error = refused(run_dir, "use_rslora=true")
+        assert [problem.found for problem in error.problems] == ["False in the checkpoint's run"]
+    # Earlier versions had no dropout on the experts: such a run is one with none.
+    earlier = json.loads(json.dumps(record))
+    assert earlier["kt_config"].pop("kt_lora_dropout") == 0.1
+    began(run_dir, earlier, 9)
+    refused(run_dir)
+    assert found(configured(run_dir, "kt_lora_dropout=0")).checkpoint == place
+
+    began(run_dir, record, 9)
+    asked = "resume_from_checkpoint=true"
+    free = ("learning_rate=0.1", "logging_steps=7", "kt_config.kt_num_threads=1")
+    notes = {
+        note.where.rpartition(": ")[2]: note
+        for note in found(configured(run_dir, asked, *free)).notes
+    }
+    assert notes["learning_rate"].found == "0.01 until here, 0.1 from here on"
+    with open(run_dir / "rows.jsonl", "a") as file:
+        file.write((run_dir / "rows.jsonl").read_text().splitlines()[0] + "\n")
+    keys, error = refused(run_dir, asked, *free, "kt_config.kt_lora_rank=2", "lora_dropout=0.2")
+    assert keys == ["kt_config.kt_lora_dropout", "kt_config.kt_lora_rank", "lora_dropout", "rows"]
+    assert "adapter_name_or_path" not in error.next_step  # of another rank
+    keys, error = refused(run_dir, asked)
+    assert keys == ["rows"]
+    into = [f"adapter_name_or_path={place}", "resume_from_checkpoint=false"]
+    assert all(words in error.next_step for words in (*into, "another output_dir"))
+    with pytest.raises(UsageError, match="moves earlier checkpoints out of") as moved:
+        check_start(configured(run_dir, *into), Resumption())
+    assert moved.value.next_step == "Give another output_dir."
+    check_start(configured(run_dir, *into, "output_dir=other"), Resumption())
 
 
 @pytest.mark.parametrize(
@@ -587,44 +520,44 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
 def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rate(
     schedule: list[str], goes_on: bool, run_dir: Path
 ) -> None:
-    config, _ = decide_precision(load_config(run_dir / "run.yaml", schedule), cuda=False)
-    began(run_dir, config)
-    longer = load_config(run_dir / "run.yaml", [*schedule, "max_steps=20"])
+    began(run_dir, record_of(configured(run_dir, *schedule)))
+    longer = [*schedule, "max_steps=20"]
     if goes_on:
-        assert found(longer).step == 2
-        assert [note.code for note in found(longer).notes] == ["KTC011", "KTC021"]
+        resumption = found(configured(run_dir, *longer))
+        assert resumption.step == 2
+        assert [note.code for note in resumption.notes] == ["KTC011", "KTC021"]
     else:
-        with pytest.raises(ProblemsError, match="this is another run") as caught:
-            found(longer)
-        assert "resume_from_checkpoint=true" in caught.value.next_step
+        assert "resume_from_checkpoint=true" in refused(run_dir, *longer)[1].next_step
 
 
 @pytest.mark.parametrize(
     ("size", "overrides", "other"),
     [
-        (2, ["per_device_train_batch_size=1"], set()),
-        (4, ["per_device_train_batch_size=1", "gradient_accumulation_steps=1"], set()),
-        (2, [], {"processes"}),
-        (4, ["per_device_train_batch_size=1"], {"processes", "per_device_train_batch_size"}),
+        (2, ["per_device_train_batch_size=1"], []),
+        (4, ["per_device_train_batch_size=1", "gradient_accumulation_steps=1"], []),
+        (2, [], ["processes"]),
+        (4, ["per_device_train_batch_size=1"], ["per_device_train_batch_size", "processes"]),
     ],
 )
 def test_another_number_of_processes_goes_on_with_the_same_rows_in_a_step(
-    size: int, overrides: list[str], other: set[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    size: int,
+    overrides: list[str],
+    other: list[str],
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config, _ = decide_precision(load_config(run_dir / "run.yaml"), cuda=False)
-    began(run_dir, config)
+    began(run_dir, record_of(configured(run_dir)))
     for name, value in (("WORLD_SIZE", size), ("RANK", 0), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(ProblemsError, match="this is another run") as unasked:
-        found(load_config(run_dir / "run.yaml", overrides))
-    assert bool(other) != ("resume_from_checkpoint=true" in unasked.value.next_step)
-    asked = load_config(run_dir / "run.yaml", [*overrides, "resume_from_checkpoint=true"])
+    asked = "resume_from_checkpoint=true"
+    assert bool(other) != (asked in refused(run_dir, *overrides)[1].next_step)
     if other:
-        with pytest.raises(ProblemsError, match="another run") as refused:
-            found(asked)
-        assert {each.where.rpartition(": ")[2] for each in refused.value.problems} == other
-        assert "keep the rows of a step" in refused.value.next_step
+        keys, error = refused(run_dir, *overrides, asked)
+        assert keys == other
+        assert "keep the rows of a step" in error.next_step
         return
-    notes = {note.where.rpartition(": ")[2]: note for note in found(asked).notes}
+    notes = {
+        n.where.rpartition(": ")[2]: n for n in found(configured(run_dir, *overrides, asked)).notes
+    }
     assert notes["processes"].code == "KTC011"
     assert notes["processes"].found == f"1 until here, {size} from here on"

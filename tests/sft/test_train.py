@@ -9,27 +9,24 @@ import pytest
 import torch
 import trainrun
 from click.testing import CliRunner
-from trainrun import ROWS, conversation, log_of, quiet, write_lines, write_run
+from hubserver import running_hub
+from tinymoe import tiny_model, tiny_tokenizer
+from trainrun import ROWS, conversation, log_of, quiet, text, write_lines, write_run
 
 from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.cli import main
 from ktbridge.errors import UsageError
 from ktbridge.sft.config import load_config
 
+GOOD = [conversation(*turns) for turns in ROWS * 8]
+BAD = conversation("say yes")
+"""A row without an answer."""
+
 
 @pytest.fixture
 def run_dir(tmp_path, base_dir):
-    rows = [conversation(*turns) for turns in ROWS * 8]
     settings = {"learning_rate": 1e-2, "per_device_train_batch_size": 8, "max_steps": 12}
-    return write_run(tmp_path, base_dir, rows, **settings)
-
-
-def with_bad_rows(run_dir, count=1):
-    """The last rows have no answer."""
-    bad = [conversation("say yes")] * count
-    good = [conversation(*turns) for turns in ROWS * 8]
-    write_lines(run_dir / "rows.jsonl", [*good, *bad])
-    return bad
+    return write_run(tmp_path, base_dir, GOOD, **settings)
 
 
 def command(run_dir, *overrides):
@@ -45,29 +42,24 @@ def test_training_learns_and_leaves_a_valid_raw_adapter(warm, run_dir):
     done = warm.run("-m", "ktbridge", *command(run_dir, "plot_loss=true"), KTBRIDGE_THREADS="2")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["steps"] == 12
     assert result["last_loss"] < 0.85 * result["first_loss"]
     adapter = read_adapter(run_dir / "raw")
     assert (adapter.layout, adapter.rank, adapter.alpha) == ("raw", 4, 8.0)
-    assert adapter.manifest["status"] == "ready"
-    assert adapter.expert_layers() == (0, 1)
+    assert (adapter.manifest["status"], adapter.expert_layers()) == ("ready", (0, 1))
     assert validate_adapter([run_dir / "raw"]).ok
     log = log_of(run_dir / "raw")
     assert [record["step"] for record in log] == list(range(1, 13))
     assert all(record["tokens_per_second"] > 0 for record in log)
-    assert all(0 < record["expert_share"] < 1 for record in log)
-    assert 0 < result["expert_share"] < 1
+    assert all(0 < record["expert_share"] < 1 for record in (*log, result))
     assert result["peak_rss_bytes"] > 100 * 2**20
     assert (result["peak_gpu_bytes"] > 0) == torch.cuda.is_available()
     assert (run_dir / "raw/training_loss.png").read_bytes().startswith(b"\x89PNG")
-
-    assert [result[key] for key in ("rows", "used", "cut", "refused")] == [24, 24, 0, 0]
+    counts = [result[key] for key in ("steps", "rows", "used", "cut", "refused")]
+    assert counts == [12, 24, 24, 0, 0]
     assert "used 24 of 24 rows" in done.stderr
     assert not (run_dir / "raw/refused_rows.jsonl").exists()
-
     again = train(run_dir)
-    assert again.exit_code == 2
-    assert "raw exists" in again.stderr
+    assert (again.exit_code, "raw exists" in again.stderr) == (2, True)
 
 
 @quiet
@@ -84,17 +76,20 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
             os.write(1, b"from a process\n")
 
     monkeypatch.setattr(recipe, "reporters", lambda config: [Talks()])
-    bad = with_bad_rows(run_dir)
+    write_lines(run_dir / "rows.jsonl", [*GOOD, BAD])
     strict = train(run_dir, "--strict-data")
     assert strict.exit_code == 1
     assert "1 of 25 rows can't be used" in strict.stderr
 
-    options = ["cutoff_len=13", "max_steps=-1", "num_train_epochs=1"]
-    options += ["gradient_accumulation_steps=2"]
+    options = [
+        "cutoff_len=13",
+        "max_steps=-1",
+        "num_train_epochs=1",
+        "gradient_accumulation_steps=2",
+    ]
     planned = train(run_dir, "--dry-run", *options)
     assert planned.exit_code == 0, planned.stderr
     plan = json.loads(planned.stdout)
-    assert (plan["rows"], plan["rows_used"], plan["rows_refused"]) == (25, 24, 1)
     assert not (run_dir / "raw").exists()
 
     done = train(run_dir, *options)
@@ -102,12 +97,13 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
     result = json.loads(done.stdout)  # and nothing else
     assert "from Python\n" in done.stderr
     assert capfd.readouterr() == ("", "from a process\n")
-    assert (result["rows"], result["used"], result["refused"]) == (25, 24, 1)
-    assert 0 < result["cut"] < 24
-    assert (result["cut"], result["steps"]) == (plan["rows_cut"], plan["steps"]) == (16, 2)
-    assert f"{result['cut']} cut at 13 tokens" in done.stderr
+    keys = ("rows", "used", "refused", "cut", "steps")
+    assert [result[key] for key in keys] == [25, 24, 1, 16, 2]
+    told = ("rows", "rows_used", "rows_refused", "rows_cut", "steps")
+    assert [plan[key] for key in told] == [25, 24, 1, 16, 2]
+    assert "16 cut at 13 tokens" in done.stderr
     refused = (run_dir / "raw/refused_rows.jsonl").read_text().splitlines()
-    assert [json.loads(line)["row"] for line in refused] == bad
+    assert [json.loads(line)["row"] for line in refused] == [BAD]
     again = train(run_dir, *options, "overwrite_output_dir=true", "lora_rank=2")
     assert again.exit_code == 0, again.stderr  # the list is a run's own, and is replaced with it
 
@@ -116,60 +112,47 @@ def test_rows_cut_and_refused_are_told(run_dir, monkeypatch, capfd):
 def test_a_dry_run_shows_what_would_be_trained(run_dir, monkeypatch):
     """Of a LLaMA-Factory file, whose keys are noted, and a template that isn't the tokenizer's."""
     monkeypatch.chdir(run_dir)
-    with_bad_rows(run_dir)
+    write_lines(run_dir / "rows.jsonl", [*GOOD, BAD])
     given = ["template=qwen3", "preprocessing_num_workers=16", "lora_target=q_proj,v_proj"]
     shown = train(run_dir, "--dry-run", *given)
     assert shown.exit_code == 0, shown.stderr
     plan = json.loads(shown.stdout)
-    assert {note["where"].rpartition(": ")[2] for note in plan["notes"]} >= {
-        "template",
-        "preprocessing_num_workers",
-    }
+    noted = {note["where"].rpartition(": ")[2] for note in plan["notes"]}
+    assert noted >= {"template", "preprocessing_num_workers"}
     assert (plan["lora_alpha"], plan["kt_config"]["kt_lora_alpha"]) == (8.0, 8.0)
-    assert plan["refused"] == [
-        {"where": f"{run_dir}/rows.jsonl: line 25", "why": plan["refused"][0]["why"]}
-    ]
+    assert [refused["where"] for refused in plan["refused"]] == [f"{run_dir}/rows.jsonl: line 25"]
     pieces = plan["first"]["sequence"]
     assert [piece["text"] for piece in pieces if piece["trained"]] == ["i am a cat meow </s>"]
     assert "who are you" in pieces[0]["text"]
 
-    plain = CliRunner().invoke(
-        main, [word for word in command(run_dir, "--dry-run", *given) if word != "--json"]
-    )
+    words = [word for word in command(run_dir, "--dry-run", *given) if word != "--json"]
+    plain = CliRunner().invoke(main, words)
     assert plain.exit_code == 0, plain.stderr
-    assert "⟦i am a cat meow" in plain.stdout
-    assert "line 25: the last message is not the assistant's" in plain.stdout
-    assert "self_attn.q_proj (2), self_attn.v_proj (2)" in plain.stdout
-    done = train(run_dir, "max_steps=1", *given)
-    result = json.loads(done.stdout)
     trained = plan["trainable"]
-    assert trained["expert_parameters"] == result["expert_parameters"]
-    assert trained["nonexpert_parameters"] == result["nonexpert_parameters"]
-    assert f"{trained['parameters']:,} LoRA weights" in plain.stdout
+    for said in (
+        "⟦i am a cat meow", "line 25: the last message is not the assistant's",
+        "self_attn.q_proj (2), self_attn.v_proj (2)", f"{trained['parameters']:,} LoRA weights",
+    ):  # fmt: skip
+        assert said in plain.stdout
+    result = json.loads(train(run_dir, "max_steps=1", *given).stdout)
+    for half in ("expert_parameters", "nonexpert_parameters"):
+        assert trained[half] == result[half]
 
 
 @quiet
 def test_rows_left_out_are_a_loud_warning_and_half_of_them_an_error(run_dir, monkeypatch):
     monkeypatch.chdir(run_dir)
-
-    def planned(*overrides):
-        shown = train(run_dir, "--dry-run", *overrides)
-        return shown, {line.split()[1] for line in shown.stderr.splitlines() if " KTD" in line}
-
-    for count, warned in ((2, False), (3, True), (24, True)):  # beside 24 good ones
-        with_bad_rows(run_dir, count)
-        shown, codes = planned()
+    for count, warned, *given in (
+        (2, False), (3, True), (24, True), (25, True, "allow_refused_rows=true"),  # beside 24 good ones
+    ):  # fmt: skip
+        write_lines(run_dir / "rows.jsonl", [*GOOD, *[BAD] * count])
+        shown = train(run_dir, "--dry-run", *given)
         assert shown.exit_code == 0, shown.stderr
-        assert ("KTD008" in codes) == warned
-    with_bad_rows(run_dir, 25)
-    refused, _ = planned()
+        assert (" KTD008" in shown.stderr) == warned
+    refused = train(run_dir, "--dry-run")
     assert refused.exit_code == 1
-    assert "25 of 49 rows can't be used" in refused.stderr
-    assert "allow_refused_rows" in refused.stderr
-    assert refused.stderr.count("KTD001") > 0
-    shown, codes = planned("allow_refused_rows=true")
-    assert shown.exit_code == 0, shown.stderr
-    assert "KTD008" in codes
+    for words in ("25 of 49 rows can't be used", "allow_refused_rows", "KTD001"):
+        assert words in refused.stderr
 
 
 def test_progress_fits_80_columns_with_step_loss_pace_and_eta(monkeypatch):
@@ -237,3 +220,67 @@ def test_tensorboard_shows_the_run_while_it_goes(run_dir):
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2, 3]
+
+
+@quiet
+def test_raw_text_is_packed_and_trained(tmp_path, base_dir):
+    rows = [{"text": text(0, 40)}, {"text": text(3, 7)}, {"text": text(5, 9)}] * 4
+    run = write_run(
+        tmp_path, base_dir, rows, stage="pt", cutoff_len=16, val_size=2, max_steps=3, save_steps=0,
+        learning_rate=1e-2, per_device_train_batch_size=4, kt_config={"kt_num_threads": 2},
+    )  # fmt: skip
+    assert load_config(run / "run.yaml").packing
+    result = trainrun.train(run)
+    for key in ("loss", "eval_loss"):
+        found = [record[key] for record in log_of(tmp_path / "raw") if key in record]
+        assert found[-1] < found[0]
+    assert (result.used, result.cut, result.refused) == (10, 0, 0)
+
+
+# --- from the Hub -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A server with a tiny model in several shards."""
+    base = tmp_path / "served"
+    tiny_model().save_pretrained(base, max_shard_size="60KB")
+    tiny_tokenizer().save_pretrained(base)
+    with running_hub() as made:
+        made.model("org/tiny", {path.name: path.read_bytes() for path in base.iterdir()})
+        yield made
+
+
+@pytest.mark.slow
+def test_plan_and_dry_run_fetch_no_weights_and_a_run_names_the_model(hub, tmp_path, warm):
+    run = write_run(tmp_path, "org/tiny", GOOD[:3], max_steps=1, use_cpu=True)
+    environment = hub.environment(run / "home")
+
+    def command(*arguments):
+        return warm.run("-m", "ktbridge", *arguments, cwd=run, **environment)
+
+    plan = command("plan", "run.yaml", "--json", "--no-measure")
+    assert plan.stdout, plan.stderr
+    found = json.loads(plan.stdout)
+    shards = [path.name for path in (tmp_path / "served").glob("*.safetensors")]
+    assert len(shards) > 2
+    assert not found["from_config_alone"]
+    assert "sizes are those of the files on the Hub" in found["notes"][0]
+    dry = command("train", "run.yaml", "--dry-run", "--json")
+    assert json.loads(dry.stdout)["trainable"]["expert_layers"] == 2, dry.stderr
+    assert {given for name in shards for given in hub.downloads(name)} == {"bytes=0-100000"}
+    assert not [*(run / "home").rglob("*.safetensors")]
+
+    done = command("train", "run.yaml")
+    assert done.returncode == 0, done.stderr
+    written, manifest = (
+        json.loads((run / "raw" / name).read_text())
+        for name in ("adapter_config.json", "kt_adapter_manifest.json")
+    )
+    commit = hub.repos["model", "org/tiny"].commit
+    assert (written["base_model_name_or_path"], written["revision"]) == ("org/tiny", commit)
+    assert manifest["base"]["model_name_or_path"] == "org/tiny"
+    assert manifest["base_fingerprint"]["values_sha256"]
+    # A plan by the files that are here says the same.
+    local = json.loads(command("plan", "run.yaml", "--json", "--no-measure").stdout)
+    assert local["bytes"]["page_cache"] == found["bytes"]["page_cache"]
