@@ -52,6 +52,8 @@ def train_of(adapter: Path, base: Path, out: Path) -> tuple[object, ...]:
 
 NOWHERE = "http://127.0.0.1:9"
 READERS: dict[str, Callable[[Path, Path, Path], tuple[object, ...]]] = {
+    "validate": lambda at, base, out: ("validate", at, "--json"),
+    "convert": lambda at, base, out: ("convert", at, "--merged-output-dir", out),
     "merge": lambda at, base, out: ("merge", at, "--base-model", base, "--output", out),
     "serve": lambda at, base, out: (
         *("serve", "--base-model", base, "--adapter", f"x={at}", "--port", "0"),

@@ -1,8 +1,8 @@
 """Abuse of everything that reads files: hostile documents, and what must hold when they are read.
 
 Used by the suite (hypothesis picks the random numbers) and by ``scripts/fuzz_readers.py`` (atheris,
-or a plain loop). ``Victim`` holds a small valid adapter and base model; ``attack`` damages one of
-their files and reads everything back. Whatever happens must be one sentence, soon.
+or a plain loop). ``Victim`` holds a small valid adapter and base model, and reads them by everything.
+Whatever happens must be one sentence, soon.
 """
 
 from __future__ import annotations
@@ -20,15 +20,10 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from rawadapter import random_bits, write_raw
 from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import (
-    Tensor,
-    ValidationReport,
-    read_adapter,
-    validate_adapter,
-    write_raw_adapter,
-)
+from ktbridge.adapter import Tensor, ValidationReport, read_adapter, validate_adapter
 from ktbridge.adapter.merge import plan_merge
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_checkpoint, open_tensor_file, read_model_config
@@ -269,7 +264,7 @@ def deadline() -> Iterator[None]:
 
 
 class Victim:
-    """A valid raw adapter and its base model in ``folder``; attacks damage one file at a time."""
+    """A valid raw adapter and its base model in ``folder``; targets damage one file at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -283,39 +278,24 @@ class Victim:
         }
 
     def _make(self) -> None:
-        rng = np.random.default_rng(0)
-
-        def tensor(name: str, *shape: int) -> Tensor:
-            data = rng.integers(0x3C00, 0x3F00, shape).astype(np.uint16)
-            return Tensor(name, "BF16", shape, data.tobytes())
-
-        hidden, inner, rank = 4, 2, 2
-        experts, rest, weights = {}, {}, []
-        for name in ("gate", "up", "down"):
-            wide, narrow = (inner, hidden) if name == "down" else (hidden, inner)
-            weights.append(tensor(f"model.layers.0.mlp.experts.0.{name}_proj.weight", narrow, wide))
-            for half, shape in (("a", (1, rank, wide)), ("b", (1, narrow, rank))):
-                key = f"layers.0.experts.{name}_lora_{half}"
-                experts[key] = tensor(key, *shape)
-        for name in ("q_proj", "v_proj"):
-            path = f"model.layers.0.self_attn.{name}"
-            weights.append(tensor(f"{path}.weight", 4, hidden))
-            for half, pair in (("A", (rank, hidden)), ("B", (4, rank))):
-                key = f"base_model.model.{path}.lora_{half}.weight"
-                rest[key] = tensor(key, *pair)
-        config = {
-            "r": rank, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "bias": "none",
-            "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "use_dora": False,
-            "modules_to_save": None, "layers_to_transform": None, "task_type": "CAUSAL_LM",
-        }  # fmt: skip
-        write_raw_adapter(
-            self.adapter, expert=experts, nonexpert=rest, config=config, base_model="base",
-            rank=rank, alpha=4.0,
+        modules = dict.fromkeys(("q_proj", "v_proj"), (4, 4))
+        write_raw(
+            self.adapter, layers=(0,), experts=1, rank=2, hidden=4, inter=2, alpha=4.0,
+            modules=modules, base_model="base", rank_pattern={}, alpha_pattern={}, use_dora=False,
+            modules_to_save=None, layers_to_transform=None,
         )  # fmt: skip
+        shapes = {f"mlp.experts.0.{name}_proj": (2, 4) for name in ("gate", "up")}
+        shapes |= {"mlp.experts.0.down_proj": (4, 2)}
+        shapes |= {f"self_attn.{name}": shape for name, shape in modules.items()}
+        rng = np.random.default_rng(0)
+        weights = [
+            Tensor(f"model.layers.0.{name}.weight", "BF16", shape, random_bits(rng, shape))
+            for name, shape in shapes.items()
+        ]
         self.base.mkdir()
         model = {
-            "model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": hidden,
-            "moe_intermediate_size": inner, "num_experts": 1, "num_experts_per_tok": 1,
+            "model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": 4,
+            "moe_intermediate_size": 2, "num_experts": 1, "num_experts_per_tok": 1,
             "mlp_only_layers": [], "decoder_sparse_step": 1, "layer_types": ["full_attention"],
             "text_config": None, "tie_word_embeddings": False, "full_attention_interval": 1,
             "first_k_dense_replace": 0, "moe_layer_freq": 1, "mlp_layer_types": ["sparse"],
@@ -326,25 +306,6 @@ class Victim:
         index = {one.name: f"model-{1 + n % 2}.safetensors" for n, one in enumerate(weights)}
         text = json.dumps({"metadata": {"total_size": 1}, "weight_map": index})
         (self.base / "model.safetensors.index.json").write_text(text)
-
-    def attack(self, rng: random.Random) -> str:
-        """Damage one file, read everything, put it back; return the file's name."""
-        path = rng.choice(list(self.files))
-        good = self.files[path]
-        if path.suffix == ".json":
-            bad = mutate_document(json.loads(good), rng)
-        else:
-            bad = mutate_tensor_file(good, rng)
-        self.try_with(path, bad)
-        return path.name
-
-    def try_with(self, path: Path, data: bytes) -> None:
-        """Read everything with ``path`` holding ``data``; whatever happens is a sentence."""
-        path.write_bytes(data)
-        try:
-            self.read()
-        finally:
-            path.write_bytes(self.files[path])
 
     def read(self) -> None:
         """Everything that reads, in turn."""

@@ -18,6 +18,7 @@ from tinyserver import ASCII, save_tokenizer
 
 from ktbridge.adapter import read_adapter
 from ktbridge.errors import KtbridgeError
+from ktbridge.experts.load_model import load_tokenizer
 from ktbridge.verify.logprobs import LogprobClient
 from ktbridge.verify.protocols import TokenSpan
 from ktbridge.verify.reference_model import ReferenceModel
@@ -279,53 +280,25 @@ def test_each_engine_is_asked_in_the_way_that_it_has(start, engine, way: str, fo
         assert answer.spans == tuple(TokenSpan((*before, *prompt), 1) for prompt in PROMPTS)
 
 
-class Computed(Engine):
-    """An engine whose answers have an adapter's real logprobs."""
+class ComputedSglang(Sglang):
+    """Answers with an adapter's real logprobs; lists ``neko`` for requests to ``tiny:neko``.
 
-    def __init__(self, base: Path, served_base: Path, adapter: Path) -> None:
-        from ktbridge.experts.load_model import load_tokenizer
+    The bare name is the base, that of sglang-kt base + experts.
+    """
 
+    def __init__(self, base: Path, adapter: Path) -> None:
         super().__init__(load_tokenizer(base))
-        self.base, self.adapter = served_base, read_adapter(adapter)
-        self.listed = self.models(base, adapter)
-
-    def models(self, base: Path, adapter: Path) -> list[dict[str, Any]]:
-        raise NotImplementedError
-
-    def computed(self, prompt: list[int], variant: Variant) -> list[float]:
-        with self.lock:
-            (found,) = ReferenceModel(self.base, self.adapter, [prompt]).logprobs([variant])
-        return found
-
-
-class ComputedVllm(Computed):
-    """``neko`` of ``org/base``, as vLLM lists adapters."""
-
-    def models(self, base: Path, adapter: Path) -> list[dict[str, Any]]:
-        return [
-            {"id": "org/base", "owned_by": "vllm", "parent": None, "root": str(base)},
-            {"id": "neko", "owned_by": "vllm", "parent": "org/base", "root": str(adapter)},
-        ]
-
-    def respond(self, request: dict[str, Any]) -> Any:
-        prompt = request["prompt"]
-        found = self.computed(prompt, Variant(1, 1) if request["model"] == "neko" else Variant())
-        rows = [{str(t): {"logprob": x, "rank": 9}} for t, x in zip(prompt[1:], found, strict=True)]
-        return self.answer(prompt, [1], prompt_logprobs=[None, *rows])
-
-
-class ComputedSglang(Computed, Sglang):
-    """Lists ``neko`` for requests to ``tiny:neko``; the bare name is the base, sglang-kt's base + experts."""
-
-    def models(self, base: Path, adapter: Path) -> list[dict[str, Any]]:
-        return [
+        self.base, self.adapter = base, read_adapter(adapter)
+        self.listed = [
             {"id": "tiny", "owned_by": "sglang", "root": "tiny", "parent": None},
             {"id": "neko", "owned_by": "sglang", "root": str(adapter), "parent": "tiny"},
         ]
 
     def generated(self, request: dict[str, Any]) -> Any:
         prompt, whole = request["input_ids"], request.get("lora_path") == "neko"
-        found = self.computed(prompt, Variant(int(whole or self.kt), int(whole)))
+        variant = Variant(int(whole or self.kt), int(whole))
+        with self.lock:
+            (found,) = ReferenceModel(self.base, self.adapter, [prompt]).logprobs([variant])
         rows = [[x, t, None] for x, t in zip([None, *found], prompt, strict=True)]
         return 200, {}, {"text": "", "meta_info": {"input_token_logprobs": rows}}
 
@@ -334,52 +307,28 @@ class ComputedSglangKt(ComputedSglang):
     kt = True
 
 
-@pytest.mark.slow
-def test_vllms_adapter_is_told_from_its_base(base, other_base, adapter) -> None:
-    """The listing says which base an adapter is of, so that another base is noticed too."""
-    for served_base, verdict, told_by in (
-        (base, "applied", "references"),
-        (other_base, "can't tell", "base"),
-    ):
-        server = ComputedVllm(base, served_base, adapter)
-        result = verify(server.url, "neko", str(adapter), str(base))
-        server.close()
-        assert (result.verdict, result.told_by) == (verdict, told_by)
-        assert result.logprobs_from == "prompt_logprobs"
-        assert [(arm.model, arm.expected) for arm in result.arms] == [
-            ("org/base", "base"),
-            ("neko", "full"),
-        ]
-        assert result.ok == (verdict == "applied")
+class Hidden(ComputedSglang):
+    """Doesn't say which SGLang it is."""
+
+    def get(self, path: str) -> dict[str, Any]:
+        return "not here" if path.endswith("server_info") else super().get(path)
 
 
-@pytest.mark.quick("-base")
+@pytest.mark.quick("-base|Hidden")
 @pytest.mark.parametrize(
-    ("engine", "bare"), [(ComputedSglang, "base"), (ComputedSglangKt, "expert")]
+    ("engine", "bare"),
+    [(ComputedSglang, "base"), (ComputedSglangKt, "expert"), (Hidden, "")],
 )
 def test_upstream_sglangs_bare_name_is_the_base(base, adapter, engine, bare: str) -> None:
-    server = engine(base, base, adapter)
+    server = engine(base, adapter)
     result = verify(server.url, "tiny:neko", str(adapter), str(base))
     with pytest.raises(KtbridgeError, match="answers for 'neko' with its base") as caught:
         verify(server.url, "neko", str(adapter), str(base))
     server.close()
     assert (result.verdict, result.ok, result.problems) == ("applied", True, ())
-    assert [(arm.model, arm.expected) for arm in result.arms] == [
-        ("tiny", bare),
-        ("tiny:neko", "full"),
-    ]
+    asked = [("tiny", bare)] if bare else []
+    assert [(arm.model, arm.expected) for arm in result.arms] == [*asked, ("tiny:neko", "full")]
     assert "--model tiny:neko" in str(caught.value.next_step)
-
-
-def test_an_sglang_that_hides_what_it_is_is_asked_for_the_adapter_alone(base, adapter) -> None:
-    class Hidden(ComputedSglang):
-        def get(self, path: str) -> dict[str, Any]:
-            return "not here" if path.endswith("server_info") else super().get(path)
-
-    server = Hidden(base, base, adapter)
-    result = verify(server.url, "tiny:neko", str(adapter), str(base))
-    server.close()
-    assert (result.verdict, [arm.model for arm in result.arms]) == ("applied", ["tiny:neko"])
 
 
 def changed(engine: type[Engine], change: Callable[[dict[str, Any]], object]) -> type[Engine]:
@@ -442,7 +391,7 @@ def test_a_way_can_be_insisted_on(start, engine) -> None:
          "text: 0 tokens whose ids are known"),
     ],
 )  # fmt: skip
-def test_what_a_server_has_not_is_told_by_way(start, engine, way: str, said: str) -> None:
+def test_what_a_server_has_not_is_told_by_way(start, engine, way: str, said: str):
     with pytest.raises(KtbridgeError, match=said):
         start(engine, way)
 

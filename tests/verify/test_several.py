@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from findings import codes, placed
 from tinyserver import ASCII, ready_document, run_verify, save_adapter, save_model
 
 from ktbridge.adapter import open_adapter
@@ -17,6 +18,7 @@ from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.server_api.client import OpenAIClient
 from ktbridge.server_api.served_names import read_models
 from ktbridge.verify.logprobs import LogprobClient
+from ktbridge.verify.reload import AdapterLoader
 from ktbridge.verify.several import find_base, find_names, verify_several
 
 SCRIPT = Path(__file__).with_name("faultyserver.py")
@@ -74,10 +76,6 @@ def served(warm, lettered, pair):
     server.end()
 
 
-def codes(result) -> set[str]:
-    return {item.code for item in result.problems}
-
-
 def wrong(result) -> dict[str, set[str]]:
     """Names that were not as expected, by stage."""
     found: dict[str, set[str]] = {}
@@ -91,22 +89,16 @@ def wrong(result) -> dict[str, set[str]]:
 def test_each_name_is_its_own_adapter(served):
     result = served.verify(repeat=2)
     assert (result.ok, result.problems) == (True, ())
-    assert {(n.model, n.verdict) for n in result.names} == {
-        ("tiny:a", "applied"),
-        ("tiny:b", "applied"),
-    }
+    assert {n.model: n.verdict for n in result.names} == dict.fromkeys(
+        ("tiny:a", "tiny:b"), "applied"
+    )
     assert result.columns == ("base", "a", "b")
+    stages = [
+        ("before", ["base"]), ("alone", "ab"), ("together", ["base", *"ab"]),
+        ("generating together", ["base", *"ab"]), ("after", ["base"]),
+    ]  # fmt: skip
     assert [(r.stage, r.model, r.answers_as) for r in result.rows] == [
-        ("before", "tiny:base", "base"),
-        ("alone", "tiny:a", "a"),
-        ("alone", "tiny:b", "b"),
-        ("together", "tiny:base", "base"),
-        ("together", "tiny:a", "a"),
-        ("together", "tiny:b", "b"),
-        ("generating together", "tiny:base", "base"),
-        ("generating together", "tiny:a", "a"),
-        ("generating together", "tiny:b", "b"),
-        ("after", "tiny:base", "base"),
+        (stage, f"tiny:{name}", name) for stage, names in stages for name in names
     ]
     for row in result.rows:
         others = [away for column, away in row.distances.items() if column != row.expected]
@@ -147,9 +139,8 @@ def test_names_are_exchanged_and_put_back(served, engine):
     assert result.ok, result.problems
     assert result.reloaded
     again = {(r.stage, r.model, r.generated): r.answers_as for r in result.rows}
-    assert (
-        again["adapters unloaded", {"vllm": "tiny:base", "sglang": "tiny"}[engine], False] == "base"
-    )
+    base = {"vllm": "tiny:base", "sglang": "tiny"}[engine]
+    assert again["adapters unloaded", base, False] == "base"
     for generated in (True, False):
         assert again["names exchanged", "tiny:a", generated] == "b"
         assert again["names exchanged", "tiny:b", generated] == "a"
@@ -180,13 +171,35 @@ def test_faults_of_loading_are_named(served, fault, where):
         assert {r.generated for r in stale} == ({True} if fault == "stale-cache" else {True, False})
 
 
+def own_adapters(served, pair) -> bool:
+    """Whether each name has its own adapter, and the base is there."""
+    roots = {f"tiny:{name}": str(path) for name, path in pair.items()}
+    return served.roots() == roots | {"tiny:base": "tiny:base"}
+
+
 @pytest.mark.slow
 def test_adapters_come_back_from_a_failed_exchange(served, pair):
     with pytest.raises(KtbridgeError, match="no adapter in"):
         served.verify("unloadable", "vllm", reload=True)
-    assert served.roots() == {f"tiny:{n}": str(path) for n, path in pair.items()} | {
-        "tiny:base": "tiny:base"
-    }
+    assert own_adapters(served, pair)
+
+
+def test_whatever_a_loader_took_away_comes_back(served, pair):
+    """The same without references: what verify exchanges adapters by, against the server itself."""
+    served.plant("unloadable", "vllm")
+    client = OpenAIClient(served.url)
+    loader = AdapterLoader(client, client.entries(), ["tiny:a", "tiny:b"])
+
+    def exchange() -> None:
+        with loader.restoring():
+            loader.unload("tiny:a")
+            loader.unload("tiny:b")
+            assert not own_adapters(served, pair)
+            loader.load("tiny:a", str(pair["b"]))
+
+    with pytest.raises(KtbridgeError, match="no adapter in"):
+        exchange()
+    assert own_adapters(served, pair)
 
 
 def test_a_server_that_cannot_load(served):
@@ -202,10 +215,7 @@ def test_a_server_that_dies(served):
         time.sleep(0.05)
     with pytest.raises(ProblemsError, match="does not answer") as caught:
         served.verify("dies-loading", "sglang", reload=True)
-    assert [(p.code, p.where) for p in caught.value.problems] == [
-        ("KTV026", "tiny:a"),
-        ("KTV026", "tiny:b"),
-    ]
+    assert placed(caught) == [("KTV026", "tiny:a"), ("KTV026", "tiny:b")]
 
 
 def test_the_command_prints_the_matrix(served, lettered, pair):
@@ -225,11 +235,8 @@ def test_the_command_prints_the_matrix(served, lettered, pair):
     done = run_verify("--server", served.url, *args, "--base-model", str(lettered), "--json")
     assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
-    assert (document["ok"], document["base"], document["columns"]) == (
-        True,
-        "tiny:base",
-        ["base", "a", "b"],
-    )
+    assert (document["ok"], document["base"]) == (True, "tiny:base")
+    assert document["columns"] == ["base", "a", "b"]
     assert document["names"][0]["verification"]["verdict"] == "applied"
     assert all(row["as_expected"] for row in document["rows"])
 
@@ -268,28 +275,24 @@ def test_adapters_that_cannot_be_told_apart(served, lettered, pair):
     twice = {name: open_adapter(pair["b"], base_model=lettered) for name in "ab"}
     result = verify_several(LogprobClient(served.url), twice, str(lettered))
     assert not result.ok
-    assert {(p.code, p.where) for p in result.problems} == {("KTV024", "a and b")}
+    assert {*placed(result)} == {("KTV024", "a and b")}
 
 
 def test_names_and_base_in_the_lists_of_engines():
-    vllm = {
-        "m": {"owned_by": "vllm", "root": "m", "parent": None},
-        "a": {"owned_by": "vllm", "root": "d/a", "parent": "m"},
-    }
-    models = read_models(vllm)
-    assert find_names({"a": 0}, vllm, models) == {"a": "a"}
-    assert find_base(["a"], models) == "m"
-    sglang = {
-        "s": {"owned_by": "sglang", "root": "s", "parent": None},
-        "a": {"owned_by": "sglang", "root": "d/a", "parent": "s"},
-    }
-    models = read_models(sglang)
-    assert find_names({"a": 0}, sglang, models) == {"a": "s:a"}
-    assert find_names({"s:a": 0}, sglang, models) == {"s:a": "s:a"}
-    assert find_base(["s:a"], models) == "s"
+    def listed(engine: str, base: str) -> dict:
+        return {
+            base: {"owned_by": engine, "root": base, "parent": None},
+            "a": {"owned_by": engine, "root": "d/a", "parent": base},
+        }
+
+    for engine, served in (("vllm", "a"), ("sglang", "m:a")):
+        entries = listed(engine, "m")
+        models = read_models(entries)
+        assert find_names({"a": 0}, entries, models) == {"a": served}
+        assert find_base([served], models) == "m"
+    assert find_names({"m:a": 0}, entries, models) == {"m:a": "m:a"}
     # With an expert LoRA in every request SGLang-KT has no base.
-    assert find_base(["s:a"], read_models(sglang, "expert")) is None
-    plain = {name: {"owned_by": "other"} for name in ("x", "y")}
-    assert find_base(["x"], read_models(plain)) is None
+    assert find_base(["m:a"], read_models(entries, "expert")) is None
+    assert find_base(["x"], read_models({name: {"owned_by": "other"} for name in "xy"})) is None
     with pytest.raises(UsageError):
-        find_names({"a": 0, "s:a": 0}, sglang, models)
+        find_names({"a": 0, "m:a": 0}, entries, models)
