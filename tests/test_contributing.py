@@ -15,6 +15,9 @@ QUESTIONS = (
     "what may a resumed run change?",
     "what happens on Ctrl-C?",
     "where does a new row form go?",
+    "where does a new version of an engine go?",
+    "where does a new rule of an engine go?",
+    "where does a new family go, and what engines do with it?",
 )
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import ktbridge
 from ktbridge import install
-from ktbridge.adapter.engines import CONTRACTS
+from ktbridge.adapter.engines import ENGINE, contracts_of
 from ktbridge.cli._app import Command
 from ktbridge.install import _IN_EXTRAS, install_hint, linear_attention_gaps, reinstall_hint
 from ktbridge.serve.doctor import ENGINE_STEP, PACKAGES
@@ -174,7 +174,7 @@ def test_what_is_imported_is_declared():
 
 def test_the_engine_is_named_in_one_way():
     """By doctor, by `serve` and in the documentation: the distribution that brings all its parts, pinned."""
-    newest = f"ktransformers[sglang]=={CONTRACTS[-1].last}"
+    newest = f"ktransformers[sglang]=={contracts_of(ENGINE)[-1].last}"
     assert newest in ENGINE_STEP
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py")}
     texts |= {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -18,23 +18,12 @@ from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.base import Base, check_base, check_identity
 from ktbridge.adapter.checks.config import check_config, folded
-from ktbridge.adapter.checks.engine import check_directories, check_engine
 from ktbridge.adapter.checks.files import Hashes, check_files
 from ktbridge.adapter.checks.inventory import check_inventory
 from ktbridge.adapter.checks.layers import check_gaps
 from ktbridge.adapter.checks.modules import Modules, open_modules
 from ktbridge.adapter.checks.set import check_set, source_of
-from ktbridge.adapter.checks.sglang import check_sglang
-from ktbridge.adapter.checks.vllm import check_vllm
-from ktbridge.adapter.engines import (
-    ENGINE,
-    SGLANG,
-    SGLANG_HONORS,
-    VLLM,
-    VLLM_HONORS,
-    contract_for,
-    split_engine,
-)
+from ktbridge.adapter.engines import ENGINE, Contract, check_engine, contract_for
 from ktbridge.adapter.formats import BY_KT, loaded_by
 from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.adapter.opening import format_code, is_own, scan_any
@@ -42,27 +31,7 @@ from ktbridge.adapter.scan import scan_adapter, with_stacks
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, Severity, UsageError, has_errors, worst_first
 from ktbridge.files.publish import OnProgress
-from ktbridge.model import ModelConfig, find_model, hub, read_model_config
-
-_USES = {ENGINE: Use.SERVED_BY_KT, SGLANG: Use.SERVED_BY_SGLANG, VLLM: Use.SERVED_BY_VLLM}
-
-
-class _Other(NamedTuple):
-    """An engine that isn't SGLang-KT: its checks, the others' codes that it honors, its format.
-
-    ``takes``: formats of other tools that it loads as they are.
-    """
-
-    check: Callable[[Sequence[Adapter], str, ModelConfig | None], Iterator[Problem]]
-    honors: Collection[str]
-    to: str
-    takes: Collection[str]
-
-
-_OTHERS = {
-    VLLM: _Other(check_vllm, VLLM_HONORS, "vllm", ("peft-fused",)),
-    SGLANG: _Other(check_sglang, SGLANG_HONORS, "sglang-3d", ("sglang-3d",)),
-}
+from ktbridge.model import find_model, hub, read_model_config
 
 
 class _Given(NamedTuple):
@@ -130,7 +99,7 @@ def validate_adapter(
     """
     if not dirs:
         raise UsageError("there is no directory to validate", "name at least one")
-    name, version = split_engine(engine) if engine is not None else ("", "")
+    contract = contract_for(engine)[0] if engine is not None else None
     report = ValidationReport(structure_only=structure_only, engine=engine)
     base_name = os.fspath(base_model) if base_model is not None else ""
     modules = _read_base(base_name, report) if base_model is not None else None
@@ -141,19 +110,17 @@ def validate_adapter(
             if not structure_only:
                 place = path.path if isinstance(path, Adapter) else Path(path).expanduser()
                 hashes.start(place)
-            given += _open(path, report, name, base_name, from_format)
+            given += _open(path, report, contract, base_name, from_format)
         adapters = [each.adapter for each in given]
-        report.problems += _structures(given, modules, name)
+        report.problems += _structures(given, modules, contract)
         known = [] if base is None else [Base(base.path, base_name)]
         for adapter, model in product(adapters, known):
             report.problems += check_identity(adapter, model, allowed=allow_other_base)
-        report.problems = _of_engine(report.problems, name)
+        report.problems = _of_engine(report.problems, contract)
         served = [each.served for each in given]
-        if name == ENGINE:
-            report.problems += check_engine(served, f"{name}=={version}", base, base_name)
-        elif name:
-            report.problems += _other_engine(served, name, version, base)
-        report.problems = _of_formats(report.problems, served, name, version, base_name)
+        if engine is not None:
+            report.problems += check_engine(engine, served, base, base_name)
+        report.problems = _of_formats(report.problems, served, contract, base_name)
         if structure_only:
             for adapter in adapters:
                 report.problems += _rounded_dtypes(adapter)
@@ -163,16 +130,6 @@ def validate_adapter(
     found = dict.fromkeys(report.problems)  # a base that can't be read may be told twice
     report.problems = worst_first(found)
     return report
-
-
-def _other_engine(
-    adapters: Sequence[Adapter], name: str, version: str, base: ModelConfig | None
-) -> Iterator[Problem]:
-    """Yield what an engine that isn't SGLang-KT makes of the directories."""
-    other = _OTHERS[name]
-    yield from check_directories(adapters, name, version, other.to)
-    serving = [adapter for adapter in adapters if adapter.layout != "raw"]
-    yield from other.check(serving, version, base)
 
 
 def _read_base(name: str, report: ValidationReport) -> Modules | None:
@@ -193,7 +150,7 @@ def _read_base(name: str, report: ValidationReport) -> Modules | None:
 def _open(
     path: str | os.PathLike[str] | Adapter,
     report: ValidationReport,
-    engine: str,
+    contract: Contract | None,
     base_name: str,
     from_format: str,
 ) -> list[_Given]:
@@ -209,9 +166,9 @@ def _open(
         found = error.sentence.removeprefix(f"{path} ")
         findings = [problem("KTB018", os.fspath(path), found, "one format", step, "error")]
     served = adapter
-    if adapter is not None and adapter.format in formats_taken(engine):
+    if adapter is not None and contract is not None and adapter.format in contract.takes:
         name, (served, findings) = adapter.format, scan_adapter(path)
-        if served is not None and engine == SGLANG:
+        if served is not None and name == "sglang-3d":
             served = adapter = with_stacks(served)  # all that is in there is what SGLang reads
         if served is not None:
             served.format = name
@@ -220,14 +177,16 @@ def _open(
     return [] if adapter is None or served is None else [_Given(adapter, served)]
 
 
-def _structures(given: Sequence[_Given], modules: Modules | None, engine: str) -> Iterator[Problem]:
+def _structures(
+    given: Sequence[_Given], modules: Modules | None, contract: Contract | None
+) -> Iterator[Problem]:
     """Yield what names, shapes and configurations show, of each directory and of all together."""
     adapters = [each.adapter for each in given]
     source = source_of(adapters)
     for adapter, served in given:
         if source is not None:  # conversion keeps module names, not the selected layers
             adapter.trained_as = source.config
-        use = _USES.get(engine, Use.SERVED)
+        use = contract.use if contract is not None else Use.SERVED
         if served is not adapter:  # the engine reads the configuration that lies there
             yield from check_config(served, use)
             yield from check_files(served, use)
@@ -236,29 +195,32 @@ def _structures(given: Sequence[_Given], modules: Modules | None, engine: str) -
             yield from folded(adapter)[2]
         for item in check_structure(adapter, use, modules):
             # Its reader has seen that all layers are alike: a projection that none has was not trained.
-            if not (adapter.format and item.code == "KTB203" and engine != ENGINE):
+            if not (adapter.format and item.code == "KTB203" and not _is_kt(contract)):
                 yield item
     if modules is None or not modules.known:
         yield from check_gaps(adapters)
 
 
 def _of_formats(
-    problems: list[Problem], served: Sequence[Adapter], engine: str, version: str, base_name: str
+    problems: list[Problem],
+    served: Sequence[Adapter],
+    contract: Contract | None,
+    base_name: str,
 ) -> list[Problem]:
     """The problems, with what becomes of each directory in another tool's format in place of its layout's."""
     foreign = {str(adapter.path): adapter for adapter in served if adapter.format}
     kept = [item for item in problems if item.code != "KTB901" or item.where not in foreign]
     alone = len(foreign) == len(served)  # beside serving directories it is their reference
     for where, adapter in foreign.items():
-        if engine and (not alone or adapter.format in formats_taken(engine)):
+        if contract is not None and (not alone or adapter.format in contract.takes):
             continue
         found = f"is in the {adapter.format} format, which is for {loaded_by(adapter.format)}"
-        step = _convert_step(adapter, engine, version, base_name)
-        expected = f"what {engine} {version} serves" if engine else ""
+        step = _convert_step(adapter, contract, base_name)
+        expected = f"what {contract.title} serves" if contract is not None else ""
         # Some formats are for training alone: nothing serves such a directory.
         unserved = adapter.format == "mlx" or loaded_by(adapter.format).startswith("none")
-        severity: Severity = "error" if engine or unserved else "info"
-        if not engine and not unserved:
+        severity: Severity = "error" if contract is not None or unserved else "info"
+        if contract is None and not unserved:
             step = f"for {ENGINE}: {step}" if _has_all(adapter) else "nothing"
         code = format_code(adapter.format)
         kept.append(problem(code, where, found, expected, step, severity))
@@ -270,20 +232,19 @@ def _has_all(adapter: Adapter) -> bool:
     return len(adapter.expert_modules()) in (0, len(PROJECTIONS))
 
 
-def formats_taken(engine: str) -> Collection[str]:
-    """Other tools' formats that an engine ("vllm", "sglang", "sglang-kt") loads as they are."""
-    return _OTHERS[engine].takes if engine in _OTHERS else ()
+def _is_kt(contract: Contract | None) -> bool:
+    return contract is not None and contract.engine == ENGINE
 
 
-def _convert_step(adapter: Adapter, engine: str, version: str, base_name: str) -> str:
+def _convert_step(adapter: Adapter, contract: Contract | None, base_name: str) -> str:
     """The command that makes of another tool's adapter what the engine serves."""
-    if engine == ENGINE and not _has_all(adapter):
+    if _is_kt(contract) and not _has_all(adapter):
         return (
             "merge the adapter, or train gate_proj, up_proj and down_proj, which KT engines ask for"
         )
     whole = "kt-merged" if _has_all(adapter) else "raw"
-    to = ["--to", _OTHERS[engine].to if engine in _OTHERS else whole, "--output", "D"]
-    if engine == ENGINE and not contract_for(f"{engine}=={version}")[0].merged:
+    to = ["--to", contract.format if contract is not None else whole, "--output", "D"]
+    if contract is not None and not contract.merged:
         to = ["--expert-output-dir", "E", "--nonexpert-output-dir", "N"]
     base_name = base_name or ("" if adapter.base_model else "BASE")
     base = ["--base-model", base_name] if base_name else []
@@ -291,17 +252,16 @@ def _convert_step(adapter: Adapter, engine: str, version: str, base_name: str) -
     return shlex.join(words)
 
 
-def _of_engine(problems: list[Problem], engine: str) -> list[Problem]:
+def _of_engine(problems: list[Problem], contract: Contract | None) -> list[Problem]:
     """Return what is left for an engine that honors some of what SGLang-KT doesn't, with own next steps."""
-    if engine not in _OTHERS:
+    if contract is None or _is_kt(contract):
         return problems
-    honors, to = _OTHERS[engine].honors, _OTHERS[engine].to
     return [
-        replace(item, next_step=item.next_step.replace("--to raw", f"--to {to}"))
+        replace(item, next_step=item.next_step.replace("--to raw", f"--to {contract.format}"))
         if item.code in ("KTB208", "KTB216")
         else item
         for item in problems
-        if item.code not in honors
+        if item.code not in contract.honors
     ]
 
 

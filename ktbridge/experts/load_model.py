@@ -43,6 +43,7 @@ from ktbridge.experts import compat
 from ktbridge.experts.mapped import MappedExperts, UnmappableError, leave_experts_out
 from ktbridge.experts.modules import ModuleExperts, experts_modules
 from ktbridge.model import check_served, read_model_config
+from ktbridge.model.families import transformers_type
 from ktbridge.model.jsonfile import read_json_file
 
 _UNREADABLE = (
@@ -58,8 +59,6 @@ _UNREADABLE = (
     StrictDataclassError,  # of configurations since transformers 5
 )
 """Errors that transformers raises over files and fields that it can't make a model or tokenizer of."""
-_ALIASES = {"kimi_k2": "deepseek_v3"}
-"""Model types that transformers has under another name: the same architecture, field by field."""
 
 CPU = torch.device("cpu")
 
@@ -169,8 +168,9 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 def model_config(path: Path) -> PreTrainedConfig:
     """Read transformers' configuration of the model in ``path``, without running code that came with it."""
     settings = read_json_file(path / "config.json")
-    alias = _ALIASES.get(str(settings.get("model_type")))
-    if alias is None:
+    model_type = str(settings.get("model_type"))
+    alias = transformers_type(model_type)
+    if alias == model_type:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     return CONFIG_MAPPING[alias].from_dict({**settings, "model_type": alias, "auto_map": None})
 
@@ -262,7 +262,7 @@ def make_skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
     Raises KtbridgeError for a model that the installed transformers doesn't know.
     """
     model_type = read_json_file(base / "config.json").get("model_type")
-    if _ALIASES.get(str(model_type), model_type) not in CONFIG_MAPPING:
+    if transformers_type(str(model_type)) not in CONFIG_MAPPING:
         raise KtbridgeError(
             f"{base} is a model of type {model_type!r}, which transformers {transformers_version} doesn't "
             "know.",

@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 from ktbridge.model.checkpoint import Checkpoint
 from ktbridge.model.config import ModelConfig
-from ktbridge.model.families import BLOCKS, FAMILIES
+from ktbridge.model.families import BLOCKS, FAMILIES, PREFIXES
 
-# What may precede "layers.N" of the text model; not vision towers and draft layers.
-_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
 _EXPERT_NAMES = tuple(dict.fromkeys(family.names for family in FAMILIES))
 _FUSED = tuple(dict.fromkeys(family.fused for family in FAMILIES))
 # What transformers calls a part of a path in memory, and what the checkpoint may call it.
@@ -89,7 +87,7 @@ class ExpertHome(NamedTuple):
 def expert_home(checkpoint: Checkpoint, config: ModelConfig, layer: int) -> ExpertHome | None:
     """Location of a layer's routed experts in the checkpoint; None if it has none."""
     interleaved = config.family is not None and config.family.storage == "fused-interleaved"
-    for prefix in dict.fromkeys((config.prefix, *_PREFIXES)):
+    for prefix in dict.fromkeys((config.prefix, *PREFIXES)):
         for block in BLOCKS:
             base = f"{prefix}layers.{layer}.{block}.experts"
             for parts in _FUSED:
@@ -123,10 +121,10 @@ def module_weights(checkpoint: Checkpoint, module: str) -> tuple[str, ...]:
     head, layers, rest = module.partition("layers.")
     if not layers:
         head, rest = _split_prefix(module)
-    if head not in _PREFIXES:
+    if head not in PREFIXES:
         return ()
     found: dict[str, None] = {}
-    for prefix in _PREFIXES:
+    for prefix in PREFIXES:
         for tail in _spellings(rest):
             name = stored_as(checkpoint, f"{prefix}{layers}{tail}")
             if name:
@@ -136,7 +134,7 @@ def module_weights(checkpoint: Checkpoint, module: str) -> tuple[str, ...]:
 
 def _split_prefix(module: str) -> tuple[str, str]:
     """``model.embed_tokens`` -> ("model.", "embed_tokens"); the longest prefix that fits."""
-    head = max((prefix for prefix in _PREFIXES if module.startswith(prefix)), key=len)
+    head = max((prefix for prefix in PREFIXES if module.startswith(prefix)), key=len)
     return head, module[len(head) :]
 
 

@@ -17,6 +17,7 @@ from ktbridge.adapter.lora_config import expert_scales, numbers_of
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, list_names
 from ktbridge.experts.lora import to_torch
+from ktbridge.model import FAMILIES
 from ktbridge.verify.layerwise import ExpertCall, LayerwiseModel
 from ktbridge.verify.verdict import Variant
 
@@ -233,8 +234,8 @@ class AdapterLora:
     def _in_decoder(self, path: str) -> str:
         """Map a text model's module name to this model's: multimodal wrappers nest it deeper."""
         head, layers, rest = path.partition("layers.")
-        known = ("model.", "model.language_model.", "language_model.model.")
-        return f"{self._model.decoder_name}.{layers}{rest}" if layers and head in known else path
+        known = layers and any(head == family.prefix for family in FAMILIES)
+        return f"{self._model.decoder_name}.{layers}{rest}" if known else path
 
     def _hook(self, module: nn.Module, path: str, pair: dict[str, str]) -> None:
         if module is self._model.skeleton.get_output_embeddings():

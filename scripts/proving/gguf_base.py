@@ -18,8 +18,8 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ktbridge.adapter.formats.gguf import ARCHITECTURES
 from ktbridge.errors import KtbridgeError
+from ktbridge.model import family_of
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "mixtral", "olmoe")
 """Families whose tensors ``_stored`` knows, by model_type."""
@@ -32,12 +32,13 @@ def write_gguf(base: Path, file: Path, *, bos: bool = False, pre: str = "gpt-2")
     """
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = model.config
-    if config.model_type not in FAMILIES:
+    family = family_of(config.model_type)
+    if config.model_type not in FAMILIES or family is None:
         raise KtbridgeError(
             f"{base} is {config.model_type}, not one of {', '.join(FAMILIES)}.",
             "Use llama.cpp's own converter.",
         )
-    architecture = ARCHITECTURES[config.model_type]
+    architecture = family.llama_cpp
     part = file.with_name(file.name + ".part")
     writer = gguf.GGUFWriter(part, architecture)
     _add_parameters(writer, config)

@@ -14,8 +14,9 @@ import pytest
 from adapterfaults import edit, edit_config, fill
 
 from ktbridge.adapter import RULES, convert_adapter, validate_adapter
-from ktbridge.adapter.engines import CONTRACTS, contract_for, parse_version, version_order
+from ktbridge.adapter.engines import CONTRACTS, contract_for, contracts_of, version_order
 from ktbridge.errors import UsageError
+from ktbridge.model import Family, families
 
 Make = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
@@ -51,10 +52,12 @@ def test_which_contract_holds(version: str, row: str, known: bool) -> None:
 
 
 def test_rows_are_in_order_and_apart() -> None:
-    ends = [version_order(end) for row in CONTRACTS for end in (row.first, row.last)]
-    assert ends == sorted(ends)
-    assert parse_version("0.7.0.post4") == parse_version("0.7")
-    assert all(a.last != b.first for a, b in pairwise(CONTRACTS))
+    for engine in {row.engine for row in CONTRACTS}:
+        rows = contracts_of(engine)
+        ends = [version_order(end) for row in rows for end in (row.first, row.last)]
+        assert ends == sorted(ends)
+        assert all(a.last != b.first for a, b in pairwise(rows))
+    assert version_order("0.7.0.post4") == ((0, 7), 4)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +89,45 @@ def test_which_layouts_a_version_serves(
         )
         refused = {p.code for p in report.problems if p.severity == "error"}
         assert refused == (set() if sets in accepted else {"KTB901"}), sets
+
+
+def test_a_new_family_is_one_row(
+    converted: Callable[..., dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each engine makes of it follows from the row's columns."""
+    settings = {"model_type": "newcomer", "architectures": ["NewcomerForCausalLM"],
+                "num_hidden_layers": 2, "hidden_size": 16, "moe_intermediate_size": 8,
+                "num_experts": 3}  # fmt: skip
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(settings))
+    merged = converted()["m"]
+
+    def codes(engine: str) -> set[str]:
+        report = validate_adapter([merged], base_model=base, engine=engine)
+        return {problem.code for problem in report.problems}
+
+    assert "KTB602" in codes("sglang-kt==0.7.2")
+    with monkeypatch.context() as patched:
+        patched.setattr(families, "FAMILIES", (*families.FAMILIES, Family("N", ("newcomer",))))
+        assert {"KTB618"} <= codes("sglang-kt==0.7.2")
+    row = Family(
+        "Newcomer",
+        ("newcomer",),
+        kt_classes=("NewcomerForCausalLM",),
+        kt_unapplied={"self_attn.q_proj": "0.7.0.post3"},
+        sglang_run=True,
+        vllm_fused=True,
+        llama_cpp="qwen3moe",
+    )
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, row))
+    assert codes("sglang-kt==0.7.2") == set()
+    assert codes("sglang-kt==0.6.4") == {"KTB903"}
+    assert codes("vllm") == {"KTB640"}
+    assert "KTB647" not in codes("sglang")
+    pytest.importorskip("gguf")
+    convert_adapter(merged, to="gguf", output_dir=tmp_path / "gguf", base_model=str(base))
+    assert any((tmp_path / "gguf").glob("*.gguf"))
 
 
 def test_qwen35_is_known_by_its_keys(make_raw: Make) -> None:

@@ -14,8 +14,9 @@ import pytest
 from launchfacts import facts_for
 from realengine import wheel_path
 
-from ktbridge.adapter.engines import ARCHITECTURES, CONTRACTS, contract_for, version_order
+from ktbridge.adapter.engines import ENGINE, contract_for, contracts_of, version_order
 from ktbridge.cli._serve_local import OPTIONS
+from ktbridge.model import FAMILIES, Family
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import AdapterSource
 from ktbridge.serve.sglang.facts import ENGINE_CACHE, parser_flags
@@ -37,9 +38,13 @@ LAYOUTS = {
 }
 
 UNSIZED = {
-    "Qwen3-MoE": ("qwen3_moe", ("mlp.gate",)),
-    "DeepSeek": ("deepseek_v2", ("mlp.gate", "self_attn.q_a_proj", "self_attn.q_b_proj")),
+    "qwen3_moe": ("mlp.gate",),
+    "deepseek_v2": ("mlp.gate", "self_attn.q_a_proj", "self_attn.q_b_proj"),
 }
+
+
+def row_of(model_type: str) -> Family:
+    return next(family for family in FAMILIES if model_type in family.model_types)
 
 
 class Wheel:
@@ -144,7 +149,7 @@ def test_the_modules_of_qwen35_that_are_missed(wheel: Wheel) -> None:
         "linear_attn.out_proj": "linear_attn.out_proj",
     }
     missed = {name for name, path in served.items() if not pattern.match(f"model.layers.0.{path}")}
-    unapplied = wheel.contract.unapplied.get("Qwen3.5-MoE", ())
+    unapplied = wheel.contract.unapplied(row_of("qwen3_5_moe"))
     assert missed == {name for name in served if name in unapplied}
 
 
@@ -156,17 +161,16 @@ def test_the_models_that_the_registry_has(wheel: Wheel) -> None:
         for entries in re.findall(r"^EntryClass = (\[[^\]]*\]|\w+)", wheel.text(file), re.MULTILINE)
         for name in re.findall(r"\w+", entries)
     }
-    assert found >= ARCHITECTURES
+    assert found >= {name for family in FAMILIES for name in family.kt_classes}
 
 
-@pytest.mark.parametrize("family", UNSIZED)
-def test_the_modules_whose_sizes_the_engine_lacks(wheel: Wheel, family: str) -> None:
+@pytest.mark.parametrize("name", UNSIZED)
+def test_the_modules_whose_sizes_the_engine_lacks(wheel: Wheel, name: str) -> None:
     """With LoRA on one of them it ends at start-up; tests/engine_cpu has seen it for the router."""
-    name, modules = UNSIZED[family]
     sizes = wheel.text(f"sglang/srt/models/{name}.py").partition("def get_hidden_dim(")[2]
     sizes = sizes.partition("\n    def ")[0]
-    lacking = {path for path in modules if f'"{path.rpartition(".")[2]}"' not in sizes}
-    assert lacking == {*wheel.contract.unapplied.get(family, ())}
+    lacking = {path for path in UNSIZED[name] if f'"{path.rpartition(".")[2]}"' not in sizes}
+    assert lacking == wheel.contract.unapplied(row_of(name))
 
 
 def test_the_words_that_causes_are_found_by(wheel: Wheel) -> None:
@@ -197,6 +201,6 @@ def test_the_known_holes_are_still_there(wheel: Wheel) -> None:
 
 def test_every_row_has_its_ends_among_the_versions() -> None:
     published = {version_order(version) for version in VERSIONS}
-    for row in CONTRACTS:
+    for row in contracts_of(ENGINE):
         assert version_order(row.last) in published
         assert row.first == "0" or version_order(row.first) in published

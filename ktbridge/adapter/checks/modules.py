@@ -14,7 +14,7 @@ from ktbridge.adapter.keys import Key
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint
-from ktbridge.model.families import ROUTER
+from ktbridge.model.families import PREFIXES, ROUTER
 from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
 from ktbridge.model.locate import module_weights
 
@@ -27,10 +27,8 @@ _UNPACKED = (
     "F8_E4M3",
     "I8",
 )  # dtypes whose tensor has the weight's own shape
-# What precedes layers.N in text models. "base" is what PEFT calls a base model without a head.
-TEXT_MODEL = re.compile(
-    r"(?:base\.)?(?:model\.|model\.language_model\.|language_model\.model\.|language_model\.)?layers\."
-)
+# The path to a text model's layers. "base" is what PEFT calls a base model without a head.
+TEXT_MODEL = re.compile(rf"(?:base\.)?(?:{'|'.join(map(re.escape, PREFIXES))})layers\.")
 # Names of modules in transformers' text models; any other may be a slip.
 _USUAL = frozenset(
     "qkv_proj query_key_value dense c_attn W_pack wq wk wv wo gate router gate_up_proj w1 w2 w3 fc1 fc2 "
@@ -39,7 +37,6 @@ _USUAL = frozenset(
 Size = int | None
 # A module's (columns, rows): input and output size.
 Linear = tuple[Size, Size]
-_GATED = ("Qwen3.5-MoE", "Qwen3-Next")  # q_proj also writes the gate of the output
 
 
 class Modules:
@@ -144,12 +141,12 @@ def linear_sizes(base: ModelConfig) -> dict[str, Linear]:
 
 def _plain(base: ModelConfig) -> dict[str, Linear]:
     hidden, heads = base.hidden_size, _get(base, "num_attention_heads")
-    family = base.checked_family.name if base.checked_family is not None else ""
-    head = _get(base, "head_dim")
-    if head is None and family in ("Qwen2-MoE", "Mixtral") and heads:
+    family, head = base.checked_family, _get(base, "head_dim")
+    if head is None and family is not None and family.heads_split_hidden and heads:
         head = hidden // heads
     wide, narrow = _times(heads, head), _times(_get(base, "num_key_value_heads"), head)
-    gated = family in _GATED and base.text.get("attn_output_gate", True)
+    gated = family is not None and family.gated_attention
+    gated = gated and base.text.get("attn_output_gate", True)
     return {
         "self_attn.q_proj": (hidden, _times(wide, 2) if gated else wide),
         "self_attn.k_proj": (hidden, narrow),

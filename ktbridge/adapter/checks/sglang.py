@@ -9,11 +9,11 @@ is shown with the fusion asked for, as SGLang leaves it off on a CPU.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from shlex import quote
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter
-from ktbridge.adapter.engines import SGLANG, SGLANG_SEEN
+from ktbridge.adapter.checks import Serving, check_layouts
 from ktbridge.adapter.keys import CANONICAL
 from ktbridge.adapter.manifest import MAX_BYTES
 from ktbridge.codes import problem
@@ -45,14 +45,17 @@ _PARTNERS = {
 _MERGE = "train without it, or merge the adapter"
 
 
-def check_sglang(
-    adapters: Sequence[Adapter], _version: str, base: ModelConfig | None = None
-) -> Iterator[Problem]:
-    """Everything in serving directories that SGLang ends over or drops, each directory as one adapter."""
-    for adapter in adapters:
-        yield from _served(adapter, base)
+def _check_adapters(serving: Serving) -> Iterator[Problem]:
+    """KTB101, KTB106, KTB644 to KTB646, KTB648, KTB649: what ends SGLang's server, and what it drops."""
+    for adapter in serving.served:
+        yield from _served(adapter, serving.base)
+
+
+def _check_family(serving: Serving) -> Iterator[Problem]:
+    """KTB647: a family of which nothing was run."""
+    base = serving.base
     if base is not None and base.family is not None and not base.family.sglang_run:
-        found = f"is of {base.family.name}, of which nothing was run in {SGLANG} {SGLANG_SEEN}"
+        found = f"is of {base.family.name}, of which nothing was run in {serving.newest.title}"
         yield problem("KTB647", str(base.path), found)
 
 
@@ -166,14 +169,17 @@ def _sized(base: ModelConfig | None) -> set[str]:
     """The modules that SGLang has sizes for: of this model, or of any where it isn't known."""
     if base is None or base.family is None or not base.family.sglang_run:
         return _COMMON | _LATENT | _HYBRID | {"indexer"}
-    if base.family.name == "Qwen3.5-MoE":
+    if base.family.sglang_hybrid:
         return _COMMON | _HYBRID
     return _COMMON | _LATENT if "kv_lora_rank" in base.text else _COMMON
 
 
 def _fuses(base: ModelConfig) -> bool:
     """True if its class makes the shared expert a routed one (`shared_experts_fusion_disable_reason`)."""
-    if base.family is None or not base.text.get("n_shared_experts"):
+    fuses = base.family.sglang_fuses if base.family is not None else None
+    if fuses is None or not base.text.get("n_shared_experts"):
         return False
-    deepseek = "DeepseekV3ForCausalLM" in base.architectures and base.num_experts == 256
-    return base.family.name == "GLM4-MoE" or deepseek
+    return fuses[0] in ("", *base.architectures) and fuses[1] in (0, base.num_experts)
+
+
+CHECKS = (check_layouts, _check_adapters, _check_family)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.files.digests import take_stamps
 from ktbridge.install import install_hint
-from ktbridge.model import ModelConfig
+from ktbridge.model import FAMILIES, ModelConfig, family_of
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.tensorfile import DTYPE_BITS
 
@@ -54,25 +54,6 @@ if TYPE_CHECKING:
     from ktbridge.adapter.blocks import Bits
 
 GGUF_FILE = "adapter_model.gguf"
-# config.json's model_type -> llama.cpp's architecture.
-ARCHITECTURES = {
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "qwen3_next": "qwen3next",
-    "qwen3_5_moe": "qwen35moe",
-    "qwen3_5_moe_text": "qwen35moe",
-    "qwen3_vl_moe": "qwen3vlmoe",
-    "qwen3_vl_moe_text": "qwen3vlmoe",
-    "mixtral": "llama",
-    "olmoe": "olmoe",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "kimi_k2": "deepseek2",
-    "kimi_k25": "deepseek2",
-    "glm4_moe": "glm4moe",
-    "minimax_m2": "minimax-m2",
-    "gpt_oss": "gpt-oss",
-}
 _MODULES = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")),
     "self_attn.kv_a_proj_with_mqa",
@@ -83,12 +64,39 @@ _MODULES = (
 )
 _NAME = re.compile(r"blk\.([0-9]{1,6})\.([a-z_0-9]+)\.weight\.lora_([ab])")
 _EXPERTS = {f"ffn_{name}_exps": name for name in ("gate", "up", "down")}
-# Modules that an architecture's graph multiplies without LoRA: an adapter to them loads and does nothing.
-# src/models/deepseek2.cpp of llama-cpp-python 0.3.36; `make test-llama` measures it.
-_UNAPPLIED = {
-    "deepseek2": ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+
+
+class _Graph(NamedTuple):
+    """llama.cpp's graph of an architecture: its names of modules, and what it does with their weights.
+
+    ``unapplied``: multiplied without LoRA, so an adapter to them loads and does nothing. ``moved``: stored
+    in another arrangement. ``rotated``: q and k have rows permuted for ggml's rotary embedding.
+    """
+
+    shared: str = "shared_expert"
+    router: str = "mlp.gate"  # llama.cpp has one name for both
+    unapplied: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    rotated: bool = False
+
+
+# Graphs that differ from the usual. src/models/deepseek2.cpp of llama-cpp-python 0.3.36; `make test-llama`
+# measures what isn't applied.
+_GRAPHS = {
+    "deepseek2": _Graph(
+        shared="shared_experts",
+        unapplied=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+        moved=("kv_b_proj",),
+    ),
+    "glm4moe": _Graph(shared="shared_experts"),
+    "gpt-oss": _Graph(router="mlp.router"),
+    "llama": _Graph(rotated=True),
 }
 _MOVED = "llama.cpp rearranges this module's weights, and an adapter to it would have to follow"
+
+
+def _graph(architecture: str) -> _Graph:
+    return _GRAPHS.get(architecture, _Graph())
 
 
 def _package() -> Any:
@@ -105,8 +113,9 @@ def _package() -> Any:
 def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
     """One GGUF file, with adapter_config.json beside it."""
     package, base = _package(), source.base
-    architecture = ARCHITECTURES.get(base.model_type) if base else None
-    if base is None or architecture is None:
+    family = family_of(base.model_type) if base else None
+    architecture = family.llama_cpp if family else ""
+    if base is None or not architecture:
         what = f"for {base.model_type!r}" if base else "without the base model's config.json"
         step = "pass --base-model with a model directory of a supported family"
         found = f"can't be named as llama.cpp names tensors {what}"
@@ -121,7 +130,7 @@ def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
     problems += [*_unapplied(source, architecture), *_other_experts(source, base)]
     for key, block in sorted(source.nonexpert.items()):
         parsed = parse_key(key)
-        if parsed.leaf in _UNAPPLIED.get(architecture, ()):
+        if parsed.leaf in _graph(architecture).unapplied:
             continue
         name = names.get(_plain(parsed))
         reason = _refused(parsed, architecture)
@@ -159,7 +168,7 @@ def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
 def _unapplied(source: Source, architecture: str) -> Iterator[Problem]:
     """KTB630, once for all modules whose LoRA llama.cpp would load and never apply."""
     keys = [parse_key(key) for key in source.nonexpert]
-    found = {(k.leaf, k.layer) for k in keys if k.leaf in _UNAPPLIED.get(architecture, ())}
+    found = {(k.leaf, k.layer) for k in keys if k.leaf in _graph(architecture).unapplied}
     if found:
         names = ", ".join(sorted({leaf for leaf, _ in found}))
         layers = len({layer for _, layer in found})
@@ -254,7 +263,7 @@ def _source(
     if not isinstance(prefix, str):
         prefix = base.prefix if base else "model."
     architecture = str(fields.get("general.architecture"))
-    if architecture not in ARCHITECTURES.values():
+    if architecture not in {family.llama_cpp for family in FAMILIES} - {""}:
         raise KtbridgeError(f"{file} is for {architecture!r}, a family we don't know", "")
     modules = {
         name: module for module, name in _names(package, architecture, _layers(tensors)).items()
@@ -343,13 +352,10 @@ def _names(package: Any, architecture: str, layers: int) -> dict[str, str]:
         )
     table = package.get_tensor_name_map(arch, layers)
     names: dict[str, str] = {}
-    shared = "shared_experts" if architecture in ("deepseek2", "glm4moe") else "shared_expert"
-    of_shared = [f"mlp.{shared}.{name}_proj" for name in ("gate", "up", "down")]
-    router = (
-        "mlp.router" if architecture == "gpt-oss" else "mlp.gate"
-    )  # llama.cpp has one name for both
+    graph = _graph(architecture)
+    of_shared = [f"mlp.{graph.shared}.{name}_proj" for name in ("gate", "up", "down")]
     for layer in range(layers):
-        for module in (*_MODULES, router, *of_shared):
+        for module in (*_MODULES, graph.router, *of_shared):
             hf = f"model.layers.{layer}.{module}"
             name = table.get_name(hf)
             if name is not None:
@@ -364,16 +370,15 @@ def _plain(key: Key) -> str:
 
 
 def _refused(key: Key, architecture: str) -> str:
-    if ".linear_attn." in key.module or (key.leaf == "kv_b_proj" and architecture == "deepseek2"):
-        return _MOVED
-    return ""
+    moved = ".linear_attn." in key.module or key.leaf in _graph(architecture).moved
+    return _MOVED if moved else ""
 
 
 def _permuted(
     block: Block, key: Key, architecture: str, base: ModelConfig | None, *, back: bool
 ) -> Block:
     """q and k rows permuted for ggml's rotary embedding, for architectures that use it."""
-    if architecture != "llama" or key.leaf not in ("q_proj", "k_proj"):
+    if not _graph(architecture).rotated or key.leaf not in ("q_proj", "k_proj"):
         return block
     name = "num_attention_heads" if key.leaf == "q_proj" else "num_key_value_heads"
     text = base.text if base else {}

@@ -20,7 +20,7 @@ from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter
 from ktbridge.adapter.blocks import Block, block_of
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.sglang import unserved
-from ktbridge.adapter.engines import MIXED_FLAG, vllm_prefixes
+from ktbridge.adapter.checks.vllm import MIXED_FLAG
 from ktbridge.adapter.formats import BY_KT
 from ktbridge.adapter.formats.source import (
     ExpertPair,
@@ -46,7 +46,6 @@ from ktbridge.adapter.validate import check_structure
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, ProblemsError
 
-_W = ("w1", "w3", "w2")
 # layer, expert, projection, half -> the key of one expert's matrix
 ExpertKey = Callable[[int, int, str, str], str]
 
@@ -174,12 +173,10 @@ def write_merged(source: Source) -> tuple[list[Output], list[Problem]]:
 def write_vllm(source: Source) -> tuple[list[Output], list[Problem]]:
     """One directory with the checkpoint's own module names for every expert."""
     family = source.base.family if source.base else None
-    own = family.names if family else ()
-    if family is not None and family.storage == "fused-interleaved":
-        own = _W  # vLLM's, as the checkpoint names no expert
+    own = family.vllm_names if family else ()
     names = dict(zip(("gate", "up", "down"), own, strict=False))
     block = family.block if family else "mlp"
-    if family is not None and source.module_prefix() not in vllm_prefixes(family):
+    if family is not None and source.module_prefix() not in family.vllm_prefixes:
         before = f"{PEFT_PREFIX}{source.module_prefix()}layers."
         after = f"{PEFT_PREFIX}{family.prefix}layers."
         source.nonexpert = {

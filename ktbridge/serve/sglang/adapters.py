@@ -16,7 +16,7 @@ from typing import Literal
 from ktbridge.adapter import convert_adapter, read_adapter, write_raw_adapter
 from ktbridge.adapter.adapter import Layout
 from ktbridge.adapter.checks.files import require_hashes
-from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract
+from ktbridge.adapter.engines import ENGINE, Contract, contracts_of
 from ktbridge.adapter.keys import FUSED_NAMES, fused_key
 from ktbridge.adapter.lora_config import expert_numbers, half_numbers
 from ktbridge.adapter.manifest import MANIFEST_FILE, trained_on
@@ -116,7 +116,7 @@ class LayoutChoice:
 
 def granting(grants: Callable[[Contract], bool]) -> str:
     """The versions for which ``grants`` is true, as text."""
-    names = [contract.name for contract in CONTRACTS if grants(contract)]
+    names = [contract.name for contract in contracts_of(ENGINE) if grants(contract)]
     return f"{ENGINE} {', '.join(names)}" if names else f"no version of {ENGINE}"
 
 
@@ -160,7 +160,7 @@ def _layout_of_both(
     several: bool, requested: RequestedLayout, contract: Contract
 ) -> tuple[ServedLayout, list[str], list[Problem]]:
     """The layout of an expert LoRA beside one or ``several`` non-expert ones, reasons, problems."""
-    where = f"{ENGINE} {contract.name}"
+    where = contract.title
     splitting = granting(lambda row: row.split)
     if requested == "split" or (requested == "auto" and (contract.split or several)):
         if contract.split:
@@ -183,7 +183,7 @@ def _layout_of_both(
 
 
 def _refusal(contract: Contract, found: str, expected: str, step: str | None = None) -> Problem:
-    return problem("KTB952", f"{ENGINE} {contract.name}", found, expected, step)
+    return problem("KTB952", contract.title, found, expected, step)
 
 
 # --- the cache of conversions ----------------------------------------------------------------------

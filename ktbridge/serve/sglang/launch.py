@@ -11,7 +11,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ktbridge.adapter.engines import CONTRACTS, ENGINE, Contract, contract_for
+from ktbridge.adapter.engines import (
+    ENGINE,
+    METHODS,
+    Contract,
+    Method,
+    contract_for,
+    contracts_of,
+)
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.machine import Machine
@@ -31,10 +38,7 @@ from ktbridge.server_api.hosts import url_from_here
 from ktbridge.server_api.served_names import ServedArm, adapter_name, names_adapter
 
 # --kt-method by the format the checkpoint stores its experts in.
-METHOD_OF = {"bf16": "BF16", "fp8": "FP8", "rawint4": "RAWINT4", "mxfp4": "MXFP4"}
-# Rows of the intermediate size that one thread pool's share must be a multiple of (kt-kernel 0.7.2).
-_SHARE = {"AMXFP8": 128, "FP8": 128, "RAWINT4": 32, "MXFP4": 32}
-_AT_MOST_TWO = ("RAWINT4", "MXFP4")
+METHOD_OF = {row.reads: name for name, row in METHODS.items() if row.reads}
 
 RUNNING_REQUESTS = 16
 
@@ -103,9 +107,9 @@ def plan_threads(machine: Machine, method: str, model: ModelConfig, wanted: int 
     count = wanted if wanted is not None else max(1, cores - 1)
     nodes = [node.node for node in machine.numa if node.usable] or [0]
     pools = min(len(nodes), count)
-    unit = _SHARE.get(method, 1)
-    while pools > 1 and (
-        model.intermediate_size % (pools * unit) or (method in _AT_MOST_TWO and pools > 2)
+    row = METHODS.get(method, Method())
+    while pools > (row.pools or pools) or (
+        pools > 1 and model.intermediate_size % (pools * row.unit)
     ):
         pools -= 1
     if wanted is None:
@@ -176,7 +180,11 @@ class Launch:
     @property
     def version(self) -> str:
         """The engine's version: asked for, installed, or else the newest that is known."""
-        return self.request.engine_version or self.facts.installed.engine or CONTRACTS[-1].last
+        return (
+            self.request.engine_version
+            or self.facts.installed.engine
+            or contracts_of(ENGINE)[-1].last
+        )
 
     @property
     def contract(self) -> Contract:
@@ -299,14 +307,18 @@ class Launch:
                 f"{stored} experts need --kt-method {self.method}, which takes no expert LoRA here"
             )
             grants = granting(lambda row: self.method in row.methods)
-            yield problem("KTB952", f"{ENGINE} {contract.name}", found, grants)
+            yield problem("KTB952", contract.title, found, grants)
 
     @cached_property
     def threads(self) -> Threads:
         return plan_threads(self.facts.machine, self.method, self.facts.model, self.request.threads)
 
     def _our_flags(self) -> Iterator[tuple[str, ...]]:
-        """Every flag that ktbridge writes, each with its values."""
+        """Every flag that ktbridge writes, each with its values, as this version spells it."""
+        for name, *values in self._needed_flags():
+            yield self.contract.flags.get(name, name), *values
+
+    def _needed_flags(self) -> Iterator[tuple[str, ...]]:
         request, threads = self.request, self.threads
         yield "--model-path", str(self.facts.model_path)
         yield "--kt-weight-path", str(self.facts.model_path)

@@ -12,8 +12,10 @@ from dataclasses import replace
 
 from ktbridge.adapter.engines import (
     ENGINE,
+    METHODS,
     REPLAY_HOLE,
     SERVER_HOLES,
+    Method,
     install_engine,
     version_order,
 )
@@ -27,15 +29,9 @@ from ktbridge.serve.sglang.launch import EngineFlag, Launch
 from ktbridge.server_api.hosts import is_loopback
 from ktbridge.server_api.served_names import check_adapter_name, check_served_name
 
-_ROTATED_SINCE = version_order("0.7.0")
-_NOT_ROTATED = "qwen3_moe"
 _READS_THE_CACHE = ("fa3", "torch_native")
 _HOPPER = "9."
-# Bytes in RAM for each byte of bfloat16 experts; the native formats keep the checkpoint's bytes.
-_PACKED = {"AMXINT8": 0.53, "AMXINT4": 0.28}
 _PROCESSES = 6 * 2**30
-# These read experts as kt-kernel's own converter writes them; the others read the checkpoint.
-_CONVERTED_WEIGHTS = ("AMXBF16", "AMXINT8", "AMXINT4")
 # Problems of this machine: they don't apply to a plan for another one.
 OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
 
@@ -82,7 +78,8 @@ def preflight(launch: Launch) -> Iterator[Problem]:
         found = "a logging configuration of its own may hide that the LoRA was loaded"
         yield problem("KTB965", LOGGING, f"is {facts.environment[LOGGING]}: {found}")
     yield from _attention(launch)
-    if launch.method in _CONVERTED_WEIGHTS and launch.flag("--kt-weight-path") is None:
+    converted = METHODS.get(launch.method, Method()).converted
+    if converted and launch.flag("--kt-weight-path") is None:
         found = f"{launch.method} reads experts as kt-kernel's converter writes them, not the checkpoint"
         step = "name their directory after --: -- --kt-weight-path DIR"
         yield problem("KTB953", "--kt-weight-path", found, "a directory", step)
@@ -279,7 +276,7 @@ def _cpu(launch: Launch) -> Iterator[Problem]:
     where = facts.machine.cpu or "CPU"
     if not isa:
         yield problem("KTB958", where, "has no AVX2", "AVX2 for any kernel of kt-kernel")
-    elif launch.has_expert and method != "MXFP4" and "amx_bf16" not in isa:
+    elif launch.has_expert and METHODS.get(method, Method()).amx and "amx_bf16" not in isa:
         # kt-kernel 0.7.2 has the classes in its AMX and AVX512-BF16 builds only.
         if "avx512_bf16" in isa:
             found = (
@@ -295,8 +292,9 @@ def _cpu(launch: Launch) -> Iterator[Problem]:
 
 
 def _memory(facts: LaunchFacts, method: str) -> Iterator[Problem]:
-    # The experts on the CPU, and the engine's processes. A lower estimate.
-    factor = _PACKED.get(method, 1.0) if facts.stored == "bf16" else 1.0
+    # The experts on the CPU, and the engine's processes. A lower estimate. The native formats keep the
+    # checkpoint's bytes.
+    factor = METHODS.get(method, Method()).memory if facts.stored == "bf16" else 1.0
     needed = int(facts.weights.experts * factor) + _PROCESSES
     usable, free = facts.machine.usable_memory, facts.machine.memory_available
     found = f"routed experts take about {size_text(needed)} with {method}"
@@ -331,14 +329,12 @@ def _gpu(request: SglangRequest, facts: LaunchFacts) -> Iterator[Problem]:
 def _attention(launch: Launch) -> Iterator[Problem]:
     """KTB967 where ``version`` would compute this model's prompts wrongly on these GPUs.
 
-    The fused kernel of sglang-kt before 0.7.0 rotates queries in place, and keys only on their way into the
-    cache. A backend that reads a prompt's keys from the cache (fa3, torch_native) is right; one that reads
-    them from the layer (triton, flashinfer) computes every prompt without RoPE on the keys, and no log
-    shows it. Of the models that KT serves only Qwen3-MoE's attention uses that kernel. Observed with 0.6.4
-    and triton: logprobs 0.4 nats off, equal to those of a model without rotated keys to within rounding.
+    A backend that reads a prompt's keys from the cache (fa3, torch_native) is right; one that reads
+    them from the layer (triton, flashinfer) computes every prompt of such a family without RoPE on the keys,
+    and no log shows it.
     """
-    facts, version = launch.facts, launch.version
-    if version_order(version) >= _ROTATED_SINCE or facts.model.model_type != _NOT_ROTATED:
+    facts, version, family = launch.facts, launch.version, launch.facts.model.family
+    if family is None or version_order(version) >= version_order(family.kt_rotates_since):
         return
     stored = launch.flag("--kv-cache-dtype")
     if stored is not None and stored.value not in ("auto", "bf16", "bfloat16"):
@@ -356,5 +352,6 @@ def _attention(launch: Launch) -> Iterator[Problem]:
         return
     else:
         where, found = given.name, f"is {given.value}"
-    found += f": {ENGINE} {version} computes prompts of {_NOT_ROTATED} with it as if keys had no position"
+    found += f": {ENGINE} {version} computes prompts of {facts.model.model_type} with it as if keys had no "
+    found += "position"
     yield problem("KTB967", where, found, " or ".join(_READS_THE_CACHE))

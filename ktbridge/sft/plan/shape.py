@@ -27,10 +27,6 @@ _VISION = (
     "model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.",
     "model.sam_model.", "model.vision_model.",
 )  # fmt: skip
-# Their text model can't be loaded alone: the wrapper is, with its vision tower.
-_WHOLE = (
-    "qwen3_vl_moe", "kimi_k25", "glm4v_moe", "glm5_next", "ernie4_5_vl_moe", "unlimited_ocr",
-)  # fmt: skip
 _PLAIN = ("bf16", "F16", "F32")  # storages that can be quantized
 _STORAGE = {"BF16": "bf16", "F8_E4M3": "fp8", "I8": "int8", "I32": "int4", "U8": "mxfp4"}
 
@@ -119,7 +115,7 @@ def read_shape(
     expert_bytes, storage = _experts(checkpoint, prefixes)
     layers, elements, vocabulary = _outside_experts(checkpoint, config, prefixes)
     tower = 0
-    if whole or config.model_type in _WHOLE:
+    if whole or (config.family is not None and config.family.whole):
         seen = (name for name in checkpoint if name.startswith(_VISION))
         tower = sum(prod(checkpoint.entry(name).shape) for name in seen)
     return ModelShape(

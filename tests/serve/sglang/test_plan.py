@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from launchfacts import AMX, GIB, GPUS, facts_for
 
+from ktbridge.adapter import engines
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import ProblemsError
 from ktbridge.machine import Gpu, NumaNode
@@ -125,6 +126,18 @@ def test_what_a_version_does_not_grant(make, version, given, fields, words) -> N
         f"{p} {p.next_step}" for p in make(version, given, **fields).problems if p.code == "KTB952"
     ]
     assert any(words in text for text in refused), refused
+
+
+def test_a_new_version_with_another_flag_is_one_row(make, monkeypatch) -> None:
+    flag, newest = "--kt-expert-lora-dir", engines.contracts_of(engines.ENGINE)[-1]
+    row = replace(newest, first="0.7.3", last="0.7.3", flags={"--kt-expert-lora-path": flag})
+    monkeypatch.setattr(engines, "CONTRACTS", (*engines.CONTRACTS, row))
+    done = make("0.7.3", "expert")
+    assert errors(done) == []
+    assert after(done.argv, flag) == str(done.choice.expert.path)
+    assert "--kt-expert-lora-path" not in done.argv
+    assert done.as_dict()["contract"] == "0.7.3"
+    assert flag not in make("0.7.2", "expert").argv
 
 
 def test_several_nonexpert_adapters_need_the_split_contract(make, adapters) -> None:
