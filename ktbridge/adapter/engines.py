@@ -40,80 +40,48 @@ REPLAY_HOLE = "CVE-2026-3989"
 
 
 _BEFORE_LORA = Contract(
-    ENGINE,
-    first="0",
-    last="0.6.2.post3",
-    use=Use.SERVED_BY_KT,
-    checks=sglang_kt.CHECKS,
-    format="kt-split",
-    merged=False,
-    expert=False,  # --kt-expert-lora-path is unknown
-)
+    ENGINE, first="0", last="0.6.2.post3", use=Use.SERVED_BY_KT, checks=sglang_kt.CHECKS, format="kt-split",
+    merged=False, expert=False,  # --kt-expert-lora-path is unknown
+)  # fmt: skip
 _SPLIT = replace(
-    _BEFORE_LORA,
-    first="0.6.3",
-    last="0.7.0.post3",
-    format="kt-merged",
-    split=True,
-    merged=True,
-    expert=True,
+    _BEFORE_LORA, first="0.6.3", last="0.7.0.post3", format="kt-merged", split=True, merged=True, expert=True,
     methods=("AMXBF16", "BF16", "AMXINT8", "AMXINT4"),
-)
+)  # fmt: skip
 _MERGED = replace(
-    _SPLIT,
-    first="0.7.0.post4",
-    last="0.7.0.post4",
-    split=False,  # ValueError at start-up
-    base_requests=False,
-    methods=(*_SPLIT.methods, "AMXFP8", "FP8", "RAWINT4"),
-    expert_formats=(*_SPLIT.expert_formats, "fp8", "rawint4"),
-    only_rank={"rawint4": 8},
-)
+    _SPLIT, first="0.7.0.post4", last="0.7.0.post4", split=False,  # ValueError at start-up
+    methods=(*_SPLIT.methods, "AMXFP8", "FP8", "RAWINT4"), base_requests=False,
+    expert_formats=(*_SPLIT.expert_formats, "fp8", "rawint4"), only_rank={"rawint4": 8},
+)  # fmt: skip
 _VLLM = Contract(
-    VLLM,
-    first="0",
-    last="0.27.1",  # the last one looked at that knows no rank_pattern and no alpha_pattern
-    ran=False,
-    use=Use.SERVED_BY_VLLM,
-    checks=(*vllm.CHECKS, vllm.check_patterns),
+    VLLM, first="0", last="0.27.1",  # the last one looked at that knows no rank_pattern and no alpha_pattern
+    ran=False, use=Use.SERVED_BY_VLLM, checks=(*vllm.CHECKS, vllm.check_patterns), format="vllm",
+    takes=("peft-fused",), ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512), default_rank=16,
     # rsLoRA, alpha_pattern, target_modules that say less than the tensors, PEFT's fused layout, k without q
     # and v, projections and modules of one layer only, w1/w3/w2, other modules.
     honors=frozenset(
         ("KTB107", "KTB109", "KTB117", "KTB118", "KTB208", "KTB209", "KTB212", "KTB214", "KTB608")
     ),
-    format="vllm",
-    takes=("peft-fused",),
-    ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
-    default_rank=16,
-)
+)  # fmt: skip
 CONTRACTS: tuple[Contract, ...] = (
     _BEFORE_LORA,
     _SPLIT,
     _MERGED,
     replace(
-        _MERGED,
-        first="0.7.2",
-        last="0.7.2",
-        methods=(*_MERGED.methods, "MXFP4"),
+        _MERGED, first="0.7.2", last="0.7.2", methods=(*_MERGED.methods, "MXFP4"),
         expert_formats=(*_MERGED.expert_formats, "mxfp4"),
     ),
     _VLLM,
     replace(_VLLM, first="0.33.0", last="0.33.0", ran=True, checks=vllm.CHECKS),
     Contract(
-        SGLANG,
-        first="0.5.23",
-        last="0.5.23",
-        use=Use.SERVED_BY_SGLANG,
-        checks=sglang.CHECKS,
+        SGLANG, first="0.5.23", last="0.5.23", use=Use.SERVED_BY_SGLANG, checks=sglang.CHECKS,
+        format="sglang-3d", takes=("sglang-3d",),
         # Several files, prefixes, other modules; and what its checks find in words of their own:
         # target_modules, partners in stacked modules.
         honors=frozenset(
             ("KTB017", "KTB106", "KTB118", "KTB121", "KTB205", "KTB209", "KTB210", "KTB608")
         ),
-        format="sglang-3d",
-        takes=("sglang-3d",),
     ),
-)
+)  # fmt: skip
 
 
 class Method(NamedTuple):
