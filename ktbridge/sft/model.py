@@ -103,7 +103,8 @@ def check_model(
         )
     start = find_start(config, model, found)
     if start is not None:
-        return _trainable(config, model, start.modules), _read_notes(start.adapter)
+        read = [reading_note(start.adapter)] if start.adapter.format else []
+        return _trainable(config, model, start.modules), read
     names = choose_modules(model, found, config.lora_target)
     if not names and not config.expert_rank:
         raise UsageError(
@@ -214,11 +215,6 @@ def find_start(config: TrainConfig, model: nn.Module, found: LoraTargets) -> Sta
     if problems:
         raise ProblemsError(f"training can't go on from {adapter.path}.", problems)
     return start
-
-
-def _read_notes(adapter: Adapter) -> list[Problem]:
-    """Return a note if the adapter was read from another format."""
-    return [reading_note(adapter)] if adapter.format else []
 
 
 def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:

@@ -58,7 +58,11 @@ def separate_b(model: nn.Module, optimizer: Optimizer, ratio: float) -> None:
     LoRA+ (arXiv:2402.12354). Nothing is moved where the ratio is 1. PEFT's own ``create_loraplus_optimizer``
     groups by its own layers' names, which would leave the experts' B with A.
     """
-    own = {value for name, value in model.named_parameters() if _is_b(name)}
+    own = {
+        value
+        for name, value in model.named_parameters()
+        if ".lora_B." in name or name.endswith("_lora_b")
+    }
     for group in list(optimizer.param_groups) if ratio != 1 else ():
         behind = [each for each in group["params"] if each in own]
         if behind and _RATIO not in group:
@@ -66,10 +70,6 @@ def separate_b(model: nn.Module, optimizer: Optimizer, ratio: float) -> None:
             options = {key: value for key, value in group.items() if key != "params"}
             options |= {"lr": ratio * group["lr"], _RATIO: ratio}
             optimizer.add_param_group({**options, "params": behind})
-
-
-def _is_b(name: str) -> bool:
-    return ".lora_B." in name or name.endswith("_lora_b")
 
 
 def separate_experts(trainer: WholeTrainer, optimizer: torch.optim.Optimizer) -> None:
@@ -319,7 +319,8 @@ def load_optimizer(trainer: WholeTrainer, checkpoint: str) -> None:
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     found = _by_name(Path(checkpoint))
     if found is None:
-        path = _state_file(checkpoint)
+        rank = world().rank
+        path = Path(checkpoint) / (f"optimizer_{rank}.safetensors" if rank else _MAIN_STATE)
         if not path.is_file() or (world().size == 1 and path.with_name("rng_state_1.pth").exists()):
             raise KtbridgeError(
                 f"{path.parent} has no optimizer state for rank {world().rank} of {world().size}: "
@@ -387,11 +388,6 @@ def _as_sharded(value: Any, parameter: nn.Parameter) -> Any:
         return value
     here = value.to(parameter.to_local().device)
     return distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def _state_file(directory: str) -> Path:
-    rank = world().rank
-    return Path(directory) / (f"optimizer_{rank}.safetensors" if rank else _MAIN_STATE)
 
 
 def _read_state(path: Path) -> tuple[State, State]:

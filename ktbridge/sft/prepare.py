@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -110,11 +109,43 @@ def prepare(
         raise UsageError(
             "do_train is false: there is nothing to train.", "`ktbridge predict CONFIG` predicts."
         )
-    _check_packages(config)
+    needed = Problems(code="KTC014")
+    needed.attempt("report_to", lambda: check_reporters(config))
+    needed.attempt("flash_attn", lambda: _check_attention(config))
+    needed.raise_if_any("this run needs what isn't installed here; nothing was started.")
     config, precision = decide_precision(config, choose_device(config).type == "cuda")
-    base, (trainable, model_notes), slow, tokenizer, rows, quantized, cache, vision = _check_all(
-        config, declared
-    )
+
+    # 1. Output, model and rows: all that is wrong is raised together.
+    asked = Problems(code="KTC014")
+    asked.attempt("output_dir", lambda: _check_output(config))
+    asked.attempt("kt_experts", lambda: check_expert_device(config))
+    find_base = resolve_model if declared is None else find_model
+    base = asked.attempt("model_name_or_path", lambda: find_base(config.model_name_or_path))
+    quantized = vision = cache = tokenizer = checked = slow = None
+    if base:
+        tokenizer = asked.attempt("tokenizer", lambda: load_tokenizer(base))
+        if config.tokenized_path:
+            cache = asked.attempt("tokenized_path", lambda: TokenCache(config, base))
+    cached = asked.attempt("tokenized_path", cache.load) if cache else None
+    rows = cached or asked.attempt("dataset", lambda: open_rows(config))
+    if base and isinstance(rows, Rows) and rows.with_images:
+        if cache:
+            asked.attempt("tokenized_path", _no_images)
+        vision = asked.attempt("images", lambda: read_vision(base, config))
+    whole = vision is not None
+    if base:
+        checked = asked.attempt("model", lambda: check_model(config, base, declared, whole))
+        slow = asked.attempt("linear attention", lambda: _linear_attention(config, base))
+        asked.attempt("packing", lambda: _check_packing(config, base, whole))
+        quantized = asked.attempt("kt_backend", lambda: _quantized(config, base, declared))
+    asked.raise_if_any("this run can't be started as it is.")
+    assert base is not None
+    assert checked is not None
+    assert tokenizer is not None
+    assert rows is not None
+    trainable, model_notes = checked
+
+    # 2. The run as tokens, and the checkpoint that it goes on from.
     if isinstance(rows, Rows) and rows.before and began_with(config, fingerprint_rows(rows.before)):
         rows, cache = rows.before, None  # a run of 0.6.0, which held out rows with copies
     if isinstance(rows, TokenizedRun):
@@ -160,66 +191,11 @@ def prepare(
             *(() if _experts_missing(config, declared) else storage_notes(config, base)),
             *_stage_notes(config),
             *model_notes,
-            *slow,
+            *(slow or ()),
         ),
         quantized=quantized,
         vision=vision,
     )
-
-
-def _check_packages(config: TrainConfig) -> None:
-    needed = Problems(code="KTC014")
-    needed.attempt("report_to", lambda: check_reporters(config))
-    needed.attempt("flash_attn", lambda: _check_attention(config))
-    needed.raise_if_any("this run needs what isn't installed here; nothing was started.")
-
-
-class _Checked(NamedTuple):
-    """Findings of the checks of a configuration."""
-
-    base: Path
-    model: tuple[ParameterCounts, list[Problem]]
-    slow: list[Problem]
-    tokenizer: PreTrainedTokenizerBase
-    rows: Rows | TokenizedRun | RowStream
-    quantized: QuantizedExperts | None
-    cache: TokenCache | None
-    vision: Vision | None
-
-
-def _check_all(config: TrainConfig, declared: CheckpointStub | None) -> _Checked:
-    """Check output, model and rows, and raise all problems together."""
-    asked = Problems(code="KTC014")
-    asked.attempt("output_dir", lambda: _check_output(config))
-    asked.attempt("kt_experts", lambda: check_expert_device(config))
-    find_base = resolve_model if declared is None else find_model
-    base = asked.attempt("model_name_or_path", lambda: find_base(config.model_name_or_path))
-    quantized = vision = cache = None
-    tokenizer = asked.attempt("tokenizer", lambda: load_tokenizer(base)) if base else None
-    if base and config.tokenized_path:
-        cache = asked.attempt("tokenized_path", lambda: TokenCache(config, base))
-    found = asked.attempt("tokenized_path", cache.load) if cache else None
-    rows = found or asked.attempt("dataset", lambda: open_rows(config))
-    if base and isinstance(rows, Rows) and rows.with_images:
-        if cache:
-            asked.attempt("tokenized_path", _no_images)
-        vision = asked.attempt("images", lambda: read_vision(base, config))
-    whole = vision is not None
-    checked = (
-        asked.attempt("model", lambda: check_model(config, base, declared, whole)) if base else None
-    )
-    slow = (
-        asked.attempt("linear attention", lambda: _linear_attention(config, base)) if base else None
-    )
-    if base:
-        asked.attempt("packing", lambda: _check_packing(config, base, whole))
-        quantized = asked.attempt("kt_backend", lambda: _quantized(config, base, declared))
-    asked.raise_if_any("this run can't be started as it is.")
-    assert base is not None
-    assert checked is not None
-    assert tokenizer is not None
-    assert rows is not None
-    return _Checked(base, checked, slow or [], tokenizer, rows, quantized, cache, vision)
 
 
 def _check_output(config: TrainConfig) -> None:

@@ -218,8 +218,8 @@ def find_checkpoint(config: TrainConfig, own: RunFingerprint) -> Resumption:
         # kto measures KL in each process's batch; elsewhere a step has the same rows.
         noted |= {_PROCESSES, *_ROWS_OF_A_STEP}
     allowed = noted if requested is not None else set()
-    if _ends_anywhere(config):
-        allowed = allowed | _LENGTH
+    if config.lr_scheduler_type in _ENDLESS and not 0 < config.warmup < 1:
+        allowed = allowed | _LENGTH  # a longer run has the same rates until a shorter one ends
     other = [key for key in differing if key not in allowed]
     if other:
         raise ProblemsError(
@@ -227,7 +227,16 @@ def find_checkpoint(config: TrainConfig, own: RunFingerprint) -> Resumption:
             "started."
             if requested is None
             else "the checkpoint belongs to another run; nothing was started.",
-            [_another(place, key, theirs, own) for key in other],
+            [
+                problem(
+                    "KTC010",
+                    f"{place}: {key}",
+                    f"{theirs.shown(key)} in the checkpoint's run",
+                    f"{own.shown(key)}, as now",
+                    next_step="",
+                )
+                for key in other
+            ],
             _way_on(place, other, noted),
         )
     changed = tuple(_changed(place, key, theirs, own) for key in differing)
@@ -356,18 +365,14 @@ def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
                 ),
             )
         problems += found
+    others = [each for each in _beside(place) if each not in candidates and resumable(each)]
+    sound = next((each for each in reversed(others) if not damage(each)), None)
+    named = f"name resume_from_checkpoint={sound}, " if sound else ""
     raise ProblemsError(
         "the checkpoint is damaged; nothing was started.",
         problems,
-        f"Copy it again, {_earlier(candidates)}or {_ANEW}.",
+        f"Copy it again, {named}or {_ANEW}.",
     )
-
-
-def _earlier(damaged: list[Path]) -> str:
-    """Return the next step of naming an undamaged checkpoint beside damaged ones, if there is one."""
-    others = [each for each in _beside(damaged[-1]) if each not in damaged and resumable(each)]
-    sound = next((each for each in reversed(others) if not damage(each)), None)
-    return f"name resume_from_checkpoint={sound}, " if sound else ""
 
 
 def _beside(place: Path) -> list[Path]:
@@ -456,12 +461,6 @@ def _archive_note(root: Path) -> list[Problem]:
     return [problem("KTC022", str(root), found, next_step=step)]
 
 
-def _another(place: Path, key: str, theirs: RunFingerprint, own: RunFingerprint) -> Problem:
-    found = f"{theirs.shown(key)} in the checkpoint's run"
-    expected = f"{own.shown(key)}, as now"
-    return problem("KTC010", f"{place}: {key}", found, expected, next_step="")
-
-
 def _way_on(place: Path, other: Sequence[str], noted: set[str]) -> str:
     """Return the next step if a checkpoint's run differs in ``other``."""
     if {*other} <= noted:
@@ -496,11 +495,6 @@ def _no_checkpoint(place: Path) -> KtbridgeError:
 def _step_rows(run: RunFingerprint) -> int:
     """Return the rows of an optimizer step of all processes."""
     return math.prod(int(str(run.get(key, 1))) for key in (_PROCESSES, *_ROWS_OF_A_STEP))
-
-
-def _ends_anywhere(config: TrainConfig) -> bool:
-    """Return whether a longer run has the same learning rates until a shorter one ends."""
-    return config.lr_scheduler_type in _ENDLESS and not 0 < config.warmup < 1
 
 
 def _changed(place: Path, key: str, theirs: RunFingerprint, own: RunFingerprint) -> Problem:

@@ -301,6 +301,20 @@ LOSSES = {
 
 # Arguments
 
+_SAME_NAME = (
+    "run_name", "seed", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "max_steps", "learning_rate", "lr_scheduler_type", "optim", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "weight_decay", "max_grad_norm", "neftune_noise_alpha", "dataloader_num_workers", "logging_steps",
+    "save_only_model", "ddp_timeout",
+)  # fmt: skip
+"""Keys of the configuration that transformers has by the same names."""
+_AMONG_SEVERAL = {
+    "average_tokens_across_devices": True,  # a token weighs the same on every rank
+    "log_level_replica": "error",
+    "ddp_broadcast_buffers": False,  # buffers here never change
+    "ddp_find_unused_parameters": False,  # LoRA is on decoder layers only, which all run
+}
+
 
 def trainer_arguments(
     config: TrainConfig,
@@ -316,11 +330,11 @@ def trainer_arguments(
     ``eval_steps``: between evaluations of held-out rows; 0: none. ``images``: rows have a column of them.
     """
     arguments: SFTConfig | DPOConfig | KTOConfig
+    common = _common(config, device, scratch, eval_steps)
     if config.stage == "dpo":
         losses = pair_losses(config)
         arguments = DPOConfig(
-            **_common(config, device, scratch, eval_steps),
-            max_length=None,  # rows come cut to cutoff_len
+            **common,
             beta=config.pref_beta,
             loss_type=list(losses),
             loss_weights=list(losses.values()),
@@ -328,19 +342,13 @@ def trainer_arguments(
         )
     elif config.stage == "kto":
         arguments = KTOConfig(
-            **_common(config, device, scratch, eval_steps),
-            max_length=None,  # rows come cut to cutoff_len
+            **common,
             beta=config.pref_beta,
             desirable_weight=config.kto_chosen_weight,
             undesirable_weight=config.kto_rejected_weight,
         )
     else:
-        arguments = SFTConfig(
-            **_common(config, device, scratch, eval_steps),
-            max_length=None,  # rows come cut to cutoff_len
-            padding_free=packed,
-            remove_unused_columns=not images,
-        )
+        arguments = SFTConfig(**common, padding_free=packed, remove_unused_columns=not images)
         if packed:
             arguments.include_num_input_tokens_seen = "all"  # there is no padding to exclude
     if device.type == "cuda":
@@ -368,35 +376,18 @@ def _common(
     config: TrainConfig, device: torch.device, scratch: str, eval_steps: int
 ) -> dict[str, Any]:
     return {
-        **_parallel_arguments(),
+        **{name: getattr(config, name) for name in _SAME_NAME},
+        **(_AMONG_SEVERAL if world().size > 1 else {}),
         "output_dir": scratch,
-        "run_name": config.run_name,
-        "seed": config.seed,
-        # steps
-        "per_device_train_batch_size": config.per_device_train_batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "num_train_epochs": config.num_train_epochs,
-        "max_steps": config.max_steps,
-        # optimizer
-        "learning_rate": config.learning_rate,
-        "lr_scheduler_type": config.lr_scheduler_type,
+        "max_length": None,  # rows come cut to cutoff_len
         "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs or {}),
         "warmup_steps": config.warmup,
-        "optim": config.optim,
-        "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2,
-        "adam_epsilon": config.adam_epsilon,
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": config.max_grad_norm,
-        "neftune_noise_alpha": config.neftune_noise_alpha,
         # The load-balancing loss is for a router that learns from the start; as in LLaMA-Factory it is off
         # where it isn't asked for, so that batches of any size add up to the same gradients.
         "router_aux_loss_coef": config.moe_aux_loss_coef or 0.0,
         # data
-        "dataloader_num_workers": config.dataloader_num_workers,
         "dataloader_pin_memory": device.type == "cuda",
         # log
-        "logging_steps": config.logging_steps,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,  # the filter would log a loss of 0 instead of nan
         "include_num_input_tokens_seen": "non_padding",
@@ -411,22 +402,8 @@ def _common(
         "save_strategy": "steps" if config.save_steps else "no",
         "save_steps": config.save_steps or 500,
         "save_total_limit": None,
-        "save_only_model": config.save_only_model,
         # device and precision
         "use_cpu": device.type == "cpu",
         "bf16": False,  # the weights are loaded in the dtype asked for; autocast would add a third
         CHECKPOINTING: False,  # Trainer's would run the experts twice: see checkpointing
-        "ddp_timeout": config.ddp_timeout,
-    }
-
-
-def _parallel_arguments() -> dict[str, bool | str]:
-    """Trainer arguments required with several processes; none for a single one."""
-    if world().size == 1:
-        return {}
-    return {
-        "average_tokens_across_devices": True,  # a token weighs the same on every rank
-        "log_level_replica": "error",
-        "ddp_broadcast_buffers": False,  # buffers here never change
-        "ddp_find_unused_parameters": False,  # LoRA is on decoder layers only, which all run
     }

@@ -23,8 +23,8 @@ from manyranks import (
 from torch import nn
 from trainrun import losses, quiet, train
 
-from ktbridge.experts.gpu.placement import Line
-from ktbridge.experts.gpu.timing import LayerTimes, OutsideTimes
+from ktbridge.experts.gpu.placement import Costs, Line
+from ktbridge.experts.gpu.timing import OutsideTimes
 from ktbridge.sft import expert_device, optimizer
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import exchange, from_main, start
@@ -201,7 +201,7 @@ def choices(path):
             return made if here.rank == 0 else pytest.fail("only rank 0 is asked")
 
         line = Line(1e-4, 1e-7)
-        experts = LayerTimes(line, line, Line(), (0.0, 0.0), 0.0, 1e7, Line(0.0, cpu))
+        experts = Costs(1e7, (line, line), cpu=Line(0.0, cpu))
         outside = OutsideTimes(line, line, line, (0.0, 0.0), None)
         allow_on_cpu(free=free)
         expert_device._measure = measure

@@ -44,22 +44,6 @@ Timing = Callable[[Callable[[], object], torch.device], float]
 
 
 @dataclass(frozen=True)
-class LayerTimes:
-    """One layer's experts: GPU seconds by rows, the host's seconds, and how fast weights come."""
-
-    forward: Line
-    backward: Line
-    again: Line
-    launch: tuple[float, float]
-    unpack: float
-    """Seconds for a byte of bfloat16 matrices."""
-    link: float
-    """Bytes a second from host memory."""
-    cpu: Line | None
-    """Forward and backward on the CPU, by tokens."""
-
-
-@dataclass(frozen=True)
 class OutsideTimes:
     """All but the routed experts, of a whole model: GPU seconds by tokens, and the host's."""
 
@@ -72,24 +56,17 @@ class OutsideTimes:
 
 
 def combine_costs(
-    experts: LayerTimes,
+    experts: Costs,
     outside: OutsideTimes,
     update: tuple[tuple[float, float], tuple[float, float]],
     forwards: int = 1,
 ) -> Costs:
-    """Return what was measured as the costs of a step; ``forwards`` of a micro-batch.
+    """Return the costs of a step: those of its ``experts``, and of all else; ``forwards`` of a micro-batch.
 
     ``update``: what ``time_update`` returns for the GPU and for the host.
-
-    A further group starts what a layer in one group does, but for routing and summing up.
     """
-    return Costs(
-        link=experts.link,
-        experts=(experts.forward, experts.backward),
-        again=experts.again,
-        unpack=experts.unpack,
-        launch=experts.launch,
-        launch_group=_GROUP * max(experts.launch),
+    return replace(
+        experts,
         outside=(outside.forward, outside.backward),
         launch_outside=outside.launch,
         loss=outside.loss.scaled((2 + forwards) / 3),
@@ -98,7 +75,6 @@ def combine_costs(
         add=update[1][1],
         others=STEP_SECONDS,
         micro_batch=MICRO_BATCH_SECONDS,
-        cpu=experts.cpu,
         forwards=forwards,
     )
 
@@ -111,7 +87,7 @@ def time_experts(
     *,
     free: int = _PART,
     cpu: bool = False,
-) -> LayerTimes:
+) -> Costs:
     """Time the experts of ``layer`` with up to ``tokens`` [T] on ``device``; ``cpu``: on the CPU, too.
 
     Where the layer's matrices are more than a third of ``free`` bytes, some experts are timed, with as many
@@ -156,8 +132,16 @@ def time_experts(
         part.gpu = None
         experts.drop()
         link, unpacking = _transfers(part, group, copier, device)
-        again = ways[1].scaled(_AGAIN)
-        return LayerTimes(ways[0], ways[1], again, found[0], unpacking, link, on_cpu)
+        return Costs(
+            link,
+            (ways[0], ways[1]),
+            again=ways[1].scaled(_AGAIN),
+            unpack=unpacking,
+            launch=found[0],
+            # A further group starts what a layer in one group does, but for routing and summing up.
+            launch_group=_GROUP * max(found[0]),
+            cpu=on_cpu,
+        )
     finally:
         part.gpu = None
         _wait(device)

@@ -162,6 +162,12 @@ def read_plan_inputs(
     threads = config.kt_config.kt_num_threads or target.cores
     kernels = cuda and has_linear_attention_kernels()
     setting = RunSetting(shape, config, lengths, cuda, threads, kernels=kernels)
+    gaps: tuple[Gap, ...] = ()
+    if shape.config.has_delta_rule:  # what keeps linear attention by it from its GPU kernels
+        gpus = [gpu.capability for gpu in read_gpus()] or [
+            ""
+        ]  # unknown where it is another machine
+        gaps = tuple(linear_attention_gaps(gpus if cuda else ()))
     inputs = PlanInputs(
         setting,
         target,
@@ -169,7 +175,7 @@ def read_plan_inputs(
         missing,
         stub,
         tuple(notes),
-        _attention_gaps(setting),
+        gaps,
         tuple(_other_disks(setting, target, base, quantized)),
     )
     if quantized and quantized.ready:
@@ -227,14 +233,6 @@ def _as_asked(
         return shape, None, notes
     stored = in_storage(shape, storage)
     return (replace(stored, to_quantize=0) if found.ready else stored), found, notes
-
-
-def _attention_gaps(setting: RunSetting) -> tuple[Gap, ...]:
-    """Return what keeps linear attention by a delta rule from its GPU kernels."""
-    if not setting.shape.config.has_delta_rule:
-        return ()
-    gpus = [gpu.capability for gpu in read_gpus()] or [""]  # unknown where it is another machine
-    return tuple(linear_attention_gaps(gpus if setting.cuda else ()))
 
 
 def _other_disks(

@@ -20,6 +20,10 @@ from ktbridge.sft.plan.shape import ModelShape, can_quantize, in_storage
 FORMAT = "kt_config.kt_expert_weight_format"
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _PRICES = {"int8": "nearly the same results", "int4": "a slightly higher loss"}
+_JSON_NAMES = {
+    "from_config": "from_config_alone", "to_download": "bytes_to_download", "refused": "rows_refused",
+    "longest": "longest_tokens", "held_out": "held_out_rows",
+}  # fmt: skip
 _LEAST_LENGTH = 256  # tokens: no shorter cutoff_len is advised
 
 
@@ -183,38 +187,19 @@ class TrainingPlan:
         return total(self.parts, where)
 
     def as_dict(self) -> dict[str, object]:
+        """Return the plan as `plan --json` prints it."""
+        own, cached = self.total("RAM"), self.total("page cache")
         return {
             "fits": self.fits,
-            "model": self.model,
-            "model_type": self.model_type,
-            "device": self.device,
-            "machine": self.machine,
-            "from_config_alone": self.from_config,
-            "bytes_to_download": self.to_download,
+            **{_JSON_NAMES.get(name, name): value for name, value in asdict(self).items()},
             "bytes": {
-                "ram_anonymous": self.total("RAM"),
-                "page_cache": self.total("page cache"),
-                "ram_peak": self.total("RAM") + self.total("page cache"),
+                "ram_anonymous": own,
+                "page_cache": cached,
+                "ram_peak": own + cached,
                 "gpu": self.total("GPU"),
                 "disk": self.total("disk"),
             },
-            "parts": [asdict(part) for part in self.parts],
             "verdicts": [{**asdict(v), "fits": v.fits, "text": str(v)} for v in self.verdicts],
-            "advice": [asdict(item) for item in self.advice],
-            "notes": list(self.notes),
-            "rows": self.rows,
-            "rows_refused": self.refused,
-            "sequences": self.sequences,
-            "longest_tokens": self.longest,
-            "mean_tokens": self.mean_tokens,
-            "held_out_rows": self.held_out,
-            "evaluations": self.evaluations,
-            "steps": self.steps,
-            "pace": None if self.pace is None else asdict(self.pace),
-            "tokens_per_pass": self.tokens_per_pass,
-            "experts": [asdict(each) for each in self.experts],
-            "placement": self.placement and asdict(self.placement),
-            "reason": self.reason,
             "disk_reads": self.disk_reads and self.disk_reads.as_dict(),
         }
 
@@ -399,7 +384,10 @@ def advise(setting: RunSetting, failed: list[Check]) -> list[Advice]:
                 most = max(saved, key=lambda place: saved[place])
                 found.append(Advice(change, most, sum(saved.values()), price))
     least = {places[0]: 0.01 * verdict.need for verdict, places in failed if places}
-    found += [item for item in _by_hand(setting, failed) if item.saves > least.get(item.where, 0)]
+    gpu = total(before, "GPU")
+    if gpu > least.get("GPU", gpu):  # beyond overrides of the same run
+        price = "attention on the CPU: many times slower"
+        found.append(Advice("use_cpu=true", "GPU", gpu, price))
     return found
 
 
@@ -414,7 +402,7 @@ def _changes(setting: RunSetting) -> Iterator[tuple[str, str, RunSetting]]:
                 made = replace(made, kt_config=replace(made.kt_config, **{inner: value}))
             else:
                 made = replace(made, **{key: value})
-            shown.append(f"{key}={_spell(value)}")
+            shown.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
         lengths, shape = setting.lengths, setting.shape
         if FORMAT in changes and made.kt_config.storage:
             shape = in_storage(shape, made.kt_config.storage)
@@ -448,15 +436,3 @@ def _overrides(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[Values,
         yield {"kt_config.kt_lora_rank": config.expert_rank // 2}, "half the experts' rank"
     if config.cutoff_len // 2 >= _LEAST_LENGTH:
         yield {"cutoff_len": config.cutoff_len // 2}, "longer conversations lose their end"
-
-
-def _by_hand(setting: RunSetting, failed: list[Check]) -> Iterator[Advice]:
-    """Yield advice beyond overrides of the same run."""
-    short = {place for _, places in failed for place in places}
-    if "GPU" in short:
-        gpu = total(predict_parts(setting), "GPU")
-        yield Advice("use_cpu=true", "GPU", gpu, "attention on the CPU: many times slower")
-
-
-def _spell(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
