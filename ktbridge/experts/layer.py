@@ -328,11 +328,10 @@ class MoELoRAExperts(nn.Module, PeftLayer):
                 else:
                     parameter.zero_()
 
-    def move_lora(self, device: torch.device, pinned: bool = False) -> None:
-        """Have the LoRA's masters on ``device``, ``pinned`` where a GPU shall read them on the host."""
+    def move_lora(self, device: torch.device) -> None:
+        """Have the LoRA's masters on ``device``."""
         for parameter in self.lora_parameters():
-            moved = parameter.data.to(device)
-            parameter.data = moved.pin_memory() if pinned else moved
+            parameter.data = parameter.data.to(device)
             parameter.grad = None
             self.lora_device = parameter.device
 

@@ -296,10 +296,10 @@ def evaluation_steps(config: TrainConfig, sequences: int, processes: int = 1) ->
     return config.logging_steps if config.eval_strategy else math.ceil(steps / EVALUATIONS)
 
 
-def count_evaluations(config: TrainConfig, sequences: int, processes: int = 1) -> int:
+def count_evaluations(config: TrainConfig, sequences: int) -> int:
     """Return how often the held-out rows are evaluated in a run that isn't ended early."""
-    every = evaluation_steps(config, sequences, processes)
-    steps = optimizer_steps(config, sequences, processes)
+    every = evaluation_steps(config, sequences)
+    steps = optimizer_steps(config, sequences)
     return config.evaluates_first + math.ceil(steps / every) if every else 0
 
 

@@ -137,9 +137,9 @@ class Experts:
     """Why it is unavailable or wasn't timed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """A training run before it starts. Sizes are bytes.
+    """A training run before it starts, in the order of `plan --json`. Sizes are bytes.
 
     ``machine`` describes what it is for. ``from_config`` is true if the weights aren't here, and
     ``to_download`` how many bytes they have. ``rows`` are those that can be used. They make ``sequences``: as
@@ -153,31 +153,33 @@ class TrainingPlan:
     machine: str
     from_config: bool
     to_download: int
+    bytes: dict[str, int]
+    """Sums of ``parts`` by place."""
     parts: tuple[PlanPart, ...]
     verdicts: tuple[FitVerdict, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
     rows: int
+    refused: int
+    """Rows that can't be used."""
     sequences: int
     longest: int
     mean_tokens: float
+    held_out: int
+    """Rows that are evaluated and not trained on."""
+    evaluations: int
+    """Number of their evaluations."""
     steps: int
     pace: PredictedPace | None
     tokens_per_pass: int
-    experts: tuple[Experts, ...] = ()
+    experts: tuple[Experts, ...]
     """Modes of computing the experts, if there is a GPU."""
-    disk_reads: DiskReads | None = None
-    """What each pass reads from disk because the page cache is too small."""
-    held_out: int = 0
-    """Rows that are evaluated and not trained on."""
-    evaluations: int = 0
-    """Number of their evaluations."""
-    refused: int = 0
-    """Rows that can't be used."""
-    placement: Placement | None = None
+    placement: Placement | None
     """Placement of the experts, as ``train`` executes it; None where there was no choice."""
-    reason: str = ""
+    reason: str
     """The placement and why it is taken, in words; "" where there was no choice."""
+    disk_reads: DiskReads | None
+    """What each pass reads from disk because the page cache is too small."""
 
     @property
     def fits(self) -> bool:
@@ -188,17 +190,9 @@ class TrainingPlan:
 
     def as_dict(self) -> dict[str, object]:
         """Return the plan as `plan --json` prints it."""
-        own, cached = self.total("RAM"), self.total("page cache")
         return {
             "fits": self.fits,
             **{_JSON_NAMES.get(name, name): value for name, value in asdict(self).items()},
-            "bytes": {
-                "ram_anonymous": own,
-                "page_cache": cached,
-                "ram_peak": own + cached,
-                "gpu": self.total("GPU"),
-                "disk": self.total("disk"),
-            },
             "verdicts": [{**asdict(v), "fits": v.fits, "text": str(v)} for v in self.verdicts],
             "disk_reads": self.disk_reads and self.disk_reads.as_dict(),
         }
@@ -221,10 +215,10 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
     paces = {choice.name: _pace(choice, inputs) for choice in compared.choices}
     pace = paces[chosen.name]
     parts = predict_parts(setting)
+    own, cached = total(parts, "RAM"), total(parts, "page cache")
     reads = None
     if size := missed_bytes(setting, parts, target.memory):
-        enough = total(parts, "RAM") + total(parts, "page cache")
-        reads = DiskReads(size, *inputs.disk_rate, enough)
+        reads = DiskReads(size, *inputs.disk_rate, own + cached)
     if reads and pace and (seconds := reads.seconds) is not None:
         reads = replace(reads, unread=pace.tokens_per_second)
         pace = pace.reading(setting.micro_batches * seconds, setting.steps)
@@ -236,6 +230,13 @@ def make_plan(inputs: PlanInputs) -> TrainingPlan:
         machine=target.text,
         from_config=stub is not None and not stub.from_files,
         to_download=shape.to_download,
+        bytes={
+            "ram_anonymous": own,
+            "page_cache": cached,
+            "ram_peak": own + cached,
+            "gpu": total(parts, "GPU"),
+            "disk": total(parts, "disk"),
+        },
         parts=tuple(parts),
         verdicts=tuple(verdict for verdict, _ in checks),
         advice=tuple(advise(setting, [check for check in checks if not check[0].fits])),
