@@ -1,23 +1,34 @@
-"""One adapter directory, opened: layout, rank and alpha, and every tensor classified by role.
+"""One adapter: layout, rank and alpha, and every tensor by role.
 
-``ktbridge.adapter.scan`` makes these from a directory. Tensor data stays on disk until asked for.
+``ktbridge.adapter.scan`` makes these of KT's directories. Readers of any format make them in the form of a
+raw adapter, with tensors that are computed of the stored ones (``MadeFile``). Nothing is read until needed.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
-from collections.abc import Iterator
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from ktbridge.adapter.keys import FUSED_NAMES, HALVES, PROJECTIONS, Key, fused_key
+from ktbridge.adapter.blocks import Block, block_of, block_of_stack, bytes_of, padded
+from ktbridge.adapter.keys import FUSED_NAMES, HALVES, PROJECTIONS, Key, fused_key, parse_key
+from ktbridge.adapter.numbers import Numbers
 from ktbridge.errors import KtbridgeError
-from ktbridge.files.digests import Stamps
-from ktbridge.model import Entry, Tensor, TensorFile, TensorRef
+from ktbridge.files.digests import Stamp, Stamps
+from ktbridge.model import Entry, ModelConfig, Tensor, TensorFile, TensorRef
+from ktbridge.model.families import BLOCKS
 
+Slot = tuple[int, str, str]  # layer, "gate" | "up" | "down", "A" | "B"
 Layout = Literal["raw", "expert", "nonexpert", "merged"]
 CONFIG_FILE = "adapter_config.json"
 MODEL_FILE = "adapter_model.safetensors"
@@ -25,6 +36,69 @@ FUSED_FILE = "fused_expert_lora.safetensors"
 MLX_FILE = "adapters.safetensors"
 AUTOMODEL_FILE = "automodel_peft_config.json"
 MAX_ALPHA = 1e6  # nobody trains with more, and float32 and bfloat16 overflow far above
+_HELD = 8  # tensors of a file in memory that are made: more than a layer's experts have
+
+
+class MadeFile(TensorFile):
+    """A file of a raw adapter that isn't on disk: each of its ``blocks`` is made when it is read.
+
+    ``path`` is the adapter that was given. The last few tensors stay in memory, because they are read
+    expert by expert.
+    """
+
+    def __init__(self, path: Path, name: str, blocks: Mapping[str, Block]) -> None:
+        entries: dict[str, Entry] = {}
+        position = 0
+        for key, block in blocks.items():
+            start, position = position, position + block.nbytes
+            entries[key] = Entry(key, block.dtype, block.shape, start, position)
+        super().__init__(path, entries, {}, Stamp(position, 0, 0))
+        self.blocks = blocks
+        self._name = name
+        self._entries = [*entries.values()]
+        self._held: OrderedDict[str, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def view(self, start: int, end: int) -> memoryview:
+        entry = self._at(start)
+        if end <= entry.end:
+            return self._bytes(entry.name)[start - entry.start : end - entry.start]
+        return self.read(start, end)
+
+    def read_into(self, start: int, buffer: memoryview, descriptor: int | None = None) -> None:
+        filled = 0
+        while filled < len(buffer):
+            entry = self._at(start + filled)
+            inside = start + filled - entry.start
+            count = min(entry.nbytes - inside, len(buffer) - filled)
+            buffer[filled : filled + count] = self._bytes(entry.name)[inside : inside + count]
+            filled += count
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        yield -1  # the blocks open the files they are made of
+
+    def release(self, start: int = 0, end: int | None = None) -> None:
+        with self._lock:
+            self._held.clear()
+
+    def _at(self, place: int) -> Entry:
+        """The tensor that has the byte at ``place``."""
+        number = bisect_right(self._entries, place, key=lambda entry: entry.start) - 1
+        return self._entries[max(0, number)]
+
+    def _bytes(self, name: str) -> memoryview:
+        with self._lock:  # merging reads from several threads
+            if name not in self._held:
+                self._held[name] = bytes_of(self.blocks[name].load())
+                while len(self._held) > _HELD:
+                    self._held.popitem(last=False)
+            self._held.move_to_end(name)
+            return self._held[name]
 
 
 class Part(NamedTuple):
@@ -42,12 +116,19 @@ class Part(NamedTuple):
     def ref(self) -> TensorRef:
         return TensorRef.of(self.file, self.entry)
 
+    @property
+    def block(self) -> Block:
+        """The tensor, to be read or made; its dtype must be one that an adapter may have."""
+        if isinstance(self.file, MadeFile):
+            return self.file.blocks[self.entry.name]
+        return block_of(self.ref)
+
 
 class ExpertStack:
     """One (layer, projection, half) over all experts: a fused tensor, or one tensor per expert."""
 
-    def __init__(self) -> None:
-        self.fused: Part | None = None
+    def __init__(self, fused: Part | None = None) -> None:
+        self.fused = fused
         self.parts: dict[int, Part] = {}
 
     @property
@@ -74,40 +155,55 @@ class ExpertStack:
             yield expert, self.fused.ref.item(expert)
 
 
+@dataclass(eq=False, repr=False)
 class Adapter:
-    """One adapter directory. Tensors are views into the files' memory maps, made on demand.
+    """One adapter. Tensors are views into the files' memory maps, or are made, on demand.
 
-    Attributes: ``path``; ``layout``; ``config`` (adapter_config.json); ``manifest`` (or None); ``experts``
-    by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that are neither;
-    ``files``; ``respelled``, tensors whose keys are read without a part of them, by what that is;
+    Attributes: ``path``; ``config`` (adapter_config.json); ``manifest`` (or None); ``layout``; ``files``;
+    ``experts`` by (layer, projection, half); ``nonexpert`` by PEFT key; ``leftovers``, tensors that are
+    neither; ``respelled``, tensors whose keys are read without a part of them, by what that is;
     ``unwrap``, whether a wrapper's name may be such a part; ``trained_as``, the configuration that lists
-    the selected layers; ``stamps``, size, time and inode of these files when they were read.
+    the selected layers; ``stamps``, size, time and inode of the files read.
     ``given_alpha``: the experts', if the command gave it. ``by_kt``: whether KTransformers trained the
     experts, if the format that was asked for says so; ``ktbridge.adapter.lora_config`` has every module's
-    scale. ``automodel``: NeMo AutoModel's own configuration, beside PEFT's. Of an adapter that was read
-    from another tool's format: ``format``, its name, and ``reading``, a sentence that says so; else "".
-    ``widened``: its scales needed float32.
+    scale. ``automodel``: NeMo AutoModel's own configuration, beside PEFT's.
+
+    Of an adapter that a reader made (``ktbridge.adapter.formats.raw_form``): ``format``, its name, and
+    ``reading``, a sentence that says so; else "". ``stored``: the files with its tensors, if their order is
+    kept, and ``tensors_in``, how many there are. Experts are served at ``common``; where some have another
+    scale, ``own_experts`` has the numbers of each by (layer, projection), and ``own`` those of modules.
+    ``base``: the base model's configuration, where it is at hand. ``prefix`` precedes ``layers.N`` in module
+    paths, if there is no non-expert key. ``widened``: its values are made float32, which its scales needed.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], manifest: dict[str, Any] | None) -> None:
-        self.path = path
-        self.config = config
-        self.manifest = manifest
-        self.layout: Layout = "raw"
-        self.files: list[TensorFile] = []
-        self.experts: dict[tuple[int, str, str], ExpertStack] = {}
-        self.nonexpert: dict[str, Part] = {}
-        self.leftovers: list[Part] = []
-        self.respelled: dict[str, list[Part]] = {}
-        self.unwrap = False
-        self.trained_as = config
-        self.stamps: Stamps = {}
-        self.given_alpha: float | None = None
-        self.by_kt: bool | None = None
-        self.automodel: dict[str, object] | None = None
-        self.format = ""
-        self.reading = ""
-        self.widened = False
+    path: Path
+    config: dict[str, Any]
+    manifest: dict[str, Any] | None
+    layout: Layout = "raw"
+    files: list[TensorFile] = field(default_factory=list)
+    experts: dict[Slot, ExpertStack] = field(default_factory=dict)
+    nonexpert: dict[str, Part] = field(default_factory=dict)
+    leftovers: list[Part] = field(default_factory=list)
+    respelled: dict[str, list[Part]] = field(default_factory=dict)
+    unwrap: bool = False
+    trained_as: dict[str, Any] = field(init=False)
+    stamps: Stamps = field(default_factory=dict)
+    given_alpha: float | None = None
+    by_kt: bool | None = None
+    automodel: dict[str, object] | None = None
+    format: str = ""
+    reading: str = ""
+    stored: list[TensorFile] = field(default_factory=list)
+    tensors_in: int = 0
+    common: Numbers | None = None
+    own_experts: dict[tuple[int, str], tuple[Numbers, ...]] = field(default_factory=dict)
+    own: dict[str, Numbers] = field(default_factory=dict)
+    base: ModelConfig | None = None
+    prefix: str | None = None
+    widened: bool = False
+
+    def __post_init__(self) -> None:
+        self.trained_as = self.config
 
     @property
     def rank(self) -> int:
@@ -136,11 +232,25 @@ class Adapter:
         return _number(self.config.get("lora_alpha"), self.path)
 
     @property
+    def rest(self) -> Numbers:
+        """Rank and alpha of the non-expert LoRA, by the configuration but for its patterns."""
+        rslora = bool(self.config.get("use_rslora"))
+        return Numbers(self.nonexpert_rank, self.nonexpert_alpha, rslora)
+
+    @property
     def nonexpert_scale(self) -> float:
         """alpha/r of the non-expert LoRA, or alpha/sqrt(r) under rsLoRA."""
-        rank = self.nonexpert_rank
-        rslora = bool(self.config.get("use_rslora"))
-        return self.nonexpert_alpha / (math.sqrt(rank) if rslora else rank)
+        return self.rest.scale
+
+    @property
+    def usual(self) -> Numbers:
+        """Rank and alpha of the experts, but for ``own_experts``."""
+        return self.common or Numbers(self.rank, self.alpha)
+
+    def own_of(self, layer: int, projection: str) -> tuple[Numbers, ...]:
+        """The numbers of each expert's pair, of an adapter that a reader made."""
+        count = self.experts[layer, projection, "A"].count
+        return self.own_experts.get((layer, projection), (self.usual,) * count)
 
     @property
     def base_model(self) -> str | None:
@@ -175,27 +285,42 @@ class Adapter:
             raise KtbridgeError(f"{self.path} has no {name} for layer {layer}")
         if stack.fused is not None:
             return stack.fused.file.tensor(stack.fused.entry.name)
-        pieces = [piece for _, piece in stack.refs()]
-        first = pieces[0]
         axis = 0 if half == "a" else 1
-        ranks = {piece.shape[axis] for piece in pieces if len(piece.shape) == 2}
-        wide = [
-            piece._replace(shape=_at_rank(piece.shape, axis, max(ranks, default=0)))
-            for piece in pieces
-        ]
-        if len(pieces) != stack.count or any(p[3:] != wide[0][3:] for p in wide):
+        blocks = [part.block for part in stack.sources]
+        if all(len(block.shape) == 2 for block in blocks):
+            widest = max(block.shape[axis] for block in blocks)
+            blocks = [padded(block, axis, widest) for block in blocks]
+        if len(blocks) != stack.count or len({block[:2] for block in blocks}) > 1:
             raise KtbridgeError(
                 f"{self.path} has an incomplete or uneven {name} for layer {layer}",
                 f"run ktbridge validate {self.path}",
             )
-        data: memoryview | bytes
-        if len(ranks) > 1:
-            data = b"".join(_padded(piece, axis, max(ranks)) for piece in pieces)
-        elif all(a.file is b.file and a.end == b.start for a, b in pairwise(pieces)):
-            data = first.file.view(first.start, pieces[-1].end)
-        else:
-            data = b"".join(piece.file.view(piece.start, piece.end) for piece in pieces)
-        return Tensor(fused_key(layer, name), first.dtype, (len(pieces), *wide[0].shape), data)
+        whole = block_of_stack(tuple(blocks), f"{self.path}: layer {layer} {name}")
+        data = bytes_of(whole.load()) if whole.ref is None else whole.ref.view()
+        return Tensor(fused_key(layer, name), whole.dtype, whole.shape, data)
+
+    def blocks(self) -> tuple[dict[Slot, Block], dict[str, Block]]:
+        """The tensors of an adapter that a reader made, to be read or made: experts', and others by key.
+
+        gate and up A [E,r,H], B [E,I,r]; down A [E,r,I], B [E,H,r]; others A [r,in], B [out,r].
+        """
+        parts = {slot: stack.fused for slot, stack in self.experts.items()}
+        experts = {slot: part.block for slot, part in parts.items() if part is not None}
+        return experts, {key: part.block for key, part in self.nonexpert.items()}
+
+    def hold(self, experts: Mapping[Slot, Block], nonexpert: Mapping[str, Block]) -> None:
+        """Take these tensors, as ``blocks`` gives them, in place of the present ones."""
+        names = {slot: fused_key(slot[0], f"{slot[1]}_lora_{slot[2].lower()}") for slot in experts}
+        stacks = {names[slot]: block for slot, block in experts.items()}
+        rest = MadeFile(self.path, MODEL_FILE, dict(sorted(nonexpert.items())))
+        fused = MadeFile(self.path, FUSED_FILE, dict(sorted(stacks.items())))
+        self.files = [rest, fused] if experts else [rest]
+        self.layout = "raw" if experts else "nonexpert"
+        self.nonexpert = {key: Part(rest, rest.entries[key], parse_key(key)) for key in nonexpert}
+        self.experts = {}
+        for slot, name in names.items():
+            part = Part(fused, fused.entries[name], parse_key(name))
+            self.experts[slot] = ExpertStack(part)
 
     def tensors(self) -> Iterator[Part]:
         """The LoRA tensors of both halves: all but ``leftovers``."""
@@ -219,9 +344,31 @@ class Adapter:
         """Leaf names of the adapted non-expert modules ("q_proj"), sorted."""
         return tuple(sorted({part.key.leaf for part in self.nonexpert.values()}))
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Adapted projections of experts in the order gate, up, down."""
+        present = {projection for _, projection, _ in self.experts}
+        return tuple(name for name in PROJECTIONS if name in present)
+
     def expert_modules(self) -> tuple[str, ...]:
         """Leaf names of the adapted expert projections ("gate_proj"), sorted."""
-        return tuple(sorted({f"{projection}_proj" for _, projection, _ in self.experts}))
+        return tuple(sorted(f"{projection}_proj" for projection in self.projections))
+
+    def module_prefix(self) -> str:
+        """Return what precedes ``layers.N`` in module paths: by the non-expert keys, else by the base."""
+        for key in self.nonexpert:
+            match = re.match(r"base_model\.model\.(.*?)layers\.[0-9]+\.", key)
+            if match:
+                return match[1]
+        if self.base is not None:
+            return self.base.prefix
+        return "model." if self.prefix is None else self.prefix
+
+    def experts_block(self) -> str:
+        """The name of the MoE module in memory: by the base's family, else by the non-expert keys."""
+        if self.base is not None and self.base.family is not None:
+            return self.base.family.in_memory
+        return next((n for n in BLOCKS if any(f".{n}." in key for key in self.nonexpert)), "mlp")
 
     def __repr__(self) -> str:
         halves = []
@@ -254,21 +401,6 @@ def _shown(adapter: Adapter, rank: str, alpha: str) -> str:
         except KtbridgeError:
             found.append(f"no {name.rpartition('_')[2]}")
     return ", ".join(found)
-
-
-def _at_rank(shape: tuple[int, ...], axis: int, rank: int) -> tuple[int, ...]:
-    return (*shape[:axis], rank, *shape[axis + 1 :]) if len(shape) == 2 else shape
-
-
-def _padded(piece: TensorRef, axis: int, rank: int) -> bytes:
-    """The bytes of a matrix with zeros up to ``rank``."""
-    data = piece.view()
-    rows, columns = piece.shape
-    size = len(data) // max(rows * columns, 1)
-    if axis == 0:
-        return bytes(data) + bytes((rank - rows) * columns * size)
-    more, width = bytes((rank - columns) * size), columns * size
-    return b"".join(bytes(data[row * width : (row + 1) * width]) + more for row in range(rows))
 
 
 def _number(value: object, path: Path) -> float:

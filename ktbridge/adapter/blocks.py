@@ -2,8 +2,8 @@
 
 All formats hold the same numbers in different orders, so a tensor is handled as bit patterns: uint16
 for BF16 and F16, uint32 for F32. Moving bits can't round, so every format is exact by construction.
-Only ``Block.to_bf16`` (rounding), ``Block.times`` (exact scaling) and ``Block.multiplied`` (in float32)
-change values.
+Only ``Block.to`` (rounding), ``Block.times`` (exact scaling) and ``Block.multiplied`` (in float32) change
+values.
 
 numpy is imported where values are read: a conversion between KT's own layouts only copies bytes.
 """
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Tensor, TensorRef
-from ktbridge.model.tensor import bf16_as_float32
+from ktbridge.model.tensor import as_float32
 from ktbridge.model.tensorfile import DTYPE_BITS
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     Bits = NDArray[Any]
@@ -76,23 +75,12 @@ class Block(NamedTuple):
             return self._replace(factor=self.factor * factor)
         return self._changed(self.dtype, factor, where)
 
-    def to_bf16(self, where: str) -> Block:
-        """Values rounded to bfloat16; KtbridgeError on loading if one would become infinite."""
-        parts = tuple(part.to_bf16(where) for part in self.parts)
-        if self.dtype == "BF16":
-            return self._replace(parts=parts)
-        if self.ref is not None:
-            return self._replace(dtype="BF16")
-        return self._changed("BF16", 1.0, where)._replace(parts=parts)
-
-    def to_f32(self) -> Block:
-        """Values widened to float32, exactly."""
-        parts = tuple(part.to_f32() for part in self.parts)
-        if self.dtype == "F32":
-            return self._replace(parts=parts)
-        if self.ref is not None:
-            return self._replace(dtype="F32", parts=parts)
-        return self._changed("F32", 1.0, "")._replace(parts=parts)
+    def to(self, dtype: str, where: str = "") -> Block:
+        """Values widened to "F32", or rounded to "BF16"; KtbridgeError on loading if one gets infinite."""
+        parts = tuple(part.to(dtype, where) for part in self.parts)
+        if dtype == self.dtype or self.ref is not None:
+            return self._replace(dtype=dtype, parts=parts)
+        return self._changed(dtype, 1.0, where)._replace(parts=parts)
 
     def multiplied(self, factor: float) -> Block:
         """Float32 values times any factor, each rounded once."""
@@ -257,15 +245,6 @@ def _changed(
     return changed
 
 
-def as_float32(data: memoryview | bytes | bytearray, dtype: str) -> NDArray[np.float32]:
-    """The values of a BF16, F16 or F32 buffer as a flat float32 array (exact)."""
-    import numpy as np
-
-    if dtype == "BF16":
-        return bf16_as_float32(data)
-    return np.frombuffer(data, np.float16 if dtype == "F16" else np.float32).astype(np.float32)
-
-
 def to_bf16(data: memoryview, dtype: str) -> bytes | None:
     """F32 or F16 values rounded to the nearest bfloat16, ties to even (IEEE 754).
 
@@ -273,13 +252,14 @@ def to_bf16(data: memoryview, dtype: str) -> bytes | None:
     """
     import numpy as np
 
+    from ktbridge.adapter import floats
+
     values = as_float32(data, dtype)
-    bits = values.view(np.uint32)
-    # Half of the last kept bit's unit, minus one if that bit is even.
-    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    nan = np.isnan(values)
-    rounded[nan] = (bits[nan] >> 16) | 0x40
-    if np.any(np.isfinite(values) & ((rounded & 0x7FFF) == 0x7F80)):
+    nan, finite = np.isnan(values), np.isfinite(values)
+    quiet = (values.view(np.uint32)[nan] >> 16) | 0x40
+    rounded = floats.to_bf16(values)
+    rounded[nan] = quiet
+    if np.any(finite & ((rounded & 0x7FFF) == 0x7F80)):
         return None
     return bytes(rounded.tobytes())
 

@@ -1,9 +1,9 @@
 """``convert_adapter``: an adapter of any format into any other, losslessly, or refused with the reason.
 
 A conversion is planned first, from headers alone (and, for PEFT's fused layout, the B matrices, whose
-zeros show how gate and up are arranged). A reader makes a ``Source`` of the input, a writer lists the
-directories of the format to write, and the plan is a list of steps: bytes of the input, or computed
-tensors, and the outputs they are appended to (``ktbridge.adapter.blocks``). Between KT's own layouts
+zeros show how gate and up are arranged). A reader makes an adapter of the input in the form of a raw one, a
+writer lists the directories of the format to write, and the plan is a list of steps: bytes of the input, or
+computed tensors, and the outputs they are appended to (``ktbridge.adapter.blocks``). Between KT's own layouts
 each tensor is a slice of an input tensor or is one, so that an output is a new header over the same
 bytes: a handful of long ranges, however many tensors there are.
 
@@ -22,19 +22,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.blocks import Block
 from ktbridge.adapter.checks.files import Hashes
 from ktbridge.adapter.checks.modules import check_modules, open_modules
 from ktbridge.adapter.formats import check_names, detect_format, reader_of, writer_of
-from ktbridge.adapter.formats.source import Request, Source
-from ktbridge.adapter.keys import parse_key
+from ktbridge.adapter.formats.raw_form import Request, change_dtype, fold, local_config
 from ktbridge.adapter.lora_config import overridden, peft_findings
+from ktbridge.adapter.manifest import trained_on
 from ktbridge.adapter.outputs import (
     Output,
     OutputDirectory,
@@ -85,7 +86,7 @@ class ConvertPlan:
     """
 
     given: Path
-    source: Source
+    adapter: Adapter
     outputs: list[Output]
     copies: list[Copy]
     bytes_in: int
@@ -96,9 +97,9 @@ class ConvertPlan:
         """JSON-ready: the outputs, and the ranges of input files that are copied to them."""
         layouts = [output.layout for output in self.outputs for _ in output.files]
         return {
-            "source": str(self.source.path),
-            "layout": self.source.format,
-            "tensors_in": self.source.tensors_in,
+            "source": str(self.adapter.path),
+            "layout": self.adapter.format,
+            "tensors_in": self.adapter.tensors_in,
             "bytes_in": self.bytes_in,
             "outputs": [output.as_dict() for output in self.outputs],
             "copies": [
@@ -195,64 +196,72 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
         given, from_format, options.get("base_model"), lora_alpha, options.get("unwrap", False)
     )
     try:
-        source = read_source(request, to)
+        adapter, findings = read_raw_form(request, to)
     except ProblemsError as error:
         places = check_places(given, paths, overwrite)
         raise ProblemsError(error.sentence, [*error.problems, *places]) from None
-    findings = source.findings
     incomplete = has_errors(findings)
-    where = str(source.path)
-    findings += check_places(source.path, paths, overwrite)
-    source.base_model = request.base_model or source.base_model
+    where = str(adapter.path)
+    findings += check_places(adapter.path, paths, overwrite)
+    adapter.base = local_config(request.base_model, adapter.base_model)
+    if request.base_model:
+        adapter.config["base_model_name_or_path"] = request.base_model
     findings = [item for item in findings if item.code != "KTB116"]
-    findings += _foreign_modules(source)
-    if not source.base_model:
+    findings += _foreign_modules(adapter)
+    if not adapter.base_model:
         findings.append(problem("KTB705", where, "names no base model"))
-    halves = {"experts": bool(source.experts), "nonexpert": bool(source.nonexpert)}
+    halves = {"experts": bool(adapter.experts), "nonexpert": bool(adapter.nonexpert)}
     findings += check_halves(where, paths, **halves)
-    findings += peft_findings(where, source.nonexpert_modules(), paths)
-    needed = source.blocks(paths)
+    findings += peft_findings(where, adapter.nonexpert_modules(), paths)
+    needed = _needed(adapter, paths)
     bytes_in = sum(block.nbytes for block in needed)
     if dtype == "bf16":
         findings += _rounded(where, needed)
-        source.round_to_bf16()
-    elif dtype == "f32":
-        source.widen()
-    findings += [] if incomplete else source.fold(to)
+    if dtype != "keep":
+        change_dtype(adapter, dtype.upper())
+    findings += [] if incomplete else fold(adapter, to)
     outputs: list[Output] = []
     for name in () if incomplete else _formats(to, paths):
-        made, refusals = writer_of(name)(source)
+        made, refusals = writer_of(name)(adapter)
         outputs += [output for output in made if output.layout in paths]
         findings += refusals
     if has_errors(findings):
         raise ProblemsError(f"{raw_dir} can't be converted", findings)
     for output in outputs:
         output.path = paths[output.layout]
-    copies = plan_copies(outputs, source.files if to in _OF_ENGINE else ())
-    return ConvertPlan(given, source, outputs, copies, bytes_in, findings, overwrite)
+    copies = plan_copies(outputs, adapter.stored if to in _OF_ENGINE else ())
+    return ConvertPlan(given, adapter, outputs, copies, bytes_in, findings, overwrite)
 
 
-def read_source(request: Request, to: str) -> Source:
+def read_raw_form(request: Request, to: str) -> tuple[Adapter, list[Problem]]:
     """The adapter of ``request``, at the alpha that it asks for, with the findings that matter for ``to``.
 
     Raises UsageError for an ambiguous format, and ProblemsError and KtbridgeError for an unreadable adapter.
     """
-    source = reader_of(request.format)(request)
-    source.findings = _of_interest(source.findings, to)
+    adapter, findings = reader_of(request.format)(request)
+    findings = _of_interest(findings, to)
     if request.lora_alpha is not None and request.format not in _SCALED:
-        source.findings += _override(source, request.lora_alpha)
-    source.base_models = request.base_model, source.base_model
-    return source
+        findings += _override(adapter, request.lora_alpha)
+    return adapter, findings
 
 
-def _foreign_modules(source: Source) -> Iterator[Problem]:
+def _needed(adapter: Adapter, layouts: Collection[str]) -> list[Block]:
+    """The tensors that these outputs need: an expert output no non-expert ones, and so on."""
+    experts, nonexpert = adapter.blocks()
+    return [
+        *(experts.values() if {*layouts} != {"nonexpert"} else ()),
+        *(nonexpert.values() if {*layouts} != {"expert"} else ()),
+    ]
+
+
+def _foreign_modules(adapter: Adapter) -> Iterator[Problem]:
     """Modules that the base model doesn't have, or that nobody knows where it isn't at hand."""
     modules = None
-    if source.base is not None:
+    if adapter.base is not None:
         with suppress(KtbridgeError):  # whether its weights are whole is no matter of a conversion
-            modules = open_modules(source.base)
-    keys = ((f"{source.path}: {name}", parse_key(name)) for name in sorted(source.nonexpert))
-    yield from check_modules(keys, modules)
+            modules = open_modules(adapter.base)
+    parts = sorted(adapter.nonexpert.items())
+    yield from check_modules(((f"{adapter.path}: {key}", p.key) for key, p in parts), modules)
 
 
 def _rounded(where: str, blocks: Sequence[Block]) -> Iterator[Problem]:
@@ -278,15 +287,14 @@ def _of_interest(findings: list[Problem], to: str) -> list[Problem]:
     ]
 
 
-def _override(source: Source, lora_alpha: float) -> list[Problem]:
+def _override(adapter: Adapter, lora_alpha: float) -> list[Problem]:
     """Apply an explicit alpha to the experts; without experts it has no effect."""
-    experts = bool(source.experts)
-    configured = source.alpha if experts else source.nonexpert_alpha
-    if experts and source.own_experts:
-        source.alpha *= lora_alpha / source.nonexpert_alpha
-    elif experts:
-        source.alpha = float(lora_alpha)
-    return list(overridden(str(source.path), lora_alpha, configured, experts))
+    experts = bool(adapter.experts)
+    configured = adapter.alpha if experts else adapter.rest.alpha
+    if experts:
+        common = adapter.alpha * (lora_alpha / adapter.rest.alpha)
+        adapter.given_alpha = common if adapter.own_experts else float(lora_alpha)
+    return list(overridden(str(adapter.path), lora_alpha, configured, experts))
 
 
 def _outputs(to: str, options: ConvertOptions) -> dict[str, PathLike | None]:
@@ -329,9 +337,9 @@ def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> Co
     with explained(stagings, sum(output.nbytes for output in plan.outputs)):
         _write(plan, on_progress, stagings)
     return ConvertReport(
-        source=str(plan.source.path),
-        layout=plan.source.format,
-        tensors_in=plan.source.tensors_in,
+        source=str(plan.adapter.path),
+        layout=plan.adapter.format,
+        tensors_in=plan.adapter.tensors_in,
         bytes_in=plan.bytes_in,
         outputs=tuple(output.as_dict() for output in plan.outputs),
         findings=tuple(plan.findings),
@@ -363,11 +371,11 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Sta
             directories.append(stack.enter_context(OutputDirectory(staging, output)))
         hashes = stack.enter_context(Hashes())
         hashes.start(plan.given)
-        with guarded(plan.source.stamps, "conversion") as check_stamps:
+        with guarded(plan.adapter.stamps, "conversion") as check_stamps:
             files = [file for directory in directories for file in directory.files.values()]
             write_steps(plan.copies, files, on_bytes)
             for directory in directories:
-                directory.finish(plan.source.trained_on)
+                directory.finish(trained_on(plan.adapter.manifest))
             problems = list(hashes.check(plan.given))
             check_stamps()
         if problems:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.blocks import as_float32
-
 Floats = NDArray[np.float32]
 LARGEST_E4M3 = 448.0
 
 
-def widened(values: NDArray[np.generic]) -> Floats:
-    """BF16 bits (uint16), F16 or F32 as float32, exactly."""
-    if values.dtype == np.uint16:
-        return as_float32(np.ascontiguousarray(values).data.cast("B"), "BF16").reshape(values.shape)
-    return values.astype(np.float32)
+def widened(values: NDArray[np.generic], out: Floats | None = None) -> Floats:
+    """BF16 bits (uint16), F16 or F32 as float32, exactly: in ``out``, where it is given, but for F32."""
+    if values.dtype == np.float32:
+        return values.view(np.float32) if out is not None else values.astype(np.float32)
+    found: Floats = np.empty(values.shape, np.float32) if out is None else out
+    if values.dtype == np.float16:
+        np.copyto(found, values)
+        return found
+    wide = found.view(np.uint32)
+    np.copyto(wide, values)
+    np.left_shift(wide, 16, out=wide)
+    return found
 
 
 def to_bf16(values: Floats) -> NDArray[np.uint16]:

@@ -11,16 +11,13 @@ which is exact if it is a power of two (only the exponent changes), and needs fl
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MAX_ALPHA, Adapter, is_number
 from ktbridge.adapter.keys import Key
+from ktbridge.adapter.numbers import Numbers, common_numbers
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 
@@ -71,57 +68,6 @@ def overridden(
         found = f"has no expert LoRA: --lora-alpha is not used, everything else keeps {own}"
         step = "leave --lora-alpha out"
         yield problem("KTB707", where, found, severity="warning", next_step=step)
-
-
-class Numbers(NamedTuple):
-    """Rank and alpha of one module, or of one half of an adapter.
-
-    ``over`` is what alpha is divided by where that isn't the tensors' own rank: 0 if it is.
-    """
-
-    rank: int
-    alpha: float
-    rslora: bool = False
-    over: int = 0
-
-    @property
-    def scale(self) -> float:
-        """The multiplier of B A: alpha/r, or alpha/sqrt(r) under rsLoRA."""
-        over = self.over or self.rank
-        return self.alpha / (math.sqrt(over) if self.rslora else over)
-
-    @property
-    def plain_alpha(self) -> float:
-        """The alpha that gives the same scale at the tensors' rank without rsLoRA."""
-        if self.over in (0, self.rank):
-            return self.alpha * (math.sqrt(self.rank) if self.rslora else 1.0)
-        if self.rslora:
-            return whole(self.scale * self.rank)
-        return float(Fraction(self.alpha) * self.rank / self.over)
-
-    def at(self, rank: int) -> Numbers:
-        """The numbers of the same scale with tensors of another rank."""
-        return self if rank == self.rank else self._replace(rank=rank, over=self.over or self.rank)
-
-    def ratio(self, other: Numbers) -> float | None:
-        """This scale over the other one if that is a power of two, exactly; None if it isn't."""
-        squared = self._squared / other._squared
-        up, down = squared.numerator, squared.denominator
-        if up & (up - 1) or down & (down - 1):
-            return None
-        exponent = up.bit_length() - down.bit_length()
-        return None if exponent % 2 else float(2.0 ** (exponent // 2))
-
-    @property
-    def _squared(self) -> Fraction:
-        over = self.over or self.rank
-        return Fraction(self.alpha) ** 2 / (over if self.rslora else over**2)
-
-
-def whole(alpha: float) -> float:
-    """``alpha``, as an integer if it is one within float error."""
-    near = round(alpha)
-    return float(near) if math.isclose(alpha, near, rel_tol=1e-15) else alpha
 
 
 def peft_numbers(config: Mapping[str, object], module: str) -> Numbers:
@@ -186,6 +132,8 @@ def _compiled(field: str, pattern: str) -> re.Pattern[str]:
 
 def numbers_of(adapter: Adapter, key: Key) -> Numbers:
     """Rank and alpha that the LoRA of one of the adapter's tensors was trained with."""
+    if key.module in adapter.own:
+        return adapter.own[key.module]
     if key.kind == "fused" or (key.kind == "expert" and trained_by_kt(adapter)):
         return Numbers(adapter.rank, adapter.alpha)
     numbers = module_numbers(adapter.config, key.module)
@@ -235,82 +183,50 @@ def check_trainer(adapter: Adapter) -> Iterator[Problem]:
     )
 
 
-def common_numbers(numbers: Iterable[Numbers], usual: Numbers) -> Numbers:
-    """One rank and alpha for several modules: the widest rank, and ``usual``'s scale if a module has it.
-
-    Otherwise the scale that most of them have.
-    """
-    counts = Counter(numbers)
-    if not counts:
-        return usual
-    rank = max(each.rank for each in counts)
-    scales: Counter[float] = Counter()
-    for each, count in counts.items():
-        scales[each.scale] += count
-    scale = usual.scale if usual.scale in scales else scales.most_common(1)[0][0]
-    alike = [each for each in counts if each.scale == scale]
-    return next((each for each in alike if each.rank == rank), alike[0].at(rank))
-
-
 def half_numbers(adapter: Adapter, half: str) -> Numbers:
     """Return what is common to the modules of one half, "expert" or "nonexpert"."""
     if half == "nonexpert":
         found = [numbers_of(adapter, part.key) for part in adapter.nonexpert.values()]
-        rslora = bool(adapter.config.get("use_rslora"))
-        return common_numbers(
-            found, Numbers(adapter.nonexpert_rank, adapter.nonexpert_alpha, rslora)
-        )
+        return common_numbers(found, adapter.rest)
     sources = (stack.sources for (_, _, name), stack in adapter.experts.items() if name == "A")
     found = [numbers_of(adapter, part.key) for parts in sources for part in parts]
     return common_numbers(found, Numbers(adapter.rank, adapter.alpha))
 
 
-def fold_patterns(adapter: Adapter) -> tuple[dict[str, float], list[Problem]]:
-    """Factors for B per module where its scale isn't its half's, and findings about them.
-
-    Infos where a conversion into one scale is exact, errors elsewhere. Both patterns are removed from the
-    adapter's configuration, since they are resolved here.
-    """
+def check_folding(adapter: Adapter) -> list[Problem]:
+    """Report scales that aren't their half's: infos where folding them into B is exact, else errors."""
     where = str(adapter.path / CONFIG_FILE)
-    config = adapter.config
-    fields = [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
-    factors: dict[str, float] = {}
-    findings: list[Problem] = []
-    if not fields:
-        return factors, findings
+    patterns = {name: adapter.config.get(name) for name in ("rank_pattern", "alpha_pattern")}
+    if not any(isinstance(pattern, dict) and pattern for pattern in patterns.values()):
+        return []
+    parts = [part for part in adapter.tensors() if part.key.half == "B" and part.key.module]
+    folded: set[str] = set()
     try:
         halves = {
             half: half_numbers(adapter, half)
-            for half, parts in (("expert", adapter.experts), ("nonexpert", adapter.nonexpert))
-            if parts
+            for half, there in (("expert", adapter.experts), ("nonexpert", adapter.nonexpert))
+            if there
         }
-        for part in adapter.tensors():
+        for part in parts:
             module = part.key.module
-            if part.key.half != "B" or not module:
-                continue
-            half = "nonexpert" if part.key.kind == "lora" else "expert"
-            own, common = numbers_of(adapter, part.key), halves[half]
-            factor = own.ratio(common)
-            if factor is None:
+            own = numbers_of(adapter, part.key)
+            common = halves["nonexpert" if part.key.kind == "lora" else "expert"]
+            if (ratio := own.ratio(common)) is None:
                 found = f"gives {module} alpha {own.alpha:g} at rank {own.rank}, a scale of {own.scale:g}"
                 expected = f"{common.scale:g}, as others have, times a power of two"
                 step = UNFOLDED.format(path=adapter.path)
-                findings.append(problem("KTB109", where, found, expected, next_step=step))
-                break
-            if factor != 1.0:
-                factors[module] = factor
-        else:
-            if factors:
-                step = f"nothing: it is folded into B of {len(factors)} modules, exactly"
-                found = f"{' and '.join(fields)} {'is' if len(fields) == 1 else 'are'} set"
-                findings.append(problem("KTB109", where, found, severity="info", next_step=step))
+                return [problem("KTB109", where, found[:300], expected[:300], next_step=step)]
+            if ratio != 1.0:
+                folded.add(module)
     except KtbridgeError as error:
         code = "KTB108" if "rank_pattern" in error.sentence else "KTB109"
-        findings.append(
-            problem(code, where, error.sentence[:300], next_step=error.next_step or None)
-        )
-    adapter.config = {name: value for name, value in config.items() if name not in fields}
-    return factors, findings
+        return [problem(code, where, error.sentence[:300], next_step=error.next_step or None)]
+    if not folded:
+        return []
+    fields = [name for name, pattern in patterns.items() if pattern]
+    found = f"{' and '.join(fields)} {'is' if len(fields) == 1 else 'are'} set"
+    step = f"nothing: it is folded into B of {len(folded)} modules, exactly"
+    return [problem("KTB109", where, found, severity="info", next_step=step)]
 
 
 # What holds scales that no power of two relates: for KTB109 and KTB703.
@@ -318,32 +234,6 @@ UNFOLDED = (
     "ktbridge merge, which takes each module's own scale, or ktbridge convert {path} with --dtype f32, "
     "which multiplies B in float32"
 )
-
-
-def common_scale(
-    where: str, experts: Numbers, rest: Numbers, same_rank: bool = True
-) -> tuple[float, list[Problem]]:
-    """Factor for non-expert B when one configuration has the experts' scale.
-
-    Without ``same_rank`` the loader divides alpha by each tensor's own rank, so ranks may differ.
-    """
-    step = (
-        "write kt-split, raw or peft-fused, which hold a rank and a scale for either half, or, for the "
-        "scale alone, multiply B in float32 with --dtype f32"
-    )
-    if same_rank and experts.rank != rest.rank:
-        found = f"experts have rank {experts.rank}, everything else has rank {rest.rank}"
-        return 1.0, [problem("KTB702", where, found, "one rank", next_step=step)]
-    served = Numbers(rest.rank, experts.plain_alpha)  # alpha/r as the loader makes it of one alpha
-    ratio = rest.ratio(served)
-    if ratio is not None:
-        return ratio, []
-    found = (
-        f"experts are scaled by {experts.scale:g}, everything else by {rest.scale:g}, "
-        "and one configuration can't hold both without rounding"
-    )
-    refused = problem("KTB703", where, found, "a ratio that is a power of two", next_step=step)
-    return rest.scale / served.scale, [refused]
 
 
 def pattern_fields(
@@ -377,31 +267,23 @@ def expert_scales(adapter: Adapter, layer: int, projection: str) -> dict[int, fl
     return {expert: numbers_of(adapter, part.key).scale for expert, part in stack.parts.items()}
 
 
-def kept_fields(config: Mapping[str, object]) -> dict[str, object]:
-    """The fields preserved from the input's configuration."""
+def build_config(
+    adapter: Adapter, rank: int, alpha: float, modules: Iterable[str], *, nonexpert: bool = True
+) -> dict[str, object]:
+    """The configuration of an output at ``alpha/rank``; without ``nonexpert``, of experts alone.
+
+    Of the adapter's own fields it keeps those that an output may have.
+    """
+    config = adapter.config
     kept = {name: config[name] for name in _KEPT if config.get(name) not in (None, "")}
     if "use_rslora" in config:
         kept["use_rslora"] = False  # included in lora_alpha
-    return kept
-
-
-def build_config(
-    kept: Mapping[str, object],
-    base_model: str | None,
-    rank: int,
-    alpha: float,
-    modules: Iterable[str],
-    *,
-    nonexpert: bool = True,
-) -> dict[str, object]:
-    """The configuration of an output at ``alpha/rank``; without ``nonexpert``, of experts alone."""
-    places = {} if nonexpert else dict.fromkeys(_PLACES)
     return {
         "task_type": "CAUSAL_LM",
         "lora_dropout": 0.0,
-        **{name: value for name, value in kept.items() if name not in places},
+        **{name: value for name, value in kept.items() if nonexpert or name not in _PLACES},
         "peft_type": "LORA",
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": adapter.base_model,
         "bias": "none",
         "inference_mode": True,
         "r": rank,

@@ -25,21 +25,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.checks.layers import numbers
 from ktbridge.adapter.floats import Floats
 from ktbridge.adapter.merge_plan import Delta, Deltas, Matrix, Pair
-from ktbridge.adapter.storage import QuantizedStorage
+from ktbridge.adapter.storage import NUMPY_TYPES, QuantizedStorage
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.kernel_choice import choose_isa, has_kernels
 from ktbridge.model import Checkpoint, Entry, TensorFile, TensorRef
+from ktbridge.model.tensor import as_float32
 
 BLOCK = 1 << 17  # values of one block, which fits a core's L2
 _BAND = 1 << 16  # values of a quantized weight, of some 60 bytes each
 _TILE = 32  # columns of a right factor that the kernels read together: ``_kernels.DOUBLE``
-_STORED: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 KEPT = 0.5
 """Share of a delta's squared norm below which quantization lost more of it than it kept."""
 
@@ -170,7 +169,7 @@ class Merger:
     ) -> Iterator[tuple[int, Buffer]]:
         """One matrix with its delta, block by block."""
         products = products_of(matrix, delta)
-        stored = np.dtype(_STORED[delta.entry.dtype])
+        stored = np.dtype(NUMPY_TYPES[delta.entry.dtype])
         step = max(1, min(delta.rows, BLOCK // max(1, delta.columns)))
         block = self._buffer(step * delta.columns, stored).reshape(step, delta.columns)
         changed = 0

@@ -10,28 +10,22 @@ rewritten in place, with the same size and time, is another directory.
 from __future__ import annotations
 
 import os
-import threading
-from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from ktbridge.adapter.adapter import FUSED_FILE, Adapter
-from ktbridge.adapter.blocks import Block, bytes_of
 from ktbridge.adapter.checks.inventory import check_read
-from ktbridge.adapter.convert import convert_adapter, read_source
+from ktbridge.adapter.convert import convert_adapter, read_raw_form
 from ktbridge.adapter.formats import BY_KT, READABLE, check_from, find_sign
-from ktbridge.adapter.formats.source import Request, Source
+from ktbridge.adapter.formats.raw_form import Request, change_dtype, fold
 from ktbridge.adapter.manifest import MANIFEST_FILE
-from ktbridge.adapter.outputs import Output, PathLike
-from ktbridge.adapter.scan import classify, layout_of, require, scan_adapter
+from ktbridge.adapter.outputs import PathLike
+from ktbridge.adapter.scan import require, scan_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.files import digests
-from ktbridge.files.digests import Stamp
 from ktbridge.files.publish import user_cache
-from ktbridge.model import Entry, TensorFile, resolve_model
+from ktbridge.model import resolve_model
 from ktbridge.model.jsonfile import read_json_file
 
 # Part of every key of the cache: bump it when the conversion's output changes, to invalidate old results.
@@ -45,72 +39,6 @@ _CODES = {
     "gguf": "KTB016",
     "mlx": "KTB019",
 }
-_HELD = 8  # tensors of a converted file in memory: more than a layer's experts have
-
-
-class ConvertedFile(TensorFile):
-    """A file of a raw adapter that isn't on disk: each tensor is made of another format's when it is read.
-
-    ``path`` is the adapter that was given. The last few tensors stay in memory, because they are read
-    expert by expert.
-    """
-
-    def __init__(self, path: Path, output: Output, name: str) -> None:
-        entries: dict[str, Entry] = {}
-        self._blocks: list[tuple[int, Block]] = []
-        position = 0
-        for piece in output.files[name]:
-            (key,) = piece.keys
-            end = position + piece.block.nbytes
-            entries[key] = Entry(key, piece.block.dtype, piece.shape, position, end)
-            self._blocks.append((position, piece.block))
-            position = end
-        super().__init__(path, entries, {}, Stamp(position, 0, 0))
-        self._name = name
-        self._held: OrderedDict[int, memoryview] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def view(self, start: int, end: int) -> memoryview:
-        number = self._number(start)
-        first, block = self._blocks[number]
-        if end <= first + block.nbytes:
-            return self._bytes(number)[start - first : end - first]
-        return self.read(start, end)
-
-    def read_into(self, start: int, buffer: memoryview, descriptor: int | None = None) -> None:
-        filled = 0
-        while filled < len(buffer):
-            number = self._number(start + filled)
-            first, block = self._blocks[number]
-            inside = start + filled - first
-            count = min(block.nbytes - inside, len(buffer) - filled)
-            buffer[filled : filled + count] = self._bytes(number)[inside : inside + count]
-            filled += count
-
-    @contextmanager
-    def opened(self) -> Iterator[int]:
-        yield -1  # the blocks open the files they are made of
-
-    def release(self, start: int = 0, end: int | None = None) -> None:
-        with self._lock:
-            self._held.clear()
-
-    def _number(self, place: int) -> int:
-        """The tensor that has the byte at ``place``."""
-        return max(0, bisect_right(self._blocks, place, key=lambda row: row[0]) - 1)
-
-    def _bytes(self, number: int) -> memoryview:
-        with self._lock:  # merging reads from several threads
-            if number not in self._held:
-                self._held[number] = bytes_of(self._blocks[number][1].load())
-                while len(self._held) > _HELD:
-                    self._held.popitem(last=False)
-            self._held.move_to_end(number)
-            return self._held[number]
 
 
 def open_adapter(
@@ -161,8 +89,8 @@ def scan_any(
         evidence = f"the {adapter.layout} layout"
     base = None if base_model is None else os.fspath(base_model)
     try:
-        source = read_source(Request(given, name, base), "raw")
-        adapter = _as_raw(source, given)
+        adapter, findings = read_raw_form(Request(given, name, base), "raw")
+        findings += _fold(adapter)
     except ProblemsError as error:
         return None, list(error.problems)
     except UsageError:
@@ -170,10 +98,26 @@ def scan_any(
     except KtbridgeError as error:
         code = format_code(name) if name == "gguf" else "KTB001"
         return None, [problem(code, str(path), error.sentence, next_step=error.next_step or None)]
-    findings, adapter.format = source.findings, _format_of(source, name)
+    adapter.path = given  # of GGUF it may be the directory
+    adapter.hold(*adapter.blocks())
+    if adapter.format not in READABLE:  # one of KT's layouts, by the option which writes it
+        adapter.format = "kt-merged" if name == "kt" else name
     told = "as asked for" if from_format != "auto" else f"found: {evidence}"
     adapter.reading = f"{path}: read as {adapter.format} ({told})"
     return adapter, findings
+
+
+def _fold(adapter: Adapter) -> list[Problem]:
+    """Give the adapter the scales and the configuration that a raw one would be written with."""
+    from ktbridge.adapter.formats.kt import raw_config
+
+    findings = fold(adapter, "raw")
+    if has_errors(findings):  # nothing is stored: float32 has room for any scale
+        change_dtype(adapter, "F32")
+        findings = fold(adapter, "raw")
+    adapter.config = adapter.trained_as = raw_config(adapter)
+    adapter.own, adapter.own_experts = {}, {}
+    return findings
 
 
 def reading_note(adapter: Adapter) -> Problem:
@@ -197,41 +141,6 @@ def is_own(path: PathLike) -> bool:
         layout = read_json_file(given / MANIFEST_FILE).get("layout")
         return layout in (None, "raw", "expert", "nonexpert", "merged")
     return False
-
-
-def _format_of(source: Source, name: str) -> str:
-    """The name of the format that was read; of KT's layouts that of the option which writes it."""
-    if source.format in READABLE:
-        return source.format
-    return "kt-merged" if name == "kt" else name
-
-
-def _as_raw(source: Source, given: Path) -> Adapter:
-    """The adapter that a conversion to the raw layout would write, without writing it."""
-    from ktbridge.adapter.formats.kt import write_raw
-
-    findings = source.fold("raw")
-    if has_errors(findings):  # nothing is stored: float32 has room for any scale
-        source.widen()
-        findings = source.fold("raw")
-    source.findings += findings
-    (output,), _ = write_raw(source)
-    kept = {key: value for key, value in (source.manifest or {}).items() if key != "layout"}
-    manifest = {
-        "version": 1,
-        "status": "ready",
-        **kept,
-        "lora": {"rank": output.rank, "alpha": float(output.alpha)},
-    }
-    adapter = Adapter(given, output.config, manifest)
-    adapter.widened = source.widened
-    adapter.stamps = source.stamps
-    for name in output.files:
-        file = ConvertedFile(given, output, name)
-        adapter.files.append(file)
-        classify(adapter, file)
-    adapter.layout = layout_of(adapter)
-    return adapter
 
 
 # --- directories for engines that load them by themselves ------------------------------------------

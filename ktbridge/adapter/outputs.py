@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE, Adapter, is_number
 from ktbridge.adapter.blocks import Block
 from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, fused_tensors
 from ktbridge.adapter.writer import Copy, OutputFile, Target
@@ -100,6 +100,10 @@ class Output:
             "alpha": int(self.alpha) if float(self.alpha).is_integer() else self.alpha,
             "target_modules": self.config["target_modules"] + sorted(leaves),
         }
+
+
+# A writer lists the directories of its format, and what keeps it from representing the adapter.
+Writer = Callable[[Adapter], tuple[list[Output], list[Problem]]]
 
 
 def plan_copies(outputs: Sequence[Output], files: Sequence[TensorFile] = ()) -> list[Copy]:

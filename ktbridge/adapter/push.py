@@ -13,10 +13,10 @@ from pathlib import Path
 
 from ktbridge.adapter.adapter import CONFIG_FILE, Adapter
 from ktbridge.adapter.card import Evaluation, read_evaluation, write_card
-from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import MANIFEST_FILE, dump_json
 from ktbridge.adapter.opening import open_adapter
 from ktbridge.adapter.outputs import DATA_FILE, LOG_FILE, OURS, REFUSED_FILE
+from ktbridge.adapter.scan import check_links
 from ktbridge.adapter.validate import validate_adapter
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors

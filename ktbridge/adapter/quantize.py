@@ -15,10 +15,11 @@ used: for normally distributed weights the mean squared error is 18 % below that
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,19 +28,45 @@ from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.floats import widened
 from ktbridge.adapter.keys import PROJECTIONS
 from ktbridge.adapter.requantize import Part, Plan, array, copied, make_plan
+from ktbridge.adapter.storage import NUMPY_TYPES
 from ktbridge.errors import KtbridgeError
 from ktbridge.kernel_choice import choose_isa
 from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import ExpertHome, expert_home
+from ktbridge.model.tensorfile import DTYPE_BITS
 
-STORAGES = ("int8", "int4")
+
+class IntegerFormat(NamedTuple):
+    """Codes of ``per_code`` values each, and a scale for ``group`` values (0: a row), of a matrix [out, in].
+
+    ``described``: compressed-tensors' words for it.
+    """
+
+    codes: str
+    dtype: str
+    per_code: int
+    scale: str
+    group: int
+    described: tuple[str, dict[str, object]]
+
+    def shapes(self, out: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of codes and scales."""
+        return (out, width // self.per_code), (out, width // (self.group or width))
+
+
 GROUP = 32
 """Values that share an INT4 scale."""
-_PACKED = 8  # INT4 values in an int32
-_AT_ONCE = (
-    1 << 22
-)  # values a worker takes at a time: what Python does for them is little beside the kernel
+STORAGES = {
+    "int8": IntegerFormat(
+        "weight", "I8", 1, "F32", 0, ("int-quantized", {"num_bits": 8, "strategy": "channel"})
+    ),
+    "int4": IntegerFormat(
+        "weight_packed", "I32", 8, "BF16", GROUP,
+        ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": GROUP}),
+    ),
+}  # fmt: skip
+_AT_ONCE = 1 << 22  # values a worker takes at a time: what Python does is little beside the kernel
 
 
 def plan_quantize(
@@ -81,10 +108,12 @@ def plan_quantize(
 
 def stored_bytes(count: int, hidden: int, inner: int, storage: str) -> int:
     """Bytes of ``count`` experts' gate, up [inner, hidden] and down [hidden, inner] in ``storage``."""
-    weights, rows = 3 * hidden * inner, 2 * inner + hidden
-    if storage == "int8":
-        return count * (weights + 4 * rows)
-    return count * (weights // 2 + 2 * weights // GROUP + 3 * 16)
+    layout, total = STORAGES[storage], 0
+    for out, width in ((inner, hidden), (inner, hidden), (hidden, inner)):
+        shapes = zip((layout.dtype, layout.scale), layout.shapes(out, width), strict=True)
+        total += sum(math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in shapes)
+        total += 16 * (layout.per_code > 1)  # the shape
+    return count * total
 
 
 def _layer(
@@ -163,27 +192,22 @@ def _parts(
         rows = matrix()[first:last]
         return quantized(widened(rows) if rows.dtype == np.float16 else rows, storage, entry.name)
 
-    shard = checkpoint.shard(entry.name)
+    shard, layout = checkpoint.shard(entry.name), STORAGES[storage]
     out, width = matrix().shape
-    if storage == "int8":
-        outputs = (
-            (f"{stem}.weight", "I8", (out, width)),
-            (f"{stem}.weight_scale", "F32", (out, 1)),
-        )
-        yield Part(shard, outputs, out, width, make, at_once=_AT_ONCE)
-        return
-    if width % GROUP:
+    if width % (layout.group or 1):
+        found = f"has rows of {width} values (expected groups of {layout.group})"
         raise KtbridgeError(
-            f"{entry.name} of {checkpoint.path} has rows of {width} values (expected groups of {GROUP})",
-            "quantize to INT8 instead",
+            f"{entry.name} of {checkpoint.path} {found}", "quantize to INT8 instead"
         )
+    codes, scales = layout.shapes(out, width)
     outputs = (
-        (f"{stem}.weight_packed", "I32", (out, width // _PACKED)),
-        (f"{stem}.weight_scale", "BF16", (out, width // GROUP)),
+        (f"{stem}.{layout.codes}", layout.dtype, codes),
+        (f"{stem}.weight_scale", layout.scale, scales),
     )
     yield Part(shard, outputs, out, width, make, at_once=_AT_ONCE)
-    shape = ((f"{stem}.weight_shape", "I64", (2,)),)
-    yield Part(shard, shape, 1, 1, lambda *_: (np.array([out, width], np.int64),), beside=True)
+    if layout.per_code > 1:
+        shape = ((f"{stem}.weight_shape", "I64", (2,)),)
+        yield Part(shard, shape, 1, 1, lambda *_: (np.array([out, width], np.int64),), beside=True)
 
 
 def quantized(
@@ -195,11 +219,9 @@ def quantized(
     """
     from ktbridge import _kernels
 
-    count, width = rows.shape
-    codes: NDArray[np.generic] = np.empty((count, width // _PACKED), np.int32)
-    scales: NDArray[np.generic] = np.empty((count, width // GROUP), np.uint16)
-    if storage == "int8":
-        codes, scales = np.empty((count, width), np.int8), np.empty((count, 1), np.float32)
+    layout, (count, width) = STORAGES[storage], rows.shape
+    dtypes = zip(layout.shapes(count, width), (layout.dtype, layout.scale), strict=True)
+    codes, scales = (np.empty(shape, NUMPY_TYPES[dtype]) for shape, dtype in dtypes)
     values = np.require(rows, requirements=("C", "A"))  # files may have values at odd addresses
     finite = _kernels.quantize(
         choose_isa(), values.ctypes.data, values.dtype == np.uint16, count, width, storage == "int8",
@@ -244,13 +266,8 @@ def _said(checkpoint: Checkpoint, converted: set[str], storage: str) -> dict[str
     """Return what was done, in compressed-tensors' words. Draft layers' experts keep their bytes."""
     kept = (name for name in checkpoint if ".experts." in name and name not in converted)
     layers = {match.group() for name in kept if (match := re.search(r"layers\.\d+\.", name))}
-    weights: dict[str, Any] = {"type": "int", "symmetric": True, "dynamic": False}
-    if storage == "int8":
-        form = "int-quantized"
-        weights |= {"num_bits": 8, "strategy": "channel"}
-    else:
-        form = "pack-quantized"
-        weights |= {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+    form, own = STORAGES[storage].described
+    weights = {"type": "int", "symmetric": True, "dynamic": False, **own}
     targets = [r"re:.*\.experts\.\d+\.\w+$"]
     return {
         "quant_method": "compressed-tensors",

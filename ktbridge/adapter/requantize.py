@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge.adapter.rewrite import CHECKPOINT_FILE, Rewrite, Shard
+from ktbridge.adapter.storage import NUMPY_TYPES
 from ktbridge.adapter.writer import Buffer, Copy, Target, Task
 from ktbridge.model import Checkpoint, Entry, TensorRef
 from ktbridge.model.checkpoint import INDEX_FILE
@@ -32,14 +33,6 @@ BLOCK = 1 << 17  # values a worker takes at a time: 512 KB in float32, to stay i
 _HELD = 1 << 27  # bytes written until the source's pages are let go
 # Where loaders would find the old storage.
 _OBSOLETE = r"(?:hf_quant|quant|quantize|quantization)_config\.json|recipe\.yaml"
-_STORED = {
-    "BF16": np.uint16,
-    "F16": np.float16,
-    "F32": np.float32,
-    "I8": np.int8,
-    "I32": np.int32,
-    "I64": np.int64,
-}
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,7 @@ def make_plan(
 def array(checkpoint: Checkpoint, entry: Entry) -> NDArray[np.generic]:
     """A tensor as a view into its mapped shard; BF16 as its bits in uint16, 8-bit floats in uint8."""
     data = checkpoint.tensor(entry.name).data
-    return np.frombuffer(data, _STORED.get(entry.dtype, np.uint8)).reshape(entry.shape)
+    return np.frombuffer(data, NUMPY_TYPES.get(entry.dtype, np.uint8)).reshape(entry.shape)
 
 
 def copied(checkpoint: Checkpoint, entry: Entry) -> Part:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ktbridge import __version__
-from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import dump_json
+from ktbridge.adapter.scan import check_links
 from ktbridge.adapter.writer import Copy, OutputFile, Task, explained, guarded, write_steps
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem

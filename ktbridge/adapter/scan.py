@@ -10,7 +10,7 @@ import copy
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from ktbridge.adapter.adapter import (
 )
 from ktbridge.adapter.checks import many
 from ktbridge.adapter.keys import CANONICAL, is_expert_like, parse_key, peft_key, plain_name
-from ktbridge.adapter.links import check_links
 from ktbridge.adapter.manifest import MANIFEST_FILE, MAX_BYTES
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
@@ -138,8 +137,7 @@ def _scan(
     twice: list[tuple[Part, Part]] = []
     names: set[str] = set()
     for file in adapter.files:
-        twice += classify(adapter, file)
-        names |= note_spellings(adapter, file)
+        twice += _classify(adapter, file, names)
     if len(names) > 1:
         problems.append(_several(path, names))
         return None
@@ -354,9 +352,11 @@ def _elsewhere(experts: str) -> bool:
     return key.is_vision or key.is_draft
 
 
-def classify(adapter: Adapter, file: TensorFile) -> list[tuple[Part, Part]]:
-    """Add a file's tensors to the adapter by role; returns duplicates, each with the first one."""
-    twice: list[tuple[Part, Part]] = []
+def _classify(adapter: Adapter, file: TensorFile, names: set[str]) -> Iterator[tuple[Part, Part]]:
+    """Add a file's tensors to the adapter by role; yields duplicates, each with the first one.
+
+    Those under other names than PEFT's are listed as well; the adapters' names in them go into ``names``.
+    """
     for entry in file.entries.values():
         part = Part(file, entry, parse_key(entry.name))
         key = part.key
@@ -381,18 +381,10 @@ def classify(adapter: Adapter, file: TensorFile) -> list[tuple[Part, Part]]:
         else:
             adapter.leftovers.append(part)
         if other is not None and other is not part:
-            twice.append((part, other))
-    return twice
-
-
-def note_spellings(adapter: Adapter, file: TensorFile) -> set[str]:
-    """List the file's tensors under other names than PEFT's; returns the adapters' names in them."""
-    names: set[str] = set()
-    for entry in file.entries.values():
+            yield part, other
         spelling = plain_name(entry.name)
         if spelling.name == entry.name:
             continue
-        part = Part(file, entry, parse_key(spelling.name))
         extra = [f"{WRAPPER} {name}" for name in spelling.wrappers]
         if spelling.adapter:
             names.add(spelling.adapter)
@@ -401,7 +393,6 @@ def note_spellings(adapter: Adapter, file: TensorFile) -> set[str]:
             extra.append(LOST)
         for text in extra:
             adapter.respelled.setdefault(text, []).append(part)
-    return names
 
 
 def _several(path: Path, names: set[str]) -> Problem:
@@ -440,3 +431,31 @@ def layout_of(adapter: Adapter) -> Layout:
     if not adapter.experts:
         return "nonexpert"
     return "merged" if adapter.nonexpert else "expert"
+
+
+# --- links: they may lead to files of the reader's own, which nobody meant to have read, copied or uploaded
+
+
+def leads_out(path: Path) -> Path | None:
+    """Return a link's target, if it is there, and neither in its directory nor in the Hub's cache.
+
+    There a snapshot consists of links into its repository's blobs.
+    """
+    if not path.is_symlink() or not path.exists():
+        return None
+    target, place = Path(os.path.realpath(path)), Path(os.path.realpath(path.parent))
+    within = [place]
+    for above in place.parents:
+        if above.name == "snapshots":
+            within.append(above.parent / "blobs")
+    return None if any(one in target.parents for one in within) else target
+
+
+def check_links(paths: Iterable[Path]) -> Iterator[Problem]:
+    """KTB930 for each link among ``paths`` that leads out."""
+    for path in paths:
+        if target := leads_out(path):
+            copy = f"cp --remove-destination {shlex.quote(str(target))} {shlex.quote(str(path))}"
+            step = f"if that is meant, put the file there: {copy}"
+            found = f"is a link to {target}"
+            yield problem("KTB930", str(path), found, "a file in its directory", next_step=step)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ktbridge.adapter.blocks import BITS, as_float32
+from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.floats import (
     E2M1,
     E2M1_STEPS,
@@ -46,9 +46,14 @@ from ktbridge.adapter.floats import (
 )
 from ktbridge.errors import KtbridgeError
 from ktbridge.model import Checkpoint, Entry
+from ktbridge.model.tensor import as_float32
 
 KNOWN = "block FP8, and INT8 and INT4 as compressed-tensors stores them"
-_NUMPY = {"F8_E4M3": np.uint8, "I8": np.int8, "I32": np.int32, "U8": np.uint8}
+NUMPY_TYPES: Mapping[str, type[np.generic]] = {
+    "BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E4M3": np.uint8, "I8": np.int8,
+    "I32": np.int32, "I64": np.int64, "U8": np.uint8,
+}  # fmt: skip
+"""Types by which numpy holds values or codes; those that it doesn't have as bits."""
 _TINY = np.finfo(np.float32).tiny  # no scale is denormal
 _EXPONENT = np.uint32(0x7F800000)
 # 2 ** -bits of mantissa, and the least distance between two values.
@@ -158,7 +163,7 @@ class Storage(ABC):
 
     def _array(self, checkpoint: Checkpoint, entry: Entry, start: int, end: int) -> NDArray[Any]:
         data = _bytes(checkpoint, entry, start, end)
-        return np.frombuffer(data, _NUMPY[entry.dtype]).reshape(-1, entry.shape[-1])
+        return np.frombuffer(data, NUMPY_TYPES[entry.dtype]).reshape(-1, entry.shape[-1])
 
     @property
     def _groups(self) -> int:
@@ -193,15 +198,7 @@ class PlainStorage(Storage):
 
     def widen(self, bits: NDArray[Any], out: Floats) -> Floats:
         """Return what ``bits`` mean, in ``out`` where it isn't the same memory anyway."""
-        if self.codes.dtype == "F32":
-            return bits.view(np.float32)
-        if self.codes.dtype == "F16":
-            np.copyto(out, bits.view(np.float16))
-        else:
-            wide = out.view(np.uint32)
-            np.copyto(wide, bits)
-            np.left_shift(wide, 16, out=wide)
-        return out
+        return widened(bits.view(NUMPY_TYPES[self.codes.dtype]), out)
 
     def steps_of(self, values: Floats, out: Floats) -> Floats:
         """Return the distances from ``values`` to the next larger value, in ``out``."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.base import Base, check_base, check_identity
-from ktbridge.adapter.checks.config import check_config, folded
+from ktbridge.adapter.checks.config import check_config
 from ktbridge.adapter.checks.files import Hashes, check_files
 from ktbridge.adapter.checks.inventory import check_inventory
 from ktbridge.adapter.checks.layers import check_gaps
@@ -26,6 +26,7 @@ from ktbridge.adapter.checks.set import check_set, source_of
 from ktbridge.adapter.engines import ENGINE, Contract, check_engine, contract_for
 from ktbridge.adapter.formats import BY_KT, loaded_by
 from ktbridge.adapter.keys import PROJECTIONS
+from ktbridge.adapter.lora_config import check_folding
 from ktbridge.adapter.opening import format_code, is_own, scan_any
 from ktbridge.adapter.scan import scan_adapter, with_stacks
 from ktbridge.codes import problem
@@ -192,7 +193,7 @@ def _structures(
             yield from check_files(served, use)
         if adapter.layout == "raw" or (adapter is source and _trained(adapter)):
             use = Use.INPUT
-            yield from folded(adapter)[2]
+            yield from check_folding(adapter)
         for item in check_structure(adapter, use, modules):
             # Its reader has seen that all layers are alike: a projection that none has was not trained.
             if not (adapter.format and item.code == "KTB203" and not _is_kt(contract)):

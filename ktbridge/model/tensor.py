@@ -57,7 +57,7 @@ class Tensor:
         import numpy as np
 
         if self.dtype == "BF16":
-            return bf16_as_float32(self.data).reshape(self.shape)
+            return as_float32(self.data, self.dtype).reshape(self.shape)
         if self.dtype not in _NUMPY:
             raise self._has_no("numpy", "tensor.torch() has its FP8 types, tensor.data the bytes.")
         return np.frombuffer(self.data, _NUMPY[self.dtype]).reshape(self.shape).copy()
@@ -81,8 +81,10 @@ class Tensor:
         return KtbridgeError(f"{self.name} is {self.dtype}, which {package} doesn't have.", step)
 
 
-def bf16_as_float32(data: memoryview | bytes | bytearray) -> NDArray[np.float32]:
-    """The values of a BF16 buffer as a flat float32 array (exact)."""
+def as_float32(data: memoryview | bytes | bytearray, dtype: str) -> NDArray[np.float32]:
+    """The values of a BF16, F16 or F32 buffer as a flat float32 array (exact), a copy."""
     import numpy as np
 
-    return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "BF16":
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, np.float16 if dtype == "F16" else np.float32).astype(np.float32)

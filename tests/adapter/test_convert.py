@@ -92,7 +92,7 @@ def test_a_plan_joins_neighbors_and_uses_every_byte_once(make_raw, tmp_path):
     assert not (tmp_path / "e").exists()
     assert len(plan.copies) == 2  # one range a file
     assert [target.file for target in plan.copies[0].targets] == [0, 1]
-    sizes = [sum(entry.nbytes for entry in f.entries.values()) for f in plan.source.files]
+    sizes = [sum(entry.nbytes for entry in f.entries.values()) for f in plan.adapter.stored]
     assert plan.bytes_in == sum(sizes)
     told = json.loads(json.dumps(plan.as_dict()))
     assert told["copies"][0]["start"] == plan.copies[0].source.start

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from shlex import quote
 
 from ktbridge.adapter.adapter import (
@@ -19,8 +17,8 @@ from ktbridge.adapter.checks import Use
 from ktbridge.adapter.keys import CANONICAL, is_named
 from ktbridge.adapter.lora_config import (
     UNFOLDED,
+    check_folding,
     check_trainer,
-    fold_patterns,
     numbers_of,
     patterns_of,
     peft_numbers,
@@ -146,23 +144,6 @@ def _unread(adapter: Adapter, where: str) -> Iterator[Problem]:
         yield problem("KTB114", where, f"init_lora_weights is {start!r}")
 
 
-def folded(adapter: Adapter) -> tuple[Adapter, dict[str, float], list[Problem]]:
-    """The adapter without rank_pattern and alpha_pattern, with factors for B instead, and findings.
-
-    As in conversion: infos where the factors are exact, errors elsewhere.
-    """
-    patterns = [adapter.config.get(name) for name in ("rank_pattern", "alpha_pattern")]
-    if not any(isinstance(pattern, dict) and pattern for pattern in patterns):
-        return adapter, {}, []
-    without = copy.copy(adapter)
-    factors, findings = fold_patterns(without)
-    return (
-        without,
-        factors,
-        [replace(item, found=item.found[:300], expected=item.expected[:300]) for item in findings],
-    )
-
-
 def _patterns(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     """Yield what isn't followed in patterns, and, if served as it is, what engines ignore of them."""
     config, told = adapter.config, False
@@ -184,7 +165,7 @@ def _patterns(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     if not use.served:
         return
     modules.pop("", None)  # a raw tensor of all experts is no module of PEFT's
-    foldable = not has_errors(folded(adapter)[2])
+    foldable = not has_errors(check_folding(adapter))
     step = convert_step(adapter) if foldable else UNFOLDED.format(path=quote(str(adapter.path)))
     ranks = [module for module, own in modules.items() if own.rank != usual.rank]
     alphas = [module for module, own in modules.items() if own.alpha != usual.alpha]

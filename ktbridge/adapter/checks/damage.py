@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part
-from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.checks import many
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, Severity
 from ktbridge.model import TensorRef
 from ktbridge.model.families import ROUTER
+from ktbridge.model.tensor import as_float32
 
 MOST_SHARDS = 64
 FAR = 1000.0

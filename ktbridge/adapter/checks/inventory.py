@@ -101,6 +101,13 @@ def check_read(adapter: Adapter) -> Iterator[Problem]:
     yield from (item for item in found if item.code in ("KTB217", "KTB218"))
 
 
+def check_tensors(adapter: Adapter) -> Iterator[Problem]:
+    """Every mismatch of halves, layers, ranks, sizes and dtypes in an adapter that a reader made."""
+    yield from _experts(adapter, Use.SERVED_BY_SGLANG)
+    yield from _nonexpert_pairs(adapter)
+    yield from _shapes(adapter, made=True)
+
+
 def _leftovers(adapter: Adapter) -> Iterator[Problem]:
     by_rule: dict[tuple[str, str], list[Part]] = defaultdict(list)
     heads = {part.key.module for part in adapter.nonexpert.values() if _is_head(part)}
@@ -264,7 +271,7 @@ def _attention_partners(adapter: Adapter) -> Iterator[Problem]:
     yield from many("KTB210", headless, "is adapted without gate_proj", "gate_proj and up_proj")
 
 
-def _shapes(adapter: Adapter) -> Iterator[Problem]:
+def _shapes(adapter: Adapter, made: bool = False) -> Iterator[Problem]:
     dtypes = [part for part in adapter.tensors() if part.entry.dtype not in BITS]
     if dtypes:
         yield from many("KTB303", dtypes, f"is {dtypes[0].entry.dtype}", "BF16, F16 or F32")
@@ -273,7 +280,7 @@ def _shapes(adapter: Adapter) -> Iterator[Problem]:
     witness = lora.get("rank") if adapter.layout == "raw" and isinstance(lora, dict) else None
     if type(serving_rank) is not int or serving_rank <= 0:
         return  # already reported; each tensor would be reported again
-    patterned = bool(adapter.config.get("rank_pattern"))
+    patterned = bool(adapter.config.get("rank_pattern") or adapter.own)
 
     def own_rank(part: Part) -> object:
         if part.key.kind == "fused" or (part.key.kind != "lora" and trained_by_kt(adapter)):
@@ -295,7 +302,8 @@ def _shapes(adapter: Adapter) -> Iterator[Problem]:
     yield from many("KTB302", odd, "is not a matrix", "[r, in] or [out, r]")
     found = f"has another rank than {'rank_pattern gives it' if patterned else 'r'}"
     yield from many("KTB301", wrong, found, f"rank {own_rank(wrong[0])}" if wrong else "")
-    yield from _expert_shapes(adapter, own_rank, "KTB301" if witness is None else "KTB105")
+    code = "KTB301" if witness is None or made else "KTB105"
+    yield from _expert_shapes(adapter, own_rank, code)
 
 
 def _expert_shapes(

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part, last_part
-from ktbridge.adapter.blocks import as_float32, scaled_exactly, to_bf16
+from ktbridge.adapter.blocks import BITS, block_of, bytes_of, padded
 from ktbridge.adapter.lora_config import expert_scales, half_numbers, numbers_of
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import TensorRef
+from ktbridge.model.tensor import as_float32
 
 
 def source_of(adapters: Sequence[Adapter]) -> Adapter | None:
@@ -220,43 +221,31 @@ def _first_difference(
 
 def _same(source: TensorRef, served: TensorRef, half: str, factor: float) -> bool:
     """Return whether a matrix is the source's times ``factor``, with zeros up to a wider rank."""
-    if source.shape == served.shape and math.isclose(factor, 1.0, rel_tol=1e-9):
-        # Equal bytes are right as long as the configuration carries the whole scale.
-        return _bytes(source, served.dtype) == _bytes(served, served.dtype)
+    whole = math.isclose(factor, 1.0, rel_tol=1e-9)  # the configuration carries the scale
+    if whole and source[3:] == served[3:]:
+        # memoryviews are compared element by element in a slow loop, bytes with memcmp.
+        return bytes(source.view()) == bytes(served.view())
     axis = 0 if half == "A" else 1
     if len(source.shape) != 2 or len(served.shape) != 2 or source.shape[axis] > served.shape[axis]:
         return False
-    if source.shape[1 - axis] != served.shape[1 - axis]:
+    known = served.dtype in (source.dtype, "BF16", "F32") and {source.dtype, served.dtype} <= {
+        *BITS
+    }
+    if source.shape[1 - axis] != served.shape[1 - axis] or not known:
         return False
     import numpy as np
 
-    data = _bytes(source, served.dtype)
-    if data is None:
+    exact = whole or math.frexp(factor)[0] == 0.5
+    if not exact and served.dtype != "F32":
         return False
-    exact = math.frexp(factor)[0] == 0.5
-    scaled = scaled_exactly(memoryview(data), served.dtype, factor) if exact else None
-    if not exact and served.dtype == "F32":
-        values = as_float32(data, "F32") * np.float64(factor)
-        scaled = values.astype(np.float32).tobytes()
-    if scaled is None:
+    expected = padded(block_of(source).to(served.dtype), axis, served.shape[axis])
+    try:
+        bits = (expected if whole else expected.scaled(factor, "")).load()
+    except KtbridgeError:  # it would round
         return False
-    expected = as_float32(scaled, served.dtype).reshape(source.shape)
-    now = as_float32(bytes(served.view()), served.dtype)
-    ours = now.reshape(served.shape)
-    kept, zeros = np.split(ours, [source.shape[axis]], axis)
-    near = np.array_equal(kept, expected) or (not exact and np.allclose(kept, expected, rtol=1e-6))
-    return bool(near and not zeros.any())
-
-
-def _bytes(piece: TensorRef, dtype: str) -> bytes | None:
-    """A matrix in ``dtype``, as conversion writes it; None if it can't."""
-    view = piece.view()
-    if piece.dtype == dtype:
-        # memoryviews are compared element by element in a slow loop, bytes with memcmp.
-        return bytes(view)
-    if dtype == "F32" and piece.dtype in ("F16", "BF16"):
-        return as_float32(view, piece.dtype).tobytes()
-    return to_bf16(view, piece.dtype) if dtype == "BF16" and piece.dtype in ("F16", "F32") else None
+    wanted, now = (as_float32(x, served.dtype) for x in (bytes_of(bits), served.view()))
+    near = np.array_equal(wanted, now) or (not exact and np.allclose(now, wanted, rtol=1e-6))
+    return bool(near)
 
 
 def _release(*adapters: Adapter) -> None:

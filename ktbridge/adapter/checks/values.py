@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktbridge.adapter.adapter import Adapter, ExpertStack, Part
-from ktbridge.adapter.blocks import as_float32
 from ktbridge.adapter.checks import many
 from ktbridge.adapter.checks.damage import BLOCK_FORMATS, Pair, Side, check_damage
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.publish import OnProgress
 from ktbridge.model import TensorFile
+from ktbridge.model.tensor import as_float32
 
 _BUFFER = 1 << 19
 _REPORT_BYTES = 1 << 25

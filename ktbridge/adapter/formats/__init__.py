@@ -1,7 +1,7 @@
 """All adapter formats for a MoE model's LoRA: one row each, one file per group of similar ones.
 
-A reader turns a directory into a :class:`~ktbridge.adapter.formats.source.Source`; a writer is a
-pure function from that to the directories it would write. This table lists the formats, whether a
+A reader makes an adapter in the form of a raw one of a directory, and reads no tensor; a writer is a pure
+function from that to the directories it would write. This table lists the formats, whether a
 round trip through the raw layout preserves the bytes, and which engines load them. Readers and
 writers are imported when they are needed: most need numpy, those of KT's own layouts don't.
 """
@@ -19,7 +19,8 @@ from ktbridge.errors import UsageError
 from ktbridge.model.tensorfile import MAX_HEADER_BYTES, MAX_NAME
 
 if TYPE_CHECKING:
-    from ktbridge.adapter.formats.source import Reader, Writer
+    from ktbridge.adapter.formats.raw_form import Reader
+    from ktbridge.adapter.outputs import Writer
 
 
 class AdapterFormat(NamedTuple):
@@ -96,19 +97,21 @@ _SIGNS = {
 
 def reader_of(name: str) -> Reader:
     """The reader of a readable format, or of what ``detect_format`` returned."""
-    readers = {row.name: row.reader for row in FORMATS}
-    return cast("Reader", _function((readers | _GROUPS)[name]))
+    return cast("Reader", _function(_GROUPS.get(name) or _row(name).reader))
 
 
 def writer_of(name: str) -> Writer:
     """The writer of a writable format."""
-    writers = {row.name: row.writer for row in FORMATS}
-    return cast("Writer", _function(writers[name]))
+    return cast("Writer", _function(_row(name).writer))
 
 
 def loaded_by(name: str) -> str:
     """The tools that load a format, in words."""
-    return next(row.loaded_by for row in FORMATS if row.name == name)
+    return _row(name).loaded_by
+
+
+def _row(name: str) -> AdapterFormat:
+    return next(row for row in FORMATS if row.name == name)
 
 
 def _function(name: str) -> object:
@@ -129,15 +132,13 @@ def check_from(name: str) -> None:
 
 
 def _check_name(flag: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(_unknown(flag, value), f"use {', '.join(known)}")
-
-
-def _unknown(flag: str, value: str) -> str:
-    found = next((row for row in FORMATS if row.name == value), None)
-    if found is not None:  # a read-only format
-        return f"{flag} {value} can't be done: it is {found.exact.rpartition('; ')[2]}"
-    return f"{flag} {value} is not a name we know"
+    if value in known:
+        return
+    found = f"{flag} {value} is not a name we know"
+    for row in FORMATS:
+        if row.name == value:  # a read-only format
+            found = f"{flag} {value} can't be done: it is {row.exact.rpartition('; ')[2]}"
+    raise UsageError(found, f"use {', '.join(known)}")
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,23 +26,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ktbridge.adapter.adapter import CONFIG_FILE, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Slot, is_number
 from ktbridge.adapter.blocks import BITS, Block
-from ktbridge.adapter.formats.gguf_header import check_header
-from ktbridge.adapter.formats.source import (
-    Request,
-    Source,
-    check_source,
-    fail_if,
-    local_config,
-    refusal,
-)
+from ktbridge.adapter.checks.inventory import check_tensors
+from ktbridge.adapter.formats.raw_form import Request, fail_if, local_config, one_scale, raw_form
 from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
-from ktbridge.adapter.links import check_links
-from ktbridge.adapter.lora_config import build_config, kept_fields
+from ktbridge.adapter.lora_config import build_config
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.adapter.outputs import Output, Rows, piece
-from ktbridge.adapter.scan import refuse_sparse
+from ktbridge.adapter.scan import check_links, refuse_sparse
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.files.digests import take_stamps
@@ -95,6 +88,17 @@ _GRAPHS = {
 _MOVED = "llama.cpp rearranges this module's weights, and an adapter to it would have to follow"
 
 
+# Limits of a header.
+_MAX_BYTES = 1 << 24  # of a header
+_MAX_TENSORS = 20_000  # five times what the adapter of all modules of a hundred layers has
+_MAX_FIELDS = 1_000
+_MAX_ITEMS = 10_000  # of all arrays together
+_MAX_NAME = 1_000  # bytes
+_MAX_DIMENSIONS = 4  # ggml's own
+_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by type
+_STRING, _ARRAY = 8, 9
+
+
 def _graph(architecture: str) -> _Graph:
     return _GRAPHS.get(architecture, _Graph())
 
@@ -110,25 +114,26 @@ def _package() -> Any:
     return gguf
 
 
-def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
+def write_gguf(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     """One GGUF file, with adapter_config.json beside it."""
-    package, base = _package(), source.base
+    package, base = _package(), adapter.base
     family = family_of(base.model_type) if base else None
     architecture = family.llama_cpp if family else ""
     if base is None or not architecture:
         what = f"for {base.model_type!r}" if base else "without the base model's config.json"
         step = "pass --base-model with a model directory of a supported family"
         found = f"can't be named as llama.cpp names tensors {what}"
-        return [], [refusal(str(source.path), found, step)]
+        return [], [problem("KTB720", str(adapter.path), found, next_step=step)]
     # llama.cpp divides alpha by each tensor's rank: only the alphas must match.
-    rank, alpha, factor, problems = source.one_scale(same_rank=False)
-    names = _names(package, architecture, max((*source.layers, base.num_layers)) + 1)
+    rank, alpha, factor, problems = one_scale(adapter, same_rank=False)
+    names = _names(package, architecture, max((*adapter.expert_layers(), base.num_layers)) + 1)
+    experts, nonexpert = adapter.blocks()
     pieces = [
         piece(f"blk.{layer}.ffn_{projection}_exps.weight.lora_{half.lower()}", block)
-        for (layer, projection, half), block in sorted(source.experts.items())
+        for (layer, projection, half), block in sorted(experts.items())
     ]
-    problems += [*_unapplied(source, architecture), *_other_experts(source, base)]
-    for key, block in sorted(source.nonexpert.items()):
+    problems += [*_unapplied(adapter, architecture), *_other_experts(adapter, base)]
+    for key, block in sorted(nonexpert.items()):
         parsed = parse_key(key)
         if parsed.leaf in _graph(architecture).unapplied:
             continue
@@ -138,51 +143,52 @@ def write_gguf(source: Source) -> tuple[list[Output], list[Problem]]:
             if parsed.half == "A":
                 found = reason or f"has no name in llama.cpp's {architecture}"
                 step = "leave the module out of training, or merge it into the base model"
-                problems.append(refusal(f"{source.path}: {key}", found, step))
+                problems.append(problem("KTB720", f"{adapter.path}: {key}", found, next_step=step))
             continue
         if parsed.half == "B":
             block = _permuted(block, parsed, architecture, base, back=False)
-            block = block.times(factor, f"{source.path}: {key}")
+            block = block.times(factor, f"{adapter.path}: {key}")
         pieces.append(piece(f"{name}.weight.lora_{parsed.half.lower()}", block))
-    modules = [*source.expert_modules(), *source.nonexpert_modules()]
-    config = build_config(source.kept, source.base_model, rank, alpha, modules)
+    modules = [*adapter.expert_modules(), *adapter.nonexpert_modules()]
+    config = build_config(adapter, rank, alpha, modules)
     metadata = {
         "general.architecture": architecture,
         "general.type": "adapter",
-        "general.name": Path(str(source.base_model or "adapter")).name,
+        "general.name": Path(str(adapter.base_model or "adapter")).name,
         "adapter.type": "lora",
         "adapter.lora.alpha": alpha,
         # Our own keys: llama.cpp has none for these, and loaders ignore unknown keys.
-        "ktbridge.base_model": str(source.base_model or ""),
-        "ktbridge.module_prefix": source.module_prefix(),
+        "ktbridge.base_model": str(adapter.base_model or ""),
+        "ktbridge.module_prefix": adapter.module_prefix(),
     }
     if float(np.float32(alpha)) != alpha:
         found = f"alpha {alpha!r} is not a float32, which is what GGUF holds"
-        problems.append(refusal(str(source.path / CONFIG_FILE), found, "choose another format"))
+        where, step = str(adapter.path / CONFIG_FILE), "choose another format"
+        problems.append(problem("KTB720", where, found, next_step=step))
     output = Output("gguf", config, {GGUF_FILE: pieces}, rank, alpha)
     output.header = partial(_header, metadata)
     output.alignment = package.GGUF_DEFAULT_ALIGNMENT
     return [output], problems
 
 
-def _unapplied(source: Source, architecture: str) -> Iterator[Problem]:
+def _unapplied(adapter: Adapter, architecture: str) -> Iterator[Problem]:
     """KTB630, once for all modules whose LoRA llama.cpp would load and never apply."""
-    keys = [parse_key(key) for key in source.nonexpert]
+    keys = [part.key for part in adapter.nonexpert.values()]
     found = {(k.leaf, k.layer) for k in keys if k.leaf in _graph(architecture).unapplied}
     if found:
         names = ", ".join(sorted({leaf for leaf, _ in found}))
         layers = len({layer for _, layer in found})
         where = f"{layers} layer{'s' * (layers > 1)}"
         what = f"LoRA of {names} in {where}, which llama.cpp's {architecture} never applies"
-        yield problem("KTB630", str(source.path), what)
+        yield problem("KTB630", str(adapter.path), what)
 
 
-def _other_experts(source: Source, base: ModelConfig) -> Iterator[Problem]:
+def _other_experts(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
     """KTB604: llama.cpp compares no number of experts; too many are ignored, too few end the process."""
-    counts = {block.shape[0] for block in source.experts.values()}
+    counts = {stack.count for stack in adapter.experts.values()}
     if base.num_experts and counts - {base.num_experts}:
         found = f"LoRA for {', '.join(map(str, sorted(counts)))} experts"
-        yield problem("KTB604", str(source.path), found, f"{base.num_experts} experts")
+        yield problem("KTB604", str(adapter.path), found, f"{base.num_experts} experts")
 
 
 def _header(metadata: dict[str, object], name: str, rows: Rows) -> bytes:
@@ -213,7 +219,7 @@ def _header(metadata: dict[str, object], name: str, rows: Rows) -> bytes:
     return header + bytes(-len(header) % package.GGUF_DEFAULT_ALIGNMENT)
 
 
-def read_gguf(request: Request) -> Source:
+def read_gguf(request: Request) -> tuple[Adapter, list[Problem]]:
     """A GGUF adapter: a file, or the one ``.gguf`` file in a directory.
 
     Raises KtbridgeError for anything but a LoRA adapter whose tensors are BF16, F16 or F32.
@@ -246,15 +252,14 @@ def read_gguf(request: Request) -> Source:
     kind = (fields.get("general.type"), fields.get("adapter.type"))
     if kind != ("adapter", "lora"):
         raise KtbridgeError(f"{file} is not a LoRA adapter", "pass an adapter, not a model")
-    source = _source(package, file, request, fields, tensors)
-    source.stamps = stamps
-    source.manifest = _beside(path, MANIFEST_FILE)
-    return source
+    made, warnings = _arranged(package, file, request, fields, tensors)
+    made.stamps = stamps
+    return made, warnings
 
 
-def _source(
+def _arranged(
     package: Any, file: Path, request: Request, fields: dict[str, object], tensors: list[Any]
-) -> Source:
+) -> tuple[Adapter, list[Problem]]:
     config = _beside(request.path, CONFIG_FILE)
     named = config.get("base_model_name_or_path") or fields.get("ktbridge.base_model")
     base_model = str(named) if named else None
@@ -269,8 +274,9 @@ def _source(
         name: module for module, name in _names(package, architecture, _layers(tensors)).items()
     }
     alpha = fields.get("adapter.lora.alpha")
-    source = Source(file, "gguf", 0, 0.0, 0, 0.0, base_model=base_model, prefix=prefix)
-    source.kept = kept_fields(config)
+    experts: dict[Slot, Block] = {}
+    nonexpert: dict[str, Block] = {}
+    ranks = [0, 0]  # of experts and of all others, by the first tensor
     findings: list[Problem] = []
     for tensor in tensors:
         match = _NAME.fullmatch(tensor.name)
@@ -281,9 +287,12 @@ def _source(
             findings.append(problem("KTB201" if match is None else "KTB303", where, what))
             continue
         layer, name, half = int(match[1]), match[2], match[3].upper()
+        if len(block.shape) != (3 if name in _EXPERTS else 2):
+            findings.append(problem("KTB302", where, f"has shape {list(block.shape)}"))
+            continue
         if name in _EXPERTS:
-            source.experts[layer, _EXPERTS[name], half] = block
-            source.rank = source.rank or (block.shape[1 if half == "A" else 2])
+            experts[layer, _EXPERTS[name], half] = block
+            ranks[0] = ranks[0] or block.shape[1 if half == "A" else 2]
             continue
         module = modules.get(f"blk.{layer}.{name}")
         if module is None:
@@ -291,25 +300,27 @@ def _source(
             continue
         key = peft_key(f"{prefix}{module.removeprefix('model.')}", half)
         if reason := _refused(parse_key(key), architecture):
-            findings.append(refusal(where, reason, "convert the adapter from its training output"))
+            step = "convert the adapter from its training output"
+            findings.append(problem("KTB720", where, reason, next_step=step))
             continue
         if half == "B":
             block = _permuted(block, parse_key(key), architecture, base, back=True)
-        source.nonexpert[key] = block
-        source.nonexpert_rank = source.nonexpert_rank or block.shape[0 if half == "A" else 1]
-    source.rank = source.rank or source.nonexpert_rank
-    source.nonexpert_rank = source.nonexpert_rank or source.rank
-    # llama.cpp: no alpha means a scale of one.
-    source.alpha = float(alpha) if is_number(alpha) else float(source.rank)
-    source.nonexpert_alpha = float(alpha) if is_number(alpha) else float(source.nonexpert_rank)
-    source.tensors_in = len(tensors)
-    source.findings = [
-        replace(item, severity="warning") for item in _unapplied(source, architecture)
-    ]
+        nonexpert[key] = block
+        ranks[1] = ranks[1] or block.shape[0 if half == "A" else 1]
     if not tensors:
         findings.append(problem("KTB003", str(file), "has no LoRA tensors"))
-    fail_if(file, [*findings, *check_source(source)])
-    return source
+    fail_if(file, findings)
+    rank, rest = ranks[0] or ranks[1], ranks[1] or ranks[0]
+    # llama.cpp: no alpha means a scale of one.
+    alphas = [float(alpha) if is_number(alpha) else float(each) for each in (rank, rest)]
+    told = {**config, "r": rest, "lora_alpha": alphas[1], "base_model_name_or_path": base_model}
+    told |= dict.fromkeys({"use_rslora"} & {*told}, False)
+    made = raw_form(Adapter(file, told, _beside(request.path, MANIFEST_FILE)), "gguf")
+    made.manifest = {**(made.manifest or {}), "lora": {"rank": rank, "alpha": alphas[0]}}
+    made.prefix, made.tensors_in = prefix, len(tensors)
+    made.hold(experts, nonexpert)
+    fail_if(file, [*check_tensors(made)])
+    return made, [replace(item, severity="warning") for item in _unapplied(made, architecture)]
 
 
 def _beside(path: Path, name: str) -> dict[str, object]:
@@ -394,3 +405,96 @@ def _permuted(
         block.shape,
         lambda bits: bits.reshape(*split, -1).swapaxes(1, 2).reshape(block.shape),
     )
+
+
+def check_header(file: Path) -> None:
+    """Walk the header before gguf's reader does, which makes arrays for every number in it.
+
+    That follows arrays in arrays without end, too: a header of some megabytes would take gigabytes, or end in
+    RecursionError. Raises ValueError for a header that isn't whole, or is more than an adapter's; OSError of
+    the file. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        _Header(stream.read(_MAX_BYTES), size).check()
+
+
+class _Header:
+    """``data``: the file's beginning; ``size``: all of its bytes."""
+
+    def __init__(self, data: bytes, size: int) -> None:
+        self._data, self._size = data, size
+        self._at = 0
+        self._order = "<"
+        self._items = 0
+
+    def check(self) -> None:
+        if self._take(4) != b"GGUF":
+            raise ValueError("it doesn't begin with GGUF")
+        version = self._number("I")
+        if version & 0xFFFF == 0:  # the other byte order
+            self._order = ">"
+        tensors, fields = self._number("Q"), self._number("Q")
+        for count, most, what in (
+            (tensors, _MAX_TENSORS, "tensors"),
+            (fields, _MAX_FIELDS, "fields"),
+        ):
+            if count > most:
+                raise ValueError(f"it has {count:,} {what}; an adapter has at most {most:,}")
+        for _ in range(fields):
+            self._text(_MAX_NAME)
+            self._value(self._number("I"))
+        for _ in range(tensors):
+            self._tensor()
+
+    def _value(self, kind: int) -> None:
+        if kind in _SCALARS:
+            self._take(_SCALARS[kind])
+        elif kind == _STRING:
+            self._text(_MAX_BYTES)
+        elif kind == _ARRAY:
+            kind, count = self._number("I"), self._number("Q")
+            self._items += count
+            if self._items > _MAX_ITEMS:
+                raise ValueError(f"it has an array of {count:,} items, which no adapter has")
+            if kind == _ARRAY:
+                raise ValueError("it has an array of arrays, which no adapter has")
+            for _ in range(count):
+                self._value(kind)
+        else:
+            raise ValueError(f"it has a field of the unknown type {kind}")
+
+    def _tensor(self) -> None:
+        name = self._text(_MAX_NAME)
+        count = self._number("I")
+        if count > _MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {count:,} dimensions; {_MAX_DIMENSIONS} are the most")
+        elements = 1
+        for _ in range(count):
+            elements *= self._number("Q")
+        self._take(4)
+        offset = self._number("Q")
+        # No type takes less than a bit per element.
+        if offset > self._size or not 0 < elements <= 8 * self._size:
+            raise ValueError(
+                f"{name} has {elements:,} elements at byte {offset:,}, not in the file"
+            )
+
+    def _text(self, most: int) -> str:
+        size = self._number("Q")
+        if size > most:
+            raise ValueError(f"it has a text of {size:,} bytes; {most:,} are the most")
+        return self._take(size).decode()
+
+    def _number(self, kind: str) -> int:
+        number: int = struct.unpack(self._order + kind, self._take(struct.calcsize(kind)))[0]
+        return number
+
+    def _take(self, count: int) -> bytes:
+        end = self._at + count
+        if end > len(self._data):
+            if end <= self._size:
+                raise ValueError(f"its header is longer than {_MAX_BYTES:,} bytes")
+            raise ValueError(f"it ends inside what begins at byte {self._at}")
+        taken, self._at = self._data[self._at : end], end
+        return taken

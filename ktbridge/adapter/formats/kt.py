@@ -16,30 +16,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE, Adapter
-from ktbridge.adapter.blocks import Block, block_of
+from ktbridge.adapter.adapter import MODEL_FILE, Adapter, MadeFile
+from ktbridge.adapter.blocks import Block
 from ktbridge.adapter.checks import Use
+from ktbridge.adapter.checks.inventory import check_tensors
 from ktbridge.adapter.checks.sglang import unserved
 from ktbridge.adapter.checks.vllm import MIXED_FLAG
 from ktbridge.adapter.formats import BY_KT
-from ktbridge.adapter.formats.source import (
+from ktbridge.adapter.formats.raw_form import (
     ExpertPair,
+    Pairs,
     Request,
-    Source,
-    check_source,
     fail_if,
-    note,
-    refusal,
+    one_scale,
+    raw_form,
+    stack_experts,
 )
-from ktbridge.adapter.keys import HALVES, PEFT_PREFIX, expert_key, fused_key, parse_key
+from ktbridge.adapter.keys import HALVES, PEFT_PREFIX, expert_key
 from ktbridge.adapter.lora_config import (
-    Numbers,
     apply_alpha,
     build_config,
     expert_numbers,
     numbers_of,
     pattern_fields,
 )
+from ktbridge.adapter.numbers import Numbers
 from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.adapter.scan import scan_adapter
 from ktbridge.adapter.validate import check_structure
@@ -50,7 +51,7 @@ from ktbridge.errors import Problem, ProblemsError
 ExpertKey = Callable[[int, int, str, str], str]
 
 
-def read_kt(request: Request) -> Source:
+def read_kt(request: Request) -> tuple[Adapter, list[Problem]]:
     """A raw, expert, non-expert or merged directory, or PEFT's with one module an expert, as vLLM serves it.
 
     Each module has the scale of whoever trained it (``lora_config.numbers_of``); an explicit alpha means
@@ -60,9 +61,10 @@ def read_kt(request: Request) -> Source:
     path = request.path
     adapter, findings = _opened(request)
     fail_if(path, [item for item in findings if item.code != "KTB203"])
-    source = _numbers(adapter, request)
-    source.findings = findings
-    pairs: dict[tuple[int, str], ExpertPair] = {}
+    vllm = request.format == "vllm"
+    made = raw_form(adapter, "vllm" if vllm else adapter.layout)
+    made.stored = [] if vllm else adapter.files
+    pairs: Pairs = {}
     for layer, projection, half in adapter.experts:
         stacks = [adapter.experts.get((layer, projection, name)) for name in HALVES]
         if half == "B" or any(stack is None for stack in stacks):
@@ -74,21 +76,22 @@ def read_kt(request: Request) -> Source:
                 missing = stack.count - len(stack.parts)
                 found = f"{projection}_proj.lora_{name} lacks {missing} experts"
                 fail_if(path, [*findings, problem("KTB203", f"{path}: layer {layer}", found)])
-            blocks = tuple(block_of(part.ref) for part in stack.sources)
+            blocks = tuple(part.block for part in stack.sources)
             halves.append(blocks[0] if stack.fused else blocks)
         numbers = expert_numbers(adapter, layer, projection)
         pairs[layer, projection] = ExpertPair(halves[0], halves[1], numbers)
-    if pairs:
-        source.place_experts(pairs, Numbers(adapter.rank, adapter.alpha))
-    for key, part in adapter.nonexpert.items():
-        source.nonexpert[key] = block_of(part.ref)
+    usual = Numbers(adapter.rank, adapter.alpha) if pairs else made.rest
+    experts = stack_experts(made, pairs, usual)
+    nonexpert = {key: part.block for key, part in adapter.nonexpert.items()}
+    for part in adapter.nonexpert.values():
         own = numbers_of(adapter, part.key)
-        if own != source.rest:
-            source.own[part.key.module] = own
-    source.tensors_in = sum(block.tensors for block in source.blocks(()))
-    mismatches = [item for item in check_source(source) if item.code != "KTB203"]
+        if own != made.rest:
+            made.own[part.key.module] = own
+    made.hold(experts, nonexpert)
+    made.tensors_in = sum(block.tensors for block in (*experts.values(), *nonexpert.values()))
+    mismatches = [item for item in check_tensors(made) if item.code != "KTB203"]
     fail_if(path, [*findings, *mismatches] if mismatches else [])
-    return source
+    return made, findings
 
 
 def _opened(request: Request) -> tuple[Adapter, list[Problem]]:
@@ -114,124 +117,123 @@ def _opened(request: Request) -> tuple[Adapter, list[Problem]]:
     return adapter, findings
 
 
-def _numbers(adapter: Adapter, request: Request) -> Source:
-    """A source without tensors: ranks, alphas and origin."""
-    vllm = request.format == "vllm"
-    source = Source.of(adapter, "vllm" if vllm else adapter.layout, 0, 0.0)
-    # Without experts, the manifest's expert entries are ignored.
-    source.rank, source.alpha = source.nonexpert_rank, source.nonexpert_alpha
-    source.files = [] if vllm else adapter.files
-    return source
-
-
-def write_raw(source: Source) -> tuple[list[Output], list[Problem]]:
+def write_raw(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     """Return what training writes; the configuration keeps rsLoRA, the manifest has the experts' alpha."""
-    numbers = source.nonexpert_rank, source.nonexpert_alpha
-    if not source.nonexpert:
-        numbers = source.rank, source.alpha
-    modules = source.nonexpert_modules()
-    config = build_config(source.kept, source.base_model, *numbers, modules)
-    config["use_rslora"] = source.use_rslora and bool(source.nonexpert)
-    config |= pattern_fields({m: (own.rank, own.alpha) for m, own in source.own.items()}, numbers)
-    files = {MODEL_FILE: source.nonexpert_pieces()}
-    if source.experts:
-        experts = {
-            fused_key(layer, f"{projection}_lora_{half.lower()}"): block
-            for (layer, projection, half), block in source.experts.items()
-        }
-        files[FUSED_FILE] = [piece(key, block) for key, block in sorted(experts.items())]
-    stored = "bf16" if source.experts else None
-    return [Output("raw", config, files, source.rank, source.alpha, weight_format=stored)], []
+    made = [file for file in adapter.files if isinstance(file, MadeFile)]
+    files = {file.name: [piece(*tensor) for tensor in file.blocks.items()] for file in made}
+    stored = "bf16" if adapter.experts else None
+    config = raw_config(adapter)
+    return [Output("raw", config, files, adapter.rank, adapter.alpha, weight_format=stored)], []
 
 
-def write_split(source: Source) -> tuple[list[Output], list[Problem]]:
+def raw_config(adapter: Adapter) -> dict[str, object]:
+    """The configuration that training writes, with patterns for modules that have a scale of their own."""
+    numbers = adapter.rest.rank, adapter.rest.alpha
+    if not adapter.nonexpert:
+        numbers = adapter.rank, adapter.alpha
+    config = build_config(adapter, *numbers, adapter.nonexpert_modules())
+    config["use_rslora"] = adapter.rest.rslora and bool(adapter.nonexpert)
+    return config | pattern_fields(
+        {module: (own.rank, own.alpha) for module, own in adapter.own.items()}, numbers
+    )
+
+
+def write_split(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     """The expert and the non-expert directory, each only if it has tensors."""
     outputs = []
-    if source.experts:
-        rank, alpha, modules = source.rank, source.alpha, source.expert_modules()
-        config = build_config(source.kept, source.base_model, rank, alpha, modules, nonexpert=False)
-        pieces = _expert_pieces(source, expert_key)
-        outputs.append(Output("expert", config, {MODEL_FILE: pieces}, rank, alpha))
-    if source.nonexpert:
-        rank, alpha, modules = source.nonexpert_rank, source.plain_alpha, source.nonexpert_modules()
-        config = build_config(source.kept, source.base_model, rank, alpha, modules)
-        pieces = source.nonexpert_pieces()
-        outputs.append(Output("nonexpert", config, {MODEL_FILE: pieces}, rank, alpha))
-    return outputs, _all_projections(source)
+    if adapter.experts:
+        rank, alpha, modules = adapter.rank, adapter.alpha, adapter.expert_modules()
+        config = build_config(adapter, rank, alpha, modules, nonexpert=False)
+        files = {MODEL_FILE: _expert_pieces(adapter, expert_key)}
+        outputs.append(Output("expert", config, files, rank, alpha))
+    if adapter.nonexpert:
+        rank, alpha = adapter.rest.rank, adapter.rest.plain_alpha
+        config = build_config(adapter, rank, alpha, adapter.nonexpert_modules())
+        files = {MODEL_FILE: _rest_pieces(adapter)}
+        outputs.append(Output("nonexpert", config, files, rank, alpha))
+    return outputs, _all_projections(adapter)
 
 
-def write_merged(source: Source) -> tuple[list[Output], list[Problem]]:
+def write_merged(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     """One directory with KT's expert keys under PEFT's prefix."""
 
     def key(layer: int, expert: int, projection: str, half: str) -> str:
         return PEFT_PREFIX + expert_key(layer, expert, projection, half)
 
-    outputs, problems = _one_scale("merged", source, _expert_pieces(source, key))
-    return outputs, [*problems, *_all_projections(source)]
+    outputs, problems = _one_scale("merged", adapter, _expert_pieces(adapter, key))
+    return outputs, [*problems, *_all_projections(adapter)]
 
 
-def write_vllm(source: Source) -> tuple[list[Output], list[Problem]]:
+def write_vllm(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     """One directory with the checkpoint's own module names for every expert."""
-    family = source.base.family if source.base else None
+    family = adapter.base.family if adapter.base else None
     own = family.vllm_names if family else ()
     names = dict(zip(("gate", "up", "down"), own, strict=False))
     block = family.block if family else "mlp"
-    if family is not None and source.module_prefix() not in family.vllm_prefixes:
-        before = f"{PEFT_PREFIX}{source.module_prefix()}layers."
+    if family is not None and adapter.module_prefix() not in family.vllm_prefixes:
+        before = f"{PEFT_PREFIX}{adapter.module_prefix()}layers."
         after = f"{PEFT_PREFIX}{family.prefix}layers."
-        source.nonexpert = {
+        experts, nonexpert = adapter.blocks()
+        moved = {
             after + key.removeprefix(before) if key.startswith(before) else key: tensor
-            for key, tensor in source.nonexpert.items()
+            for key, tensor in nonexpert.items()
         }
-        source.prefix = family.prefix
-    prefix = source.module_prefix()
+        adapter.hold(experts, moved)
+        adapter.prefix = family.prefix
+    prefix = adapter.module_prefix()
 
     def key(layer: int, expert: int, projection: str, half: str) -> str:
         leaf = names.get(projection, f"{projection}_proj")
         return f"{PEFT_PREFIX}{prefix}layers.{layer}.{block}.experts.{expert}.{leaf}.lora_{half}.weight"
 
-    outputs, problems = _one_scale("vllm", source, _expert_pieces(source, key))
-    leaves = [names.get(name, f"{name}_proj") for name in source.projections]
+    outputs, problems = _one_scale("vllm", adapter, _expert_pieces(adapter, key))
+    leaves = [names.get(name, f"{name}_proj") for name in adapter.projections]
     for output in outputs:
-        output.config["target_modules"] = sorted({*leaves, *source.nonexpert_modules()})
-    if source.experts and family is not None and family.vllm_fused:
+        output.config["target_modules"] = sorted({*leaves, *adapter.nonexpert_modules()})
+    if adapter.experts and family is not None and family.vllm_fused:
         found = f"vLLM takes LoRA on each expert of {family.name} only with {MIXED_FLAG}"
-        problems = [*problems, note(str(source.path), f"{found}; --to peft-fused needs no flag")]
+        found += "; --to peft-fused needs no flag"
+        problems = [*problems, problem("KTB721", str(adapter.path), found)]
     return outputs, problems
 
 
-def write_sglang_3d(source: Source) -> tuple[list[Output], list[Problem]]:
+def write_sglang_3d(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     """One directory with every projection's experts in one tensor."""
-    prefix = source.module_prefix()
+    stem = f"{PEFT_PREFIX}{adapter.module_prefix()}layers."
     pieces = [
-        piece(
-            f"{PEFT_PREFIX}{prefix}layers.{layer}.mlp.experts.{projection}_proj.lora_{half}.weight",
-            block,
-        )
-        for (layer, projection, half), block in source.experts.items()
+        piece(f"{stem}{layer}.mlp.experts.{projection}_proj.lora_{half}.weight", block)
+        for (layer, projection, half), block in adapter.blocks()[0].items()
     ]
-    outputs, problems = _one_scale("sglang-3d", source, pieces)
-    targets = [*source.expert_modules(), *source.nonexpert_modules()]
-    modules = {parse_key(key).module for key in source.nonexpert}
+    outputs, problems = _one_scale("sglang-3d", adapter, pieces)
+    targets = [*adapter.expert_modules(), *adapter.nonexpert_modules()]
+    modules = {part.key.module for part in adapter.nonexpert.values()}
     # Warnings: the directory is exact, and another version may serve it.
-    ends = unserved(str(source.path), targets, modules, source.projections, source.base)
+    ends = unserved(str(adapter.path), targets, modules, adapter.projections, adapter.base)
     return outputs, [*problems, *(replace(item, severity="warning") for item in ends)]
 
 
 def _one_scale(
-    layout: str, source: Source, experts: list[Piece]
+    layout: str, adapter: Adapter, experts: list[Piece]
 ) -> tuple[list[Output], list[Problem]]:
-    rank, alpha, factor, problems = source.one_scale()
-    modules = [*source.expert_modules(), *source.nonexpert_modules()]
-    config = build_config(source.kept, source.base_model, rank, alpha, modules)
-    pieces = [*experts, *source.nonexpert_pieces(factor)]
+    rank, alpha, factor, problems = one_scale(adapter)
+    modules = [*adapter.expert_modules(), *adapter.nonexpert_modules()]
+    config = build_config(adapter, rank, alpha, modules)
+    pieces = [*experts, *_rest_pieces(adapter, factor)]
     return [Output(layout, config, {MODEL_FILE: pieces}, rank, alpha)], problems
 
 
-def _expert_pieces(source: Source, key: ExpertKey) -> list[Piece]:
+def _rest_pieces(adapter: Adapter, factor: float = 1.0) -> list[Piece]:
+    """The non-expert tensors by key; ``factor`` multiplies each B."""
+    return [
+        piece(key, block.scaled(factor, f"{adapter.path}: {key}") if ".lora_B." in key else block)
+        for key, block in sorted(adapter.blocks()[1].items())
+    ]
+
+
+def _expert_pieces(adapter: Adapter, key: ExpertKey) -> list[Piece]:
     """One matrix per expert, named by ``key``."""
     pieces: list[Piece] = []
-    for (layer, projection, half), block in sorted(source.experts.items()):
+    for (layer, projection, half), block in sorted(adapter.blocks()[0].items()):
         keys = [key(layer, expert, projection, half) for expert in range(block.shape[0])]
         if block.parts:
             pieces += map(piece, keys, block.parts)
@@ -240,9 +242,10 @@ def _expert_pieces(source: Source, key: ExpertKey) -> list[Piece]:
     return pieces
 
 
-def _all_projections(source: Source) -> list[Problem]:
-    absent = {"gate", "up", "down"} - set(source.projections) if source.experts else set()
+def _all_projections(adapter: Adapter) -> list[Problem]:
+    absent = {"gate", "up", "down"} - set(adapter.projections) if adapter.experts else set()
     if not absent:
         return []
     found = f"has no expert LoRA for {', '.join(sorted(absent))}_proj, which KT engines ask for"
-    return [refusal(str(source.path), found, "choose raw, peft-fused, vllm, sglang-3d or gguf")]
+    step = "choose raw, peft-fused, vllm, sglang-3d or gguf"
+    return [problem("KTB720", str(adapter.path), found, next_step=step)]

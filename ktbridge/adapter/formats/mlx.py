@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import re
 
-from ktbridge.adapter.adapter import CONFIG_FILE, MLX_FILE, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, MLX_FILE, Adapter, is_number
 from ktbridge.adapter.blocks import Block, block_of
-from ktbridge.adapter.formats.source import (
+from ktbridge.adapter.checks.inventory import check_tensors
+from ktbridge.adapter.formats.raw_form import (
     ExpertPair,
+    Pairs,
     Request,
-    Source,
-    check_source,
     fail_if,
-    note,
+    raw_form,
+    stack_experts,
 )
 from ktbridge.adapter.keys import CANONICAL, HALVES, is_expert_like, peft_key, plain_name
-from ktbridge.adapter.lora_config import Numbers, whole
+from ktbridge.adapter.numbers import Numbers, whole
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.files.digests import take_stamps
@@ -41,7 +42,7 @@ _EXPERTS = re.compile(
 )
 
 
-def read_mlx(request: Request) -> Source:
+def read_mlx(request: Request) -> tuple[Adapter, list[Problem]]:
     """An adapter of mlx-lm; ProblemsError with everything in it that has no place elsewhere."""
     path = request.path
     config = read_json_file(path / CONFIG_FILE)
@@ -54,12 +55,13 @@ def read_mlx(request: Request) -> Source:
     assert is_number(scale)
     numbers = Numbers(rank, whole(scale * rank))
     model = config.get("model")
-    source = Source(
-        path, "mlx", rank, numbers.alpha, rank, numbers.alpha,
-        base_model=model if isinstance(model, str) else None,
-        stamps={**take_stamps((path / CONFIG_FILE,)), file.path: file.stamp},
-        tensors_in=len(file.entries),
-    )  # fmt: skip
+    told: dict[str, object] = {"r": rank, "lora_alpha": numbers.alpha}
+    if isinstance(model, str):
+        told["base_model_name_or_path"] = model
+    made = raw_form(Adapter(path, told, None), "mlx")
+    made.stamps = {**take_stamps((path / CONFIG_FILE,)), file.path: file.stamp}
+    made.tensors_in = len(file.entries)
+    nonexpert: dict[str, Block] = {}
     experts: dict[tuple[int, str], dict[str, Block]] = {}
     turned = 0
     for name, entry in file.entries.items():
@@ -71,7 +73,7 @@ def read_mlx(request: Request) -> Source:
         module, half = match["module"], match["half"].upper()
         block = block_of(TensorRef.of(file, entry))
         if found := _EXPERTS.fullmatch(module):
-            source.prefix = found["prefix"]
+            made.prefix = found["prefix"]
             slot = int(found["layer"]), CANONICAL[found["name"]]
             experts.setdefault(slot, {})[half] = block
         elif is_expert_like(module):
@@ -80,20 +82,15 @@ def read_mlx(request: Request) -> Source:
         elif len(block.shape) == 2:
             turned += 1
             rows, columns = block.shape
-            source.nonexpert[peft_key(module, half)] = block.then(
-                (columns, rows), lambda bits: bits.T
-            )
+            nonexpert[peft_key(module, half)] = block.then((columns, rows), lambda bits: bits.T)
         else:
             findings.append(problem("KTB302", where, f"has shape {list(block.shape)}", "a matrix"))
     pairs = _pairs(str(path), experts, numbers, findings)
     fail_if(path, findings)
-    if pairs:
-        source.place_experts(pairs, numbers)
-    source.findings.append(
-        note(str(path), f"{turned} matrices are turned round, as mlx-lm has them [in, r]")
-    )
-    fail_if(path, [*check_source(source)])
-    return source
+    made.hold(stack_experts(made, pairs, numbers), nonexpert)
+    fail_if(path, [*check_tensors(made)])
+    found_turned = f"{turned} matrices are turned round, as mlx-lm has them [in, r]"
+    return made, [problem("KTB721", str(path), found_turned)]
 
 
 def _numbers(where: str, kind: object, rank: object, scale: object) -> list[Problem]:
@@ -114,9 +111,9 @@ def _pairs(
     experts: dict[tuple[int, str], dict[str, Block]],
     numbers: Numbers,
     findings: list[Problem],
-) -> dict[tuple[int, str], ExpertPair]:
+) -> Pairs:
     """A [E,r,in] and B [E,out,r] of each projection; mlx-lm once had A flat."""
-    pairs: dict[tuple[int, str], ExpertPair] = {}
+    pairs: Pairs = {}
     for (layer, name), halves in sorted(experts.items()):
         place = f"{where}: layer {layer} {name}_proj"
         if {*halves} != {*HALVES}:

@@ -33,10 +33,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.blocks import Block, block_of
+from ktbridge.adapter.blocks import Block
+from ktbridge.adapter.checks.inventory import check_tensors
 from ktbridge.adapter.formats.peft_layout import (
     DOWN,
     GATE_UP,
@@ -47,18 +48,19 @@ from ktbridge.adapter.formats.peft_layout import (
     swapped,
     unpack,
 )
-from ktbridge.adapter.formats.source import (
+from ktbridge.adapter.formats.raw_form import (
     ExpertPair,
+    Pairs,
     Request,
-    Source,
-    check_source,
     fail_if,
     file_nonexpert,
     local_config,
-    note,
     open_foreign,
+    raw_form,
+    stack_experts,
 )
-from ktbridge.adapter.lora_config import Numbers, peft_numbers
+from ktbridge.adapter.lora_config import peft_numbers
+from ktbridge.adapter.numbers import Numbers
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.model import ModelConfig
@@ -73,7 +75,7 @@ Layers = dict[int, tuple[str, dict[str, Pair]]]
 Stacks = dict[str, dict[int, tuple[Block, Block, Numbers]]]
 
 
-def read_peft(request: Request) -> Source:
+def read_peft(request: Request) -> tuple[Adapter, list[Problem]]:
     """An adapter with LoRA on fused expert parameters, in one of the formats.
 
     The format "peft" accepts a format that shapes and marks prove. Raises UsageError if they are
@@ -85,48 +87,42 @@ def read_peft(request: Request) -> Source:
     findings: list[Problem] = []
     layers, rest = _pairs(adapter, parts, findings)
     fail_if(path, findings)
-    if not layers:  # an ordinary PEFT adapter
-        source = Source.of(adapter, format_name, adapter.nonexpert_rank, adapter.nonexpert_alpha)
-        source.findings, source.tensors_in = warnings, len(parts)
-        _file_rest(adapter, source, rest, findings)
-        return source
-    format_name, exchanged = _orientation(adapter, layers, rest, base, format_name)
-    order = "e*R+k" if format_name in ("unsloth-legacy", "megatron-packed") else "k*E+e"
-    config = _own_ranks(adapter, layers, base)
-    stacks: Stacks = defaultdict(dict)
-    experts: set[int] = set()
-    for layer, (module, pairs) in sorted(layers.items()):
-        for parameter, pair in pairs.items():
-            numbers = _numbers(config, f"{module}.{parameter}", pair)
-            if isinstance(numbers, Problem):
-                findings.append(numbers)
-                continue
-            count = pair.a.entry.shape[0] // numbers.rank
-            experts.add(count)
-            a, b = (block_of(part.ref) for part in (pair.a, pair.b))
-            stacked = unpack(a, b, count, numbers.rank, exchanged, order)
-            stacks[parameter][layer] = (*stacked, numbers)
-    if len(experts) > 1 or (base is not None and experts - {base.num_experts}):
-        found = f"rank and shapes make {sorted(experts)} experts"
-        expected = f"{base.num_experts} experts" if base else "one number"
-        findings.append(problem("KTB204", str(path), found, expected))
-    fail_if(path, findings)
-    source = Source.of(adapter, format_name, adapter.nonexpert_rank, adapter.nonexpert_alpha)
-    interleaved = format_name != "megatron-packed" and is_interleaved(base, adapter.base_model)
-    findings += _arranged(adapter, source, stacks, interleaved)
-    source.findings, source.tensors_in = warnings, len(parts)
-    if base is None and stacks:
-        found = f"has {next(iter(experts))} experts by its rows and ranks alone: pass --base-model to be sure"
-        source.findings.append(note(str(path), found))
-    source.prefix = re.split(r"layers\.[0-9]+\.", next(iter(layers.values()))[0], maxsplit=1)[0]
-    _file_rest(adapter, source, rest, findings)
-    return source
-
-
-def _file_rest(adapter: Adapter, source: Source, rest: list[Part], findings: list[Problem]) -> None:
-    file_nonexpert(source, rest, findings, adapter.config)
-    fail_if(adapter.path, [*findings, *check_source(source)])
-    source.findings += findings
+    pairs: Pairs = {}
+    if layers:  # otherwise an ordinary PEFT adapter
+        format_name, exchanged = _orientation(adapter, layers, rest, base, format_name)
+        order = "e*R+k" if format_name in ("unsloth-legacy", "megatron-packed") else "k*E+e"
+        config = _own_ranks(adapter, layers, base)
+        stacks: Stacks = defaultdict(dict)
+        experts: set[int] = set()
+        for layer, (module, parameters) in sorted(layers.items()):
+            for parameter, pair in parameters.items():
+                numbers = _numbers(config, f"{module}.{parameter}", pair)
+                if isinstance(numbers, Problem):
+                    findings.append(numbers)
+                    continue
+                count = pair.a.entry.shape[0] // numbers.rank
+                experts.add(count)
+                stacked = unpack(pair.a.block, pair.b.block, count, numbers.rank, exchanged, order)
+                stacks[parameter][layer] = (*stacked, numbers)
+        if len(experts) > 1 or (base is not None and experts - {base.num_experts}):
+            found = f"rank and shapes make {sorted(experts)} experts"
+            expected = f"{base.num_experts} experts" if base else "one number"
+            findings.append(problem("KTB204", str(path), found, expected))
+        fail_if(path, findings)
+        interleaved = format_name != "megatron-packed" and is_interleaved(base, adapter.base_model)
+        pairs = _arranged(adapter, stacks, interleaved, findings)
+        if base is None and stacks:
+            found = f"has {next(iter(experts))} experts by its rows and ranks alone"
+            found += ": pass --base-model to be sure"
+            warnings.append(problem("KTB721", str(path), found))
+    made = raw_form(adapter, format_name)
+    made.tensors_in = len(parts)
+    if layers:
+        made.prefix = re.split(r"layers\.[0-9]+\.", next(iter(layers.values()))[0], maxsplit=1)[0]
+    nonexpert = file_nonexpert(made, rest, findings, adapter.config)
+    made.hold(stack_experts(made, pairs, made.rest), nonexpert)
+    fail_if(path, [*findings, *check_tensors(made)])
+    return made, warnings + findings
 
 
 def _pairs(
@@ -309,13 +305,13 @@ def _numbers(config: Mapping[str, object], name: str, pair: Pair) -> Numbers | P
 
 
 def _arranged(
-    adapter: Adapter, source: Source, stacks: Stacks, interleaved: bool
-) -> Iterator[Problem]:
-    """Split gate_up, and give all one rank; report where zero padding is needed."""
+    adapter: Adapter, stacks: Stacks, interleaved: bool, findings: list[Problem]
+) -> Pairs:
+    """Split gate_up; report what is left out, and where zeros give all one rank."""
     recorded = (adapter.manifest or {}).get("experts")
     hint = recorded if isinstance(recorded, dict) else {}  # of our own manifest
     gate_up = stacks.get(GATE_UP, {})
-    pairs: dict[tuple[int, str], ExpertPair] = {}
+    pairs: Pairs = {}
     how = arrangement({layer: (a, b) for layer, (a, b, _) in gate_up.items()}, interleaved, hint)
     for name in ("gate", "up") if gate_up else ():
         if how in ("gate", "up") and name != how:
@@ -329,7 +325,7 @@ def _arranged(
     if how in ("gate", "up") and not hint:
         other = "up" if how == "gate" else "gate"
         found = f"the B of every {other}_proj is all zero and adds nothing: it is left out"
-        yield note(str(adapter.path), found)
+        findings.append(problem("KTB721", str(adapter.path), found))
     ranks = {name: pair.numbers[0].rank for (_, name), pair in pairs.items()}
     widest = max(pair.numbers[0].rank for pair in pairs.values())
     low = sorted(name for name, value in ranks.items() if value < widest)
@@ -338,5 +334,5 @@ def _arranged(
             f"{', '.join(low)} has rank {ranks[low[0]]} and is padded with zeros to {widest}, "
             "because KT has one rank for all experts; its product stays the same"
         )
-        yield note(str(adapter.path), found)
-    source.place_experts(pairs, source.rest)
+        findings.append(problem("KTB721", str(adapter.path), found))
+    return pairs

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktbridge.adapter.adapter import MODEL_FILE, Part
+from ktbridge.adapter.adapter import MODEL_FILE, Adapter, Part, Slot
 from ktbridge.adapter.blocks import BITS, Block
-from ktbridge.adapter.formats.source import Source, refusal
-from ktbridge.adapter.keys import PEFT_PREFIX, parse_key
-from ktbridge.adapter.lora_config import AS_PARAMETERS, build_config, pattern_fields, whole
+from ktbridge.adapter.keys import PEFT_PREFIX
+from ktbridge.adapter.lora_config import AS_PARAMETERS, build_config, pattern_fields
+from ktbridge.adapter.numbers import whole
 from ktbridge.adapter.outputs import Output, Piece, piece
+from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import ModelConfig
 
@@ -151,97 +153,96 @@ def half_of(a: Block, b: Block, name: str, block: bool, interleaved: bool) -> tu
     )
 
 
-def write_peft(source: Source) -> tuple[list[Output], list[Problem]]:
+def write_peft(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     """The layout of PEFT >= 0.19, with rank_pattern and alpha_pattern where experts differ."""
-    dtypes = {block.dtype for block in source.experts.values()}
+    experts, nonexpert = adapter.blocks()
+    dtypes = {block.dtype for block in experts.values()}
     if len(dtypes) > 1:
         found = f"its experts have the dtypes {', '.join(sorted(dtypes))}, a fused tensor has one"
-        return [], [refusal(str(source.path), found, "pass --dtype bf16")]
-    interleaved = is_interleaved(source.base, source.base_model)
-    how = "" if set(source.projections) <= {"down"} else _choose(source)
-    usual = (source.nonexpert_rank, source.plain_alpha)
-    if not source.nonexpert:
-        usual = source.rank, source.alpha
-    prefix = source.module_prefix()
+        return [], [problem("KTB720", str(adapter.path), found, next_step="pass --dtype bf16")]
+    interleaved = is_interleaved(adapter.base, adapter.base_model)
+    gated = [name for name in adapter.projections if name != "down"]
+    how = _choose(adapter, experts) if len(gated) == 2 else "".join(gated)
+    usual = (adapter.rest.rank, adapter.rest.plain_alpha)
+    if not nonexpert:
+        usual = adapter.rank, adapter.alpha
+    block = adapter.experts_block()
     pieces: list[Piece] = []
     parameters: list[str] = []
-    for layer in source.layers:
-        module = f"layers.{layer}.{source.block()}.experts"
-        stem = f"{PEFT_PREFIX}{prefix}{module}"
-        both = bool(how) and "down" in source.projections
+    for layer in adapter.expert_layers():
+        module = f"layers.{layer}.{block}.experts"
+        stem = f"{PEFT_PREFIX}{adapter.module_prefix()}{module}"
+        both = bool(how) and "down" in adapter.projections
         if how:
-            a, b = _fused(source, layer, how, interleaved)
+            a, b = _fused(
+                [experts[layer, n, half] for half in "AB" for n in gated], how, interleaved
+            )
             parameters.append(f"{module}.{GATE_UP}")
             pieces += pack(f"{stem}.base_layer" if both else stem, a, b)
-        if "down" in source.projections:
+        if "down" in adapter.projections:
             parameters.append(f"{module}.{DOWN}")
-            pieces += pack(stem, *(source.experts[layer, "down", half] for half in "AB"))
-    times = {GATE_UP: 2 if how == "block" else 1, DOWN: 1}
+            pieces += pack(stem, *(experts[layer, "down", half] for half in "AB"))
     own: dict[str, tuple[int, float]] = {}
-    for parameter in (GATE_UP, DOWN):
-        name = "down" if parameter == DOWN else how if how in ("gate", "up") else "gate"
-        if (parameter == GATE_UP and not how) or name not in source.projections:
+    for parameter, names in ((GATE_UP, gated), (DOWN, ("down",))):
+        if not {*names} & {*adapter.projections}:
             continue
-        wide = times[parameter] * source.rank
+        times = 2 if parameter == GATE_UP and how == "block" else 1
         # An explicit alpha stands for the common one.
-        scales = {layer: source.own_of(layer, name)[0] for layer in source.layers}
+        layers = adapter.expert_layers()
+        scales = {layer: adapter.own_of(layer, names[0])[0].scale for layer in layers}
         alphas = {
-            layer: times[parameter] * source.alpha * (each.scale / source.common.scale)
-            for layer, each in scales.items()
+            layer: times * adapter.alpha * (scale / adapter.usual.scale)
+            for layer, scale in scales.items()
         }
         if len(set(alphas.values())) == 1:
-            own[f"experts.{parameter}"] = wide, next(iter(alphas.values()))
+            own[f"experts.{parameter}"] = times * adapter.rank, next(iter(alphas.values()))
             continue
         for layer, alpha in alphas.items():
-            own[f"layers.{layer}.{source.block()}.experts.{parameter}"] = wide, whole(alpha)
-    for module, numbers in source.own.items():
+            name = f"layers.{layer}.{block}.experts.{parameter}"
+            own[name] = times * adapter.rank, whole(alpha)
+    for module, numbers in adapter.own.items():
         listed = module.rpartition(".")[2] in AS_PARAMETERS
         own[f"{module}.weight" if listed else module] = numbers.rank, numbers.plain_alpha
-    leaves = {parse_key(key).leaf for key in source.nonexpert} - AS_PARAMETERS
-    config = build_config(source.kept, source.base_model, *usual, leaves)
+    leaves = {*adapter.nonexpert_modules()} - AS_PARAMETERS
+    config = build_config(adapter, *usual, leaves)
     config |= {"rank_pattern": {}, "alpha_pattern": {}, **pattern_fields(own, usual)}
-    for key, block in sorted(source.nonexpert.items()):
-        pieces.append(piece(key, block))
-        parsed = parse_key(key)
-        if parsed.leaf in AS_PARAMETERS and parsed.half == "A":
-            parameters.append(f"{parsed.module}.weight")
+    for key, part in sorted(adapter.nonexpert.items()):
+        pieces.append(piece(key, part.block))
+        if part.key.leaf in AS_PARAMETERS and part.key.half == "A":
+            parameters.append(f"{part.key.module}.weight")
     # Every layer is listed: a layer without LoRA must not be wrapped.
     config["target_parameters"] = parameters
     if parameters:  # PEFT rejects dropout there; it only affects training
         config["lora_dropout"] = 0.0
-    output = Output("peft-fused", config, {MODEL_FILE: pieces}, source.rank, source.alpha)
+    output = Output("peft-fused", config, {MODEL_FILE: pieces}, adapter.rank, adapter.alpha)
     output.experts = {"gate_up": how} if how else {}
     return [output], []
 
 
-def _choose(source: Source) -> str:
-    present = [name for name in ("gate", "up") if name in source.projections]
-    if len(present) == 1:
-        return present[0]
-    for layer in source.layers:
-        gate, up = (source.experts[layer, name, "A"] for name in ("gate", "up"))
+def _choose(adapter: Adapter, experts: Mapping[Slot, Block]) -> str:
+    for layer in adapter.expert_layers():
+        gate, up = (experts[layer, name, "A"] for name in ("gate", "up"))
         if gate.shape != up.shape or not np.array_equal(gate.load(), up.load()):
             return "block"
     return "shared"
 
 
-def _fused(source: Source, layer: int, how: str, interleaved: bool) -> tuple[Block, Block]:
-    names = [name for name in ("gate", "up") if name in source.projections]
-    a = [source.experts[layer, name, "A"] for name in names]
-    b = [source.experts[layer, name, "B"] for name in names]
+def _fused(blocks: list[Block], how: str, interleaved: bool) -> tuple[Block, Block]:
+    """A and B of gate_up, of the A and the B of gate, of up, or of both."""
+    a, b = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
     count, rank, wide = a[0].shape
     size = b[0].shape[1]
     total = rank * (2 if how == "block" else 1)
-    picks = dict(zip(("gate", "up"), gate_up_rows(2 * size, interleaved), strict=True))
+    rows = gate_up_rows(2 * size, interleaved)[how == "up" :]
 
     def make_a() -> Bits:
         return np.concatenate([x.load() for x in a], 1) if how == "block" else a[0].load()
 
     def make_b() -> Bits:
         bits = np.zeros((count, 2 * size, total), BITS[b[0].dtype])
-        for number, (name, block) in enumerate(zip(names, b, strict=True)):
+        for number, (place, block) in enumerate(zip(rows, b, strict=False)):
             first = number * rank if how == "block" else 0
-            bits[:, picks[name], first : first + rank] = block.load()
+            bits[:, place, first : first + rank] = block.load()
         return bits
 
     return Block(a[0].dtype, (count, total, wide), make_a), Block(

@@ -18,24 +18,25 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import itemgetter
 
 from ktbridge.adapter.adapter import Adapter, Part
-from ktbridge.adapter.blocks import Block, block_of, block_of_stack
-from ktbridge.adapter.formats.source import (
+from ktbridge.adapter.blocks import Block, block_of_stack
+from ktbridge.adapter.checks.inventory import check_tensors
+from ktbridge.adapter.formats.raw_form import (
     ExpertPair,
+    Pairs,
     Request,
-    Source,
-    check_source,
     fail_if,
     file_nonexpert,
     local_config,
-    note,
     open_foreign,
+    raw_form,
+    stack_experts,
 )
 from ktbridge.adapter.keys import CANONICAL, HALVES, plain_name
-from ktbridge.adapter.lora_config import Numbers, peft_numbers
+from ktbridge.adapter.lora_config import peft_numbers
+from ktbridge.adapter.numbers import Numbers
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig
@@ -52,12 +53,12 @@ _KEY = re.compile(
 Side = dict[int, tuple[str, Part]]
 
 
-def read_stacked(request: Request) -> Source:
+def read_stacked(request: Request) -> tuple[Adapter, list[Problem]]:
     """An adapter whose experts are stacked tensors, or have gate and up in one, under the modules' names."""
     path = request.path
     adapter, parts, warnings = open_foreign(request)
-    source = Source.of(adapter, request.format, adapter.nonexpert_rank, adapter.nonexpert_alpha)
-    source.findings, source.tensors_in = warnings, len(parts)
+    made = raw_form(adapter, request.format)
+    made.tensors_in = len(parts)
     base = local_config(request.base_model, adapter.base_model)
     sides: dict[tuple[int, str], dict[str, Side]] = defaultdict(lambda: {"A": {}, "B": {}})
     rest: list[Part] = []
@@ -67,7 +68,7 @@ def read_stacked(request: Request) -> Source:
         if match is None:
             rest.append(part)
             continue
-        source.prefix = match["prefix"]
+        made.prefix = match["prefix"]
         expert = -1 if match["expert"] is None else int(match["expert"])
         side = sides[int(match["layer"]), match["name"]][match["half"]]
         if expert in side:
@@ -79,7 +80,7 @@ def read_stacked(request: Request) -> Source:
     if tinker:
         rest = [*_renamed(rest, base, findings)]
     count = _count(path, sides, base, findings)
-    pairs: dict[tuple[int, str], ExpertPair] = {}
+    pairs: Pairs = {}
     repeated = 0
     for (layer, name), both in sorted(sides.items()):
         whole = [_whole(both[half], count) for half in HALVES]
@@ -93,14 +94,12 @@ def read_stacked(request: Request) -> Source:
             pairs |= _by_projection(layer, name, whole, numbers, both, findings)
     fail_if(path, findings)
     if repeated:
-        source.findings.append(
-            note(str(path), f"has tensors for all experts: each of {count} gets a copy")
-        )
-    if pairs:
-        source.place_experts(pairs, source.rest)
-    file_nonexpert(source, rest, findings, adapter.config)
-    fail_if(path, [*findings, *check_source(source)])
-    return source
+        found = f"has tensors for all experts: each of {count} gets a copy"
+        warnings.append(problem("KTB721", str(path), found))
+    nonexpert = file_nonexpert(made, rest, findings, adapter.config)
+    made.hold(stack_experts(made, pairs, made.rest), nonexpert)
+    fail_if(path, [*findings, *check_tensors(made)])
+    return made, warnings
 
 
 def _count(
@@ -164,10 +163,10 @@ def _whole(side: Side, count: int) -> Block | None:
     if not side or (-1 not in side and any(expert not in side for expert in range(count))):
         return None
     if -1 not in side:
-        blocks = (block_of(side[e][1].ref) for e in range(count))
+        blocks = (side[e][1].block for e in range(count))
         return block_of_stack(tuple(blocks), side[0][1].where)
     part = side[-1][1]
-    block = block_of(part.ref)
+    block = part.block
     if not _is_shared(side, count):
         # One expert alone may have a plain matrix.
         return (
@@ -194,7 +193,7 @@ def _numbers(
 def _by_projection(
     layer: int, name: str, whole: list[Block | None], numbers: tuple[Numbers, ...],
     both: dict[str, Side], findings: list[Problem],
-) -> dict[tuple[int, str], ExpertPair]:  # fmt: skip
+) -> Pairs:  # fmt: skip
     """The pairs of gate, up or down that a module's A and B are."""
     a, b = whole
     assert a is not None
@@ -243,4 +242,4 @@ def _renamed(rest: list[Part], base: ModelConfig | None, findings: list[Problem]
     if joined:
         found = "is of a part of in_proj_qkv, which the model has as one module"
         step = "train without linear attention's projections"
-        findings.append(replace(problem("KTB201", joined[0].where, found), next_step=step))
+        findings.append(problem("KTB201", joined[0].where, found, next_step=step))
