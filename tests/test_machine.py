@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ktbridge import kernel_choice
 from ktbridge.errors import UsageError
 from ktbridge.kernel_choice import choose_threads, places
-from ktbridge.machine import Cpu, cpu_quota, place, usable_cpus
+from ktbridge.machine import Cpu, cpu_quota, place, read_machine, usable_cpus
 
 
 @pytest.fixture
@@ -173,3 +174,39 @@ def test_wishes_for_threads(monkeypatch) -> None:
 def test_places_are_cpus_of_this_process() -> None:
     assert len(places(4096)) == len(os.sched_getaffinity(0))
     assert len(places(1)) == 1
+
+
+def test_a_machine_in_a_container(machine, monkeypatch) -> None:
+    """Everything that is read of one, by psutil too; what can't be read is unknown, not zero."""
+    meminfo = "MemTotal:  2000 kB\nMemFree:  900 kB\nMemAvailable:  1500 kB\nBuffers: 0 kB\nCached: 0 kB\n"
+    meminfo += (
+        "Shmem: 0 kB\nActive: 0 kB\nInactive: 0 kB\nHugePages_Total: 3\nHugepagesize: 2048 kB"
+    )
+    flags = "fpu avx2 fma avx512f avx512_bf16 amx_tile amx_bf16 avx512bwx"
+    root = machine({})
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(root / "proc"))
+    found = read_machine(root)
+    assert (found.cpu, found.memory, found.memory_limit, found.cpu_quota) == (None,) * 4
+    assert (found.isa, found.numa) == ((), ())
+    files = {
+        "proc/cpuinfo": f"processor : 0\nmodel name\t: A CPU @ 2 GHz\nflags\t\t: {flags}",
+        "proc/meminfo": meminfo,
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+        "proc/self/cgroup": "0::/outer/inner",
+        "sys/fs/cgroup/outer/inner/memory.max": 1024000,
+        "sys/fs/cgroup/outer/memory.max": "max",
+        "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal: 1000 kB\nNode 0 MemFree: 10 kB",
+    }
+    found = read_machine(machine(two_nodes(2) | files))
+    assert (found.cpu, found.isa) == ("A CPU @ 2 GHz", tuple(flags.split()[1:-1]))
+    assert (found.memory, found.memory_available) == (2_048_000, 1_536_000)
+    assert found.usable_memory == found.memory_limit == 1_024_000
+    assert (found.huge_pages, found.transparent_huge_pages) == (3 * 2048 * 1024, "madvise")
+    nodes = [(node.node, node.cpus, node.memory) for node in found.numa]
+    assert nodes[:2] == [(0, "0-1,4-5", 1_024_000), (1, "2-3,6-7", None)]
+    old = {
+        "proc/self/cgroup": "4:memory:/job",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": 4096,
+    }
+    old["sys/fs/cgroup/memory/memory.limit_in_bytes"] = 9223372036854771712
+    assert read_machine(machine(old)).memory_limit == 4096

@@ -118,12 +118,10 @@ def test_health_has_one_time_limit() -> None:
         assert time.monotonic() - start < 15
 
 
-@pytest.mark.parametrize("place", [0, 65_530, 65_536, 131_060])
-def test_a_key_never_stands_in_the_log(tmp_path: Path, place: int) -> None:
-    """Long lines are read in pieces, of which two may share the key."""
+def test_a_key_never_stands_in_the_log(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     pump = Pump(os.fdopen(reading, "rb"), tmp_path / "log", lambda line: None, KEY)
-    text = b"a" * place + KEY.encode() + b"b" * 70_000
+    text = b"a" * 65_530 + KEY.encode() + b"b" * 70_000
     with os.fdopen(writing, "wb") as pipe:
         pipe.write(text + b"\nnext " + KEY.encode())
     pump.join(20)

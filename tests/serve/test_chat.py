@@ -23,10 +23,11 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.serve.chat import arms_of, default_model
 
 
-def chat(lines: list[str], *args: str) -> Result:
+def chat(lines: list[str], *args: str, limit: str = "--max-tokens=12") -> Result:
     """What a chat in this process makes of these lines on a pipe."""
-    words = ["chat", "--temperature", "0", "--max-tokens", "12", *args]
-    return CliRunner().invoke(main, words, input="".join(f"{line}\n" for line in lines))
+    typed = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+    words = ["chat", "--temperature=0", *limit.split(), *args]
+    return CliRunner().invoke(main, words, input=typed)
 
 
 def said(client, model: str, *messages: tuple[str, str], tokens: int = 12) -> str:
@@ -71,6 +72,12 @@ def test_what_goes_wrong_is_said_and_counted(server):
     for words in ("no command '/nya'", "context is 512", "/base /expert /full"):
         assert words in done.stderr
     assert "Traceback" not in done.stderr
+    # Without --max-tokens the context is the limit where it leaves less than chat would ask for.
+    done = chat(["\udcff", "今天 😺"], *rest, limit="")
+    assert done.exit_code == 1
+    assert "this line is not UTF-8" in done.stderr
+    assert "cut at the limit of tokens" in done.stderr
+    assert len(done.stdout) > 400
     cases = {
         "there is nothing to chat with": (),
         "--adapter, --threads and --engine": ("--base-url", server.url, "--adapter", "x"),
@@ -78,33 +85,12 @@ def test_what_goes_wrong_is_said_and_counted(server):
         "--base-model starts an engine": ("--model", "tiny", "--base-model", "x"),
         "is not a server's URL": ("--server", "127.0.0.1:8000", "--model", "tiny"),
         "does not list 'tiny:nya'; it offers 'tiny'": (*rest[:2], "--model", "tiny:nya"),
-        "does not answer (connection refused)": (
-            "--base-url",
-            "http://127.0.0.1:9/v1",
-            "--model",
-            "tiny",
-        ),
+        "does not answer (connection refused)": ("--server=http://127.0.0.1:9/v1", *rest[2:]),
     }
     for words, args in cases.items():
         done = chat(["hi"], *args)
         assert done.exit_code in (1, 2)
         assert words in done.stderr
-
-
-@pytest.mark.slow
-def test_lines_that_are_no_text_and_answers_without_a_limit(cli_command, cli_environment, server):
-    """Without --max-tokens the context is the limit where it leaves less than chat would ask for."""
-    done = subprocess.run(
-        cli_command("chat", "--base-url", server.url, "--model", "tiny", "--temperature", "0"),
-        input="\udcff\n今天 😺\n".encode(errors="surrogateescape"),
-        capture_output=True,
-        timeout=90,
-        env=cli_environment,
-    )
-    assert done.returncode == 1
-    assert b"this line is not UTF-8" in done.stderr
-    assert b"cut at the limit of tokens" in done.stderr
-    assert len(done.stdout) > 400
 
 
 class Terminal:
@@ -288,18 +274,14 @@ def test_which_names_are_which_arm():
     assert default_model({"gpt": {}, "other": {}}) == "gpt"
 
 
+THOUGHTS = (
+    "<think>\n\n</think>\n\nNya~", "<think>I see.</think>Yes", " <think> <b", "<think>", "<th",
+    "Hi <think>", "",
+)  # fmt: skip
+
+
 @given(
-    st.sampled_from(
-        [
-            "<think>\n\n</think>\n\nNya~",
-            "<think>I see.</think>Yes",
-            " <think> <b",
-            "<think>",
-            "<th",
-            "Hi <think>",
-            "",
-        ]
-    ),
+    st.sampled_from(THOUGHTS),
     st.lists(st.integers(0, 30), max_size=8),
 )
 def test_an_empty_thought_is_not_shown(answer, cuts):

@@ -22,8 +22,23 @@ def streamed(client: openai.OpenAI, **options: object):
     return list(ask(client, stream=True, **options))
 
 
-def text_of(chunks: list) -> str:
-    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+def said(client: openai.OpenAI, stream: bool, **options: object) -> tuple[list, object]:
+    """(text, logprobs, finish reason) of each choice, whole or put together from a stream; the usage."""
+    if not stream:
+        whole = ask(client, **options)
+        return [
+            (c.message.content, c.logprobs.content if c.logprobs else [], c.finish_reason)
+            for c in whole.choices
+        ], whole.usage
+    *chunks, last = streamed(client, stream_options={"include_usage": True}, **options)
+    assert last.choices == []
+    found: dict[int, tuple] = {}
+    for (choice,) in (chunk.choices for chunk in chunks):
+        text, entries, reason = found.get(choice.index, ("", [], None))
+        assert reason is None  # nothing comes after the end
+        entries = entries + (choice.logprobs.content if choice.logprobs else [])
+        found[choice.index] = (text + (choice.delta.content or ""), entries, choice.finish_reason)
+    return [found[index] for index in sorted(found)], last.usage
 
 
 def test_models_are_the_arms(client):
@@ -43,17 +58,13 @@ def test_arms_answer_differently_and_repeatably(client):
 
 
 def test_stream_says_what_the_whole_says(client):
-    whole = ask(client)
-    chunks = streamed(client, stream_options={"include_usage": True})
-    assert text_of(chunks) == whole.choices[0].message.content
+    whole = said(client, False)
+    assert said(client, True) == whole
+    assert (whole[0][0][2], whole[1].completion_tokens) == ("length", 24)
+    chunks = streamed(client)
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
-    assert whole.usage.completion_tokens == 24
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
-    assert sum(c.usage is not None for c in chunks) == 1
-    assert all(c.usage is None for c in streamed(client))
+    assert all(chunk.usage is None for chunk in chunks)
 
 
 def test_seed_and_temperature(client):
@@ -69,28 +80,13 @@ def test_seed_and_temperature(client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_end_the_text_before_them(client, stream):
     text = ask(client).choices[0].message.content
-    stop = text[7:10]
-    kept = text[: text.index(stop)]
-    if stream:
-        chunks = streamed(client, stop=[stop, "never said"])
-        got, reason = text_of(chunks), chunks[-1].choices[0].finish_reason
-    else:
-        choice = ask(client, stop=stop).choices[0]
-        got, reason = choice.message.content, choice.finish_reason
-    assert (got, reason) == (kept, "stop")
+    ((got, _, reason),), _ = said(client, stream, stop=[text[7:10], "never said"])
+    assert (got, reason) == (text[: text.index(text[7:10])], "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_spell_the_text(client, stream):
-    if stream:
-        chunks = streamed(client, logprobs=True, top_logprobs=3)
-        text = text_of(chunks)
-        entries = [
-            e for c in chunks if c.choices[0].logprobs for e in c.choices[0].logprobs.content
-        ]
-    else:
-        choice = ask(client, logprobs=True, top_logprobs=3).choices[0]
-        text, entries = choice.message.content, choice.logprobs.content
+    ((text, entries, _),), _ = said(client, stream, logprobs=True, top_logprobs=3)
     assert len(entries) == 24
     spelled = b"".join(bytes(e.bytes) for e in entries).decode(errors="replace")
     assert spelled.rstrip("\ufffd") == text
@@ -100,31 +96,17 @@ def test_logprobs_spell_the_text(client, stream):
         assert values == sorted(values, reverse=True)
         # Greedy: the chosen token is the likeliest.
         assert entry.logprob == values[0] <= 0
-    assert ask(client).choices[0].logprobs is None
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_several_choices(client, stream):
+def test_several_choices(client):
     """Each is what its seed draws, whether they are streamed or not; usage counts them all."""
-    options = {"n": 3, "temperature": 1.0, "seed": 8, "max_tokens": 12}
-    whole = ask(client, **options)
-    texts = [choice.message.content for choice in whole.choices]
-    assert len(set(texts)) == 3
-    assert [choice.index for choice in whole.choices] == [0, 1, 2]
-    assert whole.usage.completion_tokens == 36
-    assert whole.usage.prompt_tokens == ask(client).usage.prompt_tokens
-    if stream:
-        pieces, ends = dict.fromkeys(range(3), ""), []
-        *chunks, last = streamed(client, **options, stream_options={"include_usage": True})
-        for chunk in chunks:
-            (choice,) = chunk.choices
-            pieces[choice.index] += choice.delta.content or ""
-            ends += [choice.index] if choice.finish_reason else []
-        assert list(pieces.values()) == texts
-        assert sorted(ends) == [0, 1, 2]
-        assert (last.choices, last.usage) == ([], whole.usage)
-    else:
-        assert ask(client, **options | {"n": 1}).choices[0].message.content == texts[0]
+    options = {"temperature": 1.0, "seed": 8, "max_tokens": 12}
+    whole, usage = said(client, False, n=3, **options)
+    assert len({text for text, _, _ in whole}) == 3
+    assert usage.completion_tokens == 36
+    assert usage.prompt_tokens == ask(client).usage.prompt_tokens
+    assert said(client, True, n=3, **options) == (whole, usage)
+    assert said(client, False, **options)[0] == whole[:1]
 
 
 def test_template_variables_and_its_refusals(client):

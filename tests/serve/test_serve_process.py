@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +45,7 @@ def refused(code: int, words: str, *args: object) -> str:
     ("code", "words", "args"),
     [
         (1, "nowhere", ("--model", "{nowhere}")),
+        (1, "model.safetensors", ("--model", "{truncated}")),
         (1, "nowhere", ("--model", "{base}", "--adapter", "a={nowhere}")),
         (1, "narrow", ("--model", "{base}", "--adapter", "a={narrow}", "--port", "0")),
         (2, "'a:b'", ("--model", "{base}", "--served-model-name", "a:b")),
@@ -54,6 +56,8 @@ def refused(code: int, words: str, *args: object) -> str:
 def test_refusals(base, adapter, make_adapter, tmp_path, code, words, args):
     paths = {"base": base, "adapter": adapter, "nowhere": tmp_path / "nowhere"}
     paths["narrow"] = make_adapter("narrow", hidden=32)  # of another base
+    paths["truncated"] = Path(shutil.copytree(base, tmp_path / "truncated"))
+    os.truncate(paths["truncated"] / "model.safetensors", 1000)
     refused(code, words, *(word.format(**paths) for word in args))
 
 
@@ -79,13 +83,6 @@ def test_each_of_several_adapters_has_its_own_experts(base, adapter, make_adapte
 def test_port_in_use_is_said_before_loading(server, base):
     said = refused(1, "already in use", "--model", str(base), "--port", str(server.port))
     assert "loading" not in said
-
-
-def test_truncated_model(base, tmp_path):
-    shutil.copytree(base, tmp_path, dirs_exist_ok=True)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    refused(1, "model.safetensors", "--model", str(tmp_path))
 
 
 def test_model_without_a_weight(base, tmp_path):
@@ -138,20 +135,15 @@ def test_the_first_signal_drains_and_the_second_aborts():
     assert done == ["drain", "close"]
 
 
-def test_dry_run_says_the_plan_and_hides_the_key(base, adapter):
-    args = ("--model", str(base), "--adapter", f"neko={adapter}", "--served-model-name", "tiny")
-    result = serve(*args, "--port", "0", "--dry-run", "--json", KTBRIDGE_API_KEY="hush-hush")
-    plan = json.loads(result.stdout)
-    assert list(plan["models"]) == ["tiny", "tiny:neko", "tiny:base"]
-    assert plan["api_key"] is True
-    assert "hush-hush" not in result.stdout + result.stderr
-
-
 def test_a_dry_run_promises_what_could_be_served(base, adapter, monkeypatch, server):
-    """The model's own context, names that warn of half an adapter; no promise that can't be kept."""
-
+    """The model's own context, names that warn of half an adapter, no key; no promise that can't be kept."""
     words = ("--engine", "local", "--base-model", base, "--adapter", f"neko={adapter}", "--dry-run")
-    fine = serve(*words, "--port", "0", "--served-model-name", "tiny")
+    named = (*words, "--port", "0", "--served-model-name", "tiny")
+    told = serve(*named, "--json", KTBRIDGE_API_KEY="hush-hush")
+    plan = json.loads(told.stdout)
+    assert (list(plan["models"]), plan["api_key"]) == (["tiny", "tiny:neko", "tiny:base"], True)
+    assert "hush-hush" not in told.stdout + told.stderr
+    fine = serve(*named)
     assert fine.exit_code == 0, fine.output
     assert "512 tokens of context" in fine.stdout  # max_position_embeddings, not our own limit
     assert (

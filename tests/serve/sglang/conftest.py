@@ -92,28 +92,10 @@ if mode == "waits":
     print("Loading: 10%|#", end="\\r", flush=True)
     time.sleep(600)
 
-def slowly():
-    while True:
-        yield b" "
-        time.sleep(0.2)
-
-HOSTILE = {
-    "huge": lambda: (b"x" * 2**20 for _ in range(2**20)),
-    "slow": slowly,
-}
-
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         known = not args.api_key or self.headers["Authorization"] == f"Bearer {args.api_key}"
-        if mode in HOSTILE and self.path == "/v1/models":
-            self.send_response(200)
-            self.end_headers()
-            try:
-                for piece in HOSTILE[mode]():
-                    self.wfile.write(piece)
-            except OSError:
-                pass
-        elif self.path == "/health" or (self.path == "/v1/models" and known):
+        if self.path == "/health" or (self.path == "/v1/models" and known):
             names = [args.served_model_name] + [p.partition("=")[0] for p in args.lora_paths]
             body = json.dumps({"data": [{"id": name} for name in names]}).encode()
             self.send_response(200)

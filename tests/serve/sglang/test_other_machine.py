@@ -73,6 +73,9 @@ def test_what_was_not_said_of_it_is_not_judged(serve: Any) -> None:
     codes = {found["code"] for found in here["problems"]}
     assert "KTB966" in codes
     assert "KTB957" not in codes
+    undescribed = json.loads(serve("--engine-version", "0.7.2", "--json").stdout)["reasons"][0]
+    assert "planned for this machine: " in undescribed
+    assert "--cores, --memory, --gpus and --gpu-memory" in undescribed
 
 
 @pytest.mark.parametrize("option", [WORKSTATION[i : i + 2] for i in range(0, 8, 2)])
@@ -80,12 +83,6 @@ def test_nothing_is_started_on_a_described_machine(serve: Any, option: Any) -> N
     done = serve(*option, dry_run=False)
     assert done.exit_code == 2
     assert "--dry-run" in done.stderr
-
-
-def test_without_a_description_the_plan_says_whose_it_is(serve: Any) -> None:
-    reasons = json.loads(serve("--engine-version", "0.7.2", "--json").stdout)["reasons"]
-    assert "planned for this machine: " in reasons[0]
-    assert "--cores, --memory, --gpus and --gpu-memory" in reasons[0]
 
 
 @pytest.mark.parametrize(
