@@ -230,8 +230,12 @@ def _print_more_arms(launch: Launch) -> None:
     """Print the arms that an evaluation would miss on this server, and what starts them."""
     from ktbridge.cli._ui import console
 
-    more = launch.more_arms()
-    for line in more.lines() if more else ():
+    if (more := launch.more_arms()) is None:
+        return
+    missing = " and ".join(f"{arm} arm" for arm in more["commands"])
+    commands = [line for group in more["commands"].values() for line in group]
+    text = f"this server has no {missing}; for an evaluation of base, expert and full start also"
+    for line in (text, *(f"  {line}" for line in (*commands, more["evaluate"]))):
         console.print(f"# {line}", markup=False, soft_wrap=True)
 
 

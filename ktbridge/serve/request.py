@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ktbridge.errors import UsageError
 from ktbridge.install import version_of
 from ktbridge.machine import Described, read_gpus
+
+if TYPE_CHECKING:
+    from ktbridge.adapter import Adapter
 
 RequestedLayout = Literal["auto", "split", "merged"]
 OPTION_OF_LAYOUT = {
@@ -55,6 +58,19 @@ class ServeRequest:
         from ktbridge.adapter.opening import is_own
 
         return "auto" if is_own(directory) else self.from_format
+
+    def open_adapter(self, directory: str, layout: str | None) -> Adapter:
+        """Open an adapter of ``layout`` (None: of any, in any format). Raises KtbridgeError."""
+        from ktbridge.adapter.opening import store_adapter
+
+        adapter = store_adapter(directory, self.model, self.format_of(directory))
+        if layout is not None and adapter.layout != layout:
+            option = OPTION_OF_LAYOUT[adapter.layout]
+            raise UsageError(
+                f"{directory} has the {adapter.format or adapter.layout} layout, not the {layout} one.",
+                f"pass it as {option}, or convert it with `ktbridge convert`",
+            )
+        return adapter
 
     def directories(self) -> list[tuple[str | None, str, str | None]]:
         """Every adapter's name (None for a bare expert one), directory, and layout (None: any)."""

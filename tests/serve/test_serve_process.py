@@ -123,7 +123,7 @@ def test_the_first_signal_drains_and_the_second_aborts():
     worker = SimpleNamespace(drain=lambda: done.append("drain"), close=lambda: done.append("close"))
 
     async def scenario() -> None:
-        server = _Server(uvicorn.Config(app=lambda: None), worker, seconds=60)
+        server = _Server(uvicorn.Config(app=lambda: None), worker, 60, lambda: None)
         with server.capture_signals():
             for count in (1, 2):
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -59,11 +59,12 @@ def serve(
             server_header=False,
         )
         worker = app.state.worker
-        server = _Server(config, worker, plan.limits.drain_seconds)
+        url = f"{hosts.url_from_here(*listener.getsockname()[:2])}/v1"
+        server = _Server(config, worker, plan.limits.drain_seconds, lambda: on_ready(url))
         worker.on_failure = server.stop
         gc.freeze()  # a collection among all that was imported and loaded stops everyone for half a second
         try:
-            asyncio.run(_serve(server, listener, on_ready))
+            asyncio.run(server.serve(sockets=[listener]))
         finally:
             gc.unfreeze()
         if worker.failure is not None:
@@ -75,25 +76,21 @@ def serve(
         listener.close()
 
 
-async def _serve(server: _Server, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    url = f"{hosts.url_from_here(*listener.getsockname()[:2])}/v1"
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    if server.started:
-        on_ready(url)
-    await serving
-
-
 class _Server(uvicorn.Server):
-    """uvicorn, ended by signals in two steps.
+    """uvicorn that says when it is ready, ended by signals in two steps.
 
     The first signal lets answers in progress finish, for ``seconds`` at most; the second aborts them.
     """
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, seconds: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, seconds: float, on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._worker, self._seconds = worker, seconds
+        self._worker, self._seconds, self._on_ready = worker, seconds, on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

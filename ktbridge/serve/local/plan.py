@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ktbridge.adapter import Adapter, validate_adapter
-from ktbridge.adapter.opening import store_adapter
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
 from ktbridge.files import digests
 from ktbridge.install import install_hint, without_kernels
@@ -17,7 +16,7 @@ from ktbridge.kernel_choice import has_bf16_instructions, has_kernels
 from ktbridge.model import ModelConfig, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.hub import short_name
 from ktbridge.serve.doctor import PACKAGES
-from ktbridge.serve.request import OPTION_OF_LAYOUT, Limits, ServeRequest
+from ktbridge.serve.request import Limits, ServeRequest
 from ktbridge.server_api.hosts import is_loopback
 from ktbridge.server_api.served_names import (
     ServedArm,
@@ -144,7 +143,7 @@ def _open_all(request: ServeRequest) -> list[tuple[str | None, Adapter]]:
             check_adapter_name(name)
             if name in dict(opened):
                 raise UsageError(f"two adapters are named {name!r}.", "give each its own NAME")
-        opened.append((name, _open(directory, layout, request)))
+        opened.append((name, request.open_adapter(directory, layout)))
     return opened
 
 
@@ -188,18 +187,6 @@ def _within(limits: Limits, config: ModelConfig) -> Limits:
     if type(own) is not int or own < 1 or own >= limits.context:
         return limits
     return replace(limits, context=own)
-
-
-def _open(directory: str, layout: str | None, request: ServeRequest) -> Adapter:
-    """Open an adapter of ``layout`` (None: of any, in any format)."""
-    adapter = store_adapter(directory, request.model, request.format_of(directory))
-    if layout is not None and adapter.layout != layout:
-        option = OPTION_OF_LAYOUT[adapter.layout]
-        raise UsageError(
-            f"{directory} has the {adapter.format or adapter.layout} layout, not the {layout} one.",
-            f"pass it as {option}, or convert it with `ktbridge convert`",
-        )
-    return adapter
 
 
 def _check_adapters(base: Path, request: ServeRequest) -> tuple[Problem, ...]:

@@ -20,11 +20,11 @@ from ktbridge.adapter.engines import ENGINE, Contract, contracts_of
 from ktbridge.adapter.keys import FUSED_NAMES, fused_key
 from ktbridge.adapter.lora_config import expert_numbers, half_numbers
 from ktbridge.adapter.manifest import MANIFEST_FILE, trained_on
-from ktbridge.adapter.opening import RECIPE, is_intact, store_adapter
+from ktbridge.adapter.opening import RECIPE, is_intact
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.files import digests
-from ktbridge.serve.request import OPTION_OF_LAYOUT, RequestedLayout, ServeRequest
+from ktbridge.serve.request import RequestedLayout, ServeRequest
 
 ServedLayout = Literal["base", "expert", "nonexpert", "split", "merged"]
 
@@ -63,18 +63,13 @@ def read_sources(request: ServeRequest) -> tuple[tuple[AdapterSource, ...], list
     # Whole adapters first: their order is part of the command line and of the cache's keys.
     for name, directory, layout in sorted(request.directories(), key=lambda given: bool(given[2])):
         try:
-            adapter = store_adapter(directory, request.model, request.format_of(directory))
+            adapter = request.open_adapter(directory, layout)
         except ProblemsError as error:
             problems += error.problems
             continue
         except KtbridgeError as error:
             step = error.next_step or None
             problems.append(problem("KTB951", directory, error.sentence, next_step=step))
-            continue
-        if layout is not None and adapter.layout != layout:
-            step = f"pass it as {OPTION_OF_LAYOUT[adapter.layout]}"
-            found = f"has the {adapter.format or adapter.layout} layout"
-            problems.append(problem("KTB951", directory, found, f"the {layout} layout", step))
             continue
         source = AdapterSource(
             name=name,

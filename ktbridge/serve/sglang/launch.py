@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ktbridge.adapter.engines import (
     ENGINE,
@@ -123,26 +124,6 @@ def plan_threads(machine: Machine, method: str, model: ModelConfig, wanted: int 
     if pools < len(nodes):
         reason += f" (an intermediate size of {model.intermediate_size} can't be cut further)"
     return Threads(count, pools, () if chosen == tuple(range(pools)) else chosen, reason)
-
-
-@dataclass(frozen=True)
-class MoreArms:
-    """Servers of the arms that a launch lacks: an evaluation compares base, expert and full.
-
-    ``commands``: arm -> what starts a server for it. ``evaluate`` names all arms to `ktbridge eval`.
-    """
-
-    commands: Mapping[str, tuple[str, ...]]
-    evaluate: str
-
-    def lines(self) -> list[str]:
-        """As text: which arms are missing, and what to do about it."""
-        missing = " and ".join(f"{arm} arm" for arm in self.commands)
-        text = (
-            f"this server has no {missing}; for an evaluation of base, expert and full start also"
-        )
-        commands = [line for group in self.commands.values() for line in group]
-        return [text, *(f"  {line}" for line in (*commands, self.evaluate))]
 
 
 @dataclass(frozen=True)
@@ -410,12 +391,13 @@ class Launch:
             words.append('--api-key "$KTBRIDGE_API_KEY"')
         return [*lines, " ".join(words)]
 
-    def more_arms(self) -> MoreArms | None:
+    def more_arms(self) -> dict[str, Any] | None:
         """Return what to start beside this launch; None where no expert LoRA is served.
 
-        SGLang-KT applies the expert LoRA to every request, so no server with one answers as the base; and
-        with a merged adapter versions from 0.7.0.post4 on answer as the whole adapter alone. The further
-        servers are on the ports that follow.
+        ``commands``: arm -> what starts its server; ``evaluate`` names all arms to `ktbridge eval`, which
+        compares base, expert and full. SGLang-KT applies the expert LoRA to every request, so no server with
+        one answers as the base; and with a merged adapter versions from 0.7.0.post4 on answer as the whole
+        adapter alone. The further servers are on the ports that follow.
         """
         source, request, facts = self.choice.expert, self.request, self.facts
         if source is None:
@@ -445,11 +427,11 @@ class Launch:
         if full is not None:
             arms["full"] = full + here
         words = " ".join(f"--arm {shlex.quote(f'{arm}={where}')}" for arm, where in arms.items())
-        return MoreArms(commands, f"ktbridge eval --bench NAME {words} …")
+        return {"commands": commands, "evaluate": f"ktbridge eval --bench NAME {words} …"}
 
     def as_dict(self) -> dict[str, object]:
         """Return the plan as `ktbridge serve --dry-run --json` prints it."""
-        more, port = self.more_arms(), self.facts.port
+        port = self.facts.port
         environment = dict(self.environment)
         return {
             "engine": "sglang",
@@ -464,7 +446,7 @@ class Launch:
             "conversions": [step.as_dict() for step in self.conversions],
             "ready": self.ready.as_dict(),
             "models": self.models,
-            "more_arms": None if more is None else asdict(more),
+            "more_arms": self.more_arms(),
             "reasons": list(self.reasons()),
             "problems": [found.as_dict() for found in self.problems],
         }
