@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import IO
@@ -237,17 +237,13 @@ def engine(
             )
         yield Child(ready["base_url"], key, dict(ready["models"]), process)
     finally:
-        process.terminate()
-        try:
-            # The second signal aborts answers, which nobody reads any more.
-            process.wait(0.5)
-        except subprocess.TimeoutExpired:
+        # The second signal aborts answers, which nobody reads any more.
+        for seconds in (0.5, END_SECONDS):
             process.terminate()
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+        process.kill()
+        process.wait()
         if process.stdout is not None:
             process.stdout.close()
 

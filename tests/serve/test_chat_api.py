@@ -156,7 +156,7 @@ BAD = {
     "no tokens": ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     "too many tokens": ({"max_tokens": 5000}, "max_tokens", "context is 512"),
     "seed": ({"seed": 2**64}, "seed", "less than"),
-    "empty stop": ({"stop": [""]}, "stop", "none of them empty"),
+    "empty stop": ({"stop": [""]}, "stop.0", "at least 1 character"),
     "top_logprobs alone": ({"top_logprobs": 2}, None, "needs logprobs"),
     "stream options alone": ({"stream_options": {"include_usage": True}}, None, "needs stream"),
     "no messages": ({"messages": []}, "messages", "at least 1 item"),

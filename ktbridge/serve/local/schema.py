@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -40,7 +41,11 @@ def _neutral(message: str, *other: object) -> AfterValidator:
 
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Stop = str | Annotated[list[str], Field(fail_fast=True)]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
 Seed = Annotated[int, Field(ge=-SEED_RANGE, lt=SEED_RANGE)]
 NoPenalty = Annotated[
     Finite, _neutral("penalties are not supported by this engine; leave them at 0")
@@ -136,7 +141,7 @@ class CommonRequest(Strict):
     temperature: Annotated[Finite, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[Finite, Field(gt=0, le=1)] = 1.0
     seed: Seed | None = None
-    stop: Stop = Field(default_factory=list)
+    stop: Stops = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] = 1
@@ -146,20 +151,8 @@ class CommonRequest(Strict):
     user: str | None = None
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @field_validator("stop")
-    @classmethod
-    def _some_stops(cls, stop: str | list[str]) -> str | list[str]:
-        stops = [stop] if isinstance(stop, str) else stop
-        if len(stops) > MAX_STOPS or not all(stops):
-            raise ValueError(f"stop takes at most {MAX_STOPS} strings, none of them empty")
-        return stop
 
     @model_validator(mode="after")
     def _options_need_stream(self) -> CommonRequest:
@@ -285,7 +278,7 @@ def from_validation(error: ValidationError) -> ApiError:
         path for path in found if not any(p[: len(path)] == path != p for p in found if path)
     ]
     told = [
-        f"{'.'.join(path)}{': ' * bool(path)}{' or '.join(dict.fromkeys(found[path]))}"[:200]
+        f"{'.'.join(path)}{': ' * bool(path)}{' or '.join(dict.fromkeys(found[path]))}"[:180]
         for path in deepest[:NAMED]
     ]
     if len(deepest) > NAMED or error.error_count() > MAX_ERRORS:

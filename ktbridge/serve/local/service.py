@@ -167,7 +167,7 @@ class Service:
             temperature=body.temperature,
             top_p=body.top_p,
             seed=body.seed,
-            stop=body.stops,
+            stop=tuple(body.stop),
             top_logprobs=tops,
             prompt_logprobs=scored,
         )
