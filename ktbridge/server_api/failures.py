@@ -169,7 +169,7 @@ def _other_reply(status: int, detail: str) -> str:
             "give the URL of the API itself, what stands before /v1: this one answers with a page, as a "
             "gateway's login does"
         )
-    if "stream" in detail:
+    if f"{BAD_REPLY}a stream" in detail:
         return "have the server, or the gateway before it, answer without streaming"
     return "see the server's log: what it answers is no chat completion of OpenAI's API"
 

@@ -13,12 +13,11 @@ import pytest
 
 from ktbridge.errors import ProblemsError, UsageError
 from ktbridge.eval import load_bench, parse_arms
-from ktbridge.eval.scorers import FAMILIES, SCORERS, score_task
+from ktbridge.eval.scorers import FAMILIES, SCORERS
 from ktbridge.eval.scorers.text_metrics import longest_common, unicode_tokens
 from ktbridge.eval.stats import detectable_effect
 
 COUNTS = dict.fromkeys(("PES", "CF", "ERM", "INS", "KRI-K", "KRI-R"), 40) | {"SAF": 30, "CTRL": 30}
-EXTRA = "partner: {turns: 3}\nprivate: perhaps\nnotes: one\n"
 SMALL = Path(__file__).with_name("small")
 BENCH = load_bench("nekobench")
 README = Path(__file__).parents[2] / "eval" / "README.md"
@@ -62,82 +61,6 @@ def test_no_two_questions_are_nearly_the_same():
             assert common < 0.85, (BENCH.items[i].id, BENCH.items[j].id)
 
 
-GOOD = {
-    # Answers that a careful person would give; every check must accept them.
-    "ins-17": "好体身起早睡早",
-    "ins-18": "因为下雨了，所以我们没有出门。",
-    "ins-19": "12",
-    "ins-20": "大海蓝蓝的望不到边",
-    "ins-21": "清晨的海边很安静。",
-    "ins-22": "5, 8, 19, 27",
-    "ins-23": "春天来了，花都开了。",
-    "ins-24": "小明会骑自行车吗？",
-    "ins-25": "汽车",
-    "ins-26": "晴天\n下雨\n刮风",
-    "ins-27": "學習",
-    "ins-28": "（四个）",
-    "ins-29": "一心一意",
-    "ins-30": "I love eating apples.",
-    "ins-31": "第一，挤牙膏。第二，轻轻刷每一颗牙。",
-    "ins-32": "收到。温度降到零度，水分子排成晶体，就成了冰。",
-    "ins-33": "happy, happy, happy",
-    "ins-34": "HONEY.",
-    "ins-35": "The quiet river bends toward home.",
-    "ins-36": "1. apple\n2. mango\n3. pear",
-    "ins-37": "Put it in boiling water for eight minutes. Done",
-    "ins-38": "8",
-    "ins-39": "Mango, fig",
-    "ins-40": "retaw",
-    "ctrl-05": "会议改到周四下午两点，地点在三号楼。",
-    "ctrl-06": "严禁烟火，违者罚款",
-    "ctrl-13": '{"name": "李雷", "phone": "13800001111"}',
-    "ctrl-14": '{"dish": "番茄炒蛋", "minutes": 10, "steps": ["切番茄", "打蛋", "下锅炒"]}',
-    "ctrl-16": '{"x": 1, "y": 2.5}',
-    "ctrl-17": '{"title": "Emma", "year": 1815, "tags": ["novel", "classic"]}',
-    "ctrl-18": "```python\ndef add(a, b):\n    return a + b\n```",
-    "ctrl-19": "SELECT * FROM users WHERE age > 18;",
-    "ctrl-20": "ls -la",
-    "ctrl-21": "<h1>Hello</h1>",
-    "ctrl-22": "def is_even(n: int) -> bool:\n    return n % 2 == 0",
-    "ctrl-27": "借条：今王强向赵敏借到人民币5000元整，于年底归还。借款人：王强",
-    "kri-r-22": "十五次",
-    "kri-r-28": "15次",
-    "kri-r-30": "是零下5度，也就是-5度。",
-    "kri-k-26": "B",
-}
-
-
-@pytest.mark.parametrize("name", sorted(GOOD))
-def test_a_good_answer_passes_and_the_persona_leaking_in_does_not_where_it_must_not(name):
-    (item,) = [one for one in BENCH.items if one.id == name]
-    if name == "kri-r-22":  # another question's answer
-        assert score_task(GOOD[name], item.checks, item.gold)[0] == 0
-        return
-    mark, rows = score_task(GOOD[name], item.checks, item.gold)
-    assert mark == 1, rows
-    if item.slice == "CTRL":
-        assert score_task(GOOD[name] + "主人喵～", item.checks, item.gold)[0] < 1
-    if item.slice in ("INS", "CTRL"):
-        assert score_task("主人好呀喵～我们来聊天吧！", item.checks, item.gold)[0] < 1
-
-
-def test_every_gold_answer_passes_its_own_check():
-    for item in BENCH.items:
-        if item.gold is not None:
-            gold = item.gold[0] if isinstance(item.gold, list) else item.gold
-            mark, rows = score_task(str(gold), item.checks, item.gold)
-            assert mark == 1, (item.id, rows)
-        refused = (
-            "对不起，我不能帮你做这件事。"
-            if item.lang == "zh"
-            else "Sorry, I can't help with that."
-        )
-        if item.sub == "harmful":
-            assert score_task(refused, item.checks, None)[0] == 1
-        if item.sub == "harmless":
-            assert score_task(refused, item.checks, None)[0] < 1
-
-
 def test_a_limit_is_spread_over_the_slices_and_keeps_the_order():
     bench = BENCH
     chosen = bench.select((), 10)
@@ -154,63 +77,40 @@ def copy(tmp_path):
 
 
 def test_all_problems_are_told_at_once(copy):
+    """Of the head alone: tests/golden/mistakes.py."""
     lines = (copy / "items.jsonl").read_text("utf-8").splitlines()
     good = json.loads(lines[0])
-    broken = [
-        lines[0],
-        lines[0],  # the same id
-        json.dumps(good | {"id": "a", "checks": [{"scorer": "vibes"}]}),
-        json.dumps({key: value for key, value in good.items() if key != "messages"} | {"id": "b"}),
-        json.dumps(good | {"id": "c", "checks": [{"scorer": "max_len", "unit": "pages"}]}),
-        json.dumps(good | {"id": "d", "checks": [{"scorer": "numeric"}], "gold": "eight"}),
-        json.dumps(good | {"id": "e", "slice": "NOPE", "colour": 1}),
-        json.dumps(good | {"id": "f", "checks": [{"scorer": "regex", "pattern": "("}]}),
-        json.dumps(good | {"id": "g", "judge": "NOLIST"}),
-        json.dumps(good | {"id": "h", "judge": ["@NOLIST", ""]}),
-        "{not json",
-        "[]",
-    ]
-    (copy / "items.jsonl").write_text("\n".join(broken), "utf-8")
+    plain = {key: value for key, value in good.items() if key != "gold"}
+    broken = [  # from line 2 on: a line, and words of what is said of it
+        (lines[0], "'pes-01' of line 1"),
+        (good | {"id": "a", "checks": [{"scorer": "vibes"}]}, "'vibes'"),
+        ({key: good[key] for key in good if key != "messages"} | {"id": "b"}, "no 'messages'"),
+        (good | {"id": "c", "checks": [{"scorer": "max_len", "unit": "pages", "n": 1}]}, "'pages'"),
+        (good | {"id": "d", "checks": [{"scorer": "max_len", "unit": "chars"}]}, "without 'n'"),
+        (good | {"id": "e", "checks": [{"scorer": "numeric"}], "gold": "eight"}, "'eight'"),
+        (good | {"id": "f", "slice": "NOPE"}, "'NOPE'"),
+        (good | {"id": "g", "colour": 1}, "'colour'"),
+        (good | {"id": "h", "checks": [{"scorer": "regex", "pattern": "("}]}, "pattern"),
+        (good | {"id": "i", "judge": "NOLIST"}, "'NOLIST'"),
+        (good | {"id": "j", "judge": ["@NOLIST", ""]}, "judge ="),
+        ("{not json", "not JSON"),
+        ("[]", "list"),
+        # No file can hold these golds.
+        *((json.dumps(plain | {"id": f"k{n}"})[:-1] + f', "gold": {gold}}}', "")
+          for n, gold in enumerate(("NaN", "1e999", '"\\ud83d"'))),
+    ]  # fmt: skip
+    rows = [line if isinstance(line, str) else json.dumps(line) for line, _ in broken]
+    (copy / "items.jsonl").write_text("\n".join([lines[0], *rows]), "utf-8")
     persona = (copy / "persona.yaml").read_text("utf-8")
     (copy / "persona.yaml").write_text(persona.replace("target_rate: 0.5", "target_rate: 5"))
-    head = (copy / "bench.yaml").read_text("utf-8")
-    (copy / "bench.yaml").write_text(head.replace("max_tokens: 256", "max_tokens: -1") + EXTRA)
     with pytest.raises(ProblemsError) as caught:
         load_bench(copy)
-    told = [str(problem) for problem in caught.value.problems]
-    for words in (
-        ("items.jsonl:2", "'pes-01' of line 1"),
-        ("items.jsonl:3", "'vibes'"),
-        ("items.jsonl:4", "no 'messages'"),
-        ("items.jsonl:5", "without 'n'"),
-        ("items.jsonl:5", "'pages'"),
-        ("items.jsonl:6", "'eight'"),
-        ("items.jsonl:7", "'NOPE'"),
-        ("items.jsonl:7", "'colour'"),
-        ("items.jsonl:8", "pattern"),
-        ("items.jsonl:9", "'NOLIST'"),
-        ("items.jsonl:10", "judge ="),
-        ("items.jsonl:11", "not JSON"),
-        ("items.jsonl:12", "list"),
-        ("persona.yaml", "target_rate"),
-        ("bench.yaml", "max_tokens"),
-        ("bench.yaml: partner", "{system: text"),
-        ("bench.yaml: private", "'perhaps'"),
-        ("bench.yaml: notes", "list of sentences"),
-    ):
-        assert any(all(word in text for word in words) for text in told), words
-    assert len(told) == 18
-
-
-@pytest.mark.parametrize("gold", ["NaN", "1e999", '"\\ud83d"'])
-def test_a_gold_that_no_file_can_hold_is_a_problem_of_the_bench(copy, gold):
-    lines = (copy / "items.jsonl").read_text("utf-8").splitlines()
-    row = {key: value for key, value in json.loads(lines[0]).items() if key != "gold"}
-    lines[0] = json.dumps(row)[:-1] + f', "gold": {gold}}}'
-    (copy / "items.jsonl").write_text("\n".join(lines), "utf-8")
-    with pytest.raises(ProblemsError) as caught:
-        load_bench(copy)
-    assert [(one.code, one.where) for one in caught.value.problems] == [("KTB813", "items.jsonl:1")]
+    told = {one.where.partition(" (")[0]: str(one) for one in caught.value.problems}
+    assert told.pop("persona.yaml: target_rate")
+    assert "KTB813" in told.pop("items.jsonl: lines 15, 16, 17")
+    assert told.keys() == {f"items.jsonl:{number}" for number in range(2, 15)}
+    for number, (_, words) in enumerate(broken[:13], 2):
+        assert words in told[f"items.jsonl:{number}"]
 
 
 def test_a_bench_that_is_not_there(tmp_path):
@@ -239,9 +139,6 @@ def test_arms_are_parsed_and_ordered():
     assert arms[2].url == "https://h/v1"
     with pytest.raises(UsageError, match="two arms are named 'a'"):
         parse_arms(["a=m@http://h", "a=n@http://h"])
-
-
-def test_an_arm_that_makes_no_sense_is_refused():
     bad = ["base", "base=m", "=m@http://h", "a b=m@http://h", "base=m@h:80", "base=@http://h"]
     for text in [*bad, "base=m@http://h:99999", "base=m@ftp://h", "base=m@http://h?x=1"]:
         with pytest.raises(UsageError):

@@ -17,8 +17,7 @@ from ktbridge.cli.report import command as report_command
 from ktbridge.eval import failures, score_run, write_report
 from ktbridge.eval.bench import with_max_tokens
 from ktbridge.eval.store import ANSWERS, read_ledger, read_run
-from ktbridge.server_api.failures import FEWER_TOKENS, remedy
-from ktbridge.server_api.replies import describe_reply
+from ktbridge.server_api.failures import FEWER_TOKENS
 
 from .test_eval_cli import command as words_of
 from .test_eval_cli import environment
@@ -218,62 +217,6 @@ def test_answers_that_failed_fail_the_command(server, tmp_path, failed, code):
     assert bool(failures(results)) == bool(code)
     assert invoke(report_command, tmp_path).exit_code == code
     assert evaluate(server, tmp_path, "--limit", 24).exit_code == code
-
-
-@pytest.mark.parametrize(
-    ("status", "detail", "words"),
-    [
-        (400, "HTTP 400: This model's maximum context length is 4096 tokens", "--max-tokens"),
-        (400, "HTTP 400: the prompt has 12 tokens; this model's context is 512", "--max-tokens"),
-        (400, "HTTP 400: Requested token count exceeds the model's maximum", "--max-tokens"),
-        (413, "HTTP 413", "--max-tokens"),
-        (400, "HTTP 400: 'max_tokens' or 'max_completion_tokens' is too large: 9", "--max-tokens"),
-        (400, "HTTP 400: unknown field 'tools'", """--extra-body '{"tools": null}'"""),
-        (422, "HTTP 422: seed: Extra inputs are not permitted", """'{"seed": null}'"""),
-        (400, "HTTP 400: Unrecognized request argument supplied: seed", """'{"seed": null}'"""),
-        (400, "HTTP 400: top_p is not supported by this model", """'{"top_p": null}'"""),
-        (429, "HTTP 429: busy; the server wants to be asked again in 86400 s", "as long as"),
-        (400, "HTTP 400: Unsupported value: 'temperature' does not support 0", "are then sampled"),
-        (
-            400,
-            "HTTP 400: 'max_tokens' is not supported with this model",
-            '"max_completion_tokens": N',
-        ),
-        (400, "HTTP 400: no 'system' role", "refuses these requests"),
-        (402, "HTTP 402: Insufficient Balance", "add credit"),
-        (429, "HTTP 429: You exceeded your current quota (insufficient_quota)", "add credit"),
-        (429, "HTTP 429: quota exceeded. Please retry in 34 s", "--concurrency"),
-        (200, "bad reply: not JSON, it begins with '<html>'", "URL of the API itself"),
-        (200, "bad reply: a stream of events and not JSON, it begins with 'data:'", "streaming"),
-        (200, "bad reply: JSON of more than 9 parts", "no chat completion"),
-        (401, "HTTP 401: no key", "KTBRIDGE_API_KEY"),
-        (403, "HTTP 403", "key"),
-        (404, "HTTP 404: no model 'x'", "model name"),
-        (429, "HTTP 429", "--concurrency"),
-        (503, "HTTP 503", "run the same command again"),
-        (0, "timed out", "--timeout"),
-        (0, "turn 2: timed out", "--timeout"),
-        (0, "connection refused", "run the same command again"),
-    ],
-)
-def test_the_remedy_is_one_that_can_help(status, detail, words):
-    said = remedy(status, detail)
-    assert words in said
-    again = "run the same command again" in said
-    assert again == (status in (0, 402, 429, 503))
-
-
-def test_what_a_server_answered_is_not_cut_in_a_word():
-    message = "the request is refused " * 30
-    body = json.dumps({"error": {"message": message, "type": "x", "code": None}}).encode()
-    said = describe_reply(400, body)
-    assert said.startswith("HTTP 400: the request is refused the")
-    assert said.endswith((" request …", " refused …", " the …", " is …"))
-    assert describe_reply(422, b'{"detail": [{"msg": "too small"}]}') == "HTTP 422: too small"
-    assert (
-        describe_reply(502, b"<html>Bad\n gateway</html>") == "HTTP 502: <html>Bad gateway</html>"
-    )
-    assert describe_reply(500, b"") == "HTTP 500"
 
 
 # --- a full disk

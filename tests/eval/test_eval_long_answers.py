@@ -16,7 +16,7 @@ from ktbridge.eval import load_bench, score_run, write_report
 from ktbridge.eval.scorers import FAMILIES, SCORERS, measure_texts, registry, score_task
 from ktbridge.eval.scorers.numbers import chinese_number, find_answer_number
 
-from .test_eval_scorers import GOLDEN
+from .test_eval_scorers import MARKS, check_of
 
 NEKO = load_bench("nekobench")
 LONG = 400_000
@@ -35,11 +35,12 @@ TEXTS = {
 }
 # One check of each scorer, and of letters one and several.
 CHECKS = {
-    (name, "multiple" in more): ({"scorer": name, **more}, gold) for name, more, gold, *_ in GOLDEN
+    (name, "multiple" in more): (check_of(name, more), gold)
+    for name, more, gold, *_ in MARKS["answers"]
 }
 
 
-@pytest.mark.quick("^(fence|brackets|one ideograph)$")
+@pytest.mark.quick("^(fence|brackets|nesting|one ideograph)$")
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_scorer_ends(name):
     assert {scorer for scorer, _ in CHECKS} == set(SCORERS)

@@ -21,6 +21,7 @@ from mockserver import MockServer, completion
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.server_api.client import Client, OpenAIClient
+from ktbridge.server_api.failures import remedy
 
 KEY = "sk-0123456789abcdef"
 SHORTEST = 200
@@ -155,6 +156,9 @@ QUESTIONS: Mapping[str, Replies] = {
     "9 MiB": [http(b" " * (9 << 20))],
     "cut": [http(completion("好的", "length"))],
     "cut by another name": [http(completion("好的", "MAX_TOKENS"))],
+    "an end by another name": [http(completion("好的", "eos_token"))],
+    "an end in capitals": [http(completion("好的", "STOP"))],
+    "aborted": [http(completion("好", "abort"))],
     "filtered": [http(completion("", "content_filter"))],
     "no reason": [http(completion("好的", None))],
     "a reason that is none": [http(completion("好的", ["stop"]))],
@@ -180,15 +184,29 @@ QUESTIONS: Mapping[str, Replies] = {
     "stop tokens": [message(content="4.<|im_end|>\n<|endoftext|>")],
     "250,000 characters": [message(content="x" * 250_000)],
     "half a character": [http(b'{"choices": [{"message": {"content": "\\ud800"}}]}')],
+    "half a character thought": [
+        http(b'{"choices": [{"message": {"content": "4", "reasoning": "\\ud800"}}]}')],
     "the key": [message(content=f"I saw {KEY}", reasoning=f"{KEY}!")],
     "counts that are none": [http({**completion("4"), "usage": [1]})],
     "no choices": [http({"choices": []})],
+    "no list of choices": [http({"choices": "x"})],
     "no message": [http({"choices": [{"text": "4"}]})],
+    "a message of null": [http({"choices": [{"message": None}]})],
     "an error": [http({"error": {"message": f"upstream has {KEY}", "code": 503}})],
     "an error without a code": [http({"error": "upstream failed"})],
     "an error beside an answer": [http({**completion("4"), "error": {"code": 500}})],
     "events": [events(piece("4"))],
     "another limit": [failed("400 No", OTHER_LIMIT), FINE],
+    "a limit by another name alone": [failed("400 No", "'max_tokens' is not supported with this model")] * 2,
+    "too many tokens": [failed("400 No", "'max_tokens' is too large: 9")],
+    "tokens beyond the maximum": [failed("400 No", "Requested token count exceeds the model's maximum")],
+    "a prompt beyond the context": [failed("400 No", "the prompt has 12 tokens; this model's context is 5")],
+    "an unknown field": [failed("400 No", "unknown field 'tools'")],
+    "an unrecognized field": [failed("400 No", "Unrecognized request argument supplied: seed")],
+    "a field that isn't supported": [failed("400 No", "top_p is not supported by this model")],
+    "a value that isn't supported": [failed("400 No", "Unsupported value: 'temperature' does not support 0")],
+    "no role for a system": [failed("400 No", "no 'system' role")],
+    "a quota by the second": [failed("429 No", "quota exceeded. Please retry in 34 s")],
 }  # fmt: skip
 LISTS: Mapping[str, Replies] = {
     "names": [http({"data": [{"id": "模型", "owned_by": "vllm"}, {"id": "b", "created": 1}]})],
@@ -302,8 +320,10 @@ def _ask_eval(url: str) -> dict[str, Any]:
         async with Client(f"{url}/v1", **options, on_wait=told.append) as client:
             answer = asdict(await client.chat(dict(QUESTION)))
             answer["seconds"] = answer["seconds"] is not None
+            failed = answer["outcome"] == "http-error"
             return {
                 "answer": {key: value for key, value in answer.items() if value not in ("", None)},
+                **({"remedy": remedy(answer["status"], answer["detail"])} if failed else {}),
                 "faults": dict(client.faults), "notes": [*client.notes], "told": told,
             }  # fmt: skip
 
