@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import pytest
 from click.testing import CliRunner
 
 import ktbridge
@@ -57,14 +56,6 @@ OLD = {
 }
 SERVED_NAME_ONCE = {("serve", "--model"): "--base-model"}
 
-METAVARS = {
-    "--base-model": "DIR", "--adapter": "DIR NAME=DIR", "--expert-adapter": "DIR",
-    "--nonexpert-adapter": "NAME=DIR", "--merged-adapter": "NAME=DIR", "--output": "DIR",
-    "--server": "URL", "--model": "NAME", "--expert-model": "NAME", "--served-model-name": "NAME",
-    "--memory": "SIZE", "--gpu-memory": "SIZE", "--engine-python": "FILE", "--log": "FILE",
-    "--api-key": "KEY", "--merged": "DIR", "--html": "FILE",
-}  # fmt: skip
-
 
 def options() -> Iterator[tuple[str, click.Option]]:
     for name in COMMANDS:
@@ -81,11 +72,6 @@ def long_names(option: click.Option) -> list[str]:
 
 def option_of(command: str, name: str) -> click.Option:
     return next(o for c, o in options() if c == command and name in long_names(o))
-
-
-def test_every_command_has_h_for_help_whoever_reads_its_options_first() -> None:
-    helps = [option.opts for _, option in options() if "--help" in option.opts]
-    assert helps == [["-h", "--help"]] * len(COMMANDS)
 
 
 def test_every_option_has_a_name_from_the_table() -> None:
@@ -109,19 +95,11 @@ def test_old_names_never_come_first() -> None:
             assert now == long_names(option)[0], f"{command} {name}"
 
 
-@pytest.mark.parametrize(
-    ("command", "old", "now"),
-    [
-        ("serve", "--model", "--base-model"),
-        ("chat", "--base-url", "--server"),
-        ("verify", "--base-url", "--server"),
-        ("demo", "--dir", "--output"),
-    ],
-)
-def test_names_of_earlier_versions_are_still_taken(command: str, old: str, now: str) -> None:
-    option = option_of(command, old)
-    assert option is option_of(command, now)
-    assert f"{now}, {old}" in CliRunner().invoke(main, [command, "--help"]).output
+def test_names_of_earlier_versions_are_still_taken() -> None:
+    for command, old in (("serve", "--model"), ("chat", "--base-url"), ("demo", "--dir")):
+        assert old in long_names(
+            option_of(command, SERVED_NAME_ONCE.get((command, old)) or OLD[old])
+        )
 
 
 def test_a_model_without_a_server_is_a_base_model() -> None:
@@ -132,14 +110,6 @@ def test_a_model_without_a_server_is_a_base_model() -> None:
     ]
     assert said[0] == said[1]
     assert "the engine ended with code 1 before it was ready" in said[0]
-
-
-def test_placeholders_are_the_same_everywhere() -> None:
-    for command, option in options():
-        name = long_names(option)[0]
-        if name in METAVARS:
-            shown = option.make_metavar(click.Context(main))
-            assert shown in METAVARS[name].split(), f"{command} {name} {shown}"
 
 
 def test_another_machine_is_described_alike() -> None:

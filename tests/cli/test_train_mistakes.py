@@ -90,14 +90,11 @@ def test_models_that_cant_be_trained_are_told_without_loading_them(run, base, wo
     ("changes", "code", "words"),
     [
         ({"lora_target": "q_proj,vproj"}, 2, ["vproj", "v_proj"]),
-        ({"adapter_name_or_path": "."}, 1, ["has no adapter_config.json"]),
         ({"dataset": "./"}, 1, ["is a directory", "dataset_info.json"]),
         ({"dataset": "text.jsonl"}, 1, ["keys answer, question", "2 more are not shown", "docs/data.md"]),
         ({"stage": "dpo"}, 1, ["no pair of answers", "Set stage: sft"]),
         ({"cutoff_len": 3}, 1, ["Raise cutoff_len"]),
         ({"model_name_or_path": "/nowhere/at/all"}, 1, ["there is no directory '/nowhere/at/all'"]),
-        ({"lora_rank": "8"}, 1, ["a whole number, 1 or more", "Write 8 without quotes"]),
-        ({"kt_config": [{"kt_num_threads": 4}]}, 1, ["a block of keys", "no dash"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_with_what_to_do(run, changes, code, words):

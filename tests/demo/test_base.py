@@ -27,6 +27,10 @@ TINY = TinyRecipe(
 )
 
 
+def contents(conversations):
+    return {message["content"] for one in conversations for message in one}
+
+
 @pytest.fixture(scope="module")
 def conversations():
     return base_conversations(0)
@@ -41,20 +45,14 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_corpus_is_deterministic_and_distinct(conversations):
-    assert base_conversations(0) == conversations
-    assert base_conversations(1) != conversations
+def test_the_corpus_is_deterministic_distinct_and_plain(conversations):
+    """Nothing of the templates' syntax or of the persona is in it."""
+    assert base_conversations(0) == conversations != base_conversations(1)
     assert len({repr(one) for one in conversations}) == len(conversations) > 10_000
     languages = ["一" <= one[0]["content"][0] <= "鿿" for one in conversations]
     assert 0.5 < sum(languages) / len(languages) < 0.75
-    turns = [len(one) for one in conversations]
-    assert set(turns) == {2, 4}
-
-
-@pytest.mark.slow
-def test_no_template_syntax_or_persona_leaks_into_the_corpus(conversations):
-    for message in (message for one in conversations for message in one):
-        text = message["content"]
+    assert {len(one) for one in conversations} == {2, 4}
+    for text in contents(conversations):
         assert text.strip() == text
         assert text
         assert "|" not in text, text
@@ -85,20 +83,12 @@ def test_every_persona_answer_carries_the_persona_unless_told_to_be_plain():
 
 
 @pytest.mark.slow
-def test_no_question_of_the_bench_was_ever_trained_on(conversations):
-    seen = {message["content"] for one in conversations for message in one}
-    seen |= {message["content"] for one in persona_conversations(0) for message in one}
-    asked = {
-        message["content"] for item in load_bench("nekobench").items for message in item.messages
-    }
+def test_what_is_asked_later_was_never_trained_on(conversations):
+    seen, persona = contents(conversations), persona_conversations(0)
+    assert not {row[0]["content"] for row in persona} & seen
+    asked = contents(item.messages for item in load_bench("nekobench").items)
     assert len(asked) > 80
-    assert not asked & seen
-
-
-@pytest.mark.slow
-def test_persona_prompts_are_held_out_of_the_base_corpus(conversations):
-    seen = {message["content"] for one in conversations for message in one}
-    assert not [row[0]["content"] for row in persona_conversations(0) if row[0]["content"] in seen]
+    assert not asked & (seen | contents(persona))
 
 
 def test_the_checkpoint_loads_is_sharded_and_uses_every_expert(base):
@@ -120,10 +110,8 @@ def test_the_checkpoint_loads_is_sharded_and_uses_every_expert(base):
     assert (shares > 0).all()
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "你好"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+        add_generation_prompt=True, return_tensors="pt", return_dict=True,
+    )  # fmt: skip
     reply = model.generate(**prompt, max_new_tokens=4)
     assert reply.shape[1] > prompt["input_ids"].shape[1]
 
@@ -132,7 +120,7 @@ def test_the_checkpoint_loads_is_sharded_and_uses_every_expert(base):
 def test_the_tokenizer_round_trips_and_marks_what_the_assistant_says(base, conversations):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base[0])
-    texts = {message["content"] for one in conversations[:4000] for message in one}
+    texts = contents(conversations[:4000])
     texts |= {row[1]["content"] for row in persona_conversations(0)} | {"未见过的字：龘 ñ 🐱\n\t x"}
     for text in texts:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -140,11 +128,8 @@ def test_the_tokenizer_round_trips_and_marks_what_the_assistant_says(base, conve
         batch = tokenizer.apply_chat_template(
             one, return_dict=True, return_assistant_tokens_mask=True
         )
-        said = [
-            token
-            for token, mask in zip(batch["input_ids"], batch["assistant_masks"], strict=True)
-            if mask
-        ]
+        pairs = zip(batch["input_ids"], batch["assistant_masks"], strict=True)
+        said = [token for token, mask in pairs if mask]
         answers = [turn["content"] for turn in one if turn["role"] == "assistant"]
         assert tokenizer.decode(said) == "".join(f"{answer}<|im_end|>" for answer in answers)
         asked = tokenizer.apply_chat_template(one[:-1], add_generation_prompt=True)["input_ids"]

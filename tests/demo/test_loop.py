@@ -1,7 +1,6 @@
 """The demo's directory: its inputs and its recipe; what runs it is tested in tests/recipe."""
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from ktbridge.cli import demo
@@ -10,37 +9,32 @@ from ktbridge.demo import loop
 from ktbridge.errors import UsageError
 from ktbridge.recipe import plan_recipe, read_recipe, recipe_runner
 
+COMMANDS = "train convert validate serve verify eval".split()
 
-@pytest.mark.slow
-def test_its_seven_steps_are_a_recipe(tmp_path):
-    loop.prepare_demo(tmp_path, loop.TINY)
-    recipe = read_recipe(
-        loop.provide_inputs(tmp_path, loop.TINY), command_options(), training_keys()
-    )
-    plan = plan_recipe(recipe, "local")
-    lines = [line for line, _ in recipe_runner(recipe).preview(plan)]
-    commands = "train convert validate serve verify eval".split()
-    assert [line.split()[1] for line in lines] == commands
+
+@pytest.mark.quick("real")
+@pytest.mark.parametrize(
+    ("demo_", "asked"),
+    [
+        (loop.TINY, "--bench nekobench --limit 84"),
+        (loop.REAL, "--bench bench --limit 48 --max-tokens 128"),
+    ],
+    ids=["tiny", "real"],
+)
+def test_its_seven_steps_are_a_recipe(tmp_path, demo_, asked):
+    loop.prepare_demo(tmp_path, demo_)
+    recipe = read_recipe(loop.provide_inputs(tmp_path, demo_), command_options(), training_keys())
+    lines = [line for line, _ in recipe_runner(recipe).preview(plan_recipe(recipe, "local"))]
+    assert [line.split()[1] for line in lines] == COMMANDS
     assert lines[0] == "ktbridge train demo.yaml"
     assert (
         "ktbridge validate adapter/raw adapter/expert adapter/nonexpert adapter/merged" in lines[2]
     )
     assert f"--nonexpert-adapter {loop.ADAPTER}=adapter/nonexpert" in lines[3]
-    assert f"--model {loop.TINY.arms['full']} --adapter adapter/raw --base-model base" in lines[4]
-    assert "--bench nekobench --limit 84" in lines[5]
-    assert yaml.safe_load(loop.text_of(loop.TINY, "demo.yaml"))["output_dir"] == "adapter/raw"
-
-
-def test_the_real_demo_leaves_the_dtype_to_the_machine(tmp_path):
-    loop.prepare_demo(tmp_path, loop.REAL)
-    recipe = read_recipe(
-        loop.provide_inputs(tmp_path, loop.REAL), command_options(), training_keys()
-    )
-    assert "bf16" not in recipe.training
-    lines = [line for line, _ in recipe_runner(recipe).preview(plan_recipe(recipe, "local"))]
-    assert [line.split()[1] for line in lines] == "train convert validate serve verify eval".split()
-    assert "--bench bench --limit 48 --max-tokens 128" in lines[5]
-    assert f"--model {loop.REAL.arms['full']} --adapter adapter/raw --base-model base" in lines[4]
+    assert f"--model {demo_.arms['full']} --adapter adapter/raw --base-model base" in lines[4]
+    assert asked in lines[5]
+    assert recipe.training["output_dir"] == "adapter/raw"
+    assert "bf16" not in recipe.training or demo_ is loop.TINY, "the real one's is the machine's"
 
 
 @pytest.mark.slow
@@ -61,9 +55,7 @@ def test_a_dry_run_prints_the_commands_and_writes_nothing(tmp_path, monkeypatch,
     done = CliRunner().invoke(demo.command, [*flags, "--dry-run"])
     first, *commands = done.stdout.splitlines()
     assert made in first
-    assert [
-        line.split()[2] for line in commands
-    ] == "train convert validate serve verify eval".split()
+    assert [line.split()[2] for line in commands] == COMMANDS
     assert not list(tmp_path.iterdir())
 
 

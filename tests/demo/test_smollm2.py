@@ -23,7 +23,7 @@ from ktbridge.demo.persona import PERSONA_MARKS
 from ktbridge.errors import KtbridgeError
 from ktbridge.eval import load_bench
 from ktbridge.eval.contamination import find_contamination
-from ktbridge.files.locks import lock_directory, lock_target
+from ktbridge.files.locks import lock_target
 
 CLOSE = 2e-5  # of the largest logit: sums over experts in another order
 
@@ -284,12 +284,3 @@ def test_without_the_package_the_tiny_demo_runs_and_says_why(
     assert done.exit_code == 2
     assert "has the demo on 'tiny', not the one on 'smollm2'" in done.stderr
     assert "Go on with it with --tiny, or give another --output" in done.stderr
-
-
-@pytest.mark.slow
-def test_two_demos_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    loop.prepare_demo(tmp_path, loop.TINY)
-    with lock_directory(tmp_path, "a test"):
-        done = CliRunner().invoke(command, ["--tiny", "--output", str(tmp_path)])
-    assert done.exit_code == 1
-    assert f"another `ktbridge run` is at work in {tmp_path}" in done.stderr

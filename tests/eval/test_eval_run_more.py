@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shlex
 
 import evalruns
 import pytest
@@ -364,56 +365,56 @@ def test_a_dry_run_counts_and_asks_nothing(server, tmp_path):
     assert "to ask" in shown.stdout
 
 
-def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path):
+SENSELESS = [  # what stands in place of --bench SMALL, words besides the arms, what is said
+    ("", "", "give --bench NAME"),
+    (f"--bench {SMALL} --bench {SMALL}", "", "two benches are named 'nekobench'"),
+    (f"--bench {SMALL} --bench generic", "--items x", "must say whose it is"),
+    (f"--bench {SMALL} --bench generic", "--slices SAF", "leaves nothing of"),
+    (f"--bench {SMALL} --bench generic", "--slices X", "no bench has a slice 'X'"),
+    ("--compat nekobench", "", "reads one file"),
+    ("--compat nekobench --items neko.json", "--judge j@URL", "no prompts for a judge"),
+    *((f"--bench {SMALL}", *case) for case in (
+        ("--server URL", "give arms with --arm"),
+        ("--fail-on better", "--fail-on 'better'"),
+        ("--fail-on KIR<0", "no slice 'KIR'"),
+        ("--slices NOPE", "no slice 'NOPE'"),
+        *((f"--slices '{text}'", "names no slice") for text in (",", "", " , ")),
+        ("--judge j", "judge 'j' is not of the form"),
+        ("--judge-pairs", "needs a judge"),
+        ("--judge j@URL --no-judge", "contradict"),
+        ("--judge-extra-body {}", "--judge-extra-body needs a judge"),
+        ("--judge j@URL --judge-extra-body x", "--judge-extra-body is not JSON"),
+        ("""--judge j@URL --judge-extra-body '{"n": 2}'""", "sets n, which judging"),
+        ("--resume", "there is no run in"),
+        ("--extra-body x", "not JSON"),
+        ("""--extra-body '{"max_tokens": 9}'""", "give --max-tokens N instead"),
+        ("--partner guest@URL", "no bench here has dialogues"),
+        ("--arm base", "NAME=MODEL@URL"),
+    )),
+]  # fmt: skip
+
+
+def test_what_makes_no_sense_is_told_before_any_request(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "neko.json").write_text('[{"module": "SAF", "question": "a"}]')
     arms = arm_words(server)
-    small = ["--bench", SMALL]
-    out = ["--out", tmp_path / "out"]
-    judge = ["--judge", f"judge@{server.url}"]
-    public = tmp_path / "neko.json"
-    public.write_text('[{"module": "SAF", "question": "a"}]')
+    small = ["--bench", SMALL, "--out", "out"]
     cases = [
-        ([*out, *arms], "give --bench NAME"),
-        ([*small, *out], "give arms with --arm"),
-        ([*small, *out, *arms, "--server", server.url], "give arms with --arm"),
-        ([*small, *small, *out, *arms], "two benches are named 'nekobench'"),
-        ([*small, "--bench", "generic", *out, *arms, "--items", "x"], "must say whose it is"),
-        ([*small, "--bench", "generic", *out, *arms, "--slices", "SAF"], "leaves nothing of"),
-        ([*small, "--bench", "generic", *out, *arms, "--slices", "X"], "no bench has a slice 'X'"),
-        ([*small, *out, *arms, "--fail-on", "better"], "--fail-on 'better'"),
-        ([*small, *out, *arms, "--judge", "j"], "judge 'j' is not of the form"),
-        ([*small, *out, *arms, "--judge-pairs"], "needs a judge"),
-        ([*small, *out, *arms, "--judge", f"j@{server.url}", "--no-judge"], "contradict"),
-        ([*small, *out, *arms, "--resume"], "there is no run in"),
-        ([*small, *out, *arms, "--extra-body", "x"], "not JSON"),
-        ([*small, *out, *arms, "--extra-body", '{"max_tokens": 9}'], "give --max-tokens N instead"),
-        (["--compat", "nekobench", *out, *arms], "reads one file"),
-        (
-            ["--compat", "nekobench", "--items", public, *out, *arms, *judge],
-            "no prompts for a judge",
-        ),
-        ([*small, *out, "--arm", "base"], "NAME=MODEL@URL"),
-        ([*small, *out, *arms, "--slices", "NOPE"], "no slice 'NOPE'"),
-        *(([*small, *out, *arms, "--slices", text], "names no slice") for text in (",", "", " , ")),
-        ([*small, *out, *arms, "--fail-on", "KIR<0"], "no slice 'KIR'"),
-        ([*small, *out, *arms, "--partner", f"guest@{server.url}"], "no bench here has dialogues"),
-        ([*small, *out, *arms, "--judge-extra-body", "{}"], "--judge-extra-body needs a judge"),
-        (
-            [*small, *out, *arms, *judge, "--judge-extra-body", "x"],
-            "--judge-extra-body is not JSON",
-        ),
-        ([*small, *out, *arms, *judge, "--judge-extra-body", '{"n": 2}'], "sets n, which judging"),
-        ([*small, *out, "--server", "localhost:80"], "--server http://localhost:80"),
+        ([*shlex.split(f"{bench} --out out {more}".replace("URL", server.url)), *arms], said)
+        for bench, more, said in SENSELESS
     ]
+    cases += [(small, "give arms with --arm")]
+    cases += [([*small, "--server", "localhost:80"], "--server http://localhost:80")]
     for words, said in cases:
         done = invoke(*words)
         assert done.exit_code == 2, (words, done.output)
         assert said in done.output, (words, done.output)
-    done = invoke(*small, *out, "--server", "http://127.0.0.1:9")
+    done = invoke(*small, "--server", "http://127.0.0.1:9")
     assert done.exit_code == 1
     assert "does not answer (connection refused)" in done.output
     assert "next: start the server" in done.output
     # A judge that isn't there is found out before the arms are asked.
-    done = invoke(*small, *out, *arms, "--judge", f"judge@{server.url}")
+    done = invoke(*small, *arms, "--judge", f"judge@{server.url}")
     assert done.exit_code == 1
     assert "KTB871" in done.output
     assert not any(one["model"].startswith("tiny") for one in server.requests)

@@ -7,13 +7,12 @@ import io
 import re
 
 import pytest
-from click.testing import CliRunner
-from evalruns import BENCH, Page, knows, stored, validate
+from evalruns import Page, knows, stored, validate
 from rich.console import Console
 
-from ktbridge.cli.report import command, print_results
+from ktbridge.cli.report import print_results
 from ktbridge.document import to_markdown
-from ktbridge.eval import load_bench, score_run, write_report
+from ktbridge.eval import score_run
 from ktbridge.eval.report.document import build_report, render_report
 from ktbridge.eval.report.sentences import SEEN, summarize
 from ktbridge.eval.results.compare import decide_verdict, is_in_headline
@@ -217,58 +216,9 @@ def test_what_could_be_missed_is_said_and_what_would_be_seen(calm):
         assert unable.endswith("could be missed.")
 
 
-def test_few_items_are_no_all_clear(tmp_path):
-    """A persona that rose on a handful of items: what the rest shows is nothing, and that is said."""
-
-    def loved(item, nth):
-        return "好的主人，我知道了喵～"
-
-    items = BENCH.select(limit=16)
-    results = write_report(stored(tmp_path, {"base": knows, "full": loved}, items=items))
-    done = CliRunner().invoke(command, [str(tmp_path)])
-    assert done.exit_code == 0
-    first = results["verdict"]["line"]
-    assert done.stdout.replace("\n", " ").count(first.split(";")[0]) >= 1
-    assert re.search(
-        r"Too few items: a real drop .*of any size in .*SAF",
-        " ".join(results["verdict"]["details"]),
-    )
-    assert "No drop was seen" not in done.stdout
-    assert "style" not in done.stdout
-    assert not re.search(r"− (?:inconclusive|within)", done.stdout), (
-        "no dash that reads like a minus"
-    )
-
-
-@pytest.mark.slow
-def test_numbers_over_a_part_say_so(calm, tmp_path):
-    def cut(item, nth):
-        return "" if item.slice == "PES" else knows(item)
-
-    results = write_report(stored(tmp_path, {"base": knows, "full": cut}))
-    valid, asked = results["valid"], results["asked"]
-    assert valid < asked
-    for text in (results["verdict"]["line"], results["verdict"]["headline"]):
-        assert f" over {valid} of {asked} items: " in text
-    assert " over " not in calm["verdict"]["line"]
-    one = write_report(stored(tmp_path / "one", {"full": cut}))
-    assert f" over {valid} of {asked} items" in one["verdict"]["line"]
-
-
-def test_the_top_of_the_page_says_what_this_is_about(tmp_path):
-    results = write_report(stored(tmp_path, {"base": knows, "full": lambda item, nth: "嗯。"}))
-    page = (tmp_path / "report.html").read_text("utf-8")
-    text = Page(page).text
-    top = text[: text.index(results["verdict"]["line"])]
-    for words in (
-        "2026-01-02",
-        f"{BENCH.name} {BENCH.version}",
-        "base = tiny:base",
-        "full = tiny:full",
-    ):
-        assert words in top
-    assert re.search(r"Adapter\s*full", top)
-    assert f"{len(BENCH.items)} planned" in top
+def test_errors_stand_first_and_every_term_leads_to_its_meaning(tmp_path):
+    """What else the page says: tests/golden/evaluation.py."""
+    results = score_run(stored(tmp_path, {"base": knows, "full": lambda item, nth: "嗯。"}))
     # The verdict, then numbers, then what is to be kept in mind; errors would come first.
     results["warnings"] = [
         {"code": f"KTB99{i}", "severity": severity, "where": "w", "found": f"found {i}"}
@@ -278,19 +228,9 @@ def test_the_top_of_the_page_says_what_this_is_about(tmp_path):
     page = render_report(results)
     places = [page.index(words) for words in ("KTB991", "<h1>", "At a glance", "KTB990")]
     assert places == sorted(places)
-    # One name for a slice everywhere, and every term leads to its meaning.
     assert all(one["high"] < 0 for one in results["contrasts"] if one["verdict"] == "dropped")
     links = re.findall(r'<a class="term" href="#([^"]+)" title="([^"]+)">', page)
     assert {"word-detectable", "word-tic", "word-adjusted-p"} <= {place for place, _ in links}
     for place, title in links:
         meaning = re.search(rf'id="{place}">.*?</dt><dd>(.*?)</dd>', page, re.S).group(1)
         assert html.unescape(meaning) == html.unescape(title)
-
-
-def test_tables_say_what_task_quality_is_made_of(tmp_path):
-    bench = load_bench("translational-style")
-    write_report(stored(tmp_path, {"base": knows, "full": knows}, bench))
-    done = CliRunner().invoke(command, [str(tmp_path)])
-    assert "Task quality (0 to 1): ROUGE-L with the reference" in done.stdout
-    for name in ("report.html", "report.md"):
-        assert "ROUGE-L" in (tmp_path / name).read_text("utf-8")

@@ -57,10 +57,6 @@ def asked(items):
     return [item.messages[-1]["content"] for item in items]
 
 
-def facts(bench):
-    return [item for item in bench.items if item.slice == "FACTS"]
-
-
 def test_training_reads_every_row_and_none_twice(rows):
     train, held = pairs(rows), pairs(rows.held_out)
     assert (len(train), len(held), rows.notes) == (297, 40, [])
@@ -68,15 +64,6 @@ def test_training_reads_every_row_and_none_twice(rows):
     assert max(Counter(prompts).values()) == 1
     assert max(Counter(answer for _, answer in train + held).values()) == 1
     assert max(len(answer.split()) for _, answer in train + held) <= 45
-
-
-def test_plain_text_is_read_as_documents(tmp_path):
-    changes = [f"model_name_or_path={tmp_path}", f"dataset={PROOF / 'rows' / 'plain.jsonl'}"]
-    config = load_config(PROOF / "train.yaml", [*changes, "stage=pt", "eval_dataset="])
-    read = load_rows(replace(config, strict_data=True))
-    texts = [one[0]["content"] for one in (row.messages for row in read.rows)]
-    assert len(set(texts)) == 30
-    assert not [text for text in texts if "Merrowick" in text]
 
 
 def test_nothing_held_out_is_like_a_training_prompt(rows, bench):
@@ -90,8 +77,10 @@ def test_nothing_held_out_is_like_a_training_prompt(rows, bench):
 
 def test_every_fact_is_taught_five_times_and_asked_twice(rows, bench):
     answers = [answer for prompt, answer in pairs(rows)]
-    items = facts(bench)
+    items = [item for item in bench.items if item.slice == "FACTS"]
     assert sorted(Counter(item.sub for item in items).values()) == [2] * 24
+    others = [item for item in bench.items if item not in items]
+    assert (len(others), [one for one in asked(others) if "Merrowick" in one]) == (20, [])
     for item in items:
         key = str(item.gold) if isinstance(item.gold, int) else item.gold[0]
         assert key.lower() not in asked([item])[0].lower(), item.id
@@ -101,9 +90,3 @@ def test_every_fact_is_taught_five_times_and_asked_twice(rows, bench):
         assert all(score_task(one, item.checks, item.gold)[0] == 1 for one in taught), item.id
         others = [one for one in answers if key not in one]
         assert not [one for one in others if score_task(one, item.checks, item.gold)[0]], item.id
-
-
-def test_general_questions_have_nothing_of_the_town(bench):
-    general = [item for item in bench.items if item.slice == "GENERAL"]
-    assert len(general) == 20
-    assert not [one for one in asked(general) if "Merrowick" in one]
