@@ -13,9 +13,11 @@ Code outside ``ktbridge.cli`` never prints or exits: it raises one of these.
 from __future__ import annotations
 
 import difflib
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 Severity = Literal["error", "warning", "info"]
@@ -138,3 +140,15 @@ def did_you_mean(key: str, known: Iterable[str]) -> str:
     """The next step after an unknown key that is close to a known one; "" where none is."""
     near = difflib.get_close_matches(key, list(known), n=1)
     return f"Did you mean {near[0]}?" if near else ""
+
+
+def did_you_mean_path(path: str | os.PathLike[str]) -> str:
+    """The next step for a path that isn't there, but for a few letters of one part; "" where none is near."""
+    place = Path(path).expanduser()
+    gone = next((one for one in (*reversed(place.parents), place) if not one.exists()), place)
+    try:
+        near = difflib.get_close_matches(gone.name, os.listdir(gone.parent), n=1, cutoff=0.75)
+    except OSError:
+        near = []
+    found = [gone.with_name(name) / place.relative_to(gone) for name in near]
+    return f"Did you mean {found[0]}?" if found and found[0].exists() else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import http.client
 import json
 import os
 import queue
@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 from warm import Process, WarmPython
 
+from ktbridge.adapter import Tensor, write_raw_adapter
 from ktbridge.cli import main
 
 LAYERS, HIDDEN, INNER, EXPERTS = 2, 64, 32, 8  # tinymoe's
@@ -31,11 +32,8 @@ TEXTS = [
     "今天天气很好，我们去公园散步吧。你喜欢吃苹果吗？我很喜欢。",
     "user system assistant answer question yes no maybe",
 ]
-ASCII = [
-    *map(chr, range(33, 127)),
-    "Ġ",
-    "Ċ",
-]  # tokenizers of these alone have no parts of characters
+ASCII = [*map(chr, range(33, 127)), "Ġ", "Ċ"]
+"""Tokenizers of these alone have no parts of characters."""
 TEMPLATE = (
     "{% if mood is defined %}<|im_start|>system\n{{ mood }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}"
@@ -94,70 +92,44 @@ def save_model(directory: Path, seed: int, alphabet: Sequence[str] | None = None
 
 
 def save_adapter(
-    directory: Path,
-    base: Path,
-    *,
-    expert: bool = True,
-    nonexpert: bool = True,
-    strength: float = 0.3,
-    hidden: int = HIDDEN,
-    seed: int = 7,
-) -> Path:
-    """A raw adapter as another tool would write it; ``strength`` 0 is the zero-B control."""
+    directory: Path, base: Path, *, expert: bool = True, nonexpert: bool = True,
+    strength: float = 0.3, hidden: int = HIDDEN, seed: int = 7,
+) -> Path:  # fmt: skip
+    """A raw adapter of ``base``, which it doesn't look at; ``strength`` 0 is the zero-B control."""
     import torch
-    from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int, scale: float) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+    def draw(key: str, *shape: int, scale: float) -> dict[str, Tensor]:
+        values = (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+        return {key: Tensor(key, "BF16", shape, values.view(torch.int16).numpy().tobytes())}
 
-    fused, plain = {}, {}
+    fused: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
     for layer in range(LAYERS):
         sizes = {"gate": (hidden, INNER), "up": (hidden, INNER), "down": (INNER, hidden)}
         for name, (inputs, outputs) in sizes.items():
             key = f"layers.{layer}.experts.{name}_lora_"
-            fused[key + "a"] = draw(EXPERTS, RANK, inputs, scale=inputs**-0.5)
-            fused[key + "b"] = draw(EXPERTS, outputs, RANK, scale=strength)
+            fused |= draw(key + "a", EXPERTS, RANK, inputs, scale=inputs**-0.5)
+            fused |= draw(key + "b", EXPERTS, outputs, RANK, scale=strength)
         sizes = {"q_proj": (hidden, 64), "v_proj": (hidden, 32), "o_proj": (64, hidden)}
         for name, (inputs, outputs) in sizes.items():
             key = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
-            plain[key + "A.weight"] = draw(RANK, inputs, scale=inputs**-0.5)
-            plain[key + "B.weight"] = draw(outputs, RANK, scale=strength)
-    directory.mkdir(parents=True)
-    files = {}
-    if expert:
-        files["fused_expert_lora.safetensors"] = fused
-    if nonexpert:
-        files["adapter_model.safetensors"] = plain
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "target_modules": ["q_proj", "v_proj", "o_proj"],
-        "bias": "none",
-        "lora_dropout": 0.0,
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    artifacts: dict[str, dict] = {}
-    for name, tensors in files.items():
-        save_file(tensors, directory / name)
-        data = (directory / name).read_bytes()
-        artifacts[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        if name.startswith("fused"):
-            listed = {k: {"shape": list(t.shape), "dtype": "BF16"} for k, t in tensors.items()}
-            artifacts[name] |= {"tensor_count": len(listed), "tensors": listed}
-    manifest = {
-        "version": 1,
-        "status": "ready",
-        "expert_weight_format": "bf16",
-        "base": {"model_name_or_path": str(base)},
-        "lora": {"rank": RANK, "alpha": ALPHA},
-        "artifacts": artifacts,
-    }
-    (directory / "kt_adapter_manifest.json").write_text(json.dumps(manifest))
+            plain |= draw(key + "A.weight", RANK, inputs, scale=inputs**-0.5)
+            plain |= draw(key + "B.weight", outputs, RANK, scale=strength)
+    write_raw_adapter(
+        directory,
+        expert=fused if expert else {},
+        nonexpert=plain if nonexpert else {},
+        config={
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA,
+            "target_modules": ["q_proj", "v_proj", "o_proj"], "bias": "none", "lora_dropout": 0.0,
+        },
+        base_model=str(base),
+        rank=RANK,
+        alpha=ALPHA,
+        fingerprint=False,  # whether it is this base's is for each test to find out
+    )  # fmt: skip
     return directory
 
 
@@ -315,25 +287,17 @@ def begin_answer() -> Callable[..., socket.socket]:
     """Ask a server for a long answer on a bare socket, and leave it unread."""
 
     def begin(server: Server, *, stream: bool, **headers: str) -> socket.socket:
-        body = json.dumps(
-            {
-                "model": "tiny",
-                "messages": [{"role": "user", "content": "hi"}],
-                "max_tokens": 450,
-                "temperature": 0,
-                "stream": stream,
-            }
-        ).encode()
-        lines = [
-            "POST /v1/chat/completions HTTP/1.1",
-            "Host: localhost",
-            "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
-            *(f"{name}: {value}" for name, value in headers.items()),
-        ]
-        connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
-        return connection
+        asked = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 450,
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        body = json.dumps({**asked, "temperature": 0, "stream": stream})
+        headers = {"Content-Type": "application/json", **headers}
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        assert connection.sock
+        return connection.sock
 
     return begin
 

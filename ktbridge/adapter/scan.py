@@ -32,7 +32,7 @@ from ktbridge.adapter.checks import many
 from ktbridge.adapter.keys import CANONICAL, is_expert_like, parse_key, peft_key, plain_name
 from ktbridge.adapter.manifest import MANIFEST_FILE, MAX_BYTES
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, did_you_mean_path, has_errors
 from ktbridge.files.digests import take_stamps
 from ktbridge.model import TensorFile, open_tensor_file
 from ktbridge.model.jsonfile import read_json_file
@@ -102,7 +102,8 @@ def _scan(
         return None
     if not path.is_dir():
         found = "is a file, not an adapter directory" if path.exists() else "does not exist"
-        problems.append(problem("KTB001", str(path), found, "an adapter directory"))
+        step = did_you_mean_path(path) or None
+        problems.append(problem("KTB001", str(path), found, "an adapter directory", next_step=step))
         return None
     read = {CONFIG_FILE, MANIFEST_FILE}
     entries = sorted(path.iterdir())
@@ -232,6 +233,9 @@ def _inside(path: Path) -> list[str]:
 def _elsewhere_found(path: Path, code: str, found: str, expected: str) -> Problem:
     """A directory without an adapter of its own, and those in it that have one."""
     inside = _inside(path)
+    if not inside and (path / "config.json").is_file() and not (path / MODEL_FILE).exists():
+        step = "give an adapter's directory here: this one is for the base model's place"
+        return problem(code, str(path), f"is a model: it {found}", expected, next_step=step)
     if not inside:
         return problem(code, str(path), found, expected)
     listed = ", ".join(inside[:6]) + (", …" if len(inside) > 6 else "")

@@ -87,7 +87,8 @@ def named_directories(
     for value in values:
         name, equals, directory = value.partition("=")
         if not equals or not name or not directory:
-            raise click.BadParameter(f"{value!r} is not NAME=DIR.", param=parameter)
+            hint = "" if equals else f" Name it as requests will: NAME={value}."
+            raise click.BadParameter(f"{value!r} is not NAME=DIR.{hint}", param=parameter)
         if name in named:
             raise click.BadParameter(f"the name {name!r} is given twice.", param=parameter)
         named[name] = directory

@@ -14,7 +14,7 @@ from ktbridge.cli._app import Command, dry_run_option, from_option, json_option
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._recipe import StepPrinter, print_commands, resumable
 from ktbridge.cli._ui import console, emit_json, print_blocks, progress_bar, stderr
-from ktbridge.errors import UsageError
+from ktbridge.errors import UsageError, did_you_mean_path
 from ktbridge.model import resolve_model
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ def command(
     read, conditions = _read_evaluation(evaluation) if evaluation else ([], [])
     for path in (adapter, *([merged] if merged else [])):
         if not Path(path).expanduser().exists():
-            raise UsageError(f"{path!r} does not exist.", "check the path")
+            raise UsageError(
+                f"{path!r} does not exist.", did_you_mean_path(path) or "check the path"
+            )
     ensure_model(base_model)
     request = GateRequest(
         adapter=Path(adapter).expanduser().absolute(),

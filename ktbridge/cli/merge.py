@@ -114,8 +114,9 @@ def _print_report(report: MergeReport, distance: dict[str, Any] | None) -> None:
     if report.left_out:
         stderr.print(f"left out: {' '.join(report.left_out)}", soft_wrap=True, markup=False)
     share = report.changed / report.values
+    shards = f"{report.shards} shard{'s' * (report.shards != 1)}"
     stderr.print(
-        f"done in {report.seconds:.2f} s: {size_text(report.bytes)} in {report.shards} shards, "
+        f"done in {report.seconds:.2f} s: {size_text(report.bytes)} in {shards}, "
         f"{share:.1%} of the adapted values moved; {report.output} loads like its base",
         soft_wrap=True,
         markup=False,

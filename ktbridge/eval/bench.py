@@ -23,7 +23,14 @@ from typing import Any
 import yaml
 
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, ProblemsError, UsageError, list_names
+from ktbridge.errors import (
+    Problem,
+    ProblemsError,
+    UsageError,
+    did_you_mean,
+    did_you_mean_path,
+    list_names,
+)
 from ktbridge.eval.results.types import Json
 from ktbridge.eval.schema import (
     OURS,
@@ -161,9 +168,10 @@ def _find_folder(name_or_path: str | Path) -> Path:
         if folder.is_dir():
             return folder
     ours = sorted(path.parent.name for path in root.glob("*/bench.yaml"))
+    near = did_you_mean(str(name_or_path), ours) or did_you_mean_path(name_or_path)
     raise UsageError(
         f"there is no bench {str(name_or_path)!r}.",
-        f"name one of ours ({', '.join(ours) or 'none found'}) or a folder with bench.yaml",
+        f"{near} Name one of ours ({', '.join(ours) or 'none found'}) or a folder with bench.yaml".lstrip(),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.errors import KtbridgeError, Problem, UsageError, did_you_mean_path
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.results.types import Contamination, Hit, SliceOverlap
 from ktbridge.eval.schema import Item
@@ -97,7 +97,8 @@ def find_contamination(bench: Bench, train_data: Path) -> Contamination:
     """
     if not train_data.is_file():
         raise UsageError(
-            f"there is no training file {str(train_data)!r}.", "give --train-data a file"
+            f"there is no training file {str(train_data)!r}.",
+            did_you_mean_path(train_data) or "give --train-data a file",
         )
     parts = {item.id: list(_split(item)) for item in bench.items}
     whole: dict[Gram, list[_Part]] = {}

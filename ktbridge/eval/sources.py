@@ -15,7 +15,7 @@ from pathlib import Path
 
 import ktbridge
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, did_you_mean_path
 from ktbridge.eval.results.types import Json
 from ktbridge.eval.schema import RowMap, SourceFile, check_keys
 from ktbridge.eval.scorers.text_metrics import normalize
@@ -52,7 +52,8 @@ def read_source(source: object, folder: Path, items: Path | None) -> tuple[list[
     path = items if items is not None else folder / spec.file
     if not path.is_file():
         raise UsageError(
-            f"there is no data file {str(path)!r}.", "give the path of your copy with --items"
+            f"there is no data file {str(path)!r}.",
+            did_you_mean_path(path) or "give the path of your copy with --items",
         )
     records = list(read_rows(path))
     _check_columns(records, spec, path.name)

@@ -85,9 +85,12 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
     if file.is_dir() or file.suffix != ".json":
         file = file / "config.json"
     if not os.path.lexists(file):
+        adapter = (file.parent / "adapter_config.json").is_file()
         raise KtbridgeError(
-            f"{file.parent} has no config.json",
-            "point at a model directory as transformers saves it",
+            f"{file.parent} {'is an adapter: it ' if adapter else ''}has no config.json",
+            "point at the base model that it was trained on"
+            if adapter
+            else "point at a model directory as transformers saves it",
         )
     config = read_json_file(file)
     nested = config.get("text_config")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, did_you_mean_path
 from ktbridge.install import install_hint
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ def raise_explained(wanted: Repository, upload: bool = False) -> Iterator[None]:
     except Exception as error:
         if (found := explain_hub_error(error, wanted, upload)) is None:
             raise
+        near = "" if upload else did_you_mean_path(str(wanted))
+        if near:  # a path with a slip, and no repository
+            found = type(found)(found.sentence, f"{near} If not: {found.next_step}")
         raise found from error
     finally:
         hub.utils.logging.set_verbosity(verbosity)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from ktbridge.codes import Problems
-from ktbridge.errors import UsageError, did_you_mean
+from ktbridge.errors import UsageError, did_you_mean, did_you_mean_path
 from ktbridge.files.yamlfile import read_yaml, show_value
 from ktbridge.schemas import Refusal, check_fields
 
@@ -173,7 +173,8 @@ def read_recipe(
         path /= RECIPE
     if not path.is_file():
         raise UsageError(
-            f"there is no recipe {str(path)!r}.", "`ktbridge init` lists recipes and copies one."
+            f"there is no recipe {str(path)!r}.",
+            did_you_mean_path(path) or "`ktbridge init` lists recipes and copies one.",
         )
     problems = _Problems(path.name, "KTR002")
     values = _named(read_yaml(path))

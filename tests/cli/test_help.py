@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from rawadapter import write_base, write_raw
 
 import ktbridge
 from ktbridge.cli import main
@@ -76,6 +77,43 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, args, code, words):
     assert words in result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+SLIPS = {
+    "train runs.yaml": "Did you mean run.yaml?",
+    "plan run.yaml dataset=row.jsonl": "Did you mean {here}/rows.jsonl?",
+    "train run.yaml adapter_name_or_path=neko/adaptr": "Did you mean {here}/neko/adapter?",
+    "train run.yaml model_name_or_path=models/bas": "Did you mean models/base? If not: ",
+    "convert nekoo/adapter --to vllm --output out": "Did you mean neko/adapter?",
+    "convert neko/adapter --to vlm --output out": "Did you mean vllm? Use ",
+    "validate neko/adaptr": "Did you mean neko/adapter?",
+    "validate models/base": "this one is for the base model's place",
+    "merge neko/adapter --base-model models/bas --output out": "Did you mean models/base? If not: ",
+    "merge neko/adapter --base-model neko/adapter --output out": "is an adapter: it has no config.json",
+    "gate --adapter neko/adaptr --base-model models/base": "Did you mean neko/adapter?",
+    "run recipes.yaml": "Did you mean recipe.yaml?",
+    "eval --bench generc --server http://127.0.0.1:9 --output out": "Did you mean generic? Name one of",
+    "eval --bench generic --items row.jsonl --server http://127.0.0.1:9 --output out": "mean rows.jsonl?",
+    "serve --base-model models/base --adapter neko/adapter --dry-run": "NAME=neko/adapter.",
+}
+
+
+@pytest.mark.parametrize("line", SLIPS)
+def test_a_slip_in_a_path_or_a_name_is_answered_with_the_near_one(tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    write_base(tmp_path / "models/base")
+    write_raw(tmp_path / "neko/adapter", layers=(0, 1), base_model="models/base")
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "run.yaml").write_text(
+        "model_name_or_path: models/base\ndataset: rows.jsonl\noutput_dir: neko/new\n"
+    )
+    (tmp_path / "recipe.yaml").write_text("name: neko\n")
+    before = sorted(tmp_path.rglob("*"))
+    done = run(*line.split(), HF_HUB_OFFLINE="1")
+    assert done.exit_code in (1, 2)
+    assert SLIPS[line].format(here=tmp_path) in done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_debug_shows_the_traceback():

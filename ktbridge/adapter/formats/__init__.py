@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ktbridge.adapter.adapter import MLX_FILE, MODEL_FILE
-from ktbridge.errors import UsageError
+from ktbridge.errors import UsageError, did_you_mean
 from ktbridge.model.tensorfile import MAX_HEADER_BYTES, MAX_NAME
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _check_name(flag: str, value: str, known: tuple[str, ...]) -> None:
     for row in FORMATS:
         if row.name == value:  # a read-only format
             found = f"{flag} {value} can't be done: it is {row.exact.rpartition('; ')[2]}"
-    raise UsageError(found, f"use {', '.join(known)}")
+    raise UsageError(found, f"{did_you_mean(value, known)} Use {', '.join(known)}".lstrip())
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from ktbridge.adapter.outputs import why_not_writable
 from ktbridge.codes import Problems
-from ktbridge.errors import KtbridgeError, UsageError, did_you_mean
+from ktbridge.errors import KtbridgeError, UsageError, did_you_mean, did_you_mean_path
 from ktbridge.files.yamlfile import load_yaml, read_yaml, show_value
 from ktbridge.model.checkpoint import open_checkpoint
 from ktbridge.model.hub import repository
@@ -54,7 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     if not path.is_file():
         raise UsageError(
             f"there is no configuration file {str(path)!r}.",
-            "`ktbridge demo` writes a complete example (demo.yaml).",
+            did_you_mean_path(path) or "`ktbridge demo` writes a complete example (demo.yaml).",
         )
     values = read_yaml(path)
     for override in overrides:
@@ -238,7 +238,8 @@ def _report_missing(
     problems: Problems, key: str, path: str | Path, expected: str, next_step: str = ""
 ) -> None:
     found = f"there is no directory {str(path)!r}"
-    problems.error(key, found, expected, next_step, code="KTC006")
+    step = did_you_mean_path(path) or next_step
+    problems.error(key, found, expected, step, code="KTC006")
 
 
 def _resolve_model(main: Values, root: Path, problems: Problems) -> None:
@@ -298,7 +299,7 @@ def _file(key: str, name: str, root: Path, folder: Path | None, problems: Proble
     elif file is None and name.lower().endswith(ROWS):
         looked_in = dict.fromkeys(map(str, (Path.cwd(), root, *([folder] if folder else []))))
         found = f"there is no dataset file {name!r} in {' or '.join(looked_in)}"
-        step = (
+        step = next(filter(None, map(did_you_mean_path, places)), "") or (
             "Give a path relative to the configuration file (on the command line: to the working directory), "
             "or a name in dataset_info.json."
         )
