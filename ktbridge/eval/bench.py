@@ -159,7 +159,16 @@ def load_bench(name_or_path: str | Path, items: Path | None = None) -> Bench:
         # A folder without a checklist of that name is used without a judge.
         rows = [{k: v for k, v in row.items() if k != "judge" or v in lists} for row in rows]
         files |= make_files({**head, "data": data}, rows)
-    return parse_bench(files)
+    try:
+        return parse_bench(files)
+    except ProblemsError as error:
+        if source is None:
+            raise
+        # items.jsonl was made of the data file, which has other lines.
+        name = f"{data['file']}: item "
+        places = [re.sub(r"^items\.jsonl:(?: lines )?", name, one.where) for one in error.problems]
+        problems = map(lambda one, where: replace(one, where=where), error.problems, places)
+        raise ProblemsError(error.sentence, problems) from None
 
 
 def _find_folder(name_or_path: str | Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ktbridge.errors import ProblemsError, UsageError
+from ktbridge.errors import UsageError
 from ktbridge.eval import load_bench, parse_arms
 from ktbridge.eval.scorers import FAMILIES, SCORERS
 from ktbridge.eval.scorers.text_metrics import longest_common, unicode_tokens
@@ -76,43 +75,6 @@ def copy(tmp_path):
     return shutil.copytree(SMALL, tmp_path / "mine")
 
 
-def test_all_problems_are_told_at_once(copy):
-    """Of the head alone: tests/golden/mistakes.py."""
-    lines = (copy / "items.jsonl").read_text("utf-8").splitlines()
-    good = json.loads(lines[0])
-    plain = {key: value for key, value in good.items() if key != "gold"}
-    broken = [  # from line 2 on: a line, and words of what is said of it
-        (lines[0], "'pes-01' of line 1"),
-        (good | {"id": "a", "checks": [{"scorer": "vibes"}]}, "'vibes'"),
-        ({key: good[key] for key in good if key != "messages"} | {"id": "b"}, "no 'messages'"),
-        (good | {"id": "c", "checks": [{"scorer": "max_len", "unit": "pages", "n": 1}]}, "'pages'"),
-        (good | {"id": "d", "checks": [{"scorer": "max_len", "unit": "chars"}]}, "without 'n'"),
-        (good | {"id": "e", "checks": [{"scorer": "numeric"}], "gold": "eight"}, "'eight'"),
-        (good | {"id": "f", "slice": "NOPE"}, "'NOPE'"),
-        (good | {"id": "g", "colour": 1}, "'colour'"),
-        (good | {"id": "h", "checks": [{"scorer": "regex", "pattern": "("}]}, "pattern"),
-        (good | {"id": "i", "judge": "NOLIST"}, "'NOLIST'"),
-        (good | {"id": "j", "judge": ["@NOLIST", ""]}, "judge ="),
-        ("{not json", "not JSON"),
-        ("[]", "list"),
-        # No file can hold these golds.
-        *((json.dumps(plain | {"id": f"k{n}"})[:-1] + f', "gold": {gold}}}', "")
-          for n, gold in enumerate(("NaN", "1e999", '"\\ud83d"'))),
-    ]  # fmt: skip
-    rows = [line if isinstance(line, str) else json.dumps(line) for line, _ in broken]
-    (copy / "items.jsonl").write_text("\n".join([lines[0], *rows]), "utf-8")
-    persona = (copy / "persona.yaml").read_text("utf-8")
-    (copy / "persona.yaml").write_text(persona.replace("target_rate: 0.5", "target_rate: 5"))
-    with pytest.raises(ProblemsError) as caught:
-        load_bench(copy)
-    told = {one.where.partition(" (")[0]: str(one) for one in caught.value.problems}
-    assert told.pop("persona.yaml: target_rate")
-    assert "KTB813" in told.pop("items.jsonl: lines 15, 16, 17")
-    assert told.keys() == {f"items.jsonl:{number}" for number in range(2, 15)}
-    for number, (_, words) in enumerate(broken[:13], 2):
-        assert words in told[f"items.jsonl:{number}"]
-
-
 def test_a_bench_that_is_not_there(tmp_path):
     with pytest.raises(UsageError, match="no bench 'nosuch'") as caught:
         load_bench("nosuch")
@@ -165,32 +127,6 @@ def test_what_the_readme_shows_is_a_bench(tmp_path):
     easy = load_bench("generic", tmp_path / "mine.jsonl")
     assert [item.gold for item in easy.items] == [["Lima"], ["Bonjour!", "Salut !"], 42]
     assert [item.checks[0]["scorer"] for item in easy.items] == ["references"] * 2 + ["numeric"]
-
-
-def test_the_same_fault_on_many_lines_is_one_problem(tmp_path):
-    (tmp_path / "bench.yaml").write_text("name: mine\nslices: [A, B]\ncolour: red\nsize: 1\n")
-    rows = [{"messages": [{"role": "user", "content": f"{n}?"}], "gold": "x"} for n in range(14)]
-    rows += [{"slice": "A", "messages": rows[0]["messages"]}]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ProblemsError) as caught:
-        load_bench(tmp_path)
-    told = [(one.code, one.where, one.found) for one in caught.value.problems]
-    assert told == [
-        ("KTB811", "bench.yaml: colour, size", "unknown key"),
-        ("KTB813", "items.jsonl: lines 1, 2, 3, 4, 5, 6, 7, 8 and 6 more", "no 'slice'"),
-        ("KTB813", "items.jsonl:15", "neither 'gold' nor 'checks'"),
-    ]
-    head = "name: mine\nslices: {A: {primary: vibes}, B: {label: 3}, C: 5, D: what it asks}\n"
-    (tmp_path / "bench.yaml").write_text(head)
-    with pytest.raises(ProblemsError) as caught:
-        load_bench(tmp_path)
-    told = [one.found for one in caught.value.problems if one.where == "bench.yaml: slices"]
-    assert [text.partition("'name': ")[2] for text in told] == ["'A'}", "'B'}", "'C'}"]
-    (tmp_path / "bench.yaml").write_text("sampling: {max_tokens: 5}\n")
-    with pytest.raises(ProblemsError) as caught:
-        load_bench(tmp_path)
-    told = [str(one) for one in caught.value.problems]
-    assert any("bench.yaml: name, slices: missing" in text for text in told), told
 
 
 def test_the_readme_names_every_scorer_family_and_bench_and_its_power_is_true():

@@ -178,40 +178,11 @@ def test_generic_takes_the_usual_shapes(tmp_path):
     assert bench.data["skipped"] == {"without references, gold or checks": 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "words"),
-    [
-        ("generic", [{"prompt": "a", "answer": "b", "id": "x"}] * 2 + [{"prompt": "c"}], ""),
-        ("generic", [{"prompt": "a", "checks": [{"scorer": "vibes"}]}], "'vibes'"),
-        ("generic", [{"prompt": "a", "answer": "b", "slice": "NOPE"}], "'NOPE'"),
-        ("generic", [{"messages": [{"role": "user"}], "references": ["a"]}], "messages"),
-        ("generic", [{"messages": ["hi"], "references": ["a"]}], "messages"),
-        ("generic", [{"prompt": "a", "references": [1]}], "gold = [1]"),
-        (
-            "generic",
-            [{"prompt": "a", "answer": "b", "id": "x"}, {"prompt": "c", "answer": "b", "id": "x"}],
-            "'x' of line 1",
-        ),
-        ("generic", [{"prompt": "a"}], "no item could be made"),
-        ("generic", [], "no item could be made"),
-        ("generic", [["a"]] * 2, "list"),
-        ("generic", [{"prompt": "\ud83d", "answer": "b"}], "half a character"),
-        ("afrimed-qa", [{"question": "a"}], "{question_type, correct_answer}"),
-        ("llemr", [{"question": "a", "answer": "b"}], "{q, a}"),
-        ("beyond-dialogue", [{"text": "a"}], "{instruction, output} or {Q, A}"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path, name, rows, words):
-    path = write(tmp_path / "mine.jsonl", rows)
-    if not words:  # one item twice is one item
-        assert load_bench(name, path).data["skipped"]["the same question again"] == 1
-        return
-    with pytest.raises(ProblemsError) as caught:
-        load_bench(name, path)
-    assert any(words in str(problem) for problem in caught.value.problems), caught.value.problems
-
-
 def test_a_file_that_is_not_there_or_not_text_or_not_wanted(tmp_path):
+    """Rows that can't be used: tests/golden/mistakes.py."""
+    twice = [{"prompt": "a", "answer": "b", "id": "x"}] * 2
+    bench = load_bench("generic", write(tmp_path / "mine.jsonl", [*twice, {"prompt": "c"}]))
+    assert bench.data["skipped"]["the same question again"] == 1, "one item twice is one item"
     with pytest.raises(UsageError, match="no data file"):
         load_bench("generic", tmp_path / "nosuch.jsonl")
     with pytest.raises(UsageError, match="items of its own"):

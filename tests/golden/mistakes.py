@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,8 +30,10 @@ from rawadapter import write_base, write_raw
 from trainrun import write_lines
 
 from ktbridge.adapter import convert_adapter, validate_adapter
+from ktbridge.cli.run import command_options, training_keys
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.eval import load_bench
+from ktbridge.recipe import read_recipe
 from ktbridge.sft.config import TrainConfig, parse_config
 from ktbridge.sft.data import load_rows
 
@@ -144,6 +147,54 @@ BENCHES: dict[str, dict[str, Any]] = {
     "override of no length": {"override": {"max_tokens": 0}},
     "partner without a model": {"partner": {"system": "x"}},
 }
+CHECK = {"scorer": "max_len", "unit": "chars", "n": 3}
+ITEMS: tuple[dict[str, Any] | str, ...] = (  # changes of a good item, or a line
+    {"id": "pes-01"},
+    {"checks": [{"scorer": "vibes"}]},
+    {"messages": None},
+    {"checks": [{**CHECK, "unit": "pages"}]},
+    {"checks": [{"scorer": "max_len", "unit": "chars"}]},
+    {"checks": [{"scorer": "numeric"}], "gold": "eight"},
+    {"slice": "NOPE"},
+    {"colour": 1},
+    {"checks": [{"scorer": "regex", "pattern": "("}]},
+    {"judge": "NOLIST"},
+    {"judge": ["@NOLIST", ""]},
+    {"gold": float("nan")},
+    {"gold": "\ud83d"},
+    "{not json",
+    "[]",
+)
+SAME_FAULT = [{"messages": [{"role": "user", "content": f"{n}?"}], "gold": "x"} for n in range(14)]
+DATA_FILES: dict[str, tuple[str, list[Any]]] = {
+    "a scorer that isn't": ("generic", [{"prompt": "a", "checks": [{"scorer": "vibes"}]}]),
+    "a slice that isn't": ("generic", [{"prompt": "a", "answer": "b", "slice": "NOPE"}]),
+    "a message without content": (
+        "generic",
+        [{"messages": [{"role": "user"}], "references": ["a"]}],
+    ),
+    "messages as texts": ("generic", [{"messages": ["hi"], "references": ["a"]}]),
+    "a reference as a number": ("generic", [{"prompt": "a", "references": [1]}]),
+    "an id twice": ("generic", [{"prompt": p, "answer": "b", "id": "x"} for p in "ac"]),
+    "nothing to compare with": ("generic", [{"prompt": "a"}]),
+    "no rows": ("generic", []),
+    "lists": ("generic", [["a"]] * 2),
+    "half a character": ("generic", [{"prompt": "\ud83d", "answer": "b"}]),
+    "no AfriMed-QA": ("afrimed-qa", [{"question": "a"}]),
+    "no LLEMR": ("llemr", [{"question": "a", "answer": "b"}]),
+    "no Beyond Dialogue": ("beyond-dialogue", [{"text": "a"}]),
+}
+
+RECIPE = """\
+trian: x
+train: {config: nope.yaml, lora_rnk: 3, seed: }
+convert: {merged-output-dri: x, overwrite: maybe}
+serve: {port: [1, 2], json: true}
+verify: [a]
+eval: {limit: 3}
+name: base
+sweep: {lora_rank: 8, output_dir: [a, b], learnig_rate: [1, 2], seed: [1, 1]}
+"""
 
 
 def cut(path: Path) -> None:
@@ -168,7 +219,7 @@ def refused(call: Callable[[], object]) -> list[str]:
 
 @contract
 def mistakes(directory: Path) -> dict[str, Any]:
-    """Wrong configurations, adapters, rows and benches. Sentences are free; codes and places aren't."""
+    """Wrong inputs of all kinds. Sentences are free; codes and places aren't."""
     (directory / GOOD["dataset"]).write_text('{"messages": []}\n')
     return {
         "configurations": {
@@ -178,6 +229,7 @@ def mistakes(directory: Path) -> dict[str, Any]:
         "adapters": dict(damaged(directory)),
         "rows": wrong_rows(directory),
         "benches": dict(wrong_benches(directory)),
+        "recipe": wrong_recipe(directory),
     }
 
 
@@ -221,9 +273,34 @@ def wrong_benches(directory: Path) -> Iterable[tuple[str, list[str]]]:
     place = directory / "bench"
     shutil.copytree(SMALL, place)
     head = yaml.safe_load((place / "bench.yaml").read_text("utf-8"))
+
+    def write(head: Any, items: list[str] | None = None) -> list[str]:
+        (place / "bench.yaml").write_text(yaml.safe_dump(head), "utf-8")
+        if items is not None:
+            (place / "items.jsonl").write_text("\n".join(items), "utf-8")
+        return refused(lambda: load_bench(place))
+
     for name, wrong in BENCHES.items():
-        (place / "bench.yaml").write_text(yaml.safe_dump({**head, **wrong}), "utf-8")
-        yield name, refused(lambda: load_bench(place))
-    (place / "bench.yaml").write_text(yaml.safe_dump(head), "utf-8")
-    (place / "items.jsonl").write_text('{"messages": 3}\n{\n', "utf-8")
-    yield "items that are none", refused(lambda: load_bench(place))
+        yield name, write({**head, **wrong})
+    first = (place / "items.jsonl").read_text("utf-8").splitlines()[0]
+    good = json.loads(first)
+    lines = [
+        line if isinstance(line, str) else json.dumps({**good, "id": f"i{n}", **line})
+        for n, line in enumerate(ITEMS)
+    ]
+    yield "items, and all lines at once", write(head, [first, *lines])
+    yield "items that are none", write(head, ['{"messages": 3}', "{"])
+    rows = [*SAME_FAULT, {"slice": "A", "messages": SAME_FAULT[0]["messages"]}]
+    mine = {"name": "mine", "slices": ["A", "B"], "colour": "red", "size": 1}
+    yield "one fault on many lines", write(mine, [json.dumps(row) for row in rows])
+    slices = {"A": {"primary": "vibes"}, "B": {"label": 3}, "C": 5, "D": "what it asks"}
+    yield "slices of several kinds", write({"name": "mine", "slices": slices})
+    yield "neither name nor slices", write({"sampling": {"max_tokens": 5}})
+    for name, (bench, rows) in DATA_FILES.items():
+        path = write_lines(directory / "data.jsonl", rows)
+        yield f"data: {name}", refused(lambda bench=bench, path=path: load_bench(bench, path))
+
+
+def wrong_recipe(directory: Path) -> list[str]:
+    (directory / "recipe.yaml").write_text(RECIPE)
+    return refused(lambda: read_recipe(directory, command_options(), training_keys()))

@@ -216,27 +216,3 @@ def test_wrong_usage_is_said_before_anything_runs(tmp_path, base, words, found):
     done = CliRunner().invoke(main, ["gate", *both, *words])
     assert (done.exit_code, found in done.output) == (2, True), done.output
     assert not (tmp_path / "gate").exists()
-
-
-def test_a_dry_run_prints_commands_that_can_be_typed(tmp_path, monkeypatch, base, adapter):
-    words = ["--adapter", str(adapter), "--base-model", str(base), "--merged", str(adapter)]
-    words += ["--bench", "nekobench", "--fail-on", "KRI<-0.2", "--output", str(tmp_path / "gate")]
-    done = CliRunner().invoke(main, ["gate", *words, "--dry-run", "--", "--max-tokens", "9"])
-    assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
-    again = CliRunner().invoke(main, ["gate", *words, "--dry-run", "--", "--fail-on=KRI<0"])
-    assert [line.count("--fail-on") for line in again.stdout.splitlines()[1:]] == [0, 0, 0, 0, 0, 2]
-    assert [line.split()[2] for line in lines[1:]] == [
-        "validate", "verify", "serve", "eval", "serve", "eval"
-    ]  # fmt: skip
-    assert ("--fail-on" in lines[4], "--fail-on" in lines[6]) == (False, True)
-    assert "--arm base=" in lines[6]
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    for typed in (
-        ["--train-data", "rows.jsonl"],
-        ["--train-data=rows.jsonl"],
-    ):  # eval runs elsewhere
-        shown = CliRunner().invoke(main, ["gate", *words, "--dry-run", "--", *typed]).stdout
-        assert str(tmp_path / "rows.jsonl") in shown.splitlines()[-1]
-    assert not (tmp_path / "gate").exists()

@@ -181,24 +181,6 @@ def all_is_kept_until_something_changes(place, python):
     )  # not known to be ours: nothing is written over
 
 
-def test_commands_of_a_dry_run_can_be_typed_and_nothing_is_run(place):
-    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
-    done = CliRunner().invoke(
-        main, ["run", str(place), "--dry-run", "--engine", "sglang", "lora_rank=2"]
-    )
-    assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
-    assert lines[:2] == [f"$ cd {place}", "$ ktbridge train train.yaml lora_rank=2"]
-    serve, verify, full, base, asked = lines[4:9]
-    assert "--expert-adapter out/expert --nonexpert-adapter neko=out/nonexpert" in serve
-    assert "--engine sglang" in serve
-    assert verify.startswith("$ ktbridge verify --server URL --model tiny:neko --adapter out/raw")
-    assert "--arm full=tiny:neko@URL" in full
-    assert full.endswith("> eval.log")
-    assert ("adapter" in base, "--arm base=tiny@URL" in asked) == (False, True)
-    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
-
-
 def test_ctrl_c_reaches_the_command_that_runs(place, python):
     (place / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "max_steps": 5000}))
 
@@ -320,34 +302,8 @@ def test_a_sweep_of_which_every_training_fails_ends_there(place, python):
     assert [row.cells[1] for row in comparison.blocks[0].rows] == ["–", "–"]
 
 
-def test_every_mistake_is_named_before_anything_is_started(tmp_path):
-    (tmp_path / "recipe.yaml").write_text(
-        "trian: x\n"
-        "train: {config: nope.yaml, lora_rnk: 3, seed: }\n"
-        "convert: {merged-output-dri: x, overwrite: maybe}\n"
-        "serve: {port: [1, 2], json: true}\n"
-        "verify: [a]\n"
-        "eval: {limit: 3}\n"
-        "name: base\n"
-        "sweep: {lora_rank: 8, output_dir: [a, b], learnig_rate: [1, 2], seed: [1, 1]}\n"
-    )
-    with pytest.raises(ProblemsError) as caught:
-        read(tmp_path)
-    found = {(one.code, one.where.removeprefix("recipe.yaml: ")) for one in caught.value.problems}
-    assert found == {
-        ("KTR001", "trian"), ("KTR001", "train: lora_rnk"), ("KTR002", "train: seed"), ("KTR004", "train"),
-        ("KTR001", "convert: merged-output-dri"), ("KTR002", "convert: overwrite"),
-        ("KTR002", "serve: port"), ("KTR005", "serve: json"), ("KTR002", "verify"), ("KTR003", "eval: bench"),
-        ("KTR002", "name"), ("KTR002", "sweep: lora_rank"), ("KTR006", "sweep: output_dir"),
-        ("KTR006", "sweep: learnig_rate"), ("KTR006", "sweep: seed"),
-    }  # fmt: skip
-    steps = {one.next_step for one in caught.value.problems}
-    assert {
-        "Did you mean train?",
-        "Did you mean merged-output-dir?",
-        "Did you mean lora_rank?",
-    } <= steps
-
+def test_what_is_no_recipe_or_sweep_is_refused(tmp_path):
+    """Wrong keys and values: tests/golden/mistakes.py."""
     for text, words in (("- a\n", "holds a list"), ("name: a\nname: b\n", "stands twice")):
         (tmp_path / "recipe.yaml").write_text(text)
         with pytest.raises(UsageError, match=words):
@@ -359,25 +315,8 @@ def test_every_mistake_is_named_before_anything_is_started(tmp_path):
     assert codes(caught.value.problems) == {"KTR006"}
     with pytest.raises(UsageError, match="is not KEY=VALUE,VALUE"):
         parse_sweep(["lora_rank"], training_keys())
-
-
-def test_a_sweep_of_datasets_and_alike_names():
-    sweep = parse_sweep(["dataset=neko,neko+general", "seed=1,2"], ["dataset", "seed"])
-    assert [(cell.name, cell.settings["dataset"]) for cell in expand_sweep(sweep)] == [
-        ("dataset-neko_seed-1", "neko"), ("dataset-neko_seed-2", "neko"),
-        ("dataset-neko-general_seed-1", "neko,general"), ("dataset-neko-general_seed-2", "neko,general"),
-    ]  # fmt: skip
     alike = expand_sweep({"dataset": ["a/b.json", "a-b.json"]})
     assert [cell.name for cell in alike] == ["dataset-a-b.json", "dataset-a-b.json-2"]
-
-
-def test_each_run_of_a_sweep_converts_into_its_own_directory(place):
-    write(place, convert={"to": "vllm", "output": "out/vllm"})
-    plan = plan_recipe(read(place), "local", expand_sweep({"seed": ["1", "2"]}))
-    for run in ("seed-1", "seed-2"):
-        (step,) = (step for step in plan if step.key == f"sweep/{run}/convert")
-        assert f" --output sweep/{run}/out/vllm " in step.format()
-        assert step.writes == (f"sweep/{run}/out/vllm",)
 
 
 def test_two_runs_at_a_time_in_one_directory_are_refused(place):
@@ -386,16 +325,3 @@ def test_two_runs_at_a_time_in_one_directory_are_refused(place):
     busy = "another `ktbridge run` is at work"
     with lock_directory(place, "a test"), pytest.raises(KtbridgeError, match=busy):
         recipe_runner(read(place)).run([])
-
-
-def test_the_summary_is_one_document(tmp_path, monkeypatch):
-    (tmp_path / "train.yaml").write_text(
-        "model_name_or_path: nowhere\ndataset: none.jsonl\noutput_dir: out\n"
-    )
-    write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    options = ["--dry-run", "--json", "--engine", "local"]
-    dry = CliRunner().invoke(main, ["run", "lora_rank=2", *options])
-    plan = json.loads(dry.stdout)
-    assert (plan["directory"], len(plan["steps"])) == (str(Path(tmp_path).resolve()), 6)
-    assert plan["steps"][0] == {"command": "ktbridge train train.yaml lora_rank=2", "kept": False}
