@@ -80,8 +80,11 @@ def to_mxfp4(weight):
     return packed, (exponent.squeeze(-1) + 127).to(torch.uint8), values
 
 
-def quantize(storage, weight):
-    """float32 [E, out, in] -> the stored tensors of a format, and what they mean in float32."""
+def quantize(storage, weight, block=128):
+    """float32 [E, out, in] -> the stored tensors of a format, and what they mean in float32.
+
+    ``block``: the side of the squares that FP8 has a scale for.
+    """
     _, rows, columns = weight.shape
     if storage == "bf16":
         return (weight.bfloat16(),), weight.bfloat16().float()
@@ -90,7 +93,7 @@ def quantize(storage, weight):
         return tuple(stored), values
     kind, _, detail = storage.partition("-")
     row_group, column_group, largest = {
-        "fp8": (128, 128, 448),
+        "fp8": (block, block, 448),
         "int8": (1, columns, 127),
         "int4": (1, int(detail) if kind == "int4" else 0, 7.5),
     }[kind]

@@ -13,16 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from expertmoe import quantize, stored_as
 from numpy.typing import NDArray
 from tensorfiles import write_tensor_file
 
 from ktbridge.adapter import Tensor, write_raw_adapter
-from ktbridge.adapter.floats import to_bf16, to_e4m3, widened
+from ktbridge.adapter.floats import to_bf16, widened
 
 Floats = NDArray[np.float32]
 Name = tuple[int, int, str]  # layer, expert (-1: a module's), projection or module
 PROJECTIONS = ("gate", "up", "down")
 FP8_BLOCK = 16
+FORMATS = {"FP8": "fp8", "INT8": "int8", "INT4": "int4-16", "MXFP4": "mxfp4"}
+DTYPES = {
+    torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8",
+    torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -225,89 +232,32 @@ class TinyMoE:
 
 def meant(storage: str, matrix: Floats) -> Floats:
     """A matrix [out, in] as ``storage`` keeps it."""
-    if storage == "BF16":
-        return _bf16(matrix)
-    if storage == "FP8":
-        codes, scale = _fp8(matrix[None])
-        from ktbridge.adapter.floats import E4M3
+    return _bf16(matrix) if storage == "BF16" else _quantized(storage, matrix)[1]
 
-        wide = np.repeat(np.repeat(scale, FP8_BLOCK, 1), FP8_BLOCK, 2)
-        found: Floats = (E4M3[codes] * wide[:, : matrix.shape[0], : matrix.shape[1]])[0]
-        return found
-    if storage == "MXFP4":
-        return _mxfp4(matrix)[2]
-    codes, scale = _integers(matrix, storage)
-    found = codes * np.repeat(scale, matrix.shape[1] // scale.shape[1], 1)
-    return found.astype(np.float32)
+
+def _quantized(storage: str, matrix: Floats) -> tuple[list[torch.Tensor], Floats]:
+    """The stored tensors of a matrix or of a stack of some [E, out, in], and what they mean."""
+    stack = torch.from_numpy(np.ascontiguousarray(matrix)).reshape(-1, *matrix.shape[-2:])
+    stored, values = quantize(FORMATS[storage], stack, block=FP8_BLOCK)
+    if matrix.ndim == 2:
+        stored, values = [each[0] for each in stored], values[0]
+    return list(stored), values.numpy()
 
 
 def _stored(name: str, matrix: Floats, storage: str) -> dict[str, Tensor]:
-    if storage == "BF16":
-        return {name: _tensor(name, matrix, "BF16")}
-    if storage == "F32":
-        return {name: _tensor(name, matrix, "F32")}
-    if storage == "FP8":
-        codes, scale = _fp8(matrix if matrix.ndim == 3 else matrix[None])
-        if matrix.ndim == 2:
-            codes, scale = codes[0], scale[0]
-        scales = f"{name}_scale_inv"
-        return {name: _raw(name, codes, "F8_E4M3"), scales: _raw(scales, scale, "F32")}
+    if storage in ("BF16", "F32"):
+        return {name: _tensor(name, matrix, storage)}
     if storage == "MXFP4":  # stored [E, out, in], whatever the layout was
-        blocks, scales_, _ = _mxfp4(np.ascontiguousarray(matrix.swapaxes(1, 2)))
-        one, two = f"{name}_blocks", f"{name}_scales"
-        return {
-            one: _raw(one, blocks.reshape(*blocks.shape[:-1], -1, 16), "U8"),
-            two: _raw(two, scales_, "U8"),
-        }
-    codes, scale = _integers(matrix, storage)
-    if storage == "INT8":
-        key = f"{name}_scale"
-        return {name: _raw(name, codes, "I8"), key: _raw(key, scale, "F32")}
-    stem = name.removesuffix(".weight")
-    nibbles = (codes + 8).astype(np.uint32).reshape(len(codes), -1, 8)
-    words = (nibbles << (4 * np.arange(8, dtype=np.uint32))).sum(-1, dtype=np.uint32)
-    parts = {
-        "weight_packed": _raw(f"{stem}.weight_packed", words.view(np.int32), "I32"),
-        "weight_scale": _tensor(f"{stem}.weight_scale", scale, "BF16"),
-        "weight_shape": _raw(f"{stem}.weight_shape", np.array(matrix.shape, np.int64), "I64"),
-    }
-    return {tensor.name: tensor for tensor in parts.values()}
+        (blocks, scales), _ = _quantized(storage, matrix.swapaxes(1, 2))
+        made = {f"{name}_blocks": blocks.unflatten(-1, (-1, 16)), f"{name}_scales": scales}
+    else:
+        made = stored_as(FORMATS[storage], name, *_quantized(storage, matrix)[0])
+    return {key: _of_torch(key, value) for key, value in made.items()}
 
 
-def _fp8(matrices: Floats) -> tuple[NDArray[np.uint8], Floats]:
-    count, out, width = matrices.shape
-    grouped = np.abs(matrices).reshape(
-        count, out // FP8_BLOCK, FP8_BLOCK, width // FP8_BLOCK, FP8_BLOCK
-    )
-    scale = grouped.max((2, 4)) / np.float32(448)
-    wide = np.repeat(np.repeat(scale, FP8_BLOCK, 1), FP8_BLOCK, 2)
-    return to_e4m3(matrices / wide), scale
-
-
-def _integers(matrix: Floats, storage: str) -> tuple[NDArray[np.int8], Floats]:
-    """INT8 by rows; INT4 by groups of 16, with scales in bfloat16."""
-    group, largest = (matrix.shape[1], 127.0) if storage == "INT8" else (16, 7.5)
-    grouped = matrix.reshape(len(matrix), -1, group)
-    scale = np.abs(grouped).max(2) / np.float32(largest)
-    if storage == "INT4":
-        scale = _bf16(scale)
-    low, high = (-128, 127) if storage == "INT8" else (-8, 7)
-    codes = np.clip(np.rint(grouped / scale[..., None]), low, high)
-    return codes.reshape(matrix.shape).astype(np.int8), scale
-
-
-def _mxfp4(matrix: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8], Floats]:
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-    grouped = matrix.reshape(*matrix.shape[:-1], -1, 32)
-    largest = np.maximum(np.abs(grouped).max(-1, keepdims=True), 1e-20)
-    exponent = np.ceil(np.log2(largest / 6))
-    scaled = np.abs(grouped) / np.exp2(exponent)
-    code = np.abs(scaled[..., None] - values).argmin(-1)
-    found = values[code] * np.sign(grouped) * np.exp2(exponent)
-    nibbles = (code + 8 * (grouped < 0)).reshape(*matrix.shape[:-1], -1).astype(np.uint8)
-    packed = nibbles[..., ::2] | nibbles[..., 1::2] << 4
-    scales = (exponent[..., 0] + 127).astype(np.uint8)
-    return packed, scales, found.reshape(matrix.shape).astype(np.float32)
+def _of_torch(name: str, tensor: torch.Tensor) -> Tensor:
+    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return Tensor(name, DTYPES[tensor.dtype], tuple(tensor.shape), data)
 
 
 def _bf16(values: NDArray[Any]) -> Floats:
@@ -318,10 +268,6 @@ def _tensor(name: str, values: NDArray[Any], dtype: str) -> Tensor:
     values = np.array(values, np.float32)
     data = to_bf16(values.copy()) if dtype == "BF16" else values
     return Tensor(name, dtype, values.shape, np.ascontiguousarray(data).tobytes())
-
-
-def _raw(name: str, values: NDArray[Any], dtype: str) -> Tensor:
-    return Tensor(name, dtype, values.shape, np.ascontiguousarray(values).tobytes())
 
 
 def _each(model: TinyMoE, change: Any) -> dict[Name, Floats]:
