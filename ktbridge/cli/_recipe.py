@@ -13,6 +13,7 @@ import click
 from ktbridge.cli._app import terminable
 from ktbridge.cli._ui import shown
 from ktbridge.recipe import RunListener, Step
+from ktbridge.recipe.plan import URL
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +46,8 @@ def print_commands(directory: Path, lines: Sequence[tuple[str, bool]]) -> None:
     click.echo(f"$ cd {directory}")
     for line, kept in lines:
         click.echo(f"# kept: {line}" if kept else f"$ {line}")
+    if any(URL in line for line, kept in lines if not kept):
+        click.echo(f"# {URL}: the address that `ktbridge serve` prints when it is ready")
 
 
 class StepPrinter(RunListener):

@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from ktbridge.cli._app import Command, dry_run_option, terminable
-from ktbridge.cli._recipe import StepPrinter
+from ktbridge.cli._recipe import StepPrinter, print_commands
 from ktbridge.cli._ui import console, progress_bar, shown
 from ktbridge.cli.run import command_options, training_keys
 from ktbridge.demo import loop, package
@@ -72,7 +72,7 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
     """
     demo = loop.TINY if tiny else loop.REAL
     if dry_run:
-        _show_plan(demo)
+        _show_plan(demo, directory or Path(demo.directory))
         return
     os.environ["TQDM_DISABLE"] = "1"  # the libraries' own progress bars would garble ours
     started = time.monotonic()
@@ -98,7 +98,7 @@ def command(directory: Path | None, tiny: bool, dry_run: bool) -> None:
     _epilogue(directory, time.monotonic() - started)
 
 
-def _show_plan(demo: Demo) -> None:
+def _show_plan(demo: Demo, directory: Path) -> None:
     import tempfile
 
     if demo is loop.TINY:
@@ -111,8 +111,8 @@ def _show_plan(demo: Demo) -> None:
         loop.prepare_demo(Path(made), demo)
         path = loop.provide_inputs(Path(made), demo)
         recipe = read_recipe(path, command_options(), training_keys())
-        for line, _ in recipe_runner(recipe).preview(plan_recipe(recipe, "local")):
-            click.echo(f"$ {line}")
+        lines = recipe_runner(recipe).preview(plan_recipe(recipe, "local"))
+    print_commands(directory.absolute(), lines)
 
 
 def _package(demo: Demo, directory: Path) -> tuple[Demo, Path | None]:

@@ -28,7 +28,6 @@ from ktbridge.recipe import (
     read_recipe,
     recipe_runner,
 )
-from ktbridge.recipe.plan import URL
 from ktbridge.recipe.read import COMMANDS
 from ktbridge.serve.request import choose_engine
 from ktbridge.sft.config import KtConfig, TrainConfig, load_config
@@ -224,8 +223,6 @@ def _show(runner: Runner, plan: Sequence[Step], as_json: bool, wrong: ProblemsEr
         emit_json(document | {"ok": not problems, "problems": problems})
         sys.exit(bool(problems))
     print_commands(runner.directory, lines)
-    if any(step.server for step in plan):
-        click.echo(f"# {URL}: the address that `ktbridge serve` prints when it is ready")
     if wrong:
         raise wrong
 

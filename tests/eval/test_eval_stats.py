@@ -58,37 +58,25 @@ def rates(differences, sizes=None, truth=0.0):
 
 
 # Shapes fine enough for a level of 5 % to exist: nearly it must be met, from both sides.
+FINE = {"graded": (8, 12, 16, 40), "thirds": (16, 30, 40), "binary": (40, 80, 200)}
+# With so few yes/no marks hardly any p-value exists near 5 %: the errors must be on the safe side.
+TINY = (4, 5, 6, 8, 12, 16)
+
+
 @pytest.mark.parametrize(
-    ("kind", "clusters"),
+    ("kind", "clusters", "covered", "false"),
     [
-        ("graded", 8),
-        ("graded", 12),
-        ("graded", 16),
-        ("graded", 40),
-        ("thirds", 16),
-        ("thirds", 30),
-        ("thirds", 40),
-        ("binary", 40),
-        ("binary", 80),
-        ("binary", 200),
+        *((kind, count, 97, 3.5) for kind in FINE for count in FINE[kind]),
+        *((kind, count, 100, 0) for kind in FINE for count in TINY if count not in FINE[kind]),
     ],
 )
-def test_two_runs_of_one_arm_differ_in_5_of_100_and_are_covered_in_95(kind, clusters):
-    rng = np.random.default_rng([17, clusters])
-    coverage, false = rates(draw(kind, clusters, rng))
-    assert 93 <= coverage <= 97
-    assert 3.5 <= false <= 6.5
-
-
-# With so few yes/no marks hardly any p-value exists near 5 %: the errors must be on the safe side.
-@pytest.mark.parametrize("kind", ["binary", "thirds", "graded"])
-@pytest.mark.parametrize("clusters", [4, 5, 6, 8, 12, 16])
-def test_tiny_slices_never_find_more_than_their_share(kind, clusters):
-    rng = np.random.default_rng([23, clusters])
-    coverage, false = rates(draw(kind, clusters, rng))
-    assert coverage >= 93
+def test_two_runs_of_one_arm_differ_in_5_of_100_and_are_covered_in_95(
+    kind, clusters, covered, false
+):
+    coverage, found = rates(draw(kind, clusters, np.random.default_rng([17, clusters])))
+    assert 93 <= coverage <= covered
     # At 5 and 6 graded clusters the two (four) most extreme of 2^G patterns are 6.25 %.
-    assert false <= (7.5 if kind == "graded" and clusters in (5, 6) else 6.5)
+    assert false <= found <= (7.5 if kind == "graded" and clusters in (5, 6) else 6.5)
 
 
 @pytest.mark.parametrize(("kind", "clusters"), [("graded", 12), ("binary", 80), ("thirds", 30)])
@@ -145,12 +133,17 @@ def test_intervals_agree_with_scipy_where_scipy_has_them():
     assert (share.low, share.high) == pytest.approx((theirs.low, theirs.high))
 
 
-def test_the_interval_that_is_reported_is_chosen_by_shape():
-    few, many = [0.1, 0.4, 0.3], np.random.default_rng(1).uniform(0, 0.5, 40).tolist()
-    assert mean_interval(few, names(3), bounds=BOUNDS).method == "t"
-    assert mean_interval(many, names(40), bounds=BOUNDS).method == "bootstrap"
-    assert mean_interval([1.0, 0.0] * 20, names(40), bounds=(0.0, 1.0)).method == "wilson"
-    assert mean_interval([1.0, 0.0] * 20, names(40), bounds=BOUNDS).method == "bootstrap"
+@pytest.mark.parametrize(
+    ("values", "bounds", "method"),
+    [
+        ([0.1, 0.4, 0.3], BOUNDS, "t"),
+        (np.random.default_rng(1).uniform(0, 0.5, 40).tolist(), BOUNDS, "bootstrap"),
+        ([1.0, 0.0] * 20, SHARE, "wilson"),
+        ([1.0, 0.0] * 20, BOUNDS, "bootstrap"),
+    ],
+)
+def test_the_interval_that_is_reported_is_chosen_by_shape(values, bounds, method):
+    assert mean_interval(values, names(len(values)), bounds=bounds).method == method
 
 
 def test_a_share_of_pairs_is_no_surer_than_its_pairs():
