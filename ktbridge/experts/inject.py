@@ -27,6 +27,7 @@ from ktbridge.experts.guard import has_peft, watch
 from ktbridge.experts.layer import ExpertOptions, MoELoRAExperts, expert_layers, find_layers
 from ktbridge.experts.load_model import release_layers
 from ktbridge.experts.modules import ModuleExperts, experts_modules
+from ktbridge.experts.pieces import split_mlps
 from ktbridge.experts.recompute import layer_inputs
 from ktbridge.experts.save_adapter import find_unsaved_parameters
 
@@ -160,6 +161,7 @@ def read_sizes(model: nn.Module, top_k: int) -> ExpertSizes:
 def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) -> PlacedExperts:
     """Have the experts of a wrapped model computed on ``device``, following ``placement``.
 
+    MLPs beside them are computed in pieces where the placement says so.
     Expert LoRA moves there where ``placement.masters``: make the optimizer after this. On the CPU as device
     the same is computed there, without streams. Raises ``UsageError`` where a layer can't be transferred.
     """
@@ -187,6 +189,7 @@ def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) ->
     )
     if loader is not copier:
         loader.close()
+    split_mlps(model, placement.mlps_in_pieces)
     for index, layer in layers.items():
         layer.gpu = GpuBinding(experts, index)
         if placement.masters:

@@ -161,7 +161,9 @@ class ExpertDevice:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to repeat this one's bits, but for the tokens of a micro-batch."""
-        return {"on_gpu": self.placed is not None, "mode": self.mode}
+        taken = self.ranking and self.ranking.taken.placement
+        in_pieces = bool(taken and taken.mlps_in_pieces)
+        return {"on_gpu": self.placed is not None, "mode": self.mode, "mlps_in_pieces": in_pieces}
 
     def _move(self, placement: Placement) -> None:
         assert self.placed is not None
@@ -202,8 +204,8 @@ class WatchPlacement(TrainerCallback):
 
 def _reachable(now: Placement, other: Placement) -> bool:
     """Return whether a run may move between the two and change no bit."""
-    same = ("tokens", "groups", "slot_bytes", "masters", "keep_gate_up", "on_gpu", "rows_at_once")
-    return all(getattr(now, name) == getattr(other, name) for name in same)
+    same = "tokens", "groups", "slot_bytes", "masters", "keep_gate_up", "on_gpu", "rows_at_once"
+    return all(getattr(now, name) == getattr(other, name) for name in (*same, "mlps_in_pieces"))
 
 
 def _smaller(now: Placement, sizes: ExpertSizes, short: int) -> tuple[Placement, str] | None:
@@ -316,7 +318,8 @@ def _as_before(setting: RunSetting, resumed: Mapping[str, Any] | None) -> RunSet
     kt = config.kt_config
     if kt.kt_experts == "auto":
         kt = replace(kt, kt_experts="stream" if resumed.get("on_gpu") else "cpu")
-    return replace(setting, config=replace(config, tokens_per_pass=tokens, kt_config=kt))
+    config = replace(config, tokens_per_pass=tokens, kt_config=kt)
+    return replace(setting, config=config, in_pieces=bool(resumed.get("mlps_in_pieces")))
 
 
 def _measure(

@@ -22,16 +22,25 @@ from ktbridge.experts.gpu.placement import (
     ExpertSizes,
     Line,
     MemoryBudget,
+    PieceBytes,
     Placement,
     Scored,
     StepSplit,
     least_bytes,
+    piece_tokens,
     rank,
 )
 from ktbridge.files.sizes import size_text
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.plan.memory import context_bytes, outside_bytes
-from ktbridge.sft.plan.setting import RunSetting, host_bytes, nonexpert_lora_elements, saved_bytes
+from ktbridge.sft.plan.memory import context_bytes, memory_budget, outside_bytes
+from ktbridge.sft.plan.setting import (
+    RunSetting,
+    has_mlps,
+    host_bytes,
+    mlp_widths,
+    nonexpert_lora_elements,
+    saved_bytes,
+)
 
 ON_GPU = ("stream", "resident")
 """Values of kt_experts that ask for the GPU."""
@@ -75,12 +84,14 @@ def beyond(setting: RunSetting, memory: int) -> str:
 
 def limits_for(setting: RunSetting, limit: int, taken: int | None = None) -> MemoryBudget:
     """Return limits of a placement; ``taken`` of ``limit`` bytes hold the model, as far as is known."""
-    found = outside_bytes(setting)
-    step = setting.step_rows * setting.sides * setting.lengths.mean
+    whole, pieces = (replace(setting, placement=None, in_pieces=each) for each in (False, True))
+    found = outside_bytes(whole)
     free = limit - kept_free(limit) - (found.taken if taken is None else taken) - found.more
-    longest = setting.lengths.longest * setting.sides
-    whole = math.ceil(step)
-    return MemoryBudget(free, found.token, found.passing, longest, whole, found.kept, found.away)
+    limits = memory_budget(whole, free)
+    if setting.config.disable_gradient_checkpointing or not has_mlps(setting.shape):
+        return limits
+    own, more = memory_budget(pieces, 0), outside_bytes(pieces).constant - found.constant
+    return replace(limits, in_pieces=PieceBytes(own.token_bytes, own.passing, more, own.piece))
 
 
 def kept_free(limit: int) -> int:
@@ -200,10 +211,34 @@ def rank_placements(
     limits = replace(limits, cpu_tokens=cpu_tokens(setting, limits, memory))
     wanted = config.kt_config.kt_experts
     kept = config.kt_config.kt_num_gpu_experts
-    found = rank(sizes, step_splits(setting), limits, costs, mode=wanted, gpu_experts=kept)
+    costs = replace(costs, pieces=_piece_seconds(setting, costs))
+    found = rank(
+        sizes,
+        step_splits(setting),
+        limits,
+        costs,
+        mode=wanted,
+        gpu_experts=kept,
+        in_pieces=setting.in_pieces,
+    )
     if not found:
         raise too_little(sizes, limits, wanted)
     return found
+
+
+def _piece_seconds(setting: RunSetting, costs: Costs) -> tuple[Line, Line]:
+    """Return what backward takes more by tokens where MLPs are in pieces, of the GPU and of the host.
+
+    The GPU multiplies forward once more: the MLPs' share of all products outside the experts. The host
+    starts each further piece as it starts a quarter of a layer.
+    """
+    layers, hidden = setting.shape.layers, setting.shape.config.hidden_size
+    every = sum(out * inputs for each in layers for out, inputs in each.linears.values())
+    widths = [inner for layer in layers for inner in mlp_widths(layer).values()]
+    share = 3 * hidden * sum(widths) / max(1, every)
+    one = sum(costs.launch_outside) / len(layers) / 4
+    pieces = sum(1 / piece_tokens(inner) for inner in widths)
+    return Line(0.0, share * costs.outside[0].each), Line(-one * len(widths), one * pieces)
 
 
 def too_little(sizes: ExpertSizes, limits: MemoryBudget, wanted: str) -> UsageError:
@@ -271,6 +306,7 @@ def describe_placement(scored: Scored, sizes: ExpertSizes, step_tokens: float) -
         masters = f"LoRA masters on {'the GPU' if placement.masters else 'the host'}"
         what += f"; {size_text(scored.bytes)} of GPU memory with {tokens}, "
         what += masters if sizes.rank else "no LoRA"
+        what += ", MLPs in pieces of tokens" if placement.mlps_in_pieces else ""
     pace = step_tokens / seconds.step if seconds.step else 0.0
     return (
         f"{what}; {seconds.step:.2f} s a step predicted ({pace:,.0f} tokens/s), bound by {seconds.bound}: "

@@ -21,6 +21,7 @@ from ktbridge.sft.placement import (
     beyond,
     choose_placement,
     compare_placements,
+    describe_placement,
     kept_free,
     limit_of,
     limits_for,
@@ -196,14 +197,12 @@ def test_a_plan_takes_what_training_takes(made, wanted, rows):
     assert chosen.name == usual.get(wanted, "resident")
 
 
-@pytest.mark.parametrize("wanted", ["auto", "stream", "resident"])
-def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
-    setting = made("deepseek_v2", 16, 512, f"kt_experts={wanted}")
-    planned = compare_placements(setting, 80 * GB, 64 * GB)
-    limits, given = limits_for(setting, limit_of(setting, 80 * GB)), []
+def executed(setting, memory, monkeypatch, resumed=None, given=None):
+    """Place a run's experts as `train` does on a GPU of ``memory`` bytes; ``given`` gets the placement."""
+    limits = limits_for(setting, limit_of(setting, memory))
 
     def give(model, device, placement):
-        given.append(placement)
+        (given if given is not None else []).append(placement)
         return type("PlacedExperts", (), {"how": "read in place"})
 
     for name, value in (
@@ -215,7 +214,14 @@ def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
         ("give_to_gpu", give),
     ):
         monkeypatch.setattr(expert_device, name, value)
-    trained = expert_device.place_experts(setting, None)
+    return expert_device.place_experts(setting, None, resumed)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "stream", "resident"])
+def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
+    setting, given = made("deepseek_v2", 16, 512, f"kt_experts={wanted}"), []
+    planned = compare_placements(setting, 80 * GB, 64 * GB)
+    trained = executed(setting, 80 * GB, monkeypatch, given=given)
     chosen = planned.chosen
     assert given == [chosen.setting.placement]
     assert (trained.mode, trained.predicted) == (chosen.name, chosen.scored.seconds.step)
@@ -224,14 +230,45 @@ def test_training_executes_what_a_plan_prints(made, wanted, monkeypatch):
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int4"])
-def test_six_gigabytes_take_two_micro_batches(made, storage):
-    """0.6 took four of int4 for the sake of few groups; nothing is shared with the CPU within a layer."""
+def test_six_gigabytes_take_one_micro_batch_where_mlps_are_in_pieces(made, storage):
+    """And two where they are whole: the dense first layer's inner states are what is too much."""
     more = ["kt_gpu_memory=6GB", *(["int4"] if storage == "int4" else [])]
     setting = made("deepseek_v2", 16, 512, *more)
     limits = limits_for(setting, limit_of(setting, 85 * GB))
     ranked = rank_placements(setting, limits, assumed_costs(setting))
-    assert ranked[0].placement.tokens == 16 * 512 // 2
     assert {each.placement.mode(setting.expert_sizes) for each in ranked} == {"stream"}
+    best = {each.placement.mlps_in_pieces: each for each in reversed(ranked)}
+    assert ranked[0] is best[True]
+    assert [best[way].placement.tokens for way in (True, False)] == [8192, 4096]
+    assert "MLPs in pieces" in describe_placement(best[True], setting.expert_sizes, 8192)
+    placed = with_placement(setting, 8192, best[True].placement)
+    whole = replace(placed, placement=replace(placed.placement, mlps_in_pieces=False))
+    taken, more = (total(predict_parts(each), "GPU") for each in (placed, whole))
+    assert taken <= 6 * GB
+    assert more - taken > 600_000_000
+    off = made("deepseek_v2", 16, 512, *more, "disable_gradient_checkpointing=true")
+    assert limits_for(off, limit_of(off, 85 * GB)).in_pieces is None
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_where_memory_is_not_short_mlps_are_whole(made, name, rows):
+    setting = made(name, rows, 512)
+    limits = limits_for(setting, limit_of(setting, 80 * GB))
+    ranked = rank_placements(setting, limits, assumed_costs(setting))
+    assert not ranked[0].placement.mlps_in_pieces
+    assert (limits.in_pieces is None) == (name == "qwen3_moe")
+
+
+@pytest.mark.parametrize(("before", "taken"), [({}, False), ({"mlps_in_pieces": True}, True)])
+def test_a_resumed_run_splits_mlps_as_before(made, monkeypatch, before, taken):
+    """A checkpoint of a version that didn't split them says nothing."""
+    setting = made("deepseek_v2", 16, 512, "kt_gpu_memory=8GB")
+    resumed = {"on_gpu": True, "tokens": 4096, **before}
+    placed = executed(setting, 8 * GB, monkeypatch, resumed)
+    assert placed.ranking.taken.placement.mlps_in_pieces is taken
+    assert placed.state()["mlps_in_pieces"] is taken
+    assert executed(setting, 6 * GB, monkeypatch, None).state()["mlps_in_pieces"]
 
 
 def test_too_little_and_too_much_memory_are_told(run_yaml, made, tmp_path):

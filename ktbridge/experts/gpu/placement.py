@@ -27,6 +27,9 @@ STEP_SECONDS = 0.015
 """Seconds a step of clipping, optimizer and log, for all but the experts."""
 MICRO_BATCH_SECONDS = 0.005
 """Seconds to make a micro-batch's tensors."""
+PIECE = 1 << 23
+"""Numbers of an MLP's inner states in a piece of its tokens: enough to keep a GPU busy."""
+_TILE = 128  # tokens of a piece are a multiple of it, as products go over tiles of rows
 _PAGE = 4096
 _CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and backward
 # Powers of the means that are nearly the larger: the host runs far ahead of the GPU, but weights come just
@@ -42,6 +45,19 @@ def pad_rank(rank: int) -> int:
 def border_widths(rank: int) -> tuple[int, int]:
     """Return R and Q of ``layer_math`` for ``rank``: widths of the borders of gate and up, and of down."""
     return 2 * pad_rank(rank), pad_rank(rank)
+
+
+def piece_tokens(inner: int) -> int:
+    """Return the most tokens of a piece of an MLP with ``inner`` states a token."""
+    return max(_TILE, PIECE // inner // _TILE * _TILE)
+
+
+def piece_bytes(hidden: int, inner: int, width: int) -> int:
+    """Return what a piece of a gated MLP takes in its backward; ``width`` is a number's bytes.
+
+    Gate, its activation and their product with up, as many gradients and one more; its own rows, twice.
+    """
+    return width * piece_tokens(inner) * (7 * inner + 4 * hidden)
 
 
 def spread_evenly(count: int, layers: int) -> tuple[int, ...]:
@@ -127,6 +143,8 @@ class Placement:
     """Whether gate and up are kept for backward instead of computed again."""
     rows_at_once: int = 0
     """The most rows that are multiplied at once: a group with more is computed in parts."""
+    mlps_in_pieces: bool = False
+    """Whether dense MLPs and shared experts are computed in pieces of tokens."""
 
     def mode(self, sizes: ExpertSizes) -> str:
         """Return the value of ``kt_experts`` that means it: cpu, stream or resident."""
@@ -151,10 +169,10 @@ class Placement:
         return sizes.layers * sizes.lora * _MASTERS if self.masters else 12 * sizes.lora
 
     def activation_bytes(self, sizes: ExpertSizes, passing: int) -> int:
-        """Bytes of the experts' activations; ``passing`` a token come and go when these aren't computed."""
+        """Bytes of the experts' activations; ``passing`` bytes come and go when these aren't computed."""
         if not self.on_gpu:
-            return self.tokens * passing
-        work = max(sizes.work(self.tokens, self.groups), self.tokens * passing)
+            return passing
+        work = max(sizes.work(self.tokens, self.groups), passing)
         kept = 0
         if self.keep_gate_up:
             kept = sizes.layers * sizes.rows(self.tokens) * 2 * 2 * sizes.inner
@@ -180,10 +198,13 @@ class Placement:
     def bytes(self, sizes: ExpertSizes, limits: MemoryBudget) -> int:
         """Return what of ``limits.free`` it takes."""
         parts = self.resident_bytes, self.streamed_bytes, self.lora_bytes
+        own = limits.for_pieces() if self.mlps_in_pieces else limits
         return (
             sum(part(sizes) for part in parts)
-            + self.tokens * limits.token_bytes
-            + self.activation_bytes(sizes, limits.passing)
+            + limits.free
+            - own.free
+            + self.tokens * own.token_bytes
+            + self.activation_bytes(sizes, own.passing_bytes(self.tokens))
             - self.away_bytes(limits.away)
             - self.overlapped_gradient_bytes(sizes, limits)
         )
@@ -208,6 +229,35 @@ class MemoryBudget:
     """Of ``kept``, inputs of layers that the GPU needn't have meanwhile."""
     cpu_tokens: int | None = None
     """The most tokens of a micro-batch whose experts the CPU computes; None: what the GPU has memory for."""
+    in_pieces: PieceBytes | None = None
+    """What is otherwise where MLPs are computed in pieces; None: there are none to be."""
+    piece: tuple[int, int] = (0, 0)
+    """What comes and goes while a piece is computed: of a token, and the piece's own."""
+
+    def passing_bytes(self, tokens: int) -> int:
+        """Return what comes and goes of a micro-batch's ``tokens`` when experts aren't computed."""
+        return max(tokens * self.passing, tokens * self.piece[0] + self.piece[1])
+
+    def for_pieces(self) -> MemoryBudget:
+        """Return what is left for a placement whose MLPs are computed in pieces."""
+        if self.in_pieces is None:
+            return self
+        own = self.in_pieces
+        free = self.free - own.constant
+        token_bytes = min(own.token_bytes, self.token_bytes)
+        return replace(
+            self, free=free, token_bytes=token_bytes, passing=own.passing, piece=own.piece
+        )
+
+
+@dataclass(frozen=True)
+class PieceBytes:
+    """What a ``MemoryBudget`` has otherwise, and ``constant`` bytes more, where MLPs are in pieces."""
+
+    token_bytes: int
+    passing: int
+    constant: int
+    piece: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -264,6 +314,8 @@ class Costs:
     """Of the host's, what is done layer by layer in the next forward, where the GPU computes."""
     add: float = 0.0
     """The host's, to add a gradient that arrives to one that is there, for a weight."""
+    pieces: tuple[Line, Line] = field(default_factory=lambda: (Line(), Line()))
+    """What backward takes more where MLPs are computed in pieces, of the GPU and of the host, by tokens."""
     others: float = 0.0
     """Optimizer, clipping and log of all else, once a step."""
     micro_batch: float = 0.0
@@ -343,6 +395,9 @@ def predict_seconds(
                 busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
                 starting += layers * costs.launch[way]
                 starting += streamed * (placement.groups - 1) * costs.launch_group
+            if way and placement.mlps_in_pieces:
+                busy += costs.pieces[0].at(tokens)
+                starting += max(0.0, costs.pieces[1].at(tokens))
             if placement.on_gpu and not placement.masters:
                 if way and number:
                     starting += costs.add * lora
@@ -380,17 +435,21 @@ def rank(
     *,
     mode: str = "auto",
     gpu_experts: int | None = None,
+    in_pieces: bool | None = None,
 ) -> list[Scored]:
     """Rank every placement that fits by the predicted seconds of an optimizer step, the fastest first.
 
     ``cuts`` are the ways to cut a step. ``mode`` "cpu", "stream" or "resident" leaves the others out;
-    ``gpu_experts`` of each layer's experts are kept, as whole layers. Placements of equal seconds are
-    in a fixed order: the same arguments give the same list. Empty where nothing fits.
+    ``gpu_experts`` of each layer's experts are kept, as whole layers; ``in_pieces`` says whether MLPs are
+    computed so. Placements of equal seconds are in a fixed order: the same arguments give the same list.
+    Empty where nothing fits.
     """
     found = []
-    for cut in cuts:
-        for placement in _candidates(sizes, cut.most, limits, mode, gpu_experts):
-            if not placement.on_gpu and costs.cpu is None:
+    for cut, pieces in product(cuts, _piece_choices(limits, in_pieces)):
+        own = limits.for_pieces() if pieces else limits
+        for made in _candidates(sizes, cut.most, own, mode, gpu_experts):
+            placement = replace(made, mlps_in_pieces=pieces and made.on_gpu)
+            if not placement.on_gpu and (costs.cpu is None or (pieces and in_pieces is None)):
                 continue
             taken = placement.bytes(sizes, limits)
             if taken > limits.free:
@@ -400,12 +459,23 @@ def rank(
     return sorted(found, key=lambda each: each.seconds.step)
 
 
+def _piece_choices(limits: MemoryBudget, wanted: bool | None) -> tuple[bool, ...]:
+    """Return whether MLPs may be computed in pieces: no, yes, or both."""
+    if limits.in_pieces is None:
+        return (False,)
+    return (False, True) if wanted is None else (wanted,)
+
+
 def least_bytes(sizes: ExpertSizes, limits: MemoryBudget, mode: str) -> tuple[Placement, int]:
     """Return the placement on the GPU that takes least, and what it takes: for who has less."""
     layers = spread_evenly(sizes.layers, sizes.layers) if mode == "resident" else ()
     least = [
-        _placed(sizes, limits.longest, 1 if layers else groups, resident=layers, outputs=True)
+        replace(placement, mlps_in_pieces=pieces)
         for groups in _groups(sizes)
+        for pieces in _piece_choices(limits, None)
+        for placement in [
+            _placed(sizes, limits.longest, 1 if layers else groups, resident=layers, outputs=True)
+        ]
     ]
     taken = [each.bytes(sizes, limits) for each in least]
     return least[taken.index(min(taken))], min(taken)

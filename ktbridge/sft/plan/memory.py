@@ -87,9 +87,7 @@ def _expert_parts(setting: RunSetting) -> Iterator[PlanPart]:
     masters: Where = "GPU" if setting.placed is not None and setting.placed.masters else "RAM"
     spared = 0
     if setting.placed is not None:
-        step = math.ceil(setting.step_rows * setting.sides * setting.lengths.mean)
-        outside = outside_bytes(setting)
-        limits = MemoryBudget(0, 0, 0, 0, step, outside.kept, outside.away)
+        limits = memory_budget(setting, 0)
         spared = setting.placed.overlapped_gradient_bytes(setting.expert_sizes, limits)
         how += "; the gradients come as activations go" if spared else ""
     if lora:
@@ -141,15 +139,15 @@ def _gpu_expert_parts(setting: RunSetting, placement: Placement) -> Iterator[Pla
     if not placement.masters and sizes.rank:
         lora = placement.lora_bytes(sizes)
         yield PlanPart("expert LoRA of one layer", "GPU", lora, "its masters are in RAM")
-    tokens, outside = placement.tokens, outside_bytes(setting)
+    tokens, limits = placement.tokens, memory_budget(setting, 0)
     count = ON_WAY if placement.outputs_on_host else sizes.layers
     how = f"{tokens:,} tokens x {sizes.top_k} experts, one layer, and {count} outputs"
     if placement.keep_gate_up:
         how += ", with gate and up of all layers"
-    taken = placement.activation_bytes(sizes, outside.passing)
+    taken = placement.activation_bytes(sizes, limits.passing_bytes(tokens))
     yield PlanPart("expert activations", "GPU", taken, how)
     if placement.outputs_on_host:
-        away = tokens * 2 * sizes.hidden * sizes.layers + placement.away_bytes(outside.away)
+        away = tokens * 2 * sizes.hidden * sizes.layers + placement.away_bytes(limits.away)
         how = "pinned, until each layer's backward"
         yield PlanPart("inputs of the layers and outputs of the experts", "RAM", away, how)
 
@@ -173,6 +171,8 @@ class OutsideBytes:
     """Of ``kept``, what waits on the host where a placement has the layers' outputs there."""
     passing: int
     """A token's beside ``token`` when experts aren't computed: a layer's temporaries, or the loss."""
+    piece: tuple[int, int]
+    """A token's beside ``token`` while an MLP's piece is computed, and the piece's own."""
 
     @property
     def taken(self) -> int:
@@ -205,10 +205,44 @@ def outside_bytes(setting: RunSetting) -> OutsideBytes:
     width = 2 if setting.config.pure_bf16 else 4
     more = 3 * width + (0 if setting.config.pure_bf16 or setting.batch.width != 2 else 2)
     weights = setting.shape.nonexpert_elements * setting.batch.width
-    kept = _activations(setting)[0] // setting.batch.tokens
+    slack = 1 + GPU_SEGMENTS_SLACK
+    kept = round(slack * _activations(setting)[0]) // setting.batch.tokens
     layers = () if setting.config.disable_gradient_checkpointing else setting.shape.layers
     away = max(0, len(layers) - ON_WAY) * setting.shape.config.hidden_size * setting.batch.width
-    return OutsideBytes(weights, width * lora, more * lora, constant, token, kept, away, passing)
+    away = round(slack * away)  # the allocator has no more to do with them either
+    return OutsideBytes(
+        weights,
+        width * lora,
+        more * lora,
+        constant,
+        token,
+        kept,
+        away,
+        passing,
+        _piece_bytes(replace(setting, rows=rows)),
+    )
+
+
+def memory_budget(setting: RunSetting, free: int) -> MemoryBudget:
+    """Return limits of a placement with ``free`` bytes, its MLPs whole or in pieces as the setting says."""
+    found = outside_bytes(setting)
+    longest = setting.lengths.longest * setting.sides
+    step = math.ceil(setting.step_rows * setting.sides * setting.lengths.mean)
+    return MemoryBudget(
+        free, found.token, found.passing, longest, step, found.kept, found.away, piece=found.piece
+    )
+
+
+def _piece_bytes(setting: RunSetting) -> tuple[int, int]:
+    """Return bytes beside those while experts are computed: a token's, and of the largest piece."""
+    found = list(zip(setting.shape.layers, _layers(setting), strict=True))
+    routed = max((one.kept for layer, one in found if layer.sparse), default=0)
+    piece = max(one.piece for _, one in found)
+    if not piece:
+        return 0, 0
+    most = max(one.kept + one.of_mlps for _, one in found) - routed
+    slack = 1 + GPU_SEGMENTS_SLACK
+    return math.ceil(slack * max(0, most) / setting.batch.tokens), math.ceil(slack * piece)
 
 
 def _other_parts(setting: RunSetting) -> Iterator[PlanPart]:
@@ -254,7 +288,7 @@ def _computed_parts(setting: RunSetting, lora_how: str) -> Iterator[PlanPart]:
         activations, constant = tokens * found.token, found.constant
         away = setting.placed.away_bytes(found.away)
         activations -= away
-        kept = min(activations, tokens * found.kept - away)
+        kept = min(activations, round((tokens * found.kept - away) / (1 + slack)))
         plain = [round(each / (1 + slack)) for each in (activations, constant)]
         what = f"inputs of {ON_WAY if away else 'all'} layers, {tokens:,} tokens"
         yield PlanPart("activations", "GPU", kept, what)

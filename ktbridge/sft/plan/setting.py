@@ -20,7 +20,7 @@ from typing import Any
 
 from ktbridge import _kernels
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.gpu.placement import ExpertSizes, Placement
+from ktbridge.experts.gpu.placement import ExpertSizes, Placement, piece_bytes
 from ktbridge.files.sizes import size_text
 from ktbridge.model import family_of
 from ktbridge.sft.config import TrainConfig
@@ -37,7 +37,7 @@ class MicroBatch:
 
     ``width`` is 2 for bfloat16 and 4 for float32 activations, ``lora_width`` the same for LoRA's weights;
     ``cuda`` decides which attention runs, and in which dtype LoRA does (``MasterLinear``); ``kernels``:
-    flash-linear-attention's compute linear attention.
+    flash-linear-attention's compute linear attention; ``in_pieces``: MLPs are computed in pieces of tokens.
     """
 
     rows: int
@@ -47,6 +47,7 @@ class MicroBatch:
     cuda: bool
     lora_width: int = 4
     kernels: bool = False
+    in_pieces: bool = False
 
     @property
     def tokens(self) -> int:
@@ -70,6 +71,8 @@ class RunSetting:
     """True if flash-linear-attention computes linear attention."""
     processes: int = 1
     """Processes of the run, each with a GPU of its own."""
+    in_pieces: bool | None = None
+    """Whether MLPs are computed in pieces of tokens; None: as the placement that is chosen says."""
 
     @property
     def placed(self) -> Placement | None:
@@ -90,8 +93,16 @@ class RunSetting:
         width = 2 if self.config.in_bfloat16 or self.config.pure_bf16 else 4
         masked = padded or bool(self.config.forwards_alone)
         lora_width = 2 if self.config.pure_bf16 else 4
-        longest, kernels = self.lengths.longest, self.kernels
-        return MicroBatch(rows * sides, longest, masked, width, self.cuda, lora_width, kernels)
+        return MicroBatch(
+            rows * sides,
+            self.lengths.longest,
+            masked,
+            width,
+            self.cuda,
+            lora_width,
+            self.kernels,
+            in_pieces=self.placed.mlps_in_pieces if self.placed else bool(self.in_pieces),
+        )
 
     @property
     def most_tokens(self) -> int:
@@ -181,6 +192,25 @@ class LayerBytes:
 
     kept: int
     passing: int
+    of_mlps: int = 0
+    """Of what passes, what is there while MLPs are computed."""
+    piece: int = 0
+    """What a piece of an MLP's tokens takes beside, of however many tokens."""
+
+
+def mlp_widths(layer: LayerShape) -> dict[str, int]:
+    """Return the inner widths of a layer's gated MLPs, by path: dense ones and shared experts."""
+    found = {}
+    for name, (_, inner) in layer.linears.items():
+        path, _, last = name.rpartition(".")
+        if last == "down_proj" and f"{path}.up_proj" in layer.linears:
+            found[path] = inner
+    return found
+
+
+def has_mlps(shape: ModelShape) -> bool:
+    """Return whether a model has gated MLPs beside its routed experts."""
+    return any(map(mlp_widths, shape.layers))
 
 
 def layer_bytes(
@@ -188,24 +218,32 @@ def layer_bytes(
 ) -> LayerBytes:
     """Return the bytes of a layer whose linears in ``targets`` (paths) have LoRA of ``rank``."""
     hidden, width = shape.config.hidden_size, batch.width
+    mlps = mlp_widths(layer)
     a_token = 2 * 4 * hidden  # the layer's two norms
     a_token += sum(4 * size for name, size in layer.norms.items() if name.endswith("a_layernorm"))
-    widest = 0
+    inside = 0  # of ``a_token``, what is within MLPs
+    widest = {True: 0, False: 0}  # of MLPs, and of all else
     lora_width = width if batch.cuda else batch.lora_width
     inputs_kept: set[tuple[str, int, bool]] = set()
     for name, (out, inputs) in layer.linears.items():
+        path = name.rpartition(".")[0]
+        kept = within = 0
         if name in targets:
-            a_token += lora_width * rank
             # Converted for each of them; where no conversion is needed, q, k and v keep one tensor.
-            group = (name.rpartition(".")[0], inputs, name.endswith(("o_proj", "out_proj")))
+            group = (path, inputs, name.endswith(("o_proj", "out_proj")))
             if lora_width != width or group not in inputs_kept:
-                a_token += lora_width * inputs
+                kept = lora_width * inputs
             inputs_kept.add(group)
-            widest = max(widest, max(lora_width, width) * (inputs + 3 * out))
+            kept += lora_width * rank
+            wide = max(lora_width, width) * (inputs + 3 * out)
         else:
-            widest = max(widest, 2 * width * out)
+            wide = 2 * width * out
         if name.endswith("up_proj"):  # silu(gate) * up, of dense layers and shared experts
-            a_token += 3 * width * out
+            within = 3 * width * out
+        a_token += kept + within
+        if path in mlps:
+            inside += within + kept
+        widest[path in mlps] = max(widest[path in mlps], wide)
     attention, passing = _attention(shape, layer, batch)
     a_token += attention
     constant = 0
@@ -217,10 +255,18 @@ def layer_bytes(
             a_token += width * hidden + 8
         if not batch.cuda:
             a_token += 2 * hidden  # the experts' bfloat16 input
-    return LayerBytes(
-        kept=batch.tokens * a_token + constant,
-        passing=batch.tokens * max(widest + 4 * width * hidden, passing),
-    )
+    states = 4 * width * hidden
+    of_mlps, piece = widest[True] + states, 0
+    # Attention's backward comes after the MLPs', and doesn't find what they and their norm had kept.
+    of_attention = max(widest[False] + states, passing) - 4 * hidden - inside
+    if batch.in_pieces:
+        of_attention += inside
+        of_mlps = states
+        a_token += len(mlps) * width * hidden - inside  # each one's input
+        piece = max((piece_bytes(hidden, inner, width) for inner in mlps.values()), default=0)
+    passing = max(of_mlps, of_attention)
+    kept, passing, of_mlps = (batch.tokens * each for each in (a_token, passing, of_mlps))
+    return LayerBytes(kept + constant, passing, of_mlps, piece)
 
 
 def loss_bytes(shape: ModelShape, batch: MicroBatch) -> int:

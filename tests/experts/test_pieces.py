@@ -1,0 +1,108 @@
+"""MLPs beside the routed experts in pieces of tokens: the same results, few tokens' inner states at once."""
+
+import pytest
+import torch
+from expertmoe import same_bits
+from moefamilies import IDS, everything, parametrize_families, randomize, reference
+
+from ktbridge.experts import pieces, recompute
+from ktbridge.experts.load_model import load_mapped
+from ktbridge.experts.pieces import split_mlps
+from ktbridge.sft.model import attach_lora
+from ktbridge.sft.plan.setting import mlp_widths
+from ktbridge.sft.plan.shape import read_shape
+
+PIECE = 7  # tokens, of IDS' 40
+PLAIN = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(pieces, "piece_tokens", lambda inner: PIECE)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model with a dense layer and shared experts."""
+    path = tmp_path_factory.mktemp("deepseek")
+    reference("deepseek_v2", path)
+    return path
+
+
+def tuned(path, dtype, dropout=0.0):
+    """The model, checkpointed, with LoRA on everything."""
+    model = load_mapped(path, dtype, torch.device("cpu"))
+    model = attach_lora(model, everything(model, path, lora_dropout=dropout)).train()
+    randomize(model, torch.Generator().manual_seed(3))
+    recompute.enable(model)
+    return model
+
+
+def step(model):
+    model.zero_grad()
+    torch.manual_seed(4)
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", PLAIN)
+def test_results_are_those_of_whole_mlps_and_each_hook_is_called_once(saved, dtype):
+    model, calls, tokens = tuned(saved, getattr(torch, dtype)), [], []
+    expected = step(model)
+    inner = ["layers.0.mlp.down_proj", "layers.1.mlp.shared_experts.down_proj"]
+    for name, module in model.named_modules():
+        if name.endswith(tuple(inner)):
+            module.register_forward_pre_hook(lambda _, given: tokens.append(given[0].shape[-2]))
+    for name, parameter in model.named_parameters():
+        if "mlp.down_proj.lora" in name:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+    assert split_mlps(model, True) == 3  # a dense one, and two layers' shared experts
+    found = step(model)
+    assert max(tokens) == PIECE
+    assert min(tokens) == IDS.numel() % PIECE
+    assert len(calls) == len(set(calls)) == 2
+    assert found.keys() == expected.keys()
+    assert any("mlp.gate_proj.lora_A" in name for name in found)
+    for name, value in expected.items():
+        off = (found[name].float() - value.float()).norm()
+        assert off <= PLAIN[dtype] * value.float().norm(), name
+    split_mlps(model, False)
+    assert same_bits([step(model), expected])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dropout_draws_the_same_again_for_a_piece(saved, monkeypatch):
+    model = tuned(saved, torch.float32, dropout=0.3)
+    split_mlps(model, True)
+    found = step(model)
+    assert same_bits([step(model), found])
+    monkeypatch.setattr(pieces, "checkpoint", lambda own, x, **_: own(x))  # nothing is drawn twice
+    assert same_bits([step(model), found])
+    split_mlps(model, False)
+    assert not torch.equal(step(model)["loss"], found["loss"])  # other numbers than for all tokens
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_few_tokens_and_steps_without_gradients(saved, monkeypatch):
+    model = tuned(saved, torch.float32)
+    with torch.no_grad():
+        expected = model(IDS).logits
+        split_mlps(model, True)
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(pieces, "checkpoint", None)
+        monkeypatch.setattr(pieces, "piece_tokens", lambda inner: IDS.numel())
+        assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", parametrize_families())
+def test_a_plan_counts_the_mlps_that_are_split(family, tmp_path):
+    model = reference(family, tmp_path)
+    recompute.enable(model)
+    planned = [
+        inner for layer in read_shape(tmp_path).layers for inner in mlp_widths(layer).values()
+    ]
+    assert len(planned) <= split_mlps(model, True)
