@@ -243,9 +243,8 @@ def test_six_gigabytes_take_one_micro_batch_where_mlps_are_in_pieces(made, stora
     assert "MLPs in pieces" in describe_placement(best[True], setting.expert_sizes, 8192)
     placed = with_placement(setting, 8192, best[True].placement)
     whole = replace(placed, placement=replace(placed.placement, mlps_in_pieces=False))
-    taken, more = (total(predict_parts(each), "GPU") for each in (placed, whole))
-    assert taken <= 6 * GB
-    assert more - taken > 600_000_000
+    taken, needed = (total(predict_parts(each), "GPU") for each in (placed, whole))
+    assert taken < 6 * GB < needed
     off = made("deepseek_v2", 16, 512, *more, "disable_gradient_checkpointing=true")
     assert limits_for(off, limit_of(off, 85 * GB)).in_pieces is None
 
