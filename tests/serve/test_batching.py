@@ -316,7 +316,7 @@ def test_queue_limit_cancellation_and_end(engine):
         worker = Worker(Batch(engine, running=2, cells=10**6), max_waiting=2)
 
         def submit(tokens: int, prompts: int = 1) -> Job:
-            job = Job(prompts)
+            job = Job(prompts, worker.outbox)
             sampling = Sampling(max_tokens=tokens, temperature=0)
             worker.submit([Ask(BOTH, [3, 4], sampling, job, first=i) for i in range(prompts)])
             return job

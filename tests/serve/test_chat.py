@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import children, is_alive, wait_for
 
 from ktbridge.cli import main
 from ktbridge.cli.chat import _without_empty_thought
@@ -218,27 +219,7 @@ def test_an_engine_goes_with_its_chat(cli_command, cli_environment, base):
         wait_for(lambda: children(process.pid))
         (child,) = children(process.pid)
         process.kill()
-    wait_for(lambda: not alive(child))
-
-
-def wait_for(condition) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def children(process: int) -> list[int]:
-    with open(f"/proc/{process}/task/{process}/children") as file:
-        return [int(each) for each in file.read().split()]
-
-
-def alive(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_for(lambda: not is_alive(child))
 
 
 def test_which_names_are_which_arm():

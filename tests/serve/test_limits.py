@@ -15,6 +15,7 @@ from contextlib import ExitStack
 import openai
 import pytest
 from click.testing import CliRunner
+from waiting import wait_for
 
 from ktbridge.cli import main
 
@@ -37,13 +38,6 @@ def small(launch, base):
 def health(server) -> dict:
     with urllib.request.urlopen(f"{server.root}/health", timeout=10) as response:
         return json.load(response)
-
-
-def wait_for(condition, seconds: float = 15) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def half_sent(server) -> socket.socket:

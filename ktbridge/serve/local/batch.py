@@ -259,13 +259,43 @@ class ServerStopping(Exception):
     """The server is shutting down and aborts this answer."""
 
 
+class Outbox:
+    """Passes events from the worker's thread to the event loop, after the step that made them.
+
+    So whoever reads the end of an answer finds its place free. The loop is woken once per step.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[Job, JobEvent]] = []
+
+    def put(self, job: Job, event: JobEvent) -> None:
+        self._events.append((job, event))
+
+    def send(self) -> None:
+        """Hand on what was put; in the worker's thread, like ``put``."""
+        events, self._events = self._events, []
+        if not events:
+            return
+        try:
+            events[0][0].loop.call_soon_threadsafe(_receive, events)
+        except RuntimeError:  # the event loop has closed: the server is gone
+            for job, _ in events:
+                job.cancel()
+
+
+def _receive(events: Sequence[tuple[Job, JobEvent]]) -> None:
+    for job, event in events:
+        job.events.put_nowait(event)
+
+
 class Job:
     """One request: consume its events with ``async for``; ``cancel`` when the client is gone."""
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self, choices: int, outbox: Outbox) -> None:
         """``choices``: how many answers it has; the events end once each has finished."""
         self._unfinished = choices
-        self._loop = asyncio.get_running_loop()
+        self._outbox = outbox
+        self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[JobEvent] = asyncio.Queue()
         self._cancelled = threading.Event()
 
@@ -282,23 +312,16 @@ class Job:
                 raise event
             yield event
 
-    def _put(self, event: JobEvent) -> None:
-        """Pass an event to the event loop; from the worker's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
-        except RuntimeError:  # the event loop has closed: the server is gone
-            self.cancel()
-
     def deliver(self, choice: int, event: Event) -> None:
-        self._put((choice, event))
+        self._outbox.put(self, (choice, event))
         if isinstance(event, Finish):
             self._unfinished -= 1
             if self._unfinished == 0:
-                self._put(None)
+                self._outbox.put(self, None)
 
     def fail(self, error: BaseException) -> None:
         """End the request; its other choices are aborted, too."""
-        self._put(error)
+        self._outbox.put(self, error)
         self.cancel()
 
 
@@ -316,6 +339,7 @@ class Worker:
         """What ended the thread; None as long as it lives, and after ``close``."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called in the thread as its last act."""
+        self.outbox = Outbox()
         self._thread = threading.Thread(target=self._work, name="ktbridge-worker", daemon=True)
         self._thread.start()
 
@@ -359,8 +383,9 @@ class Worker:
             while self._wait_for_work():
                 if (ask := self._next()) is not None:
                     self._batch.begin(ask)
-                self._batch.advance()
-                self._batch.step()
+                for compute in (self._batch.advance, self._batch.step):
+                    compute()
+                    self.outbox.send()
         except BaseException as error:
             log.critical("the thread that computes has died", exc_info=True)
             self.failure = error
@@ -369,6 +394,7 @@ class Worker:
         self._batch.drop_all(ServerStopping())
         for ask in self._waiting:
             ask.listener.fail(ServerStopping())
+        self.outbox.send()
         self._waiting.clear()
         if self.failure is not None:
             self.on_failure()

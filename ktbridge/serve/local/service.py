@@ -143,7 +143,7 @@ class Service:
         self, arm: ServedArm, ids: Sequence[list[int]], samplings: Sequence[Sampling], n: int
     ) -> Job:
         """Queue one request: each of its prompts ``n`` times. Raises ApiError."""
-        job = Job(len(ids) * n)
+        job = Job(len(ids) * n, self.worker.outbox)
         pairs = enumerate(zip(ids, samplings, strict=True))
         try:
             self.worker.submit([Ask(arm, prompt, how, job, n, i * n) for i, (prompt, how) in pairs])

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from waiting import is_alive, wait_for
 
 from ktbridge.cli import main
-from ktbridge.serve.sglang.processes import Tree, adopt_orphans
+from ktbridge.serve.sglang.processes import Tree, adopt_orphans, end_leftovers
 from ktbridge.serve.sglang.supervise import GRACE_SECONDS
 
 KEY = "a-secret_4711"
@@ -168,14 +170,13 @@ def test_we_are_killed(played, expert_args, free_port):
     played.ready(process)
     process.kill()
     process.wait(10)
-    until = time.monotonic() + 10
-    while True:
-        try:
-            with socket.create_server(("127.0.0.1", free_port)):
-                break
-        except OSError:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+
+    def is_free() -> bool:
+        with suppress(OSError), socket.create_server(("127.0.0.1", free_port)):
+            return True
+        return False
+
+    wait_for(is_free)
 
 
 def test_all_problems_at_once(played, model, adapters):
@@ -213,6 +214,55 @@ def test_requests_that_make_no_sense(model):
         assert said in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_ktbridge_or_the_next_start(played, expert_args, free_port, gone, number):
+    """The key is in no file, and the next start ends and names what -9 left, an orphan too."""
+    env = played.environment("0.7.2", "orphans") | {"KTBRIDGE_API_KEY": KEY}
+    scratch = Path(env["PLAYED_SCRATCH"])
+    args = (*expert_args, "--json")
+    process = played.begin(*args, env=env)
+    wait_for(lambda: (scratch / "orphan").exists() and (scratch / "orphan").read_text())
+    orphan = int((scratch / "orphan").read_text())
+    seen = json.loads((scratch / "seen.json").read_text())
+    assert seen["key"] == KEY
+    if number == signal.SIGKILL:
+        wait_for(
+            lambda: any(str(orphan) in each.read_text() for each in scratch.glob("*/engine.json"))
+        )
+    process.send_signal(number)
+    process.wait(20)
+    for directory, _, files in os.walk(scratch):
+        for name in files:
+            place = Path(directory) / name
+            assert name == "seen.json" or not place.exists() or KEY not in place.read_text()
+    if number == signal.SIGKILL:
+        assert is_alive(orphan)
+        again = played.begin(*args, env=env | {"PLAYED": ""})
+        played.ready(again)
+        assert not is_alive(orphan)
+        again.send_signal(signal.SIGTERM)
+        assert again.wait(20) == 0
+        said = again.stderr.read()
+        assert "KTB964" in said
+        assert str(orphan) in said
+    wait_for(lambda: not is_alive(orphan))
+    gone(env, free_port)
+
+
+def test_a_record_that_cannot_be_read_is_not_taken_for_nothing_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    left = tmp_path / "ktbridge-left"
+    left.mkdir(mode=0o700)
+    (left / "engine.json").write_text("{")
+    (told,) = end_leftovers()
+    assert told.code == "KTB964"
+    assert "processes of that engine may be left" in told.found
+    assert not left.exists()
+
+
 HEADLESS = """
 import ctypes, threading, time
 threading.Thread(target=time.sleep, args=(60,)).start()
@@ -228,11 +278,7 @@ def test_a_process_counts_until_its_last_thread_is_gone() -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        stat = Path(f"/proc/{process.pid}/stat")
-        until = time.monotonic() + 20
-        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_for(lambda: not is_alive(process.pid))
         assert Tree(process.pid, "no mark").members() == {process.pid}
         assert Tree(process.pid, "no mark").end(grace=0.0) == set()
         assert process.wait(20) < 0
@@ -254,8 +300,9 @@ def test_orphans_are_buried() -> None:
         orphan = int(process.stdout.readline())
         process.wait(20)
         os.kill(orphan, signal.SIGKILL)
-        until = time.monotonic() + 20
-        while Path(f"/proc/{orphan}").exists():
-            assert time.monotonic() < until, "a zombie is left"
+
+        def is_buried() -> bool:
             Tree(process.pid, "no mark").reap(set())
-            time.sleep(0.01)
+            return not Path(f"/proc/{orphan}").exists()
+
+        wait_for(is_buried)
