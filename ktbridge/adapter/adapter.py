@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from ktbridge.adapter.blocks import Block, block_of, block_of_stack, bytes_of, padded
-from ktbridge.adapter.keys import FUSED_NAMES, HALVES, PROJECTIONS, Key, fused_key, parse_key
+from ktbridge.adapter.keys import FUSED_NAMES, PROJECTIONS, Key, fused_key, parse_key
 from ktbridge.adapter.numbers import Numbers
 from ktbridge.errors import KtbridgeError
 from ktbridge.files.digests import Stamp, Stamps
@@ -206,9 +206,16 @@ class Adapter:
         self.trained_as = self.config
 
     @property
+    def lora(self) -> Mapping[str, object]:
+        """The experts' rank and alpha as the manifest has them, as far as it has them."""
+        lora = (self.manifest or {}).get("lora")
+        return lora if isinstance(lora, dict) else {}
+
+    @property
     def rank(self) -> int:
         """The experts' LoRA rank: the manifest's, else the configuration's."""
-        value = self._lora("rank", self.config.get("r"))
+        value = self.lora.get("rank")
+        value = self.config.get("r") if value is None else value
         if type(value) is not int or value <= 0:
             raise KtbridgeError(f"{self.path / CONFIG_FILE} has no rank r", "set r as in training")
         return value
@@ -218,7 +225,8 @@ class Adapter:
         """The alpha the experts were trained with: the given one, the manifest's, the configuration's."""
         if self.given_alpha is not None:
             return self.given_alpha
-        return _number(self._lora("alpha", self.config.get("lora_alpha")), self.path)
+        value = self.lora.get("alpha")
+        return _number(self.config.get("lora_alpha") if value is None else value, self.path)
 
     @property
     def nonexpert_rank(self) -> int:
@@ -386,11 +394,6 @@ class Adapter:
         summary = "; ".join([*halves, f"base model {self.base_model!r}"])
         return f"<Adapter {self.format or self.layout} {str(self.path)!r}: {summary}>"
 
-    def _lora(self, name: str, default: object) -> object:
-        lora = (self.manifest or {}).get("lora")
-        value = lora.get(name) if isinstance(lora, dict) else None
-        return default if value is None else value
-
 
 def _shown(adapter: Adapter, rank: str, alpha: str) -> str:
     """Rank and alpha as far as they can be read."""
@@ -445,10 +448,3 @@ def convert_step(adapter: Adapter, options: str = "", base: Path | None = None) 
     if base is not None:
         return f"{command} --base-model {shlex.quote(str(base))}"
     return command if adapter.base_model is not None else f"{command} --base-model BASE"
-
-
-def expert_slots(layer: int) -> Iterator[tuple[int, str, str]]:
-    """The six (layer, projection, half) of one layer."""
-    for projection in PROJECTIONS:
-        for half in HALVES:
-            yield layer, projection, half

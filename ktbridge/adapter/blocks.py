@@ -2,8 +2,7 @@
 
 All formats hold the same numbers in different orders, so a tensor is handled as bit patterns: uint16
 for BF16 and F16, uint32 for F32. Moving bits can't round, so every format is exact by construction.
-Only ``Block.to`` (rounding), ``Block.times`` (exact scaling) and ``Block.multiplied`` (in float32) change
-values.
+Only ``Block.to`` (rounding) and ``Block.scaled`` change values.
 
 numpy is imported where values are read: a conversion between KT's own layouts only copies bytes.
 """
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Bits = NDArray[Any]
+Buffer = memoryview | bytes
 # numpy's type for the bit patterns of each dtype that an adapter may have.
 BITS = {"BF16": "<u2", "F16": "<u2", "F32": "<u4"}
 
@@ -67,14 +67,6 @@ class Block(NamedTuple):
         """The same dtype, rearranged into another shape."""
         return Block(self.dtype, shape, lambda: change(self.load()))
 
-    def times(self, factor: float, where: str) -> Block:
-        """Values times a power of two; KtbridgeError on loading if one of them would round."""
-        if factor == 1.0:
-            return self
-        if self.ref is not None:
-            return self._replace(factor=self.factor * factor)
-        return self._changed(self.dtype, factor, where)
-
     def to(self, dtype: str, where: str = "") -> Block:
         """Values widened to "F32", or rounded to "BF16"; KtbridgeError on loading if one gets infinite."""
         parts = tuple(part.to(dtype, where) for part in self.parts)
@@ -82,8 +74,20 @@ class Block(NamedTuple):
             return self._replace(dtype=dtype, parts=parts)
         return self._changed(dtype, 1.0, where)._replace(parts=parts)
 
-    def multiplied(self, factor: float) -> Block:
-        """Float32 values times any factor, each rounded once."""
+    def scaled(self, factor: float, where: str) -> Block:
+        """Values times ``factor``, each rounded once in float32; a power of two multiplies any dtype exactly.
+
+        KtbridgeError on loading if a value would round though.
+        """
+        if factor == 1.0:
+            return self
+        parts = tuple(part.scaled(factor, where) for part in self.parts)
+        exact = math.frexp(factor)[0] == 0.5
+        if exact and self.ref is not None:
+            return self._replace(factor=self.factor * factor, parts=parts)
+        if exact:
+            return self._changed(self.dtype, factor, where)._replace(parts=parts)
+        assert self.dtype == "F32"
 
         def make() -> Bits:
             import numpy as np
@@ -91,16 +95,7 @@ class Block(NamedTuple):
             values = self.load().view(np.float32) * np.float64(factor)
             return values.astype(np.float32).view(BITS["F32"])
 
-        assert self.dtype == "F32"
-        parts = tuple(part.multiplied(factor) for part in self.parts)
         return Block(self.dtype, self.shape, make, parts=parts)
-
-    def scaled(self, factor: float, where: str) -> Block:
-        """Values times ``factor``: exactly if it is a power of two, in float32 otherwise."""
-        if math.frexp(factor)[0] == 0.5:
-            parts = tuple(part.times(factor, where) for part in self.parts)
-            return self.times(factor, where)._replace(parts=parts)
-        return self.multiplied(factor)
 
     def _changed(self, dtype: str, factor: float, where: str) -> Block:
         def make() -> Bits:
@@ -199,9 +194,7 @@ def block_in_memory(tensor: Tensor) -> Block:
     return Block(tensor.dtype, tensor.shape, make)
 
 
-def converted(
-    data: memoryview, ref: TensorRef, start: int, dtype: str, factor: float
-) -> memoryview | bytes:
+def converted(data: memoryview, ref: TensorRef, start: int, dtype: str, factor: float) -> Buffer:
     """Values of ``ref`` (``data``, from byte ``start`` on) rounded to ``dtype``, times ``factor``.
 
     KtbridgeError, which names the tensor, for a value that this would change otherwise.
@@ -219,10 +212,8 @@ def converted(
         raise
 
 
-def _changed(
-    data: memoryview, stored: str, dtype: str, factor: float, where: str
-) -> memoryview | bytes:
-    changed: memoryview | bytes = data
+def _changed(data: memoryview, stored: str, dtype: str, factor: float, where: str) -> Buffer:
+    changed: Buffer = data
     if dtype != stored and dtype == "F32":
         changed = as_float32(data, stored).tobytes()
     elif dtype != stored:
@@ -233,11 +224,10 @@ def _changed(
             )
         changed = rounded
     if factor != 1.0:
-        scaled = scaled_exactly(memoryview(changed), dtype, factor)
+        scaled = _scaled(changed, dtype, factor)
         if scaled is None:
             raise KtbridgeError(
-                f"{where} has values that can't be scaled by {factor:g} in {dtype} "
-                "without rounding",
+                f"{where} has values that can't be scaled by {factor:g} in {dtype} without rounding",
                 "pass --dtype f32, or choose a format with a scale of its own for either half: kt-split, "
                 "peft-fused",
             )
@@ -264,11 +254,8 @@ def to_bf16(data: memoryview, dtype: str) -> bytes | None:
     return bytes(rounded.tobytes())
 
 
-def scaled_exactly(data: memoryview, dtype: str, factor: float) -> bytes | None:
-    """``data * factor`` in the same dtype, or None if any value would round, overflow or underflow.
-
-    Meant for powers of two, which only change the exponent.
-    """
+def _scaled(data: Buffer, dtype: str, factor: float) -> bytes | None:
+    """``data`` times a power of two in the same dtype; None if a value would round, over- or underflow."""
     import numpy as np
 
     values = as_float32(data, dtype)

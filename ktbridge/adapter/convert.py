@@ -20,6 +20,7 @@ See ``ktbridge.adapter.lora_config``.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ktbridge.adapter.adapter import Adapter
+from ktbridge.adapter.adapter import Adapter, is_number
 from ktbridge.adapter.blocks import Block
 from ktbridge.adapter.checks.files import Hashes
 from ktbridge.adapter.checks.modules import check_modules, open_modules
@@ -42,7 +43,6 @@ from ktbridge.adapter.outputs import (
     PathLike,
     check_halves,
     check_places,
-    check_request,
     plan_copies,
     stage_adapter,
 )
@@ -189,7 +189,9 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
     dtype, overwrite = options.get("dtype", "keep"), options.get("overwrite", False)
     lora_alpha, given = options.get("lora_alpha"), Path(raw_dir).expanduser()
     check_names(to, from_format, dtype)
-    paths = check_request(raw_dir, _outputs(to, options), lora_alpha)
+    paths = _paths(raw_dir, to, options)
+    if lora_alpha is not None and not is_number(lora_alpha):
+        raise UsageError(f"lora_alpha is {lora_alpha}, not a positive number", "correct it")
     if from_format == "auto":
         from_format = detect_format(raw_dir)
     request = Request(
@@ -297,29 +299,39 @@ def _override(adapter: Adapter, lora_alpha: float) -> list[Problem]:
     return list(overridden(str(adapter.path), lora_alpha, configured, experts))
 
 
-def _outputs(to: str, options: ConvertOptions) -> dict[str, PathLike | None]:
-    """Layout -> directory; UsageError if the directories don't match the format."""
+def _paths(source: PathLike, to: str, options: ConvertOptions) -> dict[str, Path]:
+    """The outputs' real paths by layout; UsageError for directories that don't match the format."""
     split = {
         "expert": options.get("expert_output_dir"),
         "nonexpert": options.get("nonexpert_output_dir"),
     }
     merged, whole = options.get("merged_output_dir"), options.get("output_dir")
-    if to == "kt-split":
-        if whole is not None:
-            raise UsageError(
-                "kt-split is two directories, not one",
-                "name them with --expert-output-dir and --nonexpert-output-dir, or choose another --to",
-            )
-        return {**split, "merged": merged}
-    if to == "kt-merged" and merged is not None and whole is None:
+    if to == "kt-merged" and whole is None:
         merged, whole = None, merged
-    if merged is not None or any(path is not None for path in split.values()):
+    outputs = {**split, "merged": merged}
+    if to != "kt-split":
+        if any(path is not None for path in outputs.values()):
+            raise UsageError(
+                f"--to {to} writes one directory", "name it with --output and leave the others out"
+            )
+        if whole is None:
+            raise UsageError(f"--to {to} has nowhere to write", "name a directory with --output")
+        outputs = {"merged" if to == "kt-merged" else to: whole}
+    elif whole is not None:
         raise UsageError(
-            f"--to {to} writes one directory", "name it with --output and leave the others out"
+            "kt-split is two directories, not one",
+            "name them with --expert-output-dir and --nonexpert-output-dir, or choose another --to",
         )
-    if whole is None:
-        raise UsageError(f"--to {to} has nowhere to write", "name a directory with --output")
-    return {"merged" if to == "kt-merged" else to: whole}
+    wanted = {layout: os.fspath(path) for layout, path in outputs.items() if path is not None}
+    if not wanted:
+        raise UsageError(
+            "there is nothing to write",
+            "name an output: --expert-output-dir and --nonexpert-output-dir, --merged-output-dir, "
+            "or --to FORMAT with --output",
+        )
+    if not all((os.fspath(source), *wanted.values())):
+        raise UsageError("a directory's name is empty", "name it; the current directory is '.'")
+    return {name: Path(os.path.realpath(os.path.expanduser(p))) for name, p in wanted.items()}
 
 
 def _formats(to: str, paths: Mapping[str, Path]) -> list[str]:

@@ -44,8 +44,7 @@ def apply_alpha(adapter: Adapter, lora_alpha: float | None) -> Iterator[Problem]
     if lora_alpha is None:
         return
     configured = adapter.config.get("lora_alpha")
-    lora = (adapter.manifest or {}).get("lora")
-    stated = lora.get("alpha") if isinstance(lora, dict) else None
+    stated = adapter.lora.get("alpha")
     experts_alpha = configured if stated is None else stated
     adapter.given_alpha = float(lora_alpha)
     if adapter.experts or is_number(configured):
@@ -143,11 +142,10 @@ def numbers_of(adapter: Adapter, key: Key) -> Numbers:
         raise KtbridgeError(f"{doubts[0].where}: {doubts[0].found}", doubts[0].next_step)
     if adapter.given_alpha is not None:  # explicit: alpha/r
         return Numbers(numbers.rank, adapter.given_alpha)
-    lora = (adapter.manifest or {}).get("lora")
-    if isinstance(lora, dict) and is_number(lora.get("alpha")):  # a serving directory of ours
-        rank = lora.get("rank")
+    rank, alpha = (adapter.lora.get(name) for name in ("rank", "alpha"))
+    if is_number(alpha):  # a serving directory of ours
         own = rank if type(rank) is int and rank > 0 else numbers.rank
-        return Numbers(own, float(lora["alpha"]), numbers.rslora and adapter.by_kt is False)
+        return Numbers(own, float(alpha), numbers.rslora and adapter.by_kt is False)
     return numbers
 
 

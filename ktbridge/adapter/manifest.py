@@ -40,33 +40,3 @@ def fused_tensors(
 def trained_on(manifest: Mapping[str, object] | None) -> Fingerprint | None:
     """The base model that an adapter was trained on, by its manifest; None if it has no fingerprint."""
     return parse_fingerprint((manifest or {}).get("base_fingerprint"))
-
-
-def build_manifest(
-    *,
-    base_model: str,
-    rank: int,
-    alpha: float,
-    artifacts: Mapping[str, Mapping[str, object]],
-    layout: str | None = None,
-    expert_weight_format: str | None = None,
-    base_fingerprint: Fingerprint | None = None,
-    training: Mapping[str, object] | None = None,
-) -> dict[str, object]:
-    """The manifest of a finished directory. ``artifacts`` maps a file name to its record."""
-    manifest: dict[str, object] = {
-        "version": 1,
-        "status": "ready",
-        "base": {"model_name_or_path": base_model},
-        "lora": {"rank": rank, "alpha": float(alpha)},
-        "artifacts": {name: dict(record) for name, record in artifacts.items()},
-    }
-    if layout is not None:
-        manifest["layout"] = layout
-    if expert_weight_format is not None:
-        manifest["expert_weight_format"] = expert_weight_format
-    if base_fingerprint is not None:
-        manifest["base_fingerprint"] = base_fingerprint.as_dict()
-    if training:
-        manifest[TRAINING] = dict(training)
-    return manifest

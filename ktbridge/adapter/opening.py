@@ -16,7 +16,7 @@ from pathlib import Path
 from ktbridge.adapter.adapter import FUSED_FILE, Adapter
 from ktbridge.adapter.checks.inventory import check_read
 from ktbridge.adapter.convert import convert_adapter, read_raw_form
-from ktbridge.adapter.formats import BY_KT, READABLE, check_from, find_sign
+from ktbridge.adapter.formats import BY_KT, FORMATS, READABLE, check_from, find_sign
 from ktbridge.adapter.formats.raw_form import Request, change_dtype, fold
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.adapter.outputs import PathLike
@@ -31,14 +31,6 @@ from ktbridge.model.jsonfile import read_json_file
 # Part of every key of the cache: bump it when the conversion's output changes, to invalidate old results.
 RECIPE = "2"
 _WEIGHTS = (".safetensors", ".gguf")
-_CODES = {
-    **dict.fromkeys(
-        ("peft", "peft-fused", "peft-0.18", "unsloth-legacy", "megatron-packed"), "KTB208"
-    ),
-    **dict.fromkeys(("sglang-3d", "mcore"), "KTB216"),
-    "gguf": "KTB016",
-    "mlx": "KTB019",
-}
 
 
 def open_adapter(
@@ -129,7 +121,7 @@ def reading_note(adapter: Adapter) -> Problem:
 
 def format_code(name: str) -> str:
     """The code of problems that say in which format an adapter is."""
-    return _CODES.get(name, "KTB018")
+    return next((row.code for row in FORMATS if row.name == name), "KTB018")
 
 
 def is_own(path: PathLike) -> bool:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE, Adapter, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, FUSED_FILE, Adapter
 from ktbridge.adapter.blocks import Block
-from ktbridge.adapter.manifest import MANIFEST_FILE, build_manifest, dump_json, fused_tensors
+from ktbridge.adapter.manifest import MANIFEST_FILE, TRAINING, dump_json, fused_tensors
 from ktbridge.adapter.writer import Copy, OutputFile, Target
 from ktbridge.codes import problem
-from ktbridge.errors import Problem, UsageError
+from ktbridge.errors import Problem
 from ktbridge.files import digests
 from ktbridge.files.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.model import Fingerprint, TensorFile, TensorRef
@@ -206,19 +206,20 @@ class OutputDirectory:
         if FUSED_FILE in artifacts:
             tensors = fused_tensors(output.rows(FUSED_FILE))
             artifacts[FUSED_FILE] |= {"tensor_count": len(tensors), "tensors": tensors}
-        manifest = build_manifest(
-            base_model=output.config["base_model_name_or_path"],
-            rank=output.rank,
-            alpha=output.alpha,
-            layout=None if output.layout == "raw" else output.layout,
-            artifacts=artifacts,
-            expert_weight_format=output.weight_format,
-            base_fingerprint=base_fingerprint,
-            training=training,
-        )
-        if output.experts:
-            manifest["experts"] = output.experts
-        self.staging.write_bytes(MANIFEST_FILE, dump_json(manifest))
+        manifest = {
+            "version": 1,
+            "status": "ready",
+            "base": {"model_name_or_path": output.config["base_model_name_or_path"]},
+            "lora": {"rank": output.rank, "alpha": float(output.alpha)},
+            "artifacts": artifacts,
+            "layout": None if output.layout == "raw" else output.layout,
+            "expert_weight_format": output.weight_format,
+            "base_fingerprint": base_fingerprint.as_dict() if base_fingerprint else None,
+            TRAINING: dict(training or {}) or None,
+            "experts": output.experts or None,
+        }
+        told = {name: value for name, value in manifest.items() if value is not None}
+        self.staging.write_bytes(MANIFEST_FILE, dump_json(told))
 
 
 LOG_FILE, PLOT_FILE = "trainer_log.jsonl", "training_loss.png"
@@ -263,26 +264,6 @@ def why_not_writable(target: Path, overwrite: bool, layout: str = "raw") -> tupl
         return None
 
     return why_not_replaced(target, overwrite, objection)
-
-
-def check_request(
-    source: PathLike, outputs: Mapping[str, PathLike | None], lora_alpha: float | None
-) -> dict[str, Path]:
-    """The requested outputs' real paths by layout; UsageError for an invalid request."""
-    wanted = {layout: path for layout, path in outputs.items() if path is not None}
-    if not wanted:
-        raise UsageError(
-            "there is nothing to write",
-            "name an output: --expert-output-dir and --nonexpert-output-dir, --merged-output-dir, "
-            "or --to FORMAT with --output",
-        )
-    if not all(os.fspath(path) for path in (source, *wanted.values())):
-        raise UsageError("a directory's name is empty", "name it; the current directory is '.'")
-    if lora_alpha is not None and not is_number(lora_alpha):
-        raise UsageError(f"lora_alpha is {lora_alpha}, not a positive number", "correct it")
-    return {
-        layout: Path(os.path.realpath(os.path.expanduser(path))) for layout, path in wanted.items()
-    }
 
 
 def check_places(source: Path, paths: Mapping[str, Path], overwrite: bool) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from ktbridge.adapter.blocks import Block, bytes_of, converted
+from ktbridge.adapter.blocks import Block, Buffer, bytes_of, converted
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError
 from ktbridge.files.digests import Stamps, difference, stamp
@@ -31,7 +31,6 @@ from ktbridge.files.sizes import size_text
 from ktbridge.machine import own_cpus
 from ktbridge.model import TensorRef
 
-Buffer = memoryview | bytes
 OnBytes = Callable[[int], None]
 # Memory for blocks, in the order of their use, each with what still hashes it.
 Ring = deque[tuple[memoryview, "list[Future[None]]"]]

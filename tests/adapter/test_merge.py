@@ -17,11 +17,11 @@ from rawadapter import convert_to, expert_tensors, nonexpert_tensors, write_base
 
 from ktbridge import _kernels
 from ktbridge.adapter import Tensor, merge_adapter, merge_values
-from ktbridge.adapter.floats import as_float32
 from ktbridge.adapter.merge import MERGE_FILE, plan_merge
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_checkpoint
+from ktbridge.model.tensor import as_float32
 
 E, H, I = 3, 16, 8  # noqa: E741
 

@@ -107,7 +107,9 @@ def _basics(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     if type(rank) is not int or rank <= 0:
         yield problem("KTB102", where, f"r is {rank!r}", "a positive integer")
     alpha = config.get("lora_alpha")
-    vouched = adapter.layout == "raw" and not adapter.nonexpert and _manifest_alpha(adapter)
+    vouched = (
+        adapter.layout == "raw" and not adapter.nonexpert and is_number(adapter.lora.get("alpha"))
+    )
     if not (is_number(alpha) and alpha <= MAX_ALPHA) and not (alpha is None and vouched):
         yield problem("KTB103", where, f"lora_alpha is {alpha!r}", "a positive number up to 1e6")
 
@@ -177,12 +179,6 @@ def _patterns(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
         yield problem("KTB109", where, found[:300], next_step=step)
 
 
-def _manifest_alpha(adapter: Adapter) -> float | None:
-    lora = (adapter.manifest or {}).get("lora")
-    value = lora.get("alpha") if isinstance(lora, dict) else None
-    return float(value) if is_number(value) else None
-
-
 def _manifest_agrees(adapter: Adapter, use: Use) -> Iterator[Problem]:
     manifest = adapter.manifest
     if manifest is None:
@@ -206,8 +202,8 @@ def _manifest_agrees(adapter: Adapter, use: Use) -> Iterator[Problem]:
     if both and last_part(str(named)) != last_part(str(other)):
         found = f"names the base model {other!r}"
         yield problem("KTB119", where, found, f"{named!r} as in {CONFIG_FILE}")
-    alpha, own = _manifest_alpha(adapter), adapter.config.get("lora_alpha")
-    if alpha is not None and is_number(own) and float(own) != alpha:
+    alpha, own = adapter.lora.get("alpha"), adapter.config.get("lora_alpha")
+    if is_number(alpha) and is_number(own) and float(own) != alpha:
         found = f"alpha is {alpha:g} here and {own:g} in {CONFIG_FILE}"
         if use.served and not is_foreign(adapter):  # PEFT's layout has the second one as a pattern
             yield problem("KTB104", where, found, "one alpha")

@@ -146,9 +146,15 @@ class Hashes:
         except KtbridgeError:
             return  # no manifest; an unreadable one is reported when it is parsed
         self._steps[directory] = resave_step(manifest)
-        for path, expected, size in listed_hashes(directory, manifest):
-            self.total += size
-            jobs.append((path, expected, self._pool.submit(self._hash, path)))
+        artifacts = manifest.get("artifacts")
+        for name, record in artifacts.items() if isinstance(artifacts, dict) else ():
+            if name != os.path.basename(name) or not isinstance(record, dict):
+                continue
+            path = directory / name
+            size = size_of(path)  # another one than the manifest's is reported as KTB011
+            if "sha256" in record and size is not None and size == record.get("size"):
+                self.total += size
+                jobs.append((path, record["sha256"], self._pool.submit(self._hash, path)))
 
     def check(
         self, directory: Path, on_bytes: Callable[[], None] | None = None
@@ -167,7 +173,9 @@ class Hashes:
                 step: str | None = f"chmod a+r {shlex.quote(str(path))}"
                 yield problem("KTB011", str(path), found, "a readable file", next_step=step)
                 continue
-            yield from _mismatch(path, actual, expected, self._steps[directory])
+            if actual is not None and actual != expected:
+                found, told = f"has SHA-256 {actual[:16]}…", f"{expected!s:.16}…"
+                yield problem("KTB012", str(path), found, told, next_step=self._steps[directory])
 
     def _hash(self, path: Path) -> str | None:
         digest = hashlib.sha256()
@@ -187,31 +195,6 @@ def require_hashes(directory: Path) -> None:
         problems = list(hashes.check(directory))
     if problems:
         raise ProblemsError(f"{directory} does not match its manifest", problems)
-
-
-def listed_hashes(
-    directory: Path, manifest: Mapping[str, object] | None
-) -> Iterator[tuple[Path, object, int]]:
-    """(file, SHA-256 in the manifest, size) of every file that can be compared.
-
-    A size that differs from the manifest is reported as KTB011; hashing that file adds nothing.
-    """
-    artifacts = (manifest or {}).get("artifacts")
-    for name, record in artifacts.items() if isinstance(artifacts, dict) else ():
-        if name != os.path.basename(name) or not isinstance(record, dict):
-            continue
-        path = directory / name
-        size = size_of(path)
-        if "sha256" in record and size is not None and size == record.get("size"):
-            yield path, record["sha256"], size
-
-
-def _mismatch(
-    path: Path, actual: str | None, expected: object, next_step: str | None
-) -> Iterator[Problem]:
-    if actual is not None and actual != expected:
-        found = f"has SHA-256 {actual[:16]}…"
-        yield problem("KTB012", str(path), found, f"{expected!s:.16}…", next_step=next_step)
 
 
 def resave_step(manifest: Mapping[str, object] | None) -> str | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 
-from ktbridge.adapter.adapter import WRAPPER, Adapter, ExpertStack, Part, convert_step, expert_slots
+from ktbridge.adapter.adapter import WRAPPER, Adapter, ExpertStack, Part, convert_step
 from ktbridge.adapter.blocks import BITS
 from ktbridge.adapter.checks import Use, many
 from ktbridge.adapter.checks.config import FOREIGN, check_foreign
@@ -22,6 +22,7 @@ from ktbridge.adapter.checks.modules import TEXT_MODEL, Modules, check_modules
 from ktbridge.adapter.keys import (
     ATTENTION_BLOCKS,
     FUSED_NAMES,
+    HALVES,
     PROJECTIONS,
     is_expert_like,
     plain_name,
@@ -152,7 +153,7 @@ def _experts(adapter: Adapter, use: Use) -> Iterator[Problem]:
     counts: dict[int, list[int]] = defaultdict(list)
     lacking: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     for layer in adapter.expert_layers():
-        slots = [slot for slot in expert_slots(layer) if slot[1] in wanted]
+        slots = [(layer, name, half) for name in PROJECTIONS for half in HALVES if name in wanted]
         stacks = {slot: adapter.experts.get(slot) for slot in slots}
         where = f"{adapter.path}: layer {layer}"
         absent = [f"{p}_lora_{h.lower()}" for (_, p, h), stack in stacks.items() if stack is None]
@@ -276,8 +277,7 @@ def _shapes(adapter: Adapter, made: bool = False) -> Iterator[Problem]:
     if dtypes:
         yield from many("KTB303", dtypes, f"is {dtypes[0].entry.dtype}", "BF16, F16 or F32")
     serving_rank = adapter.config.get("r")
-    lora = (adapter.manifest or {}).get("lora")
-    witness = lora.get("rank") if adapter.layout == "raw" and isinstance(lora, dict) else None
+    witness = adapter.lora.get("rank") if adapter.layout == "raw" else None
     if type(serving_rank) is not int or serving_rank <= 0:
         return  # already reported; each tensor would be reported again
     patterned = bool(adapter.config.get("rank_pattern") or adapter.own)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class AdapterFormat(NamedTuple):
     """One format. ``reader`` and ``writer`` are functions of this package ("kt.read_kt"), "" for none.
 
-    ``exact`` describes what a round trip preserves bit for bit, or why it doesn't.
+    ``exact`` describes what a round trip preserves bit for bit, or why it doesn't; ``code`` is that of
+    problems that say in which format an adapter is.
     """
 
     name: str
@@ -34,6 +35,7 @@ class AdapterFormat(NamedTuple):
     writer: str
     loaded_by: str
     exact: str
+    code: str = "KTB018"
 
 
 _SCALE = "bits as they are; refused where one scale for both halves would round"
@@ -48,34 +50,35 @@ FORMATS: tuple[AdapterFormat, ...] = (
         "peft-fused", "peft.read_peft", "peft_layout.write_peft",
         "PEFT 0.19.1 and later, vLLM's 3-D MoE",
         "bits as they are, plus zeros that reading takes out again; a trained A that gate and up "
-        "share is read as two copies, and written as one again",
+        "share is read as two copies, and written as one again", "KTB208",
     ),
     AdapterFormat(
         "peft-0.18", "peft.read_peft", "", "PEFT 0.17, 0.18 and 0.19.0",
-        "bits as they are; not written, because current PEFT misreads it",
+        "bits as they are; not written, because current PEFT misreads it", "KTB208",
     ),
     AdapterFormat(
         "unsloth-legacy", "peft.read_peft", "", "Unsloth up to 2026.9.5",
-        "bits as they are; not written, because current Unsloth and PEFT misread it",
+        "bits as they are; not written, because current Unsloth and PEFT misread it", "KTB208",
     ),
     AdapterFormat(
         "megatron-packed", "peft.read_peft", "", "none (Megatron-Bridge writes it)",
-        "bits as they are; not written, because PEFT mixes its experts",
+        "bits as they are; not written, because PEFT mixes its experts", "KTB208",
     ),
     AdapterFormat("vllm", "kt.read_kt", "kt.write_vllm", "vLLM with per-expert LoRA", _SCALE),
     AdapterFormat(
         "sglang-3d", "stacked.read_stacked", "kt.write_sglang_3d",
-        "SGLang 0.5.2x and later on GPUs", _SCALE,
+        "SGLang 0.5.2x and later on GPUs", _SCALE, "KTB216",
     ),
     AdapterFormat(
         "mcore", "stacked.read_stacked", "", "none (mcore-bridge and ms-swift write it)",
         "bits as they are, gate and up with a copy of A each; not written, because no engine loads it",
+        "KTB216",
     ),
     AdapterFormat(
         "mlx", "mlx.read_mlx", "", "mlx-lm",
-        "bits as they are, matrices of other modules turned round; not written",
+        "bits as they are, matrices of other modules turned round; not written", "KTB019",
     ),
-    AdapterFormat("gguf", "gguf.read_gguf", "gguf.write_gguf", "llama.cpp", _SCALE),
+    AdapterFormat("gguf", "gguf.read_gguf", "gguf.write_gguf", "llama.cpp", _SCALE, "KTB016"),
 )  # fmt: skip
 READABLE = tuple(row.name for row in FORMATS if row.reader)
 WRITABLE = tuple(row.name for row in FORMATS if row.writer)

@@ -147,7 +147,7 @@ def write_gguf(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
             continue
         if parsed.half == "B":
             block = _permuted(block, parsed, architecture, base, back=False)
-            block = block.times(factor, f"{adapter.path}: {key}")
+            block = block.scaled(factor, f"{adapter.path}: {key}")
         pieces.append(piece(f"{name}.weight.lora_{parsed.half.lower()}", block))
     modules = [*adapter.expert_modules(), *adapter.nonexpert_modules()]
     config = build_config(adapter, rank, alpha, modules)
