@@ -348,6 +348,13 @@ class Adapter:
         tensor = part.file.tensor(part.entry.name)
         return Tensor(key, tensor.dtype, tensor.shape, tensor.data)
 
+    def pairs(self) -> dict[str, dict[str, Part]]:
+        """A and B, or the one that is there, of each module of the non-expert LoRA, by its path."""
+        found: dict[str, dict[str, Part]] = {}
+        for part in self.nonexpert.values():
+            found.setdefault(part.key.module, {})[part.key.half] = part
+        return found
+
     def nonexpert_modules(self) -> tuple[str, ...]:
         """Leaf names of the adapted non-expert modules ("q_proj"), sorted."""
         return tuple(sorted({part.key.leaf for part in self.nonexpert.values()}))

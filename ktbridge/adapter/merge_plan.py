@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.checks.modules import Modules
 from ktbridge.adapter.keys import PROJECTIONS
@@ -257,10 +257,7 @@ def module_pairs(
     for part in adapter.leftovers:
         if part.key.kind == "expert":
             yield problem("KTB731", part.where, "is expert LoRA of a tower or draft block")
-    modules: dict[str, dict[str, Part]] = {}
-    for part in adapter.nonexpert.values():
-        modules.setdefault(part.key.module, {})[part.key.half] = part
-    for module, halves in sorted(modules.items()):
+    for module, halves in sorted(adapter.pairs().items()):
         where = f"{adapter.path}: {module}"
         names = module_weights(checkpoint, module)
         leaf = module.rpartition(".")[2]

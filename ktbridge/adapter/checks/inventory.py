@@ -216,10 +216,9 @@ def _expert_keys(adapter: Adapter, use: Use) -> Iterator[Problem]:
 
 
 def _nonexpert_pairs(adapter: Adapter) -> Iterator[Problem]:
-    halves: dict[str, list[Part]] = defaultdict(list)
-    for part in adapter.nonexpert.values():
-        halves[part.key.module].append(part)
-    single = [parts[0] for parts in halves.values() if len(parts) == 1]
+    single = [
+        part for halves in adapter.pairs().values() if len(halves) == 1 for part in halves.values()
+    ]
     yield from many("KTB202", single, "has no counterpart", "lora_A and lora_B")
 
 

@@ -233,11 +233,8 @@ def _expert_pairs(adapter: Adapter, values: _Values) -> Iterator[Pair]:
 
 def _nonexpert_pairs(adapter: Adapter, values: _Values) -> Iterator[Pair]:
     """Yield A and B of each module, of which one may be missing."""
-    table: dict[str, dict[str, list[Part]]] = defaultdict(dict)
-    for part in adapter.nonexpert.values():
-        table[part.key.module][part.key.half] = [part]
-    for module, tensors in table.items():
-        key = next(iter(tensors.values()))[0].key
+    for module, halves in adapter.pairs().items():
+        key, tensors = next(iter(halves.values())).key, {half: [p] for half, p in halves.items()}
         sides = {half: values.of(parts) for half, parts in tensors.items()}
         yield Pair(key.layer, key.suffix or module, tensors, sides, {})
 

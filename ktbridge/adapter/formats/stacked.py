@@ -36,7 +36,6 @@ from ktbridge.adapter.formats.raw_form import (
 )
 from ktbridge.adapter.keys import CANONICAL, HALVES, plain_name
 from ktbridge.adapter.lora_config import peft_numbers
-from ktbridge.adapter.numbers import Numbers
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 from ktbridge.model import ModelConfig
@@ -81,19 +80,28 @@ def read_stacked(request: Request) -> tuple[Adapter, list[Problem]]:
         rest = [*_renamed(rest, base, findings)]
     count = _count(path, sides, base, findings)
     pairs: Pairs = {}
-    repeated = 0
+    shared = False
     for (layer, name), both in sorted(sides.items()):
-        whole = [_whole(both[half], count) for half in HALVES]
-        odd = [problem_of(both[half], half, count) for half in HALVES]
-        if problems := [item for item in odd if item is not None]:
-            findings += problems
+        if not all(both.values()):
+            _, part = next(iter((both["A"] or both["B"]).values()))
+            findings.append(
+                problem("KTB202", part.where, "has no counterpart", "lora_A and lora_B")
+            )
             continue
-        repeated += any(_is_shared(both[half], count) for half in HALVES)
-        numbers = _numbers(adapter, both, findings)
-        if numbers is not None:
-            pairs |= _by_projection(layer, name, whole, numbers, both, findings)
+        stacks = [_stack(both[half], half, count) for half in HALVES]
+        findings += [item for item in stacks if isinstance(item, Problem)]
+        whole = [item for item in stacks if isinstance(item, Block)]
+        if len(whole) == 2:
+            shared |= any(len(b.parts) > 1 and b.parts[0] is b.parts[1] for b in whole)
+            # By the path of the side that is each expert's own.
+            own = next((side for side in both.values() if -1 not in side), both["A"])
+            numbers = tuple(peft_numbers(adapter.config, own[expert][0]) for expert in sorted(own))
+            where = next(iter(both["B"].values()))[1].where
+            pairs |= _by_projection(
+                layer, name, ExpertPair(whole[0], whole[1], numbers), where, findings
+            )
     fail_if(path, findings)
-    if repeated:
+    if shared:
         found = f"has tensors for all experts: each of {count} gets a copy"
         warnings.append(problem("KTB721", str(path), found))
     nonexpert = file_nonexpert(made, rest, findings, adapter.config)
@@ -129,90 +137,50 @@ def _count(
     return several[0] if several else known or 1
 
 
-def problem_of(side: Side, half: str, count: int) -> Problem | None:
-    """Why one side of a projection isn't a matrix for each expert, or one for all."""
-    if not side:
-        return None  # told of the other side
+def _stack(side: Side, half: str, count: int) -> Block | Problem:
+    """A side as a stack of all experts; or why it isn't a matrix for each of them, or one for all."""
     _, first = next(iter(side.values()))
-    if -1 in side:
-        shape = first.entry.shape
-        if len(side) > 1:
-            return problem("KTB014", first.where, "gives what numbered tensors give as well")
-        if len(shape) not in (2, 3) or 0 in shape:
-            return problem("KTB302", first.where, f"has shape {list(shape)}")
-        return None
-    lacking = [expert for expert in range(count) if expert not in side]
-    if lacking:
-        found = f"lora_{half} lacks {len(lacking)} experts, first {lacking[0]}"
-        return problem("KTB203", first.where, found, f"{count} experts")
-    shapes = {part.entry.shape for _, part in side.values()}
-    if len(shapes) > 1 or len(first.entry.shape) != 2:
-        return problem("KTB302", first.where, "has a shape unlike the other experts'")
-    return None
-
-
-def _is_shared(side: Side, count: int) -> bool:
-    if -1 not in side or count == 1:
-        return False
-    shape = side[-1][1].entry.shape
-    return len(shape) == 2 or shape[0] == 1
-
-
-def _whole(side: Side, count: int) -> Block | None:
-    """A side as a stack of all experts; None where it isn't there, or isn't right."""
-    if not side or (-1 not in side and any(expert not in side for expert in range(count))):
-        return None
     if -1 not in side:
-        blocks = (side[e][1].block for e in range(count))
-        return block_of_stack(tuple(blocks), side[0][1].where)
-    part = side[-1][1]
-    block = part.block
-    if not _is_shared(side, count):
-        # One expert alone may have a plain matrix.
-        return (
-            block
-            if len(block.shape) == 3
-            else block.then((1, *block.shape), lambda bits: bits[None])
-        )
-    one = block if len(block.shape) == 2 else block.then(block.shape[1:], lambda bits: bits[0])
-    return block_of_stack((one,) * count, part.where)
-
-
-def _numbers(
-    adapter: Adapter, both: dict[str, Side], findings: list[Problem]
-) -> tuple[Numbers, ...] | None:
-    """Rank and alpha of each expert, or of all, by the path of the side that is each expert's own."""
-    if not all(both.values()):
-        _, part = next(iter((both["A"] or both["B"]).values()))
-        findings.append(problem("KTB202", part.where, "has no counterpart", "lora_A and lora_B"))
-        return None
-    own = next((side for side in both.values() if -1 not in side), both["A"])
-    return tuple(peft_numbers(adapter.config, own[expert][0]) for expert in sorted(own))
+        lacking = [expert for expert in range(count) if expert not in side]
+        if lacking:
+            found = f"lora_{half} lacks {len(lacking)} experts, first {lacking[0]}"
+            return problem("KTB203", first.where, found, f"{count} experts")
+        if len({part.entry.shape for _, part in side.values()}) > 1 or len(first.entry.shape) != 2:
+            return problem("KTB302", first.where, "has a shape unlike the other experts'")
+        return block_of_stack(tuple(side[e][1].block for e in range(count)), side[0][1].where)
+    block = first.block
+    shape = block.shape
+    if len(side) > 1:
+        return problem("KTB014", first.where, "gives what numbered tensors give as well")
+    if len(shape) not in (2, 3) or 0 in shape:
+        return problem("KTB302", first.where, f"has shape {list(shape)}")
+    if count > 1 and (len(shape) == 2 or shape[0] == 1):
+        one = block if len(shape) == 2 else block.then(shape[1:], lambda bits: bits[0])
+        return block_of_stack((one,) * count, first.where)
+    # One expert alone may have a plain matrix.
+    return block if len(shape) == 3 else block.then((1, *shape), lambda bits: bits[None])
 
 
 def _by_projection(
-    layer: int, name: str, whole: list[Block | None], numbers: tuple[Numbers, ...],
-    both: dict[str, Side], findings: list[Problem],
-) -> Pairs:  # fmt: skip
-    """The pairs of gate, up or down that a module's A and B are."""
-    a, b = whole
-    assert a is not None
-    assert b is not None
+    layer: int, name: str, pair: ExpertPair, where: str, findings: list[Problem]
+) -> Pairs:
+    """The pairs of gate, up or down that a module's A and B are; ``where`` is B."""
+    a, b, numbers = pair
+    assert isinstance(a, Block)
+    assert isinstance(b, Block)
     count, rank, wide = a.shape
     if name != GATE_UP:
-        return {(layer, CANONICAL[name]): ExpertPair(a, b, numbers)}
+        return {(layer, CANONICAL[name]): pair}
     rows = b.shape[1]
     stacked = rank == 2 * b.shape[2]  # an A of each, gate's before up's
     if rows % 2 or (rank != b.shape[2] and not stacked):
-        where = next(iter(both["B"].values()))[1].where
         found = f"has shape {list(b.shape)} beside A {list(a.shape)}"
         findings.append(problem("KTB302", where, found, "gate's rows, then up's"))
         return {}
-    pairs = {}
+    pairs: Pairs = {}
     for place, projection in enumerate(("gate", "up")):
         of_b = slice(place * rows // 2, (place + 1) * rows // 2)
-        own_b = b.then((count, rows // 2, b.shape[2]), itemgetter((slice(None), of_b)))
-        own_a = a
+        own_a, own_b = a, b.then((count, rows // 2, b.shape[2]), itemgetter((slice(None), of_b)))
         if stacked:
             of_a = slice(place * rank // 2, (place + 1) * rank // 2)
             own_a = a.then((count, rank // 2, wide), itemgetter((slice(None), of_a)))
