@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from rawadapter import convert_to, expert_tensors, nonexpert_tensors, write_raw
 
 
 @pytest.fixture
-def make_raw(tmp_path: Path) -> Callable[..., Path]:
+def make_raw(tmp_path):
     """``make_raw(name, ...)`` writes a raw adapter of two layers; LoRA beside experts has alpha 8."""
 
-    def make(name: str = "raw", *, rank: int = 4, **options: Any) -> Path:
+    def make(name="raw", *, rank=4, **options):
         tensors = {
             "expert": expert_tensors(rank=rank),
             "nonexpert": nonexpert_tensors(rank=rank),
@@ -26,10 +22,10 @@ def make_raw(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def converted(make_raw: Callable[..., Path]) -> Callable[..., dict[str, Path]]:
+def converted(make_raw):
     """``converted(...)`` makes raw, as ``make_raw(...)``, and e, n and m of it."""
 
-    def make(**options: Any) -> dict[str, Path]:
+    def make(**options):
         raw = make_raw(**options)
         return {"raw": raw, **convert_to(raw)}
 

@@ -34,7 +34,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_validate_convert_and_merge_take_a_checkpoint(tmp_path: Path) -> None:
+def test_validate_convert_and_merge_take_a_checkpoint(tmp_path):
     base = write_base(tmp_path / "base")
     raw = write_raw(tmp_path / "raw", layers=(0, 1), base_model=str(base))
     checkpoint = as_checkpoint(raw)
@@ -53,7 +53,7 @@ def test_validate_convert_and_merge_take_a_checkpoint(tmp_path: Path) -> None:
         assert all(one[name] == other[name] for name in one if name != "ktbridge_merge.json")
 
 
-def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_written_over(tmp_path):
     raw = write_raw(tmp_path / "raw")
     checkpoint = as_checkpoint(raw)
     before = contents(checkpoint)
@@ -63,7 +63,7 @@ def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     assert contents(checkpoint) == before
 
 
-def test_half_an_adapter_in_a_checkpoint_is_not_served_from_there(tmp_path: Path) -> None:
+def test_half_an_adapter_in_a_checkpoint_is_not_served_from_there(tmp_path):
     """A non-expert loader takes every safetensors file of a directory it is given."""
     checkpoint = as_checkpoint(write_raw(tmp_path / "raw", projections=()))
     found = validate_adapter([checkpoint]).problems

@@ -24,17 +24,10 @@ Change = Callable[[Words], Words | None]
 
 
 @pytest.fixture
-def raw(tmp_path: Path) -> Path:
+def raw(tmp_path):
     """A raw adapter of 4 layers with 8 experts, rank 8."""
-    return write_raw(
-        tmp_path / "raw",
-        layers=(0, 1, 2, 3),
-        experts=8,
-        rank=8,
-        hidden=64,
-        inter=32,
-        modules=MODULES,
-    )
+    sizes = {"experts": 8, "rank": 8, "hidden": 64, "inter": 32, "modules": MODULES}
+    return write_raw(tmp_path / "raw", layers=(0, 1, 2, 3), **sizes)
 
 
 def words(part: str, change: Change) -> Callable[[Tensors], None]:
@@ -117,7 +110,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_damage_has_its_code_in_each_layout(raw: Path, tmp_path: Path, fault: str) -> None:
+def test_damage_has_its_code_in_each_layout(raw, tmp_path, fault):
     (file, change), expected = FAULTS[fault]
     edit(raw, change, file)
     assert found(raw) == {expected}
@@ -125,7 +118,7 @@ def test_damage_has_its_code_in_each_layout(raw: Path, tmp_path: Path, fault: st
     assert expected in found(tmp_path / "merged")
 
 
-def test_ranks_that_are_alike_are_told(raw: Path) -> None:
+def test_ranks_that_are_alike_are_told(raw):
     file, change = experts(lambda bits: np.broadcast_to(bits[:, :1], bits.shape), "down_lora_a")
     edit(raw, change, file)
     assert found(raw) == set()  # one of both alone may be of rank 1, as B is after few tokens
@@ -157,7 +150,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize("case", SOUND)
-def test_what_training_or_a_conversion_may_leave_is_no_damage(raw: Path, case: str) -> None:
+def test_what_training_or_a_conversion_may_leave_is_no_damage(raw, case):
     for file, change in SOUND[case]:
         edit(raw, change, file)
     assert found(raw) == set()
@@ -167,14 +160,14 @@ def test_what_training_or_a_conversion_may_leave_is_no_damage(raw: Path, case: s
 
 @pytest.mark.parametrize("file", ["fused_expert_lora", "adapter_model"])
 @pytest.mark.parametrize("part", ["lora_", "lora_a", "lora_B", "layers.1."])
-def test_what_is_no_float_is_reported_as_that_alone(raw: Path, file: str, part: str) -> None:
+def test_what_is_no_float_is_reported_as_that_alone(raw, file, part):
     edit(raw, retype(part, "I16"), f"{file}.safetensors")
     assert found(raw) == set()
 
 
 @pytest.mark.parametrize("size", [8, 12, 17, 64])
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
-def test_blocks_are_those_of_chunks(size: int, count: int) -> None:
+def test_blocks_are_those_of_chunks(size, count):
     """torch.chunk's and FSDP's: all are of one length but the last."""
     width = -(-size // count)
     for start in range(0, size, width):
@@ -188,6 +181,6 @@ def test_blocks_are_those_of_chunks(size: int, count: int) -> None:
 
 @pytest.mark.slow
 @quiet
-def test_trained_adapters_are_sound(tmp_path: Path) -> None:
+def test_trained_adapters_are_sound(tmp_path):
     """Of three; ``python tests/trainedadapters.py 50`` has fifty, in some two minutes."""
     assert list(false_alarms(tmp_path, 3)) == []

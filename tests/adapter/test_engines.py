@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 from adapterfaults import edit, edit_config, fill
+from click.testing import CliRunner
+from rawadapter import nonexpert_tensors
 
 from ktbridge.adapter import RULES, convert_adapter, validate_adapter
 from ktbridge.adapter.engines import CONTRACTS, contract_for, contracts_of, version_order
+from ktbridge.cli import main
 from ktbridge.errors import UsageError
 from ktbridge.model import Family, families
 
-Make = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,13 +44,13 @@ ROOT = Path(__file__).parents[2]
         ("1.0.0.dev1", "0.7.2", False),
     ],
 )
-def test_which_contract_holds(version: str, row: str, known: bool) -> None:
+def test_which_contract_holds(version, row, known):
     contract, looked_at = contract_for(f"sglang-kt=={version}")
     assert (contract.name, looked_at) == (row, known)
     assert contract_for(f"SGLang_KT == v{version}") == (contract, known)
 
 
-def test_rows_are_in_order_and_apart() -> None:
+def test_rows_are_in_order_and_apart():
     for engine in {row.engine for row in CONTRACTS}:
         rows = contracts_of(engine)
         ends = [version_order(end) for row in rows for end in (row.first, row.last)]
@@ -65,7 +64,7 @@ def test_rows_are_in_order_and_apart() -> None:
     ["sglang-kt", "sglang-kt==", "sglang-kt==new", "sglang==new", "0.7.2", "sglang-kt>=0.7.2", "",
      "kt==0.5.2", "sglang-kt==0.7.*", "sglang-kt==1e400", "sglang-kt==" + "9" * 400],
 )  # fmt: skip
-def test_a_bad_engine_is_a_usage_error(engine: str, make_raw: Make) -> None:
+def test_a_bad_engine_is_a_usage_error(engine, make_raw):
     with pytest.raises(UsageError) as caught:
         validate_adapter([make_raw()], engine=engine)
     assert "sglang-kt==0.7.2" in caught.value.next_step or "0.7.2" in caught.value.next_step
@@ -79,9 +78,7 @@ def test_a_bad_engine_is_a_usage_error(engine: str, make_raw: Make) -> None:
         ("0.7.2", {"e", "n", "m", "raw m"}),
     ],
 )
-def test_which_layouts_a_version_serves(
-    converted: Callable[..., dict[str, Path]], version: str, accepted: set[str]
-) -> None:
+def test_which_layouts_a_version_serves(converted, version, accepted):
     paths = converted()
     for sets in ("raw", "e", "n", "m", "e n", "raw e n", "raw m"):
         report = validate_adapter(
@@ -91,9 +88,7 @@ def test_which_layouts_a_version_serves(
         assert refused == (set() if sets in accepted else {"KTB901"}), sets
 
 
-def test_a_new_family_is_one_row(
-    converted: Callable[..., dict[str, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_family_is_one_row(converted, tmp_path, monkeypatch):
     """What each engine makes of it follows from the row's columns."""
     settings = {"model_type": "newcomer", "architectures": ["NewcomerForCausalLM"],
                 "num_hidden_layers": 2, "hidden_size": 16, "moe_intermediate_size": 8,
@@ -130,17 +125,11 @@ def test_a_new_family_is_one_row(
     assert any((tmp_path / "gguf").glob("*.gguf"))
 
 
-def test_qwen35_is_known_by_its_keys(make_raw: Make) -> None:
+def test_qwen35_is_known_by_its_keys(make_raw):
     """Without a base model, linear attention tells the family that old versions serve in part."""
-    from ktbridge.adapter import Tensor
-
-    table = {}
-    for layer, module in ((0, "linear_attn.in_proj_qkv"), (1, "self_attn.q_proj")):
-        for half, shape in (("A", (4, 16)), ("B", (8, 4))):
-            name = (
-                f"base_model.model.model.language_model.layers.{layer}.{module}.lora_{half}.weight"
-            )
-            table[name] = Tensor(name, "BF16", shape, b"\x80\x3f" * (shape[0] * shape[1]))
+    kind = {"prefix": "model.language_model.", "block": ""}
+    table = nonexpert_tensors((0,), modules={"linear_attn.in_proj_qkv": (8, 16)}, **kind)
+    table |= nonexpert_tensors((1,), modules={"self_attn.q_proj": (8, 16)}, **kind)
     raw = make_raw(nonexpert=table, target_modules=["in_proj_qkv", "q_proj"])
     convert_adapter(raw, merged_output_dir=raw.parent / "m")
     for version, expected in (("0.6.4", ["KTB903"]), ("0.7.2", [])):
@@ -151,33 +140,32 @@ def test_qwen35_is_known_by_its_keys(make_raw: Make) -> None:
 
 
 @pytest.fixture
-def ktbridge(warm: Any, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    return lambda *args: warm.run("-m", "ktbridge", "validate", *args, cwd=tmp_path)
+def ktbridge(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return lambda *args: CliRunner().invoke(main, ["validate", *args])
 
 
-def test_exit_codes(make_raw: Make, ktbridge: Callable[..., Any]) -> None:
+def test_exit_codes(make_raw, ktbridge):
     raw = make_raw()
     convert_adapter(raw, merged_output_dir=raw.parent / "m")
-    assert ktbridge("m", "--engine", "sglang-kt==0.7.2", "--strict").returncode == 0
-    assert ktbridge("m", "--engine", "sglang-kt==0.6.2").returncode == 1
+    assert ktbridge("m", "--engine", "sglang-kt==0.7.2", "--strict").exit_code == 0
+    assert ktbridge("m", "--engine", "sglang-kt==0.6.2").exit_code == 1
     bad = ktbridge("m", "--engine", "tgi==1")
-    assert (bad.returncode, bad.stdout) == (2, "")
+    assert (bad.exit_code, bad.stdout) == (2, "")
     assert "sglang-kt==0.7.2" in bad.stderr
     # An info never fails, a warning does with --strict only, an error always.
     newer = ktbridge("m", "--engine", "sglang-kt==9.9", "--strict")
-    assert newer.returncode == 0
+    assert newer.exit_code == 0
     assert "KTB902" in newer.stderr
     edit(raw.parent / "m", fill("q_proj.lora_B", b"\x00"))
-    assert ktbridge("m").returncode == 0
-    assert ktbridge("m", "--strict").returncode == 1
+    assert ktbridge("m").exit_code == 0
+    assert ktbridge("m", "--strict").exit_code == 1
     edit(raw.parent / "m", fill("lora_B", b"\x00"))
-    assert ktbridge("m").returncode == 1
-    assert ktbridge("m", "--structure-only", "--strict").returncode == 0
+    assert ktbridge("m").exit_code == 1
+    assert ktbridge("m", "--structure-only", "--strict").exit_code == 0
 
 
-def test_json_is_as_its_schema_says(
-    converted: Callable[..., dict[str, Path]], ktbridge: Callable[..., Any]
-) -> None:
+def test_json_is_as_its_schema_says(converted, ktbridge):
     schema = json.loads((ROOT / "docs" / "validate.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     check = jsonschema.Draft202012Validator(schema)

@@ -71,7 +71,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
 )
 @pytest.mark.parametrize("model_type", parametrize_families())
-def test_adapter(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter(model_type, tmp_path, monkeypatch):
     choices = Choices(monkeypatch)
     tuned = tune(model_type, tmp_path, choices)
     assert off(tuned.plain, tuned.exact) > 0.1

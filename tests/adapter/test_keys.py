@@ -1,65 +1,16 @@
-"""One grammar for every key: builders and parser agree, spellings meet, junk is harmless."""
+"""One grammar for every key: kinds, wrappers that are read past, and what looks like an expert."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ktbridge.adapter.keys import (
-    expert_key,
-    fused_key,
-    is_expert_like,
-    parse_key,
-    peft_key,
-    plain_name,
-)
-
-QUICK = settings(max_examples=150, deadline=None)
-projection = st.sampled_from(["gate", "up", "down"])
-half = st.sampled_from(["A", "B"])
-number = st.integers(0, 9999)
-segment = st.from_regex(r"[a-z][a-z0-9_]{0,11}", fullmatch=True).filter(
-    lambda text: not text.startswith("lora_") and text not in ("experts", "orig_module")
-)
+from ktbridge.adapter.keys import is_expert_like, parse_key, peft_key, plain_name
 
 
-@QUICK
-@given(layer=number, expert=number, projection=projection, half=half)
-def test_built_expert_keys_parse_back(layer: int, expert: int, projection: str, half: str) -> None:
-    fused = parse_key(fused_key(layer, f"{projection}_lora_{half.lower()}"))
-    assert (fused.kind, fused.layer, fused.projection, fused.half) == (
-        "fused",
-        layer,
-        projection,
-        half,
-    )
-    for prefix in ("", "base_model.model."):
-        key = parse_key(prefix + expert_key(layer, expert, projection, half))
-        assert key.kind == "expert"
-        assert (key.layer, key.expert, key.projection, key.half) == (
-            layer,
-            expert,
-            projection,
-            half,
-        )
-
-
-@QUICK
-@given(path=st.lists(segment, min_size=1, max_size=5), half=half)
-def test_built_peft_keys_parse_back(path: list[str], half: str) -> None:
-    module = ".".join(path)
-    name = peft_key(module, half)
-    for spelling in (name, name.removeprefix("base_model.model."), name[:-6] + "default.weight"):
-        key = parse_key(spelling)
-        assert (key.kind, key.module, key.half, key.leaf) == ("lora", module, half, path[-1])
-
-
-@QUICK
 @given(st.text(max_size=80) | st.from_regex(r"(layers|experts|lora_[AB]|weight|\d|\.|\n)*"))
-def test_any_text_parses(name: str) -> None:
+def test_any_text_parses(name):
     key = parse_key(name)
     if key.kind in ("lora", "expert"):
         assert key.half in "AB"
@@ -84,30 +35,8 @@ def test_any_text_parses(name: str) -> None:
         ("base_model.model.lm_head.weight", "other"),
     ],
 )
-def test_kinds(name: str, kind: str) -> None:
+def test_kinds(name, kind):
     assert parse_key(name).kind == kind
-
-
-def test_spellings_of_one_projection_meet() -> None:
-    names = [
-        "model.layers.3.mlp.experts.7.down_proj.lora_A.weight",
-        "base_model.model.model.layers.3.mlp.experts.7.down_proj.lora_A.default.weight",
-        "model.layers.3.mlp.orig_module.experts.7.down_proj.lora_A.weight",
-        "model.language_model.layers.3.block_sparse_moe.experts.7.w2.lora_A.weight",
-    ]
-    assert {parse_key(name)._replace(module="") for name in names} == {
-        parse_key(names[0])._replace(module="")
-    }
-
-
-def test_vision_and_draft_modules_are_told_apart() -> None:
-    vision = parse_key("base_model.model.model.visual.layers.1.attn.q_proj.lora_A.weight")
-    assert vision.is_vision
-    draft = parse_key("base_model.model.mtp.layers.0.self_attn.q_proj.lora_A.weight")
-    assert draft.is_draft
-    text = parse_key("base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight")
-    assert not text.is_vision
-    assert not text.is_draft
 
 
 EXPERT = "model.layers.3.mlp.experts.7.up_proj"
@@ -138,9 +67,7 @@ QUERY = "model.layers.3.self_attn.q_proj"
         (lambda key: key.replace(".lora_A", "_A"), set(), ""),
     ],
 )  # fmt: skip
-def test_wrappers_and_names_are_read_past(
-    module: str, change: Callable[[str], str], wrappers: set[str], adapter: str
-) -> None:
+def test_wrappers_and_names_are_read_past(module, change, wrappers, adapter):
     plain = peft_key(module, "A")
     spelling = plain_name(change(plain))
     assert (spelling.name, {*spelling.wrappers}, spelling.adapter) == (plain, wrappers, adapter)
@@ -151,7 +78,7 @@ def test_wrappers_and_names_are_read_past(
     "module",
     ["model.layers.0.temporal.module.dense", "model.layers.0.module", "head.module.layers_norm"],
 )
-def test_a_module_that_is_called_module_stays(module: str) -> None:
+def test_a_module_that_is_called_module_stays(module):
     assert plain_name(peft_key(module, "A")) == (peft_key(module, "A"), (), "", False)
 
 
@@ -170,5 +97,5 @@ def test_a_module_that_is_called_module_stays(module: str) -> None:
         )),
     ],
 )  # fmt: skip
-def test_what_looks_like_an_expert(path: str, like: bool) -> None:
+def test_what_looks_like_an_expert(path, like):
     assert is_expert_like(f"model.layers.5.{path}") is like

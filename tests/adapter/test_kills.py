@@ -77,9 +77,7 @@ print(json.dumps(state()))
     ("act", "kind"),
     [("convert", "kt-merged"), ("convert", "vllm"), ("merge", "BF16"), ("merge", "FP8")],
 )
-def test_a_kill_at_any_moment_leaves_old_or_new(
-    tmp_path: Path, act: str, kind: str, overwrite: bool
-) -> None:
+def test_a_kill_at_any_moment_leaves_old_or_new(tmp_path, act, kind, overwrite):
     storage = kind if act == "merge" else "BF16"
     model = TinyMoE("qwen3_moe", layers=1, experts=2)
     model.weights = {name: meant(storage, value) for name, value in model.weights.items()}

@@ -35,7 +35,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     return write_base(tmp_path / "base")
 
 
@@ -75,7 +75,7 @@ def test_every_value_is_rounded_once(make_raw, tmp_path, dtype, bits):
 
 def test_ties_go_to_even(make_raw, tmp_path):
     # W = 1, B·A one of 2**-8 (halfway up from 1) and 3 * 2**-8 (halfway up from 1 + 2**-7).
-    def stored(name: str, array: Any) -> Tensor:
+    def stored(name, array):
         bits = array.astype(np.float32).view(np.uint32) >> 16
         return Tensor(name, "BF16", array.shape, bits.astype(np.uint16).tobytes())
 
@@ -212,7 +212,7 @@ def test_what_lies_beside_the_shards(make_raw, base, tmp_path):
 def test_overwrite_replaces_a_merge_and_nothing_else(make_raw, base, tmp_path):
     raw, out, other = make_raw(), tmp_path / "out", write_base(tmp_path / "other")
 
-    def merge(output: Path, overwrite: bool = True) -> None:
+    def merge(output, overwrite=True):
         merge_adapter(raw, base_model=base, output=output, overwrite=overwrite)
 
     merge(out, overwrite=False)
@@ -230,7 +230,7 @@ def test_on_the_command_line(make_raw, base, tmp_path, monkeypatch):
     make_raw()
     monkeypatch.chdir(tmp_path)
 
-    def run(*args: str) -> Any:
+    def run(*args):
         return CliRunner().invoke(main, ["merge", *args])
 
     request = ("raw", "--base-model", "base", "--output", "out")

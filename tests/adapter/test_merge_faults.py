@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +121,7 @@ def test_no_space_is_said_before_and_while_writing(make_raw, tmp_path, monkeypat
     plan = plan_merge(raw, base_model=base, output=out)
     assert plan.bytes == sum(path.stat().st_size for path in base.iterdir())
 
-    def full(*_: object) -> int:
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -159,9 +157,7 @@ def test_memory_does_not_follow_the_checkpoint(make_raw, tmp_path, warm):
     assert int(done.stdout) < 40_000  # KB; the shard has 123,000
 
 
-def test_an_index_without_its_shards_says_what_is_missing_and_what_to_do(
-    make_raw: Any, tmp_path: Path
-):
+def test_an_index_without_its_shards_says_what_is_missing_and_what_to_do(make_raw, tmp_path):
     raw, base = make_raw(), write_base(tmp_path / "base", shards=5)
     for number, gone in ((1, "1 of the 5 weight files"), (2, "2 of the 5"), (4, "3 of the 5")):
         (base / f"model-{number}.safetensors").unlink()

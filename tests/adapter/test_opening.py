@@ -52,7 +52,7 @@ def weights(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_merge_and_validate_read_any_format_as_its_conversion(tmp_path: Path, name: str) -> None:
+def test_merge_and_validate_read_any_format_as_its_conversion(tmp_path, name):
     base = write_base(tmp_path / "base")
     given = given_as(name, tmp_path, base)
     convert_adapter(given, to="raw", from_format=name, output_dir=tmp_path / "made")
@@ -82,9 +82,7 @@ def test_merge_and_validate_read_any_format_as_its_conversion(tmp_path: Path, na
         ("gguf", {"vllm": "--to vllm", "sglang": "--to sglang-3d", KT: "--to kt-merged"}),
     ],
 )
-def test_an_engine_takes_a_format_or_the_command_that_converts_it_is_said(
-    tmp_path: Path, name: str, takers: dict[str, str]
-) -> None:
+def test_an_engine_takes_a_format_or_the_command_that_converts_it_is_said(tmp_path, name, takers):
     base = write_base(tmp_path / "base")
     given = given_as(name, tmp_path, base)
     codes = {"gguf": "KTB016", "sglang-3d": "KTB216"}
@@ -97,7 +95,7 @@ def test_an_engine_takes_a_format_or_the_command_that_converts_it_is_said(
 
 
 @pytest.mark.parametrize("parameter", ["gate_up", "down"])
-def test_lora_on_one_parameter_alone_is_merged(tmp_path: Path, parameter: str) -> None:
+def test_lora_on_one_parameter_alone_is_merged(tmp_path, parameter):
     base = write_base(tmp_path / "base")
     gate_up = random(E, R, 16), random(E, 16, R)
     gate_up[1][:, 8:] = 0  # up_proj's B: nothing is added there
@@ -121,7 +119,7 @@ def test_lora_on_one_parameter_alone_is_merged(tmp_path: Path, parameter: str) -
     assert "KTB203" in {item.code for item in problems}
 
 
-def test_the_command_says_once_what_it_read_and_errors_come_first(tmp_path: Path) -> None:
+def test_the_command_says_once_what_it_read_and_errors_come_first(tmp_path):
     base = write_base(tmp_path / "base")
     given = given_as("peft-fused", tmp_path, base)
     (given / "adapter_model.safetensors").chmod(0o600)
@@ -137,7 +135,7 @@ def test_the_command_says_once_what_it_read_and_errors_come_first(tmp_path: Path
     assert levels == ["error", "info"]
 
 
-def test_what_is_ambiguous_or_unknown_is_refused_with_the_option(tmp_path: Path) -> None:
+def test_what_is_ambiguous_or_unknown_is_refused_with_the_option(tmp_path):
     base = write_base(tmp_path / "base")
     given = given_as("unsloth-legacy", tmp_path, base)
     config = json.loads((given / "adapter_config.json").read_text())
@@ -157,7 +155,7 @@ def test_what_is_ambiguous_or_unknown_is_refused_with_the_option(tmp_path: Path)
         open_adapter(tmp_path / "nothing", "peft-fused")
 
 
-def test_the_schema_of_reports_lists_every_format() -> None:
+def test_the_schema_of_reports_lists_every_format():
     schema = Path(__file__).parents[2] / "docs" / "validate.schema.json"
     listed = set(
         json.loads(schema.read_text())["$defs"]["readable"]["properties"]["layout"]["enum"]

@@ -100,7 +100,7 @@ def test_no_finding_on_what_peft_saves_for_the_engine(tmp_path, model_type):
     # Qwen3-Next's q_proj ends the engine at start-up (KTB903), and the others need it beside them (KTB209).
     ending = [f"self_attn.{part}_proj" for part in "qkv" if model_type == "qwen3_next"]
 
-    def wanted(name: str) -> bool:
+    def wanted(name):
         applied = not served or name in served
         return reachable(model_type, name) and name not in ending and applied
 

@@ -29,7 +29,6 @@ from rawadapter import nonexpert_tensors
 
 from ktbridge.adapter import Tensor, validate_adapter
 
-Make = Callable[..., Path]
 Paths = dict[str, Path]
 P = "base_model.model.model."
 BASE = {
@@ -303,14 +302,14 @@ ROWS = [
 
 
 @pytest.fixture
-def whole(converted: Callable[..., Paths]) -> Paths:
+def whole(converted):
     return converted()
 
 
 @pytest.mark.parametrize(
     "row", ROWS, ids=[f"{row.code} {row.where} {row.name}".replace(" ", "-") for row in ROWS]
 )
-def test_each_row_is_a_rule(whole: Paths, tmp_path: Path, row: Row) -> None:
+def test_each_row_is_a_rule(whole, tmp_path, row):
     kwargs = dict(row.kwargs)
     if row.base is not None:
         settings = {**BASE, **row.base}
@@ -337,7 +336,7 @@ def test_each_row_is_a_rule(whole: Paths, tmp_path: Path, row: Row) -> None:
     assert others == set(row.also)
 
 
-def test_what_manifests_may_say_beside(whole: Paths) -> None:
+def test_what_manifests_may_say_beside(whole):
     known = {"expert_quantization": {"group": 32}, "non_expert_cache": {}, "int8_experts": True}
     for stored in ("bf16", "int8", "fp8", "rawint4", "mxfp4"):
         edit_manifest(whole["raw"], expert_weight_format=stored, native_experts=False, **known)
@@ -345,7 +344,7 @@ def test_what_manifests_may_say_beside(whole: Paths) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_every_value_is_looked_at(make_raw: Make, dtype: str) -> None:
+def test_every_value_is_looked_at(make_raw, dtype):
     """One NaN anywhere, the first and the last element included, in matrices larger than a read."""
     kind = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}[dtype]
     one, nan = (0x3F80, 0x7FC0) if dtype == "BF16" else (1, np.nan)

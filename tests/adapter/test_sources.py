@@ -33,12 +33,12 @@ FUSED, MODEL = "fused_expert_lora.safetensors", "adapter_model.safetensors"
 
 
 @pytest.fixture
-def raw(tmp_path: Path) -> Path:
+def raw(tmp_path):
     return aged(write_raw(tmp_path / "raw", layers=(0, 1)))
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     return aged(write_base(tmp_path / "base"))
 
 
@@ -156,7 +156,7 @@ def test_a_source_that_changes_while_it_is_converted(tmp_path, change, source, n
     """After the plan, or when all has been read: what is published must still be what is there."""
     base = str(write_config(tmp_path / "base"))
 
-    def given(path: Path) -> Path:
+    def given(path):
         write_raw(path, base_model=base)
         if source != "raw":
             convert_adapter(path, to=source, output_dir=path.with_suffix(".given"))

@@ -14,7 +14,7 @@ FUSED = [isa for isa in _kernels.isa_available() if isa != "scalar"]
 pytestmark = pytest.mark.skipif(not FUSED, reason="this CPU has no fused multiply-add")
 
 
-def test_a_tile_is_the_kernels() -> None:
+def test_a_tile_is_the_kernels():
     assert merge_values._TILE == _kernels.DOUBLE
 
 
@@ -38,14 +38,7 @@ def numbers(
     ],
     ids=["trained", "ties", "subnormal", "infinite"],
 )
-def test_numpy_gives_the_kernels_bits(
-    factors: tuple[int, int],
-    old: tuple[int, int],
-    bits: int,
-    halves: bool,
-    isa: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_numpy_gives_the_kernels_bits(factors, old, bits, halves, isa, monkeypatch):
     monkeypatch.setenv("KTBRIDGE_ISA", isa)
     random = np.random.default_rng(5)
     for _ in range(40):
@@ -63,7 +56,7 @@ def test_numpy_gives_the_kernels_bits(
             assert ours.tobytes() == theirs.tobytes()
 
 
-def test_a_sum_is_rounded_once() -> None:
+def test_a_sum_is_rounded_once():
     """1 + 2^-23 + 2^-24 - 2^-54 is below the middle of two float32; float64 has the middle, which goes up."""
     left = np.array([[1, 2.0**-12 * (1 + 2.0**-15)]], np.float32)
     right = np.array([[1 + 2.0**-23], [2.0**-12 * (1 - 2.0**-15)]], np.float32)

@@ -68,11 +68,16 @@ def test_files_and_manifest(converted, make_raw):
             ({"lora": {"rank": 4, "alpha": "x"}}, "KTB010"),
             ({"artifacts": {"gone": {"size": 1}}}, "KTB011"),
             ({"artifacts": {"../x": {"size": 1}}}, "KTB010"),
+            ({"artifacts": {"x" * 5000: {"size": 1}}}, "KTB011"),
+            ({"artifacts": {"a\0b": {"size": 1}}}, "KTB011"),
             ({"artifacts": less}, "KTB013"),
             ({"artifacts": {**table, FUSED: {**table[FUSED], "tensors": 0}}}, "KTB013"),
         )
     ):
         assert errors(edit_manifest(make_raw(f"raw{number}"), **changes)) == {code}
+    (paths["raw"] / MANIFEST).unlink()
+    os.mkfifo(paths["raw"] / MANIFEST)
+    assert errors(paths["raw"]) == {"KTB010"}
 
 
 def test_alphas_of_a_manifest_that_a_serving_directory_contradicts(converted, make_raw):

@@ -67,7 +67,7 @@ def found(*dirs: Path, **kwargs: Any) -> set[str]:
         ("layers.0.", None),
     ],
 )
-def test_one_hole_in_eight_layers(tmp_path: Path, missing: str, where: str | None) -> None:
+def test_one_hole_in_eight_layers(tmp_path, missing, where):
     modules: dict[str, Iterable[int]] = dict.fromkeys((*QV, *SHARED), EIGHT)
     whole = adapter(tmp_path / "m", modules, EIGHT)
     assert found(whole) == set()
@@ -76,7 +76,7 @@ def test_one_hole_in_eight_layers(tmp_path: Path, missing: str, where: str | Non
     assert all(str(where) in p.where for p in problems)
 
 
-def test_halves_of_a_pair_tell_of_each_other(tmp_path: Path) -> None:
+def test_halves_of_a_pair_tell_of_each_other(tmp_path):
     expert = adapter(tmp_path / "e", {}, EIGHT)
     first = adapter(tmp_path / "n", dict.fromkeys(QV, range(1, 8)))
     assert found(expert) == found(first) == set()
@@ -97,13 +97,11 @@ def test_halves_of_a_pair_tell_of_each_other(tmp_path: Path) -> None:
         ({"self_attn.o_proj": [5]}, range(12)),
     ],
 )
-def test_architectures_that_leave_layers_out(
-    tmp_path: Path, modules: dict[str, Iterable[int]], experts: Iterable[int]
-) -> None:
+def test_architectures_that_leave_layers_out(tmp_path, modules, experts):
     assert found(adapter(tmp_path / "m", modules, experts)) == set()
 
 
-def test_a_hole_in_a_hybrid_model(tmp_path: Path) -> None:
+def test_a_hole_in_a_hybrid_model(tmp_path):
     modules = {"self_attn.o_proj": FULL, "linear_attn.out_proj": LINEAR}
     path = adapter(tmp_path / "n", modules)
     assert found(path) == set()
@@ -129,9 +127,7 @@ ONLY = [f"model.layers.{layer}.{module}" for layer in (0, 1, 2, 5) for module in
         ([0, 1, 2, 5], {"exclude_modules": r"model\.layers\.[3467]\..*"}, False),
     ],
 )
-def test_layers_that_the_configuration_chose(
-    tmp_path: Path, layers: list[int], config: dict[str, Any], told: bool
-) -> None:
+def test_layers_that_the_configuration_chose(tmp_path, layers, config, told):
     base = write_config(tmp_path / "base", num_hidden_layers=8, num_attention_heads=1, head_dim=16,
                         num_key_value_heads=1)  # fmt: skip
     path = adapter(tmp_path / "n", dict.fromkeys(QV, layers), **config)
@@ -139,7 +135,7 @@ def test_layers_that_the_configuration_chose(
     assert found(path, base_model=base) - {"KTB106 error", "KTB117 warning"} == expected
 
 
-def test_a_source_tells_of_the_layers_that_its_output_may_lack(tmp_path: Path) -> None:
+def test_a_source_tells_of_the_layers_that_its_output_may_lack(tmp_path):
     base = write_config(tmp_path / "base", num_hidden_layers=8, num_attention_heads=1, head_dim=16,
                         num_key_value_heads=1)  # fmt: skip
     source = adapter(tmp_path / "n", dict.fromkeys(QV, (0, 1, 2, 5)), target_modules=ONLY)
@@ -164,9 +160,7 @@ UNKNOWN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("config", UNKNOWN, ids=lambda config: config["model_type"])
-def test_only_sizes_are_checked_of_models_without_an_inventory(
-    tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_only_sizes_are_checked_of_models_without_an_inventory(tmp_path, config):
     base = write_config(tmp_path / "base", **{"num_hidden_layers": 8, "num_experts": 1, **config})
     modules = dict.fromkeys(QV, (1, 3, 5, 7))
     path = adapter(tmp_path / "m", modules, (4, 5, 6, 7))
@@ -183,9 +177,7 @@ def test_only_sizes_are_checked_of_models_without_an_inventory(
         ("/hub/models--org--other/snapshots/base", True),
     ],
 )
-def test_a_base_model_in_the_hubs_cache_is_known_by_its_name(
-    tmp_path: Path, name: str, told: bool
-) -> None:
+def test_a_base_model_in_the_hubs_cache_is_known_by_its_name(tmp_path, name, told):
     base = write_config(tmp_path / "base", num_hidden_layers=8, num_attention_heads=1, head_dim=16,
                         num_key_value_heads=1)  # fmt: skip
     path = adapter(tmp_path / "n", dict.fromkeys(QV, EIGHT), base_model_name_or_path=name)
@@ -194,7 +186,7 @@ def test_a_base_model_in_the_hubs_cache_is_known_by_its_name(
 
 @pytest.mark.parametrize("last", [1, 3, 5])
 @pytest.mark.parametrize("split", [False, True])
-def test_expert_lora_that_ends_before_other_lora(tmp_path: Path, last: int, split: bool) -> None:
+def test_expert_lora_that_ends_before_other_lora(tmp_path, last, split):
     """Too many layers for a gap; of the merged directory as of the pair."""
     experts, modules = range(last + 1), dict.fromkeys(QV, EIGHT)
     if split:
@@ -211,7 +203,7 @@ def test_expert_lora_that_ends_before_other_lora(tmp_path: Path, last: int, spli
     assert "KTB122 warning" not in codes
 
 
-def test_experts_where_dense_layers_come_first_or_every_second_end_nowhere(tmp_path: Path) -> None:
+def test_experts_where_dense_layers_come_first_or_every_second_end_nowhere(tmp_path):
     modules = dict.fromkeys(QV, EIGHT)
     assert found(adapter(tmp_path / "first", modules, range(3, 8))) == set()
     assert found(adapter(tmp_path / "second", modules, range(0, 8, 2))) == set()
@@ -221,7 +213,7 @@ def test_experts_where_dense_layers_come_first_or_every_second_end_nowhere(tmp_p
     assert "KTB122 warning" not in found(adapter(tmp_path / "chosen", modules, range(4), **chosen))
 
 
-def test_target_modules_that_miss_what_tensors_are_there_for(tmp_path: Path) -> None:
+def test_target_modules_that_miss_what_tensors_are_there_for(tmp_path):
     """Where the engine doesn't read the list, or a conversion comes first, it is a warning."""
     names = {"target_modules": ["gate_proj", "up_proj"]}
     (problem,) = validate_adapter([adapter(tmp_path / "e", {}, EIGHT, **names)]).problems
@@ -243,13 +235,13 @@ def test_target_modules_that_miss_what_tensors_are_there_for(tmp_path: Path) -> 
     ],
     ids=["layers_to_transform", "full paths"],
 )  # fmt: skip
-def test_layers_left_out_on_purpose(tmp_path: Path, chosen: dict[str, Any]) -> None:
+def test_layers_left_out_on_purpose(tmp_path, chosen):
     """Only KT's engine needs every layer; without an engine that is a warning."""
     base = write_config(tmp_path / "base", num_hidden_layers=4, num_experts=1, num_attention_heads=1,
                         num_key_value_heads=1, head_dim=16)  # fmt: skip
     path = adapter(tmp_path / "a", dict.fromkeys(QV, (2, 3)), (2, 3), **chosen)
 
-    def said(engine: str | None) -> dict[str, str]:
+    def said(engine):
         problems = validate_adapter([path], base_model=base, engine=engine).problems
         kinds = ("KTB603", "KTB607", "KTB117", "KTB118")
         return {p.code: p.severity for p in problems if p.code in kinds}
@@ -260,7 +252,7 @@ def test_layers_left_out_on_purpose(tmp_path: Path, chosen: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("targets", ["paths", r".*\.layers\.[23]\..*_proj"])
-def test_a_conversion_keeps_what_targets_by_layer_chose(tmp_path: Path, targets: str) -> None:
+def test_a_conversion_keeps_what_targets_by_layer_chose(tmp_path, targets):
     modules = (*QV, *(f"mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")))
     paths = [f"model.layers.{layer}.{module}" for layer in (2, 3) for module in modules]
     chosen = paths if targets == "paths" else targets
@@ -270,7 +262,7 @@ def test_a_conversion_keeps_what_targets_by_layer_chose(tmp_path: Path, targets:
     assert kept["layers_to_transform"] == [2, 3]
 
 
-def test_a_conversion_keeps_layers_whose_experts_alone_were_left_out(tmp_path: Path) -> None:
+def test_a_conversion_keeps_layers_whose_experts_alone_were_left_out(tmp_path):
     chosen = r".*self_attn\.[qv]_proj|.*\.layers\.[23]\.mlp\.experts\..*_proj"
     path = adapter(tmp_path / "a", dict.fromkeys(QV, EIGHT), (2, 3), target_modules=chosen)
     convert_adapter(path, to="vllm", output_dir=tmp_path / "v", base_model="some/base")

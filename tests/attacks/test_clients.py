@@ -7,10 +7,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 
 import pytest
 from mockserver import answering
@@ -19,7 +17,6 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.eval.store import ANSWERS, Ledger, read_ledger
 from ktbridge.serve.sglang.logs import Pump
 from ktbridge.server_api.client import Client, OpenAIClient
-from ktbridge.server_api.replies import Answer
 
 KEY = "sk-0123456789abcdef"
 DEEP = b"[" * 100_000
@@ -54,13 +51,13 @@ class Hostile(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hostile() -> Iterator[str]:
+def hostile():
     with answering(Hostile) as url:
         yield url
 
 
-def test_a_key_that_comes_back_is_taken_out(hostile: str) -> None:
-    async def ask() -> list[str]:
+def test_a_key_that_comes_back_is_taken_out(hostile):
+    async def ask():
         async with Client(f"{hostile}/v1", api_key=KEY) as client:
             answers = [
                 await client.chat({"messages": [{"role": "user", "content": word}]})
@@ -76,10 +73,10 @@ def test_a_key_that_comes_back_is_taken_out(hostile: str) -> None:
         assert "***" in shown
 
 
-def test_half_a_character_in_an_error_can_be_stored(hostile: str, tmp_path: Path) -> None:
+def test_half_a_character_in_an_error_can_be_stored(hostile, tmp_path):
     """It was a traceback where the answer is stored, and the end of the evaluation."""
 
-    async def ask() -> Answer:
+    async def ask():
         async with Client(f"{hostile}/v1") as client:
             question = {"role": "user", "content": "half a character"}
             return await client.chat({"messages": [question]})
@@ -91,16 +88,16 @@ def test_half_a_character_in_an_error_can_be_stored(hostile: str, tmp_path: Path
     assert read_ledger(tmp_path, ANSWERS)["k"]["detail"] == answer.detail
 
 
-def test_json_that_no_one_can_read_is_a_sentence(hostile: str) -> None:
+def test_json_that_no_one_can_read_is_a_sentence(hostile):
     with pytest.raises(KtbridgeError, match="gave a bad reply: not JSON"):
         OpenAIClient(f"{hostile}/deep/v1").models()
 
 
-def test_health_has_one_time_limit() -> None:
+def test_health_has_one_time_limit():
     """A server that sends a byte of its head now and then, for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def drip() -> None:
+        def drip():
             connection, _ = listener.accept()
             with connection:
                 try:
@@ -118,7 +115,7 @@ def test_health_has_one_time_limit() -> None:
         assert time.monotonic() - start < 15
 
 
-def test_a_key_never_stands_in_the_log(tmp_path: Path) -> None:
+def test_a_key_never_stands_in_the_log(tmp_path):
     reading, writing = os.pipe()
     pump = Pump(os.fdopen(reading, "rb"), tmp_path / "log", lambda line: None, KEY)
     text = b"a" * 65_530 + KEY.encode() + b"b" * 70_000

@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,14 +60,14 @@ def score(name: str, text: str) -> float:
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=60)
 @given(text=st.one_of(ANSWERS, st.text(max_size=200)))
-def test_no_answer_fails_a_scorer(text: str) -> None:
+def test_no_answer_fails_a_scorer(text):
     assert set(CHECKS) == set(SCORERS)
     for name in SCORERS:
         assert 0 <= score(name, text) <= 1
 
 
 @pytest.mark.parametrize("piece", ["a", "万亿", "1,", "[1,", "I can", "minus "])
-def test_scoring_is_linear_in_the_answer(piece: str) -> None:
+def test_scoring_is_linear_in_the_answer(piece):
     """The first was RecursionError in the reading of numerals, and 99 s in another scorer."""
     text = piece * (400_000 // len(piece))
     for name in SCORERS:
@@ -76,7 +76,7 @@ def test_scoring_is_linear_in_the_answer(piece: str) -> None:
         assert time.monotonic() - start < 8, name
 
 
-def test_a_pattern_of_exponential_cost_is_one_items_outcome() -> None:
+def test_a_pattern_of_exponential_cost_is_one_items_outcome():
     start = time.monotonic()
     with pytest.raises(ScorerError, match="regex: TimeoutError"):
         score_task("a" * 60 + "b", [{"scorer": "regex", "pattern": r"^(a|a)*$"}], None)
@@ -107,15 +107,15 @@ class Bomb(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def bomber() -> Iterator[str]:
+def bomber():
     with answering(Bomb) as url:
         yield f"{url}/v1"
 
 
-def test_replies_are_read_in_bounded_memory(bomber: str) -> None:
+def test_replies_are_read_in_bounded_memory(bomber):
     """16 at once were 0.7 to 2.0 GB, over 70 s."""
 
-    async def ask() -> list[str]:
+    async def ask():
         async with Client(bomber, attempts=1) as client:
             requests = [
                 client.chat({"messages": [{"role": "user", "content": word}]})
@@ -158,7 +158,7 @@ STORED: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", ["run.json", "benches.json", "answers.jsonl"])
 @pytest.mark.parametrize("what", STORED)
-def test_a_runs_files_are_read_if_they_are_files(tmp_path: Path, name: str, what: str) -> None:
+def test_a_runs_files_are_read_if_they_are_files(tmp_path, name, what):
     """A report waited for a pipe for ever, read a device until memory was full, or ended in a traceback."""
     STORED[what](tmp_path / name)
     if name == "answers.jsonl":
@@ -199,7 +199,7 @@ def peak(*words: object) -> int:
     return int(found.stderr.rpartition("PEAK")[2])
 
 
-def test_huge_answers_are_cut(tmp_path: Path) -> None:
+def test_huge_answers_are_cut(tmp_path):
     """16 answers of 7 MB were 0.97 GB in eval and 0.73 GB in report."""
     out = tmp_path / "out"
     with answering(Looping) as url:
@@ -216,7 +216,7 @@ def test_huge_answers_are_cut(tmp_path: Path) -> None:
     assert "6,999,999 characters" in answers[0]["detail"]
 
 
-def test_an_answer_within_the_bound_is_whole_whatever_was_thought() -> None:
+def test_an_answer_within_the_bound_is_whole_whatever_was_thought():
     body = completion("x" * LONGEST_ANSWER, reasoning_content="y" * (LONGEST_ANSWER + 1))
     answer = read_completion(body)
     assert (answer.outcome, len(answer.text), len(answer.thinking)) == (
@@ -229,7 +229,7 @@ COSTLY = "(a|a)*c"
 HAYSTACK = json.dumps("a" * 60)
 
 
-def test_patterns_of_a_bench_end(tmp_path: Path) -> None:
+def test_patterns_of_a_bench_end(tmp_path):
     """A persona's and a JSON Schema's would have taken centuries."""
     folder = tmp_path / "bench"
     shutil.copytree(SMALL, folder)
@@ -255,7 +255,7 @@ def test_patterns_of_a_bench_end(tmp_path: Path) -> None:
     assert "json_schema: TimeoutError" in told[1]["detail"]
 
 
-def test_a_limit_of_time_leaves_nothing_behind() -> None:
+def test_a_limit_of_time_leaves_nothing_behind():
     with pytest.raises(TimeoutError), time_limit(0.05):
         re.search(COSTLY, "a" * 60)
     with time_limit(0.05):
@@ -265,7 +265,7 @@ def test_a_limit_of_time_leaves_nothing_behind() -> None:
         pass
     inside: list[int] = []
 
-    def elsewhere() -> None:
+    def elsewhere():
         with time_limit(0.01):
             inside.append(1)
 

@@ -19,9 +19,7 @@ from trainrun import write_run
 from ktbridge.sft.resume import FINGERPRINT_FILE
 
 
-def test_a_shard_truncated_under_a_server_ends_it_with_a_sentence(
-    base: Path, tmp_path: Path
-) -> None:
+def test_a_shard_truncated_under_a_server_ends_it_with_a_sentence(base, tmp_path):
     model = tmp_path / "tiny"
     shutil.copytree(base, model)
     process = subprocess.Popen(
@@ -83,7 +81,7 @@ class Bomb:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_pickle_in_a_checkpoint_of_others_runs_nothing(warm, base: Path, tmp_path: Path) -> None:
+def test_a_pickle_in_a_checkpoint_of_others_runs_nothing(warm, base, tmp_path):
     """With a record whose hashes fit: whoever made the pickle made that, too."""
     command, checkpoints = killed_run(warm, base, tmp_path)
     place = checkpoints / "checkpoint-2"

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from fuzz.attacks import Victim
 from tinyserver import ENVIRONMENT, cli
 
 NASTY = "\x1b[31m\x9b\u202e"
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Victim:
+def victim(tmp_path_factory):
     return Victim(tmp_path_factory.mktemp("victim"))
 
 
@@ -31,7 +28,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Victim:
         ["validate"],
     ],
 )
-def test_a_full_disk_below_stdout_is_a_sentence(victim: Victim, command: list[str]) -> None:
+def test_a_full_disk_below_stdout_is_a_sentence(victim, command):
     """Each was a traceback, or Python's own complaint at its end."""
     if command == ["validate"]:
         command = ["validate", str(victim.adapter), "--json"]
@@ -46,7 +43,7 @@ def test_a_full_disk_below_stdout_is_a_sentence(victim: Victim, command: list[st
     assert "Exception ignored" not in told
 
 
-def test_the_root_is_no_output(victim: Victim, run_cli: Run) -> None:
+def test_the_root_is_no_output(victim, run_cli):
     """It was a traceback: nothing lies above it."""
     found = run_cli("convert", str(victim.adapter), "--merged-output-dir", "/")
     assert (found.returncode, "KTB701" in found.stderr) == (1, True)
@@ -58,9 +55,7 @@ def test_the_root_is_no_output(victim: Victim, run_cli: Run) -> None:
     assert "Traceback" not in found.stderr
 
 
-def test_a_directory_whose_name_a_terminal_would_obey(
-    victim: Victim, tmp_path: Path, run_cli: Run
-) -> None:
+def test_a_directory_whose_name_a_terminal_would_obey(victim, tmp_path, run_cli):
     """convert and merge printed it as it is."""
     source = tmp_path / f"{NASTY}in"
     shutil.copytree(victim.adapter, source)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from tinyserver import ENVIRONMENT, Server, read_document
@@ -17,7 +16,7 @@ BODY_SECONDS = 3
 
 
 @pytest.fixture(scope="module")
-def attacked(launch, base: Path) -> Server:
+def attacked(launch, base):
     options = ("--body-seconds", str(BODY_SECONDS), "--drain-seconds", "2")
     return launch("--model", str(base), "--served-model-name", "tiny", *options)
 
@@ -55,7 +54,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_faults_by_the_hundred_thousand_get_a_short_answer(attacked: Server, flood: str) -> None:
+def test_faults_by_the_hundred_thousand_get_a_short_answer(attacked, flood):
     """Each held up the event loop for seconds to minutes, or was 500."""
     start = time.monotonic()
     status, text = post(attacked, FLOODS[flood].encode())
@@ -69,28 +68,28 @@ def test_faults_by_the_hundred_thousand_get_a_short_answer(attacked: Server, flo
     "given",
     [{"tools": [1] * 1000}, {"stop": [1] * 1000}, {"logit_bias": dict.fromkeys("abcdefghi")}],
 )
-def test_a_field_full_of_faults_is_one(attacked: Server, given: dict[str, object]) -> None:
+def test_a_field_full_of_faults_is_one(attacked, given):
     """Telling 200,000 of them took 0.4 s in one piece, and /health waited for it."""
     status, text = post(attacked, json.dumps(GOOD | given).encode())
     assert status == 400
     assert " more" not in json.loads(text)["error"]["message"]
 
 
-def test_what_is_announced_too_large_is_refused_at_once(attacked: Server) -> None:
+def test_what_is_announced_too_large_is_refused_at_once(attacked):
     start = time.monotonic()
     with bare(attacked, HEAD + b"Content-Length: 10000000000\r\n\r\n") as connection:
         assert connection.recv(65536).split()[1] == b"413"
     assert time.monotonic() - start < BODY_SECONDS
 
 
-def test_a_chunk_counts_as_it_arrives(attacked: Server) -> None:
+def test_a_chunk_counts_as_it_arrives(attacked):
     """Whatever size it announces, no more of it than the limit is held."""
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
     with bare(attacked, chunked + b"FFFFFFFFFFFFFFFFF\r\n" + b"x" * 5_000_000) as connection:
         assert connection.recv(65536).split()[1] == b"413"
 
 
-def test_a_body_that_drips_is_let_go(attacked: Server) -> None:
+def test_a_body_that_drips_is_let_go(attacked):
     """A byte now and then doesn't keep a request open."""
     dripping = bare(attacked, HEAD + b"Content-Length: 1000\r\n\r\n")
     start = time.monotonic()
@@ -106,7 +105,7 @@ def test_a_body_that_drips_is_let_go(attacked: Server) -> None:
     assert told.startswith(b"HTTP/1.1 408")
 
 
-def test_pages_of_other_sites_get_nothing(attacked: Server) -> None:
+def test_pages_of_other_sites_get_nothing(attacked):
     body = json.dumps(GOOD).encode()
     assert post(attacked, body, Origin="http://localhost:3000")[0] == 200
     for headers in (
@@ -126,7 +125,7 @@ def test_pages_of_other_sites_get_nothing(attacked: Server) -> None:
 
 
 @pytest.mark.parametrize("given", [{"KTBRIDGE_API_KEY": ""}, {}])
-def test_an_empty_key_is_refused(run_cli, base: Path, given: dict[str, str]) -> None:
+def test_an_empty_key_is_refused(run_cli, base, given):
     options = () if given else ("--api-key", "")
     found = run_cli("serve", "--model", str(base), "--dry-run", *options, **given)
     assert found.returncode == 2
@@ -143,7 +142,7 @@ main()
 """
 
 
-def test_a_server_whose_thread_died_says_so_and_ends(base: Path) -> None:
+def test_a_server_whose_thread_died_says_so_and_ends(base):
     process = subprocess.Popen(
         [sys.executable, "-c", DYING, "serve", "--model", str(base), "--port", "0", "--json"],
         stdout=subprocess.PIPE,
@@ -159,7 +158,7 @@ def test_a_server_whose_thread_died_says_so_and_ends(base: Path) -> None:
     assert "the thread that computes has died: MemoryError: no more" in process.communicate()[1]
 
 
-def test_a_broken_request_leaves_no_line_in_the_log(base: Path, tmp_path: Path) -> None:
+def test_a_broken_request_leaves_no_line_in_the_log(base, tmp_path):
     log = tmp_path / "log"
     options = ("--model", str(base), "--port", "0", "--threads", "1", "--json")
     with open(log, "wb") as file:
@@ -184,7 +183,7 @@ def test_a_broken_request_leaves_no_line_in_the_log(base: Path, tmp_path: Path) 
     process.stdout.close()
 
 
-def test_what_is_asked_for_comes_back_short(attacked: Server) -> None:
+def test_what_is_asked_for_comes_back_short(attacked):
     """Names and paths stand in errors, however long they are."""
     long = "x" * 1_000_000
     status, text = post(attacked, json.dumps(GOOD | {"model": long}).encode())

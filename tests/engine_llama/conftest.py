@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 
 import pytest
 import realllama
@@ -17,7 +16,7 @@ PYTHON = "KTBRIDGE_LLAMA_PYTHON"
 
 
 @pytest.fixture(scope="session")
-def llama_python() -> str:
+def llama_python():
     pytest.importorskip("gguf")
     here = sys.executable if importlib.util.find_spec("llama_cpp") else ""
     python = os.environ.get(PYTHON) or here
@@ -27,12 +26,10 @@ def llama_python() -> str:
 
 
 @pytest.fixture(scope="session")
-def run_llama(llama_python: str) -> Callable[..., realllama.Outcome]:
+def run_llama(llama_python):
     return functools.partial(realllama.run_llama, llama_python)
 
 
 @pytest.fixture(scope="session")
-def case(
-    llama_python: str, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], realllama.Case]:
+def case(llama_python, tmp_path_factory):
     return functools.cache(lambda family: realllama.Case(family, tmp_path_factory.mktemp(family)))

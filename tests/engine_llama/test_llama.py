@@ -66,7 +66,7 @@ def rewritten(file: Path, out: Path, change: Any = None, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_the_references(case, run_llama, tmp_path: Path, family: str) -> None:
+def test_logprobs_are_the_references(case, run_llama, tmp_path, family):
     """Base, whole adapter at scale 1 and 0.5, each half alone: as transformers computes them in float32."""
     of = case(family)
     base, whole, half, experts, others = of.reference(BASE, WHOLE, HALF, EXPERTS, OTHERS)
@@ -145,7 +145,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_llama_cpp_refuses(case, run_llama, tmp_path: Path, what: str) -> None:
+def test_what_llama_cpp_refuses(case, run_llama, tmp_path, what):
     of = case("qwen3_moe")
     change, fields, words = REFUSED[what]
     file = rewritten(of.converted(), tmp_path / "a.gguf", change, **fields)
@@ -153,12 +153,12 @@ def test_what_llama_cpp_refuses(case, run_llama, tmp_path: Path, what: str) -> N
     assert (outcome.code, words in outcome.log) == (3, True), outcome.log[-500:]
 
 
-def test_what_llama_cpp_swallows(case, run_llama, tmp_path: Path) -> None:
+def test_what_llama_cpp_swallows(case, run_llama, tmp_path):
     """Each loads without a word and is served as something else than its file says."""
     of = case("qwen3_moe")
     base, whole = of.reference(BASE, WHOLE)
 
-    def served(change: Any = None, **fields: Any) -> list[float]:
+    def served(change=None, **fields):
         outcome = run_llama(
             of.model, rewritten(of.converted(), tmp_path / "a.gguf", change, **fields)
         )
@@ -179,7 +179,7 @@ def test_what_llama_cpp_swallows(case, run_llama, tmp_path: Path) -> None:
     assert mean_distance(base, without_last) > 0.1
 
 
-def test_fewer_experts_end_the_process(case, run_llama, tmp_path: Path) -> None:
+def test_fewer_experts_end_the_process(case, run_llama, tmp_path):
     """Nothing compares their number, and memory behind the last one is read."""
     of = case("qwen3_moe")
     file = rewritten(of.converted(), tmp_path / "a.gguf", with_experts(4))
@@ -188,8 +188,8 @@ def test_fewer_experts_end_the_process(case, run_llama, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"])
 def test_deepseeks_latent_projections_are_never_adapted(
-    case, run_llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
+    case, run_llama, tmp_path, monkeypatch, module
+):
     """llama.cpp loads LoRA on them and computes the base; `convert` says so instead of writing it."""
     from ktbridge.adapter.formats import gguf
 
@@ -215,7 +215,7 @@ TEXTS = [
 ]
 
 
-def test_the_demos_base_is_the_dense_model_that_llama_cpp_runs(run_llama, tmp_path: Path) -> None:
+def test_the_demos_base_is_the_dense_model_that_llama_cpp_runs(run_llama, tmp_path):
     """SmolLM2's own GGUF in llama.cpp, and the mixture that the demo makes of it: tokens and logprobs."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

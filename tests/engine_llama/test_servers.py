@@ -40,7 +40,7 @@ def running(
 
 
 @pytest.mark.parametrize("command", [llama_cpp_python, llama_server])
-def test_verify_tells_what_is_served(case, llama_python: str, warm, command: Start) -> None:
+def test_verify_tells_what_is_served(case, llama_python, warm, command):
     """Whole, one half and nothing; never exit code 0 unless sampled tokens were asked for."""
     of = case("qwen3_moe")
     form = "prompts as text" if command is llama_cpp_python else "prompts as ids"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from proving.steps import serving
@@ -25,7 +23,7 @@ def vllm():
         pytest.skip(f"no vLLM: `make test-vllm` makes one, or name its Python as {PYTHON}")
 
     @contextmanager
-    def serve(model: Path, *options: str) -> Iterator[str]:
+    def serve(model, *options):
         line = [os.environ[PYTHON], "-m", "vllm.entrypoints.openai.api_server"]
         line += ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1"]
         line += ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4"]

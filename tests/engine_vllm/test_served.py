@@ -7,9 +7,6 @@ by a Triton kernel, which CPUs haven't got: what is served is a merged adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from ggufmodel import save_base, save_lora
 
@@ -23,12 +20,12 @@ SIZES = {"head_dim": 32, "hidden_size": 64}
 
 
 @pytest.fixture(scope="module")
-def base(vllm, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(vllm, tmp_path_factory):
     return save_base("qwen3_moe", tmp_path_factory.mktemp("vllm") / "base", **SIZES)
 
 
 @pytest.fixture(scope="module")
-def served(vllm, base: Path) -> Iterator[tuple[str, Path]]:
+def served(vllm, base):
     """A server of base + adapter merged, and the adapter as training left it."""
     root = base.parent
     raw = save_lora(base, root / "raw", modules=ATTENTION)
@@ -41,7 +38,7 @@ def served(vllm, base: Path) -> Iterator[tuple[str, Path]]:
     ("asked", "way"),
     [("auto", "prompt_logprobs"), ("echo", "echo"), ("sampled", "sampled")],
 )
-def test_a_merged_adapter_is_applied(base: Path, served, asked: str, way: str) -> None:
+def test_a_merged_adapter_is_applied(base, served, asked, way):
     url, raw = served
     result = verify(url, "tiny", str(raw), str(base), logprobs_from=asked)
     assert (result.verdict, result.ok, result.logprobs_from) == ("applied", True, way)
@@ -53,7 +50,7 @@ def test_a_merged_adapter_is_applied(base: Path, served, asked: str, way: str) -
     assert told == ([("KTV010", "warning")] if way == "sampled" else [])
 
 
-def test_another_adapter_is_not(base: Path, served) -> None:
+def test_another_adapter_is_not(base, served):
     """Held against an adapter whose B is twice as large, it has half of the effect."""
     twice = save_lora(base, base.parent / "twice", modules=ATTENTION, strength=0.6)
     result = verify(served[0], "tiny", str(twice), str(base))

@@ -9,7 +9,7 @@ requests only while that slot has never been used: the tests run in this order.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(vllm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(vllm, tmp_path_factory):
     root = tmp_path_factory.mktemp("several")
     base = save_base("qwen2_moe", root / "base", mlp_only_layers=[0, 1], **SIZES)
     made = {
@@ -67,7 +67,7 @@ def wrong(result: SeveralVerification) -> set[tuple[str, str, bool]]:
     return {(r.stage, r.model, r.generated) for r in result.rows if not r.as_expected}
 
 
-def test_each_name_is_its_own_adapter(served: Served) -> None:
+def test_each_name_is_its_own_adapter(served):
     result = served.verify()
     assert result.ok, (wrong(result), result.problems)
     assert (result.base, result.logprobs_from) == ("tiny", "prompt_logprobs")
@@ -78,7 +78,7 @@ def test_each_name_is_its_own_adapter(served: Served) -> None:
         assert row.distances[row.expected] < 0.01 * min(others)
 
 
-def test_answers_follow_a_reload(served: Served) -> None:
+def test_answers_follow_a_reload(served):
     result = served.verify(reload=True)
     assert {model for _, model, _ in wrong(result)} <= {"tiny"}
     again = {(r.stage, r.model, r.generated): r.answers_as for r in result.rows}
@@ -89,7 +89,7 @@ def test_answers_follow_a_reload(served: Served) -> None:
         assert again["put back", "a", generated] == "a"
 
 
-def test_names_are_exchanged(served: Served) -> None:
+def test_names_are_exchanged(served):
     """By its API, as a deployment mixes directories up."""
     a, b = served.adapters.values()
     for name, path in (("a", b), ("b", a)):
@@ -103,7 +103,7 @@ def test_names_are_exchanged(served: Served) -> None:
     assert all(name.ok for name in served.verify().names)
 
 
-def test_an_adapter_that_was_written_over(served: Served) -> None:
+def test_an_adapter_that_was_written_over(served):
     """Its cache knows an adapter's prefixes by name and path, and so takes the former one's (issue 42125)."""
     a, b = (path / "adapter_model.safetensors" for path in served.adapters.values())
     former = a.read_bytes()
@@ -121,7 +121,7 @@ def test_an_adapter_that_was_written_over(served: Served) -> None:
     assert "prefixes" in (stale.next_step or "")
 
 
-def test_the_base_among_adapters_in_all_slots(served: Served) -> None:
+def test_the_base_among_adapters_in_all_slots(served):
     c = served.base.parent / "c"
     served.send("load", lora_name="c", lora_path=str(c))
     result = served.verify(served.adapters | {"c": c})
@@ -134,7 +134,7 @@ def test_the_base_among_adapters_in_all_slots(served: Served) -> None:
     assert all(name.ok for name in result.names)
 
 
-def test_experts_with_lora_enabled(vllm, tmp_path: Path) -> None:
+def test_experts_with_lora_enabled(vllm, tmp_path):
     """The server starts, and ends at the first request: there is no kernel."""
     base = save_base("qwen3_moe", tmp_path / "base", **SIZES)
     adapter = save_lora(base, tmp_path / "a", expert=False, modules=ATTENTION)

@@ -7,7 +7,6 @@ import json
 import random
 import tracemalloc
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,7 +145,7 @@ def test_small_files_that_promise_much_cost_little(tmp_path):
     ),
     number=st.integers(0, 2**32),
 )  # fmt: skip
-def test_any_garbage_directory_is_reported_on(tmp_path: Path, victim, names, number):
+def test_any_garbage_directory_is_reported_on(tmp_path, victim, names, number):
     rng = random.Random(number)
     good = {path.name: data for path, data in victim.files.items()}
     for path in tmp_path.iterdir():

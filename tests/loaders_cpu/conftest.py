@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from loaders import EXPERTS, FAMILIES, HIDDEN, INNER, LAYERS, PYTHON, Loader
@@ -12,11 +10,11 @@ from rawadapter import write_config
 
 
 @pytest.fixture(scope="session")
-def loaders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Loader]]:
+def loaders(tmp_path_factory):
     """loaders(package, version): started once, as importing an engine takes half a minute."""
     started: dict[tuple[str, str], Loader] = {}
 
-    def start(package: str, version: str) -> Loader:
+    def start(package, version):
         if not os.environ.get(PYTHON):
             pytest.skip(f"no loaders: `make test-loaders` makes them, or name a Python as {PYTHON}")
         if (package, version) not in started:
@@ -30,11 +28,11 @@ def loaders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str,
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def models(tmp_path_factory):
     """models(name of a row of FAMILIES): a base model of which only config.json is there."""
     root = tmp_path_factory.mktemp("models")
 
-    def make(name: str) -> Path:
+    def make(name):
         architecture, changes, _, _ = FAMILIES[name]
         model_type = name.partition("/")[0]
         sizes = {

@@ -42,7 +42,7 @@ def errors(report):
         ("qwen3_moe", "kt-merged"),
     ],
 )
-def test_every_tensor_arrives(loaders, models, tmp_path, model_type, to) -> None:
+def test_every_tensor_arrives(loaders, models, tmp_path, model_type, to):
     model = models(model_type)
     without = WITHOUT.get(model_type, GATES)
     raw = make_raw(tmp_path / "raw", model_type, model, without=without)
@@ -54,9 +54,7 @@ def test_every_tensor_arrives(loaders, models, tmp_path, model_type, to) -> None
 
 
 @pytest.mark.parametrize(("model_type", "modules", "code", "says"), REFUSED)
-def test_modules_that_end_the_server(
-    loaders, models, tmp_path, model_type, modules, code, says
-) -> None:
+def test_modules_that_end_the_server(loaders, models, tmp_path, model_type, modules, code, says):
     model = models(model_type)
     without = [name for name in FAMILIES[model_type][3] if name not in modules]
     raw = make_raw(tmp_path / "raw", model_type, model, without=without)
@@ -70,9 +68,7 @@ def test_modules_that_end_the_server(
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
-def test_w1_w2_and_w3_among_target_modules_end_the_start(
-    loaders, models, tmp_path, model_type
-) -> None:
+def test_w1_w2_and_w3_among_target_modules_end_the_start(loaders, models, tmp_path, model_type):
     """Which is how vLLM has them, and what --to sglang-3d is for."""
     model = models(model_type)
     raw = make_raw(tmp_path / "raw", model_type, model)
@@ -84,7 +80,7 @@ def test_w1_w2_and_w3_among_target_modules_end_the_start(
     assert "--to sglang-3d" in report.problems[0].next_step
 
 
-def test_a_fused_shared_experts_lora_is_dropped(loaders, models, tmp_path) -> None:
+def test_a_fused_shared_experts_lora_is_dropped(loaders, models, tmp_path):
     """What SGLang does of itself on NVIDIA's GPUs, asked for here."""
     model = models("deepseek_v3")
     raw = make_raw(tmp_path / "raw", "deepseek_v3", model)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(600)  # the first test starts vLLM
     [{}, {"other_alpha": 16.0}, {"rslora": True, "other_alpha": 4.0}],
     ids=["plain", "two-alphas", "rslora"],
 )
-def test_every_tensor_arrives(loaders, models, tmp_path, model_type, kind) -> None:
+def test_every_tensor_arrives(loaders, models, tmp_path, model_type, kind):
     model = models(model_type)
     raw = make_raw(tmp_path / "raw", model_type, model, **kind)
     convert_adapter(raw, to="vllm", output_dir=tmp_path / "vllm")
@@ -33,7 +33,7 @@ def test_every_tensor_arrives(loaders, models, tmp_path, model_type, kind) -> No
     ("model_type", "flag"),
     [*((name, flag) for name in FUSED for flag in (False, True)), ("qwen3_moe", True)],
 )
-def test_every_fused_tensor_arrives(loaders, models, tmp_path, model_type, flag) -> None:
+def test_every_fused_tensor_arrives(loaders, models, tmp_path, model_type, flag):
     model = models(model_type)
     raw = make_raw(tmp_path / "raw", model_type, model, other_alpha=16.0)
     convert_adapter(raw, to="peft-fused", output_dir=tmp_path / "peft")
@@ -42,9 +42,7 @@ def test_every_fused_tensor_arrives(loaders, models, tmp_path, model_type, flag)
     same(found, deltas_of(raw))
 
 
-def test_fused_experts_of_another_family_are_refused_without_the_flag(
-    loaders, models, tmp_path
-) -> None:
+def test_fused_experts_of_another_family_are_refused_without_the_flag(loaders, models, tmp_path):
     model = models("qwen3_moe")
     raw = make_raw(tmp_path / "raw", "qwen3_moe", model)
     convert_adapter(raw, to="peft-fused", output_dir=tmp_path / "peft")

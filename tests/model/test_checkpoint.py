@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,7 @@ def sharded(path: Path, weight_map: dict[str, str]) -> Path:
         ),
     ],
 )  # fmt: skip
-def test_config_of_each_family(
-    tmp_path: Path,
-    config: dict[str, Any],
-    family: str | None,
-    prefix: str,
-    moe_layers: tuple[int, ...],
-    sizes: tuple[int, int, int],
-) -> None:
+def test_config_of_each_family(tmp_path, config, family, prefix, moe_layers, sizes):
     read = read_model_config(model_dir(tmp_path / "m", config))
     assert (read.family.name if read.family else None) == family
     assert read.prefix == prefix
@@ -89,13 +83,13 @@ def test_config_of_each_family(
     assert (read.hidden_size, read.intermediate_size, read.num_experts) == sizes
 
 
-def test_hybrid_layer_types_from_the_interval(tmp_path: Path) -> None:
+def test_hybrid_layer_types_from_the_interval(tmp_path):
     text = {**QWEN3, "full_attention_interval": 2}
     read = read_model_config(model_dir(tmp_path / "m", text))
     assert read.layer_types == ("linear_attention", "full_attention") * 2
 
 
-def test_no_model_type_is_in_two_rows() -> None:
+def test_no_model_type_is_in_two_rows():
     types = [name for family in FAMILIES for name in family.model_types]
     assert len(types) == len(set(types))
 
@@ -110,14 +104,14 @@ def test_no_model_type_is_in_two_rows() -> None:
         ('{"model_type": "qwen3_moe", "num_hidden_layers": "4"}', "not a size"),
     ],
 )
-def test_broken_config_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+def test_broken_config_is_one_sentence(tmp_path, text, says):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(KtbridgeError, match=says) as caught:
         read_model_config(tmp_path)
     assert caught.value.next_step
 
 
-def test_checkpoint_reads_single_and_sharded(tmp_path: Path) -> None:
+def test_checkpoint_reads_single_and_sharded(tmp_path):
     array = np.arange(4, dtype=np.float32)
     single = open_checkpoint(model_dir(tmp_path / "one", QWEN3, {"a": array}))
     assert list(single) == ["a"]
@@ -129,41 +123,57 @@ def test_checkpoint_reads_single_and_sharded(tmp_path: Path) -> None:
         many.tensor("b")
 
 
-@pytest.mark.parametrize("shard", ["../evil.safetensors", "/etc/x.safetensors", "x.bin", 3])
-def test_index_may_not_point_elsewhere(tmp_path: Path, shard: Any) -> None:
+@pytest.mark.parametrize(
+    "shard",
+    ["../m.safetensors", "/m.safetensors", "a/m.safetensors", "a\x00.safetensors", ".safetensors",
+     "\x1b[2J.safetensors", "é\n.safetensors", ".hidden.safetensors", "m.bin", "m.safetensors/",
+     "x" * 300 + ".safetensors", "", None, 3, ["m.safetensors"], {}],
+)  # fmt: skip
+def test_an_index_may_name_plain_files_beside_it_only(tmp_path, shard):
     path = sharded(tmp_path / "m", {"a": shard})
-    with pytest.raises(KtbridgeError, match="not a shard beside it"):
+    with pytest.raises(KtbridgeError, match="not a shard beside it") as caught:
         open_checkpoint(path)
+    assert "\n" not in caught.value.sentence
 
 
-def test_resolve_model_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_is_not_opened(tmp_path):
+    """Without a writer it would hold a reader for ever."""
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(KtbridgeError, match="not a regular file"):
+        read_model_config(tmp_path)
+    path = sharded(tmp_path / "m", {"a": "model-1.safetensors"})
+    (path / "model-1.safetensors").unlink()
+    os.mkfifo(path / "model-1.safetensors")
+    with pytest.raises(KtbridgeError, match="not a regular file"):
+        open_checkpoint(path).check()
+
+
+def test_resolve_model_says_what_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(KtbridgeError, match="no model at") as caught:
-        resolve_model("someone/something")
-    assert "hf download someone/something" in caught.value.next_step
+
+    def refused(model, says, step=""):
+        with pytest.raises(KtbridgeError, match=says) as caught:
+            resolve_model(model)
+        assert step in caught.value.next_step
+
+    refused("someone/something", "no model at", "hf download someone/something")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(KtbridgeError, match=r"no config\.json"):
-        resolve_model(tmp_path / "empty")
+    refused(tmp_path / "empty", r"no config\.json")
     bare = model_dir(tmp_path / "bare", QWEN3)
-    with pytest.raises(KtbridgeError, match="neither"):
-        resolve_model(bare)
+    refused(bare, "neither")
     (bare / "pytorch_model.bin").touch()
-    with pytest.raises(KtbridgeError, match="pickled"):
-        resolve_model(bare)
-    with pytest.raises(KtbridgeError, match="lacks 1 of the 1 weight files") as caught:
-        resolve_model(sharded(tmp_path / "gone", {"a": "model-2.safetensors"}))
-    assert caught.value.next_step == "download the rest, or copy them there"
-    with pytest.raises(KtbridgeError, match="lacks 'b'"):
-        resolve_model(sharded(tmp_path / "lack", {"b": "model-1.safetensors"}))
+    refused(bare, "pickled")
+    gone = sharded(tmp_path / "gone", {"a": "model-2.safetensors"})
+    refused(gone, "lacks 1 of the 1 weight files", "download the rest, or copy them there")
+    refused(sharded(tmp_path / "lack", {"b": "model-1.safetensors"}), "lacks 'b'")
     good = model_dir(tmp_path / "good", QWEN3, {"a": np.zeros(64, np.float32)})
     assert resolve_model(good) == good
     weights = good / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
-    with pytest.raises(KtbridgeError, match="truncated"):
-        resolve_model(good)
+    refused(good, "truncated")
 
 
-def test_resolve_model_finds_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_model_finds_the_hub_cache(tmp_path, monkeypatch):
     repository = tmp_path / "models--org--name"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
@@ -174,7 +184,7 @@ def test_resolve_model_finds_the_hub_cache(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-def test_family_rows_name_what_transformers_saves(tmp_path: Path, model_type: str) -> None:
+def test_family_rows_name_what_transformers_saves(tmp_path, model_type):
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
         model_type, num_hidden_layers=2, hidden_size=16, num_attention_heads=2,
@@ -203,9 +213,7 @@ def test_family_rows_name_what_transformers_saves(tmp_path: Path, model_type: st
         ("model.layers.1.mlp.gate", "model.layers.0.mlp.gate", False),
     ],
 )
-def test_a_module_in_memory_finds_its_weight_on_disk(
-    tmp_path: Path, stored: str, module: str, found: bool
-) -> None:
+def test_a_module_in_memory_finds_its_weight_on_disk(tmp_path, stored, module, found):
     path = model_dir(tmp_path / "m", QWEN3, {f"{stored}.weight": np.zeros(2, np.float32)})
     expected = (f"{stored}.weight",) if found else ()
     assert module_weights(open_checkpoint(path), module) == expected
@@ -225,9 +233,7 @@ def test_a_module_in_memory_finds_its_weight_on_disk(
         ("mtp.layers.0.mlp.experts.gate_up_proj", None, None),
     ],
 )  # fmt: skip
-def test_experts_are_where_the_checkpoint_has_them(
-    tmp_path: Path, stored: str, base: str | None, names: str | None
-) -> None:
+def test_experts_are_where_the_checkpoint_has_them(tmp_path, stored, base, names):
     path = model_dir(tmp_path / "m", QWEN3, {stored: np.zeros(2, np.float32)})
     home = expert_home(open_checkpoint(path), read_model_config(path), 0)
     assert (home.base if home else None) == base

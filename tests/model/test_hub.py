@@ -6,14 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hubserver import Hub, running_hub
+from hubserver import running_hub
 from rawadapter import write_base, write_config, write_raw
 from tensorfiles import write_tensor_file
 
@@ -23,17 +23,16 @@ from ktbridge.model import resolve_model
 from ktbridge.model.hub import Repository, name_of, repository
 
 NAME = "org/tiny"
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub():
     with running_hub() as made:
         yield made
 
 
 @pytest.fixture
-def base(hub: Hub, tmp_path: Path) -> dict[str, bytes]:
+def base(hub, tmp_path):
     """A model on the Hub, with what must not come beside what must."""
     directory = write_base(tmp_path / "base")
     files = {path.name: path.read_bytes() for path in directory.iterdir()}
@@ -48,8 +47,8 @@ def base(hub: Hub, tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def command(hub: Hub, tmp_path: Path) -> Run:
-    def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def command(hub, tmp_path):
+    def run(*arguments, **environment):
         return subprocess.run(
             [sys.executable, "-m", "ktbridge", *map(str, arguments)],
             env={**os.environ, **hub.environment(tmp_path / "home"), **environment},
@@ -63,11 +62,11 @@ def command(hub: Hub, tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def call(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def call(hub, tmp_path, monkeypatch):
     """The same in this process, ten times as fast."""
     hub.use(monkeypatch, tmp_path / "home")
 
-    def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments, **environment):
         if offline := environment.get("HF_HUB_OFFLINE"):
             monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", bool(offline))
         if endpoint := environment.get("HF_ENDPOINT"):
@@ -81,7 +80,7 @@ def call(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 @pytest.fixture
-def raw(tmp_path: Path) -> Path:
+def raw(tmp_path):
     return write_raw(tmp_path / "raw", layers=(0, 1))
 
 
@@ -103,7 +102,7 @@ def one_sentence(done: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in done.stderr
 
 
-def test_what_a_name_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_name_means(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert repository("org/name@v1.0") == Repository("org/name", "v1.0")
     assert repository("org/name@refs/pr/1") == Repository("org/name", "refs/pr/1")
@@ -116,9 +115,7 @@ def test_what_a_name_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert name_of("/models/x") == ("/models/x", None)
 
 
-def test_a_model_is_downloaded_once_without_pickles_and_code(
-    hub: Hub, base: dict[str, bytes], call: Run, raw: Path, tmp_path: Path
-) -> None:
+def test_a_model_is_downloaded_once_without_pickles_and_code(hub, base, call, raw, tmp_path):
     done = call("merge", raw, "--base-model", NAME, "--output", "merged", "--dry-run")
     one_sentence(done, "the weights of org/tiny are not all in the Hub cache")
     assert not hub.downloads(".safetensors")
@@ -137,9 +134,7 @@ def test_a_model_is_downloaded_once_without_pickles_and_code(
 
 
 @pytest.mark.slow
-def test_a_killed_download_goes_on_from_its_last_byte(
-    hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
-) -> None:
+def test_a_killed_download_goes_on_from_its_last_byte(hub, base, command, raw, tmp_path):
     files = {name: base[name] for name in ("config.json", "tokenizer.json")}
     tensors = [
         Tensor(name, shard.dtype, shard.shape, shard.data)
@@ -173,9 +168,7 @@ def test_a_killed_download_goes_on_from_its_last_byte(
 
 
 @pytest.mark.slow
-def test_a_second_process_waits_for_the_first(
-    hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
-) -> None:
+def test_a_second_process_waits_for_the_first(hub, base, command, raw, tmp_path):
     shard = next(name for name in base if name.startswith("model-"))
     hub.hold[shard] = 0
     with ThreadPoolExecutor() as pool:
@@ -190,9 +183,7 @@ def test_a_second_process_waits_for_the_first(
 
 
 @pytest.mark.slow
-def test_other_ranks_wait_for_the_first(
-    hub: Hub, base: dict[str, bytes], command: Run, raw: Path, tmp_path: Path
-) -> None:
+def test_other_ranks_wait_for_the_first(hub, base, command, raw, tmp_path):
     waits = f"from ktbridge.cli._hub import wait_for_model; wait_for_model({NAME!r})"
     environment = {**os.environ, **hub.environment(tmp_path / "home")}
     with subprocess.Popen([sys.executable, "-c", waits], env=environment) as rank:
@@ -223,9 +214,7 @@ def _when(found: Callable[[], list[Path]]) -> list[Path]:
     return value
 
 
-def test_a_broken_connection_and_damage_on_the_way(
-    hub: Hub, base: dict[str, bytes], call: Run, raw: Path, tmp_path: Path
-) -> None:
+def test_a_broken_connection_and_damage_on_the_way(hub, base, call, raw, tmp_path):
     shard = next(name for name in base if name.startswith("model-"))
     hub.damaged.add(shard)
     arguments = ["merge", raw, "--base-model", NAME, "--output", "merged"]
@@ -256,10 +245,7 @@ def test_a_broken_connection_and_damage_on_the_way(
         ("./org/tiny", {}, ("no directory",)),
     ],
 )
-def test_what_cant_be_had_is_one_sentence(
-    name: str, environment: dict[str, str], words: tuple[str, ...], hub: Hub,
-    base: dict[str, bytes], call: Run, raw: Path, tmp_path: Path,
-) -> None:  # fmt: skip
+def test_what_cant_be_had_is_one_sentence(name, environment, words, hub, base, call, raw, tmp_path):
     pickled = {name: base[name] for name in ("config.json", "pytorch_model.bin")}
     shard = next(name for name in base if name.startswith("model-"))
     hub.model("org/gated", base, gated=True)
@@ -271,9 +257,7 @@ def test_what_cant_be_had_is_one_sentence(
     assert not [p for p in (tmp_path / "home").rglob("*") if p.suffix in (".bin", ".safetensors")]
 
 
-def test_a_token_opens_what_is_private(
-    hub: Hub, base: dict[str, bytes], call: Run, raw: Path
-) -> None:
+def test_a_token_opens_what_is_private(hub, base, call, raw):
     hub.model("org/mine", base, private=True)
     hub.tokens.add("hf_secret")
     arguments = ["validate", raw, "--base-model", "org/mine"]
@@ -284,9 +268,7 @@ def test_a_token_opens_what_is_private(
     assert not hub.downloads(".safetensors")
 
 
-def test_another_shape_is_seen_by_config_json_alone(
-    hub: Hub, call: Run, raw: Path, tmp_path: Path
-) -> None:
+def test_another_shape_is_seen_by_config_json_alone(hub, call, raw, tmp_path):
     other = write_config(tmp_path / "other", num_hidden_layers=2, hidden_size=32)
     hub.model("org/other", {"config.json": (other / "config.json").read_bytes()})
     done = call("validate", raw, "--base-model", "org/other", "--json")
@@ -295,8 +277,8 @@ def test_another_shape_is_seen_by_config_json_alone(
 
 
 def test_without_huggingface_hub_names_are_a_sentence_and_paths_work(
-    call: Run, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    call, raw, tmp_path, monkeypatch
+):
     base = write_base(tmp_path / "base")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     done = call("merge", raw, "--base-model", NAME, "--output", "merged")

@@ -8,12 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.numpy import save_file
 from tensorfiles import write_tensor_file
 
 from ktbridge.model import Tensor, TensorFileError, open_tensor_file
@@ -50,9 +48,7 @@ def tensors(draw: st.DrawFn) -> list[Tensor]:
 
 
 @given(tensors=tensors())
-def test_what_is_written_is_read_back_by_us_and_by_safetensors(
-    tmp_path: Path, tensors: list[Tensor]
-) -> None:
+def test_what_is_written_is_read_back_by_us_and_by_safetensors(tmp_path, tensors):
     path = tmp_path / "t.safetensors"
     path.unlink(missing_ok=True)
     write_tensor_file(path, tensors, {"format": "pt"})
@@ -69,15 +65,6 @@ def test_what_is_written_is_read_back_by_us_and_by_safetensors(
             tensor.data,
         )
         assert file.entries[tensor.name].start % SIZES[tensor.dtype] == 0
-
-
-def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
-    arrays = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.ones(3, np.float16)}
-    save_file(arrays, tmp_path / "t.safetensors")
-    file = open_tensor_file(tmp_path / "t.safetensors")
-    for name, array in arrays.items():
-        assert bytes(file.tensor(name).data) == array.tobytes()
-        assert file.tensor(name).shape == array.shape
 
 
 @pytest.mark.parametrize(
@@ -112,9 +99,7 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
         (b'{"a":' + b"9" * 5000 + b"}", b"", "can't be parsed"),
     ],
 )
-def test_hostile_header_ends_in_a_sentence(
-    tmp_path: Path, header: Any, data: bytes, says: str
-) -> None:
+def test_hostile_header_ends_in_a_sentence(tmp_path, header, data, says):
     path = raw_file(tmp_path / "t.safetensors", header, data)
     with pytest.raises(TensorFileError, match=says) as caught:
         open_tensor_file(path)
@@ -122,14 +107,14 @@ def test_hostile_header_ends_in_a_sentence(
     assert "\n" not in caught.value.sentence
 
 
-def test_header_length_is_bounded_before_it_is_read(tmp_path: Path) -> None:
+def test_header_length_is_bounded_before_it_is_read(tmp_path):
     for length, says in ((100_000_001, "limit"), (2**63, "limit"), (1000, "truncated")):
         path = raw_file(tmp_path / "t.safetensors", b"{}", length=length)
         with pytest.raises(TensorFileError, match=says):
             open_tensor_file(path)
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_file_cut_anywhere_is_refused(tmp_path):
     whole = tmp_path / "whole.safetensors"
     write_tensor_file(whole, [Tensor("a", "BF16", (3,), b"123456"), Tensor("b", "U8", (1,), b"7")])
     data = whole.read_bytes()
@@ -153,7 +138,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
         max_leaves=10,
     ),
 )
-def test_no_bytes_make_it_fail_in_another_way(tmp_path: Path, junk: bytes, header: Any) -> None:
+def test_no_bytes_make_it_fail_in_another_way(tmp_path, junk, header):
     path = tmp_path / "t.safetensors"
     path.write_bytes(junk)
     for candidate in (path, raw_file(tmp_path / "h.safetensors", header, junk)):
@@ -164,7 +149,7 @@ def test_no_bytes_make_it_fail_in_another_way(tmp_path: Path, junk: bytes, heade
         assert sum(item.nbytes for item in file.entries.values()) <= candidate.stat().st_size
 
 
-def test_half_a_character_and_mostly_brackets_are_refused_soon(tmp_path: Path) -> None:
+def test_half_a_character_and_mostly_brackets_are_refused_soon(tmp_path):
     for text, expected in (
         ('{"\\ud800":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', "surrogates"),
         ('{"a":[' + "[]," * 1_000_001 + "[]]}", "mostly brackets"),
@@ -176,9 +161,13 @@ def test_half_a_character_and_mostly_brackets_are_refused_soon(tmp_path: Path) -
             open_tensor_file(file)
 
 
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(TensorFileError, match="not a regular file"):
         open_tensor_file(tmp_path / "pipe.safetensors")
     with pytest.raises(TensorFileError, match="can't be read"):
         open_tensor_file(f"{tmp_path}/a\0b")
+    (tmp_path / "folder").mkdir()
+    for name in ("missing.safetensors", "folder", "x" * 300):
+        with pytest.raises(TensorFileError):
+            open_tensor_file(tmp_path / name)

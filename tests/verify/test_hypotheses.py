@@ -85,7 +85,7 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def bench(base, adapter, tmp_path_factory) -> Bench:
+def bench(base, adapter, tmp_path_factory):
     return Bench(base, adapter, tmp_path_factory.mktemp("broken"))
 
 

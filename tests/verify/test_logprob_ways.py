@@ -232,9 +232,7 @@ def start(tokenizer):
     """start(engine, way): a client that has chosen how to ask it, and the sampler."""
     servers = []
 
-    def run(
-        engine: Any, way: str = "auto", using: Any = None
-    ) -> tuple[LogprobClient, ContinuationSampler]:
+    def run(engine, way="auto", using=None):
         servers.append(engine(using or tokenizer))
         client = LogprobClient(servers[-1].url, timeout=10)
         sampler = ContinuationSampler(using or tokenizer, PROMPTS)
@@ -259,7 +257,7 @@ def start(tokenizer):
         (Tgi, "sampled", "chat"),
     ],
 )
-def test_each_engine_is_asked_in_the_way_that_it_has(start, engine, way: str, form: str) -> None:
+def test_each_engine_is_asked_in_the_way_that_it_has(start, engine, way, form):
     client, sampler = start(engine)
     assert (client.way, sampler.form) == (way, form)
     answer = client.ask_all(["tiny"], repeat=2)["tiny"]
@@ -319,7 +317,7 @@ class Hidden(ComputedSglang):
     ("engine", "bare"),
     [(ComputedSglang, "base"), (ComputedSglangKt, "expert"), (Hidden, "")],
 )
-def test_upstream_sglangs_bare_name_is_the_base(base, adapter, engine, bare: str) -> None:
+def test_upstream_sglangs_bare_name_is_the_base(base, adapter, engine, bare):
     server = engine(base, adapter)
     result = verify(server.url, "tiny:neko", str(adapter), str(base))
     with pytest.raises(KtbridgeError, match="answers for 'neko' with its base") as caught:
@@ -372,7 +370,7 @@ class Shifted(Vllm):
 
 
 @pytest.mark.parametrize("engine", [Vllm, Sglang, SglangKt])
-def test_a_way_can_be_insisted_on(start, engine) -> None:
+def test_a_way_can_be_insisted_on(start, engine):
     assert start(engine, "echo")[0].way == "echo"
 
 
@@ -391,15 +389,15 @@ def test_a_way_can_be_insisted_on(start, engine) -> None:
          "text: 0 tokens whose ids are known"),
     ],
 )  # fmt: skip
-def test_what_a_server_has_not_is_told_by_way(start, engine, way: str, said: str):
+def test_what_a_server_has_not_is_told_by_way(start, engine, way, said):
     with pytest.raises(KtbridgeError, match=said):
         start(engine, way)
 
 
-def test_an_echo_may_end_with_what_was_generated(start) -> None:
+def test_an_echo_may_end_with_what_was_generated(start):
     """``max_tokens: 0`` isn't every server's zero; how many they are stands in ``usage``."""
 
-    def lengthen(body: dict[str, Any]) -> None:
+    def lengthen(body):
         body["choices"][0]["logprobs"]["token_logprobs"] += [-1.0]
         body["usage"]["completion_tokens"] = 1
 
@@ -420,8 +418,8 @@ def test_an_echo_may_end_with_what_was_generated(start) -> None:
         lambda rows: "rows",
     ],
 )
-def test_prefill_that_tells_no_logprobs_is_not_used(start, change) -> None:
-    def alter(body: dict[str, Any]) -> None:
+def test_prefill_that_tells_no_logprobs_is_not_used(start, change):
+    def alter(body):
         if "details" in body:
             body["details"]["prefill"] = change(body["details"]["prefill"])
 
@@ -442,8 +440,8 @@ def test_prefill_that_tells_no_logprobs_is_not_used(start, change) -> None:
         lambda values: [None] * len(values),
     ],
 )
-def test_an_echo_that_is_not_of_these_tokens_is_not_used(start, change) -> None:
-    def alter(body: dict[str, Any]) -> None:
+def test_an_echo_that_is_not_of_these_tokens_is_not_used(start, change):
+    def alter(body):
         logprobs = body["choices"][0]["logprobs"]
         logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
 
@@ -452,11 +450,11 @@ def test_an_echo_that_is_not_of_these_tokens_is_not_used(start, change) -> None:
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_prompts_that_the_server_counts_otherwise_are_left_out(start, always: bool) -> None:
+def test_prompts_that_the_server_counts_otherwise_are_left_out(start, always):
     class Begins(LlamaServer):
         """Puts a token of its own before prompts of three, or all."""
 
-        def prefixed(self, prompt: list[int]) -> list[int]:
+        def prefixed(self, prompt):
             return [1, *prompt] if always or len(prompt) == 3 else prompt
 
     if always:
@@ -467,10 +465,10 @@ def test_prompts_that_the_server_counts_otherwise_are_left_out(start, always: bo
     assert (sampler.unlike, len(client.ask_all(["tiny"])["tiny"].spans)) == (2, 2)
 
 
-def test_tokens_that_are_not_certain_end_a_continuation(start) -> None:
+def test_tokens_that_are_not_certain_end_a_continuation(start):
     """llama-server skips tokens that end inside a character, and gives the next id the text of all."""
 
-    def join(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def join(rows):
         if len(rows) > 10:
             rows[10]["token"] = rows[9]["token"] + rows[10]["token"]
             del rows[9]
@@ -480,9 +478,9 @@ def test_tokens_that_are_not_certain_end_a_continuation(start) -> None:
     assert {span.size for span in client.ask_all(["tiny"])["tiny"].spans} == {9}
 
 
-def test_rounds_that_part_count_up_to_where_they_do(start) -> None:
+def test_rounds_that_part_count_up_to_where_they_do(start):
     class Wavering(LlamaServer):
-        def respond(self, request: dict[str, Any]) -> Any:
+        def respond(self, request):
             self.seen[str(request["prompt"])] += 1
             status, headers, body = super().respond(request)
             logprobs = body["choices"][0]["logprobs"]
@@ -497,13 +495,13 @@ def test_rounds_that_part_count_up_to_where_they_do(start) -> None:
     assert {span.size for span in answer.spans} == {12}
 
 
-def test_a_token_that_begins_texts_is_counted_in(start, tmp_path) -> None:
+def test_a_token_that_begins_texts_is_counted_in(start, tmp_path):
     """llama.cpp puts BOS before a text, where the GGUF says so, and not before ids."""
     tokenizer = save_tokenizer(tmp_path, ASCII)
     tokenizer.bos_token = "<|endoftext|>"
 
     class Begins(LlamaCppPython):
-        def ids(self, request: dict[str, Any]) -> list[int]:
+        def ids(self, request):
             return [tokenizer.bos_token_id, *super().ids(request)]
 
     client, sampler = start(Begins, using=tokenizer)
@@ -512,12 +510,12 @@ def test_a_token_that_begins_texts_is_counted_in(start, tmp_path) -> None:
         assert span.tokens[0] == tokenizer.bos_token_id
 
 
-def test_an_arm_with_too_few_tokens_is_not_judged(start) -> None:
+def test_an_arm_with_too_few_tokens_is_not_judged(start):
     class Terse(LlamaServer):
-        def rows(self, prompt: list[int], made: list[int], *, ids: bool) -> list[dict[str, Any]]:
+        def rows(self, prompt, made, *, ids):
             return super().rows(prompt, made, ids=ids)[: 3 if self.terse else None]
 
-        def respond(self, request: dict[str, Any]) -> Any:
+        def respond(self, request):
             self.terse = request["model"] != "tiny"
             return super().respond(request)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ ADAPTER = "adapter"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made(tmp_path_factory):
     """A base and an adapter of each family, made once."""
     places: dict[str, Path] = {}
 
-    def make(family: str) -> Path:
+    def make(family):
         if family not in places:
             places[family] = path = tmp_path_factory.mktemp(family)
             tune(write_base(family, path / "base"), path / ADAPTER)
@@ -62,7 +61,7 @@ RIGHT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.quick("mixtral|gpt_oss|qwen3_moe")
 @pytest.mark.parametrize("how", RIGHT)
-def test_right_merges_are_applied(tmp_path: Path, made: Callable[[str], Path], how: str) -> None:
+def test_right_merges_are_applied(tmp_path, made, how):
     family, loaded, saved = RIGHT[how]
     path = made(family)
     merged = with_adapter(load(path / "base", **loaded), path / ADAPTER).merge_and_unload()
@@ -81,7 +80,7 @@ def test_right_merges_are_applied(tmp_path: Path, made: Callable[[str], Path], h
         {"layers_to_transform": [1], "target_parameters": None},
     ],
 )
-def test_settings_of_an_adapter_are_its_own(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_settings_of_an_adapter_are_its_own(tmp_path, settings):
     base = write_base("qwen3_moe", tmp_path / "base")
     merged = tune(base, tmp_path / ADAPTER, **settings).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
@@ -156,9 +155,7 @@ FAULTS = {
 @pytest.mark.quick("two adapters|qwen3_moe")
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mistake", FAULTS)
-def test_mistakes_by_pefts_own_merge_are_named(
-    tmp_path: Path, made: Callable[[str], Path], family: str, mistake: str
-) -> None:
+def test_mistakes_by_pefts_own_merge_are_named(tmp_path, made, family, mistake):
     path = made(family)
     _merge(path, tmp_path / "copy", mistake).save_pretrained(tmp_path / "merged")
     verdict = verified(path / "base", tmp_path / "merged", path / ADAPTER)
@@ -167,9 +164,7 @@ def test_mistakes_by_pefts_own_merge_are_named(
     assert said in verdict.sentence
 
 
-def test_merging_in_place_saves_names_that_nothing_reads(
-    tmp_path: Path, made: Callable[[str], Path]
-) -> None:
+def test_merging_in_place_saves_names_that_nothing_reads(tmp_path, made):
     """merge_adapter() leaves PEFT's wrappers: transformers loads such a file with random experts."""
     path = made("qwen3_moe")
     tuned = with_adapter(load(path / "base"), path / ADAPTER)

@@ -136,12 +136,12 @@ IN_BLOCKS = "stored expert by expert, read rank by rank"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_unsloths_merge_is_applied(tmp_path: Path, family: str) -> None:
+def test_unsloths_merge_is_applied(tmp_path, family):
     assert_applied(merged_by(MAKE + UNSLOTH, tmp_path, family, ZOO))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_unsloths_merge_in_its_former_order_is_named(tmp_path: Path, family: str) -> None:
+def test_unsloths_merge_in_its_former_order_is_named(tmp_path, family):
     """unsloth 6930: the merge unpacks B expert by expert, and PEFT stored it rank by rank."""
     setting = {"UNSLOTH_MOE_LORA_B_LAYOUT": "grouped_by_expert"}
     verdict = merged_by(MAKE + UNSLOTH, tmp_path, family, ZOO, **setting)
@@ -149,7 +149,7 @@ def test_unsloths_merge_in_its_former_order_is_named(tmp_path: Path, family: str
     assert IN_BLOCKS in verdict.sentence
 
 
-def test_an_older_unsloth_leaves_the_experts_out(tmp_path: Path) -> None:
+def test_an_older_unsloth_leaves_the_experts_out(tmp_path):
     """unsloth 5410: 2026.3.1 meets shapes of PEFT 0.19 that it doesn't know, and keeps the base's experts."""
     verdict = merged_by(MAKE + OLD_UNSLOTH, tmp_path, "qwen3_moe", OLD_ZOO, BITS)
     assert verdict.verdict == "in part"
@@ -157,7 +157,7 @@ def test_an_older_unsloth_leaves_the_experts_out(tmp_path: Path) -> None:
     assert "not applied: experts.down, experts.gate, experts.up of" in verdict.sentence
 
 
-def test_an_older_unsloth_and_gpt_oss(tmp_path: Path) -> None:
+def test_an_older_unsloth_and_gpt_oss(tmp_path):
     verdict = merged_by(MAKE + OLD_UNSLOTH, tmp_path, "gpt_oss", OLD_ZOO, BITS)
     assert verdict.verdict == "several mistakes"
     assert "not applied: experts.down of" in verdict.sentence
@@ -166,15 +166,15 @@ def test_an_older_unsloth_and_gpt_oss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_mergekits_merge_is_applied(tmp_path: Path, family: str) -> None:
+def test_mergekits_merge_is_applied(tmp_path, family):
     assert_applied(merged_by(MAKE + MERGEKIT, tmp_path, family, KIT))
 
 
-def test_axolotls_merge_is_applied(tmp_path: Path) -> None:
+def test_axolotls_merge_is_applied(tmp_path):
     assert_applied(merged_by(MAKE + AXOLOTL, tmp_path, "gpt_oss", AXO))
 
 
-def test_axolotl_turns_square_matrices_of_gpt_oss(tmp_path: Path) -> None:
+def test_axolotl_turns_square_matrices_of_gpt_oss(tmp_path):
     """gpt-oss's down_proj is 2880 x 2880, so that no shape tells which way round it is."""
     sizes = '{"intermediate_size": 32}'
     verdict = merged_by(MAKE + AXOLOTL, tmp_path, "gpt_oss", AXO, sizes=sizes)
@@ -183,9 +183,7 @@ def test_axolotl_turns_square_matrices_of_gpt_oss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_axolotl_leaves_fused_lora_out_of_experts_stored_one_by_one(
-    tmp_path: Path, family: str
-) -> None:
+def test_axolotl_leaves_fused_lora_out_of_experts_stored_one_by_one(tmp_path, family):
     """Without torchao it says so in a line of its log, and writes the checkpoint."""
     verdict = merged_by(MAKE + AXOLOTL, tmp_path, family, AXO)
     assert verdict.verdict == "in part"
@@ -195,11 +193,11 @@ def test_axolotl_leaves_fused_lora_out_of_experts_stored_one_by_one(
 @pytest.mark.parametrize(
     ("release", "from_format"), [("0.18.1", "peft-0.18"), ("0.20.0", "peft-fused")]
 )
-def test_an_older_pefts_merge_is_applied(tmp_path: Path, release: str, from_format: str) -> None:
+def test_an_older_pefts_merge_is_applied(tmp_path, release, from_format):
     assert_applied(merged_by(PEFT, tmp_path, "qwen3_moe", release, from_format=from_format))
 
 
-def test_a_quantized_base_that_was_dequantized_is_told(tmp_path: Path) -> None:
+def test_a_quantized_base_that_was_dequantized_is_told(tmp_path):
     """QLoRA's base, in which PEFT merges, isn't the one that is compared with."""
     sizes = '{"hidden_size": 64}'
     verdict = merged_by(MAKE + NF4, tmp_path, "qwen3_moe", BITS, sizes=sizes)

@@ -69,7 +69,7 @@ def make(path: Path, family: str, storage: str = "BF16", **sizes: Any) -> Made:
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Made]:
+def bases(tmp_path_factory):
     return {
         (family, storage): make(tmp_path_factory.mktemp(family + storage), family, storage)
         for family, storage in STORED
@@ -94,9 +94,7 @@ def fault_cases() -> Iterator[Any]:
 
 @pytest.mark.quick("^qwen3_moe-BF16-|-scale$")
 @pytest.mark.parametrize(("family", "storage", "fault"), [*fault_cases()])
-def test_planted_mistakes_are_named(
-    tmp_path: Path, bases: dict[tuple[str, str], Made], family: str, storage: str, fault: str
-) -> None:
+def test_planted_mistakes_are_named(tmp_path, bases, family, storage, fault):
     model, path, _ = bases[family, storage]
     model.write(tmp_path / "merged", model.added(planted(model, fault)), storage=storage)
     check, verdict = verified(path / "base", tmp_path / "merged", path / "adapter")
@@ -108,7 +106,7 @@ def test_planted_mistakes_are_named(
     assert of_experts in found
 
 
-def test_sentences_say_where_and_how(tmp_path: Path, bases: dict[tuple[str, str], Made]) -> None:
+def test_sentences_say_where_and_how(tmp_path, bases):
     model, path, _ = bases["qwen3_moe", "BF16"]
     said = {}
     for fault in ("scale", "some ranks", "experts shifted", "half of the experts", "one slice"):
@@ -143,9 +141,7 @@ RIGHT: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("how", RIGHT)
-def test_right_merges_are_applied(
-    tmp_path: Path, bases: dict[tuple[str, str], Made], how: str
-) -> None:
+def test_right_merges_are_applied(tmp_path, bases, how):
     family, storage, options = RIGHT[how]
     model, path, _ = bases[family, storage]
     model.write(tmp_path / "merged", model.added(model.deltas()), **options)
@@ -158,23 +154,21 @@ def test_right_merges_are_applied(
 
 @pytest.mark.parametrize(("family", "layout"), [("qwen3_vl_moe", "transposed"), ("qwen3_vl_moe", "fused"),
                                                 ("mixtral", "per-expert")])  # fmt: skip
-def test_families_that_store_otherwise(tmp_path: Path, family: str, layout: str) -> None:
+def test_families_that_store_otherwise(tmp_path, family, layout):
     model, path, _ = make(tmp_path, family)
     model.write(path / "merged", model.added(model.deltas()), layout=layout)
     assert verified(path / "base", path / "merged", path / "adapter")[1].ok
 
 
 @pytest.mark.parametrize(("family", "storage"), [(*each,) for each in STORED[:4]])
-def test_our_own_merge_is_applied(
-    tmp_path: Path, bases: dict[tuple[str, str], Made], family: str, storage: str
-) -> None:
+def test_our_own_merge_is_applied(tmp_path, bases, family, storage):
     path = bases[family, storage].path
     merge_adapter(path / "adapter", base_model=path / "base", output=tmp_path / "merged")
     _, verdict = verified(path / "base", tmp_path / "merged", path / "adapter")
     assert verdict.ok, verdict.sentence
 
 
-def test_a_transposed_square_delta_is_named(tmp_path: Path) -> None:
+def test_a_transposed_square_delta_is_named(tmp_path):
     model, path, _ = make(tmp_path, "mixtral", hidden=32, inner=32)
     turned = {n: d.T if n[2] == "down" else d for n, d in model.deltas().items()}
     model.write(path / "merged", model.added(turned))
@@ -184,7 +178,7 @@ def test_a_transposed_square_delta_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-2, 1e-3])
-def test_a_delta_below_the_steps_is_rounded_away(tmp_path: Path, size: float) -> None:
+def test_a_delta_below_the_steps_is_rounded_away(tmp_path, size):
     model, path, _ = make(tmp_path, "deepseek_v3", "INT4", size=size)
     model.write(path / "merged", model.added(model.deltas()), storage="INT4")
     check, verdict = verified(path / "base", path / "merged", path / "adapter")
@@ -194,7 +188,7 @@ def test_a_delta_below_the_steps_is_rounded_away(tmp_path: Path, size: float) ->
     assert not verdict.ok or verdict.kept > 0.5
 
 
-def test_small_deltas_in_bfloat16_are_told_from_a_scale(tmp_path: Path) -> None:
+def test_small_deltas_in_bfloat16_are_told_from_a_scale(tmp_path):
     """Steps of bfloat16 are as large as the delta: less of it is left, and nothing is wrong."""
     model, path, _ = make(tmp_path, "qwen3_moe", size=1.5e-3)
     model.write(path / "right", model.added(model.deltas()))
@@ -204,7 +198,7 @@ def test_small_deltas_in_bfloat16_are_told_from_a_scale(tmp_path: Path) -> None:
     assert not verified(path / "base", path / "half", path / "adapter")[1].ok
 
 
-def test_an_adapter_of_a_step_later_is_another(tmp_path: Path) -> None:
+def test_an_adapter_of_a_step_later_is_another(tmp_path):
     """The same A, and B three percent off: a delta of nearly the right size and direction."""
     model, path, _ = make(tmp_path, "qwen3_moe")
     random = np.random.default_rng(7)
@@ -216,7 +210,7 @@ def test_an_adapter_of_a_step_later_is_another(tmp_path: Path) -> None:
     assert {f.verdict for f in check.findings if f.has_lora} == {"further changes"}
 
 
-def test_what_has_no_lora_must_be_the_bases(tmp_path: Path) -> None:
+def test_what_has_no_lora_must_be_the_bases(tmp_path):
     model, path, _ = make(tmp_path, "qwen3_moe")
     model.norms = {name: value * np.float32(1.125) for name, value in model.norms.items()}
     model.write(path / "merged", model.added(model.deltas()))
@@ -226,7 +220,7 @@ def test_what_has_no_lora_must_be_the_bases(tmp_path: Path) -> None:
     assert "another base model" in verdict.sentence
 
 
-def test_without_an_adapter_ranks_and_sizes_are_told(tmp_path: Path) -> None:
+def test_without_an_adapter_ranks_and_sizes_are_told(tmp_path):
     model, path, _ = make(tmp_path, "qwen3_moe")
     model.write(path / "merged", model.added(model.deltas()))
     model.write(path / "copy")
@@ -240,7 +234,7 @@ def test_without_an_adapter_ranks_and_sizes_are_told(tmp_path: Path) -> None:
     assert (same.verdict, same.ok) == ("unchanged", False)
 
 
-def test_bad_input_is_refused(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path):
     model, path, _ = make(tmp_path, "qwen3_moe")
     merged = model.write(path / "merged", model.added(model.deltas()))
     adapter = open_adapter(path / "adapter", base_model=path / "base")
@@ -265,7 +259,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         check_merge(other.path / "base", path / "base", adapter)
 
 
-def test_missing_and_added_tensors_are_problems(tmp_path: Path) -> None:
+def test_missing_and_added_tensors_are_problems(tmp_path):
     model, path, _ = make(tmp_path, "qwen3_moe")
     gone = "model.layers.1.input_layernorm.weight"
     model.write(path / "merged", model.added(model.deltas()), replace={gone: None})
@@ -276,7 +270,7 @@ def test_missing_and_added_tensors_are_problems(tmp_path: Path) -> None:
     assert not verdict.ok
 
 
-def test_the_page_is_whole_and_escaped(tmp_path: Path) -> None:
+def test_the_page_is_whole_and_escaped(tmp_path):
     model, path, _ = make(tmp_path, "qwen3_moe", experts=8)
     half = {name: d for name, d in model.deltas().items() if name[0] == 0 or 0 <= name[1] < 4}
     merged = model.write(path / "a<b>", model.added(half))
@@ -307,7 +301,7 @@ def test_the_page_is_whole_and_escaped(tmp_path: Path) -> None:
     assert legend["applied"][0] == 50
 
 
-def test_the_map_of_many_experts_joins_what_looks_the_same(tmp_path: Path) -> None:
+def test_the_map_of_many_experts_joins_what_looks_the_same(tmp_path):
     model, path, _ = make(tmp_path, "qwen3_moe", experts=40, layers=1, hidden=32, inner=16)
     half = {name: d for name, d in model.deltas().items() if name[1] < 16}
     merged = model.write(path / "merged", model.added(half))
@@ -320,12 +314,12 @@ def test_the_map_of_many_experts_joins_what_looks_the_same(tmp_path: Path) -> No
     assert len({cell.look.color for cell in gate.cells}) == 2
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path):
     model, path, _ = make(tmp_path, "qwen3_moe")
     model.write(path / "merged", model.added(model.deltas()))
     model.write(path / "copy")
 
-    def run(*words: str) -> Any:
+    def run(*words):
         return CliRunner().invoke(command, [*words, "--base-model", str(path / "base")])
 
     adapter = ("--adapter", str(path / "adapter"))
@@ -360,16 +354,14 @@ def test_the_command(tmp_path: Path) -> None:
         ("--server u", ["Missing option '--adapter'"]),
     ],
 )  # fmt: skip
-def test_options_without_a_meaning_are_refused_together(words: str, said: list[str]) -> None:
+def test_options_without_a_meaning_are_refused_together(words, said):
     done = CliRunner().invoke(command, [*words.split(), "--base-model", "x"])
     assert done.exit_code == 2
     assert [text for text in said if text not in done.stderr] == []
     assert len(done.stderr.split("Error: ")[1].splitlines()) == len(said)
 
 
-def test_a_key_of_the_environment_is_no_mistake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_of_the_environment_is_no_mistake(tmp_path, monkeypatch):
     monkeypatch.setenv("KTBRIDGE_API_KEY", "k")
     model, path, _ = make(tmp_path, "qwen3_moe")
     model.write(path / "copy")

@@ -59,7 +59,7 @@ def asked(record: dict[str, Any], way: str) -> tuple[tuple[TokenSpan, ...], list
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_a_server_answered_is_read(name: str) -> None:
+def test_what_a_server_answered_is_read(name):
     record = RECORDED[name]
     for way in (record["way"], *record["also"]):
         spans, logprobs = asked(record, way)
@@ -68,7 +68,7 @@ def test_what_a_server_answered_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_and_by_no_other_way(name: str) -> None:
+def test_and_by_no_other_way(name):
     """An answer without what a way needs is refused in words, not by an exception of Python's."""
     record = RECORDED[name]
     for way in PROTOCOLS.keys() - {record["way"], *record["also"]}:

@@ -26,13 +26,13 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def lettered(tmp_path_factory) -> Path:
+def lettered(tmp_path_factory):
     """A base whose tokens are all whole characters, so that texts give ids of generated tokens away."""
     return save_model(tmp_path_factory.mktemp("several") / "base", 0, ASCII)
 
 
 @pytest.fixture(scope="module")
-def pair(lettered) -> dict[str, Path]:
+def pair(lettered):
     root = lettered.parent
     return {n: save_adapter(root / n, lettered, seed=7 + i) for i, n in enumerate("ab")}
 
@@ -190,7 +190,7 @@ def test_whatever_a_loader_took_away_comes_back(served, pair):
     client = OpenAIClient(served.url)
     loader = AdapterLoader(client, client.entries(), ["tiny:a", "tiny:b"])
 
-    def exchange() -> None:
+    def exchange():
         with loader.restoring():
             loader.unload("tiny:a")
             loader.unload("tiny:b")
@@ -279,7 +279,7 @@ def test_adapters_that_cannot_be_told_apart(served, lettered, pair):
 
 
 def test_names_and_base_in_the_lists_of_engines():
-    def listed(engine: str, base: str) -> dict:
+    def listed(engine, base):
         return {
             base: {"owned_by": engine, "root": base, "parent": None},
             "a": {"owned_by": engine, "root": "d/a", "parent": base},

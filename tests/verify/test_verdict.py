@@ -44,7 +44,7 @@ def read(references: References, vector: list) -> dict[str, str]:
 
 
 @pytest.fixture
-def references() -> References:
+def references():
     """An effect that is well above the noise."""
     return vectors(effect=0.2, noise=0.01)
 

@@ -87,14 +87,7 @@ def equal(found: Deltas, expected: Deltas) -> None:
         ({"alpha_pattern": {"q_proj": 16}, "rank_pattern": {"v_proj": 4}}, {}, 2.0, 2.0),
     ],
 )
-def test_alpha_wherever_it_is_given(
-    tmp_path: Path,
-    to: str,
-    config: dict[str, Any],
-    options: dict[str, Any],
-    expert: float,
-    rest: float,
-) -> None:
+def test_alpha_wherever_it_is_given(tmp_path, to, config, options, expert, rest):
     base = write_config(tmp_path / "base")
     raw = write_raw(tmp_path / "raw", base_model=str(base))
     doubled = 2.0 if config.get("alpha_pattern") == {"q_proj": 16} else 1.0
@@ -119,9 +112,7 @@ def test_alpha_wherever_it_is_given(
         ({}, {"lora_alpha": 32}, False),
     ],
 )
-def test_without_experts_their_numbers_mean_nothing(
-    tmp_path: Path, to: str, lora: dict[str, Any], options: dict[str, Any], rslora: bool
-) -> None:
+def test_without_experts_their_numbers_mean_nothing(tmp_path, to, lora, options, rslora):
     base = write_config(tmp_path / "base")
     raw = write_raw(tmp_path / "raw", base_model=str(base), projections=(), rank=8, rslora=rslora)
     file = raw / "kt_adapter_manifest.json"
@@ -145,7 +136,7 @@ def test_without_experts_their_numbers_mean_nothing(
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_per_expert_rslora_is_asked_about(tmp_path: Path, to: str) -> None:
+def test_per_expert_rslora_is_asked_about(tmp_path, to):
     """PEFT scales experts by alpha/sqrt(r) then, KT by alpha/r; peft_version without a manifest is PEFT's."""
     raw = write_raw(tmp_path / "raw", base_model=str(write_config(tmp_path / "base")))
     convert_adapter(raw, to="kt-merged", output_dir=tmp_path / "in")
@@ -161,7 +152,7 @@ def test_per_expert_rslora_is_asked_about(tmp_path: Path, to: str) -> None:
     equal(found, expected)  # 8/sqrt(4) for both halves
 
 
-def test_configurations_and_rounding_are_alike(tmp_path: Path) -> None:
+def test_configurations_and_rounding_are_alike(tmp_path):
     base = write_config(tmp_path / "base")
     raw = write_raw(tmp_path / "raw", base_model=str(base), dtype="F32")
     change_config(raw, lora_dropout=0.05, task_type="CAUSAL_LM", layers_to_transform=[1, 2])
@@ -176,7 +167,7 @@ def test_configurations_and_rounding_are_alike(tmp_path: Path) -> None:
         assert rounded == ["has 28 tensors in F32, which are rounded to bfloat16 as asked for"]
 
 
-def test_what_peft_would_take_for_experts_is_said(tmp_path: Path) -> None:
+def test_what_peft_would_take_for_experts_is_said(tmp_path):
     shared = {"shared_expert.gate_proj": (24, 16), "shared_expert.down_proj": (16, 24)}
     raw = write_raw(tmp_path / "raw", block="mlp", modules=shared)
     for number, (options, outputs) in enumerate(
@@ -200,13 +191,11 @@ def test_what_peft_would_take_for_experts_is_said(tmp_path: Path) -> None:
             assert "--to peft-fused" in item.next_step
 
 
-def test_progress_costs_no_more_than_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_costs_no_more_than_the_work(tmp_path, monkeypatch):
     raw = write_raw(tmp_path / "raw", experts=100, hidden=2, inter=2, rank=1, layers=(0, 1, 2))
     sizes = 0
 
-    def counted(block: Block) -> int:
+    def counted(block):
         nonlocal sizes
         sizes += 1
         return int(np.prod(block.shape)) * 2

@@ -269,7 +269,7 @@ def test_mlx_adapters_mean_the_same(tmp_path, flat):
     made = read_adapter(tmp_path / "raw")
     assert made.alpha / made.rank == made.nonexpert_scale == 2.5
 
-    def values(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def values(tensor):
         return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
 
     a, b = (values(made.expert_tensor(1, f"up_lora_{half}")) for half in "ab")

@@ -27,7 +27,7 @@ def opened(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def test_names_axes_types_and_metadata(tmp_path: Path) -> None:
+def test_names_axes_types_and_metadata(tmp_path):
     base = write_config(tmp_path / "base", "qwen3_5_moe")
     modules = {"q_proj": (24, 16), "o_proj": (16, 24)}
     raw = write_raw(tmp_path / "raw", layers=(3,), modules=modules, alpha=6.0, base_model=str(base),
@@ -57,7 +57,7 @@ def test_names_axes_types_and_metadata(tmp_path: Path) -> None:
     assert not tensors
 
 
-def test_every_module_of_a_family_has_its_name(tmp_path: Path) -> None:
+def test_every_module_of_a_family_has_its_name(tmp_path):
     base = write_config(tmp_path / "base", "qwen2_moe")
     modules = {"gate": (3, 16), "shared_expert.gate_proj": (8, 16), "shared_expert_gate": (1, 16)}
     raw = write_raw(tmp_path / "raw", modules=modules, block="mlp", base_model=str(base))
@@ -69,7 +69,7 @@ def test_every_module_of_a_family_has_its_name(tmp_path: Path) -> None:
     assert read_adapter(tmp_path / "back").nonexpert_keys() == read_adapter(raw).nonexpert_keys()
 
 
-def test_mixtral_rows_follow_llama_cpps_rotary_order(tmp_path: Path) -> None:
+def test_mixtral_rows_follow_llama_cpps_rotary_order(tmp_path):
     base = write_config(tmp_path / "base", "mixtral", num_attention_heads=2, num_key_value_heads=1)
     modules = {"q_proj": (16, 16), "k_proj": (8, 16), "v_proj": (8, 16)}
     raw = write_raw(tmp_path / "raw", layers=(0,), modules=modules, base_model=str(base))
@@ -97,7 +97,7 @@ def test_mixtral_rows_follow_llama_cpps_rotary_order(tmp_path: Path) -> None:
         assert bytes(again.nonexpert_tensor(key).data) == bytes(source.nonexpert_tensor(key).data)
 
 
-def test_what_llama_cpp_would_ignore_is_refused(tmp_path: Path) -> None:
+def test_what_llama_cpp_would_ignore_is_refused(tmp_path):
     """Projections that DeepSeek's graph has without LoRA; another number of experts. Each is said once."""
     base = write_config(tmp_path / "base", "deepseek_v2", num_experts=5)
     modules = {"q_proj": (24, 16), "kv_a_proj_with_mqa": (12, 16), "o_proj": (16, 24)}
@@ -139,7 +139,7 @@ def llama_cpp_adapter(
 
 
 @pytest.mark.parametrize("alpha", [None, 8.0])
-def test_an_adapter_of_llama_cpp_is_read(tmp_path: Path, alpha: float | None) -> None:
+def test_an_adapter_of_llama_cpp_is_read(tmp_path, alpha):
     tensors = llama_cpp_adapter(tmp_path / "a.gguf", alpha)
     with pytest.raises(ProblemsError, match="can't be converted"):  # it names no base model
         convert_adapter(tmp_path / "a.gguf", to="raw", output_dir=tmp_path / "raw")
@@ -157,7 +157,7 @@ def test_an_adapter_of_llama_cpp_is_read(tmp_path: Path, alpha: float | None) ->
     assert key in raw.nonexpert_keys()
 
 
-def test_what_is_no_adapter_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_what_is_no_adapter_is_refused_in_a_sentence(tmp_path):
     llama_cpp_adapter(tmp_path / "a.gguf", 8.0)
     whole = (tmp_path / "a.gguf").read_bytes()
     for size in (0, 3, 20, 100, len(whole) // 2, len(whole) - 1):
@@ -182,7 +182,7 @@ def test_what_is_no_adapter_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=2000)
 @given(st.lists(st.tuples(st.integers(0, 1200), st.integers(0, 255)), min_size=1, max_size=4))
-def test_damaged_headers_end_in_a_sentence(damage: list[tuple[int, int]]) -> None:
+def test_damaged_headers_end_in_a_sentence(damage):
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "a.gguf"
         llama_cpp_adapter(path, 8.0)
@@ -194,7 +194,7 @@ def test_damaged_headers_end_in_a_sentence(damage: list[tuple[int, int]]) -> Non
             convert_adapter(path, to="raw", output_dir=Path(name) / "o", base_model="m")
 
 
-def test_an_endless_array_ends(tmp_path: Path) -> None:
+def test_an_endless_array_ends(tmp_path):
     # 2**60 elements are announced, none is there: gguf's own reader would count them all.
     key = b"endless"
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key

@@ -130,9 +130,7 @@ def assert_loads_ours(release: str, out: Path, **options: Any) -> None:
         ("0.20.0", "peft-fused"),
     ],
 )
-def test_adapters_of_an_older_peft_are_read_exactly(
-    tmp_path: Path, release: str, format_name: str
-) -> None:
+def test_adapters_of_an_older_peft_are_read_exactly(tmp_path, release, format_name):
     succeeds(SAVE, release, tmp_path)
     assert_read_exactly(tmp_path, format_name)
 
@@ -140,8 +138,8 @@ def test_adapters_of_an_older_peft_are_read_exactly(
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("release", ["0.18.1", "0.19.0", "0.19.1"])
 def test_a_square_parameter_of_an_older_peft_is_read_as_that_release_has_it(
-    tmp_path: Path, release: str, family: str
-) -> None:
+    tmp_path, release, family
+):
     """No shape tells: 0.18 exchanges in and out of what is stored [E,out,in], 0.19.0 of everything."""
     square = SAVE.replace("24 if oss", "32 if oss").replace('size": 24', 'size": 32')
     square = square.replace('("gate_up_proj", "down_proj")', '("down_proj",)')
@@ -151,14 +149,14 @@ def test_a_square_parameter_of_an_older_peft_is_read_as_that_release_has_it(
 
 
 @pytest.mark.parametrize("release", ["0.17.1", "0.18.1"])
-def test_gpt_oss_of_an_older_peft_goes_both_ways(tmp_path: Path, release: str) -> None:
+def test_gpt_oss_of_an_older_peft_goes_both_ways(tmp_path, release):
     """PEFT 0.17 needs transformers 4, of whose MoE classes few have fused experts; gpt-oss's does."""
     succeeds(SAVE, release, tmp_path, family="gpt_oss")
     assert_read_exactly(tmp_path, "auto")
     assert_loads_ours(release, tmp_path)
 
 
-def test_an_older_peft_loads_ours(tmp_path: Path) -> None:
+def test_an_older_peft_loads_ours(tmp_path):
     """Made by 0.18, whose own order is another; 0.19 and 0.20 load what is made of it."""
     succeeds(SAVE, "0.18.1", tmp_path)
     assert_read_exactly(tmp_path, "peft-0.18")
@@ -176,9 +174,7 @@ def test_an_older_peft_loads_ours(tmp_path: Path) -> None:
         ("0.19.1", "unexpected keyword argument 'distributed_operation'"),
     ],
 )
-def test_an_older_peft_that_cannot_load_ours_says_so(
-    tmp_path: Path, release: str, said: str
-) -> None:
+def test_an_older_peft_that_cannot_load_ours_says_so(tmp_path, release, said):
     """0.18 has in and out the other way round; 0.19 does not fit the installed transformers."""
     succeeds(SAVE, "0.18.1", tmp_path)
     convert_adapter(tmp_path / "adapter", to="peft-fused", output_dir=tmp_path / "fused")
@@ -186,7 +182,7 @@ def test_an_older_peft_that_cannot_load_ours_says_so(
     assert (done.returncode, said in done.stderr) == (1, True), done.stderr
 
 
-def test_unsloths_order_of_b_is_its_own_codes(tmp_path: Path) -> None:
+def test_unsloths_order_of_b_is_its_own_codes(tmp_path):
     """What Unsloth up to 2026.9.5 computes with an adapter's tensors, by its own function."""
     source = RELEASES / "unsloth_zoo/unsloth_zoo/temporary_patches/moe_utils.py"
     if not source.is_file():
@@ -223,7 +219,7 @@ def test_unsloths_order_of_b_is_its_own_codes(tmp_path: Path) -> None:
     )
     adapter = read_adapter(tmp_path / "raw")
 
-    def delta(projection: str) -> torch.Tensor:
+    def delta(projection):
         a, b = (
             torch.from_numpy(as_float32(t.data, t.dtype).reshape(t.shape).copy())
             for t in (adapter.expert_tensor(0, f"{projection}_lora_{half}") for half in "ab")

@@ -71,7 +71,7 @@ def same(first: Path, second: Path) -> None:
     sizes={"experts": 2, "rank": 2, "hidden": 4, "inter": 4, "layers": (3, 7),
            "projections": ("gate",)}, zero=("gate",), shared=False,
 )  # fmt: skip
-def test_there_and_back(sizes: dict[str, Any], zero: tuple[str, ...], shared: bool) -> None:
+def test_there_and_back(sizes, zero, shared):
     """``zero`` B and an A that gate and up share are what could mislead the fused layout."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -127,7 +127,7 @@ def merged_is_split(raw: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_prefixes_and_halves_survive(tmp_path: Path, to: str) -> None:
+def test_prefixes_and_halves_survive(tmp_path, to):
     base = write_config(tmp_path / "base", "qwen3_5_moe")
     for name, options in {
         "vlm": {"prefix": "model.language_model."},
@@ -149,16 +149,14 @@ def test_prefixes_and_halves_survive(tmp_path: Path, to: str) -> None:
         ("gguf", {}),  # which divides by each tensor's rank
     ],
 )
-def test_two_ranks_and_two_alphas_survive(
-    tmp_path: Path, to: str, options: dict[str, float]
-) -> None:
+def test_two_ranks_and_two_alphas_survive(tmp_path, to, options):
     base = write_config(tmp_path / "base")
     raw = write_raw(tmp_path / "raw", rank=4, other_rank=2, base_model=str(base), **options)
     same(raw, there_and_back(raw, to))
 
 
 @pytest.mark.parametrize("to", ONE_SCALE)
-def test_a_power_of_two_between_scales_is_folded(tmp_path: Path, to: str) -> None:
+def test_a_power_of_two_between_scales_is_folded(tmp_path, to):
     base = write_config(tmp_path / "base")
     raw = write_raw(tmp_path / "raw", alpha=8.0, other_alpha=2.0, base_model=str(base))
     one, two = read_adapter(raw), read_adapter(there_and_back(raw, to))
@@ -172,7 +170,7 @@ def test_a_power_of_two_between_scales_is_folded(tmp_path: Path, to: str) -> Non
         assert np.array_equal(before.view(np.float32) * np.float32(factor), after.view(np.float32))
 
 
-def test_rslora_is_kept_by_raw_and_folded_by_peft(tmp_path: Path) -> None:
+def test_rslora_is_kept_by_raw_and_folded_by_peft(tmp_path):
     raw = write_raw(tmp_path / "raw", rslora=True, rank=4)
     same(raw, there_and_back(raw, "raw"))
     assert read_adapter(tmp_path / "raw-back").config["use_rslora"] is True
@@ -182,7 +180,7 @@ def test_rslora_is_kept_by_raw_and_folded_by_peft(tmp_path: Path) -> None:
     assert (same_scale.alpha, same_scale.rank) == (8.0, 4)
 
 
-def test_the_manifest_tells_what_was_written(tmp_path: Path) -> None:
+def test_the_manifest_tells_what_was_written(tmp_path):
     raw = write_raw(tmp_path / "raw")
     report = convert_adapter(raw, to="peft-fused", output_dir=tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "kt_adapter_manifest.json").read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("form", FORMS)
-def test_forms_of_other_trainers(tmp_path: Path, form: str, family: str) -> None:
+def test_forms_of_other_trainers(tmp_path, form, family):
     """Found by themselves; each expert gets its own pair, and gpt-oss's gate and up don't take turns."""
     common, tensors = FORMS[form]
     made = stacks(**common)
@@ -126,7 +125,7 @@ def packed(made: Stacks) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_megatrons_packed_form_is_asked_for(tmp_path: Path, family: str) -> None:
+def test_megatrons_packed_form_is_asked_for(tmp_path, family):
     made = stacks(same=True)
     base = write_config(tmp_path / "base", family, hidden_size=H, num_experts=E, num_local_experts=E,
                         moe_intermediate_size=INTER, intermediate_size=INTER)  # fmt: skip
@@ -152,9 +151,7 @@ def test_megatrons_packed_form_is_asked_for(tmp_path: Path, family: str) -> None
         ("0.19.1.dev0", "qwen3_moe", ""),
     ],
 )  # fmt: skip
-def test_square_parameters_by_release(
-    tmp_path: Path, version: str, family: str, format_name: str
-) -> None:
+def test_square_parameters_by_release(tmp_path, version, family, format_name):
     down = (random(E, R, H), random(E, H, R))
     base = write_config(tmp_path / "base", family, hidden_size=H, num_experts=E, num_local_experts=E,
                         moe_intermediate_size=H, intermediate_size=H)  # fmt: skip
@@ -170,7 +167,7 @@ def test_square_parameters_by_release(
 
 
 @pytest.mark.parametrize("layout", ["peft-0.19.1", "peft-0.18", "each expert"])
-def test_automodels_rank_of_experts(tmp_path: Path, layout: str) -> None:
+def test_automodels_rank_of_experts(tmp_path, layout):
     """moe_rank_scaling: experts have r // top_k, and alpha over that; only its own file says so."""
     made, format_name = stacks(same=True), {"peft-0.19.1": "peft-fused"}.get(layout, layout)
     if layout == "each expert":
@@ -199,7 +196,7 @@ def test_automodels_rank_of_experts(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["vllm", "raw", "sglang-3d", "kt-merged", "gguf", "peft-fused"])
-def test_experts_of_several_ranks_and_scales(tmp_path: Path, to: str) -> None:
+def test_experts_of_several_ranks_and_scales(tmp_path, to):
     """By PEFT's patterns: padded and folded exactly, in float32 if that is asked for, or refused."""
     base = write_config(
         tmp_path / "base", hidden_size=H, num_experts=E, moe_intermediate_size=INTER

@@ -1,7 +1,9 @@
-"""What upstream SGLang does with a damaged adapter, and that validation for it never lets one through.
+"""What vLLM and SGLang do with a damaged adapter, and that validation for them never lets one through.
 
-``does`` as in test_vllm_swallowed.py, and for "refuses": "start", the server ends before it is up, or
-"request", it ends at the first request for the adapter.
+``does`` is what the engine makes of it: refuses it, drops (serves without a part, silently), ignores (as if
+the damage weren't there, which is not what the adapter says), takes (serves other values), or honors (serves
+what the adapter says). Only "refuses" can be heard; of SGLang it is "start", the server ends before it is
+up, or "request", it ends at the first request for the adapter.
 """
 
 from __future__ import annotations
@@ -9,15 +11,26 @@ from __future__ import annotations
 import json
 
 import pytest
-from adapterfaults import add, drop, edit_config, experts, fill, swap_gate_and_up
-from loaders import EXPERTS, HIDDEN, RANK, Refusal, config, deltas_of, make_raw, outcome, tensors
+from adapterfaults import add, drop, edit_config, experts, fill, rename, swap_gate_and_up
+from loaders import (
+    EXPERTS,
+    HIDDEN,
+    RANK,
+    Refusal,
+    config,
+    deltas_of,
+    make_raw,
+    outcome,
+    same,
+    tensors,
+)
 
 from ktbridge.adapter import convert_adapter, validate_adapter
 
-VERSION = "0.5.23"
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 P = "base_model.model.model.layers."
 OUT = "self_attn.o_proj"
-pytestmark = pytest.mark.timeout(600)  # the first test starts SGLang
+pytestmark = pytest.mark.timeout(600)  # the first tests start the engines
 
 
 def pair(module, rows, columns):
@@ -107,31 +120,107 @@ SINGLE = [
     ("an extra expert", pair(f"{P}0.mlp.experts.{EXPERTS}.down_proj", HIDDEN, 40), "request", "KTB604"),
     ("rsLoRA", config(use_rslora=True), "ignores", "KTB107"),
 ]  # fmt: skip
+WRAPPED = tensors(rename("model.model.layers", "model.model.language_model.layers"))
+FURTHER = tensors(add(f"{P}0.mlp.experts.{EXPERTS}.up_proj.lora_A.weight", (RANK, HIDDEN)))
+HEAD = tensors(add("base_model.model.lm_head.weight", (128, HIDDEN)))
+VLLM = [
+    # what, damage, what vLLM does, what `ktbridge validate --engine vllm` calls it
+    ("experts of a missing layer", tensors(drop("layers.1.mlp.experts")), "drops", "KTB603"),
+    ("a missing expert", tensors(drop("layers.1.mlp.experts.1.")), "refuses", "KTB203"),
+    ("a missing projection", tensors(drop("experts.1.up_proj")), "refuses", "KTB203"),
+    ("no up_proj at all", tensors(drop("up_proj")), "refuses", "KTB203"),
+    ("an expert's A without B", tensors(drop("experts.1.up_proj.lora_B")), "refuses", "KTB203"),
+    ("A without B", tensors(drop(f"layers.1.{OUT}.lora_B")), "refuses", "KTB202"),
+    ("an extra expert", FURTHER, "refuses", "KTB604"),
+    ("an extra layer", pair(f"{P}7.{OUT}", HIDDEN, 64), "ignores", "KTB606"),
+    ("a missing module", tensors(drop(f"layers.1.{OUT}")), "drops", "KTB607"),
+    ("k without q and v", tensors(drop("q_proj"), drop("v_proj")), "honors", None),
+    ("another prefix", WRAPPED, "drops", "KTB641"),
+    ("a draft layer's", tensors(rename("model.layers.1", "mtp.layers.1")), "drops", "KTB207"),
+    ("rsLoRA", config(use_rslora=True), "honors", None),
+    ("alpha_pattern", config(alpha_pattern={"up_proj": 64}), "honors", None),
+    ("rank_pattern", config(rank_pattern={"up_proj": 2}), "takes", "KTB108"),
+    ("a smaller r", config(r=2), "takes", "KTB301"),
+    ("no alpha", config(lora_alpha="absent"), "refuses", "KTB103"),
+    ("DoRA", config(use_dora=True), "refuses", "KTB110"),
+    ("lora_bias", config(lora_bias=True), "refuses", "KTB111"),
+    ("a whole module", HEAD, "refuses", "KTB112"),
+    ("fan_in_fan_out", config(fan_in_fan_out=True), "ignores", "KTB113"),
+    ("LoHa", config(peft_type="LOHA"), "ignores", "KTB101"),
+    ("no target_modules", config(target_modules="absent"), "refuses", "KTB106"),
+    ("a target left out", config(target_modules=["q_proj"]), "honors", None),
+    ("NaN", tensors(fill("experts.0.up_proj.lora_B", b"\xff")), "takes", "KTB401"),
+    ("all B zero", tensors(fill("lora_B", b"\x00")), "drops", "KTB402"),
+    ("gate and up swapped", tensors(swap_gate_and_up), "takes", "KTB504"),
+]  # fmt: skip
+CASES = [("sglang", "sglang-3d", row) for row in STACKED]
+CASES += [("sglang", "vllm", row) for row in SINGLE]
+CASES += [("vllm", "vllm", row) for row in VLLM]
 
 
 @pytest.mark.parametrize(
-    ("to", "row"),
-    [*(("sglang-3d", row) for row in STACKED), *(("vllm", row) for row in SINGLE)],
+    ("engine", "to", "row"),
+    CASES,
     ids=lambda value: value[0].replace(" ", "-") if isinstance(value, tuple) else value,
 )
-def test_damaged_directories(loaders, models, tmp_path, to, row) -> None:
+def test_damaged_directories(loaders, models, tmp_path, engine, to, row):
     _, damage, does, code = row
     model = models("qwen3_moe")
     raw, directory = tmp_path / "raw", tmp_path / "served"
-    make_raw(raw, "qwen3_moe", model, without=["mlp.gate"])
+    make_raw(raw, "qwen3_moe", model, without=["mlp.gate"] if engine == "sglang" else [])
     convert_adapter(raw, to=to, output_dir=directory)
     damage(directory)
-    found = loaders("sglang", VERSION).load(model, directory)
+    found = loaders(engine, VERSIONS[engine]).load(model, directory)
     became = outcome(found, deltas_of(raw))
-    if isinstance(found, Refusal):
+    if isinstance(found, Refusal) and engine == "sglang":
         became = "request" if found.stage == "request" else "start"
     # Swapped gate and up have the same shapes: only the raw adapter beside tells.
     directories = [raw, directory] if code == "KTB504" else [directory]
-    report = validate_adapter(directories, base_model=model, engine=f"sglang=={VERSION}")
+    known = f"{engine}=={VERSIONS[engine]}"
+    report = validate_adapter(directories, base_model=model, engine=known)
     said = {finding.code for finding in report.problems if finding.severity == "error"}
     if does == "honors":
-        assert became not in ("start", "request")
+        assert became not in ("start", "request", "refuses")
         assert not said
     else:
         assert became == does
         assert code in said
+
+
+def test_mixtrals_experts_below_another_block_are_dropped(loaders, models, tmp_path):
+    """KT's merged layout has them below mlp, vLLM's model below block_sparse_moe."""
+    model = models("mixtral")
+    raw = make_raw(tmp_path / "raw", "mixtral", model)
+    convert_adapter(raw, merged_output_dir=tmp_path / "merged")
+    found = loaders("vllm", VERSIONS["vllm"]).load(model, tmp_path / "merged")
+    assert outcome(found, deltas_of(raw)) == "drops"
+    report = validate_adapter([tmp_path / "merged"], base_model=model, engine="vllm")
+    assert "KTB641" in {finding.code for finding in report.problems}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "code"), [("gpt_oss", "KTB640"), ("qwen3_vl_moe", "KTB640")]
+)
+def test_fused_families_refuse_separate_experts(loaders, models, tmp_path, model_type, code):
+    model = models(model_type)
+    raw = make_raw(tmp_path / "raw", model_type, model)
+    convert_adapter(raw, to="vllm", output_dir=tmp_path / "vllm")
+    assert (
+        outcome(loaders("vllm", VERSIONS["vllm"]).load(model, tmp_path / "vllm"), {}) == "refuses"
+    )
+    report = validate_adapter([tmp_path / "vllm"], base_model=model, engine="vllm")
+    assert code in {finding.code for finding in report.problems}
+
+
+def test_a_rank_above_the_servers_is_refused(loaders, models, tmp_path):
+    model = models("qwen3_moe")
+    raw = make_raw(tmp_path / "raw", "qwen3_moe", model, rank=24, alpha=24.0)
+    convert_adapter(raw, to="vllm", output_dir=tmp_path / "vllm")
+    found = loaders("vllm", VERSIONS["vllm"]).load(model, tmp_path / "vllm", max_lora_rank=16)
+    assert "greater than max_lora_rank" in str(found)
+    same(
+        loaders("vllm", VERSIONS["vllm"]).load(model, tmp_path / "vllm", max_lora_rank=32),
+        deltas_of(raw),
+    )
+    report = validate_adapter([tmp_path / "vllm"], base_model=model, engine="vllm")
+    assert "--max-lora-rank 32" in report.problems[0].next_step
