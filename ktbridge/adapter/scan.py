@@ -103,6 +103,8 @@ def _scan(
     if not path.is_dir():
         found = "is a file, not an adapter directory" if path.exists() else "does not exist"
         step = did_you_mean_path(path) or None
+        if (path.parent / CONFIG_FILE).is_file() and path.exists():
+            step = f"give its directory: {path.parent}"
         problems.append(problem("KTB001", str(path), found, "an adapter directory", next_step=step))
         return None
     read = {CONFIG_FILE, MANIFEST_FILE}

@@ -26,7 +26,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
 
 
 @click.command(cls=Command)
-@click.argument("raw_dir", type=click.Path())
+@click.argument("raw_dir", type=click.Path(), metavar="DIR")
 @click.option(
     "--expert-output-dir", metavar="DIR", help="Write the expert LoRA here (split layout)."
 )
@@ -46,7 +46,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     default="auto",
     show_default=True,
     metavar="FORMAT",
-    help="The format of RAW_DIR if it is ambiguous: any of --to, unsloth-legacy, peft-0.18, "
+    help="The format of DIR if it is ambiguous: any of --to, unsloth-legacy, peft-0.18, "
     "megatron-packed, mcore or mlx.",
 )
 @output_option("output_dir", "Write a format here that is one directory (not kt-split).")
@@ -56,7 +56,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     "base_model",
     metavar="DIR",
     help="The base model to name in the configurations, a directory or a Hub id.  [default: what"
-    " RAW_DIR names]",
+    " DIR names]",
 )
 @click.option(
     "--lora-alpha",
@@ -80,7 +80,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
 @dry_run_option("Print what would be written; write nothing.")
 @json_option("Print one JSON document.")
 def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Turn the adapter in RAW_DIR into serving directories, in one pass over it.
+    """Turn the adapter in DIR into serving directories, in one pass over it.
 
     Tensor bytes stay as they are. Each output is complete or as it was before, whatever happens.
     Name one output at least. With --to and --from, adapters go to and come from PEFT, vLLM,

@@ -37,7 +37,7 @@ _LATER = (
 
 
 @click.command(cls=Command, extra="serve")
-@click.argument("raw_dir", type=click.Path())
+@click.argument("raw_dir", type=click.Path(), metavar="DIR")
 @from_option
 @click.option(
     "--base-model",
@@ -67,7 +67,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Add the adapter in RAW_DIR to the weights of its base model.
+    """Add the adapter in DIR to the weights of its base model.
 
     The adapter may have any format that `ktbridge convert` reads. Routed experts and everything else are
     added alike, in float32, rounded once. The base model is a

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, did_you_mean_path
 from ktbridge.model import hub
 from ktbridge.model.config import ModelConfig, read_model_config
 from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
@@ -181,7 +181,10 @@ def find_model(path_or_id: str | os.PathLike[str]) -> Path:
             looked += f", and {text} is not in the Hub cache {hub.cache_directory()}"
             revision = f" --revision {wanted.revision}" if wanted.revision else ""
             step += f", or download it first: hf download {wanted.id}{revision}"
-        raise KtbridgeError(f"there is no model at {text!r}: {looked}", step)
+        near = did_you_mean_path(text)
+        raise KtbridgeError(
+            f"there is no model at {text!r}: {looked}", f"{near} If not: {step}" if near else step
+        )
     if not path.is_dir():
         raise KtbridgeError(f"{path} is a file, not a model directory", "point at its directory")
     read_model_config(path)

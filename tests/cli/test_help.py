@@ -87,6 +87,8 @@ SLIPS = {
     "convert nekoo/adapter --to vllm --output out": "Did you mean neko/adapter?",
     "convert neko/adapter --to vlm --output out": "Did you mean vllm? Use ",
     "validate neko/adaptr": "Did you mean neko/adapter?",
+    "validate neko/adapter/adapter_config.json": "give its directory: neko/adapter",
+    "verify --merged models/bas --adapter neko/adapter --base-model models/base": "Did you mean models/base?",
     "validate models/base": "this one is for the base model's place",
     "merge neko/adapter --base-model models/bas --output out": "Did you mean models/base? If not: ",
     "merge neko/adapter --base-model neko/adapter --output out": "is an adapter: it has no config.json",
