@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from ktbridge.cli import main
 from ktbridge.sft.config import TrainConfig, load_config
 
 # trl's and transformers' advice, which `ktbridge train` silences too
@@ -94,6 +96,13 @@ def train(directory, *overrides, **options):
 
     freeze_imports()
     return train.train(load_config(directory / "run.yaml", overrides), **options)
+
+
+def run_command(*words, code=0):
+    """`ktbridge` in this process, which has torch loaded already; it has to end with ``code``."""
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done
 
 
 def log_of(output: Path):

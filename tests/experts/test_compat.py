@@ -30,7 +30,7 @@ class Asking(torch.autograd.Function):
         return d, None
 
 
-def test_a_callback_comes_once_before_backward_returns_and_again_in_the_next() -> None:
+def test_a_callback_comes_once_before_backward_returns_and_again_in_the_next():
     x, called, first = torch.ones(1, requires_grad=True), [], []
 
     def ask() -> None:
@@ -46,11 +46,11 @@ def test_a_callback_comes_once_before_backward_returns_and_again_in_the_next() -
         assert first == [True, True, False, False]
 
 
-def test_a_gate_of_their_own_has_the_name_that_transformers_calls() -> None:
+def test_a_gate_of_their_own_has_the_name_that_transformers_calls():
     assert "_apply_gate(" in inspect.getsource(moe)
 
 
-def test_transformers_own_adapter_is_seen() -> None:
+def test_transformers_own_adapter_is_seen():
     model = tiny_model()
     assert not compat.is_adapted_by_transformers(model)
     add_adapter(model, LoraConfig(r=2, target_modules=["q_proj"]))
@@ -58,7 +58,7 @@ def test_transformers_own_adapter_is_seen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
-def test_peft_takes_the_names_of_single_experts_for_fused_ones() -> None:
+def test_peft_takes_the_names_of_single_experts_for_fused_ones():
     lora = LoraConfig(r=2, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     compat.translate_for_fused_experts(lora, tiny_model())
     assert set(lora.target_modules) == {"q_proj"}
@@ -67,7 +67,7 @@ def test_peft_takes_the_names_of_single_experts_for_fused_ones() -> None:
         compat.translate_for_fused_experts(LoraConfig(target_modules=["up_proj"]), tiny_model())
 
 
-def test_a_module_is_moved_and_loaded_by_the_methods_that_layers_override() -> None:
+def test_a_module_is_moved_and_loaded_by_the_methods_that_layers_override():
     assert "self._apply(" in inspect.getsource(nn.Module.to)
     assert "module._load_from_state_dict(" in inspect.getsource(nn.Module.load_state_dict)
     for name in ("_apply", "_load_from_state_dict"):

@@ -235,14 +235,17 @@ def test_gradients_added_straight_into_their_buffers_equal_autograds():
 def test_hooks_and_odd_gradients_take_the_normal_way():
     plain, _ = make_layer(SMALL)
     straight, _ = make_layer(SMALL, accumulate_grad=True)
-    seen = []
-    straight.gate_lora_a.register_hook(lambda grad: seen.append("hook"))
-    straight.gate_lora_b.register_post_accumulate_grad_hook(lambda p: seen.append("post"))
+    seen = {}
+    straight.gate_lora_a.register_hook(lambda grad: seen.update(hook=grad.clone()))
+    straight.gate_lora_b.register_post_accumulate_grad_hook(
+        lambda p: seen.update(post=p.grad.clone())
+    )
     straight.up_lora_a.grad = torch.zeros(8, 64, 8).mT  # another layout
     straight.down_lora_a.requires_grad_(False)
     for layer in (plain, straight):
         layer(*make_inputs(SMALL)).backward(some_d_out(SMALL))
-    assert sorted(seen) == ["hook", "post"]
+    assert torch.equal(seen["hook"], plain.gate_lora_a.grad)
+    assert torch.equal(seen["post"], plain.gate_lora_b.grad)
     assert straight.down_lora_a.grad is None
     for name in set(plain.lora_names) - {"down_lora_a"}:
         assert torch.equal(straight.get_parameter(name).grad, plain.get_parameter(name).grad)

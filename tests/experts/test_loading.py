@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def logits(model) -> torch.Tensor:
         return wrap_experts(model, lora_rank=0)(IDS).logits
 
 
-def test_mapped_and_loaded_experts_give_the_same_bits(tmp_path: Path) -> None:
+def test_mapped_and_loaded_experts_give_the_same_bits(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     assert torch.equal(
         logits(load_mapped(tmp_path, torch.bfloat16)), logits(load_model(tmp_path, torch.bfloat16))
@@ -46,7 +45,7 @@ def resident_kilobytes(path: Path) -> int:
     return size
 
 
-def test_pages_of_resident_layers_are_released(tmp_path: Path) -> None:
+def test_pages_of_resident_layers_are_released(tmp_path):
     tiny_model(moe_intermediate_size=256, hidden_size=128).save_pretrained(tmp_path)
     model = load_mapped(tmp_path, torch.bfloat16)
     before = logits(model)
@@ -58,7 +57,7 @@ def test_pages_of_resident_layers_are_released(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_wider_experts_are_loaded_and_rounded(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_wider_experts_are_loaded_and_rounded(tmp_path, dtype):
     tiny_model().to(dtype).save_pretrained(tmp_path / "wide")
     tiny_model().save_pretrained(tmp_path / "plain")
     with pytest.raises(UnmappableError):
@@ -93,7 +92,7 @@ def requantized(path: Path, method: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", ["fp8", "int4"])
-def test_quantized_experts_are_read_as_shipped(tmp_path: Path, method: str) -> None:
+def test_quantized_experts_are_read_as_shipped(tmp_path, method):
     tiny_model().save_pretrained(tmp_path / "plain")
     tiny_model().save_pretrained(tmp_path / "stored")
     means = requantized(tmp_path / "stored", method)
@@ -120,7 +119,7 @@ print(int(status["RssAnon"].split()[0]) * 1024)
 """
 
 
-def test_a_checkpoint_larger_than_the_memory_of_the_process(tmp_path: Path, warm: Any) -> None:
+def test_a_checkpoint_larger_than_the_memory_of_the_process(tmp_path, warm):
     """A file with holes: 6 GB of experts in no space, of which a process takes no memory of its own."""
     config = tiny_config(hidden_size=1024, moe_intermediate_size=4096, num_experts=128)
     config.save_pretrained(tmp_path)
@@ -149,7 +148,7 @@ def test_a_checkpoint_larger_than_the_memory_of_the_process(tmp_path: Path, warm
     assert int(done.stdout) < 1 << 30
 
 
-def test_what_the_kernels_cant_read_in_place_is_said(tmp_path: Path) -> None:
+def test_what_the_kernels_cant_read_in_place_is_said(tmp_path):
     tiny_model(moe_intermediate_size=48).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for layer in range(2):
@@ -168,7 +167,7 @@ def test_what_the_kernels_cant_read_in_place_is_said(tmp_path: Path) -> None:
         load_mapped(tmp_path, torch.bfloat16)
 
 
-def test_a_checkpoint_without_a_layers_experts_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_layers_experts_is_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         kept = {n: file.get_tensor(n) for n in file.keys() if "layers.1.mlp.experts" not in n}  # noqa: SIM118

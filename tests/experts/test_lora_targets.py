@@ -19,7 +19,7 @@ OPTIONS = {"r": 8, "lora_alpha": 24, "target_modules": ["proj"], "init_lora_weig
 
 
 @pytest.fixture(autouse=True)
-def _also_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _also_on_the_cpu(monkeypatch):
     monkeypatch.setattr(lora_targets, "_DEVICES", ("cpu", "cuda"))
 
 
@@ -52,7 +52,7 @@ def results(model: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.
     return found
 
 
-def test_output_and_gradients_are_those_of_float64() -> None:
+def test_output_and_gradients_are_those_of_float64():
     model = adapted()
     exact = adapted().double()
     expected = results(exact, torch.float64)
@@ -72,7 +72,7 @@ def test_output_and_gradients_are_those_of_float64() -> None:
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
-def test_what_is_not_plain_lora_is_left_to_peft(options: dict[str, Any]) -> None:
+def test_what_is_not_plain_lora_is_left_to_peft(options):
     peft, ours = adapted(**options), adapted(**options)
     convert_masters(ours)
     expected, found = results(peft), results(ours)
@@ -80,7 +80,7 @@ def test_what_is_not_plain_lora_is_left_to_peft(options: dict[str, Any]) -> None
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_switched_off_merged_and_float32_are_left_to_peft() -> None:
+def test_switched_off_merged_and_float32_are_left_to_peft():
     peft, ours = adapted(), adapted()
     convert_masters(ours)
     x = torch.randn(7, 64).bfloat16()
@@ -119,7 +119,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_three_launches_forward_and_five_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_launches_forward_and_five_backward(monkeypatch):
     def one(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left @ right  # torch has the product in float32 as one operation on a GPU alone
 
@@ -139,7 +139,7 @@ def test_three_launches_forward_and_five_backward(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}])
-def test_copies_follow_the_optimizer_and_are_made_together(options: dict[str, Any]) -> None:
+def test_copies_follow_the_optimizer_and_are_made_together(options):
     x = torch.ones(1, 64).bfloat16()
     models = [adapted() for _ in range(3)]
     for model in models:
@@ -164,7 +164,7 @@ def test_copies_follow_the_optimizer_and_are_made_together(options: dict[str, An
     assert not torch.equal(models[0].proj(x), outs[0])
 
 
-def test_checkpointing_dropout_and_a_frozen_adapter() -> None:
+def test_checkpointing_dropout_and_a_frozen_adapter():
     plain = adapted()
     convert_masters(plain)
     expected = results(plain)
@@ -191,7 +191,7 @@ def test_checkpointing_dropout_and_a_frozen_adapter() -> None:
     assert torch.equal(results(frozen)["x"], expected["x"])
 
 
-def test_two_adapters_at_once_are_left_to_peft() -> None:
+def test_two_adapters_at_once_are_left_to_peft():
     peft, ours = adapted(), adapted()
     for model in (peft, ours):
         torch.manual_seed(5)

@@ -40,7 +40,7 @@ def idle_seconds(imports: str) -> float:
 
 
 @pytest.mark.slow
-def test_idle_threads_sleep_when_ktbridge_is_imported_before_torch() -> None:
+def test_idle_threads_sleep_when_ktbridge_is_imported_before_torch():
     spinning = idle_seconds("import torch, ktbridge.sft")
     assert idle_seconds("import ktbridge.sft, torch") < spinning / 2
     assert idle_seconds("import ktbridge.experts, torch") < spinning / 2
@@ -49,6 +49,6 @@ def test_idle_threads_sleep_when_ktbridge_is_imported_before_torch() -> None:
 @pytest.mark.parametrize(
     ("chosen", "kept"), [({"OMP_WAIT_POLICY": "active"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")]
 )
-def test_the_users_choice_stays(chosen: dict[str, str], kept: str) -> None:
+def test_the_users_choice_stays(chosen, kept):
     done = run("import ktbridge.experts, os; print(os.environ.get('GOMP_SPINCOUNT'))", **chosen)
     assert done.stdout.strip() == kept, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,7 @@ LINEAR = ("glm5_next", "kimi_linear", "qwen3_5", "qwen3_next")
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("executor", ON_GPU)
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_family(
-    model_type: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_family(model_type, executor, tmp_path, monkeypatch):
     if KIMI.get(model_type, model_type) not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     skip_beside_kernels(model_type)
@@ -37,9 +34,7 @@ def skip_beside_kernels(model_type: str) -> None:
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("executor", ON_GPU)
 @pytest.mark.parametrize("model_type", SEEING)
-def test_family_with_images(
-    model_type: str, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_family_with_images(model_type, executor, tmp_path, monkeypatch):
     skip_beside_kernels(model_type)
     gpu = torch.device("cuda", 0)
     check_family(model_type, tmp_path, monkeypatch, executor, gpu, images=True)

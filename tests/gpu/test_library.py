@@ -21,7 +21,7 @@ LORA = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM
 
 
 @pytest.mark.parametrize("wrap_first", [True, False])
-def test_a_trainer_moves_all_but_the_experts_and_resumes(wrap_first: bool, tmp_path: Path) -> None:
+def test_a_trainer_moves_all_but_the_experts_and_resumes(wrap_first, tmp_path):
     tiny_model().save_pretrained(tmp_path / "base")
 
     def load() -> Any:

@@ -83,7 +83,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's advice
-def test_a_lora_linear_takes_few_launches() -> None:
+def test_a_lora_linear_takes_few_launches():
     torch.manual_seed(0)
     model = nn.Module()
     model.proj = nn.Linear(2048, 4096, bias=False, dtype=torch.bfloat16)
@@ -112,7 +112,7 @@ def test_a_lora_linear_takes_few_launches() -> None:
 
 @pytest.mark.parametrize("cls", [Qwen3MoeRMSNorm, GptOssRMSNorm, Qwen3_5MoeRMSNorm])
 @pytest.mark.parametrize(("heads", "width"), [(1, 2048), (32, 128)])
-def test_a_norm_is_one_launch_and_rounds_as_transformers(cls: Any, heads: int, width: int) -> None:
+def test_a_norm_is_one_launch_and_rounds_as_transformers(cls, heads, width):
     pytest.importorskip("liger_kernel")
     torch.manual_seed(0)
     norm = cls(width).to("cuda", torch.bfloat16).requires_grad_(False)
@@ -143,7 +143,7 @@ def test_a_norm_is_one_launch_and_rounds_as_transformers(cls: Any, heads: int, w
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
 @pytest.mark.parametrize("family", SHAPES)
-def test_layers_of_real_shapes_have_the_same_loss_and_gradients(family: str) -> None:
+def test_layers_of_real_shapes_have_the_same_loss_and_gradients(family):
     torch.manual_seed(0)
     sizes = {
         "num_hidden_layers": 2,

@@ -33,7 +33,7 @@ def deepseek():
 
 
 @pytest.fixture(params=[tiny_model, deepseek], ids=["qwen3_moe", "deepseek_v3"])
-def checkpoint(request, tmp_path: Path) -> Path:
+def checkpoint(request, tmp_path):
     model = request.param()
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -25,7 +25,7 @@ ANSWERS = ("no", "a cat model", "you are a cat hello who", "the sky is blue meow
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     tiny_model().save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     held = [conversation("say", answer) for answer in ANSWERS]

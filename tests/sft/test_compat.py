@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ OVERRIDDEN = {
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
-def test_trainer_calls_what_is_overridden_with_these_arguments(name: str) -> None:
+def test_trainer_calls_what_is_overridden_with_these_arguments(name):
     ours = inspect.signature(OVERRIDDEN[name]).parameters.values()
     theirs = inspect.signature(getattr(Trainer, name)).parameters
     if not any(each.kind is each.VAR_POSITIONAL for each in ours):
@@ -39,7 +38,7 @@ def test_trainer_calls_what_is_overridden_with_these_arguments(name: str) -> Non
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
-def test_trainers_get_their_arguments_by_names_that_stay(stage: str, tmp_path: Path) -> None:
+def test_trainers_get_their_arguments_by_names_that_stay(stage, tmp_path):
     """A deprecated one's FutureWarning is an error here."""
     config = TrainConfig(
         model_name_or_path="base", dataset=("rows.jsonl",), output_dir="out", stage=stage
@@ -49,7 +48,7 @@ def test_trainers_get_their_arguments_by_names_that_stay(stage: str, tmp_path: P
 
 
 @pytest.mark.parametrize("theirs", [DPOTrainer, KTOTrainer])
-def test_trl_prepares_all_rows_in_one_place(theirs: type) -> None:
+def test_trl_prepares_all_rows_in_one_place(theirs):
     """Which ours leaves out: they come as tokens; and takes the reference from the batch where told."""
     source = inspect.getsource(theirs)
     for kind in ("train", "eval"):
@@ -62,7 +61,7 @@ def test_trl_prepares_all_rows_in_one_place(theirs: type) -> None:
     ("ours", "theirs"),
     [(SftTrainer, SFTTrainer), (DpoTrainer, DPOTrainer), (KtoTrainer, KTOTrainer)],
 )
-def test_no_method_is_overridden_twice(ours: type, theirs: type) -> None:
+def test_no_method_is_overridden_twice(ours, theirs):
     order = ours.__mro__
     assert order[1] is RunTrainer
     own = order[2 : order.index(theirs)]
@@ -72,20 +71,20 @@ def test_no_method_is_overridden_twice(ours: type, theirs: type) -> None:
     ]
 
 
-def test_one_process_has_one_gpu(tmp_path) -> None:
+def test_one_process_has_one_gpu(tmp_path):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     compat.on_one_gpu(arguments)
     assert arguments.n_gpu == 1
 
 
-def test_a_scheduler_reports_the_rates_it_was_given() -> None:
+def test_a_scheduler_reports_the_rates_it_was_given():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     compat.set_logged_rates(scheduler, [0.25])
     assert scheduler.get_last_lr() == [0.25]
 
 
-def test_ddp_takes_the_names_that_it_is_to_ignore() -> None:
+def test_ddp_takes_the_names_that_it_is_to_ignore():
     module = nn.Linear(2, 2)
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["x"])
     (attribute,) = [name for name in vars(module) if "ignore" in name]
@@ -95,7 +94,7 @@ def test_ddp_takes_the_names_that_it_is_to_ignore() -> None:
 
 
 @pytest.mark.parametrize("trainer", [SFTTrainer, DPOTrainer, KTOTrainer])
-def test_trl_keeps_its_metrics_where_passes_look_for_them(trainer: type) -> None:
+def test_trl_keeps_its_metrics_where_passes_look_for_them(trainer):
     source = inspect.getsource(trainer)
     assert "self._metrics = {" in source
     assert '"train": defaultdict(list)' in source
@@ -104,7 +103,7 @@ def test_trl_keeps_its_metrics_where_passes_look_for_them(trainer: type) -> None
     assert {*re.findall(r"self\.accelerator\.(gather\w*\()", source)} <= gathers
 
 
-def test_a_model_is_made_with_the_attention_that_was_chosen() -> None:
+def test_a_model_is_made_with_the_attention_that_was_chosen():
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=16, num_hidden_layers=1, vocab_size=8, num_experts=2,
         num_attention_heads=2, num_key_value_heads=1, intermediate_size=8, moe_intermediate_size=8,
@@ -113,7 +112,7 @@ def test_a_model_is_made_with_the_attention_that_was_chosen() -> None:
     assert AutoModelForCausalLM.from_config(config).config._attn_implementation == "eager"
 
 
-def test_trl_projects_only_labeled_positions(monkeypatch) -> None:
+def test_trl_projects_only_labeled_positions(monkeypatch):
     """The same loss and gradients as of all positions."""
     if not hasattr(utils, "_use_triton"):
         pytest.skip("this trl has no choice")

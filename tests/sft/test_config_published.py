@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 from configurations import GOOD, PUBLISHED_BLOCK, PUBLISHED_COMMON, notes_of, written
 from tinymoe import tiny_model, tiny_tokenizer
+from trainrun import run_command
 
 from ktbridge.adapter import read_adapter
-from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
 from ktbridge.sft.config import KtConfig, TrainConfig, parse_config
 from ktbridge.sft.config.fields import options
@@ -63,12 +62,7 @@ def test_a_published_example_trains_to_an_adapter_that_converts(tmp_path):
     config = {**PUBLISHED_COMMON, **older, "kt_cpu_activation": "retain", "kt_config": newer}
     path = written(tmp_path, **{**config, "dataloader_num_workers": 0})
 
-    def command(*arguments):
-        done = CliRunner().invoke(main, list(arguments))
-        assert done.exit_code == 0, done.stderr
-        return done
-
-    trained = command("train", str(path), "--json")
+    trained = run_command("train", path, "--json")
     result = json.loads(trained.stdout)
     assert (result["rows"], result["used"], result["refused"], result["steps"]) == (10, 8, 2, 2)
     said = {note["where"].rpartition(": ")[2]: note for note in result["notes"]}
@@ -79,8 +73,7 @@ def test_a_published_example_trains_to_an_adapter_that_converts(tmp_path):
     adapter = read_adapter(raw)
     assert (adapter.layout, adapter.rank, adapter.alpha) == ("raw", 16, 32.0)
     assert adapter.expert_layers() == (1,)
-    parts = {name: str(tmp_path / name) for name in ("expert", "nonexpert", "merged")}
-    command(
-        "convert", str(raw), *(word for n, d in parts.items() for word in (f"--{n}-output-dir", d))
-    )
-    command("validate", str(raw), *parts.values(), "--base-model", str(tmp_path / "base"))
+    parts = {name: tmp_path / name for name in ("expert", "nonexpert", "merged")}
+    outputs = (word for name, place in parts.items() for word in (f"--{name}-output-dir", place))
+    run_command("convert", raw, *outputs)
+    run_command("validate", raw, *parts.values(), "--base-model", tmp_path / "base")

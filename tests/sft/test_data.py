@@ -119,47 +119,28 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path, name, text):
     assert messages_of(load_rows(settings(tmp_path / "one.json"))) == [[ASK, TELL]]
 
 
-# Beside those of tests/golden/mistakes.py, which holds their reasons as well.
-REFUSED = [
-    ({"messages": [ASK, {"role": "assistant", "content": None}]}, "an empty assistant message"),
-    ({"messages": [ASK, {**TELL, "tool_calls": [{"name": "f", "arguments": "5"}]}]}, "not a JSON object"),
-    ({"messages": [{**ASK, "tool_calls": [{"name": "f"}]}, TELL]}, "a user message with tool_calls"),
-    ({"messages": [{**ASK, "loss": True}, TELL]}, "a user message with loss: only answers"),
-    ({"messages": [ASK, {**TELL, "content": "<think>a</think>b", "reasoning": "c"}]}, "thoughts twice"),
-    ({"messages": [ASK, "yes"]}, "a message that is a str"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, TELL]},
-        "an image without a path, data URL or bytes",
-    ),
-    ({**ROW, "tools": [{"title": "f"}]}, "tools that are not a list of functions with a name"),
-    ({**ROW, "images": ["a.png"]}, "images without a place of their own: 1 for 0"),
-    ({"conversations": [{"from": "function_call", "value": "f()"}]}, "tool calls that are not JSON"),
-    ({"instruction": "say", "output": "a", "history": [["q"]]}, "history that is not a list of"),
-    ({"instruction": "say", "output": "\ud800"}, "half a character (a lone surrogate)"),
-]  # fmt: skip
-
-
 def test_a_row_that_cant_be_used_is_listed_with_its_reason(tmp_path):
-    path = write_lines(tmp_path / "rows.jsonl", [*(row for row, _ in REFUSED), ROW])
+    """For which reasons: test_messages.py."""
+    wrong = [{"messages": [{"role": f"r{n}", "content": "a"}, TELL]} for n in range(20)]
+    path = write_lines(tmp_path / "rows.jsonl", [*wrong, ROW])
     with path.open("ab") as file:
         file.write(b'{"messages": [\n{"messages": "\xff"}\n' + b"[" * 100_000 + b"\n")
     rows = load_rows(settings(path))
     assert messages_of(rows) == [[ASK, TELL]]
-    assert rows.total == len(REFUSED) + 4
-    reasons = [why for _, why in REFUSED] + [
-        "not valid JSON: Expecting value at column", "not UTF-8 text: byte 14", "not JSON that can",
+    assert rows.total == 24
+    reasons = [
+        *(f"unknown role 'r{n}'" for n in range(20)), "not valid JSON: Expecting value at column",
+        "not UTF-8 text: byte 14", "not JSON that can",
     ]  # fmt: skip
-    places = [f"{path}: line {number}" for number in range(1, rows.total + 1)]
-    del places[len(REFUSED)]
+    places = [f"{path}: line {number}" for number in (*range(1, 21), 22, 23, 24)]
     for refused, reason, where in zip(rows.refused, reasons, places, strict=True):
         assert reason in refused.why
         assert refused.where == where
     listed = [json.loads(line) for line in format_refused(rows.refused).splitlines()]
-    assert [line["row"] for line in listed[: len(REFUSED)]] == [row for row, _ in REFUSED]
+    assert [line["row"] for line in listed[:20]] == wrong
     assert listed[-2]["row"] == '{"messages": "\\xff"}'
     assert listed[-2]["why"] == rows.refused[-2].why
-    many = f"{len(REFUSED) + 3} of {rows.total} rows can't be used"
-    with pytest.raises(ProblemsError, match=many) as caught:
+    with pytest.raises(ProblemsError, match="23 of 24 rows can't be used") as caught:
         load_rows(settings(path, strict_data=True))
     assert [problem.where for problem in caught.value.problems] == places[:20]
 
@@ -408,26 +389,6 @@ def test_each_format_of_pairs_becomes_the_same_pair(tmp_path, row):
     prompt = [("s", "s"), ("u", "q\ni")]
     assert [*map(turns, pair.answers)] == [[*prompt, ("a", "b")], [*prompt, ("a", "c")]]
     assert not rows.notes
-
-
-def test_pairs_with_nothing_to_prefer_are_refused(tmp_path):
-    good = {"prompt": "q", "chosen": "b", "rejected": "c"}
-    reasons = [
-        ({**good, "chosen": "c"}, "chosen and rejected are the same"),
-        ({**good, "rejected": ""}, "no pair of answers"),
-        (ROW, "no pair of answers"),
-        ({**good, "prompt": [ASK, TELL]}, "does not end in a user message"),
-        ({**good, "chosen": [ASK, TELL]}, "chosen is not one assistant message"),
-        (
-            {"prompt": "q", "chosen": [ASK, TELL], "rejected": [ASK, {**TELL, "content": "no"}]},
-            "chosen is not one",
-        ),
-    ]  # fmt: skip
-    path = write_lines(tmp_path / "pairs.jsonl", [good, *(row for row, _ in reasons)])
-    rows = load_rows(settings(path, stage="dpo"))
-    assert len(rows.rows) == 1
-    for refused, (_, why) in zip(rows.refused, reasons, strict=True):
-        assert why in refused.why
 
 
 # Tokens

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(tmp_path, base_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = [[text(number + start, 2 + number) for start in range(3)] for number in range(12)]
     return write_run(
@@ -43,7 +43,7 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def executor_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def executor_here(monkeypatch):
     allow_on_cpu(monkeypatch.setattr)
 
 
@@ -53,9 +53,7 @@ def train(*overrides: str, **options: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("executor_here")
-def test_deferring_the_optimizer_changes_no_bit(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deferring_the_optimizer_changes_no_bit(run_dir, monkeypatch):
     made: list[int] = []
     make = optimizer._Update.make
 
@@ -81,7 +79,7 @@ def test_deferring_the_optimizer_changes_no_bit(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("executor_here")
-def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path) -> None:
+def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir):
     notes: list[Any] = []
     found = {}
     for experts in ("cpu", "stream", "resident"):
@@ -99,9 +97,7 @@ def test_experts_of_the_gpu_executor_learn_as_the_kernels_do(run_dir: Path) -> N
 
 
 @pytest.mark.slow
-def test_measuring_leaves_no_trace_in_the_run(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measuring_leaves_no_trace_in_the_run(run_dir, monkeypatch):
     measured = expert_device._measure
     allow_on_cpu(monkeypatch.setattr)
     more = ("kt_experts=stream", "lora_dropout=0.1", "max_steps=3", "save_steps=0")
@@ -114,7 +110,7 @@ def test_measuring_leaves_no_trace_in_the_run(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("executor_here", "run_dir")
-def test_memory_that_nothing_fits_is_not_measured_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_nothing_fits_is_not_measured_in(monkeypatch):
     allow_on_cpu(monkeypatch.setattr, free=1000)
     monkeypatch.setattr(expert_device, "_measure", lambda *_: pytest.fail("measured"))
     with pytest.raises(UsageError, match="are left for them"):
@@ -132,7 +128,7 @@ def test_memory_that_nothing_fits_is_not_measured_in(monkeypatch: pytest.MonkeyP
     assert longer.tokens_per_pass == result.tokens_per_pass
 
 
-def test_what_was_given_back_is_not_taken_again() -> None:
+def test_what_was_given_back_is_not_taken_again():
     sizes = ExpertSizes(6, 8, 2, 64, 32, 4, 8 * 6 * 64 * 32)
     limits = MemoryBudget(10**7, 100, 100, 64, 256)
     cuts, costs = [StepSplit(256, (256,))], some_costs()
@@ -156,7 +152,7 @@ def test_what_was_given_back_is_not_taken_again() -> None:
 
 
 @pytest.mark.usefixtures("run_dir")
-def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
     from ktbridge.sft import train as recipe
 
     with monkeypatch.context() as patch:  # before a byte of weights is read
@@ -175,7 +171,7 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch: pytest.MonkeyPatch
 )  # fmt: skip
 def test_no_placement_takes_more_than_there_is(
     layers, experts, size, lora_rank, free, token, longest, count, mode
-):  # type: ignore[no-untyped-def]
+):
     """And more memory is never slower."""
     stored = experts * 6 * size * 32
     sizes = ExpertSizes(layers, experts, min(experts, 8), 32, size, lora_rank, stored)

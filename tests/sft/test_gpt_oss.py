@@ -30,7 +30,7 @@ IDS = torch.arange(3, 23)[None]
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def tuned(tmp_path_factory):
     """A directory with a base in MXFP4 and a raw adapter of all that can have LoRA; the base in float32."""
     path = tmp_path_factory.mktemp("gpt_oss")
     exact = reference("gpt_oss", path / "base")
@@ -52,9 +52,7 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.slow
 @quiet
-def test_training_learns_and_gate_and_up_stay_apart(
-    tuned: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_training_learns_and_gate_and_up_stay_apart(tuned, tmp_path):
     rows = [conversation(*row) for row in ROWS]
     sizes = {"per_device_train_batch_size": 3, "max_steps": 16, "learning_rate": 0.05}
     run = write_run(tmp_path, tuned[0] / "base", rows, **sizes)
@@ -69,9 +67,7 @@ def test_training_learns_and_gate_and_up_stay_apart(
 
 
 @quiet
-def test_an_engine_that_computes_it_otherwise_is_named_and_gguf_has_it_all(
-    tuned: tuple[Path, Any],
-) -> None:
+def test_an_engine_that_computes_it_otherwise_is_named_and_gguf_has_it_all(tuned):
     path, _ = tuned
     refused = ktbridge("validate", path / "raw", "--base-model", path / "base", "--engine",
                        "sglang-kt==0.7.2")  # fmt: skip
@@ -89,7 +85,7 @@ def test_an_engine_that_computes_it_otherwise_is_named_and_gguf_has_it_all(
 
 
 @pytest.fixture
-def dequantize(monkeypatch: pytest.MonkeyPatch) -> Any:
+def dequantize(monkeypatch):
     """scripts/dequantize_checkpoint.py as a command in this process."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
     script = importlib.import_module("dequantize_checkpoint")
@@ -97,9 +93,7 @@ def dequantize(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @quiet
-def test_refused_into_mxfp4_and_merged_as_the_refusal_says(
-    tuned: tuple[Path, Any], dequantize: Any
-) -> None:
+def test_refused_into_mxfp4_and_merged_as_the_refusal_says(tuned, dequantize):
     path, exact = tuned
     base, bf16 = path / "base", path / "bf16"
     refused = ktbridge("merge", path / "raw", "--base-model", base, "--output", path / "none")
@@ -133,7 +127,7 @@ def test_refused_into_mxfp4_and_merged_as_the_refusal_says(
 
 
 @quiet
-def test_mxfp4_that_holds_no_number_is_refused(tmp_path: Path, dequantize: Any) -> None:
+def test_mxfp4_that_holds_no_number_is_refused(tmp_path, dequantize):
     reference("gpt_oss", tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
     tensors = {name: value.clone() for name, value in load_file(file).items()}

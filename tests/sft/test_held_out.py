@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from trainrun import (
     DPO,
     conversation,
     log_of,
     pair,
     quiet,
+    run_command,
     text,
     train,
     weights,
@@ -28,7 +28,6 @@ from trainrun import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ktbridge.adapter import read_adapter, validate_adapter
-from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import load_config
 from ktbridge.sft.data import fingerprint_rows, load_rows
@@ -45,7 +44,7 @@ OVERFITS = (
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(tmp_path, base_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows, pairs = [], []
     for number in range(12):
@@ -100,9 +99,7 @@ def base_loss(run_dir: Path, base_dir: Path) -> float:
 
 @pytest.mark.slow
 @quiet
-def test_the_loss_is_exact_however_rows_go_and_training_takes_no_notice(
-    run_dir: Path, base_dir: Path
-) -> None:
+def test_the_loss_is_exact_however_rows_go_and_training_takes_no_notice(run_dir, base_dir):
     train(run_dir, "output_dir=plain")
     first = []
     for name, steps, *overrides in (
@@ -130,7 +127,7 @@ def test_the_loss_is_exact_however_rows_go_and_training_takes_no_notice(
 
 @pytest.mark.slow
 @quiet
-def test_pairs_are_measured_one_by_one(run_dir: Path, base_dir: Path) -> None:
+def test_pairs_are_measured_one_by_one(run_dir, base_dir):
     """With ``pref_ftx``, whose chosen answers' tokens weigh alike however pairs go through the model."""
     own = (*DPO, "pref_ftx=0.5")
     train(run_dir, *own, "output_dir=plain")
@@ -150,9 +147,7 @@ def test_pairs_are_measured_one_by_one(run_dir: Path, base_dir: Path) -> None:
 
 @pytest.mark.slow
 @quiet
-def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_best(
-    run_dir: Path,
-) -> None:
+def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_best(run_dir):
     options = (*OVERFITS, BEST, "early_stopping_steps=3", "logging_steps=2")
     whole = train(run_dir, *options, "output_dir=whole")
     assert whole.held_out.ended_early
@@ -204,7 +199,7 @@ def test_killed_while_it_evaluates_a_run_goes_on_to_the_same_bits_and_the_same_b
 
 @pytest.mark.slow
 @quiet
-def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir: Path) -> None:
+def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir):
     every = ("save_total_limit=5", "save_steps=1", "save_only_model=true")
     options = (*OVERFITS, "max_steps=5", BEST, *every)
     best = train(run_dir, *options, "output_dir=whole").held_out.best_step
@@ -227,8 +222,8 @@ def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir: Path
 @pytest.mark.slow
 @quiet
 def test_memory_that_is_too_small_makes_micro_batches_of_an_evaluation_smaller(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run_dir, monkeypatch
+):
     from ktbridge.sft.stages import SftTrainer
 
     train(run_dir, HELD, "output_dir=whole", "eval_steps=2")
@@ -257,7 +252,7 @@ def test_memory_that_is_too_small_makes_micro_batches_of_an_evaluation_smaller(
         train(run_dir, HELD, "output_dir=other")
 
 
-def test_the_split_is_by_seed_and_leaves_something_to_train_on(run_dir: Path) -> None:
+def test_the_split_is_by_seed_and_leaves_something_to_train_on(run_dir):
     def rows(*overrides: str) -> Any:
         return load_rows(load_config(run_dir / "run.yaml", overrides))
 
@@ -279,7 +274,7 @@ def test_the_split_is_by_seed_and_leaves_something_to_train_on(run_dir: Path) ->
         assert problem.found == f"{size} of 12 rows that can be used leaves none to train on"
 
 
-def test_a_held_out_row_that_is_trained_on_is_named(run_dir: Path) -> None:
+def test_a_held_out_row_that_is_trained_on_is_named(run_dir):
     def found(*overrides: str) -> str:
         (note,) = load_rows(load_config(run_dir / "run.yaml", overrides)).notes
         assert (note.code, note.where) == ("KTD010", "eval_dataset")
@@ -302,7 +297,7 @@ def test_a_held_out_row_that_is_trained_on_is_named(run_dir: Path) -> None:
         load_rows(load_config(run_dir / "run.yaml", ["eval_dataset=nowhere"]))
 
 
-def test_val_size_takes_rows_without_copies_and_a_run_of_before_goes_on(run_dir: Path) -> None:
+def test_val_size_takes_rows_without_copies_and_a_run_of_before_goes_on(run_dir):
     lines = [json.loads(line) for line in (run_dir / "rows.jsonl").read_text().splitlines()][:10]
     write_lines(run_dir / "rows.jsonl", lines + lines[:6])
     config = load_config(run_dir / "run.yaml", ["val_size=4"])
@@ -330,7 +325,7 @@ def test_val_size_takes_rows_without_copies_and_a_run_of_before_goes_on(run_dir:
 
 @pytest.mark.slow
 @quiet
-def test_a_run_that_unlearns_what_the_base_knew_is_told(run_dir: Path) -> None:
+def test_a_run_that_unlearns_what_the_base_knew_is_told(run_dir):
     held = [json.loads(line) for line in (run_dir / "held_pairs.jsonl").read_text().splitlines()]
     contrary = [one | {"chosen": one["rejected"], "rejected": one["chosen"]} for one in held]
     write_lines(run_dir / "contrary.jsonl", contrary)
@@ -341,12 +336,10 @@ def test_a_run_that_unlearns_what_the_base_knew_is_told(run_dir: Path) -> None:
 
 
 @quiet
-def test_the_command_shows_what_overfitting_is(run_dir: Path) -> None:
+def test_the_command_shows_what_overfitting_is(run_dir):
     def run(*overrides: str) -> Any:
         given = [*OVERFITS, "max_steps=5", *overrides]
-        done = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *given])
-        assert done.exit_code == 0, done.stderr
-        return done
+        return run_command("train", run_dir / "run.yaml", *given)
 
     assert json.loads(run("--dry-run", "--json", "eval_steps=0.5").stdout)["held_out"] == {
         "rows": 7, "rows_used": 7, "rows_cut": 0, "rows_refused": 0, "trained_tokens": 80,

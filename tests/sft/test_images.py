@@ -46,7 +46,7 @@ KINDS = (VL, "qwen3_5_moe")
 
 
 @pytest.fixture(scope="session")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bases(tmp_path_factory):
     made = tmp_path_factory.mktemp("seeing")
     return {kind: vision_base(made / kind, kind) for kind in KINDS}
 
@@ -76,9 +76,7 @@ def whys(rows: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_form_is_what_the_processor_makes(
-    kind: str, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_form_is_what_the_processor_makes(kind, bases, tmp_path, monkeypatch):
     """Tokens, their types and pixels of each spelling of the same rows are those of the model's processor."""
     base, (red, blue) = bases[kind], (square("red", 64), square("blue", 96))
     red.save(tmp_path / "red.png"), blue.save(tmp_path / "blue.png")
@@ -139,7 +137,7 @@ def huge(width: int, height: int) -> bytes:
     )
 
 
-def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_refused(bases, tmp_path):
     """A sentence for each row whose images can't be trained on; the others are used."""
     noise = Image.effect_noise((64, 64), 90).convert("RGB")
     for name, content in {
@@ -202,7 +200,7 @@ def test_refused(bases: dict[str, Path], tmp_path: Path) -> None:
             load_rows(configured(bases[VL], path, stage=stage))
 
 
-def test_pixels(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_pixels(bases, tmp_path):
     """Orientation and bounds are applied, and a file that changes or goes is named."""
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -229,9 +227,7 @@ def test_pixels(bases: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plan_counts_images_and_the_vision_tower(
-    kind: str, bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_plan_counts_images_and_the_vision_tower(kind, bases, tmp_path):
     shown = write_lines(tmp_path / "shown.jsonl", colour_rows(tmp_path, range(2), 128))
     read = write_lines(tmp_path / "read.jsonl", [row("colour?", answer="green")] * 8)
     tensors = load_file(bases[kind] / "model.safetensors")
@@ -267,9 +263,7 @@ def predicted(directory: Path, name: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "steps", "rate", "tokens"), [(VL, 66, 0.01, "auto"), ("qwen3_5_moe", 60, 0.006, 256)]
 )
-def test_learns_colours(
-    kind: str, steps: int, rate: float, tokens: Any, bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_learns_colours(kind, steps, rate, tokens, bases, tmp_path):
     """Trained on squares and rows of text, a model names other squares' colours; resumed, it is the same.
 
     ``tokens``: of a pass; where it is a number, rows of both kinds are sorted into passes.
@@ -305,9 +299,7 @@ def test_learns_colours(
         train(tmp_path, "max_steps=70", "resume_from_checkpoint=true", "overwrite_output_dir=true")
 
 
-def test_an_answer_behind_an_image_too_many_is_never_left_out_in_silence(
-    bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_answer_behind_an_image_too_many_is_never_left_out_in_silence(bases, tmp_path):
     """Where each answer has a sequence of its own, the row is refused, though its first answer would fit."""
     for side in (64, 256):
         square("red", side).save(tmp_path / f"{side}.png")
@@ -326,9 +318,7 @@ def test_an_answer_behind_an_image_too_many_is_never_left_out_in_silence(
     assert [why.partition(":")[0] for why in whys(found)] == ["images beyond cutoff_len=60"]
 
 
-def test_a_mixture_of_images_has_the_same_number_of_rows_in_the_plan(
-    bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_mixture_of_images_has_the_same_number_of_rows_in_the_plan(bases, tmp_path):
     for side in (64, 256):
         square("red", side).save(tmp_path / f"{side}.png")
     shown = [row(ASK, "256.png")] * 6 + [row(ASK, "64.png")] * 2

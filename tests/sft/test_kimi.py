@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import regex
 import torch
-from click.testing import CliRunner
 from published import MODELS, cut
-from trainrun import conversation, quiet, train, write_run
+from trainrun import conversation, quiet, run_command, train, write_run
 
 from ktbridge.adapter import read_adapter, validate_adapter
-from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
 from ktbridge.experts.load_model import SPLITS, load_tokenizer, model_class, model_config
 
@@ -88,7 +86,7 @@ def save_tokenizer(path: Path, **changes: Any) -> None:
     (path / "tokenization_kimi.py").write_text(code + "raise SystemExit('this code was run')\n")
 
 
-def test_tokens_are_those_of_tiktokens_rule(tmp_path: Path) -> None:
+def test_tokens_are_those_of_tiktokens_rule(tmp_path):
     save_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     ranks = {token: rank for rank, token in enumerate(RANKS)}
@@ -101,7 +99,7 @@ def test_tokens_are_those_of_tiktokens_rule(tmp_path: Path) -> None:
         assert tokenizer.decode(expected) == text
 
 
-def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
+def test_special_tokens_and_the_chat_template(tmp_path):
     save_tokenizer(tmp_path)
     tokenizer, base = load_tokenizer(tmp_path), len(RANKS)
     assert len(tokenizer) == base + 256
@@ -125,9 +123,7 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
         ("tokenization_kimi.py", 'pat_str = r"\\s+|\\S+"', "KTC060"),
     ],
 )
-def test_files_that_are_damaged_or_of_another_tokenizer(
-    tmp_path: Path, file: str, text: str, code: str
-) -> None:
+def test_files_that_are_damaged_or_of_another_tokenizer(tmp_path, file, text, code):
     save_tokenizer(tmp_path)
     (tmp_path / file).write_text(text)
     with pytest.raises(ProblemsError) as refused:
@@ -136,7 +132,7 @@ def test_files_that_are_damaged_or_of_another_tokenizer(
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     """Two layers of Kimi-K2 in its names, with its tokenizer and the code that nobody is to run."""
     path = tmp_path / "kimi"
     config = cut(MODELS["Kimi-K2-Instruct"]) | {"vocab_size": len(RANKS) + 256}
@@ -152,7 +148,7 @@ def base(tmp_path: Path) -> Path:
 
 
 @quiet
-def test_it_is_trained_planned_and_read_again(base: Path, tmp_path: Path) -> None:
+def test_it_is_trained_planned_and_read_again(base, tmp_path):
     rows = [conversation("Hello, world!", "nya~"), conversation("你好世界", "中文abc")]
     run = write_run(tmp_path, base, rows, num_train_epochs=2)
     train(run)
@@ -162,5 +158,4 @@ def test_it_is_trained_planned_and_read_again(base: Path, tmp_path: Path) -> Non
     assert not any(
         problem.severity == "error" for problem in validate_adapter([run / "raw"]).problems
     )
-    done = CliRunner().invoke(main, ["plan", "--no-measure", str(run / "run.yaml")])
-    assert done.exit_code == 0, done.output
+    run_command("plan", "--no-measure", run / "run.yaml")

@@ -135,18 +135,9 @@ def test_llama_factorys_entry_names_the_judgements_column(run_dir, tmp_path):
 
 
 def test_rows_and_settings_that_kto_cannot_take_are_refused(run_dir, tmp_path):
-    good = judged(1)[0]
-    bad = [
-        ({**good, "label": "perhaps"}, "a judgement that is neither true nor false: 'perhaps'"),
-        ({**good, "label": None}, "no judgement: stage kto needs kto_tag (or label), true or false"),
-        ({"messages": [{"role": "assistant", "content": "x"}], "kto_tag": True},
-         "an answer that is not to be learned, or without a prompt"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "kto_tag": True},
-         "a preference pair: stage dpo trains on it"),
-    ]  # fmt: skip
-    write_lines(tmp_path / "rows.jsonl", [*judged(6), *(row for row, _ in bad)])
+    """Reasons of single rows: test_messages.py."""
+    write_lines(tmp_path / "rows.jsonl", judged(6))
     rows = load_rows(load_config(run_dir / "run.yaml"))
-    assert [item.why for item in rows.refused] == [why for _, why in bad]
     assert [each.good for each in rows.rows] == [False, True, True] * 2
     wrong = ["per_device_train_batch_size=1", "tokens_per_pass=100", "packing=true"]
     with pytest.raises(ProblemsError) as caught:

@@ -120,7 +120,7 @@ def fit(model: Any, path: Path, *callbacks: Any, resume: Any = None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("peft") / "base"
     tiny_model().save_pretrained(path)
     return path
@@ -134,7 +134,7 @@ def loaded_from(base: Path) -> Any:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_whatever_comes_first_the_expert_lora_is_trained_and_nothing_but_lora(order: Any) -> None:
+def test_whatever_comes_first_the_expert_lora_is_trained_and_nothing_but_lora(order):
     model = order()
     found = trainable_parameters(model)
     attention = 0 if order is alone else ATTENTION
@@ -152,9 +152,7 @@ def test_whatever_comes_first_the_expert_lora_is_trained_and_nothing_but_lora(or
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:target_parameters=.* were set but no parameter:RuntimeWarning")
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "gate_proj", "up_proj", "down_proj")])
-def test_any_targets_will_do_after_wrapping_and_leave_a_valid_adapter(
-    targets: Any, base: Path, tmp_path: Path
-) -> None:
+def test_any_targets_will_do_after_wrapping_and_leave_a_valid_adapter(targets, base, tmp_path):
     model = train(peft_last(loaded_from(base), targets=targets))
     assert was_trained(model)
     save_raw_adapter(model, tmp_path / "raw")
@@ -165,7 +163,7 @@ def test_any_targets_will_do_after_wrapping_and_leave_a_valid_adapter(
     assert (logits(again) - logits(model)).norm() < 0.05 * effect
 
 
-def test_trl_trains_both_halves_in_both_ways(tmp_path: Path) -> None:
+def test_trl_trains_both_halves_in_both_ways(tmp_path):
     conversation = [
         {"role": "user", "content": "hello who are you"},
         {"role": "assistant", "content": "i am a cat model"},
@@ -188,7 +186,7 @@ def test_trl_trains_both_halves_in_both_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trls_dpo_has_the_base_for_its_reference_and_resumes(tmp_path: Path) -> None:
+def test_trls_dpo_has_the_base_for_its_reference_and_resumes(tmp_path):
     """Its reference is a second PEFT adapter, with which the expert LoRA must be off, recomputed or not."""
     row = {
         "prompt": [{"role": "user", "content": "hello who are you"}],
@@ -220,7 +218,7 @@ def test_trls_dpo_has_the_base_for_its_reference_and_resumes(tmp_path: Path) -> 
     assert again[-1]["loss"] == first[-1]["loss"]
 
 
-def test_accelerate_trains_saves_and_restores(tmp_path: Path) -> None:
+def test_accelerate_trains_saves_and_restores(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = peft_last().train()
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -249,7 +247,7 @@ def froze_everything_but_pefts(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_frozen_expert_lora_is_refused_unless_it_is_meant(tmp_path: Path) -> None:
+def test_a_frozen_expert_lora_is_refused_unless_it_is_meant(tmp_path):
     made = get_peft_model(prepare_model_for_kbit_training(alone()), lora())
     by_hand = peft_first()
     froze_everything_but_pefts(by_hand)
@@ -276,7 +274,7 @@ def test_a_frozen_expert_lora_is_refused_unless_it_is_meant(tmp_path: Path) -> N
 
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_without_the_expert_lora_is_refused(fused: bool) -> None:
+def test_an_optimizer_without_the_expert_lora_is_refused(fused):
     model = get_peft_model(tiny_model(), lora())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=fused)
     wrap_experts(model)
@@ -302,9 +300,7 @@ def test_an_optimizer_without_the_expert_lora_is_refused(fused: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [peft_last, peft_first])
-def test_a_trainers_checkpoints_have_both_halves_and_resume_bit_by_bit(
-    order: Any, tmp_path: Path
-) -> None:
+def test_a_trainers_checkpoints_have_both_halves_and_resume_bit_by_bit(order, tmp_path):
     torch.manual_seed(0)
     whole = order()
     fit(whole, tmp_path / "run", RawAdapterCallback("some/base"))
@@ -328,7 +324,7 @@ def test_a_trainers_checkpoints_have_both_halves_and_resume_bit_by_bit(
             fit(order(), tmp_path / "on", resume=tmp_path / "plain" / "checkpoint-2")
 
 
-def test_what_peft_saves_peft_loads(tmp_path: Path) -> None:
+def test_what_peft_saves_peft_loads(tmp_path):
     model = train(peft_first())
     model.save_pretrained(tmp_path / "peft")
     loaded = PeftModel.from_pretrained(alone(), tmp_path / "peft")
@@ -350,7 +346,7 @@ def test_what_peft_saves_peft_loads(tmp_path: Path) -> None:
         other.load_adapter(tmp_path / "peft", "second")
 
 
-def test_what_could_not_be_saved_is_said_and_by_the_callback_at_the_start(tmp_path: Path) -> None:
+def test_what_could_not_be_saved_is_said_and_by_the_callback_at_the_start(tmp_path):
     occupied = tmp_path / "occupied"
     occupied.mkdir()
     (occupied / "notes.txt").write_text("mine")
@@ -379,7 +375,7 @@ def test_what_could_not_be_saved_is_said_and_by_the_callback_at_the_start(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* has the expert LoRA alone")
-def test_without_peft_a_raw_adapter_is_saved_and_it_is_said(base: Path, tmp_path: Path) -> None:
+def test_without_peft_a_raw_adapter_is_saved_and_it_is_said(base, tmp_path):
     model = alone(loaded_from(base))
     trainer = fit(model, tmp_path / "run")
     trainer.save_model()  # into a directory that holds the checkpoints
@@ -402,7 +398,7 @@ def test_without_peft_a_raw_adapter_is_saved_and_it_is_said(base: Path, tmp_path
 
 @pytest.mark.quick("peft_first")
 @pytest.mark.parametrize("order", [peft_last, peft_first])
-def test_pefts_switch_turns_the_expert_lora_off_with_its_own(order: Any) -> None:
+def test_pefts_switch_turns_the_expert_lora_off_with_its_own(order):
     base = logits(wrap_experts(tiny_model(), lora_rank=0))
     model = train(order())
     tuned = logits(model)
@@ -421,7 +417,7 @@ def test_pefts_switch_turns_the_expert_lora_off_with_its_own(order: Any) -> None
 @pytest.mark.quick("peft_last")
 @pytest.mark.filterwarnings("ignore:Adapter second was active which is now deleted:UserWarning")
 @pytest.mark.parametrize("order", [peft_last, peft_first])
-def test_the_expert_lora_goes_with_the_adapter_that_came_first(order: Any, tmp_path: Path) -> None:
+def test_the_expert_lora_goes_with_the_adapter_that_came_first(order, tmp_path):
     model = train(order())
     base, tuned = logits(wrap_experts(tiny_model(), lora_rank=0)), logits(model)
     model.add_adapter("second", lora())
@@ -440,7 +436,7 @@ def test_the_expert_lora_goes_with_the_adapter_that_came_first(order: Any, tmp_p
     assert len(read_adapter(tmp_path / "raw").nonexpert_keys()) == 8
 
 
-def test_an_adapter_may_have_any_name(tmp_path: Path) -> None:
+def test_an_adapter_may_have_any_name(tmp_path):
     for number, wrapped in enumerate((True, False)):
         model = get_peft_model(alone() if wrapped else tiny_model(), lora(), adapter_name="neko")
         model = train(model if wrapped else wrap_experts(model))
@@ -451,9 +447,7 @@ def test_an_adapter_may_have_any_name(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Already unmerged:UserWarning")
 @pytest.mark.parametrize("order", [peft_last, peft_first])
-def test_what_would_leave_the_expert_lora_behind_is_refused_before_anything_is_done(
-    order: Any,
-) -> None:
+def test_what_would_leave_the_expert_lora_behind_is_refused_before_anything_is_done(order):
     model = train(order())
     tuned = logits(model)
     for method in ("merge_and_unload", "unload"):
@@ -472,9 +466,7 @@ def test_what_would_leave_the_expert_lora_behind_is_refused_before_anything_is_d
 
 @pytest.mark.quick("True")
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_raw_adapter_is_put_on_a_model_to_run_and_to_train_on(
-    mapped: bool, base: Path, tmp_path: Path
-) -> None:
+def test_a_raw_adapter_is_put_on_a_model_to_run_and_to_train_on(mapped, base, tmp_path):
     def load() -> Any:
         return load_for_kernels(str(base)) if mapped else loaded_from(base)
 
@@ -497,9 +489,7 @@ def test_a_raw_adapter_is_put_on_a_model_to_run_and_to_train_on(
     assert validate_adapter([tmp_path / "further"], base_model=base).ok
 
 
-def test_half_an_adapter_is_loaded_as_it_is_and_what_does_not_fit_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_half_an_adapter_is_loaded_as_it_is_and_what_does_not_fit_is_refused(tmp_path):
     attention = wrap_experts(get_peft_model(tiny_model(), lora()), lora_rank=0)
     save_raw_adapter(train(attention), tmp_path / "attention", "some/base")
     loaded = load_raw_adapter(tiny_model(), tmp_path / "attention")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from moefamilies import FAMILIES, made
@@ -19,7 +17,7 @@ NORMS = {Qwen3MoeRMSNorm: (0.0, "llama"), GptOssRMSNorm: (0.0, "gemma"),
 
 
 @pytest.fixture
-def _replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def _replaced(monkeypatch):
     """``use_liger`` takes the norms of a model on the CPU, and does as if liger-kernel were installed."""
     monkeypatch.setattr(liger, "is_installed", lambda: True)
     monkeypatch.setattr(liger, "_replace", lambda norm, formula: setattr(norm, "by", formula))
@@ -43,7 +41,7 @@ def test_all_norms_of_a_family_are_known_but_gated_ones_and_those_of_other_kinds
 
 
 @pytest.mark.usefixtures("_replaced")
-def test_what_is_not_exactly_a_known_norm_is_left() -> None:
+def test_what_is_not_exactly_a_known_norm_is_left():
     class Other(Qwen3MoeRMSNorm):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 1.01
@@ -59,7 +57,7 @@ def test_what_is_not_exactly_a_known_norm_is_left() -> None:
 
 
 @pytest.mark.parametrize("cls", NORMS)
-def test_without_a_gpu_a_replaced_norm_returns_its_own_bits(cls: Any) -> None:
+def test_without_a_gpu_a_replaced_norm_returns_its_own_bits(cls):
     norm = cls(96).bfloat16().requires_grad_(False)
     norm.weight.copy_(torch.randn(96))
     x = torch.randn(3, 96).bfloat16()

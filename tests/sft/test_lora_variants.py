@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from click.testing import CliRunner
 from moefamilies import reference
 from safetensors.torch import load_file
 from trainrun import (
@@ -15,6 +14,7 @@ from trainrun import (
     losses,
     pair,
     quiet,
+    run_command,
     train,
     write_lines,
     write_run,
@@ -22,7 +22,6 @@ from trainrun import (
 from transformers import AutoModelForCausalLM
 
 from ktbridge.adapter import convert_adapter, merge_adapter, read_adapter, validate_adapter
-from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.experts.load_model import load_mapped
 from ktbridge.sft import load_raw_adapter
@@ -99,13 +98,13 @@ def test_plan_and_dry_run_know_of_experts_without_lora(run_dir):
     with_lora, without = (
         {part["what"]: part["size"] for part in json.loads(out)["parts"]}
         for out in (
-            CliRunner().invoke(main, ["plan", path, "--json", *more]).stdout
+            run_command("plan", path, "--json", *more).stdout
             for more in (["--no-measure"], [WITHOUT])  # that these can be timed is tested, too
         )
     )
     assert with_lora.keys() - without.keys() == {"expert LoRA"}
     assert without["the adapter"] == without["non-expert LoRA"] // 8 < with_lora["the adapter"]
-    shown = CliRunner().invoke(main, ["train", path, "--dry-run", WITHOUT]).stdout
+    shown = run_command("train", path, "--dry-run", WITHOUT).stdout
     assert "none on the routed experts of 2 layers" in shown
 
 

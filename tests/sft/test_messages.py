@@ -133,39 +133,73 @@ def test_rows_of_llama_factory_v1_are_read(tmp_path):
     assert found.answers == [[ASK, DONE], [ASK, TELL]]
 
 
-REFUSED = [
-    (answer("<think>\nhm, since"), "thoughts that never end: <think> without </think>"),
-    (answer("Well. <think>\nhm, since"), "thoughts that never end"),
-    (answer("<think>a</think>b<think>c"), "thoughts that never end"),
-    (answer("Well. <think>a</think>b"), "words in front of thoughts: <think> begins an answer"),
-    (answer("<think>a</think>b<think>c</think>d"), "<think> behind an answer's words"),
-    (answer("a</think>b</think>c"), "</think> behind an answer's words"),
-    (answer("<think>\na\n</think>\n\n"), "thoughts without an answer or a tool call behind them"),
-    (answer([{"type": "reasoning", "value": " "}]), "an empty assistant message"),
-    (answer("", reasoning="a"), "thoughts without an answer or a tool call"),
-    ({"instruction": "say", "output": "<think>a"}, "thoughts that never end"),
-    ({"prompt": "say", "completion": "<think>a"}, "thoughts that never end"),
-    (turn(TELL, {**TELL, "weight": 0}), "of which only some are learned: they are one turn"),
-    (turn(CALLING, TELL), "an answer behind a tool call whose result is missing"),
-    (turn(TELL, TURN), "thoughts behind the words of the same turn"),
-    (turn({**ASK, "train": True}, TELL), "a user message with train: only answers are learned"),
-    (answer("a", loss_scale=0.3), "loss_scale 0.3: an answer is learned (1) or not (0)"),
-    (answer("a", loss_mask=[0, 1]), "loss_mask [0, 1]: an answer is learned (1) or not (0)"),
-    (answer("a", weight=0, train=True), "switches that contradict each other: weight and train"),
-    (answer("a", masked=True), "a message with masked: it may say what is learned, which weight,"),
-    (answer("a", do_train="no"), "a message with do_train: it may say"),
-    (answer("a", learnable="False"), "a message with learnable: it may say"),
-    (answer("a", train_detail=[{"train": False}]), "a message with train_detail: it may say"),
-    ({**turn(TELL), "loss_weight": 0.5}, "with loss_weight 0.5: every row counts alike"),
-    ({"instruction": "a", "output": "b", "train": False}, "with train False: every row counts"),
-    (answer([{"type": "text", "values": "a"}]), "without text: its keys are type, values"),
-    (
-        turn({"role": "asistant", "content": "a"}),
-        "the unknown role 'asistant': message 2; known are system, user, assistant, human, gpt, tool, "
-        "function, observation, tool_response, function_call, tool_call. Did you mean assistant?",
-    ),
-    (turn({"content": "a"}), "a message without the key from: message 2 has the keys content"),
-]  # fmt: skip
+PAIR = {"prompt": "q", "chosen": "b", "rejected": "c"}
+REFUSED = {
+    "sft": [
+        (answer("<think>\nhm, since"), "thoughts that never end: <think> without </think>"),
+        (answer("Well. <think>\nhm, since"), "thoughts that never end"),
+        (answer("<think>a</think>b<think>c"), "thoughts that never end"),
+        (answer("Well. <think>a</think>b"), "words in front of thoughts: <think> begins an answer"),
+        (answer("<think>a</think>b<think>c</think>d"), "<think> behind an answer's words"),
+        (answer("a</think>b</think>c"), "</think> behind an answer's words"),
+        (answer("<think>\na\n</think>\n\n"), "thoughts without an answer or a tool call behind them"),
+        (answer([{"type": "reasoning", "value": " "}]), "an empty assistant message"),
+        (answer("", reasoning="a"), "thoughts without an answer or a tool call"),
+        ({"instruction": "say", "output": "<think>a"}, "thoughts that never end"),
+        ({"prompt": "say", "completion": "<think>a"}, "thoughts that never end"),
+        (turn(TELL, {**TELL, "weight": 0}), "of which only some are learned: they are one turn"),
+        (turn(CALLING, TELL), "an answer behind a tool call whose result is missing"),
+        (turn(TELL, TURN), "thoughts behind the words of the same turn"),
+        (turn({**ASK, "train": True}, TELL), "a user message with train: only answers are learned"),
+        (answer("a", loss_scale=0.3), "loss_scale 0.3: an answer is learned (1) or not (0)"),
+        (answer("a", loss_mask=[0, 1]), "loss_mask [0, 1]: an answer is learned (1) or not (0)"),
+        (answer("a", weight=0, train=True), "switches that contradict each other: weight and train"),
+        (answer("a", masked=True), "a message with masked: it may say what is learned, which weight,"),
+        (answer("a", do_train="no"), "a message with do_train: it may say"),
+        (answer("a", learnable="False"), "a message with learnable: it may say"),
+        (answer("a", train_detail=[{"train": False}]), "a message with train_detail: it may say"),
+        ({**turn(TELL), "loss_weight": 0.5}, "with loss_weight 0.5: every row counts alike"),
+        ({"instruction": "a", "output": "b", "train": False}, "with train False: every row counts"),
+        (answer([{"type": "text", "values": "a"}]), "without text: its keys are type, values"),
+        (
+            turn({"role": "asistant", "content": "a"}),
+            "the unknown role 'asistant': message 2; known are system, user, assistant, human, gpt, tool, "
+            "function, observation, tool_response, function_call, tool_call. Did you mean assistant?",
+        ),
+        (turn({"content": "a"}), "a message without the key from: message 2 has the keys content"),
+        # Beside those of tests/golden/mistakes.py, which holds their reasons as well.
+        ({"messages": [ASK, {"role": "assistant", "content": None}]}, "an empty assistant message"),
+        ({"messages": [ASK, {**TELL, "tool_calls": [{"name": "f", "arguments": "5"}]}]}, "not a JSON object"),
+        ({"messages": [{**ASK, "tool_calls": [{"name": "f"}]}, TELL]}, "a user message with tool_calls"),
+        ({"messages": [{**ASK, "loss": True}, TELL]}, "a user message with loss: only answers"),
+        ({"messages": [ASK, {**TELL, "content": "<think>a</think>b", "reasoning": "c"}]}, "thoughts twice"),
+        ({"messages": [ASK, "yes"]}, "a message that is a str"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, TELL]},
+            "an image without a path, data URL or bytes",
+        ),
+        ({**turn(TELL), "tools": [{"title": "f"}]}, "tools that are not a list of functions with a name"),
+        ({**turn(TELL), "images": ["a.png"]}, "images without a place of their own: 1 for 0"),
+        ({"conversations": [{"from": "function_call", "value": "f()"}]}, "tool calls that are not JSON"),
+        ({"instruction": "say", "output": "a", "history": [["q"]]}, "history that is not a list of"),
+        ({"instruction": "say", "output": "\ud800"}, "half a character (a lone surrogate)"),
+    ],
+    "dpo": [
+        ({**PAIR, "chosen": "c"}, "chosen and rejected are the same"),
+        ({**PAIR, "rejected": ""}, "no pair of answers"),
+        (turn(TELL), "no pair of answers"),
+        ({**PAIR, "prompt": [ASK, TELL]}, "does not end in a user message"),
+        ({**PAIR, "chosen": [ASK, TELL]}, "chosen is not one assistant message"),
+        ({**PAIR, "chosen": [ASK, TELL], "rejected": [ASK, DONE]}, "chosen is not one"),
+    ],
+    "kto": [
+        ({**turn(TELL), "label": "perhaps"}, "a judgement that is neither true nor false: 'perhaps'"),
+        ({**turn(TELL), "label": None}, "no judgement: stage kto needs kto_tag (or label), true or"),
+        ({"messages": [TELL], "kto_tag": True}, "an answer that is not to be learned, or without a prompt"),
+        ({**PAIR, "kto_tag": True}, "a preference pair: stage dpo trains on it"),
+    ],
+}  # fmt: skip
+GOOD = {"sft": turn(TELL), "dpo": PAIR, "kto": {**turn(TELL), "kto_tag": True}}
 
 
 def test_tags_among_the_values_of_a_call_are_no_thoughts(tmp_path):
@@ -180,10 +214,11 @@ def test_tags_among_the_values_of_a_call_are_no_thoughts(tmp_path):
     assert second[1] == TURN
 
 
-def test_what_would_be_learned_as_something_else_is_refused_with_the_reason(tmp_path):
-    rows = read(tmp_path, *(row for row, _ in REFUSED), turn(TELL))
-    assert messages_of(rows) == [[ASK, TELL]]
-    for refused, (_, why) in zip(rows.refused, REFUSED, strict=True):
+@pytest.mark.parametrize("stage", REFUSED)
+def test_what_would_be_learned_as_something_else_is_refused_with_the_reason(tmp_path, stage):
+    rows = read(tmp_path, *(row for row, _ in REFUSED[stage]), GOOD[stage], stage=stage)
+    assert [row.where.rpartition(" ")[2] for row in rows.rows] == [str(len(REFUSED[stage]) + 1)]
+    for refused, (_, why) in zip(rows.refused, REFUSED[stage], strict=True):
         assert why in refused.why
 
 

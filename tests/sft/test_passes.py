@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import trainrun
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from trainrun import DPO, conversation, log_of, pair, quiet, text, write_run
+from trainrun import DPO, conversation, log_of, pair, quiet, run_command, text, write_run
 from transformers import Trainer
 from trl.trainer import dpo_trainer, sft_trainer
 
-from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft import expert_device, stages
 from ktbridge.sft.placement import pack_joined_rows, pack_padded_rows
@@ -41,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(tmp_path, base_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows, pairs = [], []
     for number in range(ROWS):
@@ -59,7 +57,7 @@ def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def train(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def train(run_dir, monkeypatch):
     """A whole run in this process: ``train(name, *overrides)``."""
     widths: list[tuple[int, ...]] = []
     for cls in set(stages.STAGES.values()):
@@ -121,9 +119,7 @@ def assert_same(found: Outcome, expected: Outcome, but: tuple[str, ...] = ()) ->
     [((), 60), (DPO, 120), ((*DPO, "pref_ftx=0.5"), 120)],
     ids=["sft", "dpo", "ftx"],
 )
-def test_passes_give_what_batches_as_spelled_do(
-    train: Any, stage: tuple[str, ...], least: int
-) -> None:
+def test_passes_give_what_batches_as_spelled_do(train, stage, least):
     """Losses, gradients' norms and all that is trained, of two epochs whose last steps are smaller."""
     spelled = {
         batch: (f"per_device_train_batch_size={batch}", f"gradient_accumulation_steps={4 // batch}")
@@ -150,7 +146,7 @@ def test_passes_give_what_batches_as_spelled_do(
 
 @pytest.mark.slow
 @quiet
-def test_packed_conversations_go_in_passes_by_themselves(train: Any) -> None:
+def test_packed_conversations_go_in_passes_by_themselves(train):
     packed = ("packing=true", "per_device_train_batch_size=1", "num_train_epochs=3")
     spelled = train("spelled", *packed)
     for tokens in (10**6, 70, 25):
@@ -165,9 +161,7 @@ def test_packed_conversations_go_in_passes_by_themselves(train: Any) -> None:
 @pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("more", [(), ("packing=true",), DPO, ("streaming=true", "max_steps=4")])
-def test_rows_are_collated_once_in_the_micro_batches_that_compute(
-    train: Any, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
-) -> None:
+def test_rows_are_collated_once_in_the_micro_batches_that_compute(train, monkeypatch, more):
     made: list[int] = []
     for cls in (sft_trainer.DataCollatorForLanguageModeling, dpo_trainer.DataCollatorForPreference):
         own = cls.torch_call
@@ -179,9 +173,7 @@ def test_rows_are_collated_once_in_the_micro_batches_that_compute(
 
 @pytest.mark.slow
 @quiet
-def test_what_began_in_batches_goes_on_in_micro_batches_and_the_other_way_round(
-    train: Any, run_dir: Path
-) -> None:
+def test_what_began_in_batches_goes_on_in_micro_batches_and_the_other_way_round(train, run_dir):
     spelled = train("spelled", "max_steps=5")
     for name, first, then in (("a", "auto", "60"), ("b", "60", "auto")):
         own = ("max_steps=5", f"output_dir={name}", f"tokens_per_pass={first}")
@@ -191,7 +183,7 @@ def test_what_began_in_batches_goes_on_in_micro_batches_and_the_other_way_round(
 
 
 @pytest.fixture
-def room_for(monkeypatch: pytest.MonkeyPatch) -> Any:
+def room_for(monkeypatch):
     """Lets losses find no memory for more tokens than it is given; returns the steps and sizes asked for."""
     calls: list[tuple[int, int]] = []
 
@@ -210,14 +202,11 @@ def room_for(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @quiet
-def test_memory_that_is_too_small_takes_fewer_rows_and_repeats_the_step(
-    train: Any, run_dir: Path, room_for: Any
-) -> None:
+def test_memory_that_is_too_small_takes_fewer_rows_and_repeats_the_step(train, run_dir, room_for):
     expected = train("whole", "max_steps=2")
     calls = room_for(50)
     command = ["train", str(run_dir / "run.yaml"), "--json", "max_steps=2", "tokens_per_pass=5000"]
-    done = CliRunner().invoke(main, command)
-    assert done.exit_code == 0, done.stderr
+    done = run_command(*command)
     # Rows of 40, 22, 20 and 18 tokens: one micro-batch; two, of which the first makes its gradients; three.
     assert [size for step, size in calls if step == 0] == [160, 40, 66, 40, 22, 40]
     assert max(size for step, size in calls if step) <= 50  # remembered
@@ -231,8 +220,8 @@ def test_memory_that_is_too_small_takes_fewer_rows_and_repeats_the_step(
 
 @quiet
 def test_experts_give_back_memory_before_rows_are_left_out_and_a_row_too_long_ends_the_run(
-    run_dir: Path, room_for: Any
-) -> None:
+    run_dir, room_for
+):
     asked: list[int] = []
 
     def shrink(_: Any, short: int) -> str:
@@ -259,8 +248,8 @@ def test_experts_give_back_memory_before_rows_are_left_out_and_a_row_too_long_en
 @quiet
 @pytest.mark.parametrize("tokens", ["", "tokens_per_pass=70"], ids=["batches", "tokens"])
 def test_a_loss_that_is_not_finite_ends_its_step_before_the_weights_change(
-    train: Any, run_dir: Path, monkeypatch: pytest.MonkeyPatch, tokens: str
-) -> None:
+    train, run_dir, monkeypatch, tokens
+):
     seen: list[tuple[int, Any]] = []
 
     def poisoned(trainer: Any, ids: torch.Tensor) -> float:
@@ -282,7 +271,7 @@ def test_a_loss_that_is_not_finite_ends_its_step_before_the_weights_change(
 
 @pytest.mark.slow
 @quiet
-def test_a_step_waits_for_its_numbers_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_its_numbers_once(make, monkeypatch):
     """A count of tokens for each batch, and batches on the GPU, would be as many waits and transfers."""
     trainer = make(max_steps=4)
     assert trainer.get_train_dataloader().device is None
@@ -317,9 +306,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
 @given(LENGTHS, st.integers(1, 120))
-def test_a_cut_has_the_fewest_passes_and_of_those_the_least_padding(
-    lengths: list[int], most: int
-) -> None:
+def test_a_cut_has_the_fewest_passes_and_of_those_the_least_padding(lengths, most):
     def cost(passes: list[list[int]]) -> tuple[int, int]:
         sizes = [max(lengths[row] for row in each) * len(each) for each in passes]
         fits = all(size <= most or len(each) == 1 for size, each in zip(sizes, passes, strict=True))
@@ -332,9 +319,7 @@ def test_a_cut_has_the_fewest_passes_and_of_those_the_least_padding(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 120))
-def test_a_fill_keeps_the_limit_and_leaves_no_two_passes_half_empty(
-    lengths: list[int], most: int
-) -> None:
+def test_a_fill_keeps_the_limit_and_leaves_no_two_passes_half_empty(lengths, most):
     found = pack_joined_rows(lengths, most)
     assert sorted(row for each in found for row in each) == list(range(len(lengths)))
     sizes = [sum(lengths[row] for row in each) for each in found]

@@ -276,6 +276,9 @@ def test_too_little_and_too_much_memory_are_told(run_yaml, made, tmp_path):
     with pytest.raises(UsageError, match=r"groups of experts of .* are left for them") as caught:
         rank_placements(setting, limits, assumed_costs(setting))
     assert "kt_gpu_memory" in caught.value.next_step
+    short = made("deepseek_v2", 16, 512, "kt_experts=resident")
+    with pytest.raises(UsageError, match=r"all experts resident .* GPU memory"):
+        rank_placements(short, limits_for(short, limit_of(short, 24 * GB)), assumed_costs(short))
     config = load_config(run_yaml, ["kt_config.kt_gpu_memory=80GB"])
     plan = plan_run(
         config, TargetMachine(24 * GB, memory=64 * GB, disk=100 * GB, cores=2), measure=False

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from expertmoe import quantize, stored_as
 from moefamilies import mxfp4_tensors
 from published import MODELS, cut
 from safetensors.torch import load_file, save_file
-from trainrun import write_run
+from trainrun import run_command, write_run
 
-from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.load_model import load_mapped, model_class, model_config
 from ktbridge.model.families import FAMILIES, UNSERVED
@@ -35,9 +33,7 @@ def written(path: Path, config: dict[str, Any]) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_the_plan_finds_as_many_weights_as_the_model_is_said_to_have(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_plan_finds_as_many_weights_as_the_model_is_said_to_have(name, tmp_path):
     model, base = MODELS[name], written(tmp_path / "base", MODELS[name].config)
     shape = read_shape(base, stub=stub_from_config(base))
     weights = shape.nonexpert_elements + shape.sparse_layers * shape.expert_elements
@@ -47,7 +43,7 @@ def test_the_plan_finds_as_many_weights_as_the_model_is_said_to_have(
 
 @pytest.mark.quick("Mixtral|30B|Next|V3$|Thinking|oss-20b|GLM-4.5$")
 @pytest.mark.parametrize("name", MODELS)
-def test_two_layers_in_published_names_and_storage(name: str, tmp_path: Path) -> None:
+def test_two_layers_in_published_names_and_storage(name, tmp_path):
     """The names are those stated for the weight index; the kernels read the experts where they are."""
     model, base = MODELS[name], written(tmp_path / "base", cut(MODELS[name]))
     cls, config = model_class(model_config(base))
@@ -76,29 +72,27 @@ def test_two_layers_in_published_names_and_storage(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "field", ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"]
 )
-def test_a_renamed_field_is_no_default(field: str, tmp_path: Path) -> None:
+def test_a_renamed_field_is_no_default(field, tmp_path):
     """transformers would take DeepSeek-V3's own sizes for Kimi-K2's, and nobody would see it."""
     config = dict(MODELS["Kimi-K2-Instruct"].config)
     config[f"{field}_new"] = config.pop(field)
     base = written(tmp_path / "base", config)
     run = write_run(tmp_path, base, [{"messages": []}])
-    done = CliRunner().invoke(main, ["plan", "--no-measure", str(run / "run.yaml")])
-    assert done.exit_code == 1
+    done = run_command("plan", "--no-measure", run / "run.yaml", code=1)
     assert field in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("model_type", sorted(UNSERVED))
-def test_what_is_not_served_is_refused_by_name(model_type: str, tmp_path: Path) -> None:
+def test_what_is_not_served_is_refused_by_name(model_type, tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_local_experts": 16}
     base = written(tmp_path / "base", {"model_type": model_type, **sizes})
     run = write_run(tmp_path, base, [{"messages": []}])
-    done = CliRunner().invoke(main, ["plan", "--no-measure", str(run / "run.yaml")])
-    assert done.exit_code == 1
+    done = run_command("plan", "--no-measure", run / "run.yaml", code=1)
     assert UNSERVED[model_type] in " ".join(done.stderr.split())
 
 
-def test_a_renamed_tensor_is_named(tmp_path: Path) -> None:
+def test_a_renamed_tensor_is_named(tmp_path):
     base = written(tmp_path / "base", cut(MODELS["dots.llm1"]))
     cls, config = model_class(model_config(base))
     cls(config).to(torch.bfloat16).save_pretrained(base)
@@ -109,7 +103,7 @@ def test_a_renamed_tensor_is_named(tmp_path: Path) -> None:
         load_mapped(base, torch.bfloat16)
 
 
-def test_the_page_of_models_has_every_row() -> None:
+def test_the_page_of_models_has_every_row():
     page = (Path(__file__).parents[2] / "docs/models.md").read_text()
     trained, refused = page.split("## Refused")
     for family in FAMILIES:

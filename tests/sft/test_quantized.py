@@ -7,16 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from findings import codes
 from planshapes import plan_run
 from safetensors.torch import load_file, save_file
 from tinymoe import tiny_model
-from trainrun import ROWS, conversation, losses, quiet, train, write_run
+from trainrun import ROWS, conversation, losses, quiet, run_command, train, write_run
 
 from ktbridge.adapter.quantize import plan_quantize
 from ktbridge.adapter.requantize import execute
-from ktbridge.cli import main
 from ktbridge.errors import ProblemsError
 from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import CACHE
@@ -65,8 +63,7 @@ def test_a_run_trains_on_what_the_script_would_make_and_makes_it_once(run_dir, s
 
     def run(*more):
         command = ["train", str(run_dir / "run.yaml"), "--json", asked, *more]
-        done = CliRunner().invoke(main, command)
-        assert done.exit_code == 0, done.stderr
+        done = run_command(*command)
         return json.loads(done.stdout)["notes"]
 
     def plan(*overrides):

@@ -17,7 +17,6 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from gpuexperts import allow_on_cpu
 from trainrun import (
     DPO,
@@ -27,6 +26,7 @@ from trainrun import (
     losses,
     pair,
     quiet,
+    run_command,
     text,
     train,
     weights,
@@ -35,7 +35,6 @@ from trainrun import (
 )
 
 from ktbridge.adapter import validate_adapter
-from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.sft.config import TrainConfig, load_config
 from ktbridge.sft.data import fingerprint_rows, load_rows
@@ -68,7 +67,7 @@ HELD = ("eval_dataset=held.jsonl", "eval_steps=3")
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir(tmp_path, base_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = [(text(n, 4, 3), text(n + 1, 4, 5)) for n in range(40)]
     judged = [
@@ -141,7 +140,7 @@ def untimed(output: Path) -> list[dict]:
     ]
 
 
-def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: Any) -> None:
+def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir, warm):
     root = run_dir / "raw.checkpoints"
     with ThreadPoolExecutor() as beside:
         status = beside.submit(killed, warm, run_dir)
@@ -153,8 +152,7 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
     (root / "checkpoint-9").mkdir()  # not whole: it is not looked at
     (root / ".partial-1" / "checkpoint-10").mkdir(parents=True)
     with terminated_after_saving(root):
-        stopped = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml")])  # as it was typed
-    assert stopped.exit_code == 130, stopped.stderr
+        stopped = run_command("train", run_dir / "run.yaml", code=130)
     for words in (f"goes on after step {step_of(earlier[-1])}", "is saved in", "the same command"):
         assert words in stopped.stderr
     assert not list(root.glob(".partial-*"))
@@ -192,8 +190,8 @@ def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir: Path, warm: 
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_every_kind_of_run_ends_in_the_same_bits_however_it_was_interrupted(
-    run: tuple[str, ...], how: str, other: str, run_dir: Path, warm: Any, monkeypatch: Any
-) -> None:
+    run, how, other, run_dir, warm, monkeypatch
+):
     """Adapter, log and counts of rows; ``other`` makes it another run, which doesn't go on."""
     if "kt_experts=stream" in run:
         allow_on_cpu(monkeypatch.setattr)
@@ -230,7 +228,7 @@ def test_every_kind_of_run_ends_in_the_same_bits_however_it_was_interrupted(
 
 
 @pytest.mark.slow
-def test_an_unfinished_run_is_never_deleted(run_dir: Path) -> None:
+def test_an_unfinished_run_is_never_deleted(run_dir):
     root, record = run_dir / "raw.checkpoints", run_dir / "raw/kt_adapter_manifest.json"
     interrupt(run_dir, 5, "max_steps=6")
     for change in ("learning_rate=1e-3", "lora_rank=2", "max_steps=8"):
@@ -257,7 +255,7 @@ def test_an_unfinished_run_is_never_deleted(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path) -> None:
+def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir):
     root = run_dir / "raw.checkpoints"
 
     def clock_set_back(step: int, steps: int) -> None:
@@ -268,7 +266,7 @@ def test_the_newest_checkpoints_are_kept_whatever_the_clock_shows(run_dir: Path)
     assert checkpoints(root) == ["checkpoint-6", "checkpoint-8"]
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir):
     """Whichever of its files is damaged; the last one stays so."""
     own = ["max_steps=6", "save_total_limit=2"]
     interrupt(run_dir, 5, *own)
@@ -284,19 +282,16 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -
     name = "trainable.safetensors"
     flip_a_bit(root / "checkpoint-4" / name)
     command = ["train", str(run_dir / "run.yaml"), *own, "--dry-run"]
-    shown = CliRunner().invoke(main, command)
-    assert shown.exit_code == 0, shown.stderr
+    shown = run_command(*command)
     assert f"checkpoint-4/{name}" in shown.stderr
     assert "goes on after step 2" in shown.stderr
     flip_a_bit(root / "checkpoint-2" / name)
-    failed = CliRunner().invoke(main, command)
-    assert (failed.exit_code, failed.stderr.count("KTC019")) == (1, 2)
-    named = CliRunner().invoke(main, [*command, f"resume_from_checkpoint={root / 'checkpoint-4'}"])
-    assert named.exit_code == 1
+    assert run_command(*command, code=1).stderr.count("KTC019") == 2
+    run_command(*command, f"resume_from_checkpoint={root / 'checkpoint-4'}", code=1)
 
 
 @pytest.mark.slow
-def test_one_run_at_a_time_trains_into_a_directory(run_dir: Path, warm: Any) -> None:
+def test_one_run_at_a_time_trains_into_a_directory(run_dir, warm):
     endless = ("max_steps=100000", "save_steps=0")
     command = ("-m", "ktbridge", "train", run_dir / "run.yaml", *endless)
     first = warm.start(*command, cwd=run_dir, KTBRIDGE_THREADS="1")
@@ -306,8 +301,7 @@ def test_one_run_at_a_time_trains_into_a_directory(run_dir: Path, warm: Any) -> 
     (run_dir / "link").symlink_to(run_dir)
     anew = ("seed=2", "resume_from_checkpoint=false")
     for overrides in ((), anew, ("output_dir=link/raw",)):  # the last: another name of the place
-        second = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *overrides])
-        assert second.exit_code == 1
+        second = run_command("train", run_dir / "run.yaml", *overrides, code=1)
         said = f"another run is writing to {run_dir / 'raw'} (process {first.pid} on"
         assert said in second.stderr
     first.kill()  # and so gives the lock up
@@ -316,12 +310,9 @@ def test_one_run_at_a_time_trains_into_a_directory(run_dir: Path, warm: Any) -> 
     assert not lock.exists()
 
 
-def test_a_run_that_has_no_room_is_refused_before_it_loads(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_has_no_room_is_refused_before_it_loads(run_dir, monkeypatch):
     wide = ["save_total_limit=100000000", "max_steps=100000000", "save_steps=1"]
-    refused = CliRunner().invoke(main, ["train", str(run_dir / "run.yaml"), *wide])
-    assert refused.exit_code == 1
+    refused = run_command("train", run_dir / "run.yaml", *wide, code=1)
     assert " free, and this run needs" in refused.stderr
     assert "checkpoints (100000000 kept and one being written) and the adapter" in refused.stderr
     assert not (run_dir / "raw.checkpoints").exists()
@@ -335,7 +326,7 @@ def test_a_run_that_has_no_room_is_refused_before_it_loads(
 
 
 @pytest.mark.slow
-def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir: Path) -> None:
+def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir):
     output, other = run_dir / "raw", run_dir / "other"
 
     def occupy(step: int, steps: int) -> None:
@@ -363,7 +354,7 @@ def test_an_adapter_that_cant_be_published_is_in_a_place_that_is_named(run_dir: 
     assert [step for step, _ in losses(output)] == [1, 2]
 
 
-def test_a_killed_data_worker_is_a_sentence(run_dir: Path) -> None:
+def test_a_killed_data_worker_is_a_sentence(run_dir):
     def kill_workers(step: int, steps: int) -> None:
         for child in multiprocessing.active_children():
             os.kill(child.pid, signal.SIGKILL)
@@ -374,7 +365,7 @@ def test_a_killed_data_worker_is_a_sentence(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_no_checkpoint(run_dir: Path) -> None:
+def test_a_full_disk_costs_no_checkpoint(run_dir):
     """Files may not grow, so that writing fails as it does without room; then there is room again."""
     root, overrides = run_dir / "raw.checkpoints", ["max_steps=6"]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -432,7 +423,7 @@ def refused(run_dir: Path, *overrides: str) -> tuple[list[str], KtbridgeError]:
     return sorted(p.where.rpartition(": ")[2] for p in caught.value.problems), caught.value
 
 
-def test_the_last_whole_checkpoint_is_gone_on_from(run_dir: Path) -> None:
+def test_the_last_whole_checkpoint_is_gone_on_from(run_dir):
     config = configured(run_dir, "resume_from_checkpoint=true")
     assert found(config) == Resumption()  # nothing to go on from
     record = record_of(config, **{NUMBER: 1})
@@ -465,7 +456,7 @@ def test_the_last_whole_checkpoint_is_gone_on_from(run_dir: Path) -> None:
     check_length(config, Resumption(place), 9)
 
 
-def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
+def test_a_continuation_must_be_of_the_same_run(run_dir):
     record = record_of(configured(run_dir))
     place = began(run_dir, record, 9)
     # Keys newer than 0.5.0 are left out at their defaults, as by a version that didn't know them; 0.6.0
@@ -518,8 +509,8 @@ def test_a_continuation_must_be_of_the_same_run(run_dir: Path) -> None:
     ],
 )
 def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rate(
-    schedule: list[str], goes_on: bool, run_dir: Path
-) -> None:
+    schedule, goes_on, run_dir
+):
     began(run_dir, record_of(configured(run_dir, *schedule)))
     longer = [*schedule, "max_steps=20"]
     if goes_on:
@@ -540,12 +531,8 @@ def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rat
     ],
 )
 def test_another_number_of_processes_goes_on_with_the_same_rows_in_a_step(
-    size: int,
-    overrides: list[str],
-    other: list[str],
-    run_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    size, overrides, other, run_dir, monkeypatch
+):
     began(run_dir, record_of(configured(run_dir)))
     for name, value in (("WORLD_SIZE", size), ("RANK", 0), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(value))

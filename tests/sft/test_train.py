@@ -11,7 +11,7 @@ import trainrun
 from click.testing import CliRunner
 from hubserver import running_hub
 from tinymoe import tiny_model, tiny_tokenizer
-from trainrun import ROWS, conversation, log_of, quiet, text, write_lines, write_run
+from trainrun import ROWS, conversation, log_of, quiet, run_command, text, write_lines, write_run
 
 from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.cli import main
@@ -126,8 +126,7 @@ def test_a_dry_run_shows_what_would_be_trained(run_dir, monkeypatch):
     assert "who are you" in pieces[0]["text"]
 
     words = [word for word in command(run_dir, "--dry-run", *given) if word != "--json"]
-    plain = CliRunner().invoke(main, words)
-    assert plain.exit_code == 0, plain.stderr
+    plain = run_command(*words)
     trained = plan["trainable"]
     for said in (
         "⟦i am a cat meow", "line 25: the last message is not the assistant's",
