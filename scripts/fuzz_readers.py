@@ -33,18 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 CORPUS = ROOT / "tests" / "fuzz" / "corpus"
 LONGEST = 8192  # bytes of an input
-NAMES = (
-    "tensors",
-    "adapter",
-    "model",
-    "directory",
-    "gguf",
-    "recipe",
-    "bench",
-    "run",
-    "request",
-    "reply",
-)
+NAMES = tuple("tensors adapter model directory gguf recipe bench run request reply".split())
 """The targets: importing the table itself before atheris would leave it without coverage."""
 
 

@@ -91,14 +91,8 @@ class Proof:
         checked = [self.raw, *self.parts.values()]
         words = ["validate", *map(str, checked), *self._against, "--json"]
         self.run("validate", words, checked, self.place / "validate.json", prints=True)
-        words = [
-            "merge",
-            str(self.raw),
-            *self._against,
-            "--output",
-            str(self.merged),
-            "--overwrite",
-        ]
+        words = ["merge", str(self.raw), *self._against, "--overwrite"]
+        words += ["--output", str(self.merged)]
         self.run("merge", words, [self.raw], self.merged)
 
     def train(self, name: str, output: Path) -> None:
@@ -139,16 +133,8 @@ class Proof:
         self, name: str, adapter: Path, parts: dict[str, Path], arms: Sequence[str]
     ) -> dict[str, Any]:
         """The embedded engine's verdict on an adapter, and its ``arms`` (NAME=MODEL) in both evaluations."""
-        server = [
-            *KTBRIDGE,
-            "serve",
-            "--engine",
-            "local",
-            *self._against,
-            "--served-model-name",
-            "smollm2",
-        ]
-        server += ["--expert-adapter", str(parts["expert"])]
+        server = [*KTBRIDGE, "serve", "--engine", "local", *self._against]
+        server += ["--served-model-name", "smollm2", "--expert-adapter", str(parts["expert"])]
         server += ["--nonexpert-adapter", f"proof={parts['nonexpert']}"]
         asked = self.verify(f"verify {name}", "smollm2:proof", adapter)
         steps = [asked]
@@ -181,13 +167,8 @@ class Proof:
 
     def vllm(self) -> dict[str, Any]:
         """The verdict of vLLM's own server on the merged checkpoint, on a CPU."""
-        server = [
-            str(VLLM),
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(self.merged),
-        ]
+        server = [str(VLLM), "-m", "vllm.entrypoints.openai.api_server"]
+        server += ["--model", str(self.merged)]
         server += ["--served-model-name", "merged", "--host", "127.0.0.1", "--enforce-eager"]
         server += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"]
         asked = self.verify("verify vllm", "merged", self.raw)
@@ -196,13 +177,8 @@ class Proof:
     def sglang(self, python: Path) -> dict[str, Any]:
         """The verdict of SGLang-KT on the adapter, launched by ktbridge with the engine of ``python``."""
         server = [*KTBRIDGE, "serve", "--engine", "sglang", "--engine-python", str(python)]
-        server += [
-            *self._against,
-            "--served-model-name",
-            "smollm2",
-            "--adapter",
-            f"proof={self.raw}",
-        ]
+        server += [*self._against, "--served-model-name", "smollm2"]
+        server += ["--adapter", f"proof={self.raw}"]
         server += ["--timeout", "400", "--log", str(self.place / "logs" / "sglang.log")]
         asked = self.verify("verify sglang", "smollm2:proof", self.raw)
         self.steps.ask([asked], server, 400, after=SGLANG_FLAGS)

@@ -103,17 +103,8 @@ def merged(ktbridge: Path, here: Path, isa: str) -> str:
     """Merge under an instruction set ("": as the wheel does) and return the SHA-256 of the shards."""
     output = here / f"merged-{isa}"
     chosen = {"KTBRIDGE_ISA": isa} if isa else {}
-    run(
-        ktbridge,
-        "merge",
-        "raw",
-        "--base-model",
-        "base",
-        "--output",
-        output,
-        "--allow-other-base",
-        **chosen,
-    )
+    words = "merge raw --base-model base --allow-other-base --output".split()
+    run(ktbridge, *words, output, **chosen)
     data = b"".join(path.read_bytes() for path in sorted(output.glob("*.safetensors")))
     base = b"".join(path.read_bytes() for path in sorted((here / "base").glob("*.safetensors")))
     if data == base:

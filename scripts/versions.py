@@ -61,11 +61,7 @@ def resolve(python: str) -> dict[str, str]:
         subprocess.run([python, "-m", "venv", str(own)], check=True)
         pip = [
             str(own / "bin" / "python"),
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "-q",
+            *"-m pip --disable-pip-version-check install -q".split(),
         ]
         subprocess.run([*pip, *TOOLS[:1]], check=True)
         dry = ["--dry-run", "--ignore-installed", "--report", str(report), "-c", str(CPU)]

@@ -106,13 +106,8 @@ def query_gpus(what: str, gpus: int = 1) -> list[str]:
     tool = shutil.which("nvidia-smi")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     which = visible.split(",")[:gpus] if visible else [str(n) for n in range(gpus)]
-    query = [
-        tool or "",
-        "-i",
-        ",".join(which),
-        f"--query-gpu={what}",
-        "--format=csv,noheader,nounits",
-    ]
+    query = [tool or "", "-i", ",".join(which), f"--query-gpu={what}"]
+    query.append("--format=csv,noheader,nounits")
     return query if tool and _told(query) else []
 
 
