@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
@@ -231,7 +231,7 @@ async def collect_choices(job: Job, choices: int, request: Request) -> list[Whol
         job.cancel()
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def while_connected(request: Request, work: Coroutine[object, object, Result]) -> Result:
     """The result of ``work``, which is cancelled when the client has gone. Raises ClientDisconnect then."""
 
     async def hang_up() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from ktbridge.adapter.engines import (
     ENGINE,
@@ -126,6 +126,15 @@ def plan_threads(machine: Machine, method: str, model: ModelConfig, wanted: int 
     return Threads(count, pools, () if chosen == tuple(range(pools)) else chosen, reason)
 
 
+class MoreArms(TypedDict):
+    """Servers of the arms that a launch lacks: an evaluation compares base, expert and full."""
+
+    commands: dict[str, tuple[str, ...]]
+    """What starts a server for each arm."""
+    evaluate: str
+    """`ktbridge eval` with all arms."""
+
+
 @dataclass(frozen=True)
 class Conditions:
     """``layers`` that must have logged their expert LoRA, ``adapters`` that /v1/models must list."""
@@ -226,7 +235,7 @@ class Launch:
         )
 
     def _conversion(self, layout: str, *sources: AdapterSource) -> Conversion:
-        """What makes ``layout`` of the sources; its target is the source itself where that has it."""
+        """Make a ``layout`` of the sources; its target is the source itself where that has it."""
         target = cached(sources, self.facts.cache) / layout
         if len(sources) == 1 and sources[0].layout == layout:
             target = sources[0].path
@@ -351,7 +360,7 @@ class Launch:
     # --- what is said of it
 
     def reasons(self) -> Iterator[str]:
-        """Why the launch is what it is."""
+        """Yield the reasons of what was decided."""
         contract, known = contract_for(f"{ENGINE}=={self.version}")
         unknown = "" if known else " (this version was not looked at)"
         yield machine_text(self.facts)
@@ -391,11 +400,10 @@ class Launch:
             words.append('--api-key "$KTBRIDGE_API_KEY"')
         return [*lines, " ".join(words)]
 
-    def more_arms(self) -> dict[str, Any] | None:
+    def more_arms(self) -> MoreArms | None:
         """Return what to start beside this launch; None where no expert LoRA is served.
 
-        ``commands``: arm -> what starts its server; ``evaluate`` names all arms to `ktbridge eval`, which
-        compares base, expert and full. SGLang-KT applies the expert LoRA to every request, so no server with
+        SGLang-KT applies the expert LoRA to every request, so no server with
         one answers as the base; and with a merged adapter versions from 0.7.0.post4 on answer as the whole
         adapter alone. The further servers are on the ports that follow.
         """
