@@ -40,13 +40,15 @@ class Loaded:
     """What the engine made of one command line. ``error``: what it raised, "" for nothing.
 
     ``stage`` is how far it came: arguments, expert, nonexpert, done. ``arguments`` are the values that
-    its parser and validators arrived at. ``pairs`` are the tensors it would compute with, float64.
+    its parser and validators arrived at. ``model``: what it built, as the driver describes it. ``pairs`` are
+    the tensors it would compute with, float64.
     """
 
     def __init__(self, told: dict[str, Any], out: Path | None) -> None:
         self.error: str = told.get("error", "")
         self.stage: str = told["stage"]
         self.arguments: dict[str, Any] = told.get("arguments", {})
+        self.model: dict[str, Any] = told.get("model", {})
         self.pairs: Pairs = {}
         if out is None or not out.exists():
             return

@@ -42,6 +42,11 @@ LAUNCH = Subject("Launching an engine", "serve", (
     Code("KTB967", "error", "the engine version computes prompts wrongly with this attention backend: as"
          " if keys had no position",
          "use sglang-kt 0.7.0 or newer, or -- --attention-backend torch_native"),
+    Code("KTB968", "error", "the engine computes this model's positions by another base (rope_theta),"
+         " silently", "serve it with --engine local, or with vLLM"),
+    Code("KTB969", "error", "the engine doesn't tie this model's output head to its embedding, and the"
+         " checkpoint stores none: answers come from memory that nobody wrote",
+         "store the embedding as lm_head.weight, too, or serve it with --engine local or vLLM"),
 ))  # fmt: skip
 
 VERIFY = Subject("Verifying", "serve", (

@@ -32,9 +32,9 @@ class ModelConfig:
     is one routed expert's I, ``num_experts`` is E.
     ``moe_layers`` are the decoder layers with routed experts. ``layer_types`` has one entry per
     layer ("full_attention", "linear_attention", ...) if the config or the family defines them.
-    ``text`` is the text model's unmodified part of config.json, ``quantization`` what it says of quantized
-    weights; ``auto_map``: loading would run remote code; ``tied``: input and output embeddings share one
-    weight; ``architectures``: names of model classes.
+    ``text`` is the text model's unmodified part of config.json, a table within it if ``is_nested``;
+    ``quantization``: what it says of quantized weights; ``auto_map``: loading would run remote code;
+    ``tied``: input and output embeddings share one weight; ``architectures``: names of model classes.
     """
 
     path: Path
@@ -51,6 +51,7 @@ class ModelConfig:
     auto_map: bool
     tied: bool
     architectures: tuple[str, ...]
+    is_nested: bool
     text: dict[str, Any] = field(repr=False)
     quantization: dict[str, Any] = field(repr=False)
 
@@ -69,6 +70,18 @@ class ModelConfig:
         """True if layers have linear attention by a delta rule: those of Qwen3-Next, Qwen3.5, Kimi Linear."""
         keys = ("linear_conv_kernel_dim", "linear_num_value_heads", "linear_attn_config")
         return any(key in self.text for key in keys)
+
+    @property
+    def rope_base(self) -> float | None:
+        """The base of rotary positions, config.json's ``rope_theta``; None if it has none.
+
+        transformers 5 writes it into a table, or one a kind of layer, which together have no single base.
+        """
+        for table in (self.text.get("rope_parameters"), self.text.get("rope_scaling"), self.text):
+            base = table.get("rope_theta") if isinstance(table, Mapping) else None
+            if isinstance(base, int | float) and not isinstance(base, bool):
+                return float(base)
+        return None
 
     @property
     def is_moe(self) -> bool:
@@ -119,6 +132,7 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
         architectures=tuple(
             name for name in _list(config.get("architectures")) if isinstance(name, str)
         ),
+        is_nested=text is not config,
         text=text,
         quantization=quantization_of(config),
     )

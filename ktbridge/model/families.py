@@ -39,6 +39,9 @@ class Family:
     unknown. ``kt_unapplied`` are modules whose LoRA it reads and then never applies, or ends over at
     start-up, each with the last version that does so ("" for all). ``kt_rotates_since``: before that version
     it computes prompts without positions of keys, unless attention reads keys from the cache.
+    ``kt_unbased``: it takes another base of rotary positions than config.json's, and no flag can tell it.
+    ``kt_untied``: its class has an output head of its own, which stays as it was allocated where a checkpoint
+    stores none.
 
     vLLM: ``vllm_fused``: it wraps the experts as PEFT's fused ones (``is_3d_moe_weight`` of its model
     classes). Upstream SGLang: ``sglang_run``: adapters were run through its code; ``sglang_hybrid``: it knows
@@ -65,6 +68,8 @@ class Family:
     nonexpert_targets: tuple[str, ...] = ()
     kt_unapplied: Mapping[str, str] = field(default_factory=dict)
     kt_rotates_since: str = "0"
+    kt_unbased: bool = False
+    kt_untied: bool = False
     vllm_fused: bool = False
     sglang_run: bool = False
     sglang_hybrid: bool = False
@@ -117,10 +122,10 @@ def _stored(name: str, *model_types: str, **row: Any) -> Family:
 FAMILIES: tuple[Family, ...] = (
     Family(
         "Qwen2-MoE", ("qwen2_moe",), heads_split_hidden=True, kt_classes=("Qwen2MoeForCausalLM",),
-        sglang_run=True, llama_cpp="qwen2moe",
+        kt_untied=True, sglang_run=True, llama_cpp="qwen2moe",
     ),
     Family(
-        "Qwen3-MoE", ("qwen3_moe",), kt_classes=("Qwen3MoeForCausalLM",),
+        "Qwen3-MoE", ("qwen3_moe",), kt_classes=("Qwen3MoeForCausalLM",), kt_untied=True,
         nonexpert_targets=(*_ATTENTION, "mlp.gate"), kt_unapplied={"mlp.gate": _LAST_SPLIT},
         # Of the models that KT serves only this one's attention uses the fused kernel that before 0.7.0
         # rotates queries in place, and keys only on their way into the cache. Observed with 0.6.4 and triton:
@@ -129,6 +134,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "Qwen3-Next", ("qwen3_next",), gated_attention=True, kt_classes=("Qwen3NextForCausalLM",),
+        kt_untied=True,
         # No version has room for q_proj's LoRA where a gate comes with q.
         kt_unapplied={"self_attn.q_proj": ""}, llama_cpp="qwen3next",
     ),
@@ -148,12 +154,13 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_text"),
         prefix="model.language_model.", storage="fused-transposed", whole=True,
-        kt_classes=("Qwen3VLMoeForConditionalGeneration",), nonexpert_targets=_ATTENTION,
+        kt_classes=("Qwen3VLMoeForConditionalGeneration",), kt_unbased=True, nonexpert_targets=_ATTENTION,
         vllm_fused=True, sglang_run=True, llama_cpp="qwen3vlmoe",
     ),
     Family(
         "Mixtral", ("mixtral",), block="block_sparse_moe", names=_W, expert_size=_INNER,
-        heads_split_hidden=True, kt_classes=("MixtralForCausalLM",), sglang_run=True, llama_cpp="llama",
+        heads_split_hidden=True, kt_classes=("MixtralForCausalLM",),
+        kt_untied=True, sglang_run=True, llama_cpp="llama",
     ),
     Family(
         "DeepSeek", ("deepseek_v2", "deepseek_v3", "kimi_k2"), loaded_as={"kimi_k2": "deepseek_v3"},
@@ -166,20 +173,22 @@ FAMILIES: tuple[Family, ...] = (
         kt_classes=("KimiK25ForConditionalGeneration",), nonexpert_targets=_MLA, llama_cpp="deepseek2",
     ),
     Family(
-        "GLM4-MoE", ("glm4_moe",), kt_classes=("Glm4MoeForCausalLM",), nonexpert_targets=_ATTENTION,
+        "GLM4-MoE", ("glm4_moe",), kt_classes=("Glm4MoeForCausalLM",),
+        kt_untied=True, nonexpert_targets=_ATTENTION,
         sglang_run=True, sglang_fuses=("", 0), llama_cpp="glm4moe",
     ),
     Family(
         "MiniMax-M2", ("minimax_m2",), block="block_sparse_moe", names=_W, expert_size=_INNER,
-        kt_classes=("MiniMaxM2ForCausalLM",), llama_cpp="minimax-m2",
+        kt_classes=("MiniMaxM2ForCausalLM",), kt_untied=True, llama_cpp="minimax-m2",
     ),
     Family(
         "gpt-oss", ("gpt_oss",), storage="fused-interleaved", expert_size=_INNER,
-        kt_classes=("GptOssForCausalLM",), vllm_fused=True, sglang_run=True, llama_cpp="gpt-oss",
+        kt_classes=("GptOssForCausalLM",),
+        kt_untied=True, vllm_fused=True, sglang_run=True, llama_cpp="gpt-oss",
     ),
     _stored("ERNIE 4.5", "ernie4_5_moe", kt_classes=("Ernie4_5_MoeForCausalLM",)),
-    _stored("OLMoE", "olmoe", expert_size=_INNER, kt_classes=("OlmoeForCausalLM",), sglang_run=True,
-            llama_cpp="olmoe"),
+    _stored("OLMoE", "olmoe", expert_size=_INNER, kt_classes=("OlmoeForCausalLM",),
+            kt_untied=True, sglang_run=True, llama_cpp="olmoe"),
     _stored("FlexOlmo", "flex_olmo", expert_size=_INNER),
     _stored("DeepSeek-V3.2", "deepseek_v32", kt_classes=("DeepseekV32ForCausalLM",)),
     _stored("GLM-5", "glm_moe_dsa", kt_classes=("GlmMoeDsaForCausalLM",)),
@@ -196,7 +205,7 @@ FAMILIES: tuple[Family, ...] = (
     _stored("Granite-MoE", "granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa",
             block="block_sparse_moe", storage="fused", fused=("input_linear", "output_linear"),
             expert_size=_INNER, kt_classes=("GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM")),
-    _stored("AFMoE", "afmoe", kt_classes=("AfmoeForCausalLM",)),
+    _stored("AFMoE", "afmoe", kt_classes=("AfmoeForCausalLM",), kt_untied=True),
     _stored("A.X-K1", "axk1"),
     _stored("A.X-K2", "axk2"),
     _stored("Ling 2.5", "bailing_hybrid", kt_classes=("BailingMoeV2_5ForCausalLM",)),
@@ -205,7 +214,7 @@ FAMILIES: tuple[Family, ...] = (
     _stored("Kolibri", "kolibri1"),
     _stored("Flint", "flint"),
     _stored("GLM-4.5V", "glm4v_moe", "glm4v_moe_text", prefix="model.language_model.", whole=True,
-            kt_classes=("Glm4vMoeForConditionalGeneration",)),
+            kt_classes=("Glm4vMoeForConditionalGeneration",), kt_unbased=True),
     _stored("Kimi-Linear", "kimi_linear", block="block_sparse_moe", names=_W,
             kt_classes=("KimiLinearForCausalLM",)),
     _stored("Laguna", "laguna"),

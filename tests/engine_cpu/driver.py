@@ -91,7 +91,18 @@ def load_experts(args: ServerArgs, config: ModelConfig, tensors: dict[str, torch
     return scale
 
 
-def load_rest(args: ServerArgs, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> Any:
+def describe(model: torch.nn.Module) -> dict[str, Any]:
+    """The base of its rotary positions, and whether its head is its embedding."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    bases = {float(module.base) for module in named.values() if hasattr(module, "base")}
+    head = named["lm_head"]
+    tied = any(each is head for name, each in named.items() if name.endswith("embed_tokens"))
+    return {"rope_bases": sorted(bases), "tied": tied}
+
+
+def load_rest(
+    args: ServerArgs, config: ModelConfig, tensors: dict[str, torch.Tensor], told: dict[str, Any]
+) -> Any:
     """What the LoRA manager puts into the buffers of the modules that it found, and the scales."""
     without_kt = copy.copy(args)
     without_kt.kt_weight_path = None
@@ -99,6 +110,7 @@ def load_rest(args: ServerArgs, config: ModelConfig, tensors: dict[str, torch.Te
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = get_model_architecture(config)[0](config.hf_config)
+        told["model"] = describe(model)
         manager = LoRAManager(
             base_model=model,
             base_hf_config=config.hf_config,
@@ -170,7 +182,7 @@ def answer(request: dict[str, Any], told: dict[str, Any]) -> None:
             told["expert_scale"] = load_experts(args, config, tensors)
         if args.lora_paths:
             told["stage"] = "nonexpert"
-            told["scales"] = load_rest(args, config, tensors)
+            told["scales"] = load_rest(args, config, tensors, told)
         save_file(tensors, request["out"])
     told["stage"] = "done"
 

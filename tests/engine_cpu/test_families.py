@@ -14,10 +14,11 @@ from rawadapter import write_config, write_raw
 from realengine import EXPERTS, HIDDEN, INNER, LAYERS, MERGED, MODULES, RANK, SPLIT, trained
 
 from ktbridge.adapter import read_adapter, validate_adapter
+from ktbridge.model import family_of
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import convert, read_sources
 from ktbridge.serve.sglang.facts import read_installed
-from ktbridge.serve.sglang.launch import Launch
+from ktbridge.serve.sglang.launch import MODEL_OVERRIDE, Launch
 from ktbridge.serve.sglang.preflight import plan_launch
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a version starts its engine
@@ -114,6 +115,32 @@ def test_attention_and_experts_arrive(engines, tmp_path, version, model_type) ->
     for path, (a, b) in expected.items():
         np.testing.assert_array_equal(loaded.pairs[path][0], a, err_msg=path)
         np.testing.assert_array_equal(loaded.pairs[path][1], b, err_msg=path)
+
+
+BASED = {
+    **FAMILIES,
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 1, "mlp_only_layers": []}),
+}
+
+
+@pytest.mark.quick("(mixtral|qwen3_moe)-0.7.2")
+@pytest.mark.parametrize("version", [SPLIT, MERGED])
+@pytest.mark.parametrize("model_type", BASED)
+def test_positions_have_the_models_base_and_the_head_is_its_embedding_where_it_says_so(
+    engines, tmp_path, version, model_type
+) -> None:
+    """Our flag is what does it: without it the engine takes 10000, whatever config.json says."""
+    architecture, settings = BASED[model_type]
+    settings = {**settings, "rope_theta": 123456.0, "tie_word_embeddings": True}
+    family = family_of(model_type)
+    _, _, made = prepared(tmp_path, version, model_type, (architecture, settings))
+    with_it = engines(version).run(made)
+    assert with_it.model["rope_bases"] == [123456.0]
+    assert with_it.model["tied"] is not family.kt_untied
+    place = made.argv.index(MODEL_OVERRIDE)
+    without = replace(made, request=replace(made.request))
+    vars(without)["argv"] = made.argv[:place] + made.argv[place + 2 :]
+    assert engines(version).run(without).model["rope_bases"] == [10000.0]
 
 
 @pytest.mark.parametrize("version", [SPLIT, MERGED])

@@ -116,10 +116,14 @@ def _read_parser(path: str | None) -> frozenset[str] | None:
 
 @dataclass(frozen=True)
 class Weights:
-    """Sizes from a checkpoint's headers: bytes of routed experts, bytes of everything else."""
+    """Sizes from a checkpoint's headers: bytes of routed experts, bytes of everything else.
+
+    ``head``: an output head is among the latter.
+    """
 
     experts: int
     rest: int
+    head: bool = True
 
 
 def weigh(checkpoint: Checkpoint) -> Weights:
@@ -131,7 +135,7 @@ def weigh(checkpoint: Checkpoint) -> Weights:
             experts += size
         else:
             rest += size
-    return Weights(experts, rest)
+    return Weights(experts, rest, any(name.endswith("lm_head.weight") for name in checkpoint))
 
 
 def stored_format(config: Mapping[str, object]) -> str | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from ktbridge.server_api.served_names import ServedArm, adapter_name, names_adap
 METHOD_OF = {row.reads: name for name, row in METHODS.items() if row.reads}
 
 RUNNING_REQUESTS = 16
+MODEL_OVERRIDE = "--json-model-override-args"
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,19 @@ class Launch:
             grants = granting(lambda row: self.method in row.methods)
             yield problem("KTB952", contract.title, found, grants)
 
+    @property
+    def rope_override(self) -> dict[str, float]:
+        """What the engine must be told of config.json: the base of rotary positions, or {}.
+
+        Since 0.6.3 it has transformers 5, whose configurations keep that base in a table alone; most of its
+        model classes ask for ``rope_theta`` and take 10000 where there is none (Qwen3-MoE's is 1000000). Only
+        a model's own configuration can be told, not one within another.
+        """
+        model = self.facts.model
+        if model.rope_base is None or model.is_nested:
+            return {}
+        return {"rope_theta": model.rope_base}
+
     @cached_property
     def threads(self) -> Threads:
         return plan_threads(self.facts.machine, self.method, self.facts.model, self.request.threads)
@@ -315,6 +330,8 @@ class Launch:
         yield "--kt-method", self.method
         if request.trust_remote_code:
             yield ("--trust-remote-code",)
+        if self.rope_override:
+            yield MODEL_OVERRIDE, json.dumps(self.rope_override)
         yield "--kt-cpuinfer", str(threads.cpuinfer)
         yield "--kt-threadpool-count", str(threads.pools)
         if threads.nodes:
@@ -370,6 +387,11 @@ class Launch:
         given = {flag.name for flag in self.flags}
         if overridden := [name for name, *_ in self._our_flags() if name in given]:
             yield f"{', '.join(overridden)} as given after --"
+        if self.rope_override and MODEL_OVERRIDE not in given:
+            yield (
+                f"{MODEL_OVERRIDE}: the base of rotary positions, which most of the engine's model classes "
+                "don't find in a configuration of transformers 5 and then take for 10000"
+            )
         if self.has_expert:
             yield "expert LoRA: all experts on the CPU, no CUDA graphs, 2 requests or more at once"
         for conversion in self.conversions:

@@ -7,6 +7,7 @@ are refused: otherwise ``--kt-num-gpu 4`` would bypass the check.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ from ktbridge.errors import KtbridgeError, Problem, UsageError
 from ktbridge.files.sizes import size_text
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.facts import LOGGING, LaunchFacts
-from ktbridge.serve.sglang.launch import EngineFlag, Launch
+from ktbridge.serve.sglang.launch import MODEL_OVERRIDE, EngineFlag, Launch
 from ktbridge.server_api.hosts import is_loopback
 from ktbridge.server_api.served_names import check_adapter_name, check_served_name
 
@@ -78,6 +79,7 @@ def preflight(launch: Launch) -> Iterator[Problem]:
         found = "a logging configuration of its own may hide that the LoRA was loaded"
         yield problem("KTB965", LOGGING, f"is {facts.environment[LOGGING]}: {found}")
     yield from _attention(launch)
+    yield from _base_model(launch)
     converted = METHODS.get(launch.method, Method()).converted
     if converted and launch.flag("--kt-weight-path") is None:
         found = f"{launch.method} reads experts as kt-kernel's converter writes them, not the checkpoint"
@@ -324,6 +326,34 @@ def _gpu(request: SglangRequest, facts: LaunchFacts) -> Iterator[Problem]:
         found = f"everything but the routed experts takes {size_text(int(share))} on each"
         step = "spread it with a larger --tp-size"
         yield problem("KTB957", "GPU", found, f"at most 0.9 of {size_text(smallest)}", step)
+
+
+def _base_model(launch: Launch) -> Iterator[Problem]:
+    """KTB968 and KTB969: the engine would compute another model than the base, and no log shows it."""
+    model, family = launch.facts.model, launch.facts.model.family
+    config = str(launch.facts.model_path / "config.json")
+    if family is not None and family.kt_unbased and model.rope_base not in (None, 10000.0):
+        found = f"rope_theta is {model.rope_base:g}, and {ENGINE} takes 10000 for {family.name}"
+        yield problem("KTB968", config, found, "a base that the engine reads")
+    elif given := launch.flag(MODEL_OVERRIDE):
+        wanted = launch.rope_override
+        try:
+            told = json.loads(given.value)
+        except ValueError:
+            told = {}  # the engine ends with its own words
+        missing = {key: value for key, value in wanted.items() if key not in told}
+        if missing:
+            found = f"{given} has no rope_theta, which most of the engine's model classes take for 10000 then"
+            whole = (
+                json.dumps({**told, **missing}) if isinstance(told, dict) else json.dumps(missing)
+            )
+            yield problem(
+                "KTB968", MODEL_OVERRIDE, found, whole, f"write {MODEL_OVERRIDE} '{whole}'"
+            )
+    if family is not None and family.kt_untied and model.tied and not launch.facts.weights.head:
+        found = f"tie_word_embeddings, without an lm_head.weight in the checkpoint; {ENGINE}'s "
+        found += f"{', '.join(family.kt_classes)} has a head of its own"
+        yield problem("KTB969", config, found, "lm_head.weight in the checkpoint")
 
 
 def _attention(launch: Launch) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from launchfacts import AMX, GIB, GPUS, facts_for
+from rawadapter import write_config
 
 from ktbridge.adapter import engines
 from ktbridge.adapter.manifest import MANIFEST_FILE
@@ -388,3 +389,58 @@ def test_planning_needs_no_torch() -> None:
     code = "import ktbridge.serve.sglang.launch, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+BASE = "--json-model-override-args"
+
+
+@pytest.mark.parametrize(
+    ("config", "told", "wrong"),
+    [
+        ({"rope_theta": 1000000}, 1e6, ""),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}, 1e5, ""),
+        ({}, None, ""),  # the engine's class and transformers' have the same default then, or none
+        ({"model_type": "made_up", "rope_theta": 5e5}, 5e5, ""),
+        ({"model_type": "qwen3_vl_moe", "text_config": {"rope_theta": 5e6}}, None, "KTB968"),
+        ({"model_type": "qwen3_vl_moe", "text_config": {"rope_theta": 1e4}}, None, ""),
+        ({"model_type": "qwen3_5_moe", "text_config": {"rope_theta": 1e7}}, None, ""),
+    ],
+)
+def test_the_engine_is_told_the_base_of_positions(facts_of, tmp_path, config, told, wrong) -> None:
+    if "text_config" in config:
+        sizes = json.loads((write_config(tmp_path / "sizes") / "config.json").read_text())
+        config = config | {"text_config": {**sizes, **config["text_config"]}}
+    model = write_config(tmp_path / "base", **config)
+    made = plan_launch(SglangRequest(model=str(model)), facts_for(model, "0.7.2"))
+    assert [one[:6] for one in errors(made)] == ([wrong] if wrong else [])
+    assert (json.loads(after(made.argv, BASE)) if BASE in made.argv else None) == (
+        told and {"rope_theta": told}
+    )
+
+
+def test_an_override_of_ones_own_has_the_base_of_positions_too(tmp_path) -> None:
+    model = write_config(tmp_path / "base", rope_theta=1e6)
+
+    def made(words: dict[str, Any]) -> Launch:
+        request = SglangRequest(model=str(model), flags=(BASE, json.dumps(words)))
+        return plan_launch(request, facts_for(model, "0.7.2"))
+
+    (found,) = errors(made({"num_hidden_layers": 2}))
+    assert '{"num_hidden_layers": 2, "rope_theta": 1000000.0}' in found
+    assert errors(made({"rope_theta": 1e6, "num_hidden_layers": 2})) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tied", "head", "wrong"),
+    [
+        ("mixtral", True, False, True),
+        ("mixtral", True, True, False),
+        ("mixtral", False, False, False),
+        ("deepseek_v3", True, False, False),  # its class ties
+    ],
+)
+def test_a_head_that_nobody_wrote(tmp_path, model_type, tied, head, wrong) -> None:
+    model = write_config(tmp_path / "base", model_type, tie_word_embeddings=tied)
+    facts = facts_for(model, "0.7.2", weights=Weights(GIB, GIB, head))
+    found = errors(plan_launch(SglangRequest(model=str(model)), facts))
+    assert [one[:6] for one in found] == (["KTB969"] if wrong else [])
