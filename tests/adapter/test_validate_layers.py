@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from adapterfaults import drop, edit
-from rawadapter import random_bits, write_config
+from rawadapter import nonexpert_tensors, write_config
 from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import Tensor, convert_adapter, validate_adapter
+from ktbridge.adapter import convert_adapter, validate_adapter
 
 EIGHT = range(8)
 QV = ("self_attn.q_proj", "self_attn.v_proj")
@@ -25,29 +25,27 @@ LINEAR = [layer for layer in range(12) if layer % 4 != 3]
 def adapter(
     path: Path, modules: dict[str, Iterable[int]], experts: Iterable[int] = (), **config: Any
 ) -> Path:
-    """A serving directory with LoRA on ``modules`` (path within a layer -> layers) and experts."""
-    rng, tensors = np.random.default_rng(0), []
-
-    def add(name: str, *shape: int) -> None:
-        tensors.append(Tensor(name, "BF16", shape, random_bits(rng, shape)))
-
-    for layer in experts:
-        for projection, wide, high in (("gate", 16, 8), ("up", 16, 8), ("down", 8, 16)):
-            stem = f"model.layers.{layer}.mlp.experts.0.{projection}_proj"
-            add(f"{stem}.lora_A.weight", 4, wide)
-            add(f"{stem}.lora_B.weight", high, 4)
+    """A serving directory with LoRA on ``modules`` (path within a layer -> layers) and one expert."""
+    shapes = {"gate": (8, 16), "up": (8, 16), "down": (16, 8)}
+    of_experts = {f"mlp.experts.0.{name}_proj": shape for name, shape in shapes.items()}
+    table = nonexpert_tensors(experts, modules=of_experts, block="")
+    tensors = [replace(t, name=t.name.removeprefix("base_model.model.")) for t in table.values()]
     for module, layers in modules.items():
-        for layer in layers:
-            add(f"base_model.model.model.layers.{layer}.{module}.lora_A.weight", 4, 16)
-            add(f"base_model.model.model.layers.{layer}.{module}.lora_B.weight", 16, 4)
+        tensors += nonexpert_tensors(layers, modules={module: (16, 16)}, block="").values()
     path.mkdir()
     write_tensor_file(path / "adapter_model.safetensors", tensors, {"format": "pt"})
-    leaves = {module.rpartition(".")[2] for module in modules}
-    leaves |= {"gate_proj", "up_proj", "down_proj"} if experts else set()
+    leaves = {module.rpartition(".")[2] for module in (*modules, *(of_experts if experts else ()))}
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": sorted(leaves),
                 "base_model_name_or_path": "models/base", **config}  # fmt: skip
     (path / "adapter_config.json").write_text(json.dumps(settings))
     return path
+
+
+def model(path: Path, layers: int = 8, **sizes: Any) -> Path:
+    return write_config(
+        path / "base", num_hidden_layers=layers, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=16, **sizes,
+    )  # fmt: skip
 
 
 def found(*dirs: Path, **kwargs: Any) -> set[str]:
@@ -128,16 +126,14 @@ ONLY = [f"model.layers.{layer}.{module}" for layer in (0, 1, 2, 5) for module in
     ],
 )
 def test_layers_that_the_configuration_chose(tmp_path, layers, config, told):
-    base = write_config(tmp_path / "base", num_hidden_layers=8, num_attention_heads=1, head_dim=16,
-                        num_key_value_heads=1)  # fmt: skip
+    base = model(tmp_path)
     path = adapter(tmp_path / "n", dict.fromkeys(QV, layers), **config)
     expected = {"KTB607 error"} if told else set()
     assert found(path, base_model=base) - {"KTB106 error", "KTB117 warning"} == expected
 
 
 def test_a_source_tells_of_the_layers_that_its_output_may_lack(tmp_path):
-    base = write_config(tmp_path / "base", num_hidden_layers=8, num_attention_heads=1, head_dim=16,
-                        num_key_value_heads=1)  # fmt: skip
+    base = model(tmp_path)
     source = adapter(tmp_path / "n", dict.fromkeys(QV, (0, 1, 2, 5)), target_modules=ONLY)
     output = adapter(tmp_path / "o", dict.fromkeys(QV, (0, 1, 2, 5)))
     assert found(source, output, base_model=base) == set()
@@ -178,8 +174,7 @@ def test_only_sizes_are_checked_of_models_without_an_inventory(tmp_path, config)
     ],
 )
 def test_a_base_model_in_the_hubs_cache_is_known_by_its_name(tmp_path, name, told):
-    base = write_config(tmp_path / "base", num_hidden_layers=8, num_attention_heads=1, head_dim=16,
-                        num_key_value_heads=1)  # fmt: skip
+    base = model(tmp_path)
     path = adapter(tmp_path / "n", dict.fromkeys(QV, EIGHT), base_model_name_or_path=name)
     assert found(path, base_model=base) == ({"KTB601 warning"} if told else set())
 
@@ -237,8 +232,7 @@ def test_target_modules_that_miss_what_tensors_are_there_for(tmp_path):
 )  # fmt: skip
 def test_layers_left_out_on_purpose(tmp_path, chosen):
     """Only KT's engine needs every layer; without an engine that is a warning."""
-    base = write_config(tmp_path / "base", num_hidden_layers=4, num_experts=1, num_attention_heads=1,
-                        num_key_value_heads=1, head_dim=16)  # fmt: skip
+    base = model(tmp_path, 4, num_experts=1)
     path = adapter(tmp_path / "a", dict.fromkeys(QV, (2, 3)), (2, 3), **chosen)
 
     def said(engine):

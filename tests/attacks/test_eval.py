@@ -11,6 +11,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import yaml
 from evalruns import SMALL, stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mockserver import answering, completion
+from mockserver import JsonServer, answering, completion
 from readercommands import measured
 
 from ktbridge.errors import KtbridgeError
@@ -172,24 +173,11 @@ def test_a_runs_files_are_read_if_they_are_files(tmp_path, name, what):
 LOOPING = json.dumps(completion("meow " * 1_400_000)).encode()
 
 
-class Looping(BaseHTTPRequestHandler):
+class Looping(JsonServer):
     """A model that says the same for 7 MB, whatever is asked."""
 
-    def do_GET(self) -> None:
-        self.answer(b'{"data": [{"id": "m"}]}')
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(LOOPING)
-
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        pass
+    def respond(self, request: dict[str, Any]) -> Any:
+        return 200, {"content-type": "application/json"}, LOOPING
 
 
 def peak(*words: object) -> int:
@@ -202,8 +190,8 @@ def peak(*words: object) -> int:
 def test_huge_answers_are_cut(tmp_path):
     """16 answers of 7 MB were 0.97 GB in eval and 0.73 GB in report."""
     out = tmp_path / "out"
-    with answering(Looping) as url:
-        arm = f"base=m@{url}/v1"
+    with closing(Looping([{"id": "m"}])) as server:
+        arm = f"base=m@{server.url}"
         options = ("--limit", "16", "--concurrency", "16", "--no-judge", "--output", out)
         assert peak("eval", "--bench", SMALL, "--arm", arm, *options) < 400_000
     assert peak("report", out) < 400_000

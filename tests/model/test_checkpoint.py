@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.model import FAMILIES, expert_names, open_checkpoint, read_model_config, resolve_model
+from ktbridge.model import FAMILIES, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.locate import expert_home, module_weights
 
 QWEN3 = {
@@ -181,23 +181,6 @@ def test_resolve_model_finds_the_hub_cache(tmp_path, monkeypatch):
     model_dir(repository / "snapshots" / "abc", QWEN3, {"a": np.zeros(2, np.float32)})
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert resolve_model("org/name") == repository / "snapshots" / "abc"
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
-def test_family_rows_name_what_transformers_saves(tmp_path, model_type):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(
-        model_type, num_hidden_layers=2, hidden_size=16, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, intermediate_size=8, moe_intermediate_size=8,
-        num_experts=4, num_local_experts=4, num_experts_per_tok=2, vocab_size=32,
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
-    checkpoint, read = open_checkpoint(tmp_path / "m"), read_model_config(tmp_path / "m")
-    names = [name for layer in read.moe_layers for name in expert_names(read, layer)]
-    assert sorted(names) == sorted(name for name in checkpoint if ".experts." in name)
-    gate, _, down = expert_names(read, 0)[:3]
-    assert checkpoint.entry(gate).shape == (read.intermediate_size, read.hidden_size)
-    assert checkpoint.entry(down).shape == (read.hidden_size, read.intermediate_size)
 
 
 @pytest.mark.parametrize(

@@ -171,17 +171,3 @@ def test_drift_is_applied_with_a_warning(bench):
     assert (result.verdict, result.ok, result.looks_like) == ("applied", True, None)
     (problem,) = result.problems
     assert (problem.code, problem.severity, problem.where) == ("KTV002", "warning", result.model)
-
-
-def test_references_are_transformers_own(bench):
-    """Layer by layer with LoRA at the side, against a merged checkpoint loaded whole, both in float32."""
-    exact = bench.model.logprobs([Variant(expert=1, nonexpert=1), Variant()])
-    base = whole_logprobs(bench.base, bench.prompts, torch.float32)
-    assert max(abs(a - b) for a, b in zip(exact[1], base, strict=True)) < 1e-4
-    model = load_model(bench.base, torch.float32)
-    model.save_pretrained(bench.work / "float32")
-    merged = bench.work / "float32.merged"
-    float32 = bench.work / "float32"
-    merge_adapter(bench.adapter, base_model=float32, output=merged, allow_other_base=True)
-    full = whole_logprobs(merged, bench.prompts, torch.float32)
-    assert max(abs(a - b) for a, b in zip(exact[0], full, strict=True)) < 1e-4

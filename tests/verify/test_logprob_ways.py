@@ -81,14 +81,8 @@ class Vllm(Engine):
         if "prompt_logprobs" not in request:
             return Echo.respond(self, request)
         rows = [
-            {
-                str(token): {
-                    "logprob": logprob(prompt, n),
-                    "rank": 3,
-                    "decoded_token": self.text(token),
-                }
-            }
-            for n, token in enumerate(prompt)
+            {str(t): {"logprob": logprob(prompt, n), "rank": 3, "decoded_token": self.text(t)}}
+            for n, t in enumerate(prompt)
         ]
         return self.answer(prompt, made, logprobs=None, prompt_logprobs=[None, *rows[1:]])
 
@@ -407,46 +401,44 @@ def test_an_echo_may_end_with_what_was_generated(start):
     assert -1.0 not in answer.logprobs
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda rows: rows[1:],  # no null first
-        lambda rows: [{**row, "id": 10**6} for row in rows],
-        lambda rows: [{**row, "id": None} for row in rows],
-        lambda rows: [*rows[:2], {**rows[2], "logprob": None}, *rows[3:]],
-        lambda rows: rows[:1],
-        lambda rows: "rows",
-    ],
-)
-def test_prefill_that_tells_no_logprobs_is_not_used(start, change):
-    def alter(body):
+def with_prefill(change: Callable[[list[Any]], Any]) -> type[Engine]:
+    def alter(body: dict[str, Any]) -> None:
         if "details" in body:
             body["details"]["prefill"] = change(body["details"]["prefill"])
 
-    odd = changed(TgiWithPrefill, alter)
-    assert start(odd)[0].way == "sampled"
-    with pytest.raises(KtbridgeError, match="tgi: "):
-        start(odd, "tgi")
+    return changed(TgiWithPrefill, alter)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda values: values[1:],
-        lambda values: [*values, -1.0],
-        # No null first: as llama-cpp-python's echo has it, whose logprobs are another token's.
-        lambda values: [*values[1:], -1.0],
-        lambda values: [None, *["-1.5"] * (len(values) - 1)],
-        lambda values: [None] * len(values),
-    ],
-)
-def test_an_echo_that_is_not_of_these_tokens_is_not_used(start, change):
-    def alter(body):
+def with_echo(change: Callable[[list[Any]], Any]) -> type[Engine]:
+    def alter(body: dict[str, Any]) -> None:
         logprobs = body["choices"][0]["logprobs"]
         logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
 
-    with pytest.raises(KtbridgeError, match="echo: "):
-        start(changed(Echo, alter), "echo")
+    return changed(Echo, alter)
+
+
+@pytest.mark.parametrize(
+    ("way", "engine"),
+    [
+        ("tgi", with_prefill(lambda rows: rows[1:])),  # no null first
+        ("tgi", with_prefill(lambda rows: [{**row, "id": 10**6} for row in rows])),
+        ("tgi", with_prefill(lambda rows: [{**row, "id": None} for row in rows])),
+        ("tgi", with_prefill(lambda rows: [*rows[:2], {**rows[2], "logprob": None}, *rows[3:]])),
+        ("tgi", with_prefill(lambda rows: rows[:1])),
+        ("tgi", with_prefill(lambda rows: "rows")),
+        ("echo", with_echo(lambda values: values[1:])),
+        ("echo", with_echo(lambda values: [*values, -1.0])),
+        # No null first: as llama-cpp-python's echo has it, whose logprobs are another token's.
+        ("echo", with_echo(lambda values: [*values[1:], -1.0])),
+        ("echo", with_echo(lambda values: [None, *["-1.5"] * (len(values) - 1)])),
+        ("echo", with_echo(lambda values: [None] * len(values))),
+    ],
+)
+def test_logprobs_that_are_not_of_these_tokens_are_not_used(start, way, engine):
+    with pytest.raises(KtbridgeError, match=f"{way}: "):
+        start(engine, way)
+    if way == "tgi":
+        assert start(engine)[0].way == "sampled"
 
 
 @pytest.mark.parametrize("always", [False, True])

@@ -6,12 +6,10 @@ here is what its release gets wrong: nothing is planted but where a test says so
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from releases import run_with
 
 from ktbridge.adapter import open_adapter
 from ktbridge.verify.merge_check import check_merge
@@ -20,8 +18,6 @@ from ktbridge.verify.merge_verdict import MergeVerdict, judge_merge
 pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.timeout(900)  # a process a test, each importing torch
-TESTS = Path(__file__).parents[1]
-RELEASES = TESTS.parent / "build/peft"
 
 # base, adapter: written by the installed transformers and PEFT, or by the release that is named.
 MAKE = """
@@ -104,22 +100,10 @@ def merged_by(
     **environment: str,
 ) -> MergeVerdict:
     """Run ``code`` with packages of ``places`` before the installed ones, and judge what it wrote."""
-    paths = [RELEASES / place for place in places]
-    for path in paths:
-        if not path.is_dir():
-            pytest.skip(f"{path} is not there: make test-peft")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(out), family, sizes, settings],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (*paths, TESTS))),
-            "HF_HUB_OFFLINE": "1",
-            **environment,
-        },
-        cwd=out,  # Unsloth writes a cache there
-        capture_output=True,
-        text=True,
-    )
+    words = (out, family, sizes, settings)
+    done = run_with(
+        code, *words, places=places, cwd=out, **environment
+    )  # Unsloth writes a cache there
     assert done.returncode == 0, done.stderr[-3000:]
     adapter = open_adapter(out / "adapter", from_format, out / "base")
     return judge_merge(check_merge(out / "base", out / "merged", adapter))

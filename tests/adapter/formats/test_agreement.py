@@ -8,23 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapterfaults import edit_config
 from rawadapter import write_config, write_raw
 
 from ktbridge.adapter import Adapter, ConvertReport, convert_adapter, read_adapter
-from ktbridge.adapter.blocks import Block, as_float32
+from ktbridge.adapter.blocks import as_float32
 from ktbridge.errors import ProblemsError
 
 FORMATS = ("kt-merged", "raw", "vllm", "sglang-3d", "peft-fused", "gguf")
 Deltas = dict[str, Any]
-
-
-def change_config(path: Path, **changes: Any) -> Path:
-    """Set fields of adapter_config.json, None removes one; the manifest goes, as it has hashes."""
-    (path / "kt_adapter_manifest.json").unlink(missing_ok=True)
-    file = path / "adapter_config.json"
-    config = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    return path
 
 
 def deltas(adapter: Adapter) -> Deltas:
@@ -81,7 +73,7 @@ def equal(found: Deltas, expected: Deltas) -> None:
 @pytest.mark.parametrize(
     ("config", "options", "expert", "rest"),
     [
-        ({"lora_alpha": None}, {"lora_alpha": 16}, 4.0, 4.0),
+        ({"lora_alpha": "absent"}, {"lora_alpha": 16}, 4.0, 4.0),
         ({}, {"lora_alpha": 16}, 4.0, 2.0),
         ({"alpha_pattern": {"q_proj": 8}}, {}, 2.0, 2.0),
         ({"alpha_pattern": {"q_proj": 16}, "rank_pattern": {"v_proj": 4}}, {}, 2.0, 2.0),
@@ -96,7 +88,7 @@ def test_alpha_wherever_it_is_given(tmp_path, to, config, options, expert, rest)
         * ((rest if "self_attn" in name else expert) * (doubled if "q_proj" in name else 1))
         for name, value in deltas(read_adapter(raw)).items()
     }
-    found, report = through(change_config(raw, **config), to, **options)
+    found, report = through(edit_config(raw, **config), to, **options)
     equal(found, expected)
     overrides = [item for item in report.findings if item.code == "KTB707"]
     assert len(overrides) == (1 if options and config == {} else 0)
@@ -140,13 +132,13 @@ def test_per_expert_rslora_is_asked_about(tmp_path, to):
     """PEFT scales experts by alpha/sqrt(r) then, KT by alpha/r; peft_version without a manifest is PEFT's."""
     raw = write_raw(tmp_path / "raw", base_model=str(write_config(tmp_path / "base")))
     convert_adapter(raw, to="kt-merged", output_dir=tmp_path / "in")
-    change_config(tmp_path / "in", use_rslora=True)
+    edit_config(tmp_path / "in", use_rslora=True)
     with pytest.raises(ProblemsError) as error:
         convert_adapter(tmp_path / "in", to=to, output_dir=tmp_path / "out")
     (step,) = [item.next_step for item in error.value.problems if item.severity == "error"]
     assert "--from vllm" in step
     assert "--from kt-merged" in step
-    change_config(tmp_path / "in", peft_version="0.17.1")
+    edit_config(tmp_path / "in", peft_version="0.17.1")
     found, _ = through(tmp_path / "in", to)
     expected = {name: value * 4.0 for name, value in deltas(read_adapter(raw)).items()}
     equal(found, expected)  # 8/sqrt(4) for both halves
@@ -155,7 +147,7 @@ def test_per_expert_rslora_is_asked_about(tmp_path, to):
 def test_configurations_and_rounding_are_alike(tmp_path):
     base = write_config(tmp_path / "base")
     raw = write_raw(tmp_path / "raw", base_model=str(base), dtype="F32")
-    change_config(raw, lora_dropout=0.05, task_type="CAUSAL_LM", layers_to_transform=[1, 2])
+    edit_config(raw, lora_dropout=0.05, task_type="CAUSAL_LM", layers_to_transform=[1, 2])
     for to in FORMATS:
         out = tmp_path / f"out-{to}"
         report = convert_adapter(raw, to=to, output_dir=out, dtype="bf16")
@@ -189,23 +181,3 @@ def test_what_peft_would_take_for_experts_is_said(tmp_path):
             assert "down_proj, gate_proj: " in item.found
             assert f"can't load the {outputs} output" in item.found
             assert "--to peft-fused" in item.next_step
-
-
-def test_progress_costs_no_more_than_the_work(tmp_path, monkeypatch):
-    raw = write_raw(tmp_path / "raw", experts=100, hidden=2, inter=2, rank=1, layers=(0, 1, 2))
-    sizes = 0
-
-    def counted(block):
-        nonlocal sizes
-        sizes += 1
-        return int(np.prod(block.shape)) * 2
-
-    monkeypatch.setattr(Block, "nbytes", property(counted))
-    seen: list[tuple[int, int]] = []
-    report = convert_adapter(
-        raw, to="vllm", output_dir=tmp_path / "v", on_progress=lambda *now: seen.append(now)
-    )
-    (output,) = report.outputs
-    assert output["tensors"] == 3 * 6 * 100 + 3 * 8
-    assert seen == [(output["bytes"], output["bytes"])]  # far less than is told in one go
-    assert sizes < 20 * output["tensors"]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rawadapter import random_bits, write_config, write_raw
 
 from ktbridge.adapter import convert_adapter, read_adapter
@@ -178,20 +174,6 @@ def test_what_is_no_adapter_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"0 \.gguf files"):
         convert_adapter(tmp_path / "empty", to="raw", from_format="gguf", output_dir=tmp_path / "o")
-
-
-@settings(max_examples=150, deadline=2000)
-@given(st.lists(st.tuples(st.integers(0, 1200), st.integers(0, 255)), min_size=1, max_size=4))
-def test_damaged_headers_end_in_a_sentence(damage):
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "a.gguf"
-        llama_cpp_adapter(path, 8.0)
-        data = bytearray(path.read_bytes())
-        for place, value in damage:
-            data[place] = value
-        path.write_bytes(data)
-        with contextlib.suppress(KtbridgeError):
-            convert_adapter(path, to="raw", output_dir=Path(name) / "o", base_model="m")
 
 
 def test_an_endless_array_ends(tmp_path):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
+from releases import RELEASES, run_with
 
 from ktbridge.adapter import convert_adapter, read_adapter
 from ktbridge.adapter.blocks import as_float32
@@ -24,7 +23,6 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file
 pytestmark = pytest.mark.timeout(900)  # several processes a test, each importing torch
-RELEASES = Path(__file__).parents[3] / "build/peft"
 TOKENS = torch.arange(14).reshape(1, -1)
 # Trains nothing: random LoRA on attention and on all fused experts, saved as this release does.
 SAVE = """
@@ -70,28 +68,14 @@ with torch.no_grad():
 
 
 # PEFT 0.19.1 calls what transformers 5.23 no longer has; this is a release of its own time.
-OLDER_TRANSFORMERS = RELEASES / "transformers-5.5.4"
+OLDER_TRANSFORMERS = "transformers-5.5.4"
 
 
 def run(
-    code: str, release: str, out: Path, *, family: str = "qwen3_moe", before: Path | None = None
+    code: str, release: str, out: Path, *, family: str = "qwen3_moe", before: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """``before``: packages that go before the release's own. Skips without either."""
-    places = [place for place in (before, RELEASES / release) if place is not None]
-    for place in places:
-        if not place.is_dir():
-            pytest.skip(f"{place} is not there: make test-peft")
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, release, str(out), family],
-        # A release may bring the transformers it needs.
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, places)),
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
+    """``before``: packages that go before the release's own, which may bring the transformers it needs."""
+    return run_with(code, release, out, family, places=(*before, release), cwd=out)
 
 
 def succeeds(code: str, release: str, out: Path, **options: Any) -> None:
@@ -161,7 +145,7 @@ def test_an_older_peft_loads_ours(tmp_path):
     succeeds(SAVE, "0.18.1", tmp_path)
     assert_read_exactly(tmp_path, "peft-0.18")
     assert_loads_ours("0.20.0", tmp_path)
-    assert_loads_ours("0.19.1", tmp_path, before=OLDER_TRANSFORMERS)
+    assert_loads_ours("0.19.1", tmp_path, before=(OLDER_TRANSFORMERS,))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,15 @@ from rawadapter import write_config
 
 from ktbridge.adapter import convert_adapter, read_adapter, validate_adapter
 from ktbridge.errors import ProblemsError, UsageError
+
+
+def small_base(path: Path, family: str = "qwen3_moe", inter: int = INTER) -> Path:
+    """config.json of a base that these adapters fit."""
+    return write_config(
+        path / "base", family, hidden_size=H, num_experts=E, num_local_experts=E,
+        moe_intermediate_size=inter, intermediate_size=inter,
+    )  # fmt: skip
+
 
 STEM = "base_model.model.model.layers.4.mlp.experts"
 SIZES = {"gate": (H, INTER), "up": (H, INTER), "down": (INTER, H)}
@@ -101,8 +111,7 @@ def test_forms_of_other_trainers(tmp_path, form, family):
     """Found by themselves; each expert gets its own pair, and gpt-oss's gate and up don't take turns."""
     common, tensors = FORMS[form]
     made = stacks(**common)
-    base = write_config(tmp_path / "base", family, hidden_size=H, num_experts=E, num_local_experts=E,
-                        moe_intermediate_size=INTER, intermediate_size=INTER)  # fmt: skip
+    base = small_base(tmp_path, family)
     path = save(tmp_path / "in", {k: np.ascontiguousarray(v) for k, v in tensors(made).items()},
                 target_parameters=None, rank_pattern={"q_proj": 5})  # fmt: skip
     raw = back(path, base_model=str(base))
@@ -127,8 +136,7 @@ def packed(made: Stacks) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_megatrons_packed_form_is_asked_for(tmp_path, family):
     made = stacks(same=True)
-    base = write_config(tmp_path / "base", family, hidden_size=H, num_experts=E, num_local_experts=E,
-                        moe_intermediate_size=INTER, intermediate_size=INTER)  # fmt: skip
+    base = small_base(tmp_path, family)
     targets = [f"model.layers.4.mlp.experts.{name}" for name in ("down_proj", "gate_up_proj")]
     path = save(tmp_path / "in", packed(made), auto_mapping=None, inference_mode=True, use_rslora=False,
                 target_parameters=targets, rank_pattern={}, alpha_pattern={})  # fmt: skip
@@ -153,8 +161,7 @@ def test_megatrons_packed_form_is_asked_for(tmp_path, family):
 )  # fmt: skip
 def test_square_parameters_by_release(tmp_path, version, family, format_name):
     down = (random(E, R, H), random(E, H, R))
-    base = write_config(tmp_path / "base", family, hidden_size=H, num_experts=E, num_local_experts=E,
-                        moe_intermediate_size=H, intermediate_size=H)  # fmt: skip
+    base = small_base(tmp_path, family, H)
     tensors = peft_tensors(format_name or "peft-fused", {"down": down})
     path = save(tmp_path / "in", tensors, peft_version=version,
                 target_parameters=["mlp.experts.down_proj"])  # fmt: skip
@@ -183,9 +190,7 @@ def test_automodels_rank_of_experts(tmp_path, layout):
         {"paramwrapper_layout": layout} if "peft" in layout else {}
     )
     (path / "automodel_peft_config.json").write_text(json.dumps(own))
-    base = write_config(
-        tmp_path / "base", hidden_size=H, num_experts=E, moe_intermediate_size=INTER
-    )
+    base = small_base(tmp_path)
     if layout != "each expert":
         with pytest.raises(ProblemsError) as error:
             back(path)
@@ -198,9 +203,7 @@ def test_automodels_rank_of_experts(tmp_path, layout):
 @pytest.mark.parametrize("to", ["vllm", "raw", "sglang-3d", "kt-merged", "gguf", "peft-fused"])
 def test_experts_of_several_ranks_and_scales(tmp_path, to):
     """By PEFT's patterns: padded and folded exactly, in float32 if that is asked for, or refused."""
-    base = write_config(
-        tmp_path / "base", hidden_size=H, num_experts=E, moe_intermediate_size=INTER
-    )
+    base = small_base(tmp_path)
     ranks, tensors, pairs = {"gate": R, "up": 2 * R, "down": R}, {}, {}
     for name, (wide, high) in SIZES.items():
         rank = ranks[name]
