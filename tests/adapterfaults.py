@@ -24,21 +24,21 @@ def edit(
     """Change the tensors of a directory's file; its manifest, no longer true, goes."""
     path = directory / name
     file = open_tensor_file(path)
-    tensors = {
+    table = {
         name: Tensor(name, e.dtype, e.shape, bytes(file.tensor(name).data))
         for name, e in file.entries.items()
     }
-    change(tensors)
+    change(table)
     path.unlink()
-    write_tensor_file(path, tensors.values(), {"format": "pt"})
+    write_tensor_file(path, table.values(), {"format": "pt"})
     (directory / "kt_adapter_manifest.json").unlink(missing_ok=True)
     return directory
 
 
 def edit_config(directory: Path, **changes: Any) -> Path:
     path = directory / "adapter_config.json"
-    config = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+    fields = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in fields.items() if v != "absent"}))
     (directory / "kt_adapter_manifest.json").unlink(missing_ok=True)
     return directory
 
@@ -47,6 +47,16 @@ def edit_manifest(directory: Path, **changes: Any) -> Path:
     path = directory / "kt_adapter_manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return directory
+
+
+def config(**changes: Any) -> Callable[[Path], object]:
+    """As ``edit_config``, of a directory to come."""
+    return lambda directory: edit_config(directory, **changes)
+
+
+def tensors(*changes: Callable[[Tensors], None]) -> Callable[[Path], object]:
+    """As ``edit``, of a directory to come."""
+    return lambda directory: [edit(directory, change) for change in changes]
 
 
 def each(part: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], None]:

@@ -7,12 +7,11 @@ one); without it these tests skip. The engines themselves are the Python files o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from adapterfaults import Tensors, edit, edit_config
 from askedprocess import Asked, fetched_wheel, unpacked
 from rawadapter import write_raw
 from realengine import trained
@@ -24,7 +23,6 @@ PYTHON = "KTBRIDGE_LOADERS_PYTHON"
 HIDDEN, INNER, EXPERTS, LAYERS, RANK = 48, 40, 3, 2, 4
 PLAIN = (".py", ".json", ".pyi", ".h", ".cuh")
 Deltas = dict[str, np.ndarray]
-Damage = Callable[[Path], object]
 ATTENTION = {
     "self_attn.q_proj": (64, HIDDEN),
     "self_attn.k_proj": (32, HIDDEN),
@@ -228,18 +226,6 @@ def deltas_of(raw: Path) -> Deltas:
     """What training meant: scale * B A of each module, float64."""
     pairs = trained(read_adapter(raw))
     return {path[path.index("layers.") :]: b @ a for path, (a, b) in pairs.items()}
-
-
-def config(**changes: Any) -> Damage:
-    return lambda directory: edit_config(directory, **changes)
-
-
-def tensors(*changes: Callable[[Tensors], None]) -> Damage:
-    def damage(directory: Path) -> None:
-        for change in changes:
-            edit(directory, change)
-
-    return damage
 
 
 def outcome(found: Deltas | str, whole: Deltas) -> str:

@@ -13,7 +13,6 @@ from trainedadapters import CODES, false_alarms
 from trainrun import quiet
 
 from ktbridge.adapter import Tensor, convert_adapter, validate_adapter
-from ktbridge.adapter.checks.damage import block_count
 
 MODULES = {
     "q_proj": (64, 64), "k_proj": (16, 64), "qkv_proj": (96, 64), "mlp.gate": (16, 64),
@@ -163,20 +162,6 @@ def test_what_training_or_a_conversion_may_leave_is_no_damage(raw, case):
 def test_what_is_no_float_is_reported_as_that_alone(raw, file, part):
     edit(raw, retype(part, "I16"), f"{file}.safetensors")
     assert found(raw) == set()
-
-
-@pytest.mark.parametrize("size", [8, 12, 17, 64])
-@pytest.mark.parametrize("count", [2, 3, 4, 8])
-def test_blocks_are_those_of_chunks(size, count):
-    """torch.chunk's and FSDP's: all are of one length but the last."""
-    width = -(-size // count)
-    for start in range(0, size, width):
-        on = np.zeros(size, bool)
-        on[start : start + width] = True
-        assert block_count(on), (start, width)
-    assert block_count(np.ones(size, bool)) == 0
-    assert block_count(np.zeros(size, bool)) == 0
-    assert block_count(np.arange(size) % 2 == 0) == 0
 
 
 @pytest.mark.slow

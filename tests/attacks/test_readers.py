@@ -196,16 +196,11 @@ def gguf(fields: bytes = b"", count: int = 0, tensors: bytes = b"", number: int 
     return b"GGUF" + struct.pack("<IQQ", 3, number, count) + fields + tensors
 
 
-def tensor(*shape: int, name: bytes = b"blk.0.attn_q.weight.lora_a", offset: int = 0) -> bytes:
-    sides = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-    return text(name) + sides + struct.pack("<IQ", 0, offset)
-
-
 NESTED = text(b"x") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 3000
 
 
 def many_tensors() -> bytes:
-    each = (tensor(1, name=b"t%d" % i) for i in range(500_000))
+    each = (text(b"t%d" % i) + struct.pack("<IQIQ", 1, 1, 0, 0) for i in range(500_000))
     return gguf(number=500_000, tensors=b"".join(each))
 
 
@@ -217,11 +212,9 @@ def a_long_array() -> bytes:
     return gguf(text(b"x") + struct.pack("<IIQ", 9, 0, 8_000_000) + bytes(8_000_000), count=1)
 
 
+# Beside what tests/fuzz/corpus/gguf has: what takes memory or time where it isn't refused first.
 BAD_GGUF: dict[str, bytes | Callable[[], bytes]] = {
-    "nothing": b"",
-    "half a head": gguf()[:11],
     "2^63 tensors": gguf(number=2**63),
-    "2^63 fields": gguf(count=2**63),
     "half a million tensors": many_tensors,
     "half a million fields": many_fields,
     "a text of 2^63": gguf(struct.pack("<Q", 2**63), count=1),
@@ -230,13 +223,6 @@ BAD_GGUF: dict[str, bytes | Callable[[], bytes]] = {
     "an array of 8 million": a_long_array,
     "an array of 2^62": gguf(text(b"x") + struct.pack("<IIQ", 9, 8, 2**62), count=1),
     "2^31 dimensions": gguf(tensors=text(b"t") + struct.pack("<I", 2**31), number=1),
-    "a side of 2^63": gguf(tensors=tensor(2**63, 0), number=1),
-    "sides of 2^32": gguf(tensors=tensor(2**32, 2**32), number=1),
-    "an offset of 2^63": gguf(tensors=tensor(4, 4, offset=2**63), number=1),
-    "an offset behind the end": gguf(tensors=tensor(4, 4, offset=4096), number=1),
-    "an unknown type": gguf(text(b"x") + struct.pack("<I", 99), count=1),
-    "letters that aren't": gguf(text(b"\xff\xfe") + bytes(5), count=1),
-    "the other byte order": gguf()[:4] + struct.pack(">IQQ", 3, 2**63, 2**63),
 }
 
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 import json
 
 import pytest
-from adapterfaults import add, drop, edit_config, experts, fill, rename, swap_gate_and_up
-from loaders import (
-    EXPERTS,
-    HIDDEN,
-    RANK,
-    Refusal,
+from adapterfaults import (
+    add,
     config,
-    deltas_of,
-    make_raw,
-    outcome,
-    same,
+    drop,
+    edit_config,
+    experts,
+    fill,
+    rename,
+    swap_gate_and_up,
     tensors,
 )
+from loaders import EXPERTS, HIDDEN, RANK, Refusal, deltas_of, make_raw, outcome, same
 
 from ktbridge.adapter import convert_adapter, validate_adapter
 

@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,21 +26,17 @@ def two_parts():
     return {"gate_up": gate_up, "down": (random(E, R, INTER), random(E, H, R))}
 
 
-@pytest.mark.parametrize("format_name", ["peft-fused", "peft-0.18", "unsloth-legacy"])
-def test_the_three_formats_that_share_keys(tmp_path, format_name):
-    parts = two_parts()
-    gate_up, down = parts.values()
-    raw = back(save(tmp_path / "in", peft_tensors(format_name, parts)), from_format=format_name)
-    whole = 3.0 * gate_up[1] @ gate_up[0]
-    np.testing.assert_array_equal(delta(raw, 4, "gate"), whole[:, :INTER])
-    np.testing.assert_array_equal(delta(raw, 4, "up"), whole[:, INTER:])
-    np.testing.assert_array_equal(delta(raw, 4, "down"), 3.0 * down[1] @ down[0])
-    assert (raw.rank, raw.alpha) == (R, 6.0)
-
-
 def test_the_writer_is_found_by_shapes_and_by_marks(tmp_path):
     parts = two_parts()
-    expected = 3.0 * parts["down"][1] @ parts["down"][0]
+    expected = {name: 3.0 * b @ a for name, (a, b) in parts.items()}
+
+    def holds(path: Path) -> None:
+        raw = back(path)
+        assert (raw.rank, raw.alpha) == (R, 6.0)
+        gate_up = np.concatenate([delta(raw, 4, name) for name in ("gate", "up")], 1)
+        np.testing.assert_array_equal(gate_up, expected["gate_up"])
+        np.testing.assert_array_equal(delta(raw, 4, "down"), expected["down"])
+
     unsloth = {"auto_mapping": {"unsloth_fixed": True}}
     grouped, plain = ({"lora_B_layout": order} for order in ("grouped_by_expert", "rank_major"))
     found = {
@@ -50,11 +45,9 @@ def test_the_writer_is_found_by_shapes_and_by_marks(tmp_path):
         "unsloth-legacy": {**unsloth, **grouped},
     }
     for format_name, marks in found.items():
-        path = save(tmp_path / format_name, peft_tensors(format_name, parts), **marks)
-        np.testing.assert_array_equal(delta(back(path), 4, "down"), expected)
+        holds(save(tmp_path / format_name, peft_tensors(format_name, parts), **marks))
     now = {"auto_mapping": {"unsloth_fixed": True, **plain}}
-    newest = save(tmp_path / "newest", peft_tensors("peft-fused", parts), **now)
-    np.testing.assert_array_equal(delta(back(newest), 4, "down"), expected)
+    holds(save(tmp_path / "newest", peft_tensors("peft-fused", parts), **now))
     unmarked = save(tmp_path / "unmarked", peft_tensors("unsloth-legacy", parts), **unsloth)
     with pytest.raises(UsageError, match="ambiguous") as error:
         convert_adapter(unmarked, to="raw", output_dir=tmp_path / "out")
@@ -138,33 +131,6 @@ def test_rslora_of_other_tools_reaches_the_experts(tmp_path):
     path = save(tmp_path / "in", peft_tensors("peft-fused", parts), use_rslora=True)
     raw = back(path, from_format="peft-fused")
     assert raw.alpha / raw.rank == pytest.approx(6 / math.sqrt(R), rel=1e-15)
-
-
-def test_sglang_and_vllm_keys_and_shapes(tmp_path):
-    base = write_config(tmp_path / "base", "mixtral")
-    raw = write_raw(tmp_path / "raw", layers=(2,), base_model=str(base))
-    convert_adapter(raw, to="vllm", output_dir=tmp_path / "vllm")
-    convert_adapter(raw, to="sglang-3d", output_dir=tmp_path / "sglang")
-    source = read_adapter(raw)
-    names = {"gate": "w1", "up": "w3", "down": "w2"}
-    vllm, sglang = tmp_path / "vllm", read_adapter_tensors(tmp_path / "sglang")
-    tensors = read_adapter_tensors(vllm)
-    for (layer, projection, half), _ in source.experts.items():
-        whole = source.expert_tensor(layer, f"{projection}_lora_{half.lower()}")
-        stem = f"base_model.model.model.layers.{layer}"
-        key = f"{stem}.mlp.experts.{projection}_proj.lora_{half}.weight"
-        assert (sglang[key].shape, bytes(sglang[key].data)) == (whole.shape, bytes(whole.data))
-        step = whole.nbytes // 3
-        for e in range(3):
-            key = f"{stem}.block_sparse_moe.experts.{e}.{names[projection]}.lora_{half}.weight"
-            assert tensors[key].shape == whole.shape[1:]
-            assert bytes(tensors[key].data) == bytes(whole.data)[e * step : (e + 1) * step]
-    assert len(tensors) == 3 * 6 + 8
-
-
-def read_adapter_tensors(path: Path) -> dict[str, Any]:
-    file = read_adapter(path).files[0]
-    return {name: file.tensor(name) for name in file.entries}
 
 
 @pytest.mark.parametrize(

@@ -65,34 +65,6 @@ def test_every_module_of_a_family_has_its_name(tmp_path):
     assert read_adapter(tmp_path / "back").nonexpert_keys() == read_adapter(raw).nonexpert_keys()
 
 
-def test_mixtral_rows_follow_llama_cpps_rotary_order(tmp_path):
-    base = write_config(tmp_path / "base", "mixtral", num_attention_heads=2, num_key_value_heads=1)
-    modules = {"q_proj": (16, 16), "k_proj": (8, 16), "v_proj": (8, 16)}
-    raw = write_raw(tmp_path / "raw", layers=(0,), modules=modules, base_model=str(base))
-    convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
-    _, tensors = opened(tmp_path / "out")
-    source = read_adapter(raw)
-    for module, name, heads in (
-        ("q_proj", "attn_q", 2),
-        ("k_proj", "attn_k", 1),
-        ("v_proj", "attn_v", 0),
-    ):
-        key = f"base_model.model.model.layers.0.self_attn.{module}.lora_B.weight"
-        rows = np.frombuffer(source.nonexpert_tensor(key).data, np.uint16).reshape(-1, 4)
-        got = np.frombuffer(tensors[f"blk.0.{name}.weight.lora_b"].data.tobytes(), np.uint16)
-        expected = rows.copy()
-        # Each head's first half goes to even rows, its second half to odd ones.
-        for head in range(heads):
-            for number in range(4):
-                expected[head * 8 + 2 * number] = rows[head * 8 + number]
-                expected[head * 8 + 2 * number + 1] = rows[head * 8 + 4 + number]
-        np.testing.assert_array_equal(got.reshape(-1, 4), expected)
-    convert_adapter(tmp_path / "out", to="raw", output_dir=tmp_path / "back")
-    again = read_adapter(tmp_path / "back")
-    for key in source.nonexpert_keys():
-        assert bytes(again.nonexpert_tensor(key).data) == bytes(source.nonexpert_tensor(key).data)
-
-
 def test_what_llama_cpp_would_ignore_is_refused(tmp_path):
     """Projections that DeepSeek's graph has without LoRA; another number of experts. Each is said once."""
     base = write_config(tmp_path / "base", "deepseek_v2", num_experts=5)
