@@ -60,6 +60,13 @@ def test_the_writer_is_found_by_shapes_and_by_marks(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_alpha_that_is_given_goes_before_the_files(tmp_path):
+    path = save(tmp_path / "in", peft_tensors("peft-fused", parts := two_parts()))
+    raw = back(path, from_format="peft-fused", lora_alpha=12)
+    b_a = parts["down"][1] @ parts["down"][0]
+    np.testing.assert_allclose(delta(raw, 4, "down"), 6.0 * b_a, rtol=1e-6, atol=1e-6)
+
+
 def test_square_and_lone_parameters_need_a_version_or_the_flag(tmp_path):
     down = (random(E, R, H), random(E, H, R))
     target = {"target_parameters": ["mlp.experts.down_proj"]}
