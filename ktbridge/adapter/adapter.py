@@ -186,7 +186,7 @@ class Adapter:
     leftovers: list[Part] = field(default_factory=list)
     respelled: dict[str, list[Part]] = field(default_factory=dict)
     unwrap: bool = False
-    trained_as: dict[str, Any] = field(init=False)
+    trained_as: dict[str, object] = field(init=False)
     stamps: Stamps = field(default_factory=dict)
     given_alpha: float | None = None
     by_kt: bool | None = None

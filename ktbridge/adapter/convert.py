@@ -86,7 +86,7 @@ class ConvertPlan:
     """
 
     given: Path
-    adapter: Adapter
+    source: Adapter
     outputs: list[Output]
     copies: list[Copy]
     bytes_in: int
@@ -97,9 +97,9 @@ class ConvertPlan:
         """JSON-ready: the outputs, and the ranges of input files that are copied to them."""
         layouts = [output.layout for output in self.outputs for _ in output.files]
         return {
-            "source": str(self.adapter.path),
-            "layout": self.adapter.format,
-            "tensors_in": self.adapter.tensors_in,
+            "source": str(self.source.path),
+            "layout": self.source.format,
+            "tensors_in": self.source.tensors_in,
             "bytes_in": self.bytes_in,
             "outputs": [output.as_dict() for output in self.outputs],
             "copies": [
@@ -349,9 +349,9 @@ def execute_plan(plan: ConvertPlan, on_progress: OnProgress | None = None) -> Co
     with explained(stagings, sum(output.nbytes for output in plan.outputs)):
         _write(plan, on_progress, stagings)
     return ConvertReport(
-        source=str(plan.adapter.path),
-        layout=plan.adapter.format,
-        tensors_in=plan.adapter.tensors_in,
+        source=str(plan.source.path),
+        layout=plan.source.format,
+        tensors_in=plan.source.tensors_in,
         bytes_in=plan.bytes_in,
         outputs=tuple(output.as_dict() for output in plan.outputs),
         findings=tuple(plan.findings),
@@ -383,11 +383,11 @@ def _write(plan: ConvertPlan, on_progress: OnProgress | None, stagings: list[Sta
             directories.append(stack.enter_context(OutputDirectory(staging, output)))
         hashes = stack.enter_context(Hashes())
         hashes.start(plan.given)
-        with guarded(plan.adapter.stamps, "conversion") as check_stamps:
+        with guarded(plan.source.stamps, "conversion") as check_stamps:
             files = [file for directory in directories for file in directory.files.values()]
             write_steps(plan.copies, files, on_bytes)
             for directory in directories:
-                directory.finish(trained_on(plan.adapter.manifest))
+                directory.finish(trained_on(plan.source.manifest))
             problems = list(hashes.check(plan.given))
             check_stamps()
         if problems:

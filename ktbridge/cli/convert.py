@@ -119,7 +119,7 @@ def command(raw_dir: str, overwrite: bool, dry_run: bool, as_json: bool, **optio
 
 def _base_here(plan: ConvertPlan, options: Mapping[str, Any]) -> str | None:
     """The base model to validate against: as it was given, else the adapter's own if that is a directory."""
-    named: str | None = options["base_model"] or plan.adapter.base_model
+    named: str | None = options["base_model"] or plan.source.base_model
     known = options["base_model"] or (named and os.path.isfile(os.path.join(named, "config.json")))
     return named if known else None
 

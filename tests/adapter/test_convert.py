@@ -92,7 +92,7 @@ def test_a_plan_joins_neighbors_and_uses_every_byte_once(make_raw, tmp_path):
     assert not (tmp_path / "e").exists()
     assert len(plan.copies) == 2  # one range a file
     assert [target.file for target in plan.copies[0].targets] == [0, 1]
-    sizes = [sum(entry.nbytes for entry in f.entries.values()) for f in plan.adapter.stored]
+    sizes = [sum(entry.nbytes for entry in f.entries.values()) for f in plan.source.stored]
     assert plan.bytes_in == sum(sizes)
     told = json.loads(json.dumps(plan.as_dict()))
     assert told["copies"][0]["start"] == plan.copies[0].source.start
@@ -222,6 +222,9 @@ def test_dtype_bf16_rounds_once_to_nearest_even(make_raw, tmp_path, dtype, to):
         report = convert_adapter(raw, to=to, output_dir=tmp_path / name, dtype=asked)
         said = [p.found for p in report.findings if p.code == "KTB304"]
         assert any(f"in {dtype}" in text for text in said) or asked == "keep"
+    # An expert's own matrices, which lie there one after the other, are rounded like all others.
+    convert_adapter(tmp_path / "kept", to=to, output_dir=tmp_path / "late", dtype="bf16")
+    assert digests(tmp_path / "late") == digests(tmp_path / "m")
     kept, rounded = (
         open_tensor_file(tmp_path / name / "adapter_model.safetensors") for name in ("kept", "m")
     )

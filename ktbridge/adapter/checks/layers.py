@@ -16,6 +16,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from ktbridge.adapter.adapter import Adapter, Part
+from ktbridge.adapter.keys import is_named
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
@@ -94,10 +95,7 @@ def _matches(pattern: object, module: str) -> bool | None:
         return expression.fullmatch(module) is not None
     if not isinstance(pattern, list):
         return None
-    return any(
-        isinstance(name, str) and (module == name or module.endswith(f".{name}"))
-        for name in pattern
-    )
+    return any(isinstance(name, str) and is_named(name, module) for name in pattern)
 
 
 @lru_cache(maxsize=64)
