@@ -17,9 +17,10 @@ from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.predict.output import PREDICTIONS, REFUSED, journal_path
 from ktbridge.serve.local.plan import check_installed
 from ktbridge.sft.config import TrainConfig, check_writable
-from ktbridge.sft.data import RefusedRow, TrainingRow, collect_refused, load_rows, refused_note
+from ktbridge.sft.data.conversation import TrainingRow
 from ktbridge.sft.data.images import TEXT_ALONE, RowImage, Vision, read_vision
 from ktbridge.sft.data.render import ChatTemplate
+from ktbridge.sft.data.rows import RefusedRow, collect_refused, load_rows, refused_note
 from ktbridge.sft.data.tokenize import encode_texts
 
 if TYPE_CHECKING:

@@ -22,19 +22,12 @@ from ktbridge.install import linear_attention_gaps
 from ktbridge.model import find_model, read_model_config, resolve_model
 from ktbridge.model.stub import CheckpointStub
 from ktbridge.sft.config import TrainConfig, check_output_dir
-from ktbridge.sft.data import (
-    Rows,
-    RowStream,
-    TokenCache,
-    TokenizedRows,
-    TokenizedRun,
-    fingerprint_datasets,
-    fingerprint_rows,
-    open_rows,
-    template_notes,
-    tokenize_run,
-)
+from ktbridge.sft.data.cache import TokenCache, TokenizedRun
+from ktbridge.sft.data.dataset import TokenizedRows
 from ktbridge.sft.data.images import Vision, read_vision
+from ktbridge.sft.data.rows import Rows, fingerprint_rows
+from ktbridge.sft.data.stream import RowStream, fingerprint_datasets, open_rows, tokenize_run
+from ktbridge.sft.data.template import template_notes
 from ktbridge.sft.expert_device import check_expert_device
 from ktbridge.sft.model import ParameterCounts, check_model, choose_device
 from ktbridge.sft.plan.lengths import Lengths, evaluation_steps, fitted_lengths, optimizer_steps

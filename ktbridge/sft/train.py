@@ -30,7 +30,7 @@ from ktbridge.model import resolve_model
 from ktbridge.sft.checkpoint import Checkpoints, read_placement, trained
 from ktbridge.sft.compat import score_labels_only
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import summarize_rows
+from ktbridge.sft.data.dataset import summarize_rows
 from ktbridge.sft.distributed import agree, barrier, finish
 from ktbridge.sft.distributed.dispatch import assign_experts, gather_trained
 from ktbridge.sft.distributed.same_run import compare_prepared, failing_together, join

@@ -11,44 +11,11 @@ cache         tokenized rows for the next start
 images        their headers, tokens and pixels
 """
 
-from ktbridge.sft.data.cache import TokenCache, TokenizedRun
-from ktbridge.sft.data.conversation import TrainingRow
-from ktbridge.sft.data.dataset import (
-    TokenizedRows,
-    describe_rows,
-    summarize_rows,
-    tokenize_rows,
-)
-from ktbridge.sft.data.rows import (
-    RefusedRow,
-    Rows,
-    collect_refused,
-    fingerprint_rows,
-    format_refused,
-    load_rows,
-    refused_note,
-)
-from ktbridge.sft.data.stream import RowStream, fingerprint_datasets, open_rows, tokenize_run
-from ktbridge.sft.data.template import template_notes
+from ktbridge.sft.data.dataset import describe_rows, tokenize_rows
+from ktbridge.sft.data.rows import RefusedRow, fingerprint_rows, format_refused, load_rows
+from ktbridge.sft.data.stream import RowStream
 
 __all__ = [
-    "RefusedRow",
-    "RowStream",
-    "Rows",
-    "TokenCache",
-    "TokenizedRows",
-    "TokenizedRun",
-    "TrainingRow",
-    "collect_refused",
-    "describe_rows",
-    "fingerprint_datasets",
-    "fingerprint_rows",
-    "format_refused",
-    "load_rows",
-    "open_rows",
-    "refused_note",
-    "summarize_rows",
-    "template_notes",
+    "RefusedRow", "RowStream", "describe_rows", "fingerprint_rows", "format_refused", "load_rows",
     "tokenize_rows",
-    "tokenize_run",
-]
+]  # fmt: skip

@@ -12,18 +12,12 @@ from typing import TYPE_CHECKING
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.data import (
-    Rows,
-    TokenizedRows,
-    TrainingRow,
-    collect_refused,
-    open_rows,
-    tokenize_run,
-)
-from ktbridge.sft.data.dataset import tokenize_sequences
+from ktbridge.sft.data.conversation import TrainingRow
+from ktbridge.sft.data.dataset import TokenizedRows, tokenize_sequences
 from ktbridge.sft.data.images import Vision, read_vision
 from ktbridge.sft.data.messages import IMAGE, Message, all_text
-from ktbridge.sft.data.rows import CONCAT, mix_rows
+from ktbridge.sft.data.rows import CONCAT, Rows, collect_refused, mix_rows
+from ktbridge.sft.data.stream import open_rows, tokenize_run
 from ktbridge.sft.data.tokenize import IMAGE_NUMBERS
 
 if TYPE_CHECKING:

@@ -417,13 +417,6 @@ def kept_checkpoints(config: TrainConfig, steps: int) -> int:
     return kept + config.load_best_model_at_end
 
 
-def run_bytes(config: TrainConfig, trained: int, steps: int) -> int:
-    """The most bytes a run has on disk: kept checkpoints, one being written, and the adapter."""
-    count = kept_checkpoints(config, steps)
-    writing = 1 if count else 0
-    return (count + writing) * checkpoint_bytes(config, trained) + adapter_bytes(trained)
-
-
 def check_room(config: TrainConfig, root: Path, trained: int, steps: int, beside: int = 0) -> None:
     """Refuse a run whose files don't fit on the disk of its output.
 
@@ -434,9 +427,10 @@ def check_room(config: TrainConfig, root: Path, trained: int, steps: int, beside
     output = Path(config.output_dir)
     free = shutil.disk_usage(existing(output)).free
     free += sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    need = run_bytes(config, trained, steps) + beside
+    kept = kept_checkpoints(config, steps)
+    written = kept + 1 if kept else 0  # one is written beside those that are kept
+    need = written * checkpoint_bytes(config, trained) + adapter_bytes(trained) + beside
     if need > free:
-        kept = kept_checkpoints(config, steps)
         files = (
             f"checkpoints ({kept} kept and one being written) and the adapter"
             if kept
