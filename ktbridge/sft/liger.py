@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import MethodType
@@ -23,41 +22,26 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem
 
 _DEVICES = ("cuda",)
-_number = float
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def _normed(x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-
-
-def _rounded_first(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return weight * _normed(x, epsilon).to(x.dtype)
-
-
-def _rounded_last(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return (weight * _normed(x, epsilon)).to(x.dtype)
-
-
-def _one_plus(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    return (_normed(x, epsilon) * (1.0 + weight.float())).to(x.dtype)
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A norm's product with its weight plus ``offset``, and liger-kernel's name for it."""
+    """A norm's product with its weight plus ``offset``; ``casting``: liger-kernel's word for the rounding."""
 
-    compute: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     offset: float
     casting: str
 
+    def compute(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Return the norm of ``x`` [..., H], rounded before the product ("llama") or behind it ("gemma")."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        if self.casting == "llama":
+            return weight * normed.to(x.dtype)
+        return (normed * (self.offset + weight.float())).to(x.dtype)
 
-FORMULAS = (
-    Formula(_rounded_first, 0.0, "llama"),
-    Formula(_rounded_last, 0.0, "gemma"),
-    Formula(_one_plus, 1.0, "gemma"),
-)
+
+FORMULAS = (Formula(0.0, "llama"), Formula(0.0, "gemma"), Formula(1.0, "gemma"))
 
 
 def is_installed() -> bool:
@@ -142,9 +126,8 @@ def _replace(module: nn.Module, formula: Formula) -> None:
         if formula.offset:
             weight = _raised(self, weight, formula.offset)
         in_place = False  # its gradient's buffer may be that of the residual's
-        numbers = _epsilon(self), _number(0.0)
         result: torch.Tensor = LigerRMSNormFunction.apply(
-            hidden_states, weight, *numbers, formula.casting, in_place
+            hidden_states, weight, _epsilon(self), 0.0, formula.casting, in_place
         )
         return result
 

@@ -65,6 +65,10 @@ class CollatedRow:
     """kto: how the answer was judged."""
 
 
+Collated = Sequence[CollatedRow]
+"""The rows of a micro-batch, or of a step."""
+
+
 class RowTrainer(WholeTrainer):
     """A Trainer that computes rows in micro-batches: a stage says what its rows are and how they weigh."""
 
@@ -77,19 +81,15 @@ class RowTrainer(WholeTrainer):
         """Return whether the collator makes one sequence of all rows, instead of padding each."""
         return False
 
-    def loss_weight(self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]) -> float:
+    def loss_weight(self, rows: Collated, step: Collated) -> float:
         """Return the fraction of a step's loss and metrics that ``rows`` contribute."""
         raise NotImplementedError
 
-    def metric_weight(
-        self, name: str, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
-    ) -> float:
+    def metric_weight(self, name: str, rows: Collated, step: Collated) -> float:
         """Return the fraction of one of the stage's ``METRICS`` that ``rows`` contribute."""
         return self.loss_weight(rows, step)
 
-    def scaled_for_microbatch(
-        self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
-    ) -> AbstractContextManager[None]:
+    def scaled_for_microbatch(self, rows: Collated, step: Collated) -> AbstractContextManager[None]:
         """Context: the loss of ``rows`` is their term in the loss of all rows of ``step``."""
         return nullcontext()
 
@@ -150,7 +150,7 @@ class MicroBatchRunner:
         self.placed: ExpertDevice | None = None
         self.batches: Sequence[Batch] = ()
         """The batches of the running step."""
-        self.current: Sequence[CollatedRow] = ()
+        self.current: Collated = ()
         """The rows of the running micro-batch: those that memory is too small for, if it is."""
 
     @property
@@ -202,7 +202,7 @@ class MicroBatchRunner:
         before, freed, largest = limit.tokens, [], 0
         while True:
             short, self.current = 0, ()
-            failed: Sequence[CollatedRow] = ()
+            failed: Collated = ()
             try:
                 result = attempt()
             except torch.OutOfMemoryError as error:
@@ -230,7 +230,7 @@ class MicroBatchRunner:
             lengths, tokens
         )
 
-    def tokens_of(self, rows: Sequence[CollatedRow]) -> int:
+    def tokens_of(self, rows: Collated) -> int:
         """Return the tokens of a micro-batch of ``rows``, padding included."""
         lengths = [row.tokens for row in rows]
         return sum(lengths) if self._trainer.is_packed() else max(lengths) * len(lengths)
@@ -239,7 +239,7 @@ class MicroBatchRunner:
         self,
         one_pass: Step,
         model: nn.Module,
-        step: Sequence[CollatedRow],
+        step: Collated,
         lengths: Sequence[int],
         items: Count,
         apart: bool,
@@ -271,7 +271,7 @@ class MicroBatchRunner:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def _fewer_tokens(self, failed: Sequence[CollatedRow], tokens: int | None, short: int) -> int:
+    def _fewer_tokens(self, failed: Collated, tokens: int | None, short: int) -> int:
         """Return a limit with which the ``failed`` rows of any rank lose an eighth, one row at least."""
         fewer, least = failed[: len(failed) * 7 // 8], tokens or 0
         if failed:  # this rank's
@@ -297,7 +297,7 @@ class MicroBatchRunner:
             )
         )
 
-    def _average_metrics(self, step: Sequence[CollatedRow]) -> None:
+    def _average_metrics(self, step: Collated) -> None:
         """Make this rank's metrics of the step those of all, weighted by the tokens that count."""
         metrics = trl_metrics(self._trainer, "train")
         names = sorted(name for name, values in metrics.items() if values and name != "num_tokens")

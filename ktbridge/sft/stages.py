@@ -24,7 +24,7 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data.images import Vision
 from ktbridge.sft.data.tokenize import IMAGE_NUMBERS
 from ktbridge.sft.launch import world
-from ktbridge.sft.microbatch import Batch, CollatedRow, Example
+from ktbridge.sft.microbatch import Batch, Collated, CollatedRow, Example
 from ktbridge.sft.progress import MADE_HERE
 from ktbridge.sft.trainer import RunTrainer
 
@@ -73,13 +73,11 @@ class SftTrainer(RunTrainer, SFTTrainer):
     def is_packed(self) -> bool:
         return bool(self.padding_free)
 
-    def loss_weight(self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]) -> float:
+    def loss_weight(self, rows: Collated, step: Collated) -> float:
         return sum(row.trained for row in rows) / max(sum(row.trained for row in step), 1)
 
     @contextmanager
-    def scaled_for_microbatch(
-        self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
-    ) -> Iterator[None]:
+    def scaled_for_microbatch(self, rows: Collated, step: Collated) -> Iterator[None]:
         """Scale the routers' loss, a mean over a micro-batch's tokens; trl's own is the step's term already.
 
         trl divides the routers' loss by the number of a step's batches: here the inverse of the weight.
@@ -154,13 +152,11 @@ class DpoTrainer(RunTrainer, DPOTrainer):
     def rows(examples: Sequence[Example]) -> list[CollatedRow]:
         return [_pair(each) for each in examples]
 
-    def loss_weight(self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]) -> float:
+    def loss_weight(self, rows: Collated, step: Collated) -> float:
         return len(rows) / len(step)
 
     @contextmanager
-    def scaled_for_microbatch(
-        self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
-    ) -> Iterator[None]:
+    def scaled_for_microbatch(self, rows: Collated, step: Collated) -> Iterator[None]:
         """Scale trl's loss, a mean over pairs, and for ``pref_ftx`` one over the chosen answers' tokens."""
         weight = self.loss_weight(rows, step)
         tokens = sum(row.trained for row in rows) / sum(row.trained for row in step)
@@ -244,12 +240,10 @@ class KtoTrainer(RunTrainer, KTOTrainer):
             found.append(CollatedRow({}, tokens, answer, tokens, bool(each["label"])))
         return found
 
-    def loss_weight(self, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]) -> float:
+    def loss_weight(self, rows: Collated, step: Collated) -> float:
         return len(rows) / len(step)
 
-    def metric_weight(
-        self, name: str, rows: Sequence[CollatedRow], step: Sequence[CollatedRow]
-    ) -> float:
+    def metric_weight(self, name: str, rows: Collated, step: Collated) -> float:
         """Return the weight in a mean over the good or the bad answers, for metrics of these alone."""
         kind = name.rpartition("/")[2]
         if kind not in ("chosen", "rejected"):

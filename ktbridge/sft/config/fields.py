@@ -153,6 +153,11 @@ def _to_number(value: object) -> object:
     return float(value) if isinstance(value, str) else value
 
 
+def _number(expected: str, **bounds: float) -> FieldKind:
+    """Return the kind of a finite number within ``bounds``."""
+    return FieldKind(expected, before=_to_number, allow_inf_nan=False, **bounds)
+
+
 def _to_auto(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -218,24 +223,11 @@ ExpertRank = Annotated[
     int, FieldKind(f"a whole number from 1 to {MAX_EXPERT_RANK}", ge=1, le=MAX_EXPERT_RANK)
 ]
 UpTo4096 = Annotated[int, FieldKind("a whole number from 0 to 4096", ge=0, le=4096)]
-Number = Annotated[
-    float, FieldKind("a number, 0 or more", ge=0, before=_to_number, allow_inf_nan=False)
-]
-Positive = Annotated[
-    float, FieldKind("a number above 0", gt=0, before=_to_number, allow_inf_nan=False)
-]
-Fraction = Annotated[
-    float,
-    FieldKind("a number above 0, at most 1", gt=0, le=1, before=_to_number, allow_inf_nan=False),
-]
-Share = Annotated[
-    float,
-    FieldKind("a number from 0 to below 1", ge=0, lt=1, before=_to_number, allow_inf_nan=False),
-]
-BelowHalf = Annotated[
-    float,
-    FieldKind("a number from 0 to below 0.5", ge=0, lt=0.5, before=_to_number, allow_inf_nan=False),
-]
+Number = Annotated[float, _number("a number, 0 or more", ge=0)]
+Positive = Annotated[float, _number("a number above 0", gt=0)]
+Fraction = Annotated[float, _number("a number above 0, at most 1", gt=0, le=1)]
+Share = Annotated[float, _number("a number from 0 to below 1", ge=0, lt=1)]
+BelowHalf = Annotated[float, _number("a number from 0 to below 0.5", ge=0, lt=0.5)]
 Fractions = Annotated[
     tuple[Fraction, ...],
     FieldKind(

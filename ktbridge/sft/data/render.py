@@ -166,9 +166,7 @@ class ChatTemplate:
             answers[place] = self._answer(upto, self._options(upto, tools))
         # From the last answer to the first: an answer joins the text before it if that repeats it.
         last, upto = places[-1], messages[: places[-1] + 1]
-        groups: list[
-            list[tuple[int, CharRange, bool]]
-        ] = []  # answers of a text: place, span, rewritten
+        groups: list[list[tuple[int, CharRange, bool]]] = []  # of a text: place, span, rewritten
         for place, answer in reversed(answers.items()):
             span, later = (answer.start, answer.end), answers[groups[-1][0][0]] if groups else None
             if later is None or (split and not later.text.startswith(answer.text[: answer.end])):

@@ -164,9 +164,8 @@ def read_plan_inputs(
     setting = RunSetting(shape, config, lengths, cuda, threads, kernels=kernels)
     gaps: tuple[Gap, ...] = ()
     if shape.config.has_delta_rule:  # what keeps linear attention by it from its GPU kernels
-        gpus = [gpu.capability for gpu in read_gpus()] or [
-            ""
-        ]  # unknown where it is another machine
+        # "" is unknown, where it is another machine.
+        gpus = [gpu.capability for gpu in read_gpus()] or [""]
         gaps = tuple(linear_attention_gaps(gpus if cuda else ()))
     inputs = PlanInputs(
         setting,

@@ -60,11 +60,8 @@ _CACHES = 4  # times the last-level cache, which the layers take together
 _CACHE = 32 << 20  # if the system doesn't report it
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BITS = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4}
-
-
-_LAYERS = (
-    4  # timed without experts, beside the first ones: with linear attention one in four differs
-)
+# Timed without experts, beside the first ones: with linear attention one in four differs.
+_LAYERS = 4
 # What attention, norms, and LoRA in float32 add to the plain products outside the experts: as much again,
 # at the better of their rates.
 _OVERHEAD = 1.0
