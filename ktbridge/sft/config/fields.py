@@ -153,7 +153,7 @@ def _to_number(value: object) -> object:
     return float(value) if isinstance(value, str) else value
 
 
-def _number(expected: str, **bounds: float) -> FieldKind:
+def _number(expected: str, **bounds: Any) -> FieldKind:
     """Return the kind of a finite number within ``bounds``."""
     return FieldKind(expected, before=_to_number, allow_inf_nan=False, **bounds)
 
