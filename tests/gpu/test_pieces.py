@@ -13,6 +13,7 @@ from ktbridge.sft.model import attach_lora
 from ktbridge.sft.plan.setting import MicroBatch, layer_bytes
 from ktbridge.sft.plan.shape import read_shape
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
 CUDA = torch.device("cuda", 0)
 ROWS, LENGTH = 16, 515  # 8,240 tokens, of which the last piece has fewer
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sys
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from manyranks import (
     write_run,
 )
 from safetensors.torch import load_file, save_file
+from tinymoe import tiny_model, tiny_tokenizer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainrun import DPO, interrupt, log_of, quiet, text, train, write_lines
@@ -436,6 +438,45 @@ def test_two_processes_go_on_where_one_was_interrupted(launch, run_dir, method):
     done = launch(name, method, "save_steps=1", "resume_from_checkpoint=true")
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, "alone", name)
+
+
+def in_pieces(*arguments):
+    """`ktbridge` with MLPs in pieces of a few tokens, as where a GPU's memory is short."""
+    from ktbridge.experts import pieces
+
+    recipe, tokens = import_module("ktbridge.sft.train"), []
+    load, pieces.piece_tokens = recipe.load_trainable, lambda inner: 7
+
+    def loaded(*given):
+        model = load(*given)
+        assert pieces.split_mlps(model, True) == 1
+        for name, module in model.named_modules():
+            if name.endswith("layers.0.mlp.down_proj"):
+                module.register_forward_pre_hook(lambda _, x: tokens.append(x[0].shape[-2]))
+        return model
+
+    def look(model):
+        assert max(tokens) == 7
+
+    recipe.load_trainable = loaded
+    command_in_a_rank(arguments, look)
+
+
+@pytest.mark.quick("ddp")
+@quiet
+@pytest.mark.parametrize("method", ["ddp", "fsdp2"])
+def test_mlps_in_pieces_train_as_whole_ones_in_one_process_do(launch, run_dir, method):
+    dense, name = run_dir / "dense", f"pieces-{method}"
+    run = f"model_name_or_path={dense}", "lora_target=all,gate_proj,up_proj,down_proj"
+    if not dense.exists():
+        tiny_model(mlp_only_layers=[0]).save_pretrained(dense)
+        tiny_tokenizer().save_pretrained(dense)
+        train(run_dir, WHOLE, *run, f"output_dir={run_dir / 'unsplit'}")
+    done = launch(name, method, *run, how=(__file__, "in_pieces"))
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run_dir, "unsplit", name)
+    adapter = load_file(run_dir / name / "adapter_model.safetensors")
+    assert sum("layers.0.mlp.gate_proj" in key for key in adapter) == 2
 
 
 @quiet
