@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,10 +44,11 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def _in_pieces(
-    module: Any, own: Callable[..., torch.Tensor], x: torch.Tensor, *more: Any
+    module: nn.Module, own: Callable[..., torch.Tensor], x: torch.Tensor, *more: object
 ) -> torch.Tensor:
     """Compute an MLP's output [..., T, H] by its ``own`` forward, in pieces of x [..., T, H]."""
-    size = piece_tokens(module.down_proj.in_features)
+    inner: int = module.get_submodule("down_proj").in_features  # type: ignore[assignment]
+    size = piece_tokens(inner)
     if more or x.shape[:-1].numel() <= size:
         return own(x, *more)
     pieces = x.reshape(*[1] * (x.dim() - 2), -1, x.shape[-1]).split(size, -2)

@@ -1,11 +1,15 @@
 """MLPs beside the routed experts in pieces of tokens: the same results, few tokens' inner states at once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expertmoe import same_bits
+from familygradients import given
 from moefamilies import IDS, everything, parametrize_families, randomize, reference
 
 from ktbridge.experts import pieces, recompute
+from ktbridge.experts.inject import give_to_gpu
 from ktbridge.experts.load_model import load_mapped
 from ktbridge.experts.pieces import split_mlps
 from ktbridge.sft.model import attach_lora
@@ -95,6 +99,16 @@ def test_few_tokens_and_steps_without_gradients(saved, monkeypatch):
         monkeypatch.setattr(pieces, "checkpoint", None)
         monkeypatch.setattr(pieces, "piece_tokens", lambda inner: IDS.numel())
         assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_placement_that_is_executed_splits_them(saved):
+    model = tuned(saved, torch.float32)
+    placement = given(model, torch.device("cpu"), True).experts.placement
+    for in_pieces, count in ((True, 3), (False, 0)):
+        placed = replace(placement, mlps_in_pieces=in_pieces)
+        give_to_gpu(model, torch.device("cpu"), placed).copier.close()
+        assert sum("forward" in vars(module) for module in model.modules()) == count
 
 
 @pytest.mark.filterwarnings("ignore")

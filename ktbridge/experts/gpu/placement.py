@@ -252,7 +252,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class PieceBytes:
-    """What a ``MemoryBudget`` has otherwise, and ``constant`` bytes more, where MLPs are in pieces."""
+    """A ``MemoryBudget``'s bytes where MLPs are in pieces, and ``constant`` bytes more."""
 
     token_bytes: int
     passing: int
