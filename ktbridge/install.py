@@ -10,11 +10,12 @@ import re
 import shlex
 import urllib.parse
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from ktbridge.errors import KtbridgeError
+from ktbridge.errors import KtbridgeError, UsageError
 
 _NAME = "ktbridge"
 LINEAR_ATTENTION = ("flash-linear-attention", "fla-core", "causal-conv1d", "triton", "tilelang")
@@ -89,10 +90,35 @@ def without_kernels(error: ImportError | None = None) -> KtbridgeError:
     return KtbridgeError(f"this installation has no kernels, which {_NEEDS_KERNELS} need", step)
 
 
+_VERSION = re.compile(
+    r"v?(\d{1,9}(?:\.\d{1,9}){0,5})"
+    r"(?P<suffix>(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|post|rev|r|dev)[._-]?\d*){0,3})"
+    r"(?:\+[a-z0-9._-]+)?",
+    re.IGNORECASE | re.ASCII,
+)
+_POST = re.compile(r"(?:post|(?<![a-z])r(?:ev)?)[._-]?(\d{0,9})", re.IGNORECASE | re.ASCII)
+
+
+def version_order(text: str) -> tuple[tuple[int, ...], int]:
+    """Sort key of a PEP 440 version: the release without the zeros at its end, and the post-release.
+
+    ((0, 7), 1) for "0.7.0.post1"; a pre-release counts as its release. UsageError for what is no version.
+    """
+    match = _VERSION.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text!r} is not a version", "write it like 0.7.2")
+    release = [int(part) for part in match[1].split(".")]
+    while len(release) > 1 and release[-1] == 0:
+        release.pop()
+    post = _POST.search(match["suffix"])
+    return tuple(release), int(post[1] or 0) if post else 0
+
+
 def release_of(version: str) -> tuple[int, ...]:
-    """The release part of a version as numbers: (2, 13, 0) for 2.13.0+cpu."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
+    """The release of an installed version: (2, 13) for 2.13.0+cpu, () for one that can't be read."""
+    with suppress(UsageError):
+        return version_order(version)[0]
+    return ()
 
 
 def version_of(name: str) -> str | None:

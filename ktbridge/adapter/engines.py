@@ -24,9 +24,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ktbridge.adapter.adapter import Adapter
-from ktbridge.adapter.checks import Contract, Serving, Use, sglang, sglang_kt, version_order, vllm
+from ktbridge.adapter.checks import Contract, Serving, Use, sglang, sglang_kt, vllm
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
+from ktbridge.install import version_order
 from ktbridge.model import ModelConfig
 
 ENGINE = "sglang-kt"

@@ -28,7 +28,7 @@ import re
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from ktbridge.model.families import BLOCKS, ROUTER
+from ktbridge.model.families import BLOCKS, PROJECTIONS, ROUTER
 
 Kind = Literal[
     "fused", "expert", "lora", "peft-fused", "sglang-3d", "lora-experts", "dora", "lora-bias",
@@ -36,7 +36,6 @@ Kind = Literal[
 ]  # fmt: skip
 
 PEFT_PREFIX = "base_model.model."
-PROJECTIONS = ("gate", "up", "down")
 HALVES = ("A", "B")
 FUSED_NAMES = tuple(f"{projection}_lora_{half}" for projection in PROJECTIONS for half in "ab")
 

@@ -22,6 +22,8 @@ from ktbridge.model.identity import parse_fingerprint
 
 MANIFEST_FILE = "kt_adapter_manifest.json"
 TRAINING = "training"
+WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
+"""Values of expert_weight_format: the storage of the weights upon which experts were trained."""
 MAX_BYTES = 8_000_000  # the names of every expert of the largest models are half of that
 
 

@@ -31,7 +31,14 @@ from ktbridge.adapter.requantize import Part, Plan, array, copied, make_plan
 from ktbridge.adapter.storage import NUMPY_TYPES
 from ktbridge.errors import KtbridgeError
 from ktbridge.kernel_choice import choose_isa
-from ktbridge.model import Checkpoint, Entry, ModelConfig, open_checkpoint, read_model_config
+from ktbridge.model import (
+    Checkpoint,
+    Entry,
+    Family,
+    ModelConfig,
+    open_checkpoint,
+    read_model_config,
+)
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import ExpertHome, expert_home
 from ktbridge.model.tensorfile import DTYPE_BITS
@@ -149,9 +156,7 @@ def _layer(
     turned = (both.shape, down.shape) == ((count, hidden, 2 * inner), (count, inner, hidden))
     if home.interleaved or not (straight or turned):
         raise _misshapen(checkpoint, both, (count, 2 * inner, hidden))
-    named = ExpertHome(
-        home.base, config.family.names if config.family else ("gate_proj", "up_proj", "down_proj")
-    )
+    named = ExpertHome(home.base, config.family.names if config.family else Family.names)
     places = {
         "gate": (both, slice(inner)),
         "up": (both, slice(inner, None)),

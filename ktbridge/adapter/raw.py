@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE
 from ktbridge.adapter.blocks import block_in_memory
 from ktbridge.adapter.keys import parse_key
+from ktbridge.adapter.manifest import WEIGHT_FORMATS
 from ktbridge.adapter.outputs import (
     Output,
     OutputDirectory,
@@ -24,8 +25,6 @@ from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model import Fingerprint, Tensor, find_model
 from ktbridge.model import fingerprint as fingerprint_of
 from ktbridge.model.hub import name_of
-
-_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 
 
 def write_raw_adapter(
@@ -60,8 +59,8 @@ def write_raw_adapter(
     """
     if not expert and not nonexpert:
         raise UsageError("an adapter without tensors can't be written", "train something first")
-    if expert_weight_format not in _FORMATS:
-        known = ", ".join(_FORMATS)
+    if expert_weight_format not in WEIGHT_FORMATS:
+        known = ", ".join(WEIGHT_FORMATS)
         raise UsageError(f"{expert_weight_format!r} is not one of {known}", "correct it")
     _check_keys(expert, nonexpert)
     settings = {key: _plain(value) for key, value in config.items()}

@@ -19,15 +19,12 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 
 from ktbridge.adapter import Tensor, write_raw_adapter
-from ktbridge.adapter.keys import fused_key, is_named
+from ktbridge.adapter.keys import PEFT_PREFIX, fused_key, is_named
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.layer import MoELoRAExperts, expert_layers, find_layers
 from ktbridge.experts.lora import from_torch, lora_shapes
 from ktbridge.files.publish import fsync_directory
-
-_PEFT = "base_model.model."
-
 
 Values = Mapping[str, torch.Tensor]
 """Parameters' values by name, where a model itself holds but shards of them."""
@@ -60,7 +57,7 @@ def nonexpert_tensors(
     for name, parameter in model.named_parameters():
         if f".lora_A.{adapter_name}." in name or f".lora_B.{adapter_name}." in name:
             # Where transformers' own add_adapter put it, there is no PeftModel around the model.
-            key = _PEFT + name.replace(f".{adapter_name}.", ".").removeprefix(_PEFT)
+            key = PEFT_PREFIX + name.replace(f".{adapter_name}.", ".").removeprefix(PEFT_PREFIX)
             value = parameter if values is None else values[name]
             tensors[key] = from_torch(key, value.to(torch.bfloat16))
     return tensors

@@ -16,11 +16,11 @@ import torch
 
 from ktbridge.adapter.floats import E2M1, MXFP4_GROUP
 from ktbridge.errors import UsageError
+from ktbridge.model.families import PROJECTIONS
 
 if TYPE_CHECKING:
     from ktbridge import _kernels
 
-PROJECTIONS = ("gate", "up", "down")
 Stack = torch.Tensor | Sequence[torch.Tensor]
 """One tensor over experts, or one for each: the first stands for all in dtype, shape and strides."""
 

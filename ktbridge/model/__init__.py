@@ -11,7 +11,6 @@ Needs nothing beyond the standard library::
 
 from ktbridge.model.checkpoint import (
     Checkpoint,
-    expert_names,
     find_model,
     open_checkpoint,
     resolve_model,
@@ -40,7 +39,6 @@ __all__ = [
     "TensorFileError",
     "TensorRef",
     "check_served",
-    "expert_names",
     "family_of",
     "find_model",
     "fingerprint",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ktbridge.errors import KtbridgeError, did_you_mean_path
 from ktbridge.model import hub
-from ktbridge.model.config import ModelConfig, read_model_config
+from ktbridge.model.config import read_model_config
 from ktbridge.model.hub import INDEX_FILE, SINGLE_FILE
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.tensor import Tensor
@@ -189,26 +189,3 @@ def find_model(path_or_id: str | os.PathLike[str]) -> Path:
         raise KtbridgeError(f"{path} is a file, not a model directory", "point at its directory")
     read_model_config(path)
     return path
-
-
-def expert_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Checkpoint names of one layer's routed-expert weights, as its family stores them.
-
-    KtbridgeError for a family that isn't in the table. Per-expert names come expert by expert, each
-    gate, up, down; fused ones are gate_up_proj, down_proj.
-    """
-    family = config.family
-    if family is None:
-        raise KtbridgeError(
-            f"the model type {config.model_type!r} is not in the family table",
-            "add a row to ktbridge/model/families.py",
-        )
-    block = f"{config.prefix}layers.{layer}.{family.block}"
-    if family.storage != "per-expert":
-        end = "" if family.fused[0].startswith("experts.") else ".weight"
-        return tuple(f"{block}.{name}{end}" for name in family.fused)
-    return tuple(
-        f"{block}.experts.{expert}.{name}.weight"
-        for expert in range(config.num_experts)
-        for name in family.names
-    )

@@ -92,6 +92,8 @@ class Family:
         return (self.prefix, "model.", *(("language_model.model.",) if self.vllm_fused else ()))
 
 
+PROJECTIONS = ("gate", "up", "down")
+"""The matrices of a routed expert, in the order of their names in a row of the table."""
 _W = ("w1", "w3", "w2")
 ROUTER = re.compile(r"(?:^|\.)(?:gate|router)(?:\.(?:wg|gate|layer))?$")
 """What chooses among experts, by the end of its path in a checkpoint or in memory."""
@@ -104,11 +106,11 @@ _ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
 _MLA = (
     *(f"self_attn.{name}_proj" for name in ("q", "q_a", "q_b")), "self_attn.kv_a_proj_with_mqa",
     "self_attn.kv_b_proj", "self_attn.o_proj", "mlp.gate",
-    *(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")),
+    *(f"mlp.shared_experts.{part}_proj" for part in PROJECTIONS),
 )  # fmt: skip
 _QWEN_MLP = (
     "mlp.gate", "mlp.shared_expert_gate",
-    *(f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")),
+    *(f"mlp.shared_expert.{part}_proj" for part in PROJECTIONS),
 )  # fmt: skip
 _LAST_SPLIT = "0.7.0.post3"
 """The last version of SGLang-KT with the split contract: it misses modules, or can't size their LoRA."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ktbridge.model.checkpoint import Checkpoint
 from ktbridge.model.config import ModelConfig
-from ktbridge.model.families import BLOCKS, FAMILIES, PREFIXES
+from ktbridge.model.families import BLOCKS, FAMILIES, PREFIXES, PROJECTIONS
 
 _EXPERT_NAMES = tuple(dict.fromkeys(family.names for family in FAMILIES))
 _FUSED = tuple(dict.fromkeys(family.fused for family in FAMILIES))
@@ -74,7 +74,7 @@ class ExpertHome(NamedTuple):
     def stem(self, projection: str, expert: int) -> str:
         """The name of a projection's weight ("gate", "up", "down") without ``.weight``."""
         if self.names:
-            return f"{self.base}.{expert}.{self.names[('gate', 'up', 'down').index(projection)]}"
+            return f"{self.base}.{expert}.{self.names[PROJECTIONS.index(projection)]}"
         return self.fused[projection == "down"]
 
     @property

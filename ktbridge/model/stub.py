@@ -18,7 +18,8 @@ from typing import Any
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.model.checkpoint import Checkpoint, open_checkpoint
-from ktbridge.model.families import ROUTER, family_of
+from ktbridge.model.config import quantization_of
+from ktbridge.model.families import ROUTER, Family, family_of
 from ktbridge.model.hub import INDEX_FILE
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.tensorfile import DTYPE_BITS, Entry
@@ -55,8 +56,7 @@ class CheckpointStub(Checkpoint):
         config = read_json_file(path / "config.json")
         text = config.get("text_config")
         text = text if isinstance(text, dict) else config
-        settings = config.get("quantization_config") or text.get("quantization_config")
-        storage = _read_storage(path, settings)
+        storage = _read_storage(path, quantization_of(config))
         plain = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "bfloat16"
         dtype = _DTYPES.get(str(plain).removeprefix("torch."), "BF16")
         tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
@@ -100,7 +100,7 @@ def weights_missing(path: Path) -> str:
 def stored_tensors(model_type: str, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, Shape]]:
     """Yield transformers' fused experts one by one, where the family's checkpoints have them so."""
     family = family_of(model_type)
-    names = family.names if family else ("gate_proj", "up_proj", "down_proj")
+    names = family.names if family else Family.names
     layout = family.storage if family else "per-expert"
     for name, shape in shapes.items():
         stem, _, last = name.rpartition(".")
@@ -180,9 +180,9 @@ def _matches(pattern: str, module: str) -> bool:
     return pattern == "Linear" or f".{pattern}." in f".{module}."
 
 
-def _read_storage(path: Path, settings: object) -> _Storage:
+def _read_storage(path: Path, settings: dict[str, object]) -> _Storage:
     """Return what a ``quantization_config`` means; raises KtbridgeError where sizes don't follow from it."""
-    if not isinstance(settings, dict):
+    if not settings:
         return _Storage()
     with suppress(AttributeError, KeyError, TypeError, ValueError):  # not as any tool writes it
         if found := _known(settings):

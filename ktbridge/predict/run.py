@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktbridge.adapter.adapter import CONFIG_FILE
 from ktbridge.codes import Problems
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files import digests
@@ -35,7 +36,6 @@ from ktbridge.sft.config import TrainConfig
 if TYPE_CHECKING:
     import torch
 
-ADAPTER_CONFIG = "adapter_config.json"
 NAME, ADAPTER = "predict", "adapter"
 SHOWN = 20
 """Rows without an answer that are listed one by one."""
@@ -67,7 +67,7 @@ def choose_adapter(config: TrainConfig) -> str | None:
 
     Raises KtbridgeError if it is still to be trained.
     """
-    trained = (Path(config.output_dir) / ADAPTER_CONFIG).is_file()
+    trained = (Path(config.output_dir) / CONFIG_FILE).is_file()
     if config.do_train and not trained:
         raise KtbridgeError(
             f"{config.output_dir} has no adapter yet.",

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from rawadapter import nonexpert_tensors
 
 from ktbridge.adapter import RULES, convert_adapter, validate_adapter
-from ktbridge.adapter.engines import CONTRACTS, contract_for, contracts_of, version_order
+from ktbridge.adapter.engines import CONTRACTS, contract_for, contracts_of
 from ktbridge.cli import main
 from ktbridge.errors import UsageError
+from ktbridge.install import version_order
 from ktbridge.model import Family, families
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,9 @@ import pytest
 from launchfacts import facts_for
 from realengine import wheel_path
 
-from ktbridge.adapter.engines import ENGINE, contract_for, contracts_of, version_order
+from ktbridge.adapter.engines import ENGINE, contract_for, contracts_of
 from ktbridge.cli._serve_local import OPTIONS
+from ktbridge.install import version_order
 from ktbridge.model import FAMILIES, Family
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import AdapterSource

@@ -6,7 +6,6 @@ checks that hold for them. The table of contracts is ``ktbridge.adapter.engines`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,20 +15,14 @@ from typing import NamedTuple
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.codes import SUBJECTS, problem
 from ktbridge.codes import Code as Rule
-from ktbridge.errors import Problem, Severity, UsageError
+from ktbridge.errors import Problem, Severity
+from ktbridge.install import version_order
 from ktbridge.model import Family, ModelConfig
 
 # What validate, convert, merge and push report: their section of the registry of problem codes.
 RULES: tuple[Rule, ...] = tuple(
     rule for subject in SUBJECTS if subject.room == "adapter" for rule in subject.codes
 )
-_VERSION = re.compile(
-    r"v?(\d{1,9}(?:\.\d{1,9}){0,5})"
-    r"(?P<suffix>(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|post|rev|r|dev)[._-]?\d*){0,3})"
-    r"(?:\+[a-z0-9._-]+)?",
-    re.IGNORECASE | re.ASCII,
-)
-_POST = re.compile(r"(?:post|(?<![a-z])r(?:ev)?)[._-]?(\d{0,9})", re.IGNORECASE | re.ASCII)
 
 
 class Use(Enum):
@@ -162,21 +155,6 @@ def check_layouts(serving: Serving) -> Iterator[Problem]:
         if adapter is not None and not accepted:
             found = f"is in the {layout} layout"
             yield problem("KTB901", str(adapter.path), found, expected, next_step=step)
-
-
-def version_order(text: str) -> tuple[tuple[int, ...], int]:
-    """Sort key of a PEP 440 version: the release without the zeros at its end, and the post-release.
-
-    ((0, 7), 1) for "0.7.0.post1"; a pre-release counts as its release. UsageError for what is no version.
-    """
-    match = _VERSION.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{text!r} is not a version", "write it like 0.7.2")
-    release = [int(part) for part in match[1].split(".")]
-    while len(release) > 1 and release[-1] == 0:
-        release.pop()
-    post = _POST.search(match["suffix"])
-    return tuple(release), int(post[1] or 0) if post else 0
 
 
 def many(

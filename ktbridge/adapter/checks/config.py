@@ -23,9 +23,10 @@ from ktbridge.adapter.lora_config import (
     patterns_of,
     peft_numbers,
 )
-from ktbridge.adapter.manifest import MANIFEST_FILE
+from ktbridge.adapter.manifest import MANIFEST_FILE, WEIGHT_FORMATS
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, has_errors
+from ktbridge.model import Family
 
 FOREIGN = ("peft-fused", "sglang-3d")
 # Fields that change what the adapter computes and that no engine reads.
@@ -44,12 +45,10 @@ _UNREAD = (
     ("monteclora_config", "KTB115"),
     ("kasa_config", "KTB115"),
 )
-_WEIGHT_FORMATS = ("bf16", "int8", "fp8", "rawint4", "mxfp4")
 # Initializations that subtract their initial delta from the base weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Names under which training may target routed experts: their LoRA is in the expert half.
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_EXPERT_TARGETS = {*_PROJECTIONS, "gate_up_proj", "w1", "w2", "w3", "experts"}
+_EXPERT_TARGETS = {*Family.names, "gate_up_proj", "w1", "w2", "w3", "experts"}
 
 
 def check_foreign(adapter: Adapter) -> Iterator[Problem]:
@@ -193,9 +192,9 @@ def _manifest_agrees(adapter: Adapter, use: Use) -> Iterator[Problem]:
         yield problem("KTB010", where, "its lora entry has no usable rank and alpha")
         return
     stored = manifest.get("expert_weight_format")
-    if stored is not None and stored not in _WEIGHT_FORMATS:
+    if stored is not None and stored not in WEIGHT_FORMATS:
         found = f"expert_weight_format is {stored!r}"
-        yield problem("KTB120", where, found[:200], ", ".join(_WEIGHT_FORMATS))
+        yield problem("KTB120", where, found[:200], ", ".join(WEIGHT_FORMATS))
     named, base = adapter.config.get("base_model_name_or_path"), manifest.get("base")
     other = base.get("model_name_or_path") if isinstance(base, dict) else None
     both = isinstance(named, str) and isinstance(other, str) and named and other
@@ -300,7 +299,7 @@ def _with_experts(targets: list[str], adapter: Adapter, own: set[str]) -> list[s
 def _untargeted(adapter: Adapter, where: str, targets: list[str]) -> Iterator[Problem]:
     """Find what PEFT and vLLM take from target_modules where SGLang-KT or a conversion doesn't read it."""
     if adapter.layout == "expert":
-        named = {*_PROJECTIONS} & {target.rpartition(".")[2] for target in targets}
+        named = {*Family.names} & {target.rpartition(".")[2] for target in targets}
         modules = {f"mlp.experts.0.{name}" for name in adapter.expert_modules()} if named else set()
     else:  # the experts' LoRA is no matter of PEFT's
         modules = {part.key.module for part in adapter.nonexpert.values()}

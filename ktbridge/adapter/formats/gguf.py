@@ -30,7 +30,7 @@ from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Slot, is_number
 from ktbridge.adapter.blocks import BITS, Block
 from ktbridge.adapter.checks.inventory import check_tensors
 from ktbridge.adapter.formats.raw_form import Request, fail_if, local_config, one_scale, raw_form
-from ktbridge.adapter.keys import PEFT_PREFIX, Key, parse_key, peft_key
+from ktbridge.adapter.keys import PEFT_PREFIX, PROJECTIONS, Key, parse_key, peft_key
 from ktbridge.adapter.lora_config import build_config
 from ktbridge.adapter.manifest import MANIFEST_FILE
 from ktbridge.adapter.outputs import Output, Rows, piece
@@ -51,12 +51,12 @@ _MODULES = (
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")),
     "self_attn.kv_a_proj_with_mqa",
     "mlp.shared_expert_gate",
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    *(f"mlp.{name}_proj" for name in PROJECTIONS),
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")),
     "linear_attn.out_proj",
 )
 _NAME = re.compile(r"blk\.([0-9]{1,6})\.([a-z_0-9]+)\.weight\.lora_([ab])")
-_EXPERTS = {f"ffn_{name}_exps": name for name in ("gate", "up", "down")}
+_EXPERTS = {f"ffn_{name}_exps": name for name in PROJECTIONS}
 
 
 class _Graph(NamedTuple):
@@ -364,7 +364,7 @@ def _names(package: Any, architecture: str, layers: int) -> dict[str, str]:
     table = package.get_tensor_name_map(arch, layers)
     names: dict[str, str] = {}
     graph = _graph(architecture)
-    of_shared = [f"mlp.{graph.shared}.{name}_proj" for name in ("gate", "up", "down")]
+    of_shared = [f"mlp.{graph.shared}.{name}_proj" for name in PROJECTIONS]
     for layer in range(layers):
         for module in (*_MODULES, graph.router, *of_shared):
             hf = f"model.layers.{layer}.{module}"

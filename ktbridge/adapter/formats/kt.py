@@ -32,7 +32,7 @@ from ktbridge.adapter.formats.raw_form import (
     raw_form,
     stack_experts,
 )
-from ktbridge.adapter.keys import HALVES, PEFT_PREFIX, expert_key
+from ktbridge.adapter.keys import HALVES, PEFT_PREFIX, PROJECTIONS, expert_key
 from ktbridge.adapter.lora_config import (
     apply_alpha,
     build_config,
@@ -168,7 +168,7 @@ def write_vllm(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     """One directory with the checkpoint's own module names for every expert."""
     family = adapter.base.family if adapter.base else None
     own = family.vllm_names if family else ()
-    names = dict(zip(("gate", "up", "down"), own, strict=False))
+    names = dict(zip(PROJECTIONS, own, strict=False))
     block = family.block if family else "mlp"
     if family is not None and adapter.module_prefix() not in family.vllm_prefixes:
         before = f"{PEFT_PREFIX}{adapter.module_prefix()}layers."
@@ -243,7 +243,7 @@ def _expert_pieces(adapter: Adapter, key: ExpertKey) -> list[Piece]:
 
 
 def _all_projections(adapter: Adapter) -> list[Problem]:
-    absent = {"gate", "up", "down"} - set(adapter.projections) if adapter.experts else set()
+    absent = {*PROJECTIONS} - set(adapter.projections) if adapter.experts else set()
     if not absent:
         return []
     found = f"has no expert LoRA for {', '.join(sorted(absent))}_proj, which KT engines ask for"

@@ -18,12 +18,12 @@ from ktbridge.adapter.engines import (
     SERVER_HOLES,
     Method,
     install_engine,
-    version_order,
 )
 from ktbridge.codes import problem
 from ktbridge.codes.serving import LAUNCH
-from ktbridge.errors import KtbridgeError, Problem, UsageError
+from ktbridge.errors import KtbridgeError, Problem, UsageError, worst_first
 from ktbridge.files.sizes import size_text
+from ktbridge.install import version_order
 from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.facts import LOGGING, LaunchFacts
 from ktbridge.serve.sglang.launch import MODEL_OVERRIDE, EngineFlag, Launch
@@ -52,13 +52,11 @@ def plan_launch(
     # A version that isn't installed here is for another machine: this one's problems are warnings then.
     ahead = request.engine_version and not launch.is_installed and not facts.described.given
     eased = (request.allowed & CODES) | frozenset(OF_THE_MACHINE if ahead else ())
-    problems = [
+    problems = dict.fromkeys(
         replace(p, severity="warning") if p.severity == "error" and p.code in eased else p
         for p in found
-    ]
-    order = ("error", "warning", "info")
-    problems.sort(key=lambda p: order.index(p.severity))
-    return replace(launch, problems=tuple(dict.fromkeys(problems)))
+    )
+    return replace(launch, problems=tuple(worst_first(problems)))
 
 
 def preflight(launch: Launch) -> Iterator[Problem]:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import mmap
 import os
 import shutil
@@ -23,7 +22,7 @@ from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.placement import Costs
 from ktbridge.files.publish import CACHE
 from ktbridge.files.sizes import size_text
-from ktbridge.install import Gap, has_linear_attention_kernels, linear_attention_gaps
+from ktbridge.install import Gap, has_linear_attention_kernels, linear_attention_gaps, version_of
 from ktbridge.machine import Described, Machine, read_gpus, read_machine
 from ktbridge.model import find_model, resolve_model
 from ktbridge.model.stub import CheckpointStub, weights_missing
@@ -331,11 +330,8 @@ def _gpus(described: Described) -> tuple[list[int], str]:
 
 def _gpus_here() -> list[int]:
     """Return each GPU's memory as the driver reports; none where torch can't use one."""
-    try:
-        if importlib.metadata.version("torch").endswith("+cpu"):
-            return []
-    except importlib.metadata.PackageNotFoundError:
-        pass
+    if (version_of("torch") or "").endswith("+cpu"):
+        return []
     return [gpu.memory for gpu in read_gpus()]
 
 
