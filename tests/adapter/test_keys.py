@@ -39,6 +39,16 @@ def test_kinds(name, kind):
     assert parse_key(name).kind == kind
 
 
+def test_spellings_of_one_projection_meet():
+    names = [
+        "model.layers.3.mlp.experts.7.down_proj.lora_A.weight",
+        "base_model.model.model.layers.3.mlp.experts.7.down_proj.lora_A.default.weight",
+        "model.layers.3.mlp.orig_module.experts.7.down_proj.lora_A.weight",
+        "model.language_model.layers.3.block_sparse_moe.experts.7.w2.lora_A.weight",
+    ]
+    assert len({parse_key(name)._replace(module="") for name in names}) == 1
+
+
 EXPERT = "model.layers.3.mlp.experts.7.up_proj"
 QUERY = "model.layers.3.self_attn.q_proj"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from findings import codes
 from rawadapter import random_bits, write_config, write_raw
 
 from ktbridge.adapter import convert_adapter, read_adapter
@@ -82,9 +83,9 @@ def test_what_llama_cpp_would_ignore_is_refused(tmp_path):
 
 
 def llama_cpp_adapter(
-    path: Path, alpha: float | None, architecture: str = "qwen3moe"
+    path: Path, alpha: float | None, architecture: str = "qwen3moe", **more: tuple[int, ...]
 ) -> dict[str, Any]:
-    """As llama.cpp's own converter writes it: float32, no directory, nothing of ours."""
+    """As llama.cpp's own converter writes it: float32, no directory; ``more``: shapes of further tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -99,6 +100,8 @@ def llama_cpp_adapter(
             values = np.frombuffer(random_bits(rng, shape, "F32"), np.float32).reshape(shape)
             tensors[f"blk.5.{name}.weight.lora_{half}"] = values
             writer.add_tensor(f"blk.5.{name}.weight.lora_{half}", values)
+    for name, shape in more.items():
+        writer.add_tensor(name, np.zeros(shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,6 +126,14 @@ def test_an_adapter_of_llama_cpp_is_read(tmp_path, alpha):
             np.testing.assert_array_equal(values, tensors[f"blk.5.{name}.weight.lora_{half}"])
     key = "base_model.model.model.layers.5.self_attn.q_proj.lora_A.weight"
     assert key in raw.nonexpert_keys()
+
+
+def test_tensors_that_are_no_lora_are_named(tmp_path):
+    more = {"blk.0.attn_norm.weight": (8,), "blk.5.attn_k.weight.lora_a": (3, 2, 8)}
+    llama_cpp_adapter(tmp_path / "a.gguf", 8.0, **more)
+    with pytest.raises(ProblemsError) as caught:
+        convert_adapter(tmp_path / "a.gguf", to="raw", output_dir=tmp_path / "o", base_model="m")
+    assert {"KTB201", "KTB302"} <= codes(caught)
 
 
 def test_what_is_no_adapter_is_refused_in_a_sentence(tmp_path):
