@@ -176,8 +176,20 @@ class Proof:
 
     def sglang(self, python: Path) -> dict[str, Any]:
         """The verdict of SGLang-KT on the adapter, launched by ktbridge with the engine of ``python``."""
+        base = self.place / "sglang" / "base"
+        base.parent.mkdir(exist_ok=True)
+        script = [sys.executable, str(SCRIPTS / "proving" / "untied_base.py")]
+        self.steps.run(
+            Step("untied base", [*script, str(self.base), str(base)], self._weights, base)
+        )
         server = [*KTBRIDGE, "serve", "--engine", "sglang", "--engine-python", str(python)]
-        server += [*self._against, "--served-model-name", "smollm2"]
+        server += [
+            "--base-model",
+            str(base),
+            "--allow-other-base",
+            "--served-model-name",
+            "smollm2",
+        ]
         server += ["--adapter", f"proof={self.raw}"]
         server += ["--timeout", "400", "--log", str(self.place / "logs" / "sglang.log")]
         asked = self.verify("verify sglang", "smollm2:proof", self.raw)

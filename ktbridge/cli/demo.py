@@ -121,6 +121,8 @@ def _package(demo: Demo, directory: Path) -> tuple[Demo, Path | None]:
 
     if demo is loop.TINY or smollm2.is_mixture_made(directory / "base"):
         return demo, None
+    import gguf  # noqa: F401  before the download: transformers misses it in words of its own
+
     if (wheel := package.find_package()) is not None:
         return demo, wheel
 

@@ -284,3 +284,13 @@ def test_without_the_package_the_tiny_demo_runs_and_says_why(
     assert done.exit_code == 2
     assert "has the demo on 'tiny', not the one on 'smollm2'" in done.stderr
     assert "Go on with it with --tiny, or give another --output" in done.stderr
+
+
+def test_a_missing_package_is_told_before_anything_is_downloaded(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setenv("KTBRIDGE_CACHE", str(tmp_path / "cache"))
+    done = CliRunner().invoke(command, ["--output", str(tmp_path / "demo")])
+    assert done.exit_code == 1
+    assert "the Python package 'gguf' is not installed" in done.output
+    assert "ownloading" not in done.output
+    assert not list((tmp_path / "demo").glob("base*"))

@@ -1,0 +1,36 @@
+"""A copy of a base whose tied output head is stored: SGLang-KT's classes don't tie (KTB969).
+
+    untied_base.py BASE TARGET
+
+The same function: lm_head.weight is the embedding. TARGET appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from ktbridge.files.publish import Staging
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def main() -> None:
+    base, target = map(Path, sys.argv[1:])
+    with Staging(target, lambda there: None) as staging:
+        shutil.copytree(base, staging.path, dirs_exist_ok=True)
+        weights = staging.path / "model.safetensors"
+        tensors = load_file(weights)
+        save_file({**tensors, HEAD: tensors[EMBEDDING].clone()}, weights, metadata={"format": "pt"})
+        config = json.loads((base / "config.json").read_text())
+        config["tie_word_embeddings"] = False
+        (staging.path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        staging.commit()
+
+
+if __name__ == "__main__":
+    main()
