@@ -5,6 +5,7 @@
     scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-6,v2-11 --seconds-left 500
     scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-free --gpus 4
     scripts/bench_placement.py … --gpus 4 --accelerate examples/accelerate/fsdp2.yaml
+    scripts/bench_placement.py --checkpoints /data --bad-input
     scripts/bench_placement.py --from-json table.json --from-json more.json
 
 A row of the table is a model, a GPU memory budget, how experts are stored, and the rows of a step; --rows-of
@@ -18,8 +19,8 @@ H200 with 16 cores and a link of 55 GB/s.
 
 Checkpoints of random weights are made under --checkpoints, and others there removed where the disk is short.
 Pages that are still being written to a disk slow down what runs: give memory-backed disk (/dev/shm) where
-they fit. --json is written after each run, and runs that it has are not made again. Ends with 1 where a row
-doesn't pass. Needs `ktbridge[train]`.
+they fit. --json is written after each run, and runs that it has are not made again. --bad-input makes runs
+that can't go well, and shows how they end. Ends with 1 where a row doesn't pass. Needs `ktbridge[train]`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Any
 
 import click
 import yaml
+from peers.bad_input import show_bad_input
 from peers.driver import Record, console, new_run, stderr, write_run
 from peers.report import plain_table
 from peers.training import Measured, gpu_name, plan, settings, train
@@ -184,7 +186,7 @@ def run_once(
     how = {"gpus": gpus, "accelerate": options["accelerate"]}
     measured = train(config, scratch / "log", on_step=on_step, until=until, **how)
     record |= told(row, gpus, measured, (scratch / "log").read_text())
-    record["planned"] = plan(config).get("bytes") if gpus == 1 else None
+    record["planned"] = plan(config).get("bytes") if gpus == 1 and mode == "auto" else None
     who = mode if gpus == 1 else f"{mode} on {gpus} GPUs"
     _say(f"  {who:<8} {', '.join(shown) or 'no step'}: {_outcome(record)}")
     shutil.rmtree(scratch / "out", ignore_errors=True)
@@ -380,6 +382,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--json", "json_file", type=FILE, help="Written after each run, and gone on from.")
 @click.option("--from-json", "recorded", multiple=True, type=FILE, help="Show runs; several.")
+@click.option("--bad-input", is_flag=True, help="Runs that can't go well, and how they end.")
 def main(
     checkpoints: Path | None,
     rows_of: str,
@@ -388,6 +391,7 @@ def main(
     changes: tuple[str, ...],
     seconds_left: float | None,
     recorded: tuple[Path, ...],
+    bad_input: bool,
     **options: Any,
 ) -> None:
     """Hold `kt_experts: auto` against each fixed mode, its own prediction, and targets."""
@@ -410,6 +414,8 @@ def main(
     most = max(row.rows for row in rows) * options["steps"]
     made = Checkpoints(checkpoints.resolve(), parse_changes(changes), most)
     with terminable():
+        if bad_input:
+            sys.exit(0 if show_bad_input(made.of(V2), until) else 1)
         json_file = options["json_file"]
         asked = {"steps": options["steps"], "seed": options["seed"], "set": [*changes]}
         run = json.loads(json_file.read_text()) if json_file and json_file.exists() else None

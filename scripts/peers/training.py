@@ -117,6 +117,12 @@ def gpu_name() -> str | None:
     return _told(query).strip() if query else None
 
 
+def gpu_free() -> int | None:
+    """Bytes that are free on the first GPU; None without one."""
+    query = query_gpus("index,memory.free")
+    return _numbers(_told(query))[0][1] << 20 if query else None
+
+
 def _told(query: Sequence[str]) -> str:
     done = subprocess.run(query, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else ""

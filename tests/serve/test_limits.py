@@ -117,16 +117,21 @@ def test_a_place_is_free_once_its_client_has_gone(small, way):
 
 
 def test_limits_are_said_before_anything_is_read(small):
-    """Also of more prompts than a request may bring."""
+    """Also of more prompts than a request may bring, and of text that no context has room for."""
+    long = "a " * 500_000
     with small.client(KEY) as client:
         assert client.models.list().data[0].max_model_len == CONTEXT
         for options, words in (
             ({"max_tokens": CONTEXT}, "context is 500"),
             ({"n": 9}, "n must be at most 8"),
             ({"prompt": ["a " * 200] * 5_000}, "at most 2 prompts"),
+            ({"prompt": long}, "1,000,000 characters, at most"),  # a tokenizer isn't asked
         ):
             with pytest.raises(openai.BadRequestError, match=words):
                 client.completions.create(**{"model": "tiny", "prompt": "x"} | options)
+        asked = [{"role": "user", "content": long}]
+        with pytest.raises(openai.BadRequestError, match="characters, at most"):
+            client.chat.completions.create(model="tiny", messages=asked)
 
 
 def test_keys(small):

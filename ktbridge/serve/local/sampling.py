@@ -261,6 +261,14 @@ class Tokens:
                 return bytes.fromhex(match[1])
         return self.decode([token], special=True).encode()
 
+    def longest(self) -> int:
+        """Bytes of the longest token: no text of more bytes than that times n has n tokens."""
+        known = self._byte_of or {}
+        return max(
+            len(piece) if all(letter in known for letter in piece) else len(piece.encode())
+            for piece in self.tokenizer.get_vocab()
+        )
+
 
 class TextStream:
     """Incremental detokenization: ``feed`` tokens, receive the text that they completed.

@@ -176,11 +176,13 @@ class Service:
 class Prompts:
     """Renders and tokenizes prompts in a thread of their own, and checks them against the context length.
 
-    The thread's tokenizer is its own, since a tokenizer changes its settings while it encodes.
+    A text that can't fit by its length is refused before it is tokenized, which would hold up the prompts
+    behind it. The thread's tokenizer is its own, since a tokenizer changes its settings while it encodes.
     """
 
     def __init__(self, tokens: Tokens, vocab_size: int, context: int) -> None:
         self._vocab_size, self._context = vocab_size, context
+        self._longest = tokens.longest()
         self._templates = bool(getattr(tokens.tokenizer, "chat_template", None))
         self._tokenizer = copy.deepcopy(tokens.tokenizer)
         self._thread = ThreadPoolExecutor(1, "ktbridge-prompts")
@@ -212,14 +214,15 @@ class Prompts:
                     param="messages",
                 ) from error
             # The template wrote the special tokens itself.
-            return list(self._tokenizer.encode(str(text), add_special_tokens=False))
+            return self._encode(str(text), special=False, param="messages")
 
         return await asyncio.wrap_future(self._thread.submit(work))
 
     async def completion(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt given as text or as ids. Raises ApiError."""
         if isinstance(prompt, str):
-            return await asyncio.wrap_future(self._thread.submit(self._tokenizer.encode, prompt))
+            work = self._thread.submit(self._encode, prompt, special=True, param="prompt")
+            return await asyncio.wrap_future(work)
         if any(token >= self._vocab_size for token in prompt):
             raise ApiError(
                 400, f"token ids must be below {self._vocab_size}, the vocabulary", param="prompt"
@@ -234,8 +237,7 @@ class Prompts:
         left = context - size
         # A prompt that fills the context can still be scored, though not continued.
         if left < 0 or (left == 0 and limit != 0):
-            text = f"the prompt has {size} tokens; this model's context is {context}, the answer included"
-            raise ApiError(400, text, param=param, code="context_length_exceeded")
+            raise self._too_long(f"has {size} tokens", param)
         if limit is None:
             return left
         if limit > left:
@@ -245,3 +247,13 @@ class Prompts:
             )
             raise ApiError(400, text, param="max_tokens", code="context_length_exceeded")
         return limit
+
+    def _encode(self, text: str, *, special: bool, param: str) -> list[int]:
+        if len(text) > self._context * self._longest:  # a character is a byte or more
+            how = f"has {len(text):,} characters, at most {self._longest} of which are a token"
+            raise self._too_long(how, param)
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def _too_long(self, how: str, param: str) -> ApiError:
+        text = f"the prompt {how}; this model's context is {self._context}, the answer included"
+        return ApiError(400, text, param=param, code="context_length_exceeded")
