@@ -303,7 +303,7 @@ class Launch:
 
     @property
     def rope_override(self) -> dict[str, float]:
-        """What the engine must be told of config.json: the base of rotary positions, or {}.
+        """Return what of config.json the engine has to be told: the base of rotary positions, or {}.
 
         Since 0.6.3 it has transformers 5, whose configurations keep that base in a table alone; most of its
         model classes ask for ``rope_theta`` and take 10000 where there is none (Qwen3-MoE's is 1000000). Only
