@@ -96,7 +96,8 @@ def describe(model: torch.nn.Module) -> dict[str, Any]:
     named = dict(model.named_modules(remove_duplicate=False))
     bases = {float(module.base) for module in named.values() if hasattr(module, "base")}
     head = named["lm_head"]
-    tied = any(each is head for name, each in named.items() if name.endswith("embed_tokens"))
+    inputs = [each for name, each in named.items() if name.endswith("embed_tokens")]
+    tied = any(each.weight is head.weight for each in inputs)
     return {"rope_bases": sorted(bases), "tied": tied}
 
 

@@ -129,7 +129,7 @@ BASED = {
 def test_positions_have_the_models_base_and_the_head_is_its_embedding_where_it_says_so(
     engines, tmp_path, version, model_type
 ) -> None:
-    """Our flag is what does it: without it the engine takes 10000, whatever config.json says."""
+    """Our flag does it: without it the engine takes 10000, but where a configuration keeps its own."""
     architecture, settings = BASED[model_type]
     settings = {**settings, "rope_theta": 123456.0, "tie_word_embeddings": True}
     family = family_of(model_type)
@@ -140,7 +140,8 @@ def test_positions_have_the_models_base_and_the_head_is_its_embedding_where_it_s
     place = made.argv.index(MODEL_OVERRIDE)
     without = replace(made, request=replace(made.request))
     vars(without)["argv"] = made.argv[:place] + made.argv[place + 2 :]
-    assert engines(version).run(without).model["rope_bases"] == [10000.0]
+    alone = 123456.0 if model_type == "afmoe" else 10000.0
+    assert engines(version).run(without).model["rope_bases"] == [alone]
 
 
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
