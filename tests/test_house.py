@@ -17,12 +17,12 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 TREES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
 AT_MOST = {
-    "lines": 72_668,
+    "lines": 72_434,
     "modules": 296,
-    "public names that several modules define": 13,
+    "public names that several modules define": 11,
     "docstrings that begin with a relative clause": 5,
     "modules in circles of imports, for types too": 4,
-    "uses of Any": 326,
+    "uses of Any": 324,
 }
 SLACK = 0.03
 """What a number may be below its limit before the limit has to follow."""
