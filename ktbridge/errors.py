@@ -144,13 +144,13 @@ def did_you_mean(key: str, known: Iterable[str]) -> str:
 
 def did_you_mean_path(path: str | os.PathLike[str]) -> str:
     """The next step for a path that isn't there, but for a few letters of one part; "" where none is near."""
-    place = Path(path).expanduser()
-    gone = next((one for one in (*reversed(place.parents), place) if not one.exists()), None)
-    if gone is None:
-        return ""
     try:
+        place = Path(path).expanduser()
+        gone = next((one for one in (*reversed(place.parents), place) if not one.exists()), None)
+        if gone is None:
+            return ""
         near = difflib.get_close_matches(gone.name, os.listdir(gone.parent), n=1, cutoff=0.75)
-    except OSError:
-        near = []
+    except (OSError, RuntimeError, ValueError):  # no such user; a name with a NUL
+        return ""
     found = [gone.with_name(name) / place.relative_to(gone) for name in near]
     return f"Did you mean {found[0]}?" if found and found[0].exists() else ""

@@ -155,7 +155,7 @@ ROOMS = {
     "eval": "eval",
     "predict": "train serve eval",
     "demo": "demo train serve",
-    "cli": "demo",
+    "cli": "demo gguf",
     "document": "eval",
     "schemas.py": "eval",
 }

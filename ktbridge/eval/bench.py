@@ -166,7 +166,8 @@ def load_bench(name_or_path: str | Path, items: Path | None = None) -> Bench:
             raise
         # items.jsonl was made of the data file, which has other lines.
         name = f"{data['file']}: item "
-        places = [re.sub(r"^items\.jsonl:(?: lines )?", name, one.where) for one in error.problems]
+        pattern = re.compile(r"^items\.jsonl:(?: lines )?")
+        places = [pattern.sub(lambda _: name, one.where) for one in error.problems]
         problems = map(lambda one, where: replace(one, where=where), error.problems, places)
         raise ProblemsError(error.sentence, problems) from None
 

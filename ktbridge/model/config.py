@@ -77,7 +77,10 @@ class ModelConfig:
 
         transformers 5 writes it into a table, or one a kind of layer, which together have no single base.
         """
-        for table in (self.text.get("rope_parameters"), self.text.get("rope_scaling"), self.text):
+        newer = self.text.get("rope_parameters")
+        if isinstance(newer, Mapping) and any(isinstance(each, Mapping) for each in newer.values()):
+            return None
+        for table in (newer, self.text.get("rope_scaling"), self.text):
             base = table.get("rope_theta") if isinstance(table, Mapping) else None
             if isinstance(base, int | float) and not isinstance(base, bool):
                 return float(base)

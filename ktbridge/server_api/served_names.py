@@ -231,7 +231,8 @@ def check_served_name(served: str) -> None:
     if ":" in served:
         raise UsageError(
             f"the served model name {served!r} contains ':'.",
-            "choose a name without ':'; what follows a ':' in a request names the adapter",
+            "choose a name without ':' with --served-model-name; what follows a ':' in a request names the "
+            "adapter",
         )
     if not served.strip() or served != served.strip() or not served.isprintable():
         raise UsageError(

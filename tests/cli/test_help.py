@@ -81,6 +81,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, args, code, words):
 
 SLIPS = {
     "train runs.yaml": "Did you mean run.yaml?",
+    "run ~nobody-here/recipe.yaml": "there is no recipe",
     "plan run.yaml dataset=row.jsonl": "Did you mean {here}/rows.jsonl?",
     "train run.yaml adapter_name_or_path=neko/adaptr": "Did you mean {here}/neko/adapter?",
     "train run.yaml model_name_or_path=models/bas": "Did you mean models/base? If not: ",

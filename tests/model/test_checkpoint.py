@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.model import FAMILIES, expert_names, open_checkpoint, read_model_config, resolve_model
+from ktbridge.model import FAMILIES, open_checkpoint, read_model_config, resolve_model
 from ktbridge.model.locate import expert_home, module_weights
 
 QWEN3 = {
@@ -87,22 +87,6 @@ def test_hybrid_layer_types_from_the_interval(tmp_path):
     text = {**QWEN3, "full_attention_interval": 2}
     read = read_model_config(model_dir(tmp_path / "m", text))
     assert read.layer_types == ("linear_attention", "full_attention") * 2
-
-
-def test_names_of_a_layers_experts(tmp_path):
-    sizes = {
-        "num_hidden_layers": 2,
-        "hidden_size": 8,
-        "intermediate_size": 4,
-        "num_local_experts": 3,
-    }
-    read = read_model_config(model_dir(tmp_path / "m", {"model_type": "mixtral", **sizes}))
-    names = expert_names(read, 1)
-    stem = "model.layers.1.block_sparse_moe.experts"
-    assert names[:4] == (
-        f"{stem}.0.w1.weight", f"{stem}.0.w3.weight", f"{stem}.0.w2.weight", f"{stem}.1.w1.weight",
-    )  # fmt: skip
-    assert len(names) == 3 * 3
 
 
 def test_no_model_type_is_in_two_rows():

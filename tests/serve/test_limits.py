@@ -126,6 +126,11 @@ def test_limits_are_said_before_anything_is_read(small):
             ({"n": 9}, "n must be at most 8"),
             ({"prompt": ["a " * 200] * 5_000}, "at most 2 prompts"),
             ({"prompt": long}, "1,000,000 characters, at most"),  # a tokenizer isn't asked
+            ({"prompt": [5] * 262_145}, "a list has 262,145 items"),
+            (
+                {"extra_body": dict.fromkeys(map(str, range(9)), 1)},
+                "unknown fields: 0, 1, 2, 3, 4 and 4",
+            ),
         ):
             with pytest.raises(openai.BadRequestError, match=words):
                 client.completions.create(**{"model": "tiny", "prompt": "x"} | options)

@@ -166,6 +166,11 @@ async def _read_body(request: Request, limits: Limits) -> bytes:
     close = {"Connection": "close"}
     announced, body = request.headers.get("content-length", "0"), bytearray()
     large = announced.isdigit() and int(announced) > limits.body
+    refused = ApiError(
+        413, f"the body is larger than {limits.body} bytes", code="request_too_large", headers=close
+    )
+    if large and "expect" in request.headers:
+        raise refused  # before it is sent: reading would ask for it
     try:
         with anyio.fail_after(LINGER_SECONDS if large else limits.body_seconds) as time_limit:
             async for piece in request.stream():
@@ -178,8 +183,7 @@ async def _read_body(request: Request, limits: Limits) -> bytes:
             text = "the rest of the body didn't come in time"
             raise ApiError(408, text, headers=close) from None
     if large:
-        text = f"the body is larger than {limits.body} bytes"
-        raise ApiError(413, text, code="request_too_large", headers=close)
+        raise refused
     return bytes(body)
 
 

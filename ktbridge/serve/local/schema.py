@@ -18,8 +18,10 @@ from pydantic import (
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_ITEMS = 2**18
+"""Of a list in a request: more tokens or messages than any context has."""
 MAX_ERRORS = 100  # of a request that are looked at: each alternative of a field makes one
-NAMED = 5  # of them that the answer names
+NAMED = 5  # of them, or of unknown fields, that the answer names
 SEED_RANGE = 2**63
 # Keyword arguments of apply_chat_template that decide how the server renders and tokenizes.
 RENDERING_ARGUMENTS = frozenset(
@@ -77,6 +79,8 @@ Prompts = (
 def _whole(value: object) -> object:
     """3.0 as 3: JSON doesn't distinguish them, and some clients write integers so."""
     if isinstance(value, list):
+        if len(value) > MAX_ITEMS:
+            raise ValueError(f"a list has {len(value):,} items; at most {MAX_ITEMS:,} are read")
         return [_whole(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -91,6 +95,10 @@ class Strict(BaseModel):
     def _drop_nulls(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
+        unknown = [key for key in data if key not in cls.model_fields]
+        if len(unknown) > NAMED:  # pydantic would tell of each
+            named = ", ".join(key[:40] for key in unknown[:NAMED])
+            raise ValueError(f"unknown fields: {named} and {len(unknown) - NAMED:,} more")
         return {key: _whole(value) for key, value in data.items() if value is not None}
 
 

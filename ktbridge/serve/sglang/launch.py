@@ -255,6 +255,11 @@ class Launch:
         return (*expert, *((each.name, make("nonexpert", each)) for each in choice.nonexpert))
 
     @property
+    def directories(self) -> list[Path]:
+        """The directories of adapters that the engine will get."""
+        return [step.target for _, step in self.served]
+
+    @property
     def conversions(self) -> tuple[Conversion, ...]:
         """Directories that must be made first."""
         return tuple(step for _, step in self.served if step.target != step.sources[0])

@@ -16,6 +16,7 @@ from typing import BinaryIO, NamedTuple
 from ktbridge.adapter.engines import install_engine
 
 _KEPT = 4000  # lines: a traceback of eight ranks, and what led to it
+_LONGEST = 1 << 16  # bytes of one line that are kept; progress bars end in no newline
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _STAMP = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]*\]\s*")
 # Noise: traceback frames, the code they quote, progress bars.
@@ -41,14 +42,24 @@ class Pump:
         self._thread.start()
 
     def _run(self) -> None:
+        reach = max(map(len, self._secrets), default=1) - 1
+        held = b""  # the end of a piece of a long line: a secret may begin there
         with self._pipe, self._file:
-            for line in self._pipe:
+            while line := self._pipe.readline(_LONGEST):
                 self._on_line(line)
+                line = held + line
                 for secret in self._secrets:
                     line = line.replace(secret, b"***")
-                self._file.write(line)
-                with self._lock:
-                    self._lines.append(line.decode("utf-8", "replace"))
+                cut = len(line) if line.endswith(b"\n") else max(len(line) - reach, 0)
+                line, held = line[:cut], line[cut:]
+                self._keep(line)
+            self._keep(held)
+
+    def _keep(self, line: bytes) -> None:
+        if line:
+            self._file.write(line)
+            with self._lock:
+                self._lines.append(line.decode("utf-8", "replace"))
 
     def lines(self) -> list[str]:
         """The last lines, oldest first."""

@@ -32,6 +32,7 @@ from ktbridge.server_api.served_names import check_adapter_name, check_served_na
 
 _READS_THE_CACHE = ("fa3", "torch_native")
 _HOPPER = "9."
+_TRANSFORMERS_5 = "0.6.3"  # the first version on them
 _PROCESSES = 6 * 2**30
 # Problems of this machine: they don't apply to a plan for another one.
 OF_THE_MACHINE = ("KTB955", "KTB956", "KTB957", "KTB958", "KTB966")
@@ -172,13 +173,13 @@ GUARDED: dict[str, tuple[Condition, str]] = {
 def _flags(launch: Launch) -> Iterator[Problem]:
     """Yield problems of the user's flags, and of ours that the installed engine's parser doesn't define."""
     flags, parser = launch.flags, launch.parser
-    guarded = sorted({*OWNED, *GUARDED})
+    guarded = sorted({*OWNED, *GUARDED, MODEL_OVERRIDE})
     seen: set[str] = set()
     for flag in flags:
         if flag.name in seen:
             yield problem("KTB953", flag.name, "is given twice", next_step="give it once")
         seen.add(flag.name)
-        meant = [name for name in guarded if name.startswith(flag.name)]
+        meant = [name for name in guarded if name.startswith(flag.name) and name != flag.name]
         if flag.name in OWNED:
             found = "belongs to an option of ktbridge"
             yield problem("KTB953", flag.name, found, next_step=f"use {OWNED[flag.name]} before --")
@@ -330,24 +331,26 @@ def _base_model(launch: Launch) -> Iterator[Problem]:
     """KTB968 and KTB969: the engine would compute another model than the base, and no log shows it."""
     model, family = launch.facts.model, launch.facts.model.family
     config = str(launch.facts.model_path / "config.json")
-    if family is not None and family.kt_unbased and model.rope_base not in (None, 10000.0):
-        found = f"rope_theta is {model.rope_base:g}, and {ENGINE} takes 10000 for {family.name}"
-        yield problem("KTB968", config, found, "a base that the engine reads")
-    elif given := launch.flag(MODEL_OVERRIDE):
-        wanted = launch.rope_override
+    since = version_order(launch.version) >= version_order(_TRANSFORMERS_5)
+    if family is not None and family.kt_classes and since:
+        if model.rope_base is None and model.text.get("rope_parameters"):
+            found = "rope_parameters is a table a kind of layer, and what the engine reads of it isn't known"
+            step = "compare with `ktbridge verify` before relying on it"
+            yield problem("KTB968", config, found, "one rope_theta", step, severity="warning")
+        elif family.kt_unbased and model.rope_base not in (None, 10000.0):
+            found = f"rope_theta is {model.rope_base:g}, and {ENGINE} takes 10000 for {family.name}"
+            yield problem("KTB968", config, found, "a base that the engine reads")
+    for given in (flag for flag in launch.flags if flag.name == MODEL_OVERRIDE):
         try:
             told = json.loads(given.value)
-        except ValueError:
-            told = {}  # the engine ends with its own words
-        missing = {key: value for key, value in wanted.items() if key not in told}
-        if missing:
+        except (ValueError, RecursionError):
+            told = None  # the engine ends with its own words
+        told = told if isinstance(told, dict) else {}
+        if missing := {k: v for k, v in launch.rope_override.items() if told.get(k) is None}:
             found = f"{given} has no rope_theta, which most of the engine's model classes take for 10000 then"
-            whole = (
-                json.dumps({**told, **missing}) if isinstance(told, dict) else json.dumps(missing)
-            )
-            yield problem(
-                "KTB968", MODEL_OVERRIDE, found, whole, f"write {MODEL_OVERRIDE} '{whole}'"
-            )
+            whole = json.dumps({**told, **missing})
+            step = f"write {MODEL_OVERRIDE} '{whole}'"
+            yield problem("KTB968", MODEL_OVERRIDE, found, whole, step)
     if family is not None and family.kt_untied and model.tied and not launch.facts.weights.head:
         found = f"tie_word_embeddings, without an lm_head.weight in the checkpoint; {ENGINE}'s "
         found += f"{', '.join(family.kt_classes)} has a head of its own"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from launchfacts import AMX, GIB, GPUS, facts_for
 from rawadapter import write_config
+from waiting import wait_for
 
 from ktbridge.adapter import engines
 from ktbridge.adapter.manifest import MANIFEST_FILE
@@ -23,7 +24,7 @@ from ktbridge.serve.request import SglangRequest
 from ktbridge.serve.sglang.adapters import Conversion, cached, convert, is_intact, read_sources
 from ktbridge.serve.sglang.facts import Installed, LaunchFacts, Weights, parser_flags, stored_format
 from ktbridge.serve.sglang.launch import Launch, plan_threads
-from ktbridge.serve.sglang.logs import CAUSES, explain_failure, readable
+from ktbridge.serve.sglang.logs import CAUSES, Pump, explain_failure, readable
 from ktbridge.serve.sglang.preflight import plan_launch
 
 
@@ -404,6 +405,8 @@ BASE = "--json-model-override-args"
         ({"model_type": "qwen3_vl_moe", "text_config": {"rope_theta": 5e6}}, None, "KTB968"),
         ({"model_type": "qwen3_vl_moe", "text_config": {"rope_theta": 1e4}}, None, ""),
         ({"model_type": "qwen3_5_moe", "text_config": {"rope_theta": 1e7}}, None, ""),
+        # A base a kind of layer: none is told, not even an older one beside them.
+        ({"rope_theta": 1e6, "rope_parameters": {"full_attention": {"rope_theta": 5e6}}}, None, ""),
     ],
 )
 def test_the_engine_is_told_the_base_of_positions(facts_of, tmp_path, config, told, wrong) -> None:
@@ -421,9 +424,13 @@ def test_the_engine_is_told_the_base_of_positions(facts_of, tmp_path, config, to
 def test_an_override_of_ones_own_has_the_base_of_positions_too(tmp_path) -> None:
     model = write_config(tmp_path / "base", rope_theta=1e6)
 
-    def made(words: dict[str, Any]) -> Launch:
-        request = SglangRequest(model=str(model), flags=(BASE, json.dumps(words)))
+    def made(words: Any, name: str = BASE) -> Launch:
+        request = SglangRequest(model=str(model), flags=(name, json.dumps(words)))
         return plan_launch(request, facts_for(model, "0.7.2"))
+
+    for words in (5, "rope_theta", None, {"rope_theta": None}):
+        assert [one[:6] for one in errors(made(words))] == ["KTB968"]
+    assert [one[:6] for one in errors(made({"rope_theta": 1e6}, BASE[:-3]))] == ["KTB953"]
 
     (found,) = errors(made({"num_hidden_layers": 2}))
     assert '{"num_hidden_layers": 2, "rope_theta": 1000000.0}' in found
@@ -444,3 +451,16 @@ def test_a_head_that_nobody_wrote(tmp_path, model_type, tied, head, wrong) -> No
     facts = facts_for(model, "0.7.2", weights=Weights(GIB, GIB, head))
     found = errors(plan_launch(SglangRequest(model=str(model)), facts))
     assert [one[:6] for one in found] == (["KTB969"] if wrong else [])
+
+
+def test_a_line_without_an_end_is_written_as_it_comes_and_without_the_key(tmp_path) -> None:
+    reader, writer = os.pipe()
+    seen: list[bytes] = []
+    pump = Pump(os.fdopen(reader, "rb"), tmp_path / "log", seen.append, "hush-hush")
+    line = b"x" * (2**16 - 4) + b"hush-hush" + b"y" * 2**16  # the key lies over two pieces
+    os.write(writer, line)
+    wait_for(lambda: (tmp_path / "log").stat().st_size > 2**16)
+    os.close(writer)
+    pump.join(10)
+    assert (tmp_path / "log").read_bytes() == line.replace(b"hush-hush", b"***")
+    assert max(map(len, seen)) <= 2**16
