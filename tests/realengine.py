@@ -139,10 +139,10 @@ class Engine(Asked):
         driver = Path(__file__).parent / "engine_cpu" / "driver.py"
         super().__init__([python, str(driver)], environment, root)
 
-    def run(self, plan: Launch, load: bool = True) -> Loaded:
-        """Parse and validate the flags of ``plan``; with ``load``, load the adapters they name."""
+    def run(self, plan: Launch, load: bool = True, argv: tuple[str, ...] | None = None) -> Loaded:
+        """Parse and validate ``plan``'s flags, or ``argv``; with ``load``, load the adapters they name."""
         out = Path(tempfile.mkdtemp(dir=self._root)) / "loaded.safetensors" if load else None
-        flags = plan.argv[3:]  # behind "python -m sglang.launch_server"
+        flags = (argv or plan.argv)[3:]  # behind "python -m sglang.launch_server"
         asked = {
             "argv": flags,
             "environment": dict(plan.environment),

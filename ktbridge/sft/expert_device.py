@@ -263,7 +263,7 @@ def place_experts(
     if wanted == "cpu" and resumed:
         tokens = int(resumed["tokens"])
         return ExpertDevice("cpu", tokens, f"experts on the CPU, as before; {_size(tokens)}")
-    if wanted != "cpu" and (short := too_small(sizes, limits, wanted)):
+    if wanted != "cpu" and (short := too_small(sizes, limits, wanted, setting.in_pieces)):
         if wanted != "auto":  # before anything is measured, for which there is no memory either
             raise short
         return _on_cpu(setting, limits, memory, short)

@@ -222,7 +222,7 @@ def rank_placements(
         in_pieces=setting.in_pieces,
     )
     if not found:
-        raise too_little(sizes, limits, wanted)
+        raise too_little(sizes, limits, wanted, setting.in_pieces)
     return found
 
 
@@ -241,9 +241,11 @@ def _piece_seconds(setting: RunSetting, costs: Costs) -> tuple[Line, Line]:
     return Line(0.0, share * costs.outside[0].each), Line(-one * len(widths), one * pieces)
 
 
-def too_little(sizes: ExpertSizes, limits: MemoryBudget, wanted: str) -> UsageError:
-    """Say what of GPU memory is short for the least placement."""
-    least, taken = least_bytes(sizes, limits, wanted)
+def too_little(
+    sizes: ExpertSizes, limits: MemoryBudget, wanted: str, in_pieces: bool | None = None
+) -> UsageError:
+    """Say what of GPU memory is short for the least placement, with MLPs as ``rank`` may have them."""
+    least, taken = least_bytes(sizes, limits, wanted, in_pieces)
     what, instead = f"groups of experts of {size_text(least.slot_bytes)}", "lower cutoff_len"
     if wanted == "resident":
         what, instead = "all experts resident", "set kt_experts: stream"
@@ -254,10 +256,12 @@ def too_little(sizes: ExpertSizes, limits: MemoryBudget, wanted: str) -> UsageEr
     )
 
 
-def too_small(sizes: ExpertSizes, limits: MemoryBudget, wanted: str) -> UsageError | None:
+def too_small(
+    sizes: ExpertSizes, limits: MemoryBudget, wanted: str, in_pieces: bool | None = None
+) -> UsageError | None:
     """Return ``too_little`` if not even the least placement fits, else None."""
-    _, taken = least_bytes(sizes, limits, wanted)
-    return too_little(sizes, limits, wanted) if taken > limits.free else None
+    _, taken = least_bytes(sizes, limits, wanted, in_pieces)
+    return too_little(sizes, limits, wanted, in_pieces) if taken > limits.free else None
 
 
 def without_gpu(short: UsageError) -> str:

@@ -29,6 +29,7 @@ from ktbridge.sft.data.rows import Rows, fingerprint_rows
 from ktbridge.sft.data.stream import RowStream, fingerprint_datasets, open_rows, tokenize_run
 from ktbridge.sft.data.template import template_notes
 from ktbridge.sft.expert_device import check_expert_device
+from ktbridge.sft.launch import shards_parameters
 from ktbridge.sft.model import ParameterCounts, check_model, choose_device
 from ktbridge.sft.plan.lengths import Lengths, evaluation_steps, fitted_lengths, optimizer_steps
 from ktbridge.sft.plan.setting import check_room
@@ -131,6 +132,9 @@ def prepare(
         slow = asked.attempt("linear attention", lambda: _linear_attention(config, base))
         asked.attempt("packing", lambda: _check_packing(config, base, whole))
         quantized = asked.attempt("kt_backend", lambda: _quantized(config, base, declared))
+        if checked and processes > 1:
+            alone = not checked[0].nonexpert_parameters
+            asked.attempt("lora_target", lambda: _check_averaging(alone))
     asked.raise_if_any("this run can't be started as it is.")
     assert base is not None
     assert checked is not None
@@ -225,6 +229,15 @@ def with_weights(config: TrainConfig, ready: Prepared) -> Prepared:
     """Return what ``prepare`` left open because the model's weights were still to be downloaded."""
     notes = (*ready.notes, *storage_notes(config, ready.base))
     return replace(ready, quantized=find_quantized(config, ready.base), notes=notes)
+
+
+def _check_averaging(experts_alone: bool) -> None:
+    """Raise UsageError where DDP would end the run: the experts' LoRA is averaged beside it."""
+    if experts_alone and not shards_parameters():
+        raise UsageError(
+            "lora_target: experts leaves DDP nothing to average, and it ends such a run.",
+            "Start it with examples/accelerate/fsdp2.yaml, in one process, or name modules.",
+        )
 
 
 def _check_attention(config: TrainConfig) -> None:

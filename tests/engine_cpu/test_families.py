@@ -138,10 +138,9 @@ def test_positions_have_the_models_base_and_the_head_is_its_embedding_where_it_s
     assert with_it.model["rope_bases"] == [123456.0]
     assert with_it.model["tied"] is not family.kt_untied
     place = made.argv.index(MODEL_OVERRIDE)
-    without = replace(made, request=replace(made.request))
-    vars(without)["argv"] = made.argv[:place] + made.argv[place + 2 :]
+    without = made.argv[:place] + made.argv[place + 2 :]
     alone = 123456.0 if model_type == "afmoe" else 10000.0
-    assert engines(version).run(without).model["rope_bases"] == [alone]
+    assert engines(version).run(made, argv=without).model["rope_bases"] == [alone]
 
 
 @pytest.mark.parametrize("version", [SPLIT, MERGED])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +135,7 @@ def test_the_api_key_arrives_through_its_file(engines, make_plan, raws, version)
         link = Path(words[-1])
         link.unlink()  # the process that is asked was begun before, and has no such descriptor
         link.symlink_to(f"/proc/{os.getpid()}/fd/{home.inherited[0]}")
-        loaded = engines(version).run(replace(made, argv=(*made.argv, *words)), load=False)
+        loaded = engines(version).run(made, load=False, argv=(*made.argv, *words))
     assert loaded.error == ""
     assert loaded.arguments["api_key"] == "s3cret: #'\"x"
     assert loaded.arguments["port"] == 8000
@@ -200,7 +199,7 @@ def test_a_directory_of_the_wrong_kind_is_refused(
     made = make_plan(MERGED, adapters={"neko": str(raws[MERGED])})
     wrong = {"raw": raws[MERGED], "expert": tmp_path / "expert"}[layout]
     argv = tuple(f"neko={wrong}" if word.startswith("neko=") else word for word in made.argv)
-    assert "ValueError" in engines(MERGED).run(replace(made, argv=argv), load=False).error
+    assert "ValueError" in engines(MERGED).run(made, load=False, argv=argv).error
 
 
 LOADERS = ("lora.py", "lora_config.py", "lora_manager.py", "mem_pool.py", "utils.py")

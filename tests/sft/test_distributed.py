@@ -50,6 +50,7 @@ from ktbridge.sft.distributed import agree, from_main, start
 from ktbridge.sft.distributed.dispatch import assign_experts
 from ktbridge.sft.distributed.same_run import differences
 from ktbridge.sft.launch import unjoined_problems, world
+from ktbridge.sft.prepare import prepare
 
 # --- one layer -----------------------------------------------------------------------------------------
 
@@ -372,7 +373,6 @@ EVALUATED = (
 
 @quiet
 def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(launch, run_dir):
-    from ktbridge.sft.prepare import prepare
 
     best = train(run_dir, f"output_dir={run_dir / 'best'}", WHOLE, *EVALUATED)
     assert best.held_out.published_step == 1
@@ -400,7 +400,6 @@ def test_fsdp2_interrupted_and_resumed_trains_and_evaluates_as_one_process_does(
 @pytest.mark.slow
 @quiet
 def test_fsdp2_interrupted_goes_on_to_the_same_bits_or_in_one_process(launch, run_dir):
-    from ktbridge.sft.prepare import prepare
 
     train(run_dir, f"output_dir={run_dir / 'whole'}", WHOLE, *EVALUATED)
     launch("two", "fsdp2", *EVALUATED, how=(__file__, "interrupted"))
@@ -460,6 +459,14 @@ def in_pieces(*arguments):
 
     recipe.load_trainable = loaded
     command_in_a_rank(arguments, look)
+
+
+def test_experts_alone_leave_ddp_nothing_to_average(run_dir, monkeypatch) -> None:
+    config = load_config(run_dir / "run.yaml", ["lora_target=experts"])
+    with pytest.raises(KtbridgeError, match="leaves DDP nothing to average"):
+        prepare(config, 2)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert prepare(config, 2).trainable.nonexpert_parameters == 0
 
 
 @pytest.mark.quick("ddp")

@@ -466,13 +466,18 @@ def _piece_choices(limits: MemoryBudget, wanted: bool | None) -> tuple[bool, ...
     return (False, True) if wanted is None else (wanted,)
 
 
-def least_bytes(sizes: ExpertSizes, limits: MemoryBudget, mode: str) -> tuple[Placement, int]:
-    """Return the placement on the GPU that takes least, and what it takes: for who has less."""
+def least_bytes(
+    sizes: ExpertSizes, limits: MemoryBudget, mode: str, in_pieces: bool | None = None
+) -> tuple[Placement, int]:
+    """Return the placement on the GPU that takes least, and what it takes: for who has less.
+
+    ``mode`` and ``in_pieces`` as ``rank`` has them.
+    """
     layers = spread_evenly(sizes.layers, sizes.layers) if mode == "resident" else ()
     least = [
         replace(placement, mlps_in_pieces=pieces)
         for groups in _groups(sizes)
-        for pieces in _piece_choices(limits, None)
+        for pieces in _piece_choices(limits, in_pieces)
         for placement in [
             _placed(sizes, limits.longest, 1 if layers else groups, resident=layers, outputs=True)
         ]
