@@ -193,14 +193,18 @@ class Proof:
         server += ["--adapter", f"proof={self.raw}"]
         server += ["--timeout", "400", "--log", str(self.place / "logs" / "sglang.log")]
         asked = self.verify("verify sglang", "smollm2:proof", self.raw)
-        self.steps.ask([asked], server, 400, after=SGLANG_FLAGS)
-        return dict(json.loads(asked.writes.read_text()))
+        return self.verdict(asked, server, 400, SGLANG_FLAGS)
 
     def verdict(
-        self, asked: Step, server: Sequence[str], wait: float, **environment: str
+        self,
+        asked: Step,
+        server: Sequence[str],
+        wait: float,
+        after: Sequence[str] = (),
+        **environment: str,
     ) -> dict[str, Any]:
-        """The verdict that ``asked`` has from a server of its own."""
-        self.steps.ask([asked], server, wait, **environment)
+        """The verdict that ``asked`` has from a server of its own; ``after`` as ``Steps.ask`` has it."""
+        self.steps.ask([asked], server, wait, after, **environment)
         return dict(json.loads(asked.writes.read_text()))
 
     def verify(self, name: str, model: str, adapter: Path, *more: str) -> Step:

@@ -17,15 +17,17 @@ from safetensors.torch import load_file, save_file
 from ktbridge.files.publish import Staging
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+WEIGHTS = "model.safetensors"
 
 
 def main() -> None:
     base, target = map(Path, sys.argv[1:])
     with Staging(target, lambda there: None) as staging:
-        shutil.copytree(base, staging.path, dirs_exist_ok=True)
-        weights = staging.path / "model.safetensors"
-        tensors = load_file(weights)
-        save_file({**tensors, HEAD: tensors[EMBEDDING].clone()}, weights, metadata={"format": "pt"})
+        others = shutil.ignore_patterns(WEIGHTS)
+        shutil.copytree(base, staging.path, dirs_exist_ok=True, ignore=others)
+        tensors = load_file(base / WEIGHTS)
+        tensors[HEAD] = tensors[EMBEDDING].clone()
+        save_file(tensors, staging.path / WEIGHTS, metadata={"format": "pt"})
         config = json.loads((base / "config.json").read_text())
         config["tie_word_embeddings"] = False
         (staging.path / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -146,12 +146,10 @@ def check_layouts(serving: Serving) -> Iterator[Problem]:
         yield problem("KTB901", str(raw.path), found, "a serving directory", next_step=step)
     expert, nonexpert = by_layout.get("expert"), by_layout.get("nonexpert")
     expected = f"what {contract.title} serves"
-    halves = [each for each in serving.adapters if each.layout in ("expert", "nonexpert")]
-    if contract.engine != "sglang-kt" and len(halves) > 1 and (not expert or not nonexpert):
-        found = f"is half an adapter, as {halves[1].path} is: a request has one adapter"
-        yield problem(
-            "KTB901", str(halves[0].path), found, "one directory with both", next_step=step
-        )
+    halves = [str(a.path) for a in serving.adapters if a.layout in ("expert", "nonexpert")]
+    if contract.use is not Use.SERVED_BY_KT and len(halves) > 1 and (not expert or not nonexpert):
+        found = f"is half an adapter, as {halves[1]} is: a request has one adapter"
+        yield problem("KTB901", halves[0], found, "one directory with both", next_step=step)
     if expert is not None and nonexpert is not None and contract.expert and not contract.split:
         found = f"is one half of a split pair with {nonexpert.path}"
         yield problem("KTB901", str(expert.path), found, expected, next_step=step)

@@ -34,6 +34,7 @@ from ktbridge.server_api import hosts
 from ktbridge.server_api.served_names import ServedArm
 
 LINGER_SECONDS = 1.0  # a client on this machine sends gigabytes meanwhile
+_CLOSE = {"Connection": "close"}  # else the rest of a body is parsed as the next request
 
 
 def create_app(
@@ -162,15 +163,10 @@ async def _read_body(request: Request, limits: Limits) -> bytes:
     Of a large one the rest is read and forgotten for a while: a connection that is closed with bytes unread
     may lose the reply.
     """
-    # Without "close" the rest of the body would be parsed as the next request.
-    close = {"Connection": "close"}
     announced, body = request.headers.get("content-length", "0"), bytearray()
     large = announced.isdigit() and int(announced) > limits.body
-    refused = ApiError(
-        413, f"the body is larger than {limits.body} bytes", code="request_too_large", headers=close
-    )
     if large and "expect" in request.headers:
-        raise refused  # before it is sent: reading would ask for it
+        raise _too_large(limits)  # before it is sent: reading would ask for it
     try:
         with anyio.fail_after(LINGER_SECONDS if large else limits.body_seconds) as time_limit:
             async for piece in request.stream():
@@ -181,10 +177,15 @@ async def _read_body(request: Request, limits: Limits) -> bytes:
     except TimeoutError:
         if not large:
             text = "the rest of the body didn't come in time"
-            raise ApiError(408, text, headers=close) from None
+            raise ApiError(408, text, headers=_CLOSE) from None
     if large:
-        raise refused
+        raise _too_large(limits)
     return bytes(body)
+
+
+def _too_large(limits: Limits) -> ApiError:
+    text = f"the body is larger than {limits.body} bytes"
+    return ApiError(413, text, code="request_too_large", headers=_CLOSE)
 
 
 def _reply(error: ApiError) -> Response:

@@ -430,9 +430,9 @@ class Launch:
     def more_arms(self) -> MoreArms | None:
         """Return what to start beside this launch; None where no expert LoRA is served.
 
-        SGLang-KT applies the expert LoRA to every request, so no server with
-        one answers as the base; and with a merged adapter versions from 0.7.0.post4 on answer as the whole
-        adapter alone. The further servers are on the ports that follow.
+        SGLang-KT applies the expert LoRA to every request, so no server with one answers as the base; and
+        with a merged adapter versions from 0.7.0.post4 on answer as the whole adapter alone. The further
+        servers are on the ports that follow.
         """
         source, request, facts = self.choice.expert, self.request, self.facts
         if source is None:
