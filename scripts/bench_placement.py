@@ -5,6 +5,7 @@
     scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-6,v2-11 --seconds-left 500
     scripts/bench_placement.py --checkpoints /data --json table.json --rows-of v2-free --gpus 4
     scripts/bench_placement.py … --gpus 4 --accelerate examples/accelerate/fsdp2.yaml
+    scripts/bench_placement.py … --timeline steps    # for scripts/timeline.py show steps/*.json
     scripts/bench_placement.py --checkpoints /data --bad-input
     scripts/bench_placement.py --from-json table.json --from-json more.json
 
@@ -183,7 +184,9 @@ def run_once(
     def on_step(step: int, pace: float) -> None:
         shown.append(f"{pace:,.0f}")
 
-    how = {"gpus": gpus, "accelerate": options["accelerate"]}
+    how = {"gpus": gpus, "accelerate": options["accelerate"], "timeline": None}
+    if mode == "auto" and options["timeline"] is not None:
+        how["timeline"] = options["timeline"] / f"{row.name}.json"
     measured = train(config, scratch / "log", on_step=on_step, until=until, **how)
     record |= told(row, gpus, measured, (scratch / "log").read_text())
     record["planned"] = plan(config).get("bytes") if gpus == 1 and mode == "auto" else None
@@ -382,6 +385,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 )
 @click.option("--json", "json_file", type=FILE, help="Written after each run, and gone on from.")
 @click.option("--from-json", "recorded", multiple=True, type=FILE, help="Show runs; several.")
+@click.option("--timeline", type=FOLDER, help="A step of each run with auto, for timeline.py.")
 @click.option("--bad-input", is_flag=True, help="Runs that can't go well, and how they end.")
 def main(
     checkpoints: Path | None,
@@ -411,6 +415,8 @@ def main(
     if checkpoints is None:
         raise click.UsageError("Give --checkpoints, or a recorded run with --from-json.")
     checkpoints.mkdir(parents=True, exist_ok=True)
+    if options["timeline"] is not None:
+        options["timeline"].mkdir(parents=True, exist_ok=True)
     most = max(row.rows for row in rows) * options["steps"]
     made = Checkpoints(checkpoints.resolve(), parse_changes(changes), most)
     with terminable():

@@ -21,6 +21,8 @@ from statistics import median
 from threading import Thread
 from typing import Any
 
+from peers.driver import SCRIPTS
+
 from ktbridge.adapter.outputs import LOG_FILE
 
 UNCOUNTED = 2
@@ -138,16 +140,15 @@ def train(
     *,
     gpus: int = 1,
     accelerate: Path | None = None,
-    options: Sequence[str] = (),
     on_step: Callable[[int, float], None] = lambda step, pace: None,
     until: float | None = None,
-    environment: Mapping[str, str] | None = None,
+    timeline: Path | None = None,
 ) -> Measured:
     """Run `ktbridge train` on ``config`` and watch it until it ends; ``log`` has what it said.
 
     ``gpus``: a process for each, as docs/several-gpus.md says: by torchrun, or as the configuration
     ``accelerate`` says. ``on_step`` hears of each step and its tokens/s. At ``until`` (of time.monotonic) it
-    is killed.
+    is killed. ``timeline``: where a step of a run on one GPU is recorded, by timeline.py.
     """
     launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     if accelerate is not None:
@@ -155,14 +156,15 @@ def train(
         launch += [f"--num_processes={gpus}"]
     together = [sys.executable, "-m", *launch, *_KTBRIDGE[1:]]
     start = list(_KTBRIDGE) if gpus == 1 else together
+    if timeline is not None and gpus == 1:
+        start = [sys.executable, str(SCRIPTS / "timeline.py"), "record", str(timeline), "--"]
     # In a group of its own, so that a launcher's processes end with it.
     process = subprocess.Popen(
-        [*start, "train", str(config), *options, "--json"],
+        [*start, "train", str(config), "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={**os.environ, **(environment or {})},
         start_new_session=True,
     )
     measured, began, out = Measured(), time.monotonic(), [""]

@@ -1,0 +1,44 @@
+"""scripts/timeline.py: what is told of a recorded step, from events as torch's profiler names them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+LINK, BACK = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)"
+EVENTS = [(LINK, 10, 40), ("k1", 5, 30), ("k2", 35, 60), (LINK, 70, 90), (BACK, 90, 95)]
+
+
+def test_a_step_is_told_by_link_gpu_and_pauses(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import timeline
+
+    path = tmp_path / "v2-6.json"
+    path.write_text(json.dumps(timeline.summary(EVENTS, 100.0)))
+    command = [sys.executable, str(SCRIPTS / "timeline.py"), "show", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = done.stdout
+    assert told.split("v2-6", 1)[1].split()[:4] == ["100", "50", "50", "25"]
+    assert "40 to 70 (30): k2 20.0" in told
+    assert "90 to 100 (10): no kernel" in told
+
+
+ENDS = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair)))
+
+
+@given(st.lists(ENDS))
+def test_what_is_covered_and_its_pauses_make_the_whole(intervals):
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        import timeline
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    covered = timeline.union(intervals)
+    free = timeline.pauses(covered, 50)
+    inside = {n for begin, end in intervals for n in range(begin, end)}
+    assert timeline.total(covered) == len(inside)
+    assert timeline.total(free) == 50 - len(inside)
