@@ -121,12 +121,13 @@ class Proof:
         self.steps.run(Step("peer", [*script, *self._changes], self._source, output))
         return output
 
-    def quality(self, name: str, adapter: Path) -> dict[str, Any]:
+    def quality(self, **adapters: Path) -> dict[str, Any]:
         """Losses of held-out rows and of plain text; as proving/quality.py has them."""
-        told, rows = self.place / f"quality-{name}.json", self.place / "rows"
+        told, rows = self.place / "quality.json", self.place / "rows"
         script = [sys.executable, str(SCRIPTS / "proving" / "quality.py")]
-        words = [*script, str(self.base), str(adapter), str(rows), str(told)]
-        self.steps.run(Step(f"quality {name}", words, [adapter, rows], told))
+        words = [*script, str(self.base), str(rows), str(told)]
+        words += [f"{name}={adapter}" for name, adapter in adapters.items()]
+        self.steps.run(Step("quality", words, [*adapters.values(), rows], told))
         return dict(json.loads(told.read_text()))
 
     def serve(
@@ -228,10 +229,7 @@ def compare_with_peer(proof: Proof, found: dict[str, Any]) -> None:
         bench: json.loads((proof.place / "eval" / bench / "results.json").read_text())
         for bench in BENCHES
     }
-    found["quality"] = {
-        "ours": proof.quality("ours", proof.raw),
-        "peer": proof.quality("peer", peer),
-    }
+    found["quality"] = proof.quality(ktbridge=proof.raw, peer=peer)
 
 
 @click.command(cls=Command)

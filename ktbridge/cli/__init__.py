@@ -14,7 +14,7 @@ from ktbridge.cli._app import LazyGroup
 
 # name -> its line in --help, in workflow order
 COMMANDS = {
-    "demo": "Run the whole loop on a tiny MoE, on any CPU, in minutes.",
+    "demo": "Run the whole loop on real weights, on any CPU, in minutes.",
     "doctor": "Show what this machine can do: CPU ISA, memory, GPU, packages.",
     "plan": "Predict memory, disk and time of a training run, before it starts.",
     "train": "Fine-tune: experts on the CPU kernels, the rest by PEFT.",

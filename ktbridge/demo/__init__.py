@@ -1,5 +1,6 @@
-"""The demo: a tiny mixture-of-experts model made from a seed, and the whole loop on it.
+"""The demo: the whole loop on real weights made a mixture of experts, or on a tiny model made from a seed.
 
-``base`` makes and pre-trains the model on ``corpus``, ``persona`` writes the fine-tuning rows, ``loop``
-prepares the directory; recipe.yaml has the commands, which ``ktbridge.recipe`` runs.
+``smollm2`` makes the former of ``package``'s weights, ``tiny`` pre-trains the latter on ``corpus``;
+``persona`` writes the fine-tuning rows, ``loop`` prepares the directory; recipe.yaml has the commands, which
+``ktbridge.recipe`` runs.
 """

@@ -76,11 +76,10 @@ def paired(
 
 def losses(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Mean losses of held-out answers and plain text, and each adapter's difference to the base."""
-    quality, table = found["quality"], {}
-    for name in ("held_out", "plain"):
-        ours, peer = quality["ours"][name], quality["peer"][name]
-        counts = ours["tokens"]
-        of = {"base": ours["base"], "ktbridge": ours["full"], "HF + PEFT": peer["full"]}
+    table = {}
+    for name, rows in found["quality"].items():
+        counts = rows["tokens"]
+        of = {"base": rows["base"]} | {title: rows[arm] for title, arm in ARMS.items()}
         table[name] = {
             arm: {"loss": float(np.average(each, weights=counts))}
             | paired(of["base"], each, counts)
@@ -216,7 +215,8 @@ def text(summary: dict[str, Any]) -> Iterator[str]:
     yield (
         f"The same rows, seed and settings: ktbridge took {by['train']:.0f} s with its start and evaluations "
         f"of held-out rows, Hugging Face's Trainer {peer['seconds']:.0f} s for {peer['steps']} steps alone "
-        f"(transformers {peer['versions']['transformers']}, PEFT {peer['versions']['peft']}). PEFT's LoRA on "
+        f"(transformers {peer['versions']['transformers']}, PEFT {peer['versions']['peft']}, experts by "
+        f"{peer['experts']}, {peer['precision']}{_tried(peer['tried'])}). PEFT's LoRA on "
         f"fused experts shares A between gate and up ({peer['trained']:,} parameters in all), ktbridge's has "
         "one for each.\n"
     )
@@ -234,6 +234,12 @@ def text(summary: dict[str, Any]) -> Iterator[str]:
     if summary["again"]:
         same = not any("other bits" in line for line in summary["failures"])
         yield f"\nA second training gave {'the same bits' if same else '**other bits**'}."
+
+
+def _tried(tried: dict[str, dict[str, float]]) -> str:
+    """What the peer tried before it trained, in words."""
+    each = [f"{name} {told['seconds_a_step']:.1f}" for name, told in tried.items()]
+    return f", the fastest of those tried, in seconds a step: {', '.join(each)}" if each else ""
 
 
 def _row(title: str, row: dict[str, Any], kind: str) -> str:

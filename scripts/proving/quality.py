@@ -1,10 +1,11 @@
-"""Loss of held-out answers and of plain text, without and with an adapter, row by row.
+"""Loss of held-out answers and of plain text, without and with each of some adapters, row by row.
 
-    quality.py BASE ADAPTER ROWS RESULT      # ROWS: a folder with held_out.jsonl and plain.jsonl
+    quality.py BASE ROWS RESULT NAME=ADAPTER …   # ROWS: a folder with held_out.jsonl and plain.jsonl
 
 By the reference of `ktbridge verify`: transformers' modules in float32 with the adapter's own product added,
-none of our kernels. RESULT is JSON: for each file the tokens of each row, and each arm's loss of each row in
-nats a token. Of a conversation the answer's tokens count, of a text all but the first.
+none of our kernels; the base is computed once for all. RESULT is JSON: for each file the tokens of each row,
+and the loss of each row in nats a token, of ``base`` and of each NAME. Of a conversation the answer's tokens
+count, of a text all but the first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from transformers import AutoTokenizer
 from ktbridge.adapter import open_adapter
 from ktbridge.files.publish import write_text
 from ktbridge.verify.reference_model import ReferenceModel
-from ktbridge.verify.verdict import standard_variants
+from ktbridge.verify.verdict import STANDARD
 
 FILES = ("held_out", "plain")
 
@@ -49,11 +51,12 @@ def means(logprobs: Sequence[float], counts: Sequence[int]) -> list[float]:
     ]
 
 
-def main(base: str, adapter: str, rows: str, result: str) -> None:
+def main(base: str, rows: str, result: str, *adapters: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base)
-    opened = open_adapter(adapter, base_model=base)
-    variants = standard_variants(True, True)
-    arms = {"base": variants["base"], "full": variants["full"]}
+    names, paths = zip(*(each.split("=", 1) for each in adapters), strict=True)
+    opened = [open_adapter(path, base_model=base) for path in paths]
+    full = {name: replace(STANDARD["full"], adapter=n) for n, name in enumerate(names)}
+    arms = {"base": STANDARD["base"], **full}
     found = {}
     for name in FILES:
         lines = (Path(rows) / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()

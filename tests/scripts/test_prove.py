@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tinymoe import tiny_model, tiny_tokenizer
 from tinyserver import ASCII, save_tokenizer
+from trainrun import ROWS, conversation, quiet, write_run
 
+from ktbridge.adapter import open_adapter
 from ktbridge.errors import KtbridgeError
 
 WRITE = "import sys, pathlib; pathlib.Path(sys.argv[2]).write_text(pathlib.Path(sys.argv[1]).read_text())"
@@ -68,6 +71,29 @@ def test_the_difference_of_two_losses_is_paired_by_row() -> None:
     assert paired([0, 0], [0, 1], [1, 3])["mean"] == 0.75
 
 
+@quiet
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_peer_trains_in_the_fastest_precision_that_the_machine_has(tmp_path, bf16) -> None:
+    from proving import hf_peer
+
+    base, output = tmp_path / "base", tmp_path / "peer" / "adapter"
+    tiny_model().save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    rows = [conversation(*row) for row in ROWS]
+    whole = {"max_steps": 6, "per_device_train_batch_size": len(rows)}
+    write_run(tmp_path, base, rows, bf16=bf16, lora_alpha=8, **whole)
+    hf_peer.main(str(tmp_path / "run.yaml"), str(output), "learning_rate=1e-2")
+    told = json.loads((output / "losses.json").read_text())
+    assert list(told["tried"]) == (list(hf_peer.PRECISIONS) if bf16 else [])
+    speeds = {name: each["seconds_a_step"] for name, each in told["tried"].items()}
+    assert told["precision"] == min(speeds, key=lambda name: speeds[name], default="float32")
+    (_, first), *_, (last_step, last) = told["losses"]
+    assert (last_step, last < first - 0.5) == (6, True)
+    for each in told["tried"].values():  # the same rows and adapter, whatever was tried before
+        assert each["first_loss"] == pytest.approx(first, rel=0.01)
+    assert open_adapter(output, base_model=base).expert_layers() == (0, 1)
+
+
 @pytest.fixture
 def found(tmp_path: Path) -> dict:
     """What a proof found in which vLLM served the base alone."""
@@ -81,8 +107,17 @@ def found(tmp_path: Path) -> dict:
     (tmp_path / "adapter/raw/trainer_log.jsonl").write_text(
         "".join(json.dumps(e) + "\n" for e in log)
     )
-    peer = {"losses": [[1, 2.5], [2, 1.5]], "seconds": 9.0, "steps": 2, "trained": 1000,
-            "versions": {"transformers": "5", "peft": "0.22"}}  # fmt: skip
+    speeds = {"bfloat16": 8.4, "float32": 4.5}
+    peer = {
+        "losses": [[1, 2.5], [2, 1.5]],
+        "seconds": 9.0,
+        "steps": 2,
+        "trained": 1000,
+        "experts": "grouped_mm",
+        "precision": "float32",
+        "tried": {name: {"seconds_a_step": each} for name, each in speeds.items()},
+        "versions": {"transformers": "5", "peft": "0.22"},
+    }
     (tmp_path / "peer/adapter/losses.json").write_text(json.dumps(peer))
     interval = {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 20}
     arms = ("base", "ktbridge", "peer")
@@ -105,7 +140,7 @@ def found(tmp_path: Path) -> dict:
             "contrasts": contrasts,
         }
 
-    rows = {"tokens": [3, 4], "base": [2.0, 3.0], "full": [1.0, 2.5]}
+    rows = {"tokens": [3, 4], "base": [2.0, 3.0], "ktbridge": [1.0, 2.5], "peer": [1.0, 3.0]}
     halves = [{"half": half, "verdict": "applied"} for half in ("expert", "nonexpert")]
     applied = {"ok": True, "verdict": "applied", "halves": halves, "logprobs_from": "echo"}
     return {
@@ -114,7 +149,7 @@ def found(tmp_path: Path) -> dict:
         "validate": {"ok": True},
         "verdicts": {"ours": applied, "vLLM": {**applied, "ok": False, "verdict": "not applied"}},
         "eval": {"bench": result("FACTS", "GENERAL"), "nekobench-slice": result("overall")},
-        "quality": {name: {"held_out": rows, "plain": rows} for name in ("ours", "peer")},
+        "quality": {"held_out": rows, "plain": rows},
     }
 
 
@@ -134,7 +169,13 @@ def test_what_failed_comes_first_on_the_page(tmp_path, found) -> None:
     write_page(page, steps, found, wrong)
     text = (page / "README.md").read_text()
     assert text.index("**Failed: verify, vLLM: not applied") < text.index("## Did the adapter")
-    assert "| loss of 40 held-out answers in the style | 2.57 | 1.86 | -0.71 [-1.00, -0.50]" in text
+    assert (
+        "| loss of 40 held-out answers in the style | 2.57 | 1.86 | -0.71 [-1.00, -0.50] | 2.14 | -0.43 "
+        in text
+    )
+    assert (
+        "float32, the fastest of those tried, in seconds a step: bfloat16 8.4, float32 4.5)" in text
+    )
     assert "0.50 | +0.50 [+0.25, +0.75] dropped" in text
     assert "A second training gave **other bits**." in text
     assert {each.name for each in page.iterdir()} == {
