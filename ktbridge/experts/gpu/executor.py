@@ -177,12 +177,11 @@ class GpuExperts:
         self._groups: dict[tuple[int, int], BorderedMatrices] = {}
         """The matrices of each streamed group, which share the same memory."""
         self.ring = Ring([], self._slot_bytes, 0, self.device, copier)
-        resident = self._resident(placement)
-        self._arrange(placement.slots, [index for index in self._layers if index not in resident])
-        for index in resident:
+        for index in self._resident(placement):
             self._load(self._layers[index], loader or copier)
             if loaded is not None:
                 loaded(index)
+        self._arrange(placement.slots, self.streamed)  # in the memory that loading has taken and left
         _all.add(self)
 
     @property

@@ -195,11 +195,18 @@ class Placement:
         """Return what the layers' inputs don't take on the GPU, ``of_token`` a token if they leave it."""
         return self.tokens * of_token if self.outputs_on_host else 0
 
+    def loading_bytes(self, sizes: ExpertSizes) -> int:
+        """Return what loading takes: the layers that stay, and a group as it is stored, before all else."""
+        if not self.resident:
+            return 0
+        lora = 4 * sizes.layers * sizes.lora if self.masters else 0
+        return self.resident_bytes(sizes) + lora + self.slot_bytes
+
     def bytes(self, sizes: ExpertSizes, limits: MemoryBudget) -> int:
-        """Return what of ``limits.free`` it takes."""
+        """Return what of ``limits.free`` it takes at most."""
         parts = self.resident_bytes, self.streamed_bytes, self.lora_bytes
         own = limits.for_pieces() if self.mlps_in_pieces else limits
-        return (
+        training = (
             sum(part(sizes) for part in parts)
             + limits.free
             - own.free
@@ -208,6 +215,7 @@ class Placement:
             - self.away_bytes(limits.away)
             - self.overlapped_gradient_bytes(sizes, limits)
         )
+        return max(training, self.loading_bytes(sizes))
 
 
 @dataclass(frozen=True)
