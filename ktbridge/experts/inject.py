@@ -189,7 +189,7 @@ def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) ->
     )
     if loader is not copier:
         loader.close()
-    split_mlps(model, placement.mlps_in_pieces)
+    split_mlps(model, placement.pieces_from)
     for index, layer in layers.items():
         layer.gpu = GpuBinding(experts, index)
         if placement.masters:

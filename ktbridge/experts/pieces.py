@@ -22,18 +22,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ktbridge.experts.gpu.placement import piece_tokens
 
 
-def split_mlps(model: nn.Module, in_pieces: bool) -> int:
-    """Have the MLPs of ``model``'s checkpointed layers computed in pieces, or whole; return their number.
+def split_mlps(model: nn.Module, pieces_from: int) -> int:
+    """Have MLPs of ``model``'s checkpointed layers computed in pieces, and others whole; return how many.
 
-    An MLP with no more tokens than one piece has is computed as ever.
+    Those of ``pieces_from`` inner states a token and more are in pieces; 0: none. An MLP with no more tokens
+    than one piece has is computed as ever.
     """
     layers = (each for each in model.modules() if isinstance(each, GradientCheckpointingLayer))
     found = [each for layer in layers for each in layer.modules() if _is_gated_mlp(each)]
     for module in found:
         vars(module).pop("forward", None)
-        if in_pieces:
-            module.forward = partial(_in_pieces, module, module.forward)
-    return len(found)
+    wide = [each for each in found if pieces_from and _inner(each) >= pieces_from]
+    for module in wide:
+        module.forward = partial(_in_pieces, module, module.forward)
+    return len(wide)
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
@@ -43,12 +45,16 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     return wide and hasattr(children.get("down_proj"), "in_features")
 
 
+def _inner(module: nn.Module) -> int:
+    inner: int = module.get_submodule("down_proj").in_features  # type: ignore[assignment]
+    return inner
+
+
 def _in_pieces(
     module: nn.Module, own: Callable[..., torch.Tensor], x: torch.Tensor, *more: object
 ) -> torch.Tensor:
     """Compute an MLP's output [..., T, H] by its ``own`` forward, in pieces of x [..., T, H]."""
-    inner: int = module.get_submodule("down_proj").in_features  # type: ignore[assignment]
-    size = piece_tokens(inner)
+    size = piece_tokens(_inner(module))
     if more or x.shape[:-1].numel() <= size:
         return own(x, *more)
     pieces = x.reshape(*[1] * (x.dim() - 2), -1, x.shape[-1]).split(size, -2)

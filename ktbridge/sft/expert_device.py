@@ -162,8 +162,8 @@ class ExpertDevice:
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to repeat this one's bits, but for the tokens of a micro-batch."""
         taken = self.ranking and self.ranking.taken.placement
-        in_pieces = bool(taken and taken.mlps_in_pieces)
-        return {"on_gpu": self.placed is not None, "mode": self.mode, "mlps_in_pieces": in_pieces}
+        pieces_from = taken.pieces_from if taken else 0
+        return {"on_gpu": self.placed is not None, "mode": self.mode, "pieces_from": pieces_from}
 
     def _move(self, placement: Placement) -> None:
         assert self.placed is not None
@@ -205,7 +205,7 @@ class WatchPlacement(TrainerCallback):
 def _reachable(now: Placement, other: Placement) -> bool:
     """Return whether a run may move between the two and change no bit."""
     same = "tokens", "groups", "slot_bytes", "masters", "keep_gate_up", "on_gpu", "rows_at_once"
-    return all(getattr(now, name) == getattr(other, name) for name in (*same, "mlps_in_pieces"))
+    return all(getattr(now, name) == getattr(other, name) for name in (*same, "pieces_from"))
 
 
 def _smaller(now: Placement, sizes: ExpertSizes, short: int) -> tuple[Placement, str] | None:
@@ -263,7 +263,7 @@ def place_experts(
     if wanted == "cpu" and resumed:
         tokens = int(resumed["tokens"])
         return ExpertDevice("cpu", tokens, f"experts on the CPU, as before; {_size(tokens)}")
-    if wanted != "cpu" and (short := too_small(sizes, limits, wanted, setting.in_pieces)):
+    if wanted != "cpu" and (short := too_small(sizes, limits, wanted, setting.pieces_from)):
         if wanted != "auto":  # before anything is measured, for which there is no memory either
             raise short
         return _on_cpu(setting, limits, memory, short)
@@ -319,7 +319,7 @@ def _as_before(setting: RunSetting, resumed: Mapping[str, Any] | None) -> RunSet
     if kt.kt_experts == "auto":
         kt = replace(kt, kt_experts="stream" if resumed.get("on_gpu") else "cpu")
     config = replace(config, tokens_per_pass=tokens, kt_config=kt)
-    return replace(setting, config=config, in_pieces=bool(resumed.get("mlps_in_pieces")))
+    return replace(setting, config=config, pieces_from=int(resumed.get("pieces_from") or 0))
 
 
 def _measure(

@@ -23,6 +23,7 @@ from ktbridge.experts.gpu.placement import (
     Line,
     MemoryBudget,
     PieceBytes,
+    PieceSeconds,
     Placement,
     Scored,
     StepSplit,
@@ -35,9 +36,8 @@ from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.plan.memory import context_bytes, memory_budget, outside_bytes
 from ktbridge.sft.plan.setting import (
     RunSetting,
-    has_mlps,
+    all_mlp_widths,
     host_bytes,
-    mlp_widths,
     nonexpert_lora_elements,
     saved_bytes,
 )
@@ -84,14 +84,21 @@ def beyond(setting: RunSetting, memory: int) -> str:
 
 def limits_for(setting: RunSetting, limit: int, taken: int | None = None) -> MemoryBudget:
     """Return limits of a placement; ``taken`` of ``limit`` bytes hold the model, as far as is known."""
-    whole, pieces = (replace(setting, placement=None, in_pieces=each) for each in (False, True))
+    whole = replace(setting, placement=None, pieces_from=0)
     found = outside_bytes(whole)
     free = limit - kept_free(limit) - (found.taken if taken is None else taken) - found.more
     limits = memory_budget(whole, free)
-    if setting.config.disable_gradient_checkpointing or not has_mlps(setting.shape):
+    if setting.config.disable_gradient_checkpointing:
         return limits
-    own, more = memory_budget(pieces, 0), outside_bytes(pieces).constant - found.constant
-    return replace(limits, in_pieces=PieceBytes(own.token_bytes, own.passing, more, own.piece))
+    return replace(limits, in_pieces=tuple(_piece_limits(whole, found.constant)))
+
+
+def _piece_limits(whole: RunSetting, constant: int) -> Iterator[PieceBytes]:
+    """Yield limits with the widest MLPs in pieces, with the next, with all; whole ones take ``constant``."""
+    for width in sorted({*all_mlp_widths(whole.shape)}, reverse=True):
+        pieces = replace(whole, pieces_from=width)
+        own, more = memory_budget(pieces, 0), outside_bytes(pieces).constant - constant
+        yield PieceBytes(width, own.token_bytes, own.passing, more, own.piece)
 
 
 def kept_free(limit: int) -> int:
@@ -211,7 +218,7 @@ def rank_placements(
     limits = replace(limits, cpu_tokens=cpu_tokens(setting, limits, memory))
     wanted = config.kt_config.kt_experts
     kept = config.kt_config.kt_num_gpu_experts
-    costs = replace(costs, pieces=_piece_seconds(setting, costs))
+    costs = replace(costs, pieces=tuple(_piece_seconds(setting, costs)))
     found = rank(
         sizes,
         step_splits(setting),
@@ -219,33 +226,35 @@ def rank_placements(
         costs,
         mode=wanted,
         gpu_experts=kept,
-        in_pieces=setting.in_pieces,
+        pieces_from=setting.pieces_from,
     )
     if not found:
-        raise too_little(sizes, limits, wanted, setting.in_pieces)
+        raise too_little(sizes, limits, wanted, setting.pieces_from)
     return found
 
 
-def _piece_seconds(setting: RunSetting, costs: Costs) -> tuple[Line, Line]:
-    """Return what backward takes more by tokens where MLPs are in pieces, of the GPU and of the host.
+def _piece_seconds(setting: RunSetting, costs: Costs) -> Iterator[PieceSeconds]:
+    """Yield what backward takes more by tokens where MLPs are in pieces from each width on.
 
     The GPU multiplies forward once more: the MLPs' share of all products outside the experts. The host
     starts each further piece as it starts a quarter of a layer.
     """
     layers, hidden = setting.shape.layers, setting.shape.config.hidden_size
     every = sum(out * inputs for each in layers for out, inputs in each.linears.values())
-    widths = [inner for layer in layers for inner in mlp_widths(layer).values()]
-    share = 3 * hidden * sum(widths) / max(1, every)
-    one = sum(costs.launch_outside) / len(layers) / 4
-    pieces = sum(1 / piece_tokens(inner) for inner in widths)
-    return Line(0.0, share * costs.outside[0].each), Line(-one * len(widths), one * pieces)
+    one, every_width = sum(costs.launch_outside) / len(layers) / 4, all_mlp_widths(setting.shape)
+    for least in {*every_width}:
+        widths = [inner for inner in every_width if inner >= least]
+        share = 3 * hidden * sum(widths) / max(1, every)
+        pieces = sum(1 / piece_tokens(inner) for inner in widths)
+        gpu = Line(0.0, share * costs.outside[0].each)
+        yield PieceSeconds(least, gpu, Line(-one * len(widths), one * pieces))
 
 
 def too_little(
-    sizes: ExpertSizes, limits: MemoryBudget, wanted: str, in_pieces: bool | None = None
+    sizes: ExpertSizes, limits: MemoryBudget, wanted: str, pieces_from: int | None = None
 ) -> UsageError:
     """Say what of GPU memory is short for the least placement, with MLPs as ``rank`` may have them."""
-    least, taken = least_bytes(sizes, limits, wanted, in_pieces)
+    least, taken = least_bytes(sizes, limits, wanted, pieces_from)
     what, instead = f"groups of experts of {size_text(least.slot_bytes)}", "lower cutoff_len"
     if wanted == "resident":
         what, instead = "all experts resident", "set kt_experts: stream"
@@ -257,11 +266,11 @@ def too_little(
 
 
 def too_small(
-    sizes: ExpertSizes, limits: MemoryBudget, wanted: str, in_pieces: bool | None = None
+    sizes: ExpertSizes, limits: MemoryBudget, wanted: str, pieces_from: int | None = None
 ) -> UsageError | None:
     """Return ``too_little`` if not even the least placement fits, else None."""
-    _, taken = least_bytes(sizes, limits, wanted, in_pieces)
-    return too_little(sizes, limits, wanted, in_pieces) if taken > limits.free else None
+    _, taken = least_bytes(sizes, limits, wanted, pieces_from)
+    return too_little(sizes, limits, wanted, pieces_from) if taken > limits.free else None
 
 
 def without_gpu(short: UsageError) -> str:
@@ -310,7 +319,8 @@ def describe_placement(scored: Scored, sizes: ExpertSizes, step_tokens: float) -
         masters = f"LoRA masters on {'the GPU' if placement.masters else 'the host'}"
         what += f"; {size_text(scored.bytes)} of GPU memory with {tokens}, "
         what += masters if sizes.rank else "no LoRA"
-        what += ", MLPs in pieces of tokens" if placement.mlps_in_pieces else ""
+        if placement.pieces_from:
+            what += f", MLPs of {placement.pieces_from:,} inner states and more in pieces of tokens"
     pace = step_tokens / seconds.step if seconds.step else 0.0
     return (
         f"{what}; {seconds.step:.2f} s a step predicted ({pace:,.0f} tokens/s), bound by {seconds.bound}: "

@@ -13,7 +13,7 @@ from ktbridge.experts.inject import give_to_gpu
 from ktbridge.experts.load_model import load_mapped
 from ktbridge.experts.pieces import split_mlps
 from ktbridge.sft.model import attach_lora
-from ktbridge.sft.plan.setting import mlp_widths
+from ktbridge.sft.plan.setting import all_mlp_widths
 from ktbridge.sft.plan.shape import read_shape
 
 PIECE = 7  # tokens, of IDS' 40
@@ -63,7 +63,7 @@ def test_results_are_those_of_whole_mlps_and_each_hook_is_called_once(saved, dty
     for name, parameter in model.named_parameters():
         if "mlp.down_proj.lora" in name:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
-    assert split_mlps(model, True) == 3  # a dense one, and two layers' shared experts
+    assert split_mlps(model, 1) == 3  # a dense one, and two layers' shared experts
     found = step(model)
     assert max(tokens) == PIECE
     assert min(tokens) == IDS.numel() % PIECE
@@ -73,19 +73,19 @@ def test_results_are_those_of_whole_mlps_and_each_hook_is_called_once(saved, dty
     for name, value in expected.items():
         off = (found[name].float() - value.float()).norm()
         assert off <= PLAIN[dtype] * value.float().norm(), name
-    split_mlps(model, False)
+    split_mlps(model, 0)
     assert same_bits([step(model), expected])
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_dropout_draws_the_same_again_for_a_piece(saved, monkeypatch):
     model = tuned(saved, torch.float32, dropout=0.3)
-    split_mlps(model, True)
+    split_mlps(model, 1)
     found = step(model)
     assert same_bits([step(model), found])
     monkeypatch.setattr(pieces, "checkpoint", lambda own, x, **_: own(x))  # nothing is drawn twice
     assert same_bits([step(model), found])
-    split_mlps(model, False)
+    split_mlps(model, 0)
     assert not torch.equal(step(model)["loss"], found["loss"])  # other numbers than for all tokens
 
 
@@ -94,7 +94,7 @@ def test_few_tokens_and_steps_without_gradients(saved, monkeypatch):
     model = tuned(saved, torch.float32)
     with torch.no_grad():
         expected = model(IDS).logits
-        split_mlps(model, True)
+        split_mlps(model, 1)
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-5)
         monkeypatch.setattr(pieces, "checkpoint", None)
         monkeypatch.setattr(pieces, "piece_tokens", lambda inner: IDS.numel())
@@ -105,8 +105,8 @@ def test_few_tokens_and_steps_without_gradients(saved, monkeypatch):
 def test_a_placement_that_is_executed_splits_them(saved):
     model = tuned(saved, torch.float32)
     placement = given(model, torch.device("cpu"), True).experts.placement
-    for in_pieces, count in ((True, 3), (False, 0)):
-        placed = replace(placement, mlps_in_pieces=in_pieces)
+    for pieces_from, count in ((64, 3), (65, 1), (96, 1), (97, 0), (0, 0)):  # shared 64, dense 96
+        placed = replace(placement, pieces_from=pieces_from)
         give_to_gpu(model, torch.device("cpu"), placed).copier.close()
         assert sum("forward" in vars(module) for module in model.modules()) == count
 
@@ -116,7 +116,4 @@ def test_a_placement_that_is_executed_splits_them(saved):
 def test_a_plan_counts_the_mlps_that_are_split(family, tmp_path):
     model = reference(family, tmp_path)
     recompute.enable(model)
-    planned = [
-        inner for layer in read_shape(tmp_path).layers for inner in mlp_widths(layer).values()
-    ]
-    assert len(planned) <= split_mlps(model, True)
+    assert len(all_mlp_widths(read_shape(tmp_path))) <= split_mlps(model, 1)

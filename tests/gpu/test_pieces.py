@@ -78,8 +78,8 @@ def test_pieces_take_less_memory_and_give_the_same_gradients(checkpoint, targets
         return found
 
     seconds, peaks, gradients = [], [], []
-    for in_pieces in (False, True, False):
-        assert split_mlps(model, in_pieces) == 2
+    for pieces_from in (0, 1, 0):
+        assert split_mlps(model, pieces_from) == 2 * pieces_from
         step()  # compiles
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -91,7 +91,7 @@ def test_pieces_take_less_memory_and_give_the_same_gradients(checkpoint, targets
         torch.cuda.synchronize()
         seconds.append(begin.elapsed_time(end) / 1000)
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    planned = [planned_peak(checkpoint, targets, in_pieces) for in_pieces in (False, True)]
+    planned = [planned_peak(checkpoint, targets, pieces_from) for pieces_from in (0, 1)]
     print(f"\n{targets}: peaks {[f'{each / 1e6:,.0f} MB' for each in peaks]}, planned", end=" ")
     print(f"{[f'{each / 1e6:,.0f} MB' for each in planned]}, seconds {seconds}")
     whole, pieces, again = gradients
@@ -106,10 +106,10 @@ def test_pieces_take_less_memory_and_give_the_same_gradients(checkpoint, targets
     assert peaks[1] < 1.1 * planned[1]
 
 
-def planned_peak(path, targets, in_pieces):
+def planned_peak(path, targets, pieces_from):
     """Bytes at the peak outside the experts: inputs of the layers, and the largest layer."""
     shape = read_shape(path)
-    batch = MicroBatch(ROWS, LENGTH, False, 2, cuda=True, in_pieces=in_pieces)
+    batch = MicroBatch(ROWS, LENGTH, False, 2, cuda=True, pieces_from=pieces_from)
     names = {"gate_proj", "up_proj", "down_proj"}
     layers = []
     for layer in shape.layers:

@@ -448,7 +448,7 @@ def in_pieces(*arguments):
 
     def loaded(*given):
         model = load(*given)
-        assert pieces.split_mlps(model, True) == 1
+        assert pieces.split_mlps(model, 1) == 1
         for name, module in model.named_modules():
             if name.endswith("layers.0.mlp.down_proj"):
                 module.register_forward_pre_hook(lambda _, x: tokens.append(x[0].shape[-2]))

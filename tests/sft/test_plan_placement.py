@@ -237,16 +237,17 @@ def test_six_gigabytes_take_one_micro_batch_where_mlps_are_in_pieces(made, stora
     limits = limits_for(setting, limit_of(setting, 85 * GB))
     ranked = rank_placements(setting, limits, assumed_costs(setting))
     assert {each.placement.mode(setting.expert_sizes) for each in ranked} == {"stream"}
-    best = {each.placement.mlps_in_pieces: each for each in reversed(ranked)}
-    assert ranked[0] is best[True]
-    assert [best[way].placement.tokens for way in (True, False)] == [8192, 4096]
-    assert "MLPs in pieces" in describe_placement(best[True], setting.expert_sizes, 8192)
-    placed = with_placement(setting, 8192, best[True].placement)
-    whole = replace(placed, placement=replace(placed.placement, mlps_in_pieces=False))
+    best = {each.placement.pieces_from: each for each in reversed(ranked)}
+    assert [best[width].placement.tokens for width in (10944, 2816, 0)] == [8192, 8192, 4096]
+    assert ranked[0] is best[10944]  # the shared experts' pieces would cost more than they save
+    said = describe_placement(ranked[0], setting.expert_sizes, 8192)
+    assert "MLPs of 10,944 inner states and more in pieces" in said
+    placed = with_placement(setting, 8192, ranked[0].placement)
+    whole = replace(placed, placement=replace(placed.placement, pieces_from=0))
     taken, needed = (total(predict_parts(each), "GPU") for each in (placed, whole))
     assert taken < 6 * GB < needed
     off = made("deepseek_v2", 16, 512, *more, "disable_gradient_checkpointing=true")
-    assert limits_for(off, limit_of(off, 85 * GB)).in_pieces is None
+    assert limits_for(off, limit_of(off, 85 * GB)).in_pieces == ()
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen3_moe", "qwen3_5_moe"])
@@ -255,19 +256,19 @@ def test_where_memory_is_not_short_mlps_are_whole(made, name, rows):
     setting = made(name, rows, 512)
     limits = limits_for(setting, limit_of(setting, 80 * GB))
     ranked = rank_placements(setting, limits, assumed_costs(setting))
-    assert not ranked[0].placement.mlps_in_pieces
-    assert (limits.in_pieces is None) == (name == "qwen3_moe")
+    assert not ranked[0].placement.pieces_from
+    assert (limits.in_pieces == ()) == (name == "qwen3_moe")
 
 
-@pytest.mark.parametrize(("before", "taken"), [({}, False), ({"mlps_in_pieces": True}, True)])
+@pytest.mark.parametrize(("before", "taken"), [({}, 0), ({"pieces_from": 2816}, 2816)])
 def test_a_resumed_run_splits_mlps_as_before(made, monkeypatch, before, taken):
     """A checkpoint of a version that didn't split them says nothing."""
     setting = made("deepseek_v2", 16, 512, "kt_gpu_memory=8GB")
     resumed = {"on_gpu": True, "tokens": 4096, **before}
     placed = executed(setting, 8 * GB, monkeypatch, resumed)
-    assert placed.ranking.taken.placement.mlps_in_pieces is taken
-    assert placed.state()["mlps_in_pieces"] is taken
-    assert executed(setting, 6 * GB, monkeypatch, None).state()["mlps_in_pieces"]
+    assert placed.ranking.taken.placement.pieces_from == taken
+    assert placed.state()["pieces_from"] == taken
+    assert executed(setting, 6 * GB, monkeypatch, None).state()["pieces_from"] == 10944
 
 
 def test_too_little_and_too_much_memory_are_told(run_yaml, made, tmp_path):

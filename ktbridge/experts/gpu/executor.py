@@ -181,7 +181,9 @@ class GpuExperts:
             self._load(self._layers[index], loader or copier)
             if loaded is not None:
                 loaded(index)
-        self._arrange(placement.slots, self.streamed)  # in the memory that loading has taken and left
+        self._arrange(
+            placement.slots, self.streamed
+        )  # in the memory that loading has taken and left
         _all.add(self)
 
     @property

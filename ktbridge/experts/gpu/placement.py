@@ -143,8 +143,8 @@ class Placement:
     """Whether gate and up are kept for backward instead of computed again."""
     rows_at_once: int = 0
     """The most rows that are multiplied at once: a group with more is computed in parts."""
-    mlps_in_pieces: bool = False
-    """Whether dense MLPs and shared experts are computed in pieces of tokens."""
+    pieces_from: int = 0
+    """Inner states a token from which on dense MLPs and shared experts are in pieces of tokens; 0: none."""
 
     def mode(self, sizes: ExpertSizes) -> str:
         """Return the value of ``kt_experts`` that means it: cpu, stream or resident."""
@@ -205,7 +205,7 @@ class Placement:
     def bytes(self, sizes: ExpertSizes, limits: MemoryBudget) -> int:
         """Return what of ``limits.free`` it takes at most."""
         parts = self.resident_bytes, self.streamed_bytes, self.lora_bytes
-        own = limits.for_pieces() if self.mlps_in_pieces else limits
+        own = limits.for_pieces(self.pieces_from)
         training = (
             sum(part(sizes) for part in parts)
             + limits.free
@@ -237,8 +237,8 @@ class MemoryBudget:
     """Of ``kept``, inputs of layers that the GPU needn't have meanwhile."""
     cpu_tokens: int | None = None
     """The most tokens of a micro-batch whose experts the CPU computes; None: what the GPU has memory for."""
-    in_pieces: PieceBytes | None = None
-    """What is otherwise where MLPs are computed in pieces; None: there are none to be."""
+    in_pieces: tuple[PieceBytes, ...] = ()
+    """What is otherwise where MLPs are computed in pieces, those of more inner states first."""
     piece: tuple[int, int] = (0, 0)
     """What comes and goes while a piece is computed: of a token, and the piece's own."""
 
@@ -246,11 +246,11 @@ class MemoryBudget:
         """Return what comes and goes of a micro-batch's ``tokens`` when experts aren't computed."""
         return max(tokens * self.passing, tokens * self.piece[0] + self.piece[1])
 
-    def for_pieces(self) -> MemoryBudget:
-        """Return what is left for a placement whose MLPs are computed in pieces."""
-        if self.in_pieces is None:
+    def for_pieces(self, pieces_from: int) -> MemoryBudget:
+        """Return what is left for a placement whose MLPs are in pieces from ``pieces_from`` on."""
+        own = next((each for each in self.in_pieces if each.pieces_from == pieces_from), None)
+        if own is None:
             return self
-        own = self.in_pieces
         free = self.free - own.constant
         token_bytes = min(own.token_bytes, self.token_bytes)
         return replace(
@@ -260,8 +260,9 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class PieceBytes:
-    """A ``MemoryBudget``'s bytes where MLPs are in pieces, and ``constant`` bytes more."""
+    """A ``MemoryBudget``'s bytes where MLPs are in pieces from ``pieces_from`` on, and ``constant`` more."""
 
+    pieces_from: int
     token_bytes: int
     passing: int
     constant: int
@@ -295,6 +296,19 @@ class Line:
 
 
 @dataclass(frozen=True)
+class PieceSeconds:
+    """What backward takes more with ``Placement.pieces_from``, of the GPU and of the host, by tokens."""
+
+    pieces_from: int
+    gpu: Line
+    host: Line
+
+    def scaled(self, factor: float) -> PieceSeconds:
+        """Return seconds ``factor`` times as long."""
+        return replace(self, gpu=self.gpu.scaled(factor), host=self.host.scaled(factor))
+
+
+@dataclass(frozen=True)
 class Costs:
     """Seconds on one machine of what a step is made of, forward and backward where there are two."""
 
@@ -322,8 +336,8 @@ class Costs:
     """Of the host's, what is done layer by layer in the next forward, where the GPU computes."""
     add: float = 0.0
     """The host's, to add a gradient that arrives to one that is there, for a weight."""
-    pieces: tuple[Line, Line] = field(default_factory=lambda: (Line(), Line()))
-    """What backward takes more where MLPs are computed in pieces, of the GPU and of the host, by tokens."""
+    pieces: tuple[PieceSeconds, ...] = ()
+    """What backward takes more where MLPs are computed in pieces."""
     others: float = 0.0
     """Optimizer, clipping and log of all else, once a step."""
     micro_batch: float = 0.0
@@ -332,6 +346,10 @@ class Costs:
     """One layer's experts on the CPU, forward and backward, by tokens; None: not measured."""
     forwards: int = 1
     """Forwards of a micro-batch: more than one where a reference runs, too."""
+
+    def of_pieces(self, pieces_from: int) -> PieceSeconds | None:
+        """Return what ``Placement.pieces_from`` costs; None: nothing."""
+        return next((each for each in self.pieces if each.pieces_from == pieces_from), None)
 
     def alone_in_update(self, placement: Placement) -> float:
         """Return the seconds of an optimizer step for a LoRA weight beside which nothing else is done."""
@@ -345,7 +363,8 @@ class Costs:
         def scale(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(scale, value))
-            return value.scaled(factor) if isinstance(value, Line) else value and value * factor
+            known = isinstance(value, Line | PieceSeconds)
+            return value.scaled(factor) if known else value and value * factor
 
         numbers = {each.name: scale(getattr(self, each.name)) for each in fields(self)}
         return Costs(**numbers | {"link": link or self.link / factor, "forwards": self.forwards})
@@ -403,9 +422,9 @@ def predict_seconds(
                 busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
                 starting += layers * costs.launch[way]
                 starting += streamed * (placement.groups - 1) * costs.launch_group
-            if way and placement.mlps_in_pieces:
-                busy += costs.pieces[0].at(tokens)
-                starting += max(0.0, costs.pieces[1].at(tokens))
+            if way and (split := costs.of_pieces(placement.pieces_from)):
+                busy += split.gpu.at(tokens)
+                starting += max(0.0, split.host.at(tokens))
             if placement.on_gpu and not placement.masters:
                 if way and number:
                     starting += costs.add * lora
@@ -443,21 +462,21 @@ def rank(
     *,
     mode: str = "auto",
     gpu_experts: int | None = None,
-    in_pieces: bool | None = None,
+    pieces_from: int | None = None,
 ) -> list[Scored]:
     """Rank every placement that fits by the predicted seconds of an optimizer step, the fastest first.
 
     ``cuts`` are the ways to cut a step. ``mode`` "cpu", "stream" or "resident" leaves the others out;
-    ``gpu_experts`` of each layer's experts are kept, as whole layers; ``in_pieces`` says whether MLPs are
-    computed so. Placements of equal seconds are in a fixed order: the same arguments give the same list.
-    Empty where nothing fits.
+    ``gpu_experts`` of each layer's experts are kept, as whole layers; with ``pieces_from`` others are left
+    out. Placements of equal seconds are in a fixed order: the same arguments give the same list. Empty where
+    nothing fits.
     """
     found = []
-    for cut, pieces in product(cuts, _piece_choices(limits, in_pieces)):
-        own = limits.for_pieces() if pieces else limits
+    for cut, pieces in product(cuts, _piece_choices(limits, pieces_from)):
+        own = limits.for_pieces(pieces)
         for made in _candidates(sizes, cut.most, own, mode, gpu_experts):
-            placement = replace(made, mlps_in_pieces=pieces and made.on_gpu)
-            if not placement.on_gpu and (costs.cpu is None or (pieces and in_pieces is None)):
+            placement = replace(made, pieces_from=pieces if made.on_gpu else 0)
+            if not placement.on_gpu and (costs.cpu is None or (pieces and pieces_from is None)):
                 continue
             taken = placement.bytes(sizes, limits)
             if taken > limits.free:
@@ -467,25 +486,24 @@ def rank(
     return sorted(found, key=lambda each: each.seconds.step)
 
 
-def _piece_choices(limits: MemoryBudget, wanted: bool | None) -> tuple[bool, ...]:
-    """Return whether MLPs may be computed in pieces: no, yes, or both."""
-    if limits.in_pieces is None:
-        return (False,)
-    return (False, True) if wanted is None else (wanted,)
+def _piece_choices(limits: MemoryBudget, wanted: int | None) -> tuple[int, ...]:
+    """Return what ``Placement.pieces_from`` may be: what is ``wanted``, or none, few, more and all MLPs."""
+    known = (0, *(each.pieces_from for each in limits.in_pieces))
+    return known if wanted is None else (wanted if wanted in known else 0,)
 
 
 def least_bytes(
-    sizes: ExpertSizes, limits: MemoryBudget, mode: str, in_pieces: bool | None = None
+    sizes: ExpertSizes, limits: MemoryBudget, mode: str, pieces_from: int | None = None
 ) -> tuple[Placement, int]:
     """Return the placement on the GPU that takes least, and what it takes: for who has less.
 
-    ``mode`` and ``in_pieces`` as ``rank`` has them.
+    ``mode`` and ``pieces_from`` as ``rank`` has them.
     """
     layers = spread_evenly(sizes.layers, sizes.layers) if mode == "resident" else ()
     least = [
-        replace(placement, mlps_in_pieces=pieces)
+        replace(placement, pieces_from=pieces)
         for groups in _groups(sizes)
-        for pieces in _piece_choices(limits, in_pieces)
+        for pieces in _piece_choices(limits, pieces_from)
         for placement in [
             _placed(sizes, limits.longest, 1 if layers else groups, resident=layers, outputs=True)
         ]

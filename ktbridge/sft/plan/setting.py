@@ -37,7 +37,7 @@ class MicroBatch:
 
     ``width`` is 2 for bfloat16 and 4 for float32 activations, ``lora_width`` the same for LoRA's weights;
     ``cuda`` decides which attention runs, and in which dtype LoRA does (``MasterLinear``); ``kernels``:
-    flash-linear-attention's compute linear attention; ``in_pieces``: MLPs are computed in pieces of tokens.
+    flash-linear-attention's compute linear attention; ``pieces_from`` as ``Placement`` has it.
     """
 
     rows: int
@@ -47,7 +47,7 @@ class MicroBatch:
     cuda: bool
     lora_width: int = 4
     kernels: bool = False
-    in_pieces: bool = False
+    pieces_from: int = 0
 
     @property
     def tokens(self) -> int:
@@ -71,8 +71,8 @@ class RunSetting:
     """True if flash-linear-attention computes linear attention."""
     processes: int = 1
     """Processes of the run, each with a GPU of its own."""
-    in_pieces: bool | None = None
-    """Whether MLPs are computed in pieces of tokens; None: as the placement that is chosen says."""
+    pieces_from: int | None = None
+    """``Placement.pieces_from``; None: as the placement that is chosen says."""
 
     @property
     def placed(self) -> Placement | None:
@@ -101,7 +101,7 @@ class RunSetting:
             self.cuda,
             lora_width,
             self.kernels,
-            in_pieces=self.placed.mlps_in_pieces if self.placed else bool(self.in_pieces),
+            pieces_from=self.placed.pieces_from if self.placed else self.pieces_from or 0,
         )
 
     @property
@@ -208,9 +208,9 @@ def mlp_widths(layer: LayerShape) -> dict[str, int]:
     return found
 
 
-def has_mlps(shape: ModelShape) -> bool:
-    """Return whether a model has gated MLPs beside its routed experts."""
-    return any(map(mlp_widths, shape.layers))
+def all_mlp_widths(shape: ModelShape) -> list[int]:
+    """Return the inner widths of all gated MLPs beside a model's routed experts."""
+    return [inner for layer in shape.layers for inner in mlp_widths(layer).values()]
 
 
 def layer_bytes(
@@ -219,10 +219,11 @@ def layer_bytes(
     """Return the bytes of a layer whose linears in ``targets`` (paths) have LoRA of ``rank``."""
     hidden, width = shape.config.hidden_size, batch.width
     mlps = mlp_widths(layer)
+    split = {p: n for p, n in mlps.items() if batch.pieces_from and n >= batch.pieces_from}
     a_token = 2 * 4 * hidden  # the layer's two norms
     a_token += sum(4 * size for name, size in layer.norms.items() if name.endswith("a_layernorm"))
-    inside = 0  # of ``a_token``, what is within MLPs
-    widest = {True: 0, False: 0}  # of MLPs, and of all else
+    inside = {True: 0, False: 0}  # of ``a_token``, what is within MLPs in pieces, and in whole ones
+    widest = {True: 0, False: 0}  # of whole MLPs, and of all else
     lora_width = width if batch.cuda else batch.lora_width
     inputs_kept: set[tuple[str, int, bool]] = set()
     for name, (out, inputs) in layer.linears.items():
@@ -242,8 +243,9 @@ def layer_bytes(
             within = 3 * width * out
         a_token += kept + within
         if path in mlps:
-            inside += within + kept
-        widest[path in mlps] = max(widest[path in mlps], wide)
+            inside[path in split] += within + kept
+        if path not in split:
+            widest[path in mlps] = max(widest[path in mlps], wide)
     attention, passing = _attention(shape, layer, batch)
     a_token += attention
     constant = 0
@@ -256,14 +258,11 @@ def layer_bytes(
         if not batch.cuda:
             a_token += 2 * hidden  # the experts' bfloat16 input
     states = 4 * width * hidden
-    of_mlps, piece = widest[True] + states, 0
+    of_mlps = widest[True] + states
     # Attention's backward comes after the MLPs', and doesn't find what they and their norm had kept.
-    of_attention = max(widest[False] + states, passing) - 4 * hidden - inside
-    if batch.in_pieces:
-        of_attention += inside
-        of_mlps = states
-        a_token += len(mlps) * width * hidden - inside  # each one's input
-        piece = max((piece_bytes(hidden, inner, width) for inner in mlps.values()), default=0)
+    of_attention = max(widest[False] + states, passing) - 4 * hidden - inside[False]
+    a_token += len(split) * width * hidden - inside[True]  # of one in pieces only the input
+    piece = max((piece_bytes(hidden, inner, width) for inner in split.values()), default=0)
     passing = max(of_mlps, of_attention)
     kept, passing, of_mlps = (batch.tokens * each for each in (a_token, passing, of_mlps))
     return LayerBytes(kept + constant, passing, of_mlps, piece)
