@@ -8,6 +8,7 @@ transformers' business.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,18 +178,25 @@ def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) ->
     ]
     copier, how = make_copier(groups, device)
     loader = make_staged_copier(device) if resident and device.type == "cuda" else copier
-    experts = GpuExperts(
-        {index: layer.weights for index, layer in layers.items()},
-        device,
-        first.lora_rank,
-        placement,
-        copier,
-        loader=loader,
-        loaded=lambda index: release_layers(model, [index]),
-        inputs=layer_inputs(model),
-    )
-    if loader is not copier:
-        loader.close()
+    try:
+        experts = GpuExperts(
+            {index: layer.weights for index, layer in layers.items()},
+            device,
+            first.lora_rank,
+            placement,
+            copier,
+            loader=loader,
+            loaded=lambda index: release_layers(model, [index]),
+            inputs=layer_inputs(model),
+        )
+    except BaseException:
+        copier.close()
+        raise
+    finally:
+        if loader is not copier:
+            loader.close()
+    # The driver refuses copies out of what is mapped next where pages are still registered.
+    weakref.finalize(experts, copier.release_pages).atexit = False
     split_mlps(model, placement.pieces_from)
     for index, layer in layers.items():
         layer.gpu = GpuBinding(experts, index)

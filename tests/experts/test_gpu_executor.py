@@ -30,6 +30,7 @@ from ktbridge.experts import recompute
 from ktbridge.experts.gpu import executor, layer_math, masters, operations
 from ktbridge.experts.gpu.copying import HostCopier
 from ktbridge.experts.gpu.placement import Placement
+from ktbridge.experts.gpu.ring import Ring
 from ktbridge.experts.weights import SILU
 
 TOLERANCE = 0.008  # as the CPU kernels'
@@ -72,6 +73,26 @@ def test_outputs_and_gradients_equal_float32_autograd(storage, options):
             limits = options.get("gating", SILU)
             assert not beyond(far, TOLERANCE, limits), (str(shape), groups, far)
             assert (experts.ring.transfers > 0) == (not resident)
+
+
+def test_layers_that_stay_are_loaded_before_the_ring_takes_memory(monkeypatch):
+    """Loading has a group as it is stored beside the layer: of a step of few tokens that is the most."""
+    events = []
+
+    class Noted(HostCopier):
+        def start(self, group, slot, after):
+            events.append("load")
+            return super().start(group, slot, after)
+
+    def ring(groups, slot_bytes, slots, *more):
+        events.append(f"{slots} slots")
+        return Ring(groups, slot_bytes, slots, *more)
+
+    monkeypatch.setattr(executor, "Ring", ring)
+    layers = [make_layer(SMALL)[0] for _ in range(3)]
+    experts = give(layers, groups=2, slots=3, resident=(0, 2), copier=Noted())
+    count = len(next(iter(experts._layers.values())).groups)
+    assert events == ["0 slots", *["load"] * (2 * count), "3 slots"]
 
 
 @pytest.mark.parametrize("resident", [(), (0, 1, 2, 3)])

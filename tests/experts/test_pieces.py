@@ -1,5 +1,6 @@
 """MLPs beside the routed experts in pieces of tokens: the same results, few tokens' inner states at once."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,8 @@ from expertmoe import same_bits
 from familygradients import given
 from moefamilies import IDS, everything, parametrize_families, randomize, reference
 
-from ktbridge.experts import pieces, recompute
+from ktbridge.experts import inject, pieces, recompute
+from ktbridge.experts.gpu.copying import HostCopier
 from ktbridge.experts.inject import give_to_gpu
 from ktbridge.experts.load_model import load_mapped
 from ktbridge.experts.pieces import split_mlps
@@ -117,3 +119,32 @@ def test_a_plan_counts_the_mlps_that_are_split(family, tmp_path):
     model = reference(family, tmp_path)
     recompute.enable(model)
     assert len(all_mlp_widths(read_shape(tmp_path))) <= split_mlps(model, 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pages_are_let_go_with_the_executor_and_where_it_cant_be_made(saved, monkeypatch):
+    """Else CUDA refuses copies out of whatever is mapped at their addresses next."""
+    closed = []
+
+    class Noted(HostCopier):
+        def release_pages(self):
+            closed.append("pages")
+
+        def close(self):
+            closed.append("all")
+
+    monkeypatch.setattr(inject, "make_copier", lambda groups, device: (Noted(), "noted"))
+    model = tuned(saved, torch.float32)
+    given(model, torch.device("cpu"), False)
+    assert not closed
+    del model
+    gc.collect()
+    assert closed == ["pages"]
+
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(inject, "GpuExperts", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        given(tuned(saved, torch.float32), torch.device("cpu"), False)
+    assert closed == ["pages", "all"]

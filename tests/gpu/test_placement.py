@@ -1,5 +1,6 @@
 """Attention on the GPU, experts on the CPU: the same numbers, and nothing where it doesn't belong."""
 
+import gc
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from tinymoe import tiny_model
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from ktbridge.experts import recompute
+from ktbridge.experts.gpu.copying import DirectCopier
 from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.load_model import load_for_kernels
 from ktbridge.sft import wrap_experts
@@ -109,6 +111,19 @@ def test_hidden_states_that_wait_on_the_host_change_no_bit(checkpoint):
         assert len(sent) == (2 * model.config.num_hidden_layers if on_host else 0)
         packed.clear()
     assert same_bits(found)
+
+
+def test_pages_are_let_go_with_the_model_that_nobody_closed(checkpoint):
+    """Else CUDA refuses copies out of whatever is mapped at their addresses next."""
+    model = wrap_experts(load_for_kernels(checkpoint, torch.bfloat16, CUDA), lora_rank=4)
+    copier = given(model, CUDA, resident=False).copier
+    if not isinstance(copier, DirectCopier):
+        pytest.skip("the driver registers no pages here")
+    registration = copier._registration
+    assert registration.bytes
+    del model
+    gc.collect()
+    assert not registration.regions
 
 
 def queueing(checkpoint):

@@ -96,6 +96,9 @@ class DirectCopier(Copier):
         """Let go of the registered pages: before the checkpoint's maps go."""
         if self._staged is not None:
             self._staged.close()
+        self.release_pages()
+
+    def release_pages(self) -> None:
         if self._registration is not None:
             self._registration.close()
 

@@ -91,6 +91,9 @@ class Copier:
     def close(self) -> None:
         """Let go of threads and registered pages, once what was started has been copied. Again: nothing."""
 
+    def release_pages(self) -> None:
+        """Let go of registered pages alone, if there are any; waits for no thread. Again: nothing."""
+
 
 @dataclass(eq=False)
 class _Slot:
