@@ -32,9 +32,7 @@ def dump_json(value: Mapping[str, object]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def fused_tensors(
-    rows: Iterable[tuple[str, str, Sequence[int]]],
-) -> dict[str, dict[str, object]]:
+def fused_tensors(rows: Iterable[tuple[str, str, Sequence[int]]]) -> dict[str, dict[str, object]]:
     """The tensors of the fused file as KT's manifest lists them, from (name, dtype, shape)."""
     return {name: {"shape": list(shape), "dtype": dtype} for name, dtype, shape in sorted(rows)}
 

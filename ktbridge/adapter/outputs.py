@@ -185,9 +185,7 @@ class OutputDirectory:
         self._stack.close()
 
     def finish(
-        self,
-        base_fingerprint: Fingerprint | None,
-        training: Mapping[str, object] | None = None,
+        self, base_fingerprint: Fingerprint | None, training: Mapping[str, object] | None = None
     ) -> None:
         """Flush the weights, then write configuration and manifest; nothing is published yet.
 

@@ -203,10 +203,7 @@ def _structures(
 
 
 def _of_formats(
-    problems: list[Problem],
-    served: Sequence[Adapter],
-    contract: Contract | None,
-    base_name: str,
+    problems: list[Problem], served: Sequence[Adapter], contract: Contract | None, base_name: str
 ) -> list[Problem]:
     """The problems, with what becomes of each directory in another tool's format in place of its layout's."""
     foreign = {str(adapter.path): adapter for adapter in served if adapter.format}

@@ -30,10 +30,7 @@ _option: Any = partial(click.option, cls=TitledOption, title=TITLE)
 OPTIONS = (
     _option("--engine-version", metavar="VERSION", help="With --dry-run: of sglang-kt."),
     _option(
-        "--engine-python",
-        "python",
-        metavar="FILE",
-        help="Interpreter of the engine's environment.",
+        "--engine-python", "python", metavar="FILE", help="Interpreter of the engine's environment."
     ),
     _option(
         "--layout",
@@ -143,13 +140,7 @@ def _request(options: dict[str, Any], dry_run: bool) -> SglangRequest:
     return request
 
 
-def _launch(
-    launch: Launch,
-    *,
-    log: str | None,
-    timeout: float,
-    as_json: bool,
-) -> NoReturn:
+def _launch(launch: Launch, *, log: str | None, timeout: float, as_json: bool) -> NoReturn:
     """Serve until the engine ends, and exit with its code. Raises ProblemsError, EngineFailed."""
     from ktbridge.cli._app import terminable
     from ktbridge.cli._ui import console, emit_json, print_problems, stderr

@@ -121,8 +121,7 @@ def _print_each(problems: Iterable[Problem]) -> None:
     for problem in worst_first(problems):
         style = STYLES[problem.severity]
         stderr.print(
-            f"[{style}]{problem.severity}[/] {problem.code}  {shown(problem.where)}",
-            soft_wrap=True,
+            f"[{style}]{problem.severity}[/] {problem.code}  {shown(problem.where)}", soft_wrap=True
         )
         stderr.print(f"    found     {shown(problem.found)}", soft_wrap=True)
         if problem.expected:

@@ -73,11 +73,7 @@ HELP = """\
 )
 @click.option("--seed", type=int, help="Repeatable answers.")
 @click.option("--threads", type=click.IntRange(1), help="With --base-model: CPU threads.")
-@click.option(
-    "--engine",
-    type=ENGINES,
-    help="With --base-model: as `ktbridge serve` has it.",
-)
+@click.option("--engine", type=ENGINES, help="With --base-model: as `ktbridge serve` has it.")
 @click.option(
     "--api-key", envvar="KTBRIDGE_API_KEY", metavar="KEY", help="Better in the environment."
 )

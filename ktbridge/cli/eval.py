@@ -97,9 +97,7 @@ if TYPE_CHECKING:
     help="Request fields for the judge, such as max_tokens or chat_template_kwargs; null removes one.",
 )
 @click.option(
-    "--judge-may-be-remote",
-    is_flag=True,
-    help="Private data may go to a judge on another machine.",
+    "--judge-may-be-remote", is_flag=True, help="Private data may go to a judge on another machine."
 )
 @click.option(
     "--fail-on",

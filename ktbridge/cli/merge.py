@@ -60,12 +60,7 @@ _LATER = (
 @dry_run_option("Print which weights would change; write nothing.")
 @json_option("Print one JSON document.")
 def command(
-    raw_dir: str,
-    base_model: str,
-    measure: str,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
+    raw_dir: str, base_model: str, measure: str, dry_run: bool, as_json: bool, **options: Any
 ) -> None:
     """Add the adapter in DIR to the weights of its base model.
 

@@ -40,9 +40,7 @@ PATHS = ("model_name_or_path", "adapter_name_or_path", "dataset", "dataset_dir",
 @click.argument("recipe", default="recipe.yaml", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
-    "--engine",
-    type=ENGINES,
-    help="Who serves, over the recipe's own; see `ktbridge serve --help`.",
+    "--engine", type=ENGINES, help="Who serves, over the recipe's own; see `ktbridge serve --help`."
 )
 @click.option(
     "--sweep",
@@ -107,11 +105,7 @@ def command(
 
 
 def _show_end(
-    runner: Runner,
-    plan: Sequence[Step],
-    comparison: Comparison | None,
-    runs: int,
-    seconds: float,
+    runner: Runner, plan: Sequence[Step], comparison: Comparison | None, runs: int, seconds: float
 ) -> None:
     """The runs side by side and where things are. Raises KtbridgeError where a run of a sweep failed."""
     if comparison:

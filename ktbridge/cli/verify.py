@@ -223,8 +223,7 @@ def _print_verdict(result: Verification) -> None:
     if result.logprobs_from == SAMPLED and verdict == "applied":
         style, verdict = "yellow", "applied, as far as sampled tokens tell"
     console.print(
-        f"{escape(result.model)}: [{style}]{verdict}[/] - {escape(result.reason)}",
-        soft_wrap=True,
+        f"{escape(result.model)}: [{style}]{verdict}[/] - {escape(result.reason)}", soft_wrap=True
     )
     console.file.flush()  # problems follow, on stderr
 

@@ -73,12 +73,7 @@ class Problems(list[Problem]):
         return [problem for problem in self if problem.severity == "warning"]
 
     def error(
-        self,
-        key: str,
-        found: str,
-        expected: str = "",
-        next_step: str | None = "",
-        code: str = "",
+        self, key: str, found: str, expected: str = "", next_step: str | None = "", code: str = ""
     ) -> None:
         """Add an error: the work isn't started. ``next_step=None`` is the code's."""
         about = (self._where + key, found, expected, next_step)

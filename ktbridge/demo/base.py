@@ -25,9 +25,7 @@ _OURS = re.compile(
 
 
 def publish_base(
-    directory: str | os.PathLike[str],
-    digest: str,
-    build: Callable[[Path], Mapping[str, object]],
+    directory: str | os.PathLike[str], digest: str, build: Callable[[Path], Mapping[str, object]]
 ) -> None:
     """Have ``build`` make the base in a directory that it is given, or return at once if it is there.
 

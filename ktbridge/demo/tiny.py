@@ -64,9 +64,7 @@ def make_tiny(directory: str | os.PathLike[str], on_progress: OnProgress | None 
 
 
 def build_tiny(
-    directory: str | os.PathLike[str],
-    recipe: TinyRecipe,
-    on_progress: OnProgress | None = None,
+    directory: str | os.PathLike[str], recipe: TinyRecipe, on_progress: OnProgress | None = None
 ) -> None:
     """:func:`make_tiny` for any recipe."""
     publish_base(directory, recipe.digest(), lambda work: _build(work, recipe, on_progress))

@@ -9,12 +9,7 @@ Needs nothing beyond the standard library::
     router = open_checkpoint(path).tensor("model.layers.0.mlp.gate.weight")  # a memory-mapped view
 """
 
-from ktbridge.model.checkpoint import (
-    Checkpoint,
-    find_model,
-    open_checkpoint,
-    resolve_model,
-)
+from ktbridge.model.checkpoint import Checkpoint, find_model, open_checkpoint, resolve_model
 from ktbridge.model.config import ModelConfig, check_served, read_model_config
 from ktbridge.model.families import FAMILIES, Family, family_of
 from ktbridge.model.identity import Fingerprint, fingerprint

@@ -201,10 +201,7 @@ class Child:
 
 @contextmanager
 def engine(
-    model: str,
-    adapter: str | None = None,
-    threads: int | None = None,
-    flags: Sequence[str] = (),
+    model: str, adapter: str | None = None, threads: int | None = None, flags: Sequence[str] = ()
 ) -> Iterator[Child]:
     """`ktbridge serve` on a free loopback port, once it is ready.
 

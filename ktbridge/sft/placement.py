@@ -23,12 +23,10 @@ from ktbridge.experts.gpu.placement import (
     Line,
     MemoryBudget,
     PieceBytes,
-    PieceSeconds,
     Placement,
     Scored,
     StepSplit,
     least_bytes,
-    piece_tokens,
     rank,
 )
 from ktbridge.files.sizes import size_text
@@ -214,11 +212,11 @@ def rank_placements(
     ``sizes`` are the loaded model's, where there is one; ``memory`` are bytes of RAM. Raises ``UsageError``
     where nothing fits, with what is short.
     """
-    config, sizes = setting.config, sizes or setting.expert_sizes
+    config, known = setting.config, setting.expert_sizes
+    sizes = replace(sizes or known, mlps=known.mlps)
     limits = replace(limits, cpu_tokens=cpu_tokens(setting, limits, memory))
     wanted = config.kt_config.kt_experts
     kept = config.kt_config.kt_num_gpu_experts
-    costs = replace(costs, pieces=tuple(_piece_seconds(setting, costs)))
     found = rank(
         sizes,
         step_splits(setting),
@@ -231,23 +229,6 @@ def rank_placements(
     if not found:
         raise too_little(sizes, limits, wanted, setting.pieces_from)
     return found
-
-
-def _piece_seconds(setting: RunSetting, costs: Costs) -> Iterator[PieceSeconds]:
-    """Yield what backward takes more by tokens where MLPs are in pieces from each width on.
-
-    The GPU multiplies forward once more: the MLPs' share of all products outside the experts. The host
-    starts each further piece as it starts a quarter of a layer.
-    """
-    layers, hidden = setting.shape.layers, setting.shape.config.hidden_size
-    every = sum(out * inputs for each in layers for out, inputs in each.linears.values())
-    one, every_width = sum(costs.launch_outside) / len(layers) / 4, all_mlp_widths(setting.shape)
-    for least in {*every_width}:
-        widths = [inner for inner in every_width if inner >= least]
-        share = 3 * hidden * sum(widths) / max(1, every)
-        pieces = sum(1 / piece_tokens(inner) for inner in widths)
-        gpu = Line(0.0, share * costs.outside[0].each)
-        yield PieceSeconds(least, gpu, Line(-one * len(widths), one * pieces))
 
 
 def too_little(

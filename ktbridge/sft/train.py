@@ -54,13 +54,7 @@ from ktbridge.sft.plan.shape import read_shape
 from ktbridge.sft.prepare import Prepared, prepare
 from ktbridge.sft.progress import OnLog, Reporter, WeightsWatch, is_record, reporters
 from ktbridge.sft.quantized import experts_path, find_quantized
-from ktbridge.sft.resume import (
-    LABELS,
-    archive_checkpoints,
-    checkpoints_dir,
-    delete_archived,
-    saved,
-)
+from ktbridge.sft.resume import LABELS, archive_checkpoints, checkpoints_dir, delete_archived, saved
 from ktbridge.sft.stages import LOSSES, STAGES, trainer_arguments
 from ktbridge.sft.trainer import RunTrainer
 

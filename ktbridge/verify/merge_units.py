@@ -13,13 +13,7 @@ from dataclasses import dataclass, field
 
 from ktbridge.adapter import Adapter
 from ktbridge.adapter.keys import LAYER, parse_key
-from ktbridge.adapter.merge_plan import (
-    ModulePair,
-    Pair,
-    check_pairs,
-    expert_pairs,
-    module_pairs,
-)
+from ktbridge.adapter.merge_plan import ModulePair, Pair, check_pairs, expert_pairs, module_pairs
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import Checkpoint, ModelConfig

@@ -159,10 +159,7 @@ def _other_name(
 
 
 def _arms(
-    server: LogprobClient,
-    entries: Mapping[str, ModelEntry],
-    model: str,
-    expert_model: str | None,
+    server: LogprobClient, entries: Mapping[str, ModelEntry], model: str, expert_model: str | None
 ) -> dict[str, str]:
     engine = engine_of(entries)
     arms = arms_to_ask(model, list(entries), expert_model)

@@ -262,10 +262,7 @@ class _Server:
 
 
 def _ask(
-    server: _Server,
-    served: Sequence[ServedAdapter],
-    base: str | None,
-    loader: AdapterLoader | None,
+    server: _Server, served: Sequence[ServedAdapter], base: str | None, loader: AdapterLoader | None
 ) -> Iterator[_Asked]:
     """Ask the server in all stages, one after the other."""
     server.on_stage("asking the server")

@@ -402,8 +402,7 @@ def _permuted(
     half = block.shape[0] // heads // 2
     split = (heads, half, 2) if back else (heads, 2, half)
     return block.then(
-        block.shape,
-        lambda bits: bits.reshape(*split, -1).swapaxes(1, 2).reshape(block.shape),
+        block.shape, lambda bits: bits.reshape(*split, -1).swapaxes(1, 2).reshape(block.shape)
     )
 
 

@@ -72,9 +72,7 @@ class Group:
 
 
 def group_experts(
-    weights: Sequence[ExpertWeights],
-    slot_bytes: int,
-    where: str = "a layer",
+    weights: Sequence[ExpertWeights], slot_bytes: int, where: str = "a layer"
 ) -> tuple[Group, ...]:
     """A layer's experts in groups of at most ``slot_bytes`` each, in the order of their addresses.
 

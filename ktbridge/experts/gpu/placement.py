@@ -76,6 +76,8 @@ class ExpertSizes:
     inner: int
     rank: int
     stored: int
+    mlps: tuple[tuple[int, float], ...] = ()
+    """Inner states of each MLP beside them, and its part of the products outside the routed experts."""
 
     def slot(self, groups: int) -> int:
         """Bytes of a slot, which holds one of a layer's ``groups`` groups."""
@@ -238,7 +240,7 @@ class MemoryBudget:
     cpu_tokens: int | None = None
     """The most tokens of a micro-batch whose experts the CPU computes; None: what the GPU has memory for."""
     in_pieces: tuple[PieceBytes, ...] = ()
-    """What is otherwise where MLPs are computed in pieces, those of more inner states first."""
+    """Differences where MLPs are computed in pieces, those of more inner states first."""
     piece: tuple[int, int] = (0, 0)
     """What comes and goes while a piece is computed: of a token, and the piece's own."""
 
@@ -296,19 +298,6 @@ class Line:
 
 
 @dataclass(frozen=True)
-class PieceSeconds:
-    """What backward takes more with ``Placement.pieces_from``, of the GPU and of the host, by tokens."""
-
-    pieces_from: int
-    gpu: Line
-    host: Line
-
-    def scaled(self, factor: float) -> PieceSeconds:
-        """Return seconds ``factor`` times as long."""
-        return replace(self, gpu=self.gpu.scaled(factor), host=self.host.scaled(factor))
-
-
-@dataclass(frozen=True)
 class Costs:
     """Seconds on one machine of what a step is made of, forward and backward where there are two."""
 
@@ -336,8 +325,6 @@ class Costs:
     """Of the host's, what is done layer by layer in the next forward, where the GPU computes."""
     add: float = 0.0
     """The host's, to add a gradient that arrives to one that is there, for a weight."""
-    pieces: tuple[PieceSeconds, ...] = ()
-    """What backward takes more where MLPs are computed in pieces."""
     others: float = 0.0
     """Optimizer, clipping and log of all else, once a step."""
     micro_batch: float = 0.0
@@ -347,9 +334,9 @@ class Costs:
     forwards: int = 1
     """Forwards of a micro-batch: more than one where a reference runs, too."""
 
-    def of_pieces(self, pieces_from: int) -> PieceSeconds | None:
-        """Return what ``Placement.pieces_from`` costs; None: nothing."""
-        return next((each for each in self.pieces if each.pieces_from == pieces_from), None)
+    def launch_piece(self, layers: int) -> float:
+        """Return the host's seconds for a further piece of an MLP: a quarter of one of the ``layers``'."""
+        return sum(self.launch_outside) / layers / 4
 
     def alone_in_update(self, placement: Placement) -> float:
         """Return the seconds of an optimizer step for a LoRA weight beside which nothing else is done."""
@@ -363,8 +350,7 @@ class Costs:
         def scale(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(scale, value))
-            known = isinstance(value, Line | PieceSeconds)
-            return value.scaled(factor) if known else value and value * factor
+            return value.scaled(factor) if isinstance(value, Line) else value and value * factor
 
         numbers = {each.name: scale(getattr(self, each.name)) for each in fields(self)}
         return Costs(**numbers | {"link": link or self.link / factor, "forwards": self.forwards})
@@ -422,9 +408,14 @@ def predict_seconds(
                 busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
                 starting += layers * costs.launch[way]
                 starting += streamed * (placement.groups - 1) * costs.launch_group
-            if way and (split := costs.of_pieces(placement.pieces_from)):
-                busy += split.gpu.at(tokens)
-                starting += max(0.0, split.host.at(tokens))
+            for inner, share in sizes.mlps if way and placement.pieces_from else ():
+                if (
+                    inner >= placement.pieces_from
+                ):  # forward once more, and its launches for each piece
+                    busy += share * costs.outside[0].each * tokens
+                    starting += max(0.0, tokens / piece_tokens(inner) - 1) * costs.launch_piece(
+                        layers
+                    )
             if placement.on_gpu and not placement.masters:
                 if way and number:
                     starting += costs.add * lora

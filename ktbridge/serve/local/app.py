@@ -21,13 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ktbridge.serve.local.engine import LocalEngine
-from ktbridge.serve.local.schema import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Kind,
-    read_request,
-)
+from ktbridge.serve.local.schema import ApiError, ChatRequest, CompletionRequest, Kind, read_request
 from ktbridge.serve.local.service import Service
 from ktbridge.serve.request import Limits
 from ktbridge.server_api import hosts

@@ -24,9 +24,7 @@ GRACE_SECONDS = 5  # for what is left after aborting everything
 
 
 def serve(
-    plan: ServePlan,
-    on_ready: Callable[[str], None],
-    on_loading: Callable[[], None] = lambda: None,
+    plan: ServePlan, on_ready: Callable[[str], None], on_loading: Callable[[], None] = lambda: None
 ) -> None:
     """Serve ``plan`` until SIGINT or SIGTERM; ``on_ready(base_url)`` when requests are answered.
 

@@ -250,10 +250,7 @@ async def while_connected(request: Request, work: Coroutine[object, object, Resu
 
 
 def stream(
-    job: Job,
-    reply: ChatReply | CompletionReply,
-    prompt_tokens: int,
-    include_usage: bool,
+    job: Job, reply: ChatReply | CompletionReply, prompt_tokens: int, include_usage: bool
 ) -> StreamingResponse:
     """Server-sent events, one per Delta, closed by [DONE]. Events ready together are sent together."""
 

@@ -13,14 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
-from ktbridge.adapter.engines import (
-    ENGINE,
-    METHODS,
-    Contract,
-    Method,
-    contract_for,
-    contracts_of,
-)
+from ktbridge.adapter.engines import ENGINE, METHODS, Contract, Method, contract_for, contracts_of
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.machine import Machine

@@ -292,8 +292,7 @@ def _validate(launch: Launch, paths: Sequence[Path], headers_only: bool) -> list
 
 
 def prepare_launch(
-    launch: Launch,
-    on_step: Callable[[str], None] = lambda _: None,
+    launch: Launch, on_step: Callable[[str], None] = lambda _: None
 ) -> list[Problem]:
     """Make the conversions and check what will be served, values too. Returns warnings.
 

@@ -13,13 +13,7 @@ import yaml
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
-from ktbridge.sft.data.messages import (
-    IMAGE,
-    Message,
-    Tool,
-    content_with_thoughts,
-    split_thoughts,
-)
+from ktbridge.sft.data.messages import IMAGE, Message, Tool, content_with_thoughts, split_thoughts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,13 +28,7 @@ from ktbridge.experts.compat import graph_is_kept
 from ktbridge.experts.layer import MoELoRAExperts, expert_layers
 from ktbridge.experts.modules import experts_modules, vision_towers
 from ktbridge.sft.compat import WholeTrainer, leave_out_of_ddp
-from ktbridge.sft.distributed import (
-    distribute,
-    exchange,
-    explain_lost_rank,
-    gather_on_main,
-    group,
-)
+from ktbridge.sft.distributed import distribute, exchange, explain_lost_rank, gather_on_main, group
 from ktbridge.sft.launch import is_main, shards_parameters, world
 
 _FORWARD, _BACKWARD = 0, 1

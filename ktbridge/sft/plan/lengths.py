@@ -171,10 +171,7 @@ def _column(dataset: Dataset, name: str) -> Iterator[list[int]]:
 
 
 def _of_sample(
-    rows: Rows,
-    tokenizer: PreTrainedTokenizerBase,
-    config: TrainConfig,
-    vision: Vision | None,
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, vision: Vision | None
 ) -> Lengths:
     """Return lengths of many rows: the longest by their text and a sample are tokenized.
 

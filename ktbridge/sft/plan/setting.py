@@ -124,8 +124,12 @@ class RunSetting:
 
     @property
     def expert_sizes(self) -> ExpertSizes:
-        """Sizes of the routed experts."""
+        """Sizes of the routed experts, and of the MLPs beside them."""
         model, layers = self.shape.config, self.shape.sparse_layers
+        linears = [
+            out * inputs for each in self.shape.layers for out, inputs in each.linears.values()
+        ]
+        share = 3 * model.hidden_size / max(1, sum(linears))  # gate, up and down
         stored = self.shape.expert_bytes // max(layers, 1)
         return ExpertSizes(
             layers,
@@ -135,6 +139,7 @@ class RunSetting:
             model.intermediate_size,
             self.config.expert_rank,
             stored,
+            tuple((inner, share * inner) for inner in all_mlp_widths(self.shape)),
         )
 
     @property

@@ -81,10 +81,7 @@ class ModelShape:
 
 
 def read_shape(
-    path: Path,
-    experts: Path | None = None,
-    stub: CheckpointStub | None = None,
-    whole: bool = False,
+    path: Path, experts: Path | None = None, stub: CheckpointStub | None = None, whole: bool = False
 ) -> ModelShape:
     """Return sizes of the model in ``path``, with the routed experts of ``experts`` (``kt_weight_path``).
 

@@ -280,9 +280,7 @@ def measure_costs(setting: RunSetting, limits: MemoryBudget) -> Costs | None:
         return None
     size = setting.expert_sizes
     layer = MoELoRAExperts.from_tensors(
-        *_random_layer(setting, size),
-        lora_rank=size.rank,
-        lora_dropout=config.expert_dropout,
+        *_random_layer(setting, size), lora_rank=size.rank, lora_dropout=config.expert_dropout
     )
     short = times_cpu(setting, limits)
     experts = time_experts(layer, device, size.top_k, most, free=max(1, limits.free), cpu=short)
