@@ -46,7 +46,7 @@ from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.experts import recompute
 from ktbridge.sft import distributed
 from ktbridge.sft.config import load_config
-from ktbridge.sft.distributed import agree, from_main, start
+from ktbridge.sft.distributed import agree, from_main, shared_threads, start
 from ktbridge.sft.distributed.dispatch import assign_experts
 from ktbridge.sft.distributed.same_run import differences
 from ktbridge.sft.launch import unjoined_problems, world
@@ -459,6 +459,20 @@ def in_pieces(*arguments):
 
     recipe.load_trainable = loaded
     command_in_a_rank(arguments, look)
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({}, 0),
+        ({"OMP_NUM_THREADS": "1"}, 0),  # nobody's launcher
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 16),
+        ({"OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "2"}, 0),
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "64"}, 1),
+    ],
+)
+def test_a_process_takes_its_part_of_the_cores_unless_the_user_has_said(environment, threads):
+    assert shared_threads(environment, 32) == threads
 
 
 def test_experts_alone_leave_ddp_nothing_to_average(run_dir, monkeypatch) -> None:

@@ -323,6 +323,8 @@ class Costs:
     """Optimizer and clipping for a LoRA weight, on the GPU and on the host."""
     deferred: float = 0.0
     """Of the host's, what is done layer by layer in the next forward, where the GPU computes."""
+    average: float = 0.0
+    """To average gradients on the host over several processes, for a weight."""
     add: float = 0.0
     """The host's, to add a gradient that arrives to one that is there, for a weight."""
     others: float = 0.0
@@ -342,7 +344,7 @@ class Costs:
         """Return the seconds of an optimizer step for a LoRA weight beside which nothing else is done."""
         if placement.masters:
             return self.update[0]
-        return self.update[1] - (self.deferred if placement.on_gpu else 0.0)
+        return self.update[1] + self.average - (self.deferred if placement.on_gpu else 0.0)
 
     def scaled(self, factor: float, link: float | None = None) -> Costs:
         """Return costs ``factor`` times as high, but for the ``link`` where that was measured."""

@@ -30,6 +30,7 @@ import torch
 from torch import distributed
 
 from ktbridge.errors import KtbridgeError, ProblemsError
+from ktbridge.machine import read_machine
 from ktbridge.sft.launch import World, launch_problems, several_hosts, unjoined_problems, world
 
 _Made = TypeVar("_Made")
@@ -84,7 +85,21 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
         _State.quick = distributed.new_group(backend="gloo", timeout=quick)
         _State.group = distributed.new_group(backend="gloo", timeout=limit)
     atexit.register(_leave)
+    if threads := shared_threads(os.environ, read_machine().usable_cores):
+        torch.set_num_threads(threads)
     return here
+
+
+def shared_threads(environment: Mapping[str, str], cores: int) -> int:
+    """Return a process's part of its host's ``cores``, for torch; 0 where the user has given it threads.
+
+    A launcher that wasn't told any sets OMP_NUM_THREADS to 1, and Adam of masters on the host would take
+    several times as long as the step around it.
+    """
+    processes = environment.get("LOCAL_WORLD_SIZE", "")
+    if environment.get("OMP_NUM_THREADS") != "1" or not processes.isdigit():
+        return 0
+    return max(1, cores // max(1, int(processes)))
 
 
 def joined() -> bool:
