@@ -1,6 +1,7 @@
 """The GPU's executor of experts, on the CPU: against float32 autograd, in every order of use."""
 
 import copy
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 from typing import ClassVar
@@ -233,6 +234,23 @@ def test_other_room_between_steps_changes_no_bit_and_what_can_not_be_had_nothing
     copier.broken = False
     assert experts.streamed == (1, 2)  # what was to go has gone, and nothing came
     assert same_bits([expected, chain(layers, inputs, d_out)])
+
+
+def test_a_layer_that_can_not_be_loaded_leaves_its_memory_to_the_ring(monkeypatch):
+    layers, copier = [make_layer(SMALL, seed=n)[0] for n in range(3)], Breaking()
+    experts, made, there = give(layers, groups=2, slots=3, copier=copier), [], []
+    matrices = experts._bordered
+
+    def bordered(count):
+        there.append(sum(each() is not None for each in made))
+        made.append(weakref.ref((found := matrices(count)).gate_up))
+        return found
+
+    monkeypatch.setattr(experts, "_bordered", bordered)
+    copier.broken = True
+    with pytest.raises(OSError, match="no link"):
+        resize(experts, 2, (1,))
+    assert there == [0, 0]  # for the layer, then for the groups that are streamed
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

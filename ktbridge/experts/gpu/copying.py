@@ -100,7 +100,8 @@ class DirectCopier(Copier):
 
     def release_pages(self) -> None:
         if self._registration is not None:
-            self._registration.close()
+            with torch.cuda.device(self._stream.device):  # garbage is collected in any thread
+                self._registration.close()
 
 
 class StagedCopier(Copier):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -181,9 +182,7 @@ class GpuExperts:
             self._load(self._layers[index], loader or copier)
             if loaded is not None:
                 loaded(index)
-        self._arrange(
-            placement.slots, self.streamed
-        )  # in the memory that loading has taken and left
+        self._arrange(placement.slots, self.streamed)  # in memory that loading has left
         _all.add(self)
 
     @property
@@ -217,6 +216,9 @@ class GpuExperts:
                 if index in resident and layer.resident is None:
                     self._copier.extend(layer.groups)
                     self._load(layer, self._copier)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # the ring needs the layer's memory
+            raise
         finally:
             streamed = self.streamed
             for index in streamed:

@@ -411,13 +411,10 @@ def predict_seconds(
                 starting += layers * costs.launch[way]
                 starting += streamed * (placement.groups - 1) * costs.launch_group
             for inner, share in sizes.mlps if way and placement.pieces_from else ():
-                if (
-                    inner >= placement.pieces_from
-                ):  # forward once more, and its launches for each piece
-                    busy += share * costs.outside[0].each * tokens
-                    starting += max(0.0, tokens / piece_tokens(inner) - 1) * costs.launch_piece(
-                        layers
-                    )
+                if inner < placement.pieces_from:
+                    continue
+                busy += share * costs.outside[0].each * tokens  # forward once more
+                starting += costs.launch_piece(layers) * max(0.0, tokens / piece_tokens(inner) - 1)
             if placement.on_gpu and not placement.masters:
                 if way and number:
                     starting += costs.add * lora
