@@ -83,6 +83,22 @@ def summary(events: Sequence[tuple[str, float, float]], step: float) -> Record:
     }
 
 
+def on_device(events: Iterable[Any], took: float) -> list[tuple[str, float, float]]:
+    """Return names and times of the profiler's kernels and copies in a step of ``took`` ms.
+
+    The host's calls of CUDA are among ``events``, too. The step ends with the last of all.
+    """
+    from torch.autograd import DeviceType
+
+    found = [(each, each.time_range) for each in events]
+    last = max((times.end for _, times in found), default=0.0)  # µs
+    return [
+        (each.name, took - (last - times.start) / 1000, took - (last - times.end) / 1000)
+        for each, times in found
+        if each.device_type is DeviceType.CUDA and not each.is_user_annotation
+    ]
+
+
 class Recorder:
     """Profiles from the end of step ``step`` - 1 to the end of ``step``, counted by the optimizer."""
 
@@ -111,12 +127,7 @@ class Recorder:
             self._write(took)
 
     def _write(self, took: float) -> None:
-        ranges = [(each.name, each.time_range) for each in self._profile.events()]
-        last = max((times.end for _, times in ranges), default=0.0)  # µs; the step ends with it
-        events = [
-            (name, took - (last - times.start) / 1000, took - (last - times.end) / 1000)
-            for name, times in ranges
-        ]
+        events = on_device(self._profile.events(), took)
         write_text(self._path, json.dumps(summary(events, took)) + "\n")
 
 

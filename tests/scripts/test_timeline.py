@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 LINK, BACK = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)"
@@ -25,6 +28,24 @@ def test_a_step_is_told_by_link_gpu_and_pauses(monkeypatch, tmp_path):
     assert told.split("v2-6", 1)[1].split()[:4] == ["100", "50", "50", "25"]
     assert "40 to 70 (30): k2 20.0" in told
     assert "90 to 100 (10): no kernel" in told
+
+
+def test_calls_of_the_host_keep_no_gpu_busy(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import timeline
+
+    def event(name, begin, end, device, **more):  # µs
+        return FunctionEvent(1, name, 0, begin, end, device_type=device, **more)
+
+    recorded = [
+        event("k1", 10_000, 20_000, DeviceType.CUDA),
+        event("cudaLaunchKernel", 0, 9_000, DeviceType.CPU),
+        event("Optimizer.step", 0, 30_000, DeviceType.CUDA, is_user_annotation=True),
+        event("cudaDeviceSynchronize", 15_000, 40_000, DeviceType.CPU),
+    ]
+    found = timeline.on_device(recorded, 50.0)
+    assert found == [("k1", pytest.approx(20), pytest.approx(30))]
+    assert timeline.total(timeline.summary(found, 50.0)["gpu"]) == pytest.approx(10)
 
 
 ENDS = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair)))
