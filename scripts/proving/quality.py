@@ -18,6 +18,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import ktbridge.experts  # noqa: F401  # before torch: it lets OpenMP's idle threads sleep
+
+# isort: split
 from transformers import AutoTokenizer
 
 from ktbridge.adapter import open_adapter
