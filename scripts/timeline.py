@@ -31,7 +31,7 @@ Interval = tuple[float, float]
 """From and to, milliseconds since the step began."""
 TO_GPU = "Memcpy HtoD"
 PAUSES = 6
-"""How many of the link's longest pauses are told."""
+"""Number of the link's longest pauses that are told."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -66,7 +66,7 @@ def within(events: Iterable[tuple[str, float, float]], begin: float, end: float)
 
 
 def summary(events: Sequence[tuple[str, float, float]], step: float) -> Record:
-    """What is stored of a step of ``step`` ms: ``events`` are names and times of kernels and copies."""
+    """Return the record of a step of ``step`` ms: ``events`` are names and times of kernels and copies."""
     link = union((begin, end) for name, begin, end in events if name.startswith(TO_GPU))
     kernels = [each for each in events if not each[0].startswith("Memcpy")]
     gpu = union((begin, end) for _, begin, end in kernels)

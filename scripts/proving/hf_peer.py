@@ -51,7 +51,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 class Precision(NamedTuple):
-    """What weights are stored in, and with ``autocast`` (Trainer's ``bf16``) products in bfloat16."""
+    """Dtype of stored weights; with ``autocast`` (Trainer's ``bf16``) products are in bfloat16."""
 
     dtype: torch.dtype
     autocast: bool = False
@@ -123,7 +123,7 @@ def losses_of(trainer: Trainer) -> list[tuple[int, float]]:
 
 
 def try_precisions(ready: Prepared, work: str) -> dict[str, dict[str, float]]:
-    """Of each of PRECISIONS the seconds of its fastest step, and its first loss.
+    """Return for each of PRECISIONS the seconds of its fastest step, and its first loss.
 
     Raises SystemExit where the first losses are of different models.
     """

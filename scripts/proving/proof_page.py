@@ -237,7 +237,7 @@ def text(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _tried(tried: dict[str, dict[str, float]]) -> str:
-    """What the peer tried before it trained, in words."""
+    """Describe the precisions that the peer tried before it trained."""
     each = [f"{name} {told['seconds_a_step']:.1f}" for name, told in tried.items()]
     return f", the fastest of those tried, in seconds a step: {', '.join(each)}" if each else ""
 
