@@ -15,7 +15,8 @@ Experts are transformers' own choice, ``grouped_mm``. ``eager`` takes 1.08 times
 gradient is put into one of all experts' size; ``batched_mm``, which copies an expert for each token's choice
 of it, 14 times. Activation checkpointing takes 1.2 times as long and one thread 1.6 times; rows without
 padding (``DataCollatorWithFlattening``) win nothing. Idle threads of OpenMP sleep soon, as in ktbridge:
-beside other processes steps take 0.4 to 0.9 times as long as with threads that poll, and alone at most 1.1.
+beside other processes steps took 0.5 to 0.9 times as long as with threads that poll, or nearly as long at
+their fastest (0.95 to 1.2); a machine without others wasn't there to compare (GOMP_SPINCOUNT, if set, stays).
 """
 
 from __future__ import annotations
