@@ -424,6 +424,16 @@ class Mxfp4Storage(Storage):
         found: Floats = E2M1_STEPS[self._codes(rows)] * self._spread(rows.scales)
         return found
 
+    def read_columns(self, checkpoint: Checkpoint, matrix: int, group: int) -> Rows:
+        """Read the columns of one group, in all rows of a matrix; they are mapped."""
+        assert self.scale is not None
+        of_matrix = (-1, self.shape[-2], self._groups)
+        codes, scales = (
+            np.frombuffer(checkpoint.tensor(entry.name).data, np.uint8).reshape(*of_matrix, each)
+            for entry, each in ((self.codes, MXFP4_GROUP // 2), (self.scale, 1))
+        )
+        return Rows(codes[matrix, :, group], _e8m0(scales[matrix, :, group]))
+
     def _codes(self, rows: Rows) -> NDArray[np.uint8]:
         packed = rows.codes
         return np.stack((packed & 15, packed >> 4), -1).reshape(len(packed), -1)
