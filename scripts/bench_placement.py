@@ -44,6 +44,7 @@ from peers.report import plain_table
 from peers.training import Measured, gpu_name, plan, settings, train
 from random_checkpoint import make_checkpoint, parse_changes
 from rich.table import Table
+from timeline import STEP
 
 from ktbridge.cli._app import Command, terminable
 from ktbridge.errors import KtbridgeError
@@ -416,6 +417,8 @@ def main(
         raise click.UsageError("Give --checkpoints, or a recorded run with --from-json.")
     checkpoints.mkdir(parents=True, exist_ok=True)
     if options["timeline"] is not None:
+        if options["steps"] < STEP:
+            raise click.UsageError(f"--timeline records step {STEP}: give so many --steps.")
         options["timeline"].mkdir(parents=True, exist_ok=True)
     most = max(row.rows for row in rows) * options["steps"]
     made = Checkpoints(checkpoints.resolve(), parse_changes(changes), most)

@@ -46,7 +46,7 @@ KTBRIDGE = (sys.executable, "-m", "ktbridge")
 BENCHES = ("bench", "nekobench-slice")
 NEKOBENCH_ITEMS = 32
 STREAMS = 32
-"""Answers computed together: 0.85 times the CPU seconds of 16 on two AVX2 cores, and 64 take more again."""
+"""Answers computed together: 0.86 times the CPU seconds of 16 on two AVX2 cores, and 64 take more again."""
 LLAMA = SCRIPTS.parent / ".venv-llama" / "bin" / "python"
 VLLM = SCRIPTS.parent / ".venv-vllm" / "bin" / "python"
 SGLANG_FLAGS = (

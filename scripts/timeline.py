@@ -25,16 +25,19 @@ from peers.driver import Record, console
 from peers.report import plain_table
 
 from ktbridge.cli._app import Command
+from ktbridge.errors import KtbridgeError
 from ktbridge.files.publish import write_text
 
 Interval = tuple[float, float]
 """From and to, milliseconds since the step began."""
 TO_GPU = "Memcpy HtoD"
+STEP = 7
+"""Recorded by default: nothing is compiled, measured or moved any more."""
 PAUSES = 6
 """Number of the link's longest pauses that are told."""
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def join_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """Return what ``intervals`` cover, in order and apart from each other."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
@@ -45,18 +48,20 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def total(intervals: Iterable[Interval]) -> float:
+def sum_lengths(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
-def pauses(covered: Sequence[Interval], end: float) -> list[Interval]:
-    """Return what of 0 to ``end`` the intervals of ``union`` leave free."""
+def find_pauses(covered: Sequence[Interval], end: float) -> list[Interval]:
+    """Return what of 0 to ``end`` the intervals of ``join_intervals`` leave free."""
     edges = [0.0, *(edge for interval in covered for edge in interval), end]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return [(begin, until) for begin, until in pairs if until > begin]
 
 
-def within(events: Iterable[tuple[str, float, float]], begin: float, end: float) -> Counter[str]:
+def sum_within(
+    events: Iterable[tuple[str, float, float]], begin: float, end: float
+) -> Counter[str]:
     """Milliseconds of each name's events between ``begin`` and ``end``."""
     found: Counter[str] = Counter()
     for name, since, until in events:
@@ -65,25 +70,25 @@ def within(events: Iterable[tuple[str, float, float]], begin: float, end: float)
     return found
 
 
-def summary(events: Sequence[tuple[str, float, float]], step: float) -> Record:
+def summarize(events: Sequence[tuple[str, float, float]], step: float) -> Record:
     """Return the record of a step of ``step`` ms: ``events`` are names and times of kernels and copies."""
-    link = union((begin, end) for name, begin, end in events if name.startswith(TO_GPU))
+    link = join_intervals((begin, end) for name, begin, end in events if name.startswith(TO_GPU))
     kernels = [each for each in events if not each[0].startswith("Memcpy")]
-    gpu = union((begin, end) for _, begin, end in kernels)
-    longest = sorted(pauses(link, step), key=lambda pause: pause[0] - pause[1])[:PAUSES]
+    gpu = join_intervals((begin, end) for _, begin, end in kernels)
+    longest = sorted(find_pauses(link, step), key=lambda pause: pause[0] - pause[1])[:PAUSES]
     return {
         "step": step,
         "link": link,
         "gpu": gpu,
-        "kernels": within(kernels, 0, step).most_common(20),
+        "kernels": sum_within(kernels, 0, step).most_common(20),
         "pauses": [
-            {"from": begin, "to": end, "kernels": within(kernels, begin, end).most_common(4)}
+            {"from": begin, "to": end, "kernels": sum_within(kernels, begin, end).most_common(4)}
             for begin, end in sorted(longest)
         ],
     }
 
 
-def on_device(events: Iterable[Any], took: float) -> list[tuple[str, float, float]]:
+def device_events(events: Iterable[Any], took: float) -> list[tuple[str, float, float]]:
     """Return names and times of the profiler's kernels and copies in a step of ``took`` ms.
 
     The host's calls of CUDA are among ``events``, too. The step ends with the last of all.
@@ -106,6 +111,7 @@ class Recorder:
         from torch.profiler import ProfilerActivity, profile
 
         self._path, self._step, self._done = path, step, 0
+        self.recorded = False
         self._optimizer: object = None
         self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
         self._began = 0.0
@@ -127,8 +133,20 @@ class Recorder:
             self._write(took)
 
     def _write(self, took: float) -> None:
-        events = on_device(self._profile.events(), took)
-        write_text(self._path, json.dumps(summary(events, took)) + "\n")
+        events = device_events(self._profile.events(), took)
+        write_text(self._path, json.dumps(summarize(events, took)) + "\n")
+        self.recorded = True
+
+
+def read_step(path: Path) -> Record:
+    """Read what ``summarize`` made. Raises KtbridgeError where a file holds something else."""
+    try:
+        step: Record = json.loads(path.read_text())
+        if {"step", "link", "gpu", "pauses"} <= step.keys():
+            return step
+    except (ValueError, AttributeError):
+        pass
+    raise KtbridgeError(f"{path} is no recorded step.", "Give files of `timeline.py record`.")
 
 
 def draw(told: dict[str, Record], path: Path) -> None:
@@ -157,7 +175,7 @@ FILE: Any = click.Path(dir_okay=False, path_type=Path)
 
 @main.command(cls=Command)
 @click.argument("path", metavar="STEP.json", type=FILE)
-@click.option("--step", default=7, show_default=True, type=click.IntRange(2))
+@click.option("--step", default=STEP, show_default=True, type=click.IntRange(2))
 @click.argument("words", nargs=-1, required=True)
 def record(path: Path, step: int, words: tuple[str, ...]) -> None:
     """Run `ktbridge WORDS` and record one step of it."""
@@ -168,8 +186,17 @@ def record(path: Path, step: int, words: tuple[str, ...]) -> None:
 
     from ktbridge.cli import main as ktbridge
 
-    register_optimizer_step_post_hook(Recorder(path.resolve(), step))
-    ktbridge(list(words), prog_name="ktbridge")
+    recorder = Recorder(path.resolve(), step)
+    register_optimizer_step_post_hook(recorder)
+    try:
+        ktbridge(list(words), prog_name="ktbridge")
+    except SystemExit as ended:
+        if ended.code or recorder.recorded:
+            raise
+    raise KtbridgeError(
+        f"the run ended before its step {step}: nothing was recorded in {path}.",
+        "Lower --step, or give the run more steps.",
+    )
 
 
 @main.command(cls=Command)
@@ -179,11 +206,16 @@ def record(path: Path, step: int, words: tuple[str, ...]) -> None:
 @click.option("--plot", type=FILE, help="Draw them.")
 def show(paths: tuple[Path, ...], plot: Path | None) -> None:
     """Show recorded steps."""
-    told = {path.stem: json.loads(path.read_text()) for path in paths}
+    told = {path.stem: read_step(path) for path in paths}
     made = plain_table("ms", "step", "link busy", "GPU busy", "neither")
     for name, step in told.items():
-        both = union([tuple(each) for each in (*step["link"], *step["gpu"])])
-        times = (step["step"], total(step["link"]), total(step["gpu"]), step["step"] - total(both))
+        both = join_intervals([tuple(each) for each in (*step["link"], *step["gpu"])])
+        times = (
+            step["step"],
+            sum_lengths(step["link"]),
+            sum_lengths(step["gpu"]),
+            step["step"] - sum_lengths(both),
+        )
         made.add_row(name, *(f"{time:,.0f}" for time in times))
     console.print(made)
     for name, step in told.items():

@@ -21,7 +21,7 @@ def test_a_step_is_told_by_link_gpu_and_pauses(monkeypatch, tmp_path):
     import timeline
 
     path = tmp_path / "v2-6.json"
-    path.write_text(json.dumps(timeline.summary(EVENTS, 100.0)))
+    path.write_text(json.dumps(timeline.summarize(EVENTS, 100.0)))
     command = [sys.executable, str(SCRIPTS / "timeline.py"), "show", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     told = done.stdout
@@ -43,9 +43,26 @@ def test_calls_of_the_host_keep_no_gpu_busy(monkeypatch):
         event("Optimizer.step", 0, 30_000, DeviceType.CUDA, is_user_annotation=True),
         event("cudaDeviceSynchronize", 15_000, 40_000, DeviceType.CPU),
     ]
-    found = timeline.on_device(recorded, 50.0)
+    found = timeline.device_events(recorded, 50.0)
     assert found == [("k1", pytest.approx(20), pytest.approx(30))]
-    assert timeline.total(timeline.summary(found, 50.0)["gpu"]) == pytest.approx(10)
+    assert timeline.sum_lengths(timeline.summarize(found, 50.0)["gpu"]) == pytest.approx(10)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1}'])
+def test_another_file_is_refused(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    command = [sys.executable, str(SCRIPTS / "timeline.py"), "show", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{path} is no recorded step" in done.stderr.replace("\n", "")
+
+
+def test_a_run_without_the_step_is_no_success(tmp_path):
+    command = [sys.executable, str(SCRIPTS / "timeline.py"), "record", str(tmp_path / "step.json")]
+    done = subprocess.run([*command, "--", "doctor"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "nothing was recorded" in done.stderr
 
 
 ENDS = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair)))
@@ -58,8 +75,8 @@ def test_what_is_covered_and_its_pauses_make_the_whole(intervals):
         import timeline
     finally:
         sys.path.remove(str(SCRIPTS))
-    covered = timeline.union(intervals)
-    free = timeline.pauses(covered, 50)
+    covered = timeline.join_intervals(intervals)
+    free = timeline.find_pauses(covered, 50)
     inside = {n for begin, end in intervals for n in range(begin, end)}
-    assert timeline.total(covered) == len(inside)
-    assert timeline.total(free) == 50 - len(inside)
+    assert timeline.sum_lengths(covered) == len(inside)
+    assert timeline.sum_lengths(free) == 50 - len(inside)

@@ -76,8 +76,8 @@ class ExpertSizes:
     inner: int
     rank: int
     stored: int
-    mlps: tuple[tuple[int, float], ...] = ()
-    """Inner states of each MLP beside them, and its part of the products outside the routed experts."""
+    mlps: tuple[tuple[int, int, float], ...] = ()
+    """Of MLPs beside them inner states, how many have so many, and all those' part of other products."""
 
     def slot(self, groups: int) -> int:
         """Bytes of a slot, which holds one of a layer's ``groups`` groups."""
@@ -336,10 +336,6 @@ class Costs:
     forwards: int = 1
     """Forwards of a micro-batch: more than one where a reference runs, too."""
 
-    def launch_piece(self, layers: int) -> float:
-        """Return the host's seconds for a further piece of an MLP: a quarter of one of the ``layers``'."""
-        return sum(self.launch_outside) / layers / 4
-
     def alone_in_update(self, placement: Placement) -> float:
         """Return the seconds of an optimizer step for a LoRA weight beside which nothing else is done."""
         if placement.masters:
@@ -410,11 +406,13 @@ def predict_seconds(
                 busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
                 starting += layers * costs.launch[way]
                 starting += streamed * (placement.groups - 1) * costs.launch_group
-            for inner, share in sizes.mlps if way and placement.pieces_from else ():
+            for inner, count, share in sizes.mlps if way and placement.pieces_from else ():
                 if inner < placement.pieces_from:
                     continue
                 busy += share * costs.outside[0].each * tokens  # forward once more
-                starting += costs.launch_piece(layers) * max(0.0, tokens / piece_tokens(inner) - 1)
+                further = count * max(0.0, tokens / piece_tokens(inner) - 1)
+                # A piece is started as a quarter of what a layer has outside the experts.
+                starting += further * sum(costs.launch_outside) / layers / 4
             if placement.on_gpu and not placement.masters:
                 if way and number:
                     starting += costs.add * lora

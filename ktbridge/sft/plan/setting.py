@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,7 @@ class RunSetting:
             out * inputs for each in self.shape.layers for out, inputs in each.linears.values()
         ]
         share = 3 * model.hidden_size / max(1, sum(linears))  # gate, up and down
+        widths = Counter(all_mlp_widths(self.shape))
         stored = self.shape.expert_bytes // max(layers, 1)
         return ExpertSizes(
             layers,
@@ -139,7 +141,7 @@ class RunSetting:
             model.intermediate_size,
             self.config.expert_rank,
             stored,
-            tuple((inner, share * inner) for inner in all_mlp_widths(self.shape)),
+            tuple((inner, n, share * n * inner) for inner, n in widths.items()),
         )
 
     @property
