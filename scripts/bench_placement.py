@@ -58,16 +58,20 @@ SPARE = 3e9  # bytes of disk for adapters and logs
 
 @dataclass(frozen=True)
 class Model:
-    """``name`` is its checkpoint's directory; without ``layers`` it has as many as were published."""
+    """``name`` is its checkpoint's directory; ``experts``: their storage there, None for BF16."""
 
     name: str
     shape: str
     layers: int
+    experts: str | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """``modes`` are the fixed ones that auto stands beside; ``target`` is in tokens/s."""
+    """``modes`` are the fixed ones that auto stands beside; ``target`` is in tokens/s.
+
+    Rows with ``huge`` need hundreds of GB, and run only where --rows-of names them.
+    """
 
     name: str
     model: Model
@@ -76,6 +80,7 @@ class Row:
     rows: int
     target: float
     modes: tuple[str, ...] = ("stream",)
+    huge: bool = False
 
     @property
     def text(self) -> str:
@@ -88,6 +93,8 @@ V2 = Model("v2-lite", "deepseek-v2-lite", 27)
 HALF = Model("qwen3-24-layers", "qwen3-30b-a3b", 24)
 QWEN3 = Model("qwen3", "qwen3-30b-a3b", 48)
 QWEN35 = Model("qwen3.5", "qwen3.5-35b-a3b", 40)
+QWEN3_235B = Model("qwen3-235b", "qwen3-235b-a22b", 94, "int8")
+V3 = Model("deepseek-v3", "deepseek-v3", 61, "int4")
 ROWS = (
     Row("v2-6", V2, "6GB", "bf16", 16, 3700),
     Row("v2-8", V2, "8GB", "bf16", 16, 6000),
@@ -106,8 +113,14 @@ ROWS = (
     Row("qwen35-24", QWEN35, "24GB", "bf16", 16, 3800),
     Row("qwen35-24-64", QWEN35, "24GB", "bf16", 64, 7500),
     Row("qwen35-24-int8", QWEN35, "24GB", "int8", 16, 6500, ("stream", "resident")),
+    Row("qwen3-235b", QWEN3_235B, "70GB", "int8", 16, 800, huge=True),
+    Row("v3", V3, "70GB", "int4", 16, 40, huge=True),
+    Row("v3-64", V3, "70GB", "int4", 64, 40, huge=True),
 )
-"""Issue by issue, the settings that users were seen to have; those of one checkpoint beside each other."""
+"""Issue by issue, the settings that users were seen to have; those of one checkpoint beside each other.
+
+DeepSeek-V3's target is what KTransformers publishes for it, with 70 GB of GPU memory.
+"""
 
 
 class Checkpoints:
@@ -123,12 +136,13 @@ class Checkpoints:
             return base
         changes = {"num_hidden_layers": model.layers, **self._changes}
         began = time.monotonic()
+        lengths = [LENGTH] * self._rows
         try:
-            size = make_checkpoint(base, model.shape, changes, [LENGTH] * self._rows)
+            size = make_checkpoint(base, model.shape, changes, lengths, experts=model.experts)
         except KtbridgeError:
             if not self._remove_others(model):
                 raise
-            size = make_checkpoint(base, model.shape, changes, [LENGTH] * self._rows)
+            size = make_checkpoint(base, model.shape, changes, lengths, experts=model.experts)
         took = time.monotonic() - began
         _say(f"{base}: {size / 1e9:.1f} GB written in {took:.0f} s ({size / 1e9 / took:.2f} GB/s)")
         if shutil.disk_usage(self._place).free < SPARE:
@@ -187,7 +201,8 @@ def run_once(
 
     how = {"gpus": gpus, "accelerate": options["accelerate"], "timeline": None}
     if mode == "auto" and options["timeline"] is not None:
-        how["timeline"] = options["timeline"] / f"{row.name}.json"
+        name = row.name if gpus == 1 else f"{row.name}-{gpus}-gpus"
+        how["timeline"] = options["timeline"] / f"{name}.json"
     measured = train(config, scratch / "log", on_step=on_step, until=until, **how)
     record |= told(row, gpus, measured, (scratch / "log").read_text())
     record["planned"] = plan(config).get("bytes") if gpus == 1 and mode == "auto" else None
@@ -404,11 +419,11 @@ def main(
     names = [name for name in rows_of.split(",") if name]
     if unknown := set(names) - {row.name for row in ROWS}:
         raise click.UsageError(f"no rows {', '.join(sorted(unknown))}; --list shows all.")
-    rows = [row for row in ROWS if not names or row.name in names]
+    rows = [row for row in ROWS if row.name in names or not (names or row.huge)]
     if modes:
         rows = [replace(row, modes=tuple(modes.split(","))) for row in rows]
     if listed:
-        for row in rows:
+        for row in rows if names else ROWS:
             console.print(f"{row.name:<15} {row.text:<40} {', '.join(('auto', *row.modes))}")
         return
     if recorded:

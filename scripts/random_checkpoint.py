@@ -4,9 +4,11 @@
     scripts/random_checkpoint.py deepseek-v2-lite /data/v2-lite
     scripts/random_checkpoint.py deepseek-v2-lite /data/half --layers 14 --rows 200
     scripts/random_checkpoint.py qwen3-30b-a3b /data/small --layers 4 --set num_experts=32 --row-tokens 512
+    scripts/random_checkpoint.py deepseek-v3 /dev/shm/v3 --experts int4    # 404 GB instead of 1,342
 
-Experts are stored as the family's published checkpoints store them: one by one, or fused (Qwen3.5). Beside
-the bfloat16 weights: a tokenizer of plain words with a chat template and, with --rows, rows.json: an alpaca
+Experts are stored as the family's published checkpoints store them: one by one, or fused (Qwen3.5). With
+--experts they are in INT8 or INT4, as scripts/quantize_experts.py writes them, without bfloat16 in between.
+Beside the weights: a tokenizer of plain words with a chat template and, with --rows, rows.json: an alpaca
 file of rows that are --row-tokens tokens long each under that template. DIRECTORY must be new or empty, and
 is complete or absent, whatever happens. Prints its size. Needs `ktbridge[train]`; memory stays below 2 GB.
 
@@ -30,13 +32,14 @@ from typing import Any
 import click
 import yaml
 
+from ktbridge.adapter.quantize import STORAGES, describe_storage
 from ktbridge.cli._app import Command, terminable
 from ktbridge.cli._ui import progress_bar
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.files.publish import ELSEWHERE, Staging, why_not_replaced
 from ktbridge.model.families import family_of
 from ktbridge.model.stub import stored_tensors
-from ktbridge.model.tensorfile import build_header
+from ktbridge.model.tensorfile import DTYPE_BITS, build_header
 
 # Shapes as the models' own config.json states them.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -54,6 +57,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-235b-a22b": {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096,
+        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "kv_lora_rank": 512, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 8,
+        "topk_group": 4, "first_k_dense_replace": 3, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "max_position_embeddings": 163840,
         "tie_word_embeddings": False,
     },
     "qwen3-next-80b-a3b": {
@@ -79,8 +99,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-ALIASES = {shape["model_type"]: name for name, shape in SHAPES.items()}
-"""Families, as config.json names them, by the model that stands for them."""
+ALIASES = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}
+"""Families, as config.json names them, by the first model of each."""
 
 SPECIAL = ("<unk>", "<s>", "</s>", "user", "assistant", "system")
 WORDS = 4000
@@ -95,7 +115,11 @@ AROUND = 6  # tokens that the template puts around a question and its answer
 SHORTEST = AROUND + 2
 
 NOISE = 1 << 24  # different values; a tensor is a window on them
-Tensors = list[tuple[str, tuple[int, ...]]]
+CODES_STD = {"int8": 74.0, "int4": 4.6}  # of all codes equally often
+WRITERS = 16  # one thread copies slower than memory and disks take it
+Tensor = tuple[str, str, tuple[int, ...]]
+"""Name, dtype as safetensors has it, shape."""
+Tensors = list[Tensor]
 Heard = Callable[[int, int], None]
 """Called with bytes written and bytes in all."""
 
@@ -106,20 +130,22 @@ def make_checkpoint(
     changes: Mapping[str, Any] | None = None,
     row_lengths: Sequence[int] = (),
     on_bytes: Heard = lambda done, whole: None,
+    experts: str | None = None,
 ) -> int:
     """Write a random checkpoint, in place when it is whole; the bytes of its weights.
 
     ``shape`` is a name in ``SHAPES`` or a ``model_type`` there; ``changes`` are entries of its config.json
     (the text model's, for a multimodal one). ``row_lengths`` gives tokens, a row of rows.json each.
+    ``experts``: their storage, "int8" or "int4" (None: BF16).
     Raises UsageError for what is no such configuration, KtbridgeError where ``directory`` isn't empty or
     the disk is too small.
     """
-    config, tensors = _planned(shape, changes or {})
-    whole = sum(_nbytes(shape) for _, shape in tensors)
+    config, tensors = _planned(shape, changes or {}, experts)
+    whole = sum(map(_nbytes, tensors))
     shards: dict[str, Tensors] = {}
-    for name, size in tensors:
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        shards.setdefault(layer[1] if layer else "rest", []).append((name, size))
+    for tensor in tensors:
+        layer = re.search(r"\.layers\.(\d+)\.", tensor[0])
+        shards.setdefault(layer[1] if layer else "rest", []).append(tensor)
     with Staging(directory, _refusal) as staging:
         free = shutil.disk_usage(staging.path).free
         if free < whole:
@@ -132,9 +158,10 @@ def make_checkpoint(
         pieces = []
         for number, part in enumerate(shards.values(), 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            where |= dict.fromkeys((name for name, _ in part), file)
+            where |= dict.fromkeys((tensor[0] for tensor in part), file)
             pieces.append((staging.path / file, part))
-        _write_shards(pieces, config, whole, on_bytes)
+        scale = _deviation(config) / CODES_STD.get(experts or "", 1.0)
+        _write_shards(pieces, config, scale, whole, on_bytes)
         index = {"metadata": {"total_size": whole}, "weight_map": where}
         (staging.path / "model.safetensors.index.json").write_text(json.dumps(index))
         words = vocabulary(config.get_text_config().vocab_size)
@@ -149,8 +176,8 @@ def _refusal(directory: Path) -> tuple[str, str] | None:
     return why_not_replaced(directory, False, lambda entries: ("is not empty", ELSEWHERE))
 
 
-def _planned(shape: str, changes: Mapping[str, Any]) -> tuple[Any, Tensors]:
-    """The configuration, and names and shapes of the tensors as they are on disk."""
+def _planned(shape: str, changes: Mapping[str, Any], experts: str | None) -> tuple[Any, Tensors]:
+    """The configuration, and the tensors as they are on disk."""
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -193,41 +220,68 @@ def _planned(shape: str, changes: Mapping[str, Any]) -> tuple[Any, Tensors]:
     family = family_of(model_type)
     assert family is not None
     assert family.storage in ("per-expert", "fused")  # what transformers loads without transposing
-    return config, list(stored_tensors(model_type, found))
+    stored: Tensors = [(name, "BF16", shape) for name, shape in stored_tensors(model_type, found)]
+    if experts is None:
+        return config, stored
+    if family.storage == "fused":
+        raise UsageError(
+            f"experts of {model_type} are stored fused",
+            f"write them in BF16, and quantize them with scripts/quantize_experts.py --format {experts}",
+        )
+    config.quantization_config = describe_storage(experts)
+    return config, [part for tensor in stored for part in _quantized(tensor, experts)]
+
+
+def _quantized(tensor: Tensor, storage: str) -> Tensors:
+    """What a routed expert's matrix is stored as; anything else as it is."""
+    name, _, shape = tensor
+    if not re.search(r"\.experts\.\d+\.\w+\.weight$", name):
+        return [tensor]
+    stem, layout = name.removesuffix(".weight"), STORAGES[storage]
+    codes, scales = layout.shapes(*shape)
+    parts = [
+        (f"{stem}.{layout.codes}", layout.dtype, codes),
+        (f"{stem}.weight_scale", layout.scale, scales),
+    ]
+    return parts + [(f"{stem}.weight_shape", "I64", (2,))] * (layout.per_code > 1)
 
 
 def _write_shards(
-    shards: list[tuple[Path, Tensors]], config: Any, whole: int, on_bytes: Heard
+    shards: list[tuple[Path, Tensors]], config: Any, scale: float, whole: int, on_bytes: Heard
 ) -> None:
-    """Write each (path, tensors), some at a time: one thread copies slower than memory and disks take it."""
+    """Write each (path, tensors), some at a time; ``scale`` is that of quantized experts."""
+    import numpy as np
     import torch
 
-    drawn = torch.randn(NOISE, generator=torch.Generator().manual_seed(0))
-    scale = config.get_text_config().initializer_range
-    noise = (drawn * scale).bfloat16().view(torch.uint8).numpy().data
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(NOISE, generator=generator) * _deviation(config)
+    values = noise.bfloat16().view(torch.uint8).numpy().data
+    codes = torch.randint(256, (2 * NOISE,), generator=generator, dtype=torch.uint8).numpy().data
     done = 0
 
     def write(number: int, path: Path, tensors: Tensors) -> int:
         draw = random.Random(number)
         with open(path, "xb") as file:
-            file.write(
-                build_header([(name, "BF16", shape) for name, shape in tensors], {"format": "pt"})
-            )
-            for name, shape in tensors:
-                left = _nbytes(shape)
-                if len(shape) < 2:
-                    file.write(
-                        (b"\x80\x3f" if _is_one(config.model_type, name) else b"\0\0") * (left // 2)
-                    )
-                    continue
-                start = 2 * draw.randrange(NOISE)  # tensors of one shape differ
-                while left:
-                    piece = noise[start : start + left]
-                    file.write(piece)
-                    left, start = left - len(piece), 0
-        return sum(_nbytes(shape) for _, shape in tensors)
+            file.write(build_header(tensors, {"format": "pt"}))
+            packed = (0, 0)  # shape of the last codes
+            for tensor in tensors:
+                _, dtype, shape = tensor
+                left = _nbytes(tensor)
+                if (unit := _constant(config.model_type, tensor, scale)) is not None:
+                    file.write(unit * (left // len(unit)))
+                elif dtype == "I64":
+                    file.write(np.array([packed[0], 8 * packed[1]], np.int64).tobytes())
+                else:
+                    packed = (shape[0], shape[-1])
+                    window = values if dtype == "BF16" else codes
+                    start = 4 * draw.randrange(NOISE // 2)  # tensors of one shape differ
+                    while left:
+                        piece = window[start : start + left]
+                        file.write(piece)
+                        left, start = left - len(piece), 0
+        return sum(map(_nbytes, tensors))
 
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(WRITERS, os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(write, number, *shard) for number, shard in enumerate(shards)]
         try:
             for job in jobs:
@@ -238,14 +292,32 @@ def _write_shards(
                 job.cancel()
 
 
+def _constant(model_type: str, tensor: Tensor, scale: float) -> bytes | None:
+    """The bytes of one value where all of a tensor's are equal: of vectors, zeros or ones, and of scales."""
+    import numpy as np
+
+    name, dtype, shape = tensor
+    if name.endswith(".weight_scale"):
+        single = np.array(scale, np.float32).tobytes()
+        return single if dtype == "F32" else single[2:]
+    if len(shape) > 1 or dtype == "I64":
+        return None
+    return b"\x80\x3f" if _is_one(model_type, name) else b"\0\0"
+
+
 def _is_one(model_type: str, name: str) -> bool:
     """Tell if a vector begins as ones: norms' scales, but for those that are added to one."""
     centred = model_type in ("qwen3_next", "qwen3_5_moe") and ".visual." not in name
     return "norm" in name and name.endswith("weight") and (not centred or ".linear_attn." in name)
 
 
-def _nbytes(shape: tuple[int, ...]) -> int:
-    return 2 * math.prod(shape)
+def _deviation(config: Any) -> float:
+    return float(config.get_text_config().initializer_range)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    _, dtype, shape = tensor
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
 def vocabulary(size: int) -> list[str]:
@@ -306,6 +378,7 @@ def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--layers", type=click.IntRange(1), help="Fewer than the model has.")
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Of config.json.")
+@click.option("--experts", type=click.Choice([*STORAGES]), help="Their storage; default: BF16.")
 @click.option("--rows", default=0, type=click.IntRange(0), help="Also write rows.json.")
 @click.option(
     "--row-tokens", default=2048, show_default=True, type=click.IntRange(SHORTEST), help="Of a row."
@@ -315,6 +388,7 @@ def main(
     directory: Path,
     layers: int | None,
     changes: tuple[str, ...],
+    experts: str | None,
     rows: int,
     row_tokens: int,
 ) -> None:
@@ -323,7 +397,7 @@ def main(
     if layers:
         parsed["num_hidden_layers"] = layers
     with terminable(), progress_bar("writing", "bytes") as bar:
-        total = make_checkpoint(directory, shape, parsed, [row_tokens] * rows, bar)
+        total = make_checkpoint(directory, shape, parsed, [row_tokens] * rows, bar, experts)
     click.echo(f"{directory}: {total / 1e9:.2f} GB")
 
 

@@ -5,15 +5,17 @@
     scripts/timeline.py show STEP.json other.json --plot timeline.png
 
 ``record`` runs ktbridge with the words behind ``--`` in this process, and torch's profiler from the end of
-one optimizer step to the end of the next (--step). bench_placement.py does so with --timeline. ``show``
-prints the milliseconds in which the link is busy with transfers to the GPU, in which the GPU computes, and
-in which neither is, and the longest pauses of the link with the kernels that ran in them; --plot draws them.
+one optimizer step to the end of the next (--step); of several processes the first one's. bench_placement.py
+does so with --timeline. ``show`` prints the milliseconds in which the link is busy with transfers to the GPU,
+in which the GPU computes, in which neither is, and in which processes exchange (NCCL, waiting for each other
+counted in), and the longest pauses of the link with the kernels that ran in them; --plot draws them.
 Needs `ktbridge[train]` and a GPU; ``show`` needs none.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -80,6 +82,7 @@ def summarize(events: Sequence[tuple[str, float, float]], step: float) -> Record
         "step": step,
         "link": link,
         "gpu": gpu,
+        "nccl": join_intervals((begin, end) for name, begin, end in kernels if "nccl" in name),
         "kernels": sum_within(kernels, 0, step).most_common(20),
         "pauses": [
             {"from": begin, "to": end, "kernels": sum_within(kernels, begin, end).most_common(4)}
@@ -142,7 +145,7 @@ def read_step(path: Path) -> Record:
     """Read what ``summarize`` made. Raises KtbridgeError where a file holds something else."""
     try:
         step: Record = json.loads(path.read_text())
-        if {"step", "link", "gpu", "pauses"} <= step.keys():
+        if {"step", "link", "gpu", "nccl", "pauses"} <= step.keys():
             return step
     except (ValueError, AttributeError):
         pass
@@ -186,6 +189,8 @@ def record(path: Path, step: int, words: tuple[str, ...]) -> None:
 
     from ktbridge.cli import main as ktbridge
 
+    if os.environ.get("RANK", "0") != "0":
+        ktbridge(list(words), prog_name="ktbridge")
     recorder = Recorder(path.resolve(), step)
     register_optimizer_step_post_hook(recorder)
     try:
@@ -207,7 +212,7 @@ def record(path: Path, step: int, words: tuple[str, ...]) -> None:
 def show(paths: tuple[Path, ...], plot: Path | None) -> None:
     """Show recorded steps."""
     told = {path.stem: read_step(path) for path in paths}
-    made = plain_table("ms", "step", "link busy", "GPU busy", "neither")
+    made = plain_table("ms", "step", "link busy", "GPU busy", "neither", "NCCL")
     for name, step in told.items():
         both = join_intervals([tuple(each) for each in (*step["link"], *step["gpu"])])
         times = (
@@ -215,6 +220,7 @@ def show(paths: tuple[Path, ...], plot: Path | None) -> None:
             sum_lengths(step["link"]),
             sum_lengths(step["gpu"]),
             step["step"] - sum_lengths(both),
+            sum_lengths(step["nccl"]),
         )
         made.add_row(name, *(f"{time:,.0f}" for time in times))
     console.print(made)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -268,9 +268,14 @@ def _misshapen(checkpoint: Checkpoint, entry: Entry, wanted: tuple[int, ...]) ->
 
 
 def _said(checkpoint: Checkpoint, converted: set[str], storage: str) -> dict[str, Any]:
-    """Return what was done, in compressed-tensors' words. Draft layers' experts keep their bytes."""
+    """Return what was done. Draft layers' experts keep their bytes."""
     kept = (name for name in checkpoint if ".experts." in name and name not in converted)
     layers = {match.group() for name in kept if (match := re.search(r"layers\.\d+\.", name))}
+    return describe_storage(storage, [f"re:.*{re.escape(layer)}.*" for layer in sorted(layers)])
+
+
+def describe_storage(storage: str, ignore: Sequence[str] = ()) -> dict[str, Any]:
+    """Return compressed-tensors' ``quantization_config`` of experts in ``storage``, but for ``ignore``."""
     form, own = STORAGES[storage].described
     weights = {"type": "int", "symmetric": True, "dynamic": False, **own}
     targets = [r"re:.*\.experts\.\d+\.\w+$"]
@@ -279,5 +284,5 @@ def _said(checkpoint: Checkpoint, converted: set[str], storage: str) -> dict[str
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": targets, "weights": weights}},
-        "ignore": [f"re:.*{re.escape(layer)}.*" for layer in sorted(layers)],
+        "ignore": [*ignore],
     }

@@ -148,16 +148,16 @@ def train(
 
     ``gpus``: a process for each, as docs/several-gpus.md says: by torchrun, or as the configuration
     ``accelerate`` says. ``on_step`` hears of each step and its tokens/s. At ``until`` (of time.monotonic) it
-    is killed. ``timeline``: where a step of a run on one GPU is recorded, by timeline.py.
+    is killed. ``timeline``: where a step is recorded, by timeline.py; of several processes the first one's.
     """
     launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     if accelerate is not None:
         launch = ["accelerate.commands.launch", f"--config_file={accelerate}"]
         launch += [f"--num_processes={gpus}"]
-    together = [sys.executable, "-m", *launch, *_KTBRIDGE[1:]]
-    start = list(_KTBRIDGE) if gpus == 1 else together
-    if timeline is not None and gpus == 1:
-        start = [sys.executable, str(SCRIPTS / "timeline.py"), "record", str(timeline), "--"]
+    start = list(_KTBRIDGE[1:])
+    if timeline is not None:
+        start = [str(SCRIPTS / "timeline.py"), "record", str(timeline), "--"]
+    start = [sys.executable, *(["-m", *launch] if gpus > 1 else []), *start]
     # In a group of its own, so that a launcher's processes end with it.
     process = subprocess.Popen(
         [*start, "train", str(config), "--json"],

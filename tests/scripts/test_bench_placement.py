@@ -84,7 +84,7 @@ def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch):
         return run(mode, 4000.0)
 
     monkeypatch.setattr(bench_placement, "run_once", run_once)
-    monkeypatch.setattr(bench_placement, "make_checkpoint", lambda *_: 10**9)
+    monkeypatch.setattr(bench_placement, "make_checkpoint", lambda *_, **__: 10**9)
     arguments = [f"--checkpoints={tmp_path}", "--rows-of=v2-6", f"--json={tmp_path / 'table.json'}"]
     runner = CliRunner()
     assert runner.invoke(bench_placement.main, [*arguments, "--modes=cpu"]).exit_code == 0

@@ -81,6 +81,39 @@ def test_every_family_loads_strictly_and_maps(family, tmp_path):
     assert model.eval()(input_ids=tokens).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_quantized_experts_are_as_quantizing_writes_them(storage, tmp_path):
+    from dequantize_checkpoint import plan_dequantize
+    from random_checkpoint import make_checkpoint
+
+    from ktbridge.adapter.quantize import plan_quantize
+    from ktbridge.adapter.requantize import execute
+
+    wide = {**FAMILIES["qwen3_moe"], "moe_intermediate_size": 64}
+    total = make_checkpoint(tmp_path / "made", "qwen3_moe", wide, experts=storage)
+    make_checkpoint(tmp_path / "plain", "qwen3_moe", wide)
+    execute(plan_quantize(tmp_path / "plain", tmp_path / "quantized", storage), lambda *_: None)
+    made, quantized = stored(tmp_path / "made"), stored(tmp_path / "quantized")
+    assert total == sum(tensor.nbytes for tensor in made.values())
+    assert {name: (t.dtype, t.shape) for name, t in made.items()} == {
+        name: (t.dtype, t.shape) for name, t in quantized.items()
+    }
+    shapes = [name for name in made if name.endswith(".weight_shape")]
+    assert len(shapes) == (0 if storage == "int8" else 4 * 6 * 3)
+    assert all(torch.equal(made[name], quantized[name]) for name in shapes)
+    said = [
+        json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        for name in ("made", "quantized")
+    ]
+    assert said[0] == said[1]
+    execute(plan_dequantize(tmp_path / "made", tmp_path / "values"), lambda *_: None)
+    for name, tensor in stored(tmp_path / "values").items():
+        if ".experts." in name:
+            assert abs(tensor.float().std() / 0.02 - 1) < 0.1  # initializer_range, as of plain ones
+    with pytest.raises(UsageError, match="are stored fused"):
+        make_checkpoint(tmp_path / "no", "qwen3_5_moe", FAMILIES["qwen3_5_moe"], experts=storage)
+
+
 def test_rows_are_as_long_as_asked_and_all_words_known(tmp_path):
     from random_checkpoint import make_checkpoint
 

@@ -13,7 +13,13 @@ from torch.autograd.profiler_util import FunctionEvent
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 LINK, BACK = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)"
-EVENTS = [(LINK, 10, 40), ("k1", 5, 30), ("k2", 35, 60), (LINK, 70, 90), (BACK, 90, 95)]
+EVENTS = [
+    (LINK, 10, 40),
+    ("k1", 5, 30),
+    ("ncclDevKernel_AllReduce", 35, 60),
+    (LINK, 70, 90),
+    (BACK, 90, 95),
+]
 
 
 def test_a_step_is_told_by_link_gpu_and_pauses(monkeypatch, tmp_path):
@@ -25,8 +31,8 @@ def test_a_step_is_told_by_link_gpu_and_pauses(monkeypatch, tmp_path):
     command = [sys.executable, str(SCRIPTS / "timeline.py"), "show", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     told = done.stdout
-    assert told.split("v2-6", 1)[1].split()[:4] == ["100", "50", "50", "25"]
-    assert "40 to 70 (30): k2 20.0" in told
+    assert told.split("v2-6", 1)[1].split()[:5] == ["100", "50", "50", "25", "25"]
+    assert "40 to 70 (30): ncclDevKernel_AllReduce 20.0" in told
     assert "90 to 100 (10): no kernel" in told
 
 
