@@ -103,7 +103,7 @@ def device_events(events: Iterable[Any], took: float) -> list[tuple[str, float, 
     return [
         (each.name, took - (last - times.start) / 1000, took - (last - times.end) / 1000)
         for each, times in found
-        if each.device_type is DeviceType.CUDA and not each.is_user_annotation
+        if each.device_type == DeviceType.CUDA and not each.is_user_annotation
     ]
 
 

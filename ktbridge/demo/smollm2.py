@@ -34,10 +34,14 @@ PROVENANCE = (
 ROOM = 900_000_000  # bytes that making the base takes: 747 MB of weights and the GGUF for a while
 _SHARED = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-    "head_dim hidden_act max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings "
-    "bos_token_id eos_token_id pad_token_id"
+    "head_dim hidden_act max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings"
 )
 """Keys of the configuration that mean the same in Llama and Mixtral."""
+SPECIAL = {
+    "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>", "unk_token": "<|endoftext|>",
+}  # fmt: skip
+"""The published model's, which not every version of transformers finds in the GGUF."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ def read_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
+    for name, token in SPECIAL.items():
+        setattr(tokenizer, name, token)
     return tokenizer
 
 
@@ -153,6 +159,8 @@ def _build(
     step(3)
     mixture = mixture_of(dense, recipe).bfloat16()
     step(4)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(mixture.config, name, getattr(tokenizer, name))
     mixture.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
     )

@@ -26,15 +26,17 @@ from ktbridge.experts.gpu.placement import (
     Scored,
     spread_evenly,
 )
+from ktbridge.experts.gpu.probe import link_speed
 from ktbridge.experts.gpu.timing import combine_costs, time_experts, time_update
 from ktbridge.experts.inject import PlacedExperts, give_to_gpu, read_sizes
 from ktbridge.experts.layer import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.distributed import agree, made_by_main
+from ktbridge.sft.distributed import agree, barrier, made_by_main
 from ktbridge.sft.launch import world
 from ktbridge.sft.model import choose_device
+from ktbridge.sft.optimizer import time_average
 from ktbridge.sft.placement import (
     NO_GPU,
     OF_ALL,
@@ -56,6 +58,8 @@ from ktbridge.sft.plan.time import outside_times, probe_sizes
 
 _GAIN = 1.1
 """How much faster a placement must be predicted than what was measured, to be moved to."""
+_AT_ONCE = 0.2
+"""Seconds for which all GPUs of a run transfer, to learn what each of them gets."""
 _MEASURED = (2, 3)
 """Steps whose seconds correct the costs: nothing is compiled or allocated any more."""
 
@@ -244,7 +248,8 @@ def place_experts(
 
     ``setting`` is the run as the plan knows it, with the lengths of its rows; ``check_expert_device`` had
     nothing against it. ``resumed`` is what the checkpoint to go on from says of its placement. All ranks
-    call it, and decide the same: by the smallest GPU memory of theirs, and by rank 0's times.
+    call it, and decide the same: by the smallest GPU memory of theirs, and by rank 0's times, but for what
+    they do at once.
     ``distributed.assign_experts`` comes afterwards. Raises ``UsageError`` where what ``kt_experts`` asks for
     doesn't fit.
     """
@@ -268,6 +273,7 @@ def place_experts(
             raise short
         return _on_cpu(setting, limits, memory, short)
     costs, token_bytes = made_by_main(lambda: _measure(setting, model, sizes, limits, device))
+    costs = _together(costs, device)
     if token_bytes:  # kernels such as flash-linear-attention's take less than what is counted
         limits = replace(limits, token_bytes=min(limits.token_bytes, token_bytes))
     try:
@@ -337,6 +343,17 @@ def _measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return costs, round((1 + GPU_SEGMENTS_SLACK) * (outside.token_bytes or 0))
+
+
+def _together(costs: Costs, device: torch.device) -> Costs:
+    """Return rank 0's ``costs`` with what several processes do at once: GPUs may share a link."""
+    if world().size == 1 or device.type != "cuda":
+        return costs
+    barrier()
+    slowest = -agree(-round(link_speed(device, _AT_ONCE)))
+    average = time_average(device)
+    torch.cuda.empty_cache()
+    return replace(costs, link=min(costs.link, float(slowest)), average=average)
 
 
 def _obstacle(device: torch.device) -> str:

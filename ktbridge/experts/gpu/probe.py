@@ -96,7 +96,7 @@ def _probe_gpu(index: int) -> GpuFacts:
             tensor_cores=cores,
             grouped_gemm=cores and operations.IN_TORCH,
             one_by_one=cores and operations.IN_TORCH and _waits(device),
-            link=_link(device),
+            link=link_speed(device),
             not_in_place=in_place_obstacle(),
             no_triton=kernels if isinstance(kernels, str) else "",
         )
@@ -126,15 +126,19 @@ def _waits(device: torch.device) -> bool:
     return False
 
 
-def _link(device: torch.device) -> float:
-    """Bytes a second from pinned memory to ``device``."""
+def link_speed(device: torch.device, seconds: float = 0.0) -> float:
+    """Return the bytes a second from pinned memory to ``device``, by copies for some ``seconds``."""
     import torch
 
     from ktbridge.experts.gpu.timing import median_seconds
 
     pinned = torch.empty(_TRANSFERRED, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_TRANSFERRED, dtype=torch.uint8, device=device)
-    return _TRANSFERRED / median_seconds(lambda: there.copy_(pinned, non_blocking=True), device)
+
+    def copy() -> None:
+        there.copy_(pinned, non_blocking=True)
+
+    return _TRANSFERRED / median_seconds(copy, device, seconds)
 
 
 def in_place_obstacle() -> str:
