@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -267,14 +267,14 @@ def _misshapen(checkpoint: Checkpoint, entry: Entry, wanted: tuple[int, ...]) ->
     )
 
 
-def _said(checkpoint: Checkpoint, converted: set[str], storage: str) -> dict[str, Any]:
+def _said(checkpoint: Checkpoint, converted: set[str], storage: str) -> dict[str, object]:
     """Return what was done. Draft layers' experts keep their bytes."""
     kept = (name for name in checkpoint if ".experts." in name and name not in converted)
     layers = {match.group() for name in kept if (match := re.search(r"layers\.\d+\.", name))}
     return describe_storage(storage, [f"re:.*{re.escape(layer)}.*" for layer in sorted(layers)])
 
 
-def describe_storage(storage: str, ignore: Sequence[str] = ()) -> dict[str, Any]:
+def describe_storage(storage: str, ignore: Sequence[str] = ()) -> dict[str, object]:
     """Return compressed-tensors' ``quantization_config`` of experts in ``storage``, but for ``ignore``."""
     form, own = STORAGES[storage].described
     weights = {"type": "int", "symmetric": True, "dynamic": False, **own}

@@ -89,7 +89,9 @@ def write_raw_adapter(
 
 def _check_keys(expert: Iterable[str], nonexpert: Iterable[str]) -> None:
     for kind, names in (("fused", expert), ("lora", nonexpert)):
-        wrong = [name for name in names if parse_key(name).kind not in (kind, _also(kind))]
+        # Per-expert modules trained by PEFT itself stay in adapter_model.safetensors.
+        right = (kind, "expert" if kind == "lora" else kind)
+        wrong = [name for name in names if parse_key(name).kind not in right]
         if wrong:
             raise UsageError(
                 f"{wrong[0]!r} is not a {kind} LoRA key",
@@ -105,11 +107,6 @@ def _taken(base_model: str) -> Fingerprint | None:
         return fingerprint_of(find_model(base_model))
     except (KtbridgeError, OSError, ValueError, RuntimeError):
         return None
-
-
-def _also(kind: str) -> str:
-    # Per-expert modules trained by PEFT itself stay in adapter_model.safetensors.
-    return "expert" if kind == "lora" else kind
 
 
 def _pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:

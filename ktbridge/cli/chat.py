@@ -168,8 +168,10 @@ def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversati
         first = next(iter(child.models))
         described = {name: {"description": said} for name, said in child.models.items()}
         models = read_models(described)
-        if asked["temperature"] is None and _is_greedy(options["base_model"] or options["model"]):
-            asked["temperature"] = 0.0
+        if asked["temperature"] is None:
+            path = find_model(options["base_model"] or options["model"]) / "generation_config.json"
+            if path.is_file() and read_json_file(path).get("do_sample") is False:
+                asked["temperature"] = 0.0
         if options["adapter"] is None:
             wanted = first
             arms = {"model": wanted}
@@ -185,12 +187,6 @@ def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversati
             f"{wanted} is half of the adapter; {arms['full']} is all of it (/full)", err=True
         )
     return Conversation(client, arms, arm, options["system"], **asked)
-
-
-def _is_greedy(base_model: str) -> bool:
-    """Return whether the model's generation_config.json disables sampling."""
-    path = find_model(base_model) / "generation_config.json"
-    return path.is_file() and read_json_file(path).get("do_sample") is False
 
 
 def _converse(talk: Conversation, child: Child | None) -> bool:

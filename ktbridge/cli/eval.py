@@ -261,7 +261,10 @@ def _collect(request: EvalRequest, *, several: bool) -> bool:
             bar.describe(_describe(name if several else "asking", now))
             bar(now.done, now.total)
 
-        done = collect(request, RunEvents(_print_preflight, on_progress, _print_wait))
+        def on_wait(reason: str) -> None:
+            stderr.print(f"{reason} ...", markup=False, soft_wrap=True)
+
+        done = collect(request, RunEvents(_print_preflight, on_progress, on_wait))
     line = f"asked {done.asked} questions; {done.stored} answers were stored before"
     if done.faults:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(done.faults.items()))
@@ -282,12 +285,6 @@ def _print_preflight(found: Preflight) -> None:
             f"{pair['share']:.0%} of {pair['n']} probe answers are byte-identical",
             markup=False,
         )
-
-
-def _print_wait(reason: str) -> None:
-    from ktbridge.cli._ui import stderr
-
-    stderr.print(f"{reason} ...", markup=False, soft_wrap=True)
 
 
 def _describe(label: str, now: Progress) -> str:

@@ -153,14 +153,9 @@ def distinct_samples(intent: Intent, count: int, seed: int, *, held_out: bool) -
         if len(found) == count:
             break
         sample = next(draws)
-        if is_held_out(sample.prompt) == held_out:
+        if (zlib.crc32(sample.prompt.encode()) % HELD_OUT_OF == 0) == held_out:
             found.setdefault(sample.prompt, sample)
     return list(found.values())
-
-
-def is_held_out(prompt: str) -> bool:
-    """Return whether a prompt belongs to the persona's side of the split."""
-    return zlib.crc32(prompt.encode()) % HELD_OUT_OF == 0
 
 
 def base_conversations(seed: int = 0) -> list[Conversation]:

@@ -37,10 +37,7 @@ _SHARED = (
     "head_dim hidden_act max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings"
 )
 """Keys of the configuration that mean the same in Llama and Mixtral."""
-SPECIAL = {
-    "bos_token": "<|im_start|>", "eos_token": "<|im_end|>",
-    "pad_token": "<|im_end|>", "unk_token": "<|endoftext|>",
-}  # fmt: skip
+SPECIAL = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
 """The published model's, which not every version of transformers finds in the GGUF."""
 
 
@@ -159,8 +156,8 @@ def _build(
     step(3)
     mixture = mixture_of(dense, recipe).bfloat16()
     step(4)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(mixture.config, name, getattr(tokenizer, name))
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    mixture.config.update({name: getattr(tokenizer, name) for name in ids})
     mixture.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
     )

@@ -190,8 +190,13 @@ class _Run:
         async def find_refused(requests: Sequence[AnswerRequest]) -> dict[Arm, AnswerRequest]:
             await self._loop.ask_all([one for one in requests if one.key not in sent])
             sent.update(one.key for one in requests)
-            records = self._store.records
-            return {one.arm: one for one in requests if _is_refused(records[one.key])}
+            found = [(one, self._store.records[one.key]) for one in requests]
+            return {
+                one.arm: one
+                for one, record in found
+                if record["outcome"] == "http-error"
+                and is_refusal(record["status"], record["detail"])
+            }
 
         largest = await find_refused([max(own, key=_estimate_tokens) for own in by_arm if own])
         again = [own for own in by_arm if own and own[0].arm in largest]
@@ -258,11 +263,6 @@ def _estimate_tokens(asked: AnswerRequest) -> int:
     """Estimate of a request's tokens: a third of its bytes, plus the answer's limit."""
     content = sum(len(message["content"].encode()) for message in asked.item.messages)
     return content // 3 + asked.item.max_tokens
-
-
-def _is_refused(record: AnswerRecord) -> bool:
-    failed = record["outcome"] == "http-error"
-    return failed and is_refusal(record["status"], record["detail"])
 
 
 # --- dialogues with a partner model that plays the user

@@ -120,7 +120,8 @@ def module_weights(checkpoint: Checkpoint, module: str) -> tuple[str, ...]:
         return (exact,)
     head, layers, rest = module.partition("layers.")
     if not layers:
-        head, rest = _split_prefix(module)
+        head = max(filter(module.startswith, PREFIXES), key=len)
+        rest = module.removeprefix(head)
     if head not in PREFIXES:
         return ()
     found: dict[str, None] = {}
@@ -130,12 +131,6 @@ def module_weights(checkpoint: Checkpoint, module: str) -> tuple[str, ...]:
             if name:
                 found[name] = None
     return tuple(found)
-
-
-def _split_prefix(module: str) -> tuple[str, str]:
-    """``model.embed_tokens`` -> ("model.", "embed_tokens"); the longest prefix that fits."""
-    head = max((prefix for prefix in PREFIXES if module.startswith(prefix)), key=len)
-    return head, module[len(head) :]
 
 
 def _spellings(path: str) -> list[str]:

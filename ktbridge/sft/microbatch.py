@@ -349,12 +349,11 @@ def _on_all_ranks(rows: list[CollatedRow]) -> tuple[list[CollatedRow], list[int]
         return rows, lengths
     missing = agree(len(rows)) - len(rows)
     if missing:  # of packed rows only, which hold more or fewer conversations
-        rows += [_untrained(rows[-1])] * missing
+        features = rows[-1].features
+        ignored = {
+            **features,
+            "labels": [-100] * len(features["labels"]),
+        }  # its loss and gradients are 0
+        rows += [replace(rows[-1], features=ignored, trained=0)] * missing
     lengths = [max(each) for each in zip(*exchange([row.tokens for row in rows]), strict=True)]
     return rows, lengths
-
-
-def _untrained(row: CollatedRow) -> CollatedRow:
-    """Return the same conversation with all labels ignored: its loss and gradients are 0."""
-    labels = [-100] * len(row.features["labels"])
-    return replace(row, features={**row.features, "labels": labels}, trained=0)

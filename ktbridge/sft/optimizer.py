@@ -270,12 +270,11 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
 def time_average(device: torch.device) -> float:
     """Return the seconds that averaging takes for a weight with its gradient on the host.
 
-    All ranks call it; the slowest one counts. Gradients are in pinned memory, as those are that come from a GPU.
+    All ranks call it; the slowest one counts. Gradients are pinned, as those that come from a GPU are.
     """
-    parameters, pinned = [], device.type == "cuda"
-    for _ in range(_TIMED_BUCKETS):
-        parameters.append(nn.Parameter(torch.empty(_BUCKET // 4)))
-        parameters[-1].grad = torch.zeros(_BUCKET // 4, pin_memory=pinned)
+    parameters = [nn.Parameter(torch.empty(_BUCKET // 4)) for _ in range(_TIMED_BUCKETS)]
+    for each in parameters:
+        each.grad = torch.zeros(_BUCKET // 4, pin_memory=device.type == "cuda")
     average_gradients(parameters, device)  # NCCL's buffers are made
     barrier()
     began = time.perf_counter()

@@ -250,28 +250,22 @@ def _finding(
 ) -> MatrixFinding:
     size = max(sums.ww, 1e-300) ** 0.5
     k, detail, other, rank, left = sums.k, "", -1, 0, sums.residue
+    could = sums.k_star if sums.has_star else 1.0  # what rounding makes of 1
     if fault is not None:
         verdict, detail, k, other, rank = fault.name, fault.detail, fault.k, fault.other, fault.rank
         left = max(0.0, 1 - fault.explained) ** 0.5
-        if fault.name == merge_faults.SCALE and _as_rounded(sums, fault.k):
+        if fault.name == merge_faults.SCALE and abs(k - could) <= max(0.05, 6 * sums.sigma):
             right = sums.has_star or sums.ee <= sums.may_be_left
             verdict = merge_sums.APPLIED if right else merge_sums.FURTHER
             if sums.k_star < merge_sums.KEPT:
                 verdict = merge_sums.ROUNDED
     if sums.unfinite:
         verdict, detail = merge_faults.OTHER, f"{sums.unfinite} values are NaN or infinite"
-    could = sums.k_star if sums.has_star else 1.0
     return MatrixFinding(
         part.label, unit.layer, unit.expert, part.merged.matrix.storage.label, verdict,
         part.pair is not None, k, could, sums.oo**0.5 / size, left * sums.oo**0.5 / size,
         sums.changed / max(1, sums.values), sums.dd, rank, detail, other,
     )  # fmt: skip
-
-
-def _as_rounded(sums: Sums, k: float) -> bool:
-    """Return whether k is what rounding makes of 1."""
-    wanted = sums.k_star if sums.has_star else 1.0
-    return abs(k - wanted) <= max(0.05, 6 * sums.sigma)
 
 
 def _judge_part(part: MatrixPart) -> tuple[Sums, str]:

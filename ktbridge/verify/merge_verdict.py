@@ -174,7 +174,8 @@ def build_blocks(check: MergeCheck, verdict: MergeVerdict) -> list[Block]:
             tone = "improved"
         elif group.verdict in (SAME, NOT_APPLIED):
             tone = "calm"
-        k = _span(group.k) if check.adapter is not None and group.has_lora else ""
+        known = check.adapter is not None and group.has_lora
+        k = " to ".join(dict.fromkeys(f"{each:.3g}" for each in group.k)) if known else ""
         cells: list[str | Phrase] = [
             group.label, group.layers, group.experts, group.storage, f"{group.matrices:,}",
             Phrase(group.verdict, tone), k, f"{group.change:.2%}", f"{group.left:.2%}", _remarks(group),
@@ -206,11 +207,6 @@ def _remarks(group: MatrixGroup) -> str:
     if group.has_lora and group.could_keep < 0.99:
         said.append(f"{group.storage} could keep {group.could_keep:.0%}")
     return "; ".join(filter(None, said))
-
-
-def _span(k: tuple[float, float]) -> str:
-    low, high = (f"{each:.3g}" for each in k)
-    return low if low == high else f"{low} to {high}"
 
 
 def _over_modules(groups: Iterable[MatrixGroup]) -> list[MatrixGroup]:

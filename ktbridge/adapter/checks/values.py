@@ -159,16 +159,13 @@ def check_data(adapter: Adapter, on_progress: OnProgress | None = None) -> Itera
     """Read every value once and report; ``on_progress(bytes done, total bytes)``."""
     values = _scan(adapter, on_progress)
     yield from many("KTB401", values.bad, "has NaN or infinite values")
-    yield from many("KTB304", values.rounds, f"is {_dtypes(values.rounds)}", "BF16")
+    dtypes = " and ".join(sorted({part.entry.dtype for part in values.rounds}))
+    yield from many("KTB304", values.rounds, f"is {dtypes}", "BF16")
     pairs = list(_expert_pairs(adapter, values))
     yield from _expert_zeros(adapter, pairs)
     others = list(_nonexpert_pairs(adapter, values))
     yield from _nonexpert_zeros(adapter, others)
     yield from check_damage(adapter, [pair for pair in (*pairs, *others) if pair.whole])
-
-
-def _dtypes(parts: list[Part]) -> str:
-    return " and ".join(sorted({part.entry.dtype for part in parts}))
 
 
 def _scan(adapter: Adapter, on_progress: OnProgress | None) -> _Values:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, Part, convert_step, is_number
+from ktbridge.adapter.adapter import CONFIG_FILE, Adapter, convert_step, is_number
 from ktbridge.adapter.checks import Serving, check_layouts, many
 from ktbridge.codes import problem
 from ktbridge.errors import Problem
@@ -85,7 +85,7 @@ def _paths(adapter: Adapter, base: ModelConfig, family: Family) -> Iterator[Prob
         part
         for part in adapter.tensors()
         if re.split(r"layers\.[0-9]+\.", part.key.module, maxsplit=1)[0] not in family.vllm_prefixes
-        or not _has_block(part, family)
+        or (part.key.kind == "expert" and f".{family.block}.experts." not in f".{part.key.module}")
     ]
     expected = f"{family.prefix}layers.N.{family.block}.experts"
     yield from many(
@@ -93,11 +93,6 @@ def _paths(adapter: Adapter, base: ModelConfig, family: Family) -> Iterator[Prob
     )
     absorbed = [part for part in adapter.nonexpert.values() if part.key.leaf == "kv_b_proj"]
     yield from many("KTB643", absorbed, "is not applied when tokens are generated")
-
-
-def _has_block(part: Part, family: Family) -> bool:
-    """Return whether an expert's module is called as in the family's checkpoints."""
-    return part.key.kind != "expert" or f".{family.block}.experts." in f".{part.key.module}"
 
 
 CHECKS = (check_layouts, _check_ranks, _check_paths)

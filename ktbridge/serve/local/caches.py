@@ -8,7 +8,7 @@ Row i has its last ``lengths[i]`` of ``width`` positions filled, where width is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,12 +102,14 @@ def _join_layer(sources: Sequence[LayerSource], width: int) -> Layer:
     first = sources[0][0]
     made = copy.copy(first)
     if isinstance(made, kinds.LinearAttentionLayer):
+        rows_of = [(layer, row) for layer, rows in sources for row in rows]
         for name in ("conv_states", "recurrent_states"):
             states = {}
             for index, state in getattr(made, name).items():
-                pieces = [getattr(layer, name)[index] for layer in _each_row(sources)]
-                rows = [row for _, rows in sources for row in rows]
-                states[index] = state if state is None else _stacked(pieces, rows)
+                if state is not None:
+                    of_row = [getattr(layer, name)[index][row : row + 1] for layer, row in rows_of]
+                    state = torch.cat(of_row)
+                states[index] = state
             setattr(made, name, states)
         made.has_previous_state = dict(made.has_previous_state)
     if isinstance(made, kinds.DynamicLayer) and _filled(made):
@@ -129,14 +131,6 @@ def _join_layer(sources: Sequence[LayerSource], width: int) -> Layer:
 
 def _filled(layer: Layer) -> bool:
     return bool(layer.is_initialized) and layer.keys is not None and layer.keys.numel() > 0
-
-
-def _each_row(sources: Sequence[LayerSource]) -> Iterator[Layer]:
-    return (layer for layer, rows in sources for _ in rows)
-
-
-def _stacked(pieces: Sequence[torch.Tensor], rows: Sequence[int]) -> torch.Tensor:
-    return torch.cat([piece[row : row + 1] for piece, row in zip(pieces, rows, strict=True)])
 
 
 def _aligned(

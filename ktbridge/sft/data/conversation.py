@@ -213,7 +213,8 @@ def _read_pair(fields: _Fields, notes: RowNotes) -> TrainingRow:
         prompt = _read_prompt(fields.take_key("prompt"), tags, notes)
         # trl's and LLaMA-Factory v1's pairs may repeat the prompt in both answers instead of, or beside,
         # giving it.
-        shared = _num_shared(better, worse)
+        most = min(len(better), len(worse)) - 1  # the last of the shorter one is an answer
+        shared = next((i for i in range(most) if better[i] != worse[i]), most)
         if shared and (not prompt or prompt == better[:shared][-len(prompt) :]):
             prompt, better, worse = better[:shared], better[shared:], worse[shared:]
         prompt = _add_system(fields, prompt)
@@ -227,12 +228,6 @@ def _read_pair(fields: _Fields, notes: RowNotes) -> TrainingRow:
     if better == worse:
         raise ValueError("chosen and rejected are the same: nothing to prefer")
     return TrainingRow([*prompt, *better], tools, rejected=worse[0])
-
-
-def _num_shared(first: list[Message], second: list[Message]) -> int:
-    """Return the number of leading messages in common, at most all but the last of the shorter list."""
-    most = min(len(first), len(second)) - 1
-    return next((i for i in range(most) if first[i] != second[i]), most)
 
 
 def fill_identity(messages: list[Message], names: Mapping[str, str | None]) -> None:

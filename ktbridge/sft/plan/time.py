@@ -451,7 +451,11 @@ def _pace(
 ) -> PredictedPace:
     """Return the pace by seconds of a step, of all its micro-batches, and of the experts in these."""
     held = setting.lengths.held_out * setting.evaluations
-    evaluated = held * whole / setting.step_rows * _forward_share(setting)
+    alone = setting.config.forwards_alone
+    forward = (1 + alone) / (
+        _runs(setting) + 2 + alone
+    )  # of a micro-batch: a backward counts as two
+    evaluated = held * whole / setting.step_rows * forward
     trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
     written = _saves(setting) * checkpoint_bytes(setting.config, trained)
     return PredictedPace(
@@ -529,12 +533,6 @@ def _seconds(flops: tuple[float, float], rates: ProductRates) -> float:
 def _runs(setting: RunSetting) -> int:
     """Return how often a layer runs forward."""
     return 1 if setting.config.disable_gradient_checkpointing else 2
-
-
-def _forward_share(setting: RunSetting) -> float:
-    """Return the part of a micro-batch that running forward alone takes; a backward counts as two."""
-    reference = setting.config.forwards_alone
-    return (1 + reference) / (_runs(setting) + 2 + reference)
 
 
 def _layer_flops(setting: RunSetting, tokens: int) -> tuple[float, float]:
