@@ -461,9 +461,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
         return (
             f"experts={self.num_experts}, hidden={self.hidden_size}, "
             f"intermediate={self.intermediate_size}, storage={self.storage}, "
-            f"rank={self.lora_rank}{targets}, alpha={self.lora_alpha:g}, isa={self.isa}, "
-            f"threads={self.threads}, activation={self.activation}, "
-            f"saved={self.saved_bytes / 2**20:.1f} MiB"
+            f"rank={self.lora_rank}{targets}, alpha={self.lora_alpha:g}, isa={self.isa}"
         )
 
 

@@ -58,8 +58,7 @@ from ktbridge.sft.plan.time import outside_times, probe_sizes
 
 _GAIN = 1.1
 """How much faster a placement must be predicted than what was measured, to be moved to."""
-_AT_ONCE = 0.2
-"""Seconds for which all GPUs of a run transfer, to learn what each of them gets."""
+_AT_ONCE = 0.2  # seconds for which all GPUs of a run transfer, to learn what each of them gets
 _MEASURED = (2, 3)
 """Steps whose seconds correct the costs: nothing is compiled or allocated any more."""
 
@@ -155,8 +154,14 @@ class ExpertDevice:
                 continue
             gained = left * (measured - scored.seconds.step)
             if scored.bytes / ranking.costs.link < gained:
+                try:
+                    self._move(scored.placement)
+                except (
+                    torch.OutOfMemoryError
+                ):  # Adam's states, there by now, were counted for training
+                    self._move(now)
+                    return ""
                 ranking.taken = scored
-                self._move(scored.placement)
                 return (
                     f"a step took {measured:.2f} s; moved to "
                     f"{describe_placement(scored, ranking.sizes, ranking.limits.step_tokens)}"
@@ -350,10 +355,10 @@ def _together(costs: Costs, device: torch.device) -> Costs:
     if world().size == 1 or device.type != "cuda":
         return costs
     barrier()
-    slowest = -agree(-round(link_speed(device, _AT_ONCE)))
-    average = time_average(device)
+    link = min(costs.link, -agree(-round(link_speed(device, _AT_ONCE))))
+    costs = replace(costs, link=link, average=time_average(device))
     torch.cuda.empty_cache()
-    return replace(costs, link=min(costs.link, float(slowest)), average=average)
+    return costs
 
 
 def _obstacle(device: torch.device) -> str:

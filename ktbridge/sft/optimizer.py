@@ -48,7 +48,6 @@ _NAMES = "optimizer_names.json"
 _BETWEEN = "|"
 """Between a parameter's name and a moment's."""
 _BUCKET = 64 << 20  # bytes: a link reaches full bandwidth with fewer, and a GPU has room for this
-_TIMED_BUCKETS = 4
 
 
 # Groups
@@ -247,7 +246,6 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
     """
     if world().size == 1:
         return
-    waits = False
     for bucket in _buckets(parameters):
         for parameter in bucket:
             if parameter.grad is None:
@@ -262,8 +260,9 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
         flat /= world().size
         for part, gradient in zip(parts, gradients, strict=True):
             gradient.copy_(part.view_as(gradient), non_blocking=True)
-            waits = waits or gradient.device != device
-    if waits and device.type == "cuda":  # buckets follow each other on the GPU meanwhile
+    if (
+        device.type == "cuda"
+    ):  # gradients on the host are there then; buckets follow each other until then
         torch.cuda.current_stream(device).synchronize()
 
 
@@ -272,15 +271,15 @@ def time_average(device: torch.device) -> float:
 
     All ranks call it; the slowest one counts. Gradients are pinned, as those that come from a GPU are.
     """
-    parameters = [nn.Parameter(torch.empty(_BUCKET // 4)) for _ in range(_TIMED_BUCKETS)]
+    parameters = [nn.Parameter(torch.empty(_BUCKET // 4)) for _ in range(4)]
     for each in parameters:
         each.grad = torch.zeros(_BUCKET // 4, pin_memory=device.type == "cuda")
     average_gradients(parameters, device)  # NCCL's buffers are made
     barrier()
     began = time.perf_counter()
     average_gradients(parameters, device)
-    took = time.perf_counter() - began
-    return agree(round(1e9 * took)) / 1e9 / sum(each.numel() for each in parameters)
+    took = agree(round(1e9 * (time.perf_counter() - began))) / 1e9
+    return took / sum(each.numel() for each in parameters)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

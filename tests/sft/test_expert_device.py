@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import trainrun
 from gpuexperts import allow_on_cpu, some_costs
 from hypothesis import given
@@ -149,6 +150,43 @@ def test_what_was_given_back_is_not_taken_again():
     assert all(
         each.slots <= after.slots for each in same if each.masters == taken.placement.masters
     )
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_move_that_memory_is_too_small_for_is_taken_back(fits, monkeypatch):
+    sizes = ExpertSizes(6, 8, 2, 64, 32, 4, 8 * 6 * 64 * 32)
+    limits = MemoryBudget(10**7, 100, 100, 64, 256)
+    ranked = rank(sizes, [StepSplit(256, (256,))], limits, some_costs(), mode="stream")
+    now = ranked[0]
+    more = next(
+        each
+        for each in ranked
+        if each.placement != now.placement
+        and expert_device._reachable(now.placement, each.placement)
+    )
+    better = replace(more, seconds=replace(more.seconds, step=now.seconds.step / 2), bytes=0)
+    monkeypatch.setattr(expert_device, "rank_placements", lambda *_: [better, now])
+    moved = []
+
+    def resize(placement):
+        moved.append(placement)
+        if placement == better.placement and not fits:
+            raise torch.OutOfMemoryError
+
+    experts = SimpleNamespace(resize=resize, watch_link=lambda: None, link=lambda: (0, 0.0))
+    setting = SimpleNamespace(cuda=True)
+    ranking = expert_device.Ranking(setting, limits, some_costs(), sizes, now)
+    placed = SimpleNamespace(experts=experts)
+    device = expert_device.ExpertDevice("stream", 256, placed=placed, ranking=ranking)
+    told = [device.after_step(step, now.seconds.step, 1000) for step in (1, 2, 3, 4)]
+    assert ("moved to" in told[2], *(not each for each in told[:2]), told[3]) == (
+        fits,
+        True,
+        True,
+        "",
+    )
+    assert moved == [better.placement] + [now.placement] * (not fits)
+    assert ranking.taken.placement == (better if fits else now).placement
 
 
 @pytest.mark.usefixtures("run_dir")
