@@ -134,11 +134,9 @@ def link_speed(device: torch.device, seconds: float = 0.0) -> float:
 
     pinned = torch.empty(_TRANSFERRED, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_TRANSFERRED, dtype=torch.uint8, device=device)
-
-    def copy() -> None:
-        there.copy_(pinned, non_blocking=True)
-
-    return _TRANSFERRED / median_seconds(copy, device, seconds)
+    return _TRANSFERRED / median_seconds(
+        lambda: there.copy_(pinned, non_blocking=True), device, seconds
+    )
 
 
 def in_place_obstacle() -> str:
