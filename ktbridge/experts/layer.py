@@ -459,8 +459,8 @@ class MoELoRAExperts(nn.Module, PeftLayer):
     def extra_repr(self) -> str:
         targets = "" if self.lora_targets == PROJECTIONS else f" on {'+'.join(self.lora_targets)}"
         return (
-            f"experts={self.num_experts}, hidden={self.hidden_size}, "
-            f"intermediate={self.intermediate_size}, storage={self.storage}, "
+            f"experts={self.num_experts}, hidden={self.hidden_size}, storage={self.storage}, "
+            f"intermediate={self.intermediate_size}, activation={self.activation}, "
             f"rank={self.lora_rank}{targets}, alpha={self.lora_alpha:g}, isa={self.isa}"
         )
 
