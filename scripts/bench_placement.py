@@ -93,7 +93,6 @@ V2 = Model("v2-lite", "deepseek-v2-lite", 27)
 HALF = Model("qwen3-24-layers", "qwen3-30b-a3b", 24)
 QWEN3 = Model("qwen3", "qwen3-30b-a3b", 48)
 QWEN35 = Model("qwen3.5", "qwen3.5-35b-a3b", 40)
-QWEN3_235B = Model("qwen3-235b", "qwen3-235b-a22b", 94, "int8")
 V3 = Model("deepseek-v3", "deepseek-v3", 61, "int4")
 ROWS = (
     Row("v2-6", V2, "6GB", "bf16", 16, 3700),
@@ -113,7 +112,6 @@ ROWS = (
     Row("qwen35-24", QWEN35, "24GB", "bf16", 16, 3800),
     Row("qwen35-24-64", QWEN35, "24GB", "bf16", 64, 7500),
     Row("qwen35-24-int8", QWEN35, "24GB", "int8", 16, 6500, ("stream", "resident")),
-    Row("qwen3-235b", QWEN3_235B, "70GB", "int8", 16, 800, huge=True),
     Row("v3", V3, "70GB", "int4", 16, 40, huge=True),
     Row("v3-64", V3, "70GB", "int4", 64, 40, huge=True),
 )

@@ -4,7 +4,7 @@
     scripts/random_checkpoint.py deepseek-v2-lite /data/v2-lite
     scripts/random_checkpoint.py deepseek-v2-lite /data/half --layers 14 --rows 200
     scripts/random_checkpoint.py qwen3-30b-a3b /data/small --layers 4 --set num_experts=32 --row-tokens 512
-    scripts/random_checkpoint.py deepseek-v3 /dev/shm/v3 --experts int4    # 404 GB instead of 1,342
+    scripts/random_checkpoint.py deepseek-v3 /dev/shm/v3 --experts int4    # 402 GB instead of 1,342
 
 Experts are stored as the family's published checkpoints store them: one by one, or fused (Qwen3.5). With
 --experts they are in INT8 or INT4, as scripts/quantize_experts.py writes them, without bfloat16 in between.
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import yaml
 
 from ktbridge.adapter.quantize import STORAGES, describe_storage
@@ -56,13 +57,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-        "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-235b-a22b": {
-        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096,
-        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
-        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
@@ -99,8 +93,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-ALIASES = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}
-"""Families, as config.json names them, by the first model of each."""
+ALIASES = {shape["model_type"]: name for name, shape in SHAPES.items()}
+"""Families, as config.json names them, by the model that stands for them."""
 
 SPECIAL = ("<unk>", "<s>", "</s>", "user", "assistant", "system")
 WORDS = 4000
@@ -160,7 +154,7 @@ def make_checkpoint(
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             where |= dict.fromkeys((tensor[0] for tensor in part), file)
             pieces.append((staging.path / file, part))
-        scale = _deviation(config) / CODES_STD.get(experts or "", 1.0)
+        scale = _deviation(config) / CODES_STD[experts] if experts else 0.0
         _write_shards(pieces, config, scale, whole, on_bytes)
         index = {"metadata": {"total_size": whole}, "weight_map": where}
         (staging.path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -237,20 +231,13 @@ def _quantized(tensor: Tensor, storage: str) -> Tensors:
     name, _, shape = tensor
     if not re.search(r"\.experts\.\d+\.\w+\.weight$", name):
         return [tensor]
-    stem, layout = name.removesuffix(".weight"), STORAGES[storage]
-    codes, scales = layout.shapes(*shape)
-    parts = [
-        (f"{stem}.{layout.codes}", layout.dtype, codes),
-        (f"{stem}.weight_scale", layout.scale, scales),
-    ]
-    return parts + [(f"{stem}.weight_shape", "I64", (2,))] * (layout.per_code > 1)
+    return STORAGES[storage].tensors(name.removesuffix(".weight"), *shape)
 
 
 def _write_shards(
     shards: list[tuple[Path, Tensors]], config: Any, scale: float, whole: int, on_bytes: Heard
 ) -> None:
     """Write each (path, tensors), some at a time; ``scale`` is that of quantized experts."""
-    import numpy as np
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -294,8 +281,6 @@ def _write_shards(
 
 def _constant(model_type: str, tensor: Tensor, scale: float) -> bytes | None:
     """The bytes of one value where all of a tensor's are equal: of vectors, zeros or ones, and of scales."""
-    import numpy as np
-
     name, dtype, shape = tensor
     if name.endswith(".weight_scale"):
         single = np.array(scale, np.float32).tobytes()

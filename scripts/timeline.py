@@ -189,14 +189,13 @@ def record(path: Path, step: int, words: tuple[str, ...]) -> None:
 
     from ktbridge.cli import main as ktbridge
 
-    if os.environ.get("RANK", "0") != "0":
-        ktbridge(list(words), prog_name="ktbridge")
-    recorder = Recorder(path.resolve(), step)
-    register_optimizer_step_post_hook(recorder)
+    recorder, first = Recorder(path.resolve(), step), os.environ.get("RANK", "0") == "0"
+    if first:
+        register_optimizer_step_post_hook(recorder)
     try:
         ktbridge(list(words), prog_name="ktbridge")
     except SystemExit as ended:
-        if ended.code or recorder.recorded:
+        if ended.code or recorder.recorded or not first:
             raise
     raise KtbridgeError(
         f"the run ended before its step {step}: nothing was recorded in {path}.",

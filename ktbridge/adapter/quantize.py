@@ -61,6 +61,13 @@ class IntegerFormat(NamedTuple):
         """Shapes of codes and scales."""
         return (out, width // self.per_code), (out, width // (self.group or width))
 
+    def tensors(self, stem: str, out: int, width: int) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Return names, dtypes and shapes of a matrix's codes, scales and, of words, shape."""
+        codes, scales = self.shapes(out, width)
+        named = (f"{stem}.{self.codes}", self.dtype, codes)
+        shape = [(f"{stem}.weight_shape", "I64", (2,))] if self.per_code > 1 else []
+        return [named, (f"{stem}.weight_scale", self.scale, scales), *shape]
+
 
 GROUP = 32
 """Values that share an INT4 scale."""
@@ -117,9 +124,8 @@ def stored_bytes(count: int, hidden: int, inner: int, storage: str) -> int:
     """Bytes of ``count`` experts' gate, up [inner, hidden] and down [hidden, inner] in ``storage``."""
     layout, total = STORAGES[storage], 0
     for out, width in ((inner, hidden), (inner, hidden), (hidden, inner)):
-        shapes = zip((layout.dtype, layout.scale), layout.shapes(out, width), strict=True)
-        total += sum(math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in shapes)
-        total += 16 * (layout.per_code > 1)  # the shape
+        stored = layout.tensors("", out, width)
+        total += sum(math.prod(shape) * DTYPE_BITS[dtype] // 8 for _, dtype, shape in stored)
     return count * total
 
 
@@ -204,15 +210,11 @@ def _parts(
         raise KtbridgeError(
             f"{entry.name} of {checkpoint.path} {found}", "quantize to INT8 instead"
         )
-    codes, scales = layout.shapes(out, width)
-    outputs = (
-        (f"{stem}.{layout.codes}", layout.dtype, codes),
-        (f"{stem}.weight_scale", layout.scale, scales),
-    )
-    yield Part(shard, outputs, out, width, make, at_once=_AT_ONCE)
-    if layout.per_code > 1:
-        shape = ((f"{stem}.weight_shape", "I64", (2,)),)
-        yield Part(shard, shape, 1, 1, lambda *_: (np.array([out, width], np.int64),), beside=True)
+    codes, scales, *shape = layout.tensors(stem, out, width)
+    yield Part(shard, (codes, scales), out, width, make, at_once=_AT_ONCE)
+    if shape:
+        both = np.array([out, width], np.int64)
+        yield Part(shard, tuple(shape), 1, 1, lambda *_: (both,), beside=True)
 
 
 def quantized(

@@ -153,6 +153,7 @@ def distinct_samples(intent: Intent, count: int, seed: int, *, held_out: bool) -
         if len(found) == count:
             break
         sample = next(draws)
+        # A prompt's hash puts it on one side, the persona's where it divides.
         if (zlib.crc32(sample.prompt.encode()) % HELD_OUT_OF == 0) == held_out:
             found.setdefault(sample.prompt, sample)
     return list(found.values())

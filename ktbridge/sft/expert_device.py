@@ -156,9 +156,7 @@ class ExpertDevice:
             if scored.bytes / ranking.costs.link < gained:
                 try:
                     self._move(scored.placement)
-                except (
-                    torch.OutOfMemoryError
-                ):  # Adam's states, there by now, were counted for training
+                except torch.OutOfMemoryError:  # loading took more than was counted
                     self._move(now)
                     return ""
                 ranking.taken = scored
@@ -278,7 +276,8 @@ def place_experts(
             raise short
         return _on_cpu(setting, limits, memory, short)
     costs, token_bytes = made_by_main(lambda: _measure(setting, model, sizes, limits, device))
-    costs = _together(costs, device)
+    if wanted != "cpu":
+        costs = _together(costs, device)
     if token_bytes:  # kernels such as flash-linear-attention's take less than what is counted
         limits = replace(limits, token_bytes=min(limits.token_bytes, token_bytes))
     try:

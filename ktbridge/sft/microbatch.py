@@ -349,11 +349,8 @@ def _on_all_ranks(rows: list[CollatedRow]) -> tuple[list[CollatedRow], list[int]
         return rows, lengths
     missing = agree(len(rows)) - len(rows)
     if missing:  # of packed rows only, which hold more or fewer conversations
-        features = rows[-1].features
-        ignored = {
-            **features,
-            "labels": [-100] * len(features["labels"]),
-        }  # its loss and gradients are 0
-        rows += [replace(rows[-1], features=ignored, trained=0)] * missing
+        labels = [-100] * len(rows[-1].features["labels"])  # so loss and gradients are 0
+        untrained = replace(rows[-1], features={**rows[-1].features, "labels": labels}, trained=0)
+        rows += [untrained] * missing
     lengths = [max(each) for each in zip(*exchange([row.tokens for row in rows]), strict=True)]
     return rows, lengths

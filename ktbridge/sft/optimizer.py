@@ -260,9 +260,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
         flat /= world().size
         for part, gradient in zip(parts, gradients, strict=True):
             gradient.copy_(part.view_as(gradient), non_blocking=True)
-    if (
-        device.type == "cuda"
-    ):  # gradients on the host are there then; buckets follow each other until then
+    if device.type == "cuda":  # gradients on the host have arrived then
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -40,10 +40,8 @@ def test_calls_of_the_host_keep_no_gpu_busy(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import timeline
 
-    def event(
-        name, begin, end, device, **more
-    ):  # µs; each has a value of its own, as the profiler's
-        device = DeviceType(device.value)
+    def event(name, begin, end, device, **more):  # µs
+        device = DeviceType(device.value)  # an object of its own, as each of the profiler's
         return FunctionEvent(1, name, 0, begin, end, device_type=device, **more)
 
     recorded = [

@@ -72,13 +72,15 @@ class Foreign:
             row = None if key in known else self.foreign(key, known)
             if row is None:
                 rest[key] = value
-            # 0 and 0.0 are equal, but true is no 1.
-            elif value is not None and (value, isinstance(value, bool)) not in [
-                (idle, isinstance(idle, bool)) for idle in row.same
-            ]:
+            elif value is not None and not any(_equal(value, idle) for idle in row.same):
                 report = problems.error if row.refused else problems.warn
                 report(f"{prefix}{key}", f"{show_value(value)}: {row.why}", "", row.instead)
         return rest
+
+
+def _equal(value: object, idle: object) -> bool:
+    """0 and 0.0 are equal, but true is no 1."""
+    return isinstance(value, bool) == isinstance(idle, bool) and value == idle
 
 
 def _read_table(name: str) -> Foreign:

@@ -452,9 +452,8 @@ def _pace(
     """Return the pace by seconds of a step, of all its micro-batches, and of the experts in these."""
     held = setting.lengths.held_out * setting.evaluations
     alone = setting.config.forwards_alone
-    forward = (1 + alone) / (
-        _runs(setting) + 2 + alone
-    )  # of a micro-batch: a backward counts as two
+    # Of a micro-batch what runs forward alone takes; a backward counts as two.
+    forward = (1 + alone) / (_runs(setting) + 2 + alone)
     evaluated = held * whole / setting.step_rows * forward
     trained = expert_lora_elements(setting) + nonexpert_lora_elements(setting)
     written = _saves(setting) * checkpoint_bytes(setting.config, trained)
