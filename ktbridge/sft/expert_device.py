@@ -34,6 +34,7 @@ from ktbridge.machine import read_machine
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed import agree, barrier, made_by_main
+from ktbridge.sft.host_masters import find_neighbors
 from ktbridge.sft.launch import world
 from ktbridge.sft.model import choose_device
 from ktbridge.sft.optimizer import time_average
@@ -59,6 +60,7 @@ from ktbridge.sft.plan.time import outside_times, probe_sizes
 _GAIN = 1.1
 """How much faster a placement must be predicted than what was measured, to be moved to."""
 _AT_ONCE = 0.2  # seconds for which all GPUs of a run transfer, to learn what each of them gets
+_CPU = torch.device("cpu")
 _MEASURED = (2, 3)
 """Steps whose seconds correct the costs: nothing is compiled or allocated any more."""
 
@@ -340,7 +342,7 @@ def _measure(
     most, short = probe_tokens(limits), times_cpu(setting, limits)
     experts = time_experts(layer, device, sizes.top_k, most, free=max(1, limits.free), cpu=short)
     outside = outside_times(model, setting, probe_sizes(setting, most), device)
-    update = time_update(device), time_update(torch.device("cpu"))
+    update = time_update(device), time_update(_CPU)
     costs = combine_costs(experts, outside, update, 1 + setting.config.forwards_alone)
     if costs.cpu is not None:  # with the CPU that would be rank 0's for the rows of all
         costs = replace(costs, cpu=costs.cpu.scaled(world().size))
@@ -355,7 +357,10 @@ def _together(costs: Costs, device: torch.device) -> Costs:
         return costs
     barrier()
     link = min(costs.link, -agree(-round(link_speed(device, _AT_ONCE))))
-    costs = replace(costs, link=link, average=time_average(device))
+    neighbors = -agree(-len(find_neighbors().processes))  # each updates a part of the masters
+    clip, adam = (agree(round(1e18 * each)) / 1e18 / neighbors for each in time_update(_CPU))
+    update = costs.update[0], clip + adam
+    costs = replace(costs, link=link, update=update, deferred=adam, average=time_average(device))
     torch.cuda.empty_cache()
     return costs
 

@@ -1,10 +1,4 @@
-"""The optimizer of a run: its groups, its updates beside the GPU, several processes, and its saved state.
-
-``DeferredAdam`` updates expert LoRA in host memory layer by layer beside the next step. The GPU waits
-while the host updates masters: 93 ms of a step of 2 s with 48 layers of 128 experts. A layer
-needs its new LoRA when it next computes, and by then the GPU still has the layers before it to do. So the
-optimizer's step takes the gradients away, and each layer updates its own masters first when it is called:
-the same products in the same order, so the same bits.
+"""The optimizer of a run: its groups, gradients of several processes, and its saved state.
 
 Among several processes sharded and whole parameters are never in one group, the expert LoRA's gradients are
 averaged here where every rank has it, the gradients' norm counts it once and is the same on all ranks, and
@@ -16,8 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +19,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import distributed, nn
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.masters import gradients_norm
-from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.sft.compat import WholeTrainer, make_adam_states, set_logged_rates
+from ktbridge.sft.compat import WholeTrainer, set_logged_rates
 from ktbridge.sft.distributed import agree, barrier, explain_lost_rank, from_main
 from ktbridge.sft.distributed.dispatch import expert_parameter_names, replicated_lora, whole_tensor
+from ktbridge.sft.host_masters import SharedMasters, whole
 from ktbridge.sft.launch import world
 
 State = dict[str, Any]
 """A ``state_dict`` of torch's."""
 _RATIO = "rate_ratio"
 """In a group of the optimizer, and so in its saved state: its rate as a multiple of learning_rate."""
-_OPTIONS = ("lr", "weight_decay", "eps", "maximize")
 _MAIN_STATE = "optimizer.safetensors"
 """Rank 0's file has the name that marks a checkpoint as resumable."""
 _NAMES = "optimizer_names.json"
@@ -107,98 +98,19 @@ def set_learning_rate(scheduler: LambdaLR, highest: float) -> None:
         group["initial_lr"], group["lr"] = base, rate
 
 
-# Updates beside the GPU
-
-
-@dataclass(frozen=True)
-class _Update:
-    """A step of some parameters [E, ...], with their gradients and the options of their group then."""
-
-    parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    states: list[dict[str, torch.Tensor]]
-    options: dict[str, Any]
-
-    @torch.no_grad()
-    def make(self) -> None:
-        averages, squares, steps = (
-            [state[name] for state in self.states] for name in ("exp_avg", "exp_avg_sq", "step")
-        )
-        adamw(
-            self.parameters, self.gradients, averages, squares, [], steps,
-            fused=True, amsgrad=False, **self.options,
-        )  # fmt: skip
-
-
-class DeferredAdam:
-    """Updates masters on the host when their layer is called next: of ``layers`` that a GPU computes.
-
-    Whoever reads trained weights calls ``finish`` first; a layer's forward, the optimizer's ``step`` and its
-    ``state_dict`` do so by themselves. Does nothing with another optimizer than fused AdamW.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, layers: Iterable[MoELoRAExperts]) -> None:
-        self._pending: dict[MoELoRAExperts, list[_Update]] = {}
-        self._layers: dict[torch.Tensor, MoELoRAExperts] = {}
-        if type(optimizer) is not torch.optim.AdamW:
-            return
-        for layer in layers:
-            if layer.gpu is None:  # of another rank, it has no parameters here
-                continue
-            own = [each for each in layer.lora_parameters() if each.device.type == "cpu"]
-            if own:
-                self._layers |= dict.fromkeys(own, layer)
-                layer.register_forward_pre_hook(self._finish_layer)
-        if self._layers:
-            optimizer.register_step_pre_hook(self._take)
-            optimizer.register_state_dict_pre_hook(self._finish_all)
-
-    def finish(self) -> None:
-        """Make all updates that are still to be made."""
-        for layer in list(self._pending):
-            self._finish_layer(layer)
-
-    def _finish_all(self, *_: object) -> None:
-        self.finish()
-
-    def _finish_layer(self, layer: nn.Module, *_: object) -> None:
-        assert isinstance(layer, MoELoRAExperts)
-        for update in self._pending.pop(layer, ()):
-            update.make()
-
-    def _take(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self.finish()  # of layers that nobody called since
-        make_adam_states(optimizer)
-        for group in optimizer.param_groups:
-            if not group["fused"] or group["amsgrad"]:
-                continue
-            options = {name: group[name] for name in _OPTIONS}
-            options["beta1"], options["beta2"] = group["betas"]
-            updates: dict[MoELoRAExperts, _Update] = {}
-            for parameter in group["params"]:
-                layer = self._layers.get(parameter)
-                if layer is None or parameter.grad is None:
-                    continue
-                update = updates.setdefault(layer, _Update([], [], [], options))
-                update.parameters.append(parameter)
-                update.gradients.append(parameter.grad)
-                update.states.append(optimizer.state[parameter])
-                parameter.grad = None
-            for layer, update in updates.items():
-                self._pending.setdefault(layer, []).append(update)
-
-
 # Gradients of several processes
 
 
-def average_and_clip(trainer: WholeTrainer, model: nn.Module, largest: float) -> torch.Tensor:
+def average_and_clip(
+    trainer: WholeTrainer, model: nn.Module, largest: float, shared: SharedMasters | None
+) -> torch.Tensor:
     """Once in each step, before the optimizer's: the norm of all ranks' gradients, as ``clip_gradients``."""
     own = trainer.accelerator.unwrap_model(trainer.model)
     lora = replicated_lora(own)
     if reduces_itself(trainer):
         lora = [parameter for parameter in own.parameters() if parameter.requires_grad]
-    average_gradients(lora, trainer.args.device)
-    return clip_gradients(model, _expert_parameters(trainer), largest)
+    norm = average_gradients(lora, trainer.args.device, shared)
+    return clip_gradients(model, _expert_parameters(trainer), largest, norm, set(lora), shared)
 
 
 def reduces_itself(trainer: WholeTrainer) -> bool:
@@ -211,57 +123,88 @@ def reduces_itself(trainer: WholeTrainer) -> bool:
     return bool(replicated_lora(own)) and not trainer.is_fsdp_enabled
 
 
-def clip_gradients(model: nn.Module, experts: set[nn.Parameter], largest: float) -> torch.Tensor:
+def clip_gradients(
+    model: nn.Module,
+    experts: set[nn.Parameter],
+    largest: float,
+    known: float = 0.0,
+    averaged: Collection[nn.Parameter] = (),
+    shared: SharedMasters | None = None,
+) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most ``largest``; returns the norm before, float32.
 
-    ``experts`` are rank 0's own parameters (none elsewhere), or the same on all ranks, averaged already; all
-    others are sharded by FSDP2, or averaged by DDP. Every rank gets the same norm. As
+    ``known`` is the norm of those of ``averaged``, as ``average_gradients`` returned it. Of others
+    ``experts`` are rank 0's own parameters (none elsewhere), or the same on all ranks; what is left is
+    sharded by FSDP2, or averaged by DDP. Every rank gets the same norm. As
     ``torch.nn.utils.clip_grad_norm_``, which does not take sharded and whole tensors together.
     """
-    shared: list[torch.Tensor] = []
+    everywhere: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
+    scaled: list[torch.Tensor] = []
     for parameter in model.parameters():
-        if parameter.grad is not None:
-            (own if parameter in experts else shared).append(parameter.grad)
-    squares = from_main(float(gradients_norm(own)) ** 2)
-    if shared:
+        if parameter.grad is None:
+            continue
+        scaled.append(_part_of(parameter, shared)(parameter.grad))
+        if parameter not in averaged:
+            (own if parameter in experts else everywhere).append(parameter.grad)
+    squares = from_main(float(gradients_norm(own)) ** 2 + known**2)
+    if everywhere:
         with explain_lost_rank():
-            squares += float(whole_tensor(nn.utils.get_total_norm(shared))) ** 2
+            squares += float(whole_tensor(nn.utils.get_total_norm(everywhere))) ** 2
     norm = squares**0.5
     if largest < float("inf"):
         scale = min(1.0, largest / (norm + 1e-6))
         if scale < 1:
             with torch.no_grad():
-                for grad in (*shared, *own):
+                for grad in scaled:
                     grad.mul_(scale)
     return torch.tensor(norm)
 
 
-def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-    """Put the mean over all ranks in the place of each float32 ``.grad``, as DDP and FSDP2 do of theirs.
+def average_gradients(
+    parameters: Sequence[nn.Parameter], device: torch.device, shared: SharedMasters | None = None
+) -> float:
+    """Put the mean over all ranks in the place of each float32 ``.grad``; return the means' common norm.
 
-    All ranks give the same parameters in the same order; a missing gradient counts as 0. They meet on
-    ``device``, wherever they are themselves: NCCL on a GPU, gloo on the CPU. Between a whole backward pass
-    and clipping. Does nothing for a process that is alone. Raises ``KtbridgeError`` when a rank is lost.
+    As DDP and FSDP2 do of theirs. All ranks give the same parameters in the same order; a missing gradient
+    counts as 0. They meet on ``device``, wherever they are themselves: NCCL on a GPU, gloo on the CPU. Of
+    masters that are ``shared`` only what this process updates comes back. Between a whole backward pass and
+    clipping. Does nothing for a process that is alone. Raises ``KtbridgeError`` when a rank is lost.
     """
     if world().size == 1:
-        return
+        return 0.0
+    back = torch.cuda.Stream(device) if device.type == "cuda" else None
+    norms = [torch.zeros((), device=device)]
     for bucket in _buckets(parameters):
         for parameter in bucket:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [each.grad for each in bucket if each.grad is not None]
         flat = torch.empty(sum(map(torch.numel, gradients)), dtype=torch.float32, device=device)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for part, gradient in zip(parts, gradients, strict=True):
-            part.copy_(gradient.flatten(), non_blocking=True)
+        means = flat.split([gradient.numel() for gradient in gradients])
+        for mean, gradient in zip(means, gradients, strict=True):
+            mean.copy_(gradient.flatten(), non_blocking=True)
         with explain_lost_rank():
             distributed.all_reduce(flat)
         flat /= world().size
-        for part, gradient in zip(parts, gradients, strict=True):
-            gradient.copy_(part.view_as(gradient), non_blocking=True)
-    if device.type == "cuda":  # gradients on the host have arrived then
-        torch.cuda.current_stream(device).synchronize()
+        norms.append(torch.linalg.vector_norm(flat))
+        if back is not None:  # beside what the next bucket brings
+            back.wait_stream(torch.cuda.current_stream(device))
+            flat.record_stream(back)
+        with torch.cuda.stream(back):
+            for parameter, mean, gradient in zip(bucket, means, gradients, strict=True):
+                part = _part_of(parameter, shared)
+                part(gradient).copy_(part(mean.view_as(gradient)), non_blocking=True)
+    if back is not None:  # gradients on the host have arrived then
+        back.synchronize()
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _part_of(
+    parameter: nn.Parameter, shared: SharedMasters | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what takes of a tensor like ``parameter`` the part that this process updates."""
+    return shared.part if shared and parameter in shared.parameters else whole
 
 
 def time_average(device: torch.device) -> float:

@@ -28,10 +28,10 @@ from ktbridge.sft.data.images import Vision
 from ktbridge.sft.distributed import add
 from ktbridge.sft.distributed.dispatch import leave_experts_whole, shard_on_the_cpu
 from ktbridge.sft.evaluate import HeldOut
+from ktbridge.sft.host_masters import DeferredAdam
 from ktbridge.sft.launch import world
 from ktbridge.sft.microbatch import ROWS, Batch, MicroBatchRunner, RowTrainer, as_rows
 from ktbridge.sft.optimizer import (
-    DeferredAdam,
     average_and_clip,
     load_optimizer,
     save_names,
@@ -89,9 +89,12 @@ class RunTrainer(RowTrainer):
 
     def check_trained(self) -> None:
         """Raise ``Diverged`` if a trained tensor holds NaN or infinity."""
+        self.finish_updates()
+        self._finite.check_trained(self.model, self.state.global_step)
+
+    def finish_updates(self) -> None:
         if self.deferred is not None:
             self.deferred.finish()
-        self._finite.check_trained(self.model, self.state.global_step)
 
     # A step.
 
@@ -158,7 +161,8 @@ class RunTrainer(RowTrainer):
 
     def _clip(self, model: nn.Module, largest: float) -> torch.Tensor:
         if world().size > 1:
-            return average_and_clip(self, model, largest)
+            shared = self.deferred.shared if self.deferred else None
+            return average_and_clip(self, model, largest, shared)
         trained = [each for each in model.parameters() if each.grad is not None]
         if len({each.device for each in trained}) > 1:  # masters of expert LoRA in host memory
             return clip_to_norm(trained, largest)
@@ -191,6 +195,7 @@ class RunTrainer(RowTrainer):
 
         Raises ``Diverged`` for a loss that is not finite.
         """
+        self.finish_updates()  # a rank that has no row here would have the others wait
         training = self.model.training
         self.model.eval()
         try:

@@ -4,14 +4,19 @@ This file is also what those processes run: ``python test_distributed_gpu.py FUN
 """
 
 import json
+import os
+import shutil
+import signal
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from gpuexperts import allow_on_cpu
 from manyranks import (
     GLOBAL_BATCH,
+    HELD_OUT,
     assert_same_run,
     command_in_a_rank,
     finished,
@@ -25,9 +30,10 @@ from trainrun import losses, quiet, train
 
 from ktbridge.experts.gpu.placement import Costs, Line
 from ktbridge.experts.gpu.timing import OutsideTimes
-from ktbridge.sft import expert_device, optimizer
+from ktbridge.sft import expert_device, host_masters, optimizer
 from ktbridge.sft.config import load_config
 from ktbridge.sft.distributed import exchange, from_main, start
+from ktbridge.sft.host_masters import DeferredAdam
 from ktbridge.sft.launch import world
 from ktbridge.sft.optimizer import average_gradients, time_average
 
@@ -72,7 +78,7 @@ def watched(*arguments, stop=0):
 
     def counted(*given):
         made.append(given)
-        average_gradients(*given)
+        return average_gradients(*given)
 
     def look(model):
         expert = [value for name, value in model.named_parameters() if ".experts.kt." in name]
@@ -176,6 +182,113 @@ def test_where_experts_are_computed_may_change_when_a_run_goes_on(launch, run_di
         assert ours == pytest.approx(whole_run, rel=2e-2)
 
 
+# --- masters that a host's processes share ----------------------------------------------------------------
+
+SHARED = "/memfd:ktbridge-masters"
+
+
+def shared_spans():
+    """First and last address of what this process maps of the memory that it shares."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if SHARED in line]
+    return [(int(first, 16), int(end, 16)) for first, end in spans]
+
+
+def sharing(*arguments):
+    """A rank that looks after each step whether its masters are in memory that it shares."""
+
+    def look(model):
+        ((first, end),) = shared_spans()
+        expert = [value for name, value in model.named_parameters() if ".experts.kt." in name]
+        assert expert
+        assert all(first <= each.data_ptr() < end for each in expert)
+
+    allow_on_cpu()
+    command_in_a_rank(arguments, look)
+
+
+def apart(*arguments):
+    """A rank with masters of its own."""
+    host_masters.share_masters = lambda *_: None
+    allow_on_cpu()
+    command_in_a_rank(arguments)
+    assert not shared_spans()
+
+
+def sharing_and_short(*arguments):
+    """As ``sharing``; memory is too small in the second rank's second step, before its first layer."""
+    from ktbridge.sft.stages import SftTrainer
+
+    compute_loss, tried = SftTrainer.compute_loss, []
+
+    def once(self, *given, **named):
+        tried.append(self.state.global_step)
+        if world().rank == 1 and tried.count(1) == 1 == tried[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return compute_loss(self, *given, **named)
+
+    SftTrainer.compute_loss = once
+    sharing(*arguments)
+
+
+def sharing_and_lost(*arguments):
+    """As ``sharing``; the second rank is killed before its second update."""
+    update, made = DeferredAdam._update, []
+
+    def once(self, layer):
+        made.append(layer)
+        if world().rank == 1 and made.count(layer) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(self, layer)
+
+    DeferredAdam._update = once
+    sharing(*arguments)
+
+
+def bits(run_dir, name):
+    return [(run_dir / name / file).read_bytes() for file in ADAPTER]
+
+
+ADAPTER = ("adapter_model.safetensors", "fused_expert_lora.safetensors")
+ADAM = (*STREAM, "tokens_per_pass=26", "loraplus_lr_ratio=2", HELD_OUT["sft"], "eval_steps=1")
+
+
+@quiet
+def test_processes_of_a_host_share_masters_and_train_to_the_bits_of_processes_that_do_not(
+    launch, run_dir
+):
+    for name in ("sharing", "apart", "sharing_and_short"):
+        done = launch(name, "ddp", *ADAM, how=(__file__, name))
+        assert done.returncode == 0, done.stderr
+    assert bits(run_dir, "sharing") == bits(run_dir, "apart") == bits(run_dir, "sharing_and_short")
+    assert losses(run_dir / "sharing") == losses(run_dir / "apart")
+
+
+@pytest.mark.slow
+@quiet
+@pytest.mark.parametrize("method", ["ddp", "fsdp2"])
+def test_shared_masters_are_saved_whole(launch, run_dir, method):
+    name = f"whole-{method}"
+    whole = launch(name, method, *ADAM, how=(__file__, "sharing"))
+    assert whole.returncode == 0, whole.stderr
+    stopped = launch("again", method, *ADAM, "save_steps=2", how=(__file__, "stopped"))
+    assert "interrupted after step 2" in stopped.stderr
+    more = ("resume_from_checkpoint=true", "overwrite_output_dir=true")
+    resumed = launch("again", method, *ADAM, *more, how=(__file__, "apart"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert bits(run_dir, "again") == bits(run_dir, name)
+    shutil.rmtree(run_dir / "again")
+    shutil.rmtree(run_dir / "again.checkpoints", ignore_errors=True)
+
+
+@pytest.mark.slow
+@quiet
+def test_a_process_that_ends_before_its_part_of_an_update_ends_the_others(launch, run_dir):
+    done = launch("lost", "ddp", *ADAM, how=(__file__, "sharing_and_lost"))
+    assert done.returncode != 0
+    assert "has ended before its part of an update" in done.stderr
+
+
 # --- what all ranks agree on ---------------------------------------------------------------------------
 
 
@@ -247,10 +360,12 @@ def averages():
     for place, parameter in enumerate(parameters):
         if (place, here.rank) != (2, 1):  # a rank may have none
             parameter.grad = torch.full_like(parameter, place + 10.0 * here.rank)
-    average_gradients(parameters, torch.device("cpu"))
+    norm = average_gradients(parameters, torch.device("cpu"))
     means = [5.0, 6.0, 1.0, 8.0, 9.0]
     for parameter, mean in zip(parameters, means, strict=True):
         assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
+    flat = torch.cat([each.grad.flatten() for each in parameters])
+    assert norm == pytest.approx(float(flat.norm()), rel=1e-6)
     counts = [len(bucket) for bucket in optimizer._buckets(parameters)]
     assert counts == [3, 1, 1]
     assert 0 < exchange_times(time_average(torch.device("cpu"))) < 1

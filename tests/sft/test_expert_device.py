@@ -27,7 +27,7 @@ from ktbridge.experts.gpu.placement import (
     rank,
 )
 from ktbridge.sft import expert_device, optimizer
-from ktbridge.sft.optimizer import DeferredAdam
+from ktbridge.sft.host_masters import DeferredAdam
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -175,6 +175,11 @@ def group() -> distributed.ProcessGroup:
     return _State.group
 
 
+def wait_limit() -> float:
+    """Return the seconds that a wait for another process may take (``ddp_timeout``)."""
+    return _State.timeout
+
+
 @contextmanager
 def explain_lost_rank(seconds: float | None = None) -> Iterator[None]:
     """Turn torch's error about a lost rank, waited for ``seconds`` or the limit, into a KtbridgeError."""
