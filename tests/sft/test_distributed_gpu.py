@@ -269,12 +269,13 @@ def test_processes_of_a_host_share_masters_and_train_to_the_bits_of_processes_th
 @pytest.mark.parametrize("method", ["ddp", "fsdp2"])
 def test_shared_masters_are_saved_whole(launch, run_dir, method):
     name = f"whole-{method}"
-    whole = launch(name, method, *ADAM, how=(__file__, "sharing"))
+    more = (*ADAM, "load_best_model_at_end=true", "greater_is_better=true")
+    whole = launch(name, method, *more, how=(__file__, "sharing"))
     assert whole.returncode == 0, whole.stderr
-    stopped = launch("again", method, *ADAM, "save_steps=2", how=(__file__, "stopped"))
+    stopped = launch("again", method, *more, how=(__file__, "stopped"))
     assert "interrupted after step 2" in stopped.stderr
-    more = ("resume_from_checkpoint=true", "overwrite_output_dir=true")
-    resumed = launch("again", method, *ADAM, *more, how=(__file__, "apart"))
+    more = (*more, "resume_from_checkpoint=true")
+    resumed = launch("again", method, *more, how=(__file__, "apart"))
     assert resumed.returncode == 0, resumed.stderr
     assert bits(run_dir, "again") == bits(run_dir, name)
     shutil.rmtree(run_dir / "again")

@@ -219,6 +219,7 @@ def test_advice_saves_what_it_says_and_more_than_next_to_nothing(run_yaml, plann
     plan = planned(*overrides, target=target)
     assert not plan.fits
     assert plan.advice
+    assert len(plan.advice) == len(set(plan.advice))
     needs = [verdict.need for verdict in plan.verdicts if not verdict.fits]
     for item in plan.advice:
         after = planned(*overrides, *item.change.split(), target=target)

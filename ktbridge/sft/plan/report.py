@@ -389,7 +389,7 @@ def advise(setting: RunSetting, failed: list[Check]) -> list[Advice]:
     if gpu > least.get("GPU", gpu):  # beyond overrides of the same run
         price = "attention on the CPU: many times slower"
         found.append(Advice("use_cpu=true", "GPU", gpu, price))
-    return found
+    return list(dict.fromkeys(found))  # places that share what is short share advice
 
 
 def _changes(setting: RunSetting) -> Iterator[tuple[str, str, RunSetting]]:
