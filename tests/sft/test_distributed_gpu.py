@@ -222,9 +222,10 @@ def sharing_and_short(*arguments):
     compute_loss, tried = SftTrainer.compute_loss, []
 
     def once(self, *given, **named):
-        tried.append(self.state.global_step)
-        if world().rank == 1 and tried.count(1) == 1 == tried[-1]:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        if self.model.training:
+            tried.append(self.state.global_step)
+            if world().rank == 1 and tried.count(1) == 1 == tried[-1]:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
         return compute_loss(self, *given, **named)
 
     SftTrainer.compute_loss = once

@@ -26,7 +26,7 @@ from ktbridge.experts.gpu.placement import (
     predict_seconds,
     rank,
 )
-from ktbridge.sft import expert_device, optimizer
+from ktbridge.sft import expert_device, host_masters
 from ktbridge.sft.host_masters import DeferredAdam
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,13 +56,13 @@ def train(*overrides: str, **options: Any) -> Any:
 @pytest.mark.usefixtures("executor_here")
 def test_deferring_the_optimizer_changes_no_bit(run_dir, monkeypatch):
     made: list[int] = []
-    make = optimizer._Update.make
+    make = host_masters._Update.make
 
-    def counted(update: Any) -> None:
+    def counted(update: Any, part: Any) -> None:
         made.append(len(update.parameters))
-        make(update)
+        make(update, part)
 
-    monkeypatch.setattr(optimizer._Update, "make", counted)
+    monkeypatch.setattr(host_masters._Update, "make", counted)
     more = ("val_size=4", "eval_steps=2", "loraplus_lr_ratio=4", "kt_experts=stream")
     train(*more, "output_dir=deferred")
     # In each of six steps six matrices of a layer, whose B are another group.
