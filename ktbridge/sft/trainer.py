@@ -195,7 +195,6 @@ class RunTrainer(RowTrainer):
 
         Raises ``Diverged`` for a loss that is not finite.
         """
-        self.finish_updates()  # a rank that has no row here would have the others wait
         training = self.model.training
         self.model.eval()
         try:
