@@ -74,7 +74,7 @@ class SharedMasters:
         self, memory: mmap.mmap, neighbors: Neighbors, layers: Sequence[MoELoRAExperts]
     ) -> None:
         self.neighbors = neighbors
-        self.parameters: set[nn.Parameter] = set()
+        self.parameters: set[torch.Tensor] = set()
         self._memory, self._end = memory, 0
         self._numbers = {layer: number for number, layer in enumerate(layers)}
         flat = self.take((len(neighbors.processes), len(layers)), torch.int64).numpy()
@@ -120,7 +120,7 @@ class SharedMasters:
 
 
 def share_masters(
-    optimizer: torch.optim.Optimizer, layers: Mapping[nn.Parameter, MoELoRAExperts]
+    optimizer: torch.optim.Optimizer, layers: Mapping[torch.Tensor, MoELoRAExperts]
 ) -> SharedMasters | None:
     """Move the masters of ``layers``, by parameter, with Adam's states into memory that the host's share.
 
@@ -221,7 +221,7 @@ class DeferredAdam:
         """The masters, if this host's processes share them; from the first step on."""
         self._begun = False
         self._pending: dict[MoELoRAExperts, list[_Update]] = {}
-        self._layers: dict[nn.Parameter, MoELoRAExperts] = {}
+        self._layers: dict[torch.Tensor, MoELoRAExperts] = {}
         if type(optimizer) is not torch.optim.AdamW:
             return
         for layer in layers:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from gpuexperts import allow_on_cpu
 from manyranks import (
     GLOBAL_BATCH,
+    HELD_OUT,
     assert_same_run,
     command_in_a_rank,
     finished,
@@ -43,10 +45,7 @@ STREAM = ("kt_experts=stream", "kt_num_gpu_experts=0")
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory, base_dir):
-    made = write_run(tmp_path_factory.mktemp("run"), base_dir)
-    first, *_ = (made / "held.jsonl").read_text().splitlines()
-    (made / "one.jsonl").write_text(f"{first}\n")
-    return made
+    return write_run(tmp_path_factory.mktemp("run"), base_dir)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +217,7 @@ def apart(*arguments):
 
 
 def sharing_and_short(*arguments):
-    """As ``sharing``; memory is too small in the second rank's second step, before its first layer."""
+    """As ``sharing``; the second rank's updates are late, and memory is too small for its second step."""
     from ktbridge.sft.stages import SftTrainer
 
     compute_loss, tried = SftTrainer.compute_loss, []
@@ -230,7 +229,12 @@ def sharing_and_short(*arguments):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
         return compute_loss(self, *given, **named)
 
+    def late(self, layer):
+        time.sleep(0.1 * world().rank)
+        update(self, layer)
+
     SftTrainer.compute_loss = once
+    update, DeferredAdam._update = DeferredAdam._update, late
     sharing(*arguments)
 
 
@@ -253,14 +257,7 @@ def bits(run_dir, name):
 
 
 ADAPTER = ("adapter_model.safetensors", "fused_expert_lora.safetensors")
-ADAM = (
-    *STREAM,
-    "tokens_per_pass=26",
-    "loraplus_lr_ratio=2",
-    "eval_dataset=one.jsonl",
-    "eval_steps=1",
-)
-"""The second rank has nothing to do in evaluations."""
+ADAM = (*STREAM, "tokens_per_pass=26", "loraplus_lr_ratio=2", HELD_OUT["sft"], "eval_steps=1")
 
 
 @quiet
