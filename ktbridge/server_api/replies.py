@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.json_parts import has_more
 from ktbridge.server_api.served_names import ModelEntry
 
 SHORTEST_SECRET = 8
@@ -226,7 +225,7 @@ def _take_stops(text: str) -> tuple[str, str]:
 
 def read_json(body: bytes) -> object:
     """The JSON value of a reply's body. Raises BadReplyError if it is none."""
-    if has_more(body, b"[{", _MOST_PARTS):
+    if _has_more(body, b"[{", _MOST_PARTS):
         raise BadReplyError(f"JSON of more than {_MOST_PARTS} parts")
     try:
         return json.loads(body)
@@ -320,3 +319,22 @@ def shorten(text: str, most: int) -> str:
     head = text[:most]
     cut = head.rfind(" ", most - 40)
     return (head[:cut] if cut > 0 else head).rstrip() + " …"
+
+
+def _has_more(body: bytes, marks: bytes, most: int) -> bool:
+    """Return whether more than ``most`` of the bytes ``marks`` stand in JSON outside its texts.
+
+    Counted before it is parsed: C code that parses it keeps every thread waiting until it is done, and makes
+    of a few bytes an object of many times their size. What stands in the texts doesn't count: one may be
+    brackets and commas without end.
+    """
+    if _count(body, marks) <= most:
+        return False
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 4 * most:
+        return True
+    return sum(_count(part, marks) for part in plain.split(b'"')[::2]) > most
+
+
+def _count(body: bytes, marks: bytes) -> int:
+    return sum(body.count(mark) for mark in marks)

@@ -34,7 +34,7 @@ from ktbridge.machine import read_machine
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed import agree, barrier, made_by_main
-from ktbridge.sft.host_masters import find_neighbors
+from ktbridge.sft.host_masters import find_local_ranks
 from ktbridge.sft.launch import world
 from ktbridge.sft.model import choose_device
 from ktbridge.sft.optimizer import time_average
@@ -357,8 +357,8 @@ def _together(costs: Costs, device: torch.device) -> Costs:
         return costs
     barrier()
     link = min(costs.link, -agree(-round(link_speed(device, _AT_ONCE))))
-    neighbors = -agree(-len(find_neighbors().processes))  # each updates a part of the masters
-    clip, adam = (agree(round(1e18 * each)) / 1e18 / neighbors for each in time_update(_CPU))
+    ranks_here = -agree(-len(find_local_ranks().processes))  # each updates a part of the masters
+    clip, adam = (agree(round(1e18 * each)) / 1e18 / ranks_here for each in time_update(_CPU))
     update = costs.update[0], clip + adam
     costs = replace(costs, link=link, update=update, deferred=adam, average=time_average(device))
     torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ import hashlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,12 +41,11 @@ _LOOK = 0.1  # seconds of waiting after which it is looked whether the other pro
 
 
 @dataclass(frozen=True)
-class Neighbors:
-    """Process ids of this host's ranks, in rank order, and this one's ``place`` among them."""
+class LocalRanks:
+    """Process ids of this host's ranks, in rank order, what they offer, and this one's ``place`` there."""
 
     processes: tuple[int, ...]
     descriptors: tuple[int, ...]
-    """What each of them offers."""
     place: int
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +55,7 @@ class Neighbors:
         return tensor[first:end]
 
 
-def find_neighbors(descriptor: int = -1) -> Neighbors:
+def find_local_ranks(descriptor: int = -1) -> LocalRanks:
     """Find the ranks that see each other's processes; all ranks call it, each with what it offers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     where = boot + os.readlink("/proc/self/ns/pid").encode()
@@ -64,26 +63,26 @@ def find_neighbors(descriptor: int = -1) -> Neighbors:
     rows = exchange([host, os.getpid(), descriptor])
     here = [row[1:] for row in rows if row[0] == host]
     processes, descriptors = zip(*here, strict=True)
-    return Neighbors(processes, descriptors, processes.index(os.getpid()))
+    return LocalRanks(processes, descriptors, processes.index(os.getpid()))
 
 
 class SharedMasters:
     """The masters of some layers, in memory that this host's processes share."""
 
     def __init__(
-        self, memory: mmap.mmap, neighbors: Neighbors, layers: Sequence[MoELoRAExperts]
+        self, memory: mmap.mmap, ranks: LocalRanks, layers: Sequence[MoELoRAExperts]
     ) -> None:
-        self.neighbors = neighbors
+        self.ranks = ranks
         self.parameters: set[torch.Tensor] = set()
         self._memory, self._end = memory, 0
         self._numbers = {layer: number for number, layer in enumerate(layers)}
-        flat = self.take((len(neighbors.processes), len(layers)), torch.int64).numpy()
+        flat = self.take((len(ranks.processes), len(layers)), torch.int64).numpy()
         self._done: np.ndarray[tuple[int, int], np.dtype[np.int64]] = flat
         """How often each process has updated its part of each layer."""
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of ``tensor`` [E, ...], a master or like one, that this process updates."""
-        return self.neighbors.part(tensor)
+        return self.ranks.part(tensor)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The next tensor of the memory, the same one in each process that asks in the same order."""
@@ -94,7 +93,7 @@ class SharedMasters:
 
     def updated(self, layer: MoELoRAExperts) -> None:
         """Tell the others that this process has updated its part of ``layer``."""
-        self._done[self.neighbors.place, self._numbers[layer]] += 1
+        self._done[self.ranks.place, self._numbers[layer]] += 1
 
     def wait(self, layer: MoELoRAExperts) -> None:
         """Wait until all have updated ``layer`` as often as this process.
@@ -102,7 +101,7 @@ class SharedMasters:
         Raises ``KtbridgeError`` where one of them has ended, or doesn't come within ``ddp_timeout`` seconds.
         """
         done = self._done[:, self._numbers[layer]]
-        wanted, began = done[self.neighbors.place], time.monotonic()
+        wanted, began = done[self.ranks.place], time.monotonic()
         look = began + _LOOK
         while done.min() < wanted:
             time.sleep(0)
@@ -112,7 +111,7 @@ class SharedMasters:
                     self._look(time.monotonic() - began)
 
     def _look(self, waited: float) -> None:
-        for process in self.neighbors.processes:
+        for process in self.ranks.processes:
             if not Path(f"/proc/{process}").exists():
                 raise RuntimeError(f"process {process} has ended before its part of an update")
         if waited > wait_limit():
@@ -131,9 +130,9 @@ def share_masters(
     own = [*dict.fromkeys(layers.values())]
     descriptor = _offer()
     try:
-        neighbors = find_neighbors(descriptor)
-        count = len(neighbors.processes)
-        memory = _map(neighbors, size + _padded(8 * count * len(own)))
+        ranks = find_local_ranks(descriptor)
+        count = len(ranks.processes)
+        memory = _map(ranks, size + _padded(8 * count * len(own)))
         fit = all(len(each) >= count and each.dtype == torch.float32 for each in layers)
         if agree(memory is None or not fit) or agree(count) == 1:
             return None
@@ -141,14 +140,14 @@ def share_masters(
         if descriptor >= 0:
             os.close(descriptor)
     assert memory is not None
-    shared = SharedMasters(memory, neighbors, own)
+    shared = SharedMasters(memory, ranks, own)
     for layer in own:
         moved = []
         for parameter in (each for each, of in layers.items() if of is layer):
             state = optimizer.state[parameter]
             for value in (parameter.detach(), *(state[name] for name in _STATES)):
                 moved.append(shared.take(value.shape, torch.float32))
-                neighbors.part(moved[-1]).copy_(neighbors.part(value))
+                ranks.part(moved[-1]).copy_(ranks.part(value))
             shared.parameters.add(parameter)
         barrier()  # all parts are there
         for parameter in (each for each, of in layers.items() if of is layer):
@@ -166,9 +165,9 @@ def _offer() -> int:
         return -1
 
 
-def _map(neighbors: Neighbors, size: int) -> mmap.mmap | None:
+def _map(ranks: LocalRanks, size: int) -> mmap.mmap | None:
     """Map ``size`` bytes of what the first of them offers; None where that can't be had."""
-    path = f"/proc/{neighbors.processes[0]}/fd/{neighbors.descriptors[0]}"
+    path = f"/proc/{ranks.processes[0]}/fd/{ranks.descriptors[0]}"
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -199,14 +198,13 @@ class _Update:
     options: dict[str, Any]
 
     @torch.no_grad()
-    def make(self, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Make it of a ``part`` of each tensor."""
-        averages, squares = ([part(state[name]) for state in self.states] for name in _STATES)
-        parameters, gradients = ([*map(part, each)] for each in (self.parameters, self.gradients))
-        adamw(
-            parameters, gradients, averages, squares, [], [state["step"] for state in self.states],
-            fused=True, amsgrad=False, **self.options,
-        )  # fmt: skip
+    def make(self, shared: SharedMasters | None) -> None:
+        """Make it, of ``shared`` tensors this process's part."""
+        states = ([state[name] for state in self.states] for name in _STATES)
+        tensors = self.parameters, self.gradients, *states
+        parts = [[*map(shared.part, each)] for each in tensors] if shared else tensors
+        steps = [state["step"] for state in self.states]
+        adamw(*parts, [], steps, fused=True, amsgrad=False, **self.options)
 
 
 class DeferredAdam:
@@ -254,7 +252,7 @@ class DeferredAdam:
 
     def _update(self, layer: MoELoRAExperts) -> None:
         for update in self._pending.pop(layer):
-            update.make(self.shared.part if self.shared else whole)
+            update.make(self.shared)
         if self.shared:
             self.shared.updated(layer)
 
@@ -288,8 +286,3 @@ class DeferredAdam:
                 parameter.grad = None
             for layer, update in updates.items():
                 self._pending.setdefault(layer, []).append(update)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``: the part of a process that has masters of its own."""
-    return tensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ktbridge.experts.gpu.masters import gradients_norm
 from ktbridge.sft.compat import WholeTrainer, set_logged_rates
 from ktbridge.sft.distributed import agree, barrier, explain_lost_rank, from_main
 from ktbridge.sft.distributed.dispatch import expert_parameter_names, replicated_lora, whole_tensor
-from ktbridge.sft.host_masters import SharedMasters, whole
+from ktbridge.sft.host_masters import SharedMasters
 from ktbridge.sft.launch import world
 
 State = dict[str, Any]
@@ -144,7 +144,7 @@ def clip_gradients(
     for parameter in model.parameters():
         if parameter.grad is None:
             continue
-        scaled.append(_part_of(parameter, shared)(parameter.grad))
+        scaled.append(_own_part(parameter.grad, parameter, shared))
         if parameter not in averaged:
             (own if parameter in experts else everywhere).append(parameter.grad)
     squares = from_main(float(gradients_norm(own)) ** 2 + known**2)
@@ -193,18 +193,21 @@ def average_gradients(
             flat.record_stream(back)
         with torch.cuda.stream(back):
             for parameter, mean, gradient in zip(bucket, means, gradients, strict=True):
-                part = _part_of(parameter, shared)
-                part(gradient).copy_(part(mean.view_as(gradient)), non_blocking=True)
+                own, value = (
+                    _own_part(each, parameter, shared)
+                    for each in (gradient, mean.view_as(gradient))
+                )
+                own.copy_(value, non_blocking=True)
     if back is not None:  # gradients on the host have arrived then
         back.synchronize()
     return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def _part_of(
-    parameter: nn.Parameter, shared: SharedMasters | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what takes of a tensor like ``parameter`` the part that this process updates."""
-    return shared.part if shared and parameter in shared.parameters else whole
+def _own_part(
+    tensor: torch.Tensor, parameter: nn.Parameter, shared: SharedMasters | None
+) -> torch.Tensor:
+    """Return what this process updates of a ``tensor`` like ``parameter``."""
+    return shared.part(tensor) if shared and parameter in shared.parameters else tensor
 
 
 def time_average(device: torch.device) -> float:
