@@ -26,8 +26,7 @@ _IN_EXTRAS = {
     "hub": "huggingface_hub tqdm",
     "gguf": "gguf",
     "liger": "liger_kernel",
-    "eval": "aiohttp anyio httpx2 jieba jinja2 jsonschema markupsafe openai regex rouge_score "
-    "sacrebleu",
+    "eval": "aiohttp anyio httpx2 jieba jinja2 jsonschema markupsafe openai regex rouge_score sacrebleu",
     "serve": "accelerate aiohttp anyio h11 httpx2 huggingface_hub jinja2 openai peft "
     "safetensors starlette tokenizers torch transformers uvicorn",
     "train": "accelerate datasets huggingface_hub jinja2 matplotlib peft PIL pyarrow safetensors "

@@ -57,9 +57,7 @@ def choose_threads(wish: int = 0) -> int:
         return wish
     if text := os.environ.get("KTBRIDGE_THREADS"):
         if not text.isdecimal() or not 1 <= int(text) <= MOST_THREADS:
-            raise UsageError(
-                f"KTBRIDGE_THREADS must be a number from 1 to {MOST_THREADS}, not {text!r}."
-            )
+            raise UsageError(f"KTBRIDGE_THREADS must be a number from 1 to {MOST_THREADS}, not {text!r}.")
         return int(text)
     cores = len({cpu.core for cpu in _own_cpus()})
     return max(1, int(min(cores, cpu_quota() or cores)))

@@ -169,9 +169,7 @@ class Command:
             subprocess.run([sys.executable, "-S", "-c", TOUCH, str(size)], check=False)
 
 
-def compete_as_programs(
-    run: Record, commands: list[Command], repeat: int, touch: bool = False
-) -> None:
+def compete_as_programs(run: Record, commands: list[Command], repeat: int, touch: bool = False) -> None:
     """Let commands take turns after a round that isn't counted: all first turns are cold."""
     by_name = {command.name: command for command in commands}
 

@@ -89,9 +89,7 @@ class Ours:
 
     def __init__(self, layer: Layer, weights: tuple[torch.Tensor, ...], keep: bool) -> None:
         stacks = [each.cpu() for each in weights]
-        self.layer = MoELoRAExperts.from_tensors(
-            *stacks, lora_rank=8, lora_alpha=ALPHA, accumulate_grad=True
-        )
+        self.layer = MoELoRAExperts.from_tensors(*stacks, lora_rank=8, lora_alpha=ALPHA, accumulate_grad=True)
         with torch.no_grad():
             for parameter in self.layer.parameters():
                 parameter.normal_(std=0.02)
@@ -221,9 +219,7 @@ def bench_layers(record: Record, sizes: tuple[int, ...], repeats: int, peer: Pat
         }
         if peer:
             makers["Unsloth"] = partial(Unsloth, layer, weights, peer)
-        table = plain_table(
-            layer.name, "tokens", "GPU ms", "host ms", "launches", "again: GPU", "host"
-        )
+        table = plain_table(layer.name, "tokens", "GPU ms", "host ms", "launches", "again: GPU", "host")
         chosen = {tokens: uneven_ids(layer, tokens) for tokens in sizes}
         for tokens, ids in chosen.items():
             least = floor(layer, weights, ids)
@@ -252,13 +248,9 @@ def bench_layers(record: Record, sizes: tuple[int, ...], repeats: int, peer: Pat
 @click.command(context_settings={"max_content_width": 110})
 @click.option("--tokens", type=int, multiple=True, help="Of a micro-batch; may repeat.")
 @click.option("--repeats", type=int, default=10, show_default=True)
-@click.option(
-    "--peer-path", type=click.Path(exists=True, path_type=Path), help="Unsloth, unpacked."
-)
+@click.option("--peer-path", type=click.Path(exists=True, path_type=Path), help="Unsloth, unpacked.")
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write what was measured.")
-def command(
-    tokens: tuple[int, ...], repeats: int, peer_path: Path | None, output: Path | None
-) -> None:
+def command(tokens: tuple[int, ...], repeats: int, peer_path: Path | None, output: Path | None) -> None:
     """Time one layer of experts on this machine's GPU."""
     if not torch.cuda.is_available():
         raise click.UsageError("there is no CUDA device here.")

@@ -146,9 +146,7 @@ class Bench:
             peer = any(worker.contestant.name == "kt-kernel" for worker in workers)
             if peer and "amx_bf16" not in read_machine().isa:
                 notes.append("This CPU has no AMX: kt-kernel runs on AVX512-BF16 instead.")
-            before = (
-                3 if shape.weight_bytes < SMALL else 0
-            )  # continuing a process costs milliseconds
+            before = 3 if shape.weight_bytes < SMALL else 0  # continuing a process costs milliseconds
             driver.take_turns(workers, WARMUPS, self.repeat, failed, label=label, before=before)
             result["contestants"] = [self._entry(w, shape, reference, notes) for w in workers]
         result["notes"] = notes
@@ -310,9 +308,7 @@ EXISTING = click.Path(exists=True, path_type=Path)
 @click.option("--peer-dir", default=PEERS_HOME, show_default=True, type=click.Path(path_type=Path))
 @click.option("--peer-python", help="An interpreter for kt-kernel, instead of installing it.")
 @click.option("--peer-path", help="A directory with kt_kernel, for machines without a network.")
-def main(
-    peers: tuple[str, ...], shapes: tuple[Shape, ...], json_file: Path | None, **options: Any
-) -> None:
+def main(peers: tuple[str, ...], shapes: tuple[Shape, ...], json_file: Path | None, **options: Any) -> None:
     """Measure the MoE-LoRA layer beside its peers."""
     if options.pop("decode"):
         shapes = (*shapes, *DECODE_SHAPES)

@@ -84,9 +84,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        return (
-            f"{self.model.name} {self.budget or 'no limit'} {self.storage} {self.rows} x {LENGTH}"
-        )
+        return f"{self.model.name} {self.budget or 'no limit'} {self.storage} {self.rows} x {LENGTH}"
 
 
 V2 = Model("v2-lite", "deepseek-v2-lite", 27)
@@ -264,9 +262,7 @@ def verdict(row: Row, runs: Sequence[Record]) -> dict[str, bool]:
 
 def best_fixed(runs: Sequence[Record]) -> float | None:
     """Tokens/s of the fastest fixed mode that ran."""
-    paces = (
-        run["tokens_per_second"] for run in runs if run["mode"] != "auto" and not run["status"]
-    )
+    paces = (run["tokens_per_second"] for run in runs if run["mode"] != "auto" and not run["status"])
     return max((pace for pace in paces if pace), default=None)
 
 
@@ -325,9 +321,7 @@ def show(run: Record, rows: Sequence[Row]) -> bool:
             stderr.print(f"{each['row']} {each['mode']}: {words}", markup=False, soft_wrap=True)
         if each.get("quantised_seconds"):
             took = each["quantised_seconds"]
-            console.print(
-                f"{each['row']} {each['mode']}: experts were quantized first, {took:.0f} s"
-            )
+            console.print(f"{each['row']} {each['mode']}: experts were quantized first, {took:.0f} s")
     return all(passed)
 
 
@@ -369,9 +363,7 @@ def _merged(paths: Sequence[Path]) -> Record:
     """Recorded runs as one; a run in several is the last one's."""
     documents = [json.loads(path.read_text()) for path in paths]
     runs = {
-        (each["row"], each["mode"], each["gpus"]): each
-        for document in documents
-        for each in document["runs"]
+        (each["row"], each["mode"], each["gpus"]): each for document in documents for each in document["runs"]
     }
     return {**documents[-1], "runs": list(runs.values())}
 
@@ -384,9 +376,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--checkpoints", type=FOLDER, help="Where checkpoints are, and are made.")
 @click.option("--rows-of", default="", metavar="NAME,…", help="Rows of the table; default: all.")
 @click.option("--list", "listed", is_flag=True, help="Show the rows' names.")
-@click.option(
-    "--modes", default="", metavar="MODE,…", help="Fixed modes instead of each row's own."
-)
+@click.option("--modes", default="", metavar="MODE,…", help="Fixed modes instead of each row's own.")
 @click.option("--auto-only", is_flag=True, help="Leave out the fixed modes.")
 @click.option("--gpus", default=1, type=click.IntRange(1), help="auto on so many, beside fewer.")
 @click.option("--accelerate", type=FILE, help="accelerate's configuration, in place of torchrun.")
@@ -394,9 +384,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--seed", default=42, show_default=True)
 @click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", help="Of each config.json.")
 @click.option("--seconds-left", type=float, help="Start no run that may end after so many.")
-@click.option(
-    "--longest", default=240.0, show_default=True, help="Seconds after which a run is ended."
-)
+@click.option("--longest", default=240.0, show_default=True, help="Seconds after which a run is ended.")
 @click.option("--json", "json_file", type=FILE, help="Written after each run, and gone on from.")
 @click.option("--from-json", "recorded", multiple=True, type=FILE, help="Show runs; several.")
 @click.option("--timeline", type=FOLDER, help="A step of each run with auto, for timeline.py.")

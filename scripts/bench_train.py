@@ -234,14 +234,10 @@ WHO_HELP = f"{', '.join(WHO)}; several.  [default: stream, cpu, hf]"
 @click.option("--passes", default=1, type=click.IntRange(0), **SHOWN)
 @click.option("--steps", default=3, type=click.IntRange(2), **SHOWN)
 @click.option("--learning-rate", default=1e-4, type=float, **SHOWN)
-@click.option(
-    "--lora-dropout", default=0.0, help="On ktbridge's experts; PEFT has none there.", **SHOWN
-)
+@click.option("--lora-dropout", default=0.0, help="On ktbridge's experts; PEFT has none there.", **SHOWN)
 @click.option("--no-checkpointing", is_flag=True, help="Keep activations on the GPU.")
 @click.option("--json", "json_file", type=FILE, help="All samples.")
-@click.option(
-    "--from-json", "recorded", multiple=True, type=EXISTING, help="Show a recorded run; several."
-)
+@click.option("--from-json", "recorded", multiple=True, type=EXISTING, help="Show a recorded run; several.")
 @click.option("--plot", type=FILE, help="Draw recorded runs.")
 def main(
     checkpoint: Path | None,

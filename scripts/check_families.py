@@ -42,8 +42,7 @@ def without_result(folders: list[str]) -> list[str]:
     return [
         folder
         for folder in folders
-        if folder not in OPEN
-        and not any(name == folder or name.startswith(f"{folder}_") for name in types)
+        if folder not in OPEN and not any(name == folder or name.startswith(f"{folder}_") for name in types)
     ]
 
 
@@ -55,12 +54,8 @@ def main() -> int:
     folders = dispatched(Path(spec.origin).parent / "models")
     new = without_result(folders)
     for folder in new:
-        print(
-            f"{folder}: transformers dispatches its experts, and ktbridge has no row or refusal for it"
-        )
-    print(
-        f"{len(folders)} families with dispatched experts, {len(OPEN)} open, {len(new)} without a result"
-    )
+        print(f"{folder}: transformers dispatches its experts, and ktbridge has no row or refusal for it")
+    print(f"{len(folders)} families with dispatched experts, {len(OPEN)} open, {len(new)} without a result")
     return int(bool(new) or not folders)
 
 

@@ -26,9 +26,7 @@ def run(plan: Plan, label: str, dry_run: bool, as_json: bool) -> None:
     if left_out:
         stderr.print(f"left out: {' '.join(left_out)}", soft_wrap=True, markup=False)
     tail = "dry run: nothing was written" if dry_run else f"done in {report['seconds']:.2f} s"
-    source = sum(
-        file.size for file in map(plan.rewrite.checkpoint.file, plan.rewrite.checkpoint.shards)
-    )
+    source = sum(file.size for file in map(plan.rewrite.checkpoint.file, plan.rewrite.checkpoint.shards))
     stderr.print(
         f"{plan.converted:,} weights, {size_text(source)} to {size_text(plan.bytes)} in "
         f"{report['shards']} shards, {report['output']}; {tail}",

@@ -41,9 +41,7 @@ def main() -> None:
     }
     if args.lora_alpha is not None and (said := configured_alpha(Path(args.input_dir))) is not None:
         # `ktbridge convert --lora-alpha` overrides; pipelines count on the script's not doing so.
-        print(
-            f"adapter_config.json says lora_alpha {said}: --lora-alpha is not used", file=sys.stderr
-        )
+        print(f"adapter_config.json says lora_alpha {said}: --lora-alpha is not used", file=sys.stderr)
         del options["lora-alpha"]
     command = [f"--{name}={value}" for name, value in options.items() if value is not None]
     command += ["--overwrite"] if args.overwrite else []

@@ -100,17 +100,13 @@ class Weights:
         return data
 
 
-def plan_dequantize(
-    model: Path, output: Path, dtype: str = "bf16", overwrite: bool = False
-) -> Plan:
+def plan_dequantize(model: Path, output: Path, dtype: str = "bf16", overwrite: bool = False) -> Plan:
     """Plan it without writing anything. Raises KtbridgeError for a storage that isn't read here."""
     checkpoint, table = open_checkpoint(model), read_json_file(model / "config.json")
     checkpoint.check()
     stored, named = DTYPES[dtype]
     weights = Weights(checkpoint, table, stored)
-    foreign = [
-        name for name in checkpoint if name not in weights.used and _foreign(checkpoint, name)
-    ]
+    foreign = [name for name in checkpoint if name not in weights.used and _foreign(checkpoint, name)]
     if foreign:
         entry = checkpoint.entry(foreign[0])
         raise KtbridgeError(
@@ -166,9 +162,7 @@ def _plain_config(table: dict[str, Any], dtype: str) -> dict[str, Any]:
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT_DIR if these scripts wrote it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def main(
-    model_dir: str, output_dir: str, dtype: str, overwrite: bool, dry_run: bool, as_json: bool
-) -> None:
+def main(model_dir: str, output_dir: str, dtype: str, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     """Write MODEL_DIR to OUTPUT_DIR with every quantized weight in plain floats.
 
     MODEL_DIR is a directory, or a model in the local Hub cache. OUTPUT_DIR is complete or as it was

@@ -168,24 +168,18 @@ def merge(name: str, grown: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60, help="of each target")
-    parser.add_argument(
-        "--target", action="append", metavar="NAME", help="leave it out for all of them"
-    )
+    parser.add_argument("--target", action="append", metavar="NAME", help="leave it out for all of them")
     parser.add_argument("--engine", choices=("auto", "atheris", "random"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--corpus", type=Path, help="keep what was reached there, for the next run")
     parser.add_argument(
         "--merge", type=Path, metavar="DIR", help="add the best of --corpus DIR to the tests' own"
     )
-    parser.add_argument(
-        "--libfuzzer", dest="flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
-    )
+    parser.add_argument("--libfuzzer", dest="flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.target or NAMES
     if options.merge:
-        return max(
-            merge(name, options.merge / name) for name in names if (options.merge / name).is_dir()
-        )
+        return max(merge(name, options.merge / name) for name in names if (options.merge / name).is_dir())
     if options.engine == "auto":
         found = subprocess.run([sys.executable, "-c", "import atheris"], capture_output=True)
         options.engine = "random" if found.returncode else "atheris"

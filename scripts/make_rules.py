@@ -134,9 +134,7 @@ def table(subject: Subject) -> Iterator[str]:
     yield f"### {subject.title} ({first if first == last else f'{first} – {last}'})"
     yield from ("", "| code | severity | reported when | next step |", "| --- | --- | --- | --- |")
     for row in subject.codes:
-        yield (
-            "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) + " |"
-        )
+        yield ("| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) + " |")
 
 
 if __name__ == "__main__":

@@ -134,9 +134,7 @@ class Proof:
         self.steps.run(Step("quality", words, [*adapters.values(), rows], told))
         return dict(json.loads(told.read_text()))
 
-    def serve(
-        self, name: str, adapter: Path, parts: dict[str, Path], arms: Sequence[str]
-    ) -> dict[str, Any]:
+    def serve(self, name: str, adapter: Path, parts: dict[str, Path], arms: Sequence[str]) -> dict[str, Any]:
         """The embedded engine's verdict on an adapter, and its ``arms`` (NAME=MODEL) in both evaluations."""
         server = [*KTBRIDGE, "serve", "--engine", "local", *self._against]
         server += ["--served-model-name", "smollm2", "--expert-adapter", str(parts["expert"])]
@@ -187,9 +185,7 @@ class Proof:
         base = self.place / "sglang" / "base"
         base.parent.mkdir(exist_ok=True)
         script = [sys.executable, str(SCRIPTS / "proving" / "untied_base.py")]
-        self.steps.run(
-            Step("untied base", [*script, str(self.base), str(base)], self._weights, base)
-        )
+        self.steps.run(Step("untied base", [*script, str(self.base), str(base)], self._weights, base))
         server = [*KTBRIDGE, "serve", "--engine", "sglang", "--engine-python", str(python)]
         server += [
             "--base-model",
@@ -220,9 +216,7 @@ class Proof:
         told = self.place / f"{name.replace(' ', '-')}.json"
         return Step(name, [*words, *self._against, *more, "--json"], [adapter], told, prints=True)
 
-    def run(
-        self, name: str, words: Sequence[str], reads: Sequence[Path], writes: Path, **more: Any
-    ) -> None:
+    def run(self, name: str, words: Sequence[str], reads: Sequence[Path], writes: Path, **more: Any) -> None:
         self.steps.run(Step(name, [*KTBRIDGE, *words], reads, writes, **more))
 
 
@@ -233,8 +227,7 @@ def compare_with_peer(proof: Proof, found: dict[str, Any]) -> None:
     verdict = proof.serve("peer", peer, parts, ["peer=smollm2:proof"])
     found["verdicts"]["embedded engine, the peer's adapter"] = verdict
     found["eval"] = {
-        bench: json.loads((proof.place / "eval" / bench / "results.json").read_text())
-        for bench in BENCHES
+        bench: json.loads((proof.place / "eval" / bench / "results.json").read_text()) for bench in BENCHES
     }
     found["quality"] = proof.quality(ktbridge=proof.raw, peer=peer)
 
@@ -257,9 +250,7 @@ def main(
     verdicts_only: bool,
 ) -> None:
     """Prove the whole path on real weights."""
-    name = "-".join(
-        ["proof", *(part for part in (experts, storage) if part not in ("cpu", "bf16"))]
-    )
+    name = "-".join(["proof", *(part for part in (experts, storage) if part not in ("cpu", "bf16"))])
     place = (output or SCRIPTS.parent / "build" / name).resolve()
     place.mkdir(parents=True, exist_ok=True)
     changes = [f"kt_config.kt_experts={experts}"]
@@ -277,9 +268,7 @@ def main(
         if again:
             proof.train("train again", place / "again" / "raw")
         arms = () if verdicts_only else ("base=smollm2:base", "ktbridge=smollm2:proof")
-        verdicts = {
-            "embedded engine, ktbridge's adapter": proof.serve("ours", proof.raw, proof.parts, arms)
-        }
+        verdicts = {"embedded engine, ktbridge's adapter": proof.serve("ours", proof.raw, proof.parts, arms)}
         if LLAMA.exists():
             verdicts["llama.cpp's server, adapter as GGUF"] = proof.llama()
         if VLLM.exists():

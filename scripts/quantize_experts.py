@@ -24,9 +24,7 @@ from ktbridge.model import resolve_model
 @click.command(cls=Command)
 @click.argument("model_dir", type=click.Path())
 @click.argument("output_dir", type=click.Path())
-@click.option(
-    "--format", "storage", type=click.Choice(STORAGES), default="int8", help="The storage."
-)
+@click.option("--format", "storage", type=click.Choice(STORAGES), default="int8", help="The storage.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT_DIR if these scripts wrote it.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

@@ -190,9 +190,7 @@ def _planned(shape: str, changes: Mapping[str, Any], experts: str | None) -> tup
         elif key in text or hasattr(known, key):
             text[key] = value
         else:
-            raise UsageError(
-                f"a configuration of {model_type} has no {key}", "see the model's config.json"
-            )
+            raise UsageError(f"a configuration of {model_type} has no {key}", "see the model's config.json")
     if multimodal:
         settings["vision_config"]["out_hidden_size"] = text["hidden_size"]
     try:
@@ -317,9 +315,7 @@ def make_tokenizer(words: Sequence[str]) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    core = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(words)}, SPECIAL[0])
-    )
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, SPECIAL[0]))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=core, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
@@ -336,10 +332,7 @@ def write_rows(path: Path, lengths: Sequence[int], words: Sequence[str]) -> None
     rows = []
     for length in lengths:
         question = min(16, (length - AROUND) // 2)
-        texts = [
-            " ".join(draw.choices(words, k=count))
-            for count in (question, length - AROUND - question)
-        ]
+        texts = [" ".join(draw.choices(words, k=count)) for count in (question, length - AROUND - question)]
         rows.append({"instruction": texts[0], "input": "", "output": texts[1]})
     path.write_text(json.dumps(rows))
 

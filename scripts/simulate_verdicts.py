@@ -169,9 +169,7 @@ def simulate(scenario: Scenario, runs: int, seed: int = 33) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000, help="reports a scenario")
     runs = parser.parse_args().runs
     keep_draws()
@@ -180,9 +178,7 @@ def main() -> None:
     print("| --- " * 8 + "|")
     for one in NULL:
         found = simulate(one, runs)
-        cells = [
-            f"{100 * found[key]:.1f} %" for key in ("lost", "gained", "may", "below", "covered")
-        ]
+        cells = [f"{100 * found[key]:.1f} %" for key in ("lost", "gained", "may", "below", "covered")]
         print(
             "|",
             " | ".join([one.title, str(one.items), str(len(one.arms)), *cells]),

@@ -61,9 +61,7 @@ def find_pauses(covered: Sequence[Interval], end: float) -> list[Interval]:
     return [(begin, until) for begin, until in pairs if until > begin]
 
 
-def sum_within(
-    events: Iterable[tuple[str, float, float]], begin: float, end: float
-) -> Counter[str]:
+def sum_within(events: Iterable[tuple[str, float, float]], begin: float, end: float) -> Counter[str]:
     """Milliseconds of each name's events between ``begin`` and ``end``."""
     found: Counter[str] = Counter()
     for name, since, until in events:

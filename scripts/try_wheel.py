@@ -41,9 +41,7 @@ def run(*words: object, expected: int = 0, **environment: str) -> str:
         [str(word) for word in words],
         capture_output=True, text=True, check=False, env={**os.environ, **environment},
     )  # fmt: skip
-    shown = " ".join(
-        [f"{key}={value}" for key, value in environment.items() if key == "KTBRIDGE_ISA"]
-    )
+    shown = " ".join([f"{key}={value}" for key, value in environment.items() if key == "KTBRIDGE_ISA"])
     line = " ".join(
         [
             *([shown] if shown else []),
@@ -52,9 +50,7 @@ def run(*words: object, expected: int = 0, **environment: str) -> str:
     )
     print(f"{time.monotonic() - begun:7.1f} s  $ {line}", flush=True)
     if done.returncode != expected:
-        raise Failed(
-            f"{line}: exit {done.returncode}, expected {expected}\n{done.stdout}{done.stderr}"
-        )
+        raise Failed(f"{line}: exit {done.returncode}, expected {expected}\n{done.stdout}{done.stderr}")
     return done.stdout + done.stderr
 
 
@@ -80,9 +76,7 @@ def try_installed() -> int:
         run(ktbridge, "convert", "raw", "--expert-output-dir", "e", "--nonexpert-output-dir", "n")
         run(ktbridge, "convert", "raw", "--to", "vllm", "--output-dir", "v")
         run(ktbridge, "validate", "raw", "e", "n", "v", "--base-model", "base")
-        digests = {
-            isa: merged(ktbridge, here, isa) for isa in ISAS if re.search(rf"\b{isa}\b", kernels)
-        }
+        digests = {isa: merged(ktbridge, here, isa) for isa in ISAS if re.search(rf"\b{isa}\b", kernels)}
         if not digests:
             digests["numpy"] = merged(ktbridge, here, "")
         run(ktbridge, "init", RECIPE, "recipe")
@@ -139,9 +133,7 @@ def try_demo(wheel: Path, home: Path) -> None:
     """The small demo with every extra, torch's CPU build where there is no GPU."""
     python, alone = home / "bin" / "python", {"PATH": str(home / "bin")}
     kept = [
-        word
-        for file in ("constraints-cpu.txt", "constraints-tested.txt")
-        for word in ("-c", ROOT / file)
+        word for file in ("constraints-cpu.txt", "constraints-tested.txt") for word in ("-c", ROOT / file)
     ]
     run(python, "-m", "pip", "install", "--quiet", *kept, f"{wheel}[all]", **alone)
     output = home / "demo"
@@ -157,9 +149,7 @@ def megabytes(directory: Path) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("wheels", nargs="+", help='files, or "installed"')
-    parser.add_argument(
-        "--demo", action="store_true", help="then install [all] and run the small demo"
-    )
+    parser.add_argument("--demo", action="store_true", help="then install [all] and run the small demo")
     given = parser.parse_args()
     try:
         if given.wheels == ["installed"]:

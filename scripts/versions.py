@@ -84,13 +84,8 @@ def constraints(resolved: Mapping[str, Mapping[str, str]]) -> list[str]:
             if name in resolved[python]:
                 pythons.setdefault(resolved[python][name], []).append(python)
         for version, users in pythons.items():
-            markers = (
-                f"python_version {'>=' if python == newest else '=='} '{python}'"
-                for python in users
-            )
-            lines.append(
-                f"{name}=={version}" + (f" ; {' or '.join(markers)}" if len(pythons) > 1 else "")
-            )
+            markers = (f"python_version {'>=' if python == newest else '=='} '{python}'" for python in users)
+            lines.append(f"{name}=={version}" + (f" ; {' or '.join(markers)}" if len(pythons) > 1 else ""))
     return lines
 
 

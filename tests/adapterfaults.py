@@ -18,9 +18,7 @@ from ktbridge.model import open_tensor_file
 Tensors = dict[str, Tensor]
 
 
-def edit(
-    directory: Path, change: Callable[[Tensors], None], name: str = "adapter_model.safetensors"
-) -> Path:
+def edit(directory: Path, change: Callable[[Tensors], None], name: str = "adapter_model.safetensors") -> Path:
     """Change the tensors of a directory's file; its manifest, no longer true, goes."""
     path = directory / name
     file = open_tensor_file(path)

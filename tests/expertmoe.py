@@ -124,9 +124,7 @@ def make_weights(shape, storage="bf16", seed=0):
     return [stored for stored, _ in made], [plain for _, plain in made]
 
 
-def make_layer(
-    shape, storage="bf16", rank=8, seed=0, alpha=16, gating=None, taking_turns=False, **options
-):
+def make_layer(shape, storage="bf16", rank=8, seed=0, alpha=16, gating=None, taking_turns=False, **options):
     """A layer whose LoRA is not zero, and its weights in float32; with a ``gating``, it has biases too.
 
     ``taking_turns``: gate's and up's rows lie one after the other's.
@@ -164,9 +162,7 @@ def make_inputs(shape, seed=1, experts_used=None):
     )
 
 
-def reference(
-    weights, lora, scale, hidden, ids, routing, noise=lambda x: x, dropout=None, own=None
-):
+def reference(weights, lora, scale, hidden, ids, routing, noise=lambda x: x, dropout=None, own=None):
     """The layer in float32. ``lora`` is by name; a projection that isn't there has none.
 
     ``own`` are the layer's ``ExpertWeights``, for biases and gating.

@@ -48,9 +48,7 @@ def check_family(
     batch = with_images(exact) if images else {"input_ids": IDS}
     assert not [name for name, _ in mapped.named_parameters() if name.endswith("gate_up_proj")]
     # A multimodal checkpoint's text model alone has other names in the same order.
-    modules = dict(
-        zip(find_lora_targets(mapped).modules, find_lora_targets(exact).modules, strict=True)
-    )
+    modules = dict(zip(find_lora_targets(mapped).modules, find_lora_targets(exact).modules, strict=True))
     tuned = attach_lora(mapped, everything(mapped, path))
     layers = expert_layers(tuned)
     placed = None if executor == "kernels" else given(tuned, device, executor == "resident")
@@ -62,10 +60,7 @@ def check_family(
     for name, module in experts_modules(exact):
         ours[name] = dict(layers[int(LAYER.search(name)[1])].named_parameters())
         own = leaves[name] = copied(ours[name])
-        delta = {
-            part: 2 * own[f"{part}_lora_b"] @ own[f"{part}_lora_a"]
-            for part in ("gate", "up", "down")
-        }
+        delta = {part: 2 * own[f"{part}_lora_b"] @ own[f"{part}_lora_a"] for part in ("gate", "up", "down")}
         gate_up, down = torch.cat((delta["gate"], delta["up"]), 1), delta["down"]
         if not module.is_concatenated:
             gate_up = torch.stack((delta["gate"], delta["up"]), 2).flatten(1, 2)
@@ -131,12 +126,8 @@ class Choices:
         self.largest = torch.Tensor.max
         self.all = self.others = 0
         monkeypatch.setattr(torch, "topk", self)
-        monkeypatch.setattr(
-            torch.Tensor, "topk", lambda scores, *args, **kw: self(scores, *args, **kw)
-        )
-        monkeypatch.setattr(
-            torch.Tensor, "max", lambda scores, *args, **kw: self.max(scores, *args, **kw)
-        )
+        monkeypatch.setattr(torch.Tensor, "topk", lambda scores, *args, **kw: self(scores, *args, **kw))
+        monkeypatch.setattr(torch.Tensor, "max", lambda scores, *args, **kw: self.max(scores, *args, **kw))
 
     def again(self) -> None:
         assert self.replay is None or next(self.replay, None) is None
@@ -166,9 +157,7 @@ class Choices:
 
 
 def copied(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: value.detach().cpu().clone().requires_grad_() for name, value in parameters.items()
-    }
+    return {name: value.detach().cpu().clone().requires_grad_() for name, value in parameters.items()}
 
 
 def outcome(logits: Any, slope: Any, leaves: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -60,9 +60,7 @@ def peft_tensors(
     tensors = {}
     for name, (a, b) in parameters.items():
         place = f"{stem}.base_layer" if name == "gate_up" and len(parameters) == 2 else stem
-        tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = flat(
-            a, b, format_name
-        )
+        tensors[f"{place}.lora_A.weight"], tensors[f"{place}.lora_B.weight"] = flat(a, b, format_name)
     return tensors
 
 

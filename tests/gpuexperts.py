@@ -94,14 +94,10 @@ def chain(layers, inputs, d_out):
     return found
 
 
-def give(
-    layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None, loader=None, **options
-):
+def give(layers, device=CPU, *, groups=1, slots=2, resident=(), copier=None, loader=None, **options):
     """Have ``layers`` (a list) computed on ``device``, numbered in order; ``options`` of the placement."""
     size = max(slot_for(layer, groups) for layer in layers)
-    placed = placement.Placement(
-        0, slot_bytes=size, slots=slots, resident=tuple(resident), **options
-    )
+    placed = placement.Placement(0, slot_bytes=size, slots=slots, resident=tuple(resident), **options)
     experts = GpuExperts(
         {index: layer.weights for index, layer in enumerate(layers)},
         device,

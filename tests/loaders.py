@@ -189,9 +189,7 @@ class Loader:
         command = [os.environ[PYTHON], "-W", "ignore", str(driver)]
         self._asked = Asked(command, {"PYTHONPATH": str(site), "TMPDIR": str(root)}, root)
 
-    def load(
-        self, model: Path, adapter: Path, fused: bool = False, **flags: Any
-    ) -> Deltas | Refusal:
+    def load(self, model: Path, adapter: Path, fused: bool = False, **flags: Any) -> Deltas | Refusal:
         """The deltas, float64, or what the engine raised."""
         import torch
         from safetensors.torch import load_file
@@ -210,9 +208,7 @@ class Loader:
         self._asked.end()
 
 
-def make_raw(
-    directory: Path, model_type: str, model: Path, without: Sequence[str] = (), **kind: Any
-) -> Path:
+def make_raw(directory: Path, model_type: str, model: Path, without: Sequence[str] = (), **kind: Any) -> Path:
     """A raw adapter of all experts and of all that the family has besides, but ``without``."""
     _, _, prefix, modules = FAMILIES[model_type]
     modules = {name: shape for name, shape in modules.items() if name not in without}
@@ -233,9 +229,7 @@ def outcome(found: Deltas | str, whole: Deltas) -> str:
     if isinstance(found, str):
         return "refuses"
     served = {path: found.get(path, np.zeros_like(delta)) for path, delta in whole.items()}
-    changed = {
-        p: served[p] for p, d in whole.items() if not np.allclose(served[p], d, 1e-12, 1e-12)
-    }
+    changed = {p: served[p] for p, d in whole.items() if not np.allclose(served[p], d, 1e-12, 1e-12)}
     if not changed:
         return "ignores"
     return "takes" if any(delta.any() for delta in changed.values()) else "drops"

@@ -36,8 +36,7 @@ def spawn(warm, size, file, *arguments, **environment):
         "OMP_NUM_THREADS": "1", "KTBRIDGE_THREADS": "2", **environment,
     }  # fmt: skip
     return [
-        warm.start(file, *arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(size)
+        warm.start(file, *arguments, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)
     ]
 
 
@@ -89,9 +88,7 @@ def assert_same_run(run_dir, one, name, within=1e-4, adapter=3e-3):
     logs = [log_of(run_dir / each) for each in (one, name)]
     for key in ("loss", "grad_norm", "num_input_tokens_seen", *MEASURED):
         kind = "eval_loss" if key in MEASURED else "loss"
-        alone, together = (
-            [each[key] for each in log if kind in each and key in each] for log in logs
-        )
+        alone, together = ([each[key] for each in log if kind in each and key in each] for log in logs)
         assert together == pytest.approx(alone, rel=within, abs=1e-5), key
         assert kind != "loss" or len(together) == 3
     for file in ("adapter_model.safetensors", "fused_expert_lora.safetensors"):

@@ -102,9 +102,7 @@ class TinyMoE:
             random.standard_normal((32, hidden), np.float32)
         )
 
-    def _make(
-        self, random: np.random.Generator, name: Name, out: int, width: int, size: float
-    ) -> None:
+    def _make(self, random: np.random.Generator, name: Name, out: int, width: int, size: float) -> None:
         self.weights[name] = _bf16(random.standard_normal((out, width), np.float32) / width**0.5)
         a = random.standard_normal((self.rank, width), np.float32)
         b = random.standard_normal((out, self.rank), np.float32)
@@ -202,8 +200,7 @@ class TinyMoE:
                     found.append((f"{expert}.{name}.weight", weights[layer, expert, projection]))
             return found
         both = [
-            self.fused_rows(weights[layer, e, "gate"], weights[layer, e, "up"])
-            for e in range(self.experts)
+            self.fused_rows(weights[layer, e, "gate"], weights[layer, e, "up"]) for e in range(self.experts)
         ]
         down = [weights[layer, e, "down"] for e in range(self.experts)]
         for name, members in (("gate_up_proj", both), ("down_proj", down)):

@@ -25,9 +25,7 @@ class Published(NamedTuple):
 
 MODELS = {
     name: Published(**fields)
-    for name, fields in yaml.safe_load(
-        Path(__file__).with_suffix(".yaml").read_text("utf-8")
-    ).items()
+    for name, fields in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items()
 }
 """``layer_types`` of Granite is by the counts of its card; which layers they are is inferred."""
 
@@ -48,9 +46,7 @@ CUT = {
 
 
 def cut(model: Published) -> dict[str, Any]:
-    config = {
-        key: value if value is None else CUT.get(key, value) for key, value in model.config.items()
-    }
+    config = {key: value if value is None else CUT.get(key, value) for key, value in model.config.items()}
     if config["model_type"] in ("exaone_moe", "gpt_oss"):
         config["layer_types"] = ["sliding_attention", "full_attention"]
     for key in ("intermediate_size", "moe_intermediate_size"):

@@ -114,9 +114,7 @@ def save_quantized(path: Path, storage: str, **sizes: int) -> dict[str, torch.Te
     for shard in SHARDS:
         part = {name: value for name, value in tensors.items() if place[name] == shard}
         save_file(part, path / shard, {"format": "pt"})
-    (path / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": place})
-    )
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = quantization(storage)
     (path / "config.json").write_text(json.dumps(config))

@@ -182,9 +182,7 @@ def write_raw(
     return directory
 
 
-def convert_to(
-    raw: Path, layouts: str = "enm", prefix: str = "", **options: Any
-) -> dict[str, Path]:
+def convert_to(raw: Path, layouts: str = "enm", prefix: str = "", **options: Any) -> dict[str, Path]:
     """Convert to expert, nonexpert and merged directories beside ``raw``, named by their first letters."""
     paths = {name: raw.with_name(prefix + name) for name in layouts}
     convert_adapter(

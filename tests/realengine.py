@@ -104,9 +104,7 @@ def trained(adapter: Adapter) -> Pairs:
     for key in adapter.nonexpert_keys():
         if key.endswith(".lora_A.weight"):
             path = key.removeprefix("base_model.model.model.").removesuffix(".lora_A.weight")
-            a, b = (
-                _any_values(adapter.nonexpert_tensor(key.replace("_A.", f"_{h}."))) for h in "AB"
-            )
+            a, b = (_any_values(adapter.nonexpert_tensor(key.replace("_A.", f"_{h}."))) for h in "AB")
             pairs[path] = a, b * adapter.nonexpert_scale
     return pairs
 
@@ -116,9 +114,7 @@ def _any_values(tensor: Tensor) -> np.ndarray:
         return _values(tensor)
     assert tensor.dtype == "F32"
     bits = np.frombuffer(tensor.data, np.uint32).astype(np.uint64)
-    rounded = (
-        (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
-    )  # to the nearest bfloat16, ties to even
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16  # to the nearest bfloat16, ties to even
     shown = rounded.astype(np.uint32).view(np.float32)
     return shown.reshape(tensor.shape).astype(np.float64)
 

@@ -77,9 +77,7 @@ def fair(request: dict) -> str:
 
 def checks(verdicts: list[bool]) -> str:
     words = {True: "yes", False: "no"}
-    return json.dumps(
-        {f"q{n}": {"evidence": "seen", "verdict": words[v]} for n, v in enumerate(verdicts, 1)}
-    )
+    return json.dumps({f"q{n}": {"evidence": "seen", "verdict": words[v]} for n, v in enumerate(verdicts, 1)})
 
 
 def pair(winner: str) -> str:

@@ -84,9 +84,7 @@ class SglangApi:
             "logger": SimpleNamespace(info=lambda *said: None),
             "MultimodalDataInputFormat": Any,  # of images, which we never send
         }
-        manager = SimpleNamespace(
-            served_model_name="tiny", model_config=SimpleNamespace(context_len=64)
-        )
+        manager = SimpleNamespace(served_model_name="tiny", model_config=SimpleNamespace(context_len=64))
         self.names["_global_state"] = SimpleNamespace(tokenizer_manager=manager)
         for file, wanted in _DEFINITIONS.items():
             self._define(file, text(file), wanted)

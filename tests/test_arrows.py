@@ -10,8 +10,7 @@ import ktbridge
 ROOT = Path(ktbridge.__file__).parent
 # From the ground up. What shares a line doesn't import each other, but for the ground itself.
 FLOORS = (
-    "__init__ _kernels errors codes document files install machine server_api "
-    "kernel_choice schemas",
+    "__init__ _kernels errors codes document files install machine server_api kernel_choice schemas",
     "model",
     "adapter",
     "experts",

@@ -49,9 +49,7 @@ def test_codes_are_unique_and_in_order() -> None:
         own = [row.code for row in subject.codes]
         assert own == sorted(own), subject.title
         assert all(CODE.fullmatch(code) for code in own)
-        assert (PACKAGE / subject.room).is_dir(), (
-            f"{subject.title}: there is no room {subject.room}"
-        )
+        assert (PACKAGE / subject.room).is_dir(), f"{subject.title}: there is no room {subject.room}"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.code)
@@ -73,9 +71,7 @@ def test_every_code_in_the_source_is_in_the_registry() -> None:
 
 
 def test_every_code_can_be_raised() -> None:
-    assert sorted(set(CODES) - {code for _, code in literals()}) == [], (
-        "raised nowhere: remove them"
-    )
+    assert sorted(set(CODES) - {code for _, code in literals()}) == [], "raised nowhere: remove them"
 
 
 def test_findings_are_made_from_the_registry() -> None:
@@ -108,18 +104,14 @@ def test_the_page_of_codes_is_up_to_date(page: ModuleType) -> None:
 
 def test_a_finding_takes_what_its_site_leaves_out() -> None:
     row = CODES["KTB404"]
-    assert problem("KTB404", "here", "zero") == Problem(
-        "KTB404", "info", "here", "zero", "", row.next_step
-    )
+    assert problem("KTB404", "here", "zero") == Problem("KTB404", "info", "here", "zero", "", row.next_step)
     own = problem("KTB404", "here", "zero", "more", "look", "warning")
     assert own == Problem("KTB404", "warning", "here", "zero", "more", "look")
     assert problem("KTB404", "here", "zero", next_step="").next_step == ""
 
 
 def test_the_registry_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, ktbridge.codes; print([m for m in sys.modules if m.startswith('ktbridge.')])"
-    )
+    code = "import sys, ktbridge.codes; print([m for m in sys.modules if m.startswith('ktbridge.')])"
     run = [sys.executable, "-c", code]
     found = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     rooms = {name.split(".")[1] for name in ast.literal_eval(found)}

@@ -39,9 +39,7 @@ def test_markdown_has_paragraphs_and_escapes_what_is_not_ours():
         for severity in ("error", "warning")
     )
     blocks = [
-        Section(
-            NAME, [FactList([("Bench", NAME), ("Date", "today")]), ProblemList([error, warning])]
-        ),
+        Section(NAME, [FactList([("Bench", NAME), ("Date", "today")]), ProblemList([error, warning])]),
         Sentences([NAME], "strong"),
         Sentences([]),
         Sentences(["one", "two"], "item"),

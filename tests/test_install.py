@@ -53,9 +53,7 @@ def test_the_checkout_is_named_where_it_is_known(tmp_path, monkeypatch):
 def test_without_a_checkout_the_hint_is_of_what_is_installed(record, tmp_path, monkeypatch):
     installed(tmp_path, record)
     monkeypatch.syspath_prepend(tmp_path)
-    assert (
-        install_hint("eval") == "pip install 'ktbridge[eval]'"
-    )  # pip keeps the ktbridge that is here
+    assert install_hint("eval") == "pip install 'ktbridge[eval]'"  # pip keeps the ktbridge that is here
     assert "ktbridge" not in reinstall_hint()  # pip would ask the index
 
 
@@ -118,9 +116,7 @@ def distribution_of(module: str) -> str:
 def test_hints_know_what_the_extras_have():
     """Each module of install.py's table is of its extra, and each extra's packages are in the table."""
     for extra, modules in _IN_EXTRAS.items():
-        assert {distribution_of(one) for one in modules.split()} <= distributions(EXTRAS[extra]), (
-            extra
-        )
+        assert {distribution_of(one) for one in modules.split()} <= distributions(EXTRAS[extra]), extra
     known = {one for modules in _IN_EXTRAS.values() for one in modules.split()}
     for extra in EXTRAS.keys() - {"all", "dev"}:
         left = distributions(EXTRAS[extra]) - {distribution_of(one) for one in known} - {"ktbridge"}
@@ -204,9 +200,7 @@ def test_the_tested_versions_are_within_the_ranges_that_users_get():
     for one in asked:
         pins = pinned[one.name.lower()]
         for python in ("3.11", "3.12", "3.13", "3.14"):
-            (own,) = (
-                p for p in pins if not p.marker or p.marker.evaluate({"python_version": python})
-            )
+            (own,) = (p for p in pins if not p.marker or p.marker.evaluate({"python_version": python}))
             (version,) = (each.version for each in own.specifier)
             assert one.specifier.contains(version), f"{own} is outside {one}"
     assert "torch" not in pinned  # CPU and GPU machines take different ones
@@ -254,9 +248,7 @@ main(["noise"])
 )
 def test_a_librarys_words_about_itself_stay_off_the_terminal(options, environment, heard):
     run = [sys.executable, *options, "-c", NOISE]
-    done = subprocess.run(
-        run, capture_output=True, text=True, env={**os.environ, **environment}, check=True
-    )
+    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, **environment}, check=True)
     said = ("it will go", "peft talks", "transformers talks", "this is for the user")
     assert {text for text in said if text in done.stderr} == heard, done.stderr
 
@@ -298,9 +290,7 @@ def test_a_package_that_fails_to_import_counts_as_torch(monkeypatch, tmp_path):
     (tmp_path / "fla/__init__.py").write_text("raise RuntimeError('no enum at string index')\n")
     info = tmp_path / "flash_linear_attention-0.6.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: flash-linear-attention\nVersion: 0.6.0\n"
-    )
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-linear-attention\nVersion: 0.6.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     install.import_error.cache_clear()
     try:

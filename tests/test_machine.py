@@ -179,9 +179,7 @@ def test_places_are_cpus_of_this_process() -> None:
 def test_a_machine_in_a_container(machine, monkeypatch) -> None:
     """Everything that is read of one, by psutil too; what can't be read is unknown, not zero."""
     meminfo = "MemTotal:  2000 kB\nMemFree:  900 kB\nMemAvailable:  1500 kB\nBuffers: 0 kB\nCached: 0 kB\n"
-    meminfo += (
-        "Shmem: 0 kB\nActive: 0 kB\nInactive: 0 kB\nHugePages_Total: 3\nHugepagesize: 2048 kB"
-    )
+    meminfo += "Shmem: 0 kB\nActive: 0 kB\nInactive: 0 kB\nHugePages_Total: 3\nHugepagesize: 2048 kB"
     flags = "fpu avx2 fma avx512f avx512_bf16 amx_tile amx_bf16 avx512bwx"
     root = machine({})
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(root / "proc"))

@@ -22,9 +22,7 @@ from ktbridge.cli import main
 from ktbridge.codes import CODES
 
 PACKAGE = Path(ktbridge.__file__).parent
-COMMAND = re.compile(
-    r"\bktbridge (?:convert|validate|merge|push|serve|verify|plan|eval|run|predict) "
-)
+COMMAND = re.compile(r"\bktbridge (?:convert|validate|merge|push|serve|verify|plan|eval|run|predict) ")
 P = "base_model.model."
 Build = Callable[[Path], "list[str]"]
 
@@ -210,11 +208,7 @@ def steps_of_sites() -> Iterator[tuple[str, str]]:
                             text = ast.unparse(node.value)
                             values[ast.unparse(name)] = values.get(ast.unparse(name), "") + text
             for node in ast.walk(function):
-                if (
-                    isinstance(node, ast.Call)
-                    and node.args
-                    and isinstance(node.args[0], ast.Constant)
-                ):
+                if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
                     step = next((k.value for k in node.keywords if k.arg == "next_step"), None)
                     if step is not None and str(node.args[0].value) in CODES:
                         text = ast.unparse(step)

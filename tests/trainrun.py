@@ -112,9 +112,7 @@ def log_of(output: Path):
 
 def weights(directory: Path):
     """The bytes of an adapter's tensors, by file."""
-    return {
-        name: (directory / name).read_bytes() for name in WEIGHTS if (directory / name).exists()
-    }
+    return {name: (directory / name).read_bytes() for name in WEIGHTS if (directory / name).exists()}
 
 
 def losses(output: Path):

@@ -46,9 +46,7 @@ PRELOADED = (
 class Process:
     """A fork as ``subprocess.Popen`` would show it, its output in files."""
 
-    def __init__(
-        self, server: str, arguments: list[str], environment: Mapping[str, str], cwd: str
-    ) -> None:
+    def __init__(self, server: str, arguments: list[str], environment: Mapping[str, str], cwd: str) -> None:
         self.returncode: int | None = None
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         with open(os.devnull) as nothing:

@@ -29,9 +29,7 @@ def conversation(row: dict) -> list[dict] | None:
         answer = said(row["answer_rationale"]) or said(row["correct_answer"])
     elif row["question_type"].lower() == "mcq":
         options = json.loads(row["answer_options"])
-        offered = [
-            name for name in sorted(options, key=lambda name: int(name[6:])) if said(options[name])
-        ]
+        offered = [name for name in sorted(options, key=lambda name: int(name[6:])) if said(options[name])]
         letter = dict(zip(offered, LETTERS, strict=False))
         right = {name.strip() for name in row["correct_answer"].split(",")}
         if not right <= letter.keys():
@@ -40,9 +38,7 @@ def conversation(row: dict) -> list[dict] | None:
         ask = "Answer with the letter of the right option only."
         if len(right) > 1:
             ask = "More than one option is right. Answer with their letters only."
-        question = "\n".join(
-            [question, *(f"{letter[name]}. {said(options[name])}" for name in offered), ask]
-        )
+        question = "\n".join([question, *(f"{letter[name]}. {said(options[name])}" for name in offered), ask])
     else:
         return None
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

@@ -35,9 +35,7 @@ def record(stay: object) -> str:
         return ""
     with open(given.events / f"event_{stay}.csv", encoding="utf-8", newline="") as file:
         events = list(csv.DictReader(file))[:MOST]
-    lines = [
-        f"{float(e['timestamp']):.1f} h, {e['event_type']}: {e['event_value']}\n" for e in events
-    ]
+    lines = [f"{float(e['timestamp']):.1f} h, {e['event_type']}: {e['event_value']}\n" for e in events]
     return "".join(lines)
 
 

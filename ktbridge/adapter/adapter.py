@@ -416,9 +416,7 @@ def _shown(adapter: Adapter, rank: str, alpha: str) -> str:
 def _number(value: object, path: Path) -> float:
     if is_number(value):
         return float(value)
-    raise KtbridgeError(
-        f"{path / CONFIG_FILE} has no usable lora_alpha", "set lora_alpha as in training"
-    )
+    raise KtbridgeError(f"{path / CONFIG_FILE} has no usable lora_alpha", "set lora_alpha as in training")
 
 
 def is_number(value: object) -> TypeGuard[float]:

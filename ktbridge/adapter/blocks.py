@@ -219,9 +219,7 @@ def _changed(data: memoryview, stored: str, dtype: str, factor: float, where: st
     elif dtype != stored:
         rounded = to_bf16(data, stored)
         if rounded is None:
-            raise KtbridgeError(
-                f"{where} has finite values beyond bfloat16's range", "use --dtype keep"
-            )
+            raise KtbridgeError(f"{where} has finite values beyond bfloat16's range", "use --dtype keep")
         changed = rounded
     if factor != 1.0:
         scaled = _scaled(changed, dtype, factor)

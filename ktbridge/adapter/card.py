@@ -36,9 +36,7 @@ def read_evaluation(directory: Path) -> Evaluation:
     """Read what `ktbridge eval` or `report` left in a directory. Raises KtbridgeError if unreadable."""
     path = directory / "results.json"
     if not path.is_file():
-        raise KtbridgeError(
-            f"{directory} has no results.json.", f"Make it: ktbridge report {directory}"
-        )
+        raise KtbridgeError(f"{directory} has no results.json.", f"Make it: ktbridge report {directory}")
     found = read_json_file(path)
     if found.get("schema") not in _SCHEMAS:
         raise KtbridgeError(
@@ -49,9 +47,7 @@ def read_evaluation(directory: Path) -> Evaluation:
         # Of a bench that failed, results of an earlier evaluation may lie in its folder.
         failed = [f"{one['name']}: {one['error']}" for one in found["benches"] if one["error"]]
         inner = [
-            read_evaluation(directory / str(one["name"]))
-            for one in found["benches"]
-            if not one["error"]
+            read_evaluation(directory / str(one["name"])) for one in found["benches"] if not one["error"]
         ]
         return Evaluation(
             [bench for one in inner for bench in one.benches],
@@ -111,9 +107,7 @@ def _about(adapter: Adapter, base: str) -> Iterator[str]:
 def _numbers(adapter: Adapter, half: str) -> str:
     """Rank and alpha of a half, and whether modules of it have others."""
     usual = half_numbers(adapter, half)
-    parts = [
-        part for part in adapter.tensors() if (part.key.kind == "lora") == (half == "nonexpert")
-    ]
+    parts = [part for part in adapter.tensors() if (part.key.kind == "lora") == (half == "nonexpert")]
     own = {numbers_of(adapter, part.key) for part in parts}
     more = f" (others in {len(own) - 1} kinds of modules)" if len(own) > 1 else ""
     rslora = " with rsLoRA" if usual.rslora else ""
@@ -189,9 +183,7 @@ def _interval(numbers: Mapping[str, float] | None) -> str:
 def _results(hub: Any, bench: Mapping[str, Any]) -> Iterator[Any]:
     """The Hub's own form of results, of the arm with the whole adapter."""
     arms = [arm["name"] for arm in bench["arms"]]
-    arm = (
-        "full" if "full" in arms else next((name for name in reversed(arms) if name != "base"), "")
-    )
+    arm = "full" if "full" in arms else next((name for name in reversed(arms) if name != "base"), "")
     for axis in bench["axes"]:
         numbers = bench["tables"].get(axis, {}).get("overall", {}).get(arm)
         if numbers is not None:

@@ -194,9 +194,7 @@ def plan_convert(raw_dir: PathLike, **options: Unpack[ConvertOptions]) -> Conver
         raise UsageError(f"lora_alpha is {lora_alpha}, not a positive number", "correct it")
     if from_format == "auto":
         from_format = detect_format(raw_dir)
-    request = Request(
-        given, from_format, options.get("base_model"), lora_alpha, options.get("unwrap", False)
-    )
+    request = Request(given, from_format, options.get("base_model"), lora_alpha, options.get("unwrap", False))
     try:
         adapter, findings = read_raw_form(request, to)
     except ProblemsError as error:
@@ -284,8 +282,7 @@ def _of_interest(findings: list[Problem], to: str) -> list[Problem]:
     return [
         item
         for item in findings
-        if item.code not in ("KTB104", "KTB203")
-        and (item.code, item.severity) != ("KTB107", "info")
+        if item.code not in ("KTB104", "KTB203") and (item.code, item.severity) != ("KTB107", "info")
     ]
 
 

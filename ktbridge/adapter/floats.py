@@ -52,9 +52,7 @@ def _e4m3() -> Floats:
     """The 256 values of OCP's float8 e4m3fn (bias 7, no infinity; 0x7f and 0xff are NaN)."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
-    value = np.where(
-        exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * np.exp2(exponent.astype(float) - 10)
-    )
+    value = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * np.exp2(exponent.astype(float) - 10))
     value[code & 127 == 127] = np.nan
     return np.where(code > 127, -value, value).astype(np.float32)
 

@@ -48,9 +48,7 @@ _EXPERT_MODULE = re.compile(
     rf"(?:[^\n]*\.)?layers\.{_NUMBER}\.{_BLOCK}\.experts\.{_NUMBER}"
     r"\.(gate_proj|up_proj|down_proj|w1|w3|w2)"
 )
-_EXPERTS = re.compile(
-    rf"(?:base_model\.model\.)?((?:[^\n]*\.)?layers\.{_NUMBER}\.{_BLOCK}\.experts)"
-)
+_EXPERTS = re.compile(rf"(?:base_model\.model\.)?((?:[^\n]*\.)?layers\.{_NUMBER}\.{_BLOCK}\.experts)")
 LAYER = re.compile(rf"(?:^|\.)layers\.{_NUMBER}\.")
 """The layer in a module's or tensor's name, with its number."""
 _LE = re.compile(r"\.lora_experts\.[0-9]+\.le_(?:gate|up|down)\.")

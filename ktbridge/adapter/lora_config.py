@@ -53,9 +53,7 @@ def apply_alpha(adapter: Adapter, lora_alpha: float | None) -> Iterator[Problem]
         adapter.config = {**adapter.config, "lora_alpha": float(lora_alpha)}
 
 
-def overridden(
-    where: str, lora_alpha: float, configured: object, experts: bool
-) -> Iterator[Problem]:
+def overridden(where: str, lora_alpha: float, configured: object, experts: bool) -> Iterator[Problem]:
     """Report the effect of an explicit alpha that differs from the adapter's own."""
     if configured is None or configured == lora_alpha:
         return
@@ -290,9 +288,7 @@ def build_config(
     }
 
 
-def peft_findings(
-    where: str, leaves: Collection[str], layouts: Collection[str]
-) -> Iterator[Problem]:
+def peft_findings(where: str, leaves: Collection[str], layouts: Collection[str]) -> Iterator[Problem]:
     """Report non-expert modules for which PEFT, unlike the engines, would load an output wrongly."""
     names, outputs = sorted(AS_PARAMETERS.intersection(leaves)), sorted(_BY_MODULES & {*layouts})
     if names and outputs:

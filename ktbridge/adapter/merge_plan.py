@@ -171,10 +171,7 @@ def _experts(
             # Half of a tensor without LoRA gets the other half's, times 0.
             sources = [(name, 1.0) if name in known else (known[0], 0.0) for name in names]
             pairs = [
-                [
-                    stacks[name][e]._replace(scale=times * stacks[name][e].scale)
-                    for name, times in sources
-                ]
+                [stacks[name][e]._replace(scale=times * stacks[name][e].scale) for name, times in sources]
                 for e in stacks[known[0]]
             ]
             yield _fused(checkpoint, config.quantization, home, names, layer, pairs)
@@ -221,9 +218,7 @@ def _fused(
     matrices = []
     for expert, pairs in enumerate(experts):
         placed = [
-            pair._replace(first=number, step=len(names))
-            if interleaved
-            else pair._replace(first=number * out)
+            pair._replace(first=number, step=len(names)) if interleaved else pair._replace(first=number * out)
             for number, pair in enumerate(pairs)
         ]
         matrices.append(Matrix(entry.start + expert * stride, tuple(placed)))

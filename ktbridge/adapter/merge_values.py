@@ -153,9 +153,7 @@ class Merger:
             make = [partial(self._requantize, delta, n, ("scales",)) for n in range(count)]
             yield scale, [Task(0, scale.nbytes // count, one) for one in make]
 
-    def _requantize(
-        self, delta: Delta, number: int, parts: tuple[str, ...]
-    ) -> Iterator[tuple[int, Buffer]]:
+    def _requantize(self, delta: Delta, number: int, parts: tuple[str, ...]) -> Iterator[tuple[int, Buffer]]:
         """One matrix of a quantized weight with its delta: its codes, its scales, or both."""
         change = Change()
         for band in requantized(self._checkpoint, delta, number):
@@ -164,9 +162,7 @@ class Merger:
         if "codes" in parts:
             self.changes.append((delta, change))
 
-    def _merge(
-        self, file: TensorFile, delta: Delta, matrix: Matrix
-    ) -> Iterator[tuple[int, Buffer]]:
+    def _merge(self, file: TensorFile, delta: Delta, matrix: Matrix) -> Iterator[tuple[int, Buffer]]:
         """One matrix with its delta, block by block."""
         products = products_of(matrix, delta)
         stored = np.dtype(NUMPY_TYPES[delta.entry.dtype])
@@ -398,7 +394,6 @@ def swallowed(found: Iterable[Loss]) -> Iterator[Problem]:
         yield problem(
             "KTB910",
             f"{storage} weights of layers {layers}",
-            f"{share} of the adapter's delta is left: the rest is smaller than "
-            "the step between two codes",
+            f"{share} of the adapter's delta is left: the rest is smaller than the step between two codes",
             f"{KEPT:.0%} and more",
         )

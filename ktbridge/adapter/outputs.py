@@ -73,11 +73,7 @@ class Output:
 
     def rows(self, name: str) -> Rows:
         """The tensors of one file."""
-        return (
-            (key, piece.block.dtype, piece.shape)
-            for piece in self.files[name]
-            for key in piece.keys
-        )
+        return ((key, piece.block.dtype, piece.shape) for piece in self.files[name] for key in piece.keys)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -154,8 +150,7 @@ def _joined(copies: list[Copy]) -> list[Copy]:
             and last.source.file is source.file
             and (last.source.end, last.source.dtype) == (source.start, source.dtype)
             and (last.dtype, last.padding) == (copy.dtype, 0)
-            and [(to.file, to.factor) for to in last.targets]
-            == [(to.file, to.factor) for to in copy.targets]
+            and [(to.file, to.factor) for to in last.targets] == [(to.file, to.factor) for to in copy.targets]
         ):
             joined[-1] = last._replace(source=last.source.through(source), padding=copy.padding)
         else:

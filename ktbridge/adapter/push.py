@@ -88,9 +88,7 @@ def plan_push(
     report = validate_adapter([directory], from_format=from_format, on_progress=on_progress)
     findings = [one for one in report.problems if one.severity != "info"]
     if not report.ok:
-        raise ProblemsError(
-            f"{directory} isn't uploaded: it would not be served as trained.", findings
-        )
+        raise ProblemsError(f"{directory} isn't uploaded: it would not be served as trained.", findings)
     adapter = open_adapter(directory, from_format, base_model)
     base = base_model or name_of(adapter.base_model or "")[0]
     if named_repository(base) is None or Path(base).expanduser().is_dir():

@@ -113,8 +113,7 @@ def plan_quantize(
     made = [
         part
         for name in checkpoint
-        for part in parts.get(name)
-        or ([] if alone else [copied(checkpoint, checkpoint.entry(name))])
+        for part in parts.get(name) or ([] if alone else [copied(checkpoint, checkpoint.entry(name))])
     ]
     described = {**table, "quantization_config": _said(checkpoint, set(parts), storage)}
     return make_plan(checkpoint, output, made, described, {"format": storage}, overwrite, alone)
@@ -141,8 +140,7 @@ def _layer(
     if home.names:
         for expert in range(counts[home.base]):
             gate, up, down = (
-                _floats(checkpoint, f"{home.stem(projection, expert)}.weight")
-                for projection in PROJECTIONS
+                _floats(checkpoint, f"{home.stem(projection, expert)}.weight") for projection in PROJECTIONS
             )
             inner = gate.shape[0] if gate.shape else 0
             for entry, wanted in (
@@ -207,9 +205,7 @@ def _parts(
     out, width = matrix().shape
     if width % (layout.group or 1):
         found = f"has rows of {width} values (expected groups of {layout.group})"
-        raise KtbridgeError(
-            f"{entry.name} of {checkpoint.path} {found}", "quantize to INT8 instead"
-        )
+        raise KtbridgeError(f"{entry.name} of {checkpoint.path} {found}", "quantize to INT8 instead")
     codes, scales, *shape = layout.tensors(stem, out, width)
     yield Part(shard, (codes, scales), out, width, make, at_once=_AT_ONCE)
     if shape:

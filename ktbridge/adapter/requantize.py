@@ -187,9 +187,7 @@ def _shard(checkpoint: Checkpoint, name: str, parts: list[Part]) -> Shard:
     return Shard(name, build_header(outputs, {"format": "pt", **file.metadata}), steps())
 
 
-def _rows(
-    part: Part, place: Mapping[str, int], first: int, last: int
-) -> Iterator[tuple[int, Buffer]]:
+def _rows(part: Part, place: Mapping[str, int], first: int, last: int) -> Iterator[tuple[int, Buffer]]:
     """Yield those rows of every tensor of a part, each with its place."""
     assert part.make is not None
     for (name, dtype, shape), data in zip(part.outputs, part.make(first, last), strict=True):

@@ -33,9 +33,7 @@ from ktbridge.model.jsonfile import read_json_file
 
 MERGE_FILE, CHECKPOINT_FILE = "ktbridge_merge.json", "ktbridge_checkpoint.json"
 # The weights in other forms, which would be the old ones; what says how a directory was made.
-_NOT_COPIED = re.compile(
-    r".*\.(?:safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz)|.*\.index\.json|\..*"
-)
+_NOT_COPIED = re.compile(r".*\.(?:safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|npz)|.*\.index\.json|\..*")
 
 
 class Shard(NamedTuple):
@@ -133,9 +131,7 @@ class Rewrite:
                     # The disk works on one shard while the next is computed.
                     flushed: deque[Future[None]] = deque()
                     for shard in shards:
-                        file = outputs.enter_context(
-                            OutputFile(staging.path / shard.name, shard.header)
-                        )
+                        file = outputs.enter_context(OutputFile(staging.path / shard.name, shard.header))
                         write_steps(shard.steps, [file], on_bytes)
                         while flushed:
                             flushed.popleft().result()

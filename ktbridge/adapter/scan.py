@@ -65,9 +65,7 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
     return require(path, *scan_adapter(path))
 
 
-def require(
-    path: str | os.PathLike[str], adapter: Adapter | None, problems: Sequence[Problem]
-) -> Adapter:
+def require(path: str | os.PathLike[str], adapter: Adapter | None, problems: Sequence[Problem]) -> Adapter:
     """The adapter of a scan; KtbridgeError if there is none or anything is an error."""
     errors = [finding for finding in problems if finding.severity == "error"]
     if len(errors) == 1:
@@ -94,9 +92,7 @@ def scan_adapter(
         return None, [*problems, problem("KTB001", str(path), found, next_step=step)]
 
 
-def _scan(
-    path: Path, problems: list[Problem], stand_in: dict[str, object] | None
-) -> Adapter | None:
+def _scan(path: Path, problems: list[Problem], stand_in: dict[str, object] | None) -> Adapter | None:
     if path.suffix == ".gguf" and path.is_file():
         problems.append(_gguf(path))
         return None
@@ -312,9 +308,7 @@ def _weight_files(path: Path, problems: list[Problem]) -> list[str]:
             found.append(whole)
             if shards:
                 beside = f"lies beside {whole}, of which it would be a part"
-                problems.append(
-                    problem("KTB014", str(path / shards[0]), beside, "one or the other")
-                )
+                problems.append(problem("KTB014", str(path / shards[0]), beside, "one or the other"))
         elif shards:
             found += shards
             problems += _missing_shards(path, shards)
@@ -404,9 +398,7 @@ def _classify(adapter: Adapter, file: TensorFile, names: set[str]) -> Iterator[t
 def _several(path: Path, names: set[str]) -> Problem:
     """A state dict of a model with several adapters: they have the same keys but for their names."""
     listed = sorted(names)
-    found = (
-        f"has {len(names)} adapters in one file, by the names in its keys: {', '.join(listed[:6])}"
-    )
+    found = f"has {len(names)} adapters in one file, by the names in its keys: {', '.join(listed[:6])}"
     step = f"save them apart: model.save_pretrained(DIR, selected_adapters=[{listed[0]!r}])"
     return problem("KTB217", str(path), found, "one adapter", next_step=step)
 

@@ -379,9 +379,7 @@ class IntegerStorage(QuantizedStorage):
         middle = np.float32(0) if zeros is None else zeros  # a row's: it has groups of its own
         over, under = half - 1 - middle, half + middle
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.maximum(
-                np.where(top > 0, top / over, 0), np.where(bottom > 0, bottom / under, 0)
-            )
+            return np.maximum(np.where(top > 0, top / over, 0), np.where(bottom > 0, bottom / under, 0))
 
     def _unpack(self, codes: NDArray[Any]) -> NDArray[Any]:
         return self._unpacked(codes, self.shape[-1]) if self.packed else codes
@@ -537,11 +535,7 @@ def _group(width: int, count: int) -> int:
 def _block(settings: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns of an FP8 block: what config.json says, else DeepSeek-V3's."""
     said = settings.get("weight_block_size") or [128, 128]
-    if (
-        type(said) is not list
-        or len(said) != 2
-        or not all(type(size) is int and size > 0 for size in said)
-    ):
+    if type(said) is not list or len(said) != 2 or not all(type(size) is int and size > 0 for size in said):
         raise KtbridgeError(f"config.json: weight_block_size is {said!r:.80}", "repair config.json")
     return said[0], said[1]
 

@@ -24,9 +24,7 @@ _FINE = 2.0**-100
 _BLOCK = 1 << 14  # values at once, whose sums fit a core's cache
 
 
-def add_delta(
-    values: NDArray[Any], left: NDArray[np.float32], right: NDArray[np.float32]
-) -> int | None:
+def add_delta(values: NDArray[Any], left: NDArray[np.float32], right: NDArray[np.float32]) -> int | None:
     """Add ``left`` [rows, r] times ``right`` [r, columns] to ``values`` [rows, columns], in place.
 
     ``values`` are float32, or bfloat16's bits in uint16; a sum is rounded to nearest even. Returns how many

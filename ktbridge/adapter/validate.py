@@ -237,9 +237,7 @@ def _is_kt(contract: Contract | None) -> bool:
 def _convert_step(adapter: Adapter, contract: Contract | None, base_name: str) -> str:
     """The command that makes of another tool's adapter what the engine serves."""
     if _is_kt(contract) and not _has_all(adapter):
-        return (
-            "merge the adapter, or train gate_proj, up_proj and down_proj, which KT engines ask for"
-        )
+        return "merge the adapter, or train gate_proj, up_proj and down_proj, which KT engines ask for"
     whole = "kt-merged" if _has_all(adapter) else "raw"
     to = ["--to", contract.format if contract is not None else whole, "--output", "D"]
     if contract is not None and not contract.merged:
@@ -268,9 +266,7 @@ def _trained(adapter: Adapter) -> bool:
     return adapter.manifest is not None and "layout" not in adapter.manifest
 
 
-def _values(
-    adapters: Sequence[Adapter], hashes: Hashes, on_progress: OnProgress | None
-) -> Iterator[Problem]:
+def _values(adapters: Sequence[Adapter], hashes: Hashes, on_progress: OnProgress | None) -> Iterator[Problem]:
     """Read values, wait for hashes, compare; progress counts the bytes of each step."""
     from ktbridge.adapter.checks.values import check_data  # needs numpy; structure checks don't
 

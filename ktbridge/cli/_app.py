@@ -107,9 +107,7 @@ class Command(click.Command):
         self.extra = extra
         """What it needs of pyproject.toml's extras ("train,serve")."""
         self.params.append(
-            click.Option(
-                ["--debug"], is_flag=True, expose_value=False, help="Show tracebacks of failures."
-            )
+            click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks of failures.")
         )
 
     def get_help_option_names(self, ctx: click.Context) -> list[str]:

@@ -29,9 +29,7 @@ _NOT_GIVEN = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 _option: Any = partial(click.option, cls=TitledOption, title=TITLE)
 OPTIONS = (
     _option("--engine-version", metavar="VERSION", help="With --dry-run: of sglang-kt."),
-    _option(
-        "--engine-python", "python", metavar="FILE", help="Interpreter of the engine's environment."
-    ),
+    _option("--engine-python", "python", metavar="FILE", help="Interpreter of the engine's environment."),
     _option(
         "--layout",
         type=click.Choice(["auto", "split", "merged"]),
@@ -172,14 +170,10 @@ def _launch(launch: Launch, *, log: str | None, timeout: float, as_json: bool) -
     with terminable():
         print_problems(prepare_launch(launch, on_step))
         path = Path(log).expanduser() if log else default_log(launch.facts.port)
-        stderr.print(
-            f"starting sglang-kt {launch.version}; log: {path}", markup=False, soft_wrap=True
-        )
+        stderr.print(f"starting sglang-kt {launch.version}; log: {path}", markup=False, soft_wrap=True)
         show = _LoadProgress().show
         try:
-            code = serve_sglang(
-                launch, log=path, timeout=timeout, on_progress=show, on_ready=on_ready
-            )
+            code = serve_sglang(launch, log=path, timeout=timeout, on_progress=show, on_ready=on_ready)
         except EngineFailed as failure:
             _print_tail(failure)
             raise

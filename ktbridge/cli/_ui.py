@@ -50,9 +50,7 @@ class PlainConsole(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, emoji=False, **options)
 
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             if segment.control or not _CONTROL.search(segment.text):
                 yield segment
@@ -120,9 +118,7 @@ def print_problems(problems: Iterable[Problem]) -> None:
 def _print_each(problems: Iterable[Problem]) -> None:
     for problem in worst_first(problems):
         style = STYLES[problem.severity]
-        stderr.print(
-            f"[{style}]{problem.severity}[/] {problem.code}  {shown(problem.where)}", soft_wrap=True
-        )
+        stderr.print(f"[{style}]{problem.severity}[/] {problem.code}  {shown(problem.where)}", soft_wrap=True)
         stderr.print(f"    found     {shown(problem.found)}", soft_wrap=True)
         if problem.expected:
             stderr.print(f"    expected  {shown(problem.expected)}", soft_wrap=True)
@@ -176,9 +172,7 @@ def _grid(table: Table) -> Grid:
         )
     for row in table.rows:
         cells = [
-            f"[{_TONES[cell.tone]}]{shown(cell.text)}[/]"
-            if isinstance(cell, Phrase)
-            else shown(cell)
+            f"[{_TONES[cell.tone]}]{shown(cell.text)}[/]" if isinstance(cell, Phrase) else shown(cell)
             for cell in row.cells
         ]
         grid.add_row(*cells, style="dim" if row.minor else "")
@@ -264,9 +258,7 @@ class Lines:
 class Bar:
     """``bar(done, total)`` is the ``on_progress`` that library functions take."""
 
-    def __init__(
-        self, progress: Progress, label: str, done: int = 0, total: int | None = None
-    ) -> None:
+    def __init__(self, progress: Progress, label: str, done: int = 0, total: int | None = None) -> None:
         self._progress = progress
         self._task = progress.add_task(label, completed=done, total=total)
 

@@ -71,9 +71,7 @@ def _open_all(directories: dict[str, str], options: VerifyOptions) -> dict[str, 
         raise failed[0][1]
     if failed:
         said = "; ".join(f"{name}: {error.sentence.rstrip('.')}" for name, error in failed)
-        raise KtbridgeError(
-            f"{len(failed)} adapters can't be opened: {said}.", failed[0][1].next_step
-        )
+        raise KtbridgeError(f"{len(failed)} adapters can't be opened: {said}.", failed[0][1].next_step)
     return adapters
 
 

@@ -74,9 +74,7 @@ HELP = """\
 @click.option("--seed", type=int, help="Repeatable answers.")
 @click.option("--threads", type=click.IntRange(1), help="With --base-model: CPU threads.")
 @click.option("--engine", type=ENGINES, help="With --base-model: as `ktbridge serve` has it.")
-@click.option(
-    "--api-key", envvar="KTBRIDGE_API_KEY", metavar="KEY", help="Better in the environment."
-)
+@click.option("--api-key", envvar="KTBRIDGE_API_KEY", metavar="KEY", help="Better in the environment.")
 @click.pass_context
 def command(context: click.Context, **options: Any) -> None:
     """Chat with a served model, or with a base model's directory and its adapter.
@@ -105,9 +103,7 @@ def command(context: click.Context, **options: Any) -> None:
             base_model = options["base_model"] or options["model"]
             ensure_model(base_model)
             flags = _engine_flags(options, inference_of(context))
-            child = stack.enter_context(
-                engine(base_model, options["adapter"], options["threads"], flags)
-            )
+            child = stack.enter_context(engine(base_model, options["adapter"], options["threads"], flags))
         failed = _converse(_conversation(options, child), child)
     sys.exit(1 if failed and not sys.stdin.isatty() else 0)
 
@@ -179,13 +175,9 @@ def _conversation(options: Mapping[str, Any], child: Child | None) -> Conversati
             wanted = adapter_name(split_name(first)[0], ADAPTER)
             arms = arms_of(wanted, described)
     arm = next(name for name, served in arms.items() if served == wanted)
-    variants = [
-        models[arms[name]].variant for name in ("expert", "full") if arms.get(name) in models
-    ]
+    variants = [models[arms[name]].variant for name in ("expert", "full") if arms.get(name) in models]
     if arm == "expert" and variants == ["expert", "full"]:
-        click.echo(
-            f"{wanted} is half of the adapter; {arms['full']} is all of it (/full)", err=True
-        )
+        click.echo(f"{wanted} is half of the adapter; {arms['full']} is all of it (/full)", err=True)
     return Conversation(client, arms, arm, options["system"], **asked)
 
 
@@ -232,9 +224,7 @@ def _lines(talk: Conversation) -> Iterator[str]:
         return
     import readline  # noqa: F401  # line editing and history for input()
 
-    click.echo(
-        f"{', '.join(f'{arm}: {name}' for arm, name in talk.arms.items())}  (/help)", err=True
-    )
+    click.echo(f"{', '.join(f'{arm}: {name}' for arm, name in talk.arms.items())}  (/help)", err=True)
     while True:
         try:
             line = input(f"{talk.arm}> ").strip()
@@ -255,9 +245,7 @@ def _check_text(line: str) -> None:
     try:
         line.encode()
     except UnicodeEncodeError:
-        raise KtbridgeError(
-            "this line is not UTF-8.", "convert it, with iconv for example"
-        ) from None
+        raise KtbridgeError("this line is not UTF-8.", "convert it, with iconv for example") from None
 
 
 def _write(pieces: Generator[str, None, None]) -> None:
@@ -337,10 +325,7 @@ def _compare(talk: Conversation, question: str) -> None:
     def table() -> Table:
         columns = Table(*(shown(f"{arm}: {talk.arms[arm]}") for arm in answers), expand=True)
         columns.add_row(
-            *(
-                Text(_plain(_EMPTY_THOUGHT.sub("", answer)), overflow="fold")
-                for answer in answers.values()
-            )
+            *(Text(_plain(_EMPTY_THOUGHT.sub("", answer)), overflow="fold") for answer in answers.values())
         )
         return columns
 

@@ -27,9 +27,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
 
 @click.command(cls=Command)
 @click.argument("raw_dir", type=click.Path(), metavar="DIR")
-@click.option(
-    "--expert-output-dir", metavar="DIR", help="Write the expert LoRA here (split layout)."
-)
+@click.option("--expert-output-dir", metavar="DIR", help="Write the expert LoRA here (split layout).")
 @click.option("--nonexpert-output-dir", metavar="DIR", help="Write everything else here (split).")
 @click.option("--merged-output-dir", metavar="DIR", help="Write one directory with both halves.")
 @click.option(
@@ -55,8 +53,7 @@ _NUMERIC = ("tensors", "bytes", "rank", "alpha")
     "--base-model-name-or-path",
     "base_model",
     metavar="DIR",
-    help="The base model to name in the configurations, a directory or a Hub id.  [default: what"
-    " DIR names]",
+    help="The base model to name in the configurations, a directory or a Hub id.  [default: what DIR names]",
 )
 @click.option(
     "--lora-alpha",

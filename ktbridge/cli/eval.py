@@ -88,9 +88,7 @@ if TYPE_CHECKING:
 @click.option("--partner", metavar="MODEL@URL", help="Who plays the user in dialogues.")
 @click.option("--judge", metavar="MODEL@URL", help="Who answers the items' yes/no questions.")
 @click.option("--no-judge", is_flag=True, help="Rules and gold answers only.")
-@click.option(
-    "--judge-pairs", is_flag=True, help="Have the judge compare arms, in both orders, too."
-)
+@click.option("--judge-pairs", is_flag=True, help="Have the judge compare arms, in both orders, too.")
 @click.option(
     "--judge-extra-body",
     metavar="JSON",
@@ -337,9 +335,7 @@ def _check_judge(requests: Sequence[EvalRequest]) -> None:
     print_problems(judge_preflight(judge, benches, timeout=timeout, api_key=_judge_key()))
 
 
-def _judge_all(
-    requests: Sequence[EvalRequest], no_judge: bool
-) -> tuple[list[Problem], KtbridgeError | None]:
+def _judge_all(requests: Sequence[EvalRequest], no_judge: bool) -> tuple[list[Problem], KtbridgeError | None]:
     """Judge each bench's answers; return findings on the judge, and the error that stopped it, which the
     caller raises after writing the report without judgements."""
     from ktbridge.cli._ui import stderr

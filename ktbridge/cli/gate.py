@@ -31,26 +31,20 @@ if TYPE_CHECKING:
     metavar="DIR",
     help="The base model: a directory, or org/name on the Hub.",
 )
-@click.option(
-    "--merged", metavar="DIR", help="Verify this merged checkpoint in place of a server's answers."
-)
+@click.option("--merged", metavar="DIR", help="Verify this merged checkpoint in place of a server's answers.")
 @click.option(
     "--server",
     metavar="URL",
     help="Verify and evaluate this server. Without it, and without --merged, the embedded engine is started.",
 )
 @click.option("--model", metavar="NAME", help="With --server: the served name of the adapter.")
-@click.option(
-    "--engine", metavar="ENGINE", help="Validate against this engine's contract: sglang-kt==0.7.2."
-)
+@click.option("--engine", metavar="ENGINE", help="Validate against this engine's contract: sglang-kt==0.7.2.")
 @from_option
 @click.option("--strict", is_flag=True, help="Fail on warnings of validate as well.")
 @click.option(
     "--bench", "benches", multiple=True, metavar="NAME", help="Evaluate; as `ktbridge eval` has it."
 )
-@click.option(
-    "--items", multiple=True, metavar="FILE", help="The bench's data: FILE or BENCH=FILE."
-)
+@click.option("--items", multiple=True, metavar="FILE", help="The bench's data: FILE or BENCH=FILE.")
 @click.option("--limit", type=click.IntRange(1), help="At most this many items of a bench.")
 @click.option(
     "--fail-on",
@@ -111,9 +105,7 @@ def command(
     read, conditions = _read_evaluation(evaluation) if evaluation else ([], [])
     for path in (adapter, *([merged] if merged else [])):
         if not Path(path).expanduser().exists():
-            raise UsageError(
-                f"{path!r} does not exist.", did_you_mean_path(path) or "check the path"
-            )
+            raise UsageError(f"{path!r} does not exist.", did_you_mean_path(path) or "check the path")
     ensure_model(base_model)
     request = GateRequest(
         adapter=Path(adapter).expanduser().absolute(),
@@ -164,10 +156,7 @@ class _Evaluation(NamedTuple):
         words += ["--limit", str(self.limit)] if self.limit else []
         for condition in self.fail_on:
             words += ["--fail-on", condition]
-        more = (
-            _absolute(text) if Path(text.rpartition("=")[2]).is_file() else text
-            for text in self.more
-        )
+        more = (_absolute(text) if Path(text.rpartition("=")[2]).is_file() else text for text in self.more)
         return (*words, *more)
 
 
@@ -177,9 +166,7 @@ def _absolute(text: str) -> str:
     return f"{name}{sign}{Path(path).expanduser().absolute()}"
 
 
-def _check_usage(
-    merged: str | None, server: str | None, model: str | None, options: _Evaluation
-) -> None:
+def _check_usage(merged: str | None, server: str | None, model: str | None, options: _Evaluation) -> None:
     """Raise one usage error that names every option without a meaning."""
     wrong = []
     if merged and server:
@@ -206,9 +193,7 @@ def _read_evaluation(words: Sequence[str]) -> tuple[list[Bench], list[Gate]]:
     from ktbridge.cli.eval import command as evaluate
     from ktbridge.eval.request import EvalOptions, read_requests
 
-    arms = [
-        word for arm in ("base", "full") for word in ("--arm", f"{arm}={arm}@http://127.0.0.1:1")
-    ]
+    arms = [word for arm in ("base", "full") for word in ("--arm", f"{arm}={arm}@http://127.0.0.1:1")]
     with evaluate.make_context("eval", [*words, *arms, "--output", "eval"]) as context:
         given = {one.name: context.params[one.name] for one in fields(EvalOptions)}
     requests, conditions = read_requests(EvalOptions(**given), None)

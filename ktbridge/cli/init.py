@@ -32,9 +32,7 @@ def command(name: str | None, directory: str | None, as_json: bool) -> None:
         emit_json({"ok": True, "recipe": name, "directory": str(place), "next": commands})
         return
     click.echo(f"{here}: {recipe.teaches}")
-    click.echo(
-        f"Needs {recipe.hardware}. README.md says where the data come from and on which terms.\n"
-    )
+    click.echo(f"Needs {recipe.hardware}. README.md says where the data come from and on which terms.\n")
     for line in commands:
         click.echo(f"  {line}")
 

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from ktbridge.adapter.merge import MergeReport
     from ktbridge.adapter.merge_values import Loss
 
-_LATER = (
-    "repeat the command with --measure only where ktbridge[train] and memory for a layer are there"
-)
+_LATER = "repeat the command with --measure only where ktbridge[train] and memory for a layer are there"
 
 
 @click.command(cls=Command, extra="serve")
@@ -47,9 +45,7 @@ _LATER = (
 )
 @output_option("output", "Write the merged checkpoint here.", required=True)
 @click.option("--overwrite", is_flag=True, help="Replace the output if it is an earlier merge.")
-@click.option(
-    "--allow-other-base", is_flag=True, help="Merge into a model other than the one trained on."
-)
+@click.option("--allow-other-base", is_flag=True, help="Merge into a model other than the one trained on.")
 @click.option(
     "--measure",
     type=click.Choice(["yes", "no", "only"]),

@@ -129,9 +129,7 @@ def answer(ready: PredictionInputs) -> PredictResult:
         try:
             return predict(ready, plan, on_progress, on_loading)
         except KeyboardInterrupt as stop:
-            state = (
-                f"{come:,} of {len(ready.prompts):,} rows are answered; the same command goes on"
-            )
+            state = f"{come:,} of {len(ready.prompts):,} rows are answered; the same command goes on"
             raise type(stop)(state) from None
 
 

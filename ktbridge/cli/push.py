@@ -27,9 +27,7 @@ from ktbridge.files.sizes import size_text
     metavar="DIR",
     help="The base model's name on the Hub (org/name).  [default: what the adapter names]",
 )
-@click.option(
-    "--eval", "evaluation", metavar="DIR", help="Put the results of this `ktbridge eval` in."
-)
+@click.option("--eval", "evaluation", metavar="DIR", help="Put the results of this `ktbridge eval` in.")
 @from_option
 @click.option("--private", is_flag=True, help="If the repository is made, only you can see it.")
 @click.option("--revision", metavar="BRANCH", help="Commit to this branch.  [default: main]")

@@ -77,9 +77,7 @@ def command(
     found = read_recipe(recipe, command_options(), trained, list(map(_absolute, overrides)))
     swept = parse_sweep(sweep, trained) or found.sweep
     runs = expand_sweep(swept)
-    plan = plan_recipe(
-        found, choose_engine(engine or found.option("serve", "engine", "auto")), runs
-    )
+    plan = plan_recipe(found, choose_engine(engine or found.option("serve", "engine", "auto")), runs)
     shown = stderr if as_json else console
     runner = recipe_runner(found, StepPrinter(shown, plan), output=sys.stderr if as_json else None)
     configs, wrong = _read_trainings(found, plan)
@@ -128,9 +126,7 @@ def _show_end(
         raise KtbridgeError(f"{len(runner.failed)} of {runs} runs failed:\n{reasons}", step)
 
 
-def _read_trainings(
-    recipe: Recipe, plan: Sequence[Step]
-) -> tuple[list[TrainConfig], ProblemsError | None]:
+def _read_trainings(recipe: Recipe, plan: Sequence[Step]) -> tuple[list[TrainConfig], ProblemsError | None]:
     """The configurations of a plan's trainings, read as `ktbridge train` does; and all that is wrong in them.
 
     Overrides are relative to the recipe's directory, in which the commands run.
@@ -161,9 +157,7 @@ def scale_notes(configs: Sequence[TrainConfig], sweep: Mapping[str, Sequence[str
     for rank, alpha in (("lora_rank", "lora_alpha"), ("kt_lora_rank", "kt_lora_alpha")):
         keys = {key.rpartition(".")[2] for key in sweep}
         pairs = [
-            (each.alpha, each.lora_rank)
-            if rank == "lora_rank"
-            else (each.expert_alpha, each.expert_rank)
+            (each.alpha, each.lora_rank) if rank == "lora_rank" else (each.expert_alpha, each.expert_rank)
             for each in configs
         ]
         scales = [f"{value / size:g}" for value, size in pairs if size]

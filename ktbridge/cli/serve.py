@@ -92,9 +92,7 @@ class _Serve(Command):
     help="sglang: SGLang-KT on a GPU machine. local: this machine's CPU, no other engine needed. "
     "auto: sglang where it is installed and there is a GPU.",
 )
-@click.option(
-    "--served-model-name", "served_name", metavar="NAME", help="Default: the directory's name."
-)
+@click.option("--served-model-name", "served_name", metavar="NAME", help="Default: the directory's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="To bind to.")
 @click.option(
     "--port",
@@ -125,9 +123,7 @@ class _Serve(Command):
 @embedded_options
 @sglang_options
 @click.pass_context
-def command(
-    context: click.Context, engine: str, dry_run: bool, as_json: bool, **options: Any
-) -> None:
+def command(context: click.Context, engine: str, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Serve a model and its adapter over HTTP, until Ctrl-C or SIGTERM.
 
     Requests choose the arm by the model name: S is base + expert LoRA (not the base), S:NAME the whole

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 @from_option
 @click.option("--structure-only", is_flag=True, help="Check names and shapes, don't read values.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
-@click.option(
-    "--github", is_flag=True, help="Print the findings as annotations of a workflow's run, too."
-)
+@click.option("--github", is_flag=True, help="Print the findings as annotations of a workflow's run, too.")
 @json_option("Print one JSON document.")
 @click.pass_context
 def command(

@@ -87,9 +87,7 @@ _OPTIONS_OF_FORMS = (
     show_default=True,
     help="How to ask. `sampled` takes those of generated tokens, and accepts that they tell less.",
 )
-@click.option(
-    "--html", metavar="FILE", help="With --merged: write a page with a map of layers and experts."
-)
+@click.option("--html", metavar="FILE", help="With --merged: write a page with a map of layers and experts.")
 @json_option("Print JSON instead of tables.")
 def command(
     server: str | None,
@@ -135,9 +133,7 @@ def command(
     if model is None:
         from ktbridge.cli._verify_several import run
 
-        options = VerifyOptions(
-            server, api_key, base_model, from_format, repeat, logprobs_from, as_json
-        )
+        options = VerifyOptions(server, api_key, base_model, from_format, repeat, logprobs_from, as_json)
         run(options, adapters, reload=reload)
         return
     (adapter_dir,) = adapters
@@ -222,9 +218,7 @@ def _print_verdict(result: Verification) -> None:
     verdict: str = result.verdict
     if result.logprobs_from == SAMPLED and verdict == "applied":
         style, verdict = "yellow", "applied, as far as sampled tokens tell"
-    console.print(
-        f"{escape(result.model)}: [{style}]{verdict}[/] - {escape(result.reason)}", soft_wrap=True
-    )
+    console.print(f"{escape(result.model)}: [{style}]{verdict}[/] - {escape(result.reason)}", soft_wrap=True)
     console.file.flush()  # problems follow, on stderr
 
 
@@ -248,9 +242,7 @@ def _arms(result: Verification) -> Table:
     from rich.markup import escape
 
     references = [name for name in REFERENCES if name in result.noise]
-    table = new_table(
-        f"mean |Δlogprob| to each reference, {result.positions} tokens, nats", "served model"
-    )
+    table = new_table(f"mean |Δlogprob| to each reference, {result.positions} tokens, nats", "served model")
     for name in references:
         table.add_column(REFERENCES[name], justify="right")
     table.add_column("should be")
@@ -262,9 +254,7 @@ def _arms(result: Verification) -> Table:
     table.add_section()
     table.add_row("noise floor", *(f"{result.noise[name]:.4f}" for name in references), style="dim")
     if result.spread is not None:
-        table.add_row(
-            "between requests", f"{result.spread:.4f}", *[""] * (len(references) - 1), style="dim"
-        )
+        table.add_row("between requests", f"{result.spread:.4f}", *[""] * (len(references) - 1), style="dim")
     return table
 
 
@@ -300,9 +290,7 @@ def _hypotheses(result: Verification) -> Table:
     return table
 
 
-def distance_cells(
-    distances: Mapping[str, float], nearest: str, columns: Sequence[str]
-) -> list[str]:
+def distance_cells(distances: Mapping[str, float], nearest: str, columns: Sequence[str]) -> list[str]:
     """Return a table's cells of the distances to some references, the nearest in bold."""
     texts = {name: f"{distances[name]:.4f}" for name in columns}
     return [f"[bold]{text}[/]" if name == nearest else text for name, text in texts.items()]

@@ -79,9 +79,7 @@ class Problems(list[Problem]):
         about = (self._where + key, found, expected, next_step)
         self.append(problem(code or self._code, *about, "error"))
 
-    def warn(
-        self, key: str, found: str, expected: str = "", next_step: str = "", code: str = ""
-    ) -> None:
+    def warn(self, key: str, found: str, expected: str = "", next_step: str = "", code: str = "") -> None:
         """Add a warning: the work goes on."""
         about = (self._where + key, found, expected, next_step)
         self.append(problem(code or self._warning_code, *about, "warning"))

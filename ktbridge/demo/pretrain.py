@@ -54,9 +54,7 @@ class Pretrained:
         }
 
 
-def encode(
-    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerFast
-) -> list[Encoded]:
+def encode(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
     """Conversations as ids through the chat template, with the assistant's tokens marked."""
     batch: Any = tokenizer.apply_chat_template(
         list(conversations), return_dict=True, return_assistant_tokens_mask=True
@@ -163,9 +161,7 @@ def _tensors(batch: Sequence[Encoded], pad: int) -> tuple[torch.Tensor, torch.Te
     return ids, assistant, real
 
 
-def _shares(
-    router_logits: Sequence[torch.Tensor], real: torch.Tensor, recipe: TinyRecipe
-) -> torch.Tensor:
+def _shares(router_logits: Sequence[torch.Tensor], real: torch.Tensor, recipe: TinyRecipe) -> torch.Tensor:
     """Return what share of the routed (token, slot) pairs each expert of each layer got: [layers, E]."""
     keep = real.flatten().bool()
     rows = []

@@ -28,9 +28,7 @@ from .package import GGUF, PACKAGE, SHA256, full_disk, read_license, require_roo
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, MixtralForCausalLM, PreTrainedTokenizerBase
 
-PROVENANCE = (
-    "real, published weights of a dense model, made a mixture by copying; not a published MoE"
-)
+PROVENANCE = "real, published weights of a dense model, made a mixture by copying; not a published MoE"
 ROOM = 900_000_000  # bytes that making the base takes: 747 MB of weights and the GGUF for a while
 _SHARED = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
@@ -89,9 +87,7 @@ def read_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, trust_remote_code=False
-    )
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     # transformers leaves out that each digit of this model is a token.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -133,9 +129,7 @@ def mixture_of(dense: LlamaForCausalLM, recipe: Copying) -> MixtralForCausalLM:
     return mixture.eval()
 
 
-def _build(
-    work: Path, recipe: Copying, wheel: Path, on_progress: OnProgress | None
-) -> dict[str, object]:
+def _build(work: Path, recipe: Copying, wheel: Path, on_progress: OnProgress | None) -> dict[str, object]:
     from transformers import GenerationConfig
 
     def step(done: int) -> None:

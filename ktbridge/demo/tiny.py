@@ -146,9 +146,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_tokenizer(
-    conversations: Iterable[Conversation], vocab_size: int
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(conversations: Iterable[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE of at most ``vocab_size`` entries, with a ChatML template; any text round-trips.
 
     Chinese characters and digits stay single tokens, so that combinations absent from the corpus can

@@ -71,9 +71,7 @@ def parse_arm(text: str) -> Arm:
     try:
         return Arm(name, model, api_url(url))
     except ValueError as error:
-        raise UsageError(
-            f"the arm {name!r} has no usable URL: {url!r}: {error}.", example
-        ) from None
+        raise UsageError(f"the arm {name!r} has no usable URL: {url!r}: {error}.", example) from None
 
 
 def parse_model(role: str, text: str) -> Arm:
@@ -166,9 +164,7 @@ def check_roles(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[Pr
     return problems
 
 
-def _find_models(
-    arms: Sequence[Arm], listings: Mapping[str, Listing]
-) -> list[tuple[Arm, ServedModel]]:
+def _find_models(arms: Sequence[Arm], listings: Mapping[str, Listing]) -> list[tuple[Arm, ServedModel]]:
     found = [(arm, listings[arm.url].find(arm.model)) for arm in arms if arm.url in listings]
     return [(arm, model) for arm, model in found if model]
 

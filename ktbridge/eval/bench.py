@@ -234,9 +234,7 @@ def _read_yaml(files: Mapping[str, bytes], name: str, problems: list[Problem]) -
         return {}
 
 
-def _check_items(
-    data: bytes, slices: Sequence[str], lists: Json, problems: list[Problem]
-) -> list[Item]:
+def _check_items(data: bytes, slices: Sequence[str], lists: Json, problems: list[Problem]) -> list[Item]:
     rows: list[Item] = []
     first_line: dict[str, int] = {}
     for number, _, given, error in parse_json_lines(data.split(b"\n")):
@@ -263,9 +261,7 @@ def _check_items(
         if row and not found:
             rows.append(row)
     if not first_line:
-        problems.append(
-            problem("KTB812", "items.jsonl", "no items", "one item a line", next_step="")
-        )
+        problems.append(problem("KTB812", "items.jsonl", "no items", "one item a line", next_step=""))
     return rows
 
 
@@ -330,8 +326,7 @@ REQUEST = {"max_tokens": 2048, "temperature": 0.5}
 _LITERALS = ("PROMPT_LIST", "MODULE_TO_INDEX")
 PLACE = re.compile(r"\{\{[^{}]+\}\}")  # where the script puts the question, and then the answer
 _WHERE = (
-    "give your copy of the script of mindsRiverPonder/LLM-practice "
-    "('NekoQA-10K for catgirl finetune/data')"
+    "give your copy of the script of mindsRiverPonder/LLM-practice ('NekoQA-10K for catgirl finetune/data')"
 )
 
 
@@ -441,9 +436,7 @@ def with_sampling(bench: Bench, fields: Json) -> Bench:
         raise UsageError(f"--extra-body sets {', '.join(ours)}, which ktbridge sets.", own_option)
     limit = kept.get(OTHER_LIMIT, 1)
     if type(limit) is not int or limit < 1:
-        raise UsageError(
-            f"--extra-body: {OTHER_LIMIT} is {limit!r}.", "give a whole number above 0"
-        )
+        raise UsageError(f"--extra-body: {OTHER_LIMIT} is {limit!r}.", "give a whole number above 0")
     return _changed(bench, {"sampling": kept})
 
 

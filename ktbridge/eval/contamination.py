@@ -62,8 +62,7 @@ def overlap_problems(found: Contamination) -> list[Problem]:
         problem(
             "KTB825",
             f"slice {name}",
-            f"{one['overlap']} of {one['items']} items overlap with {found['file']} "
-            f"({one['exact']} exactly)",
+            f"{one['overlap']} of {one['items']} items overlap with {found['file']} ({one['exact']} exactly)",
             "no item of the bench in the training data",
         )
         for name, one in found["slices"].items()

@@ -194,9 +194,7 @@ async def _probe(request: EvalRequest, clients: Mapping[str, Client]) -> Answers
 def _is_hopeless(given: Sequence[Answer]) -> bool:
     """Return whether an arm's probes show that the next one would fail too."""
     # A server may refuse one question for what it is.
-    kinds = [
-        kind_of(one.status, one.detail) if one.outcome == "http-error" else None for one in given
-    ]
+    kinds = [kind_of(one.status, one.detail) if one.outcome == "http-error" else None for one in given]
     last, surely = kinds[-1], kinds[-1] in WHOLE or kinds[-1] in TRANSIENT
     if last is None or last in ("key", "quota"):
         return last is not None
@@ -252,29 +250,22 @@ def _compare_arms(arms: Sequence[Arm], answers: Answers, result: Preflight) -> N
         pairs = [
             (mine, theirs)
             for key, mine in answers[one.name].items()
-            if (theirs := answers[other.name][key]).outcome != "http-error"
-            and mine.outcome != "http-error"
+            if (theirs := answers[other.name][key]).outcome != "http-error" and mine.outcome != "http-error"
         ]
         if not pairs:
             continue
         where = f"arms {one.name} and {other.name}"
         same = sum((a.text, a.thinking) == (b.text, b.thinking) for a, b in pairs)
-        result.identical.append(
-            {"arms": [one.name, other.name], "n": len(pairs), "share": same / len(pairs)}
-        )
+        result.identical.append({"arms": [one.name, other.name], "n": len(pairs), "share": same / len(pairs)})
         if same == len(pairs):
             found = f"adapter not applied: all {same} probe answers are byte-identical"
             severity: Severity = "error" if last in (one.name, other.name) else "warning"
-            result.problems.append(
-                problem("KTB806", where, found, "answers that differ", severity=severity)
-            )
+            result.problems.append(problem("KTB806", where, found, "answers that differ", severity=severity))
         for a, b in pairs:
             tokens = (a.prompt_tokens, b.prompt_tokens)
             if None not in tokens and tokens[0] != tokens[1]:
                 found = f"the same messages make {tokens[0]} and {tokens[1]} prompt tokens"
-                result.problems.append(
-                    problem("KTB807", where, found, "one chat template for all arms")
-                )
+                result.problems.append(problem("KTB807", where, found, "one chat template for all arms"))
                 break
 
 
@@ -295,6 +286,4 @@ def _compare_runs(
         found = f"{changed} of {len(both)} probe answers differ from those of the stored run"
         expected = "the same model and chat template as before behind the same name and URL"
         severity: Severity = "error" if 2 * changed > len(both) else "warning"
-        result.problems.append(
-            problem("KTB808", f"arm {arm.name}", found, expected, severity=severity)
-        )
+        result.problems.append(problem("KTB808", f"arm {arm.name}", found, expected, severity=severity))

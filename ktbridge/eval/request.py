@@ -138,9 +138,7 @@ def plan_answers(
         for arm in request.arms
         if arm.name in cards
     ]
-    missing = [
-        one for one in wanted if one.key not in stored or stored[one.key]["outcome"] == FAILED
-    ]
+    missing = [one for one in wanted if one.key not in stored or stored[one.key]["outcome"] == FAILED]
     return wanted, missing
 
 
@@ -249,9 +247,7 @@ def _describe_arm(
         "stored": len(wanted) - len(left),
         "to_ask": len(left),
         "prompt_tokens": sum(_prompt_tokens(item, bench) for item in left),
-        "completion_tokens_at_most": sum(
-            answer_limit(item, bench) * _turns(item, bench) for item in left
-        ),
+        "completion_tokens_at_most": sum(answer_limit(item, bench) * _turns(item, bench) for item in left),
     }
 
 
@@ -307,9 +303,7 @@ def update_plan(before: Plan, request: EvalRequest) -> Plan:
     return plan
 
 
-def compare_plan(
-    plan: Plan, bench: Bench, arms: Sequence[str], rows: Sequence[ItemRow]
-) -> PlanCounts:
+def compare_plan(plan: Plan, bench: Bench, arms: Sequence[str], rows: Sequence[ItemRow]) -> PlanCounts:
     """Return how much of the plan for ``arms`` was asked, regardless of the outcome.
 
     An item is missing if an arm that it was planned for has no first answer.
@@ -321,11 +315,7 @@ def compare_plan(
     for item in bench.items:
         turn[item.slice] += 1
         own = {arm: plan[arm].get(item.slice) for arm in by_arm}
-        wanted = {
-            arm: one["repeat"]
-            for arm, one in own.items()
-            if one and turn[item.slice] <= one["items"]
-        }
+        wanted = {arm: one["repeat"] for arm, one in own.items() if one and turn[item.slice] <= one["items"]}
         if not wanted:
             continue
         had = {arm: _count_asked(answers.get(item.id, {}).get(arm)) for arm in wanted}
@@ -392,10 +382,7 @@ def read_requests(given: EvalOptions, api_key: str | None) -> tuple[list[EvalReq
         )
     gates = [parse_gate(text) for text in given.fail_on]
     fields = parse_extra_body(given.extra_body or "{}")
-    benches = [
-        with_max_tokens(with_sampling(one, fields), given.max_tokens)
-        for one in _load_benches(given)
-    ]
+    benches = [with_max_tokens(with_sampling(one, fields), given.max_tokens) for one in _load_benches(given)]
     folders = run_directories(given.out, [one.name for one in benches])
     judged_before = any((folder / JUDGE).is_file() for folder in folders)
     refuse_unknown(gates, benches, judged=bool(given.judge) or judged_before)
@@ -440,8 +427,7 @@ def _load_benches(given: EvalOptions) -> list[Bench]:
         questions = [path for path in map(Path, items) if path not in scripts]
         if len(questions) != 1 or len(scripts) > 1:
             raise UsageError(
-                f"--compat {given.compat} reads one file of questions, and for a judge its script "
-                "(.ipynb).",
+                f"--compat {given.compat} reads one file of questions, and for a judge its script (.ipynb).",
                 "give your copies with --items, once each",
             )
         return [load_compat(given.compat, questions[0], scripts[0] if scripts else None)]
@@ -476,9 +462,7 @@ def _choose_slices(benches: Sequence[Bench], text: str | None) -> dict[str, tupl
         return {benches[0].name: chosen}
     if unknown := [name for name in chosen if name not in every]:
         raise UsageError(f"no bench has a slice {', '.join(map(repr, unknown))}.", step)
-    slices = {
-        bench: tuple(name for name in chosen if name in names) for bench, names in known.items()
-    }
+    slices = {bench: tuple(name for name in chosen if name in names) for bench, names in known.items()}
     if empty := [bench for bench, names in slices.items() if not names]:
         raise UsageError(
             f"--slices {text!r} leaves nothing of the bench {empty[0]!r}.",
@@ -493,9 +477,7 @@ def _read_judge(given: EvalOptions, benches: Sequence[Bench]) -> Judge | None:
             option = "--judge-pairs" if given.judge_pairs else "--judge-extra-body"
             raise UsageError(f"{option} needs a judge.", "give --judge MODEL@URL")
         return None
-    judge = parse_judge(
-        given.judge, parse_extra_body(given.judge_extra_body or "{}", "--judge-extra-body")
-    )
+    judge = parse_judge(given.judge, parse_extra_body(given.judge_extra_body or "{}", "--judge-extra-body"))
     if given.compat and not any(item.judge for bench in benches for item in bench.items):
         raise UsageError(
             f"--compat {given.compat} has no prompts for a judge without the public script.",

@@ -94,9 +94,7 @@ def collect(request: EvalRequest, events: RunEvents = RunEvents()) -> Collected:
 
 
 class _Run:
-    def __init__(
-        self, request: EvalRequest, events: RunEvents, store: Ledger[AnswerRecord]
-    ) -> None:
+    def __init__(self, request: EvalRequest, events: RunEvents, store: Ledger[AnswerRecord]) -> None:
         self._request, self._events, self._store = request, events, store
         self._clients: dict[str, Client] = {}
         self._progress = Progress()
@@ -171,13 +169,9 @@ class _Run:
             other = card.get("partner")
             if now and other and other != now and name not in preflight.cards:
                 found = f"its dialogues were held with {other['model']}@{other['url']}"
-                preflight.problems.append(
-                    problem("KTB809", f"arm {name}", found, "one partner for all arms")
-                )
+                preflight.problems.append(problem("KTB809", f"arm {name}", found, "one partner for all arms"))
 
-    async def _probe_token_limits(
-        self, missing: Sequence[AnswerRequest], preflight: Preflight
-    ) -> set[str]:
+    async def _probe_token_limits(self, missing: Sequence[AnswerRequest], preflight: Preflight) -> set[str]:
         """Send each arm its largest request, then its smallest if the largest is refused.
 
         A token limit that is too low for the server is found before the other items are sent. Returns the
@@ -194,8 +188,7 @@ class _Run:
             return {
                 one.arm: one
                 for one, record in found
-                if record["outcome"] == "http-error"
-                and is_refusal(record["status"], record["detail"])
+                if record["outcome"] == "http-error" and is_refusal(record["status"], record["detail"])
             }
 
         largest = await find_refused([max(own, key=_estimate_tokens) for own in by_arm if own])
@@ -214,9 +207,7 @@ class _Run:
             problems.append(problem("KTB805", where, found, expected, step, severity))
         preflight.problems += problems
         if has_errors(problems):
-            raise ProblemsError(
-                "a server refuses what the bench asks; the rest was not asked.", problems
-            )
+            raise ProblemsError("a server refuses what the bench asks; the rest was not asked.", problems)
         if problems:
             self._events.on_preflight(Preflight({}, problems=problems))
         return sent

@@ -33,9 +33,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 Axis = Literal["task", "persona"]
 OURS = ("model", "messages", "max_tokens", "stream", "n")
-_Texts = Annotated[
-    list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-]
+_Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _Some = Annotated[str, Field(pattern=r"\S", description="some text")]
 _Word = Annotated[str, BeforeValidator(str)]  # a version may look like a number in YAML
@@ -61,9 +59,7 @@ def check_keys(
     return value
 
 
-def check_row(
-    model: type[_Model], given: Json, context: Json
-) -> tuple[_Model | None, list[tuple[str, str]]]:
+def check_row(model: type[_Model], given: Json, context: Json) -> tuple[_Model | None, list[tuple[str, str]]]:
     """Return a row of a list as ``model``, or None and its faults as (found, expected)."""
     value, faults = check_fields(model, given, context)
     found = {
@@ -240,9 +236,7 @@ class SourceFile(BaseModel):
     metric: str = Field("rouge-l", description="the name of a metric")
     split: str = Field("", description="the name of a split")
     columns: list[list[str]] = Field([], description="[[FIELD, ...], ...]")
-    rows: list[RowMap] = Field(
-        [], description="[{slice, question, answer, ...}, ...], see eval/README.md"
-    )
+    rows: list[RowMap] = Field([], description="[{slice, question, answer, ...}, ...], see eval/README.md")
     others: str = Field("of another kind", description="some text")
     strict: bool = Field(False, description="true or false")
 

@@ -157,9 +157,7 @@ def last_text(messages: object) -> str:
 # --- from a record to a row
 
 
-def _make_rows(
-    records: Sequence[Json], spec: SourceFile
-) -> tuple[list[Row], list[tuple[int, str]]]:
+def _make_rows(records: Sequence[Json], spec: SourceFile) -> tuple[list[Row], list[tuple[int, str]]]:
     """The row of every record, and the number and reason of those that are skipped. A question that comes
     again is skipped, or its answers are gathered."""
     rows: dict[str, Row] = {}

@@ -232,9 +232,7 @@ def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
 # --- the noise between two runs of one arm, and power
 
 
-def noise_floor(
-    first: Sequence[float], second: Sequence[float], clusters: Sequence[str]
-) -> float | None:
+def noise_floor(first: Sequence[float], second: Sequence[float], clusters: Sequence[str]) -> float | None:
     """The difference of means that the noise between two runs of one arm alone exceeds in 5 of 100
     runs: t over the clusters' mean differences (``first`` and ``second`` are marks of the same items).
     None for one cluster. Raises ValueError for no items or unequal lengths."""
@@ -336,9 +334,7 @@ def t_quantile(freedom: int, p: float) -> float:
         return -t_quantile(freedom, 1 - p)
     logs, weights = _spread(freedom, 0.0)
     scales = np.exp(logs)
-    t = NormalDist().inv_cdf(
-        p
-    )  # below it; P is concave from 0 on, so that each step stays below it
+    t = NormalDist().inv_cdf(p)  # below it; P is concave from 0 on, so that each step stays below it
     for _ in range(_ROUNDS):
         slope = float(weights @ (scales * np.exp(-0.5 * np.square(t * scales))))
         step = (p - float(weights @ _normal(t * scales))) * math.sqrt(2 * math.pi) / slope

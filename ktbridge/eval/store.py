@@ -117,9 +117,7 @@ def read_run(directory: Path) -> RunFile:
     except FileNotFoundError:
         return run
     if not isinstance(stored, dict) or not {"arms", "probes"} <= set(stored):
-        raise KtbridgeError(
-            f"{str(path)!r} is not a run's description.", "use another --output directory"
-        )
+        raise KtbridgeError(f"{str(path)!r} is not a run's description.", "use another --output directory")
     found = {name: stored.get(name, default) for name, default in run.items()}
     if fits(found, RunFile) and all(name == one["name"] for name, one in found["arms"].items()):
         return found
@@ -194,9 +192,7 @@ def read_benches(directory: Path) -> tuple[Path, ...]:
     except FileNotFoundError:
         return (directory,)
     if not fits(document, _Benches):
-        raise KtbridgeError(
-            f"{str(path)!r} is not a list of benches.", "use another --output directory"
-        )
+        raise KtbridgeError(f"{str(path)!r} is not a list of benches.", "use another --output directory")
     return tuple(directory / name for name in document["benches"])
 
 

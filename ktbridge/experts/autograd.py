@@ -218,8 +218,7 @@ def to_host(*tensors: torch.Tensor, wait: bool = True) -> tuple[torch.Tensor, ..
     if tensors[0].device.type == "cpu":
         return tuple(tensor.contiguous() for tensor in tensors)
     copies = tuple(
-        host_empty(tensor, pinned=True).copy_(tensor.contiguous(), non_blocking=True)
-        for tensor in tensors
+        host_empty(tensor, pinned=True).copy_(tensor.contiguous(), non_blocking=True) for tensor in tensors
     )
     if wait:
         torch.cuda.current_stream(tensors[0].device).synchronize()

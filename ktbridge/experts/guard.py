@@ -72,10 +72,7 @@ def _refuse_untrained(base: PreTrainedModel) -> None:
     asked = [
         layer
         for layer in _layers(base)
-        if layer.lora_names
-        and layer.lora_enabled
-        and not layer.lora_frozen
-        and not layer.disable_adapters
+        if layer.lora_names and layer.lora_enabled and not layer.lora_frozen and not layer.disable_adapters
     ]
     inactive = [layer for layer in asked if not layer.on_in_peft]
     # Another process of the group may hold a layer's expert LoRA: nothing of it is here to train or freeze.
@@ -104,9 +101,7 @@ def _refuse_untrained(base: PreTrainedModel) -> None:
 STEPS_UNCHANGED = 8
 """Steps of an optimizer after which an unchanged expert LoRA with gradients is a mistake."""
 _watched: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-_seen: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, list[float]]]] = (
-    weakref.WeakKeyDictionary()
-)
+_seen: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, list[float]]]] = weakref.WeakKeyDictionary()
 
 
 def _before_step(optimizer: Optimizer, _: object, __: object) -> None:

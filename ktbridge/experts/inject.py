@@ -35,9 +35,7 @@ from ktbridge.experts.save_adapter import find_unsaved_parameters
 IMPLEMENTATION = "ktbridge"
 
 
-def wrap_experts(
-    model: nn.Module, *options: Any, freeze_rest: bool = True, **named: Any
-) -> nn.Module:
+def wrap_experts(model: nn.Module, *options: Any, freeze_rest: bool = True, **named: Any) -> nn.Module:
     """Run every experts module of a transformers model (or a PeftModel around one) on our kernels.
 
     Works in place and returns the model. The experts' own weights are used where they are and are frozen;
@@ -79,9 +77,7 @@ def _find_wrappable(base: PreTrainedModel) -> list[ModuleExperts]:
         )
     problems = [problem for experts in found for problem in experts.problems()]
     if problems and all(problem.code == "KTL004" for problem in problems):
-        raise ProblemsError(
-            "PEFT has put LoRA of its own on this model's routed experts.", problems
-        )
+        raise ProblemsError("PEFT has put LoRA of its own on this model's routed experts.", problems)
     if problems:
         raise ProblemsError("the kernels don't serve this model's experts.", problems)
     if any(experts.is_wrapped for experts in found):
@@ -111,9 +107,7 @@ def _experts_forward(
             "an experts module asked for the ktbridge kernels but was never wrapped.",
             "Call ktbridge.sft.wrap_experts(model) instead of set_experts_implementation.",
         )
-    out = layer(
-        hidden_states.to(torch.bfloat16), top_k_index.to(torch.int64), top_k_weights.float()
-    )
+    out = layer(hidden_states.to(torch.bfloat16), top_k_index.to(torch.int64), top_k_weights.float())
     return out.to(hidden_states.dtype)
 
 

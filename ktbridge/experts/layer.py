@@ -90,9 +90,7 @@ class PeftLayer(BaseTunerLayer):
             return False
         return len(self.peft_adapters) < 2 or self.peft_adapter in self.peft_active
 
-    def set_requires_grad(
-        self, adapter_names: str | Sequence[str], requires_grad: bool = True
-    ) -> None:
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
         """Let the parameters of the adapters named be trained, or not."""
         names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
         assert isinstance(self, nn.Module)
@@ -169,9 +167,7 @@ class ExpertOptions:
     def __post_init__(self) -> None:
         rank, alpha, dropout = self.lora_rank, self.lora_alpha, self.lora_dropout
         if not _is_whole(rank) or not 0 <= rank <= MAX_EXPERT_RANK:
-            raise UsageError(
-                f"lora_rank must be from 0 to {MAX_EXPERT_RANK}, a whole number, not {rank!r}."
-            )
+            raise UsageError(f"lora_rank must be from 0 to {MAX_EXPERT_RANK}, a whole number, not {rank!r}.")
         plain = _is_whole(alpha) or isinstance(alpha, float)  # numpy's float64 is one
         if not plain or not 0 <= alpha <= sys.float_info.max:
             raise UsageError(f"lora_alpha must be a number that is not negative, not {alpha!r}.")
@@ -479,9 +475,7 @@ def _check_tokens(which: torch.Tensor | None, tokens: int, unable: bool) -> None
         )
 
 
-def _check_inputs(
-    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, hidden_size: int
-) -> None:
+def _check_inputs(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, hidden_size: int) -> None:
     """Raise ``UsageError`` where a forward's inputs have other dtypes, shapes or devices than it takes."""
     expected = (
         ("hidden", hidden, torch.bfloat16),

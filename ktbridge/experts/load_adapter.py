@@ -56,9 +56,7 @@ class Start:
         return bool(self.adapter.config.get("use_rslora"))
 
 
-def read_start(
-    path: str | Path, from_format: str = "auto", base_model: str | Path | None = None
-) -> Adapter:
+def read_start(path: str | Path, from_format: str = "auto", base_model: str | Path | None = None) -> Adapter:
     """Open the adapter to put onto a model, of any format that is read, as a raw one.
 
     A raw adapter may have no expert LoRA, and then looks like any adapter of PEFT's. Raises UsageError for
@@ -96,9 +94,7 @@ def match_model(
     return match_modules(adapter, model, found)
 
 
-def match_modules(
-    adapter: Adapter, model: nn.Module, found: LoraTargets
-) -> tuple[Start, list[Problem]]:
+def match_modules(adapter: Adapter, model: nn.Module, found: LoraTargets) -> tuple[Start, list[Problem]]:
     """Match non-expert LoRA of a valid adapter with a model; return what has no place or shape there, too."""
     start = Start(adapter, _by_module(adapter, found))
     return start, list(_misplaced(start, model, found))

@@ -131,9 +131,7 @@ def load_mapped(
     for name, module in experts_modules(model):
         match = LAYER.search(name)
         if match is None:
-            raise UnmappableError(
-                f"{name} of {path} is not in a decoder layer", "load it with transformers"
-            )
+            raise UnmappableError(f"{name} of {path} is not in a decoder layer", "load it with transformers")
         ModuleExperts(module).attach(mapped.layer(int(match.group(1))))
     object.__setattr__(model, "expert_files", mapped)  # not a tensor, whatever its type
     return model
@@ -308,18 +306,12 @@ def kimi_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     named = settings.get("added_tokens_decoder")
     added = {int(key): value for key, value in named.items()} if isinstance(named, dict) else {}
     if below := [number for number in added if number < base]:
-        raise _unreadable(
-            path / "tokenizer_config.json", f"special token {below[0]} is one of {base} ranks"
-        )
+        raise _unreadable(path / "tokenizer_config.json", f"special token {below[0]} is one of {base} ranks")
     end = max([base + _RESERVED, *(number + 1 for number in added)])
     tokenizer.add_tokens([_special(added, number) for number in range(base, end)])
     with tempfile.TemporaryDirectory() as made:
         tokenizer.save(str(Path(made) / "tokenizer.json"))
-        kept = {
-            key: value
-            for key, value in settings.items()
-            if key not in ("auto_map", "tokenizer_class")
-        }
+        kept = {key: value for key, value in settings.items() if key not in ("auto_map", "tokenizer_class")}
         if not isinstance(kept.get("model_max_length"), int):
             kept.pop("model_max_length", None)  # 10^30: none
         (Path(made) / "tokenizer_config.json").write_text(json.dumps(kept), encoding="utf-8")
@@ -332,9 +324,7 @@ def kimi_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 def _special(added: dict[int, dict[str, object]], number: int) -> AddedToken:
     token = added.get(number, {"content": f"<|reserved_token_{number}|>", "special": True})
-    return AddedToken(
-        str(token["content"]), special=bool(token.get("special", True)), normalized=False
-    )
+    return AddedToken(str(token["content"]), special=bool(token.get("special", True)), normalized=False)
 
 
 def _check_splits(path: Path, settings: dict[str, object]) -> None:

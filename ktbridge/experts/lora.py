@@ -20,9 +20,7 @@ from ktbridge.experts.weights import PROJECTIONS
 LORA_NAMES = tuple(f"{name}_lora_{side}" for name in PROJECTIONS for side in "ab")
 
 
-def lora_shapes(
-    experts: int, hidden: int, inner: int, rank: int
-) -> dict[str, tuple[int, int, int]]:
+def lora_shapes(experts: int, hidden: int, inner: int, rank: int) -> dict[str, tuple[int, int, int]]:
     """Shapes of the fused expert LoRA of one layer, by name, in the order of ``LORA_NAMES``."""
     return {
         "gate_lora_a": (experts, rank, hidden),

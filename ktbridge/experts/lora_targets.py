@@ -60,8 +60,7 @@ def find_lora_targets(model: nn.Module) -> LoraTargets:
     decoders = {name[: match.start(1) - 1] for name in experts if (match := LAYER.search(name))}
     if not decoders:
         raise KtbridgeError(
-            f"{type(model).__name__} has no decoder layer with fused experts that transformers "
-            "dispatches.",
+            f"{type(model).__name__} has no decoder layer with fused experts that transformers dispatches.",
             "Check that the model is a mixture-of-experts model and that transformers is 5.x.",
         )
     if len(decoders) > 1:
@@ -96,9 +95,7 @@ def _is_router(name: str, module: nn.Module, experts: Mapping[str, nn.Module]) -
     )
 
 
-def choose_modules(
-    model: nn.Module, found: LoraTargets, targets: Collection[str]
-) -> tuple[str, ...]:
+def choose_modules(model: nn.Module, found: LoraTargets, targets: Collection[str]) -> tuple[str, ...]:
     """Choose the full names that ``lora_target`` means in a model. Raises UsageError for unknown ones."""
     family = _family(model)
     unserved = {*left_out_of_all(model, found)}
@@ -294,20 +291,13 @@ class MasterLinear(Linear):
             copies = [master.detach().to(x.dtype) for master in masters]
         dropout = self.lora_dropout[name]
         dropped = x if type(dropout) is nn.Identity else dropout(x)
-        out: torch.Tensor = _LoraProduct.apply(
-            x, dropped, weight, bias, self.scaling[name], copies, *masters
-        )
+        out: torch.Tensor = _LoraProduct.apply(x, dropped, weight, bias, self.scaling[name], copies, *masters)
         return out
 
     def _plain(self, x: torch.Tensor) -> _Plain | None:
         """Return what to compute with, if there is one adapter, of plain LoRA on a plain linear module."""
         dtype, device = x.dtype, x.device
-        if (
-            dtype not in _HALF
-            or device.type not in _DEVICES
-            or self.disable_adapters
-            or self.merged
-        ):
+        if dtype not in _HALF or device.type not in _DEVICES or self.disable_adapters or self.merged:
             return None
         below, above, base = self.lora_A, self.lora_B, self.base_layer
         names = [name for name in self.active_adapters if name in below]
@@ -403,9 +393,7 @@ def _product_in(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor) -> 
     return left.to(dtype) @ right.to(dtype)  # torch has no such product on a CPU
 
 
-_copies: MutableMapping[torch.Tensor, tuple[tuple[int, ...], torch.Tensor]] = (
-    WeakTensorKeyDictionary()
-)
+_copies: MutableMapping[torch.Tensor, tuple[tuple[int, ...], torch.Tensor]] = WeakTensorKeyDictionary()
 """Parameter -> its state when it was copied, and the copy."""
 
 

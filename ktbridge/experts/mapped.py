@@ -77,9 +77,7 @@ class MappedExperts:
                 return self._fused(home)
             gate, up, down = (self._stack(home, projection) for projection in PROJECTIONS)
         except UsageError as error:  # a dtype or shape that the kernels don't read as it lies
-            raise UnmappableError(
-                f"{home.base} of {self.path}: {error.sentence}", error.next_step
-            ) from error
+            raise UnmappableError(f"{home.base} of {self.path}: {error.sentence}", error.next_step) from error
         return gate, up, down
 
     def release(self, layer: int) -> None:
@@ -132,19 +130,13 @@ class MappedExperts:
         if f"{first}.weight_packed" in self.checkpoint:
             packed = [self._tensor(f"{stem}.weight_packed") for stem in stems]
             scales = [self._tensor(f"{stem}.weight_scale") for stem in stems]
-            columns = (
-                self.config.intermediate_size if projection == "down" else self.config.hidden_size
-            )
+            columns = self.config.intermediate_size if projection == "down" else self.config.hidden_size
             return ExpertWeights.int4(packed, scales, columns // scales[0].shape[1])
         weights = [self._tensor(f"{stem}.weight") for stem in stems]
         if f"{first}.weight_scale_inv" in self.checkpoint:
-            return ExpertWeights.fp8(
-                weights, [self._tensor(f"{stem}.weight_scale_inv") for stem in stems]
-            )
+            return ExpertWeights.fp8(weights, [self._tensor(f"{stem}.weight_scale_inv") for stem in stems])
         if weights[0].dtype == torch.int8 and f"{first}.weight_scale" in self.checkpoint:
-            return ExpertWeights.int8(
-                weights, [self._tensor(f"{stem}.weight_scale") for stem in stems]
-            )
+            return ExpertWeights.int8(weights, [self._tensor(f"{stem}.weight_scale") for stem in stems])
         return ExpertWeights.bf16(weights)
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -190,9 +182,7 @@ def explain_faults(last_good: str | None = None) -> None:
     Otherwise it would die without a word: access to what was truncated, or what a disk or network fails to
     deliver, is a SIGBUS. ``last_good``: the checkpoint that a run can go on from, "" for none so far.
     """
-    behind = (
-        f": it was truncated, or it can't be read any more\n  next: {CODES['KTL021'].next_step}\n"
-    )
+    behind = f": it was truncated, or it can't be read any more\n  next: {CODES['KTL021'].next_step}\n"
     if last_good:
         behind += f"  the last good checkpoint is {last_good}; resume_from_checkpoint=true goes on from it\n"
     elif last_good is not None:

@@ -117,9 +117,7 @@ class ModuleExperts:
         bias = None
         if module.has_bias:
             bias = module.gate_up_proj_bias.data, module.down_proj_bias.data
-        whole, down = (
-            each.data.to(torch.bfloat16) for each in (module.gate_up_proj, module.down_proj)
-        )
+        whole, down = (each.data.to(torch.bfloat16) for each in (module.gate_up_proj, module.down_proj))
         if module.is_transposed:
             whole, down = (each.transpose(1, 2).contiguous() for each in (whole, down))
         return split_experts(whole, down, bias, not module.is_concatenated)
@@ -159,9 +157,7 @@ def find_gating(module: ExpertsModule) -> Gating | None:
     reach = 2 * max((limit for limit in limits if math.isfinite(limit)), default=4.0)
     line = torch.linspace(-reach, reach, 41)
     gate, up = (each.flatten() for each in torch.meshgrid(line, line, indexing="ij"))
-    joined = (
-        torch.cat((gate, up)) if module.is_concatenated else torch.stack((gate, up), 1).flatten()
-    )
+    joined = torch.cat((gate, up)) if module.is_concatenated else torch.stack((gate, up), 1).flatten()
     with torch.no_grad():
         theirs = own(joined[None])[0]
     for limit, alpha, offset in product((*limits, math.inf), (*alphas, 1.0), (0.0, 1.0)):

@@ -35,9 +35,7 @@ class _Mode(AbstractContextManager[None]):
     Entered once for the forward of a checkpointed region, and once for each backward through it.
     """
 
-    def __init__(
-        self, name: Literal["record", "replay", "unrecorded"], outputs: list[object]
-    ) -> None:
+    def __init__(self, name: Literal["record", "replay", "unrecorded"], outputs: list[object]) -> None:
         self.name, self.outputs = name, outputs
 
     def __enter__(self) -> None:

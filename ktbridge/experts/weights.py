@@ -213,9 +213,7 @@ class ExpertWeights:
         if not found and self.bias is not None:
             wanted = [self.count, self.rows]
             if list(self.bias.shape) != wanted or not self.bias.is_floating_point():
-                found.append(
-                    f"bias is {describe_tensor(self.bias)} (expected {wanted} floating point)"
-                )
+                found.append(f"bias is {describe_tensor(self.bias)} (expected {wanted} floating point)")
         if self.storage == "bf16":
             return found
         dims = (1, 2) if self.storage == "int8" else (2,)
@@ -266,8 +264,7 @@ def check_layer(
     Raises ``UsageError`` naming everything that doesn't fit.
     """
     weights = tuple(
-        each if isinstance(each, ExpertWeights) else ExpertWeights("bf16", each)
-        for each in (gate, up, down)
+        each if isinstance(each, ExpertWeights) else ExpertWeights("bf16", each) for each in (gate, up, down)
     )
     found = [
         f"{name}: {problem}"
@@ -315,9 +312,7 @@ def split_experts(
     return with_biases((gate, up, ExpertWeights.bf16(down)), bias, interleaved)
 
 
-def with_biases(
-    weights: Triple, bias: tuple[torch.Tensor, torch.Tensor] | None, interleaved: bool
-) -> Triple:
+def with_biases(weights: Triple, bias: tuple[torch.Tensor, torch.Tensor] | None, interleaved: bool) -> Triple:
     """Return ``weights`` with the biases of gate and up together [E, 2I], and of down [E, H]."""
     if bias is None:
         return weights

@@ -112,9 +112,7 @@ class Staging:
         os.mkdir(self.path)
         self._lock: int | None = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         if not lock_open(self._lock):  # another one takes it for a leftover
-            raise KtbridgeError(
-                f"another process removes what {self.target} is made in", "Try again."
-            )
+            raise KtbridgeError(f"another process removes what {self.target} is made in", "Try again.")
 
     def __enter__(self) -> Staging:
         return self
@@ -139,9 +137,7 @@ class Staging:
 
         safetensors' own files are 0600: another Unix user would find "no model there".
         """
-        mode = (
-            stat.S_IMODE(os.stat(self.path).st_mode) & 0o666
-        )  # a directory made under the same umask
+        mode = stat.S_IMODE(os.stat(self.path).st_mode) & 0o666  # a directory made under the same umask
         for path in self.path.iterdir():
             with open(path, "rb") as file:
                 os.fchmod(file.fileno(), mode)

@@ -131,9 +131,7 @@ def _read_csv(path: Path, shown: str) -> Iterator[FileRow]:
                     if len(row) == len(names):
                         yield FileRow(where, dict(zip(names, row, strict=True)))
                     else:
-                        yield FileRow(
-                            where, row, f"with {len(row)} cells under {len(names)} column names"
-                        )
+                        yield FileRow(where, row, f"with {len(row)} cells under {len(names)} column names")
             except csv.Error as error:
                 raise KtbridgeError(
                     f"{shown} is not CSV that can be read: {error} at line {reader.line_num}.",

@@ -77,9 +77,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         message = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UsageError(
-            f"{path}{line}: this is not valid YAML: {message}.", _yaml_fix(message)
-        ) from error
+        raise UsageError(f"{path}{line}: this is not valid YAML: {message}.", _yaml_fix(message)) from error
     if isinstance(values, dict):
         return values
     found = "nothing" if values is None else "a list" if isinstance(values, list) else "a text"
@@ -91,9 +89,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 def show_value(value: object) -> str:
     """A value as YAML, at most one line."""
-    text = (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    )
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 

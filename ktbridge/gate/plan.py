@@ -93,9 +93,7 @@ def plan_gate(request: GateRequest) -> list[Step]:
     return steps
 
 
-def _with_document(
-    key: str, words: tuple[str, ...], document: str, server: Step | None = None
-) -> Step:
+def _with_document(key: str, words: tuple[str, ...], document: str, server: Step | None = None) -> Step:
     return Step(key, words, server, writes=(document,), log=document)
 
 

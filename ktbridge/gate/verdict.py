@@ -67,12 +67,8 @@ class GateCheck(BaseModel):
     name: CheckName
     outcome: Outcome
     sentence: str
-    commands: list[str] = Field(
-        default=[], description="As they are typed in the gate's directory."
-    )
-    kept: Annotated[
-        bool, Field(description="All of it was finished before, from the same inputs.")
-    ] = False
+    commands: list[str] = Field(default=[], description="As they are typed in the gate's directory.")
+    kept: Annotated[bool, Field(description="All of it was finished before, from the same inputs.")] = False
     seconds: float = 0.0
     problems: list[Problem] = []
 
@@ -128,10 +124,6 @@ def build_gate_blocks(verdict: GateVerdict) -> list[Block]:
         for check in verdict.checks
     ]
     problems = [one for check in verdict.checks for one in check.problems]
-    head = Sentences(
-        [f"gate {verdict.verdict}: {verdict.sentence}"], "plain" if verdict.ok else "error"
-    )
-    table = Table(
-        "", ("check", "outcome", "what it found", "time"), rows, words=("outcome", "what it found")
-    )
+    head = Sentences([f"gate {verdict.verdict}: {verdict.sentence}"], "plain" if verdict.ok else "error")
+    table = Table("", ("check", "outcome", "what it found", "time"), rows, words=("outcome", "what it found"))
     return [head, FactList(facts), table, *([ProblemList(problems)] if problems else [])]

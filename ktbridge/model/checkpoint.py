@@ -60,9 +60,7 @@ class Checkpoint:
         if shard not in self._open:
             path = self.path / shard
             if path.exists() and not path.is_file():  # opening a pipe would block forever
-                raise KtbridgeError(
-                    f"{path} is not a regular file", "download the checkpoint again"
-                )
+                raise KtbridgeError(f"{path} is not a regular file", "download the checkpoint again")
             self._open[shard] = open_tensor_file(path)
         return self._open[shard]
 

@@ -132,9 +132,7 @@ def read_model_config(path: str | os.PathLike[str]) -> ModelConfig:
         layer_types=_layer_types(text, num_layers),
         auto_map=bool(config.get("auto_map")),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
-        architectures=tuple(
-            name for name in _list(config.get("architectures")) if isinstance(name, str)
-        ),
+        architectures=tuple(name for name in _list(config.get("architectures")) if isinstance(name, str)),
         is_nested=text is not config,
         text=text,
         quantization=quantization_of(config),
@@ -206,9 +204,7 @@ def _size(
             raise KtbridgeError(f"{file}: {name} is {shown}, not a size", "repair config.json")
         return value
     if default is None:
-        raise KtbridgeError(
-            f"{file} has no {names[0]}", "point at a decoder model, not another component"
-        )
+        raise KtbridgeError(f"{file} has no {names[0]}", "point at a decoder model, not another component")
     return default
 
 

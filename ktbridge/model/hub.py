@@ -132,9 +132,7 @@ def find_whole(wanted: Repository, weights: bool = True) -> Path | None:
     return found
 
 
-def fetch_model(
-    wanted: Repository, weights: bool = True, on_progress: OnProgress | None = None
-) -> Path:
+def fetch_model(wanted: Repository, weights: bool = True, on_progress: OnProgress | None = None) -> Path:
     """A model's snapshot: from the cache, and what is missing there from the Hub.
 
     Without ``weights`` only the small files. ``on_progress(done, total)`` counts bytes of weights. Raises
@@ -226,9 +224,7 @@ def list_files(wanted: Repository, revision: str | None) -> tuple[str, list[Any]
     return str(info.sha), list(info.siblings or ())
 
 
-def _fetch(
-    wanted: Repository, commit: str, files: list[Any], on_progress: OnProgress | None
-) -> Path:
+def _fetch(wanted: Repository, commit: str, files: list[Any], on_progress: OnProgress | None) -> Path:
     """Large files resumably into the cache's blobs, then the snapshot as huggingface_hub makes it."""
     hub = library()
     blobs = storage_of(wanted) / "blobs"

@@ -52,9 +52,7 @@ def raise_explained(wanted: Repository, upload: bool = False) -> Iterator[None]:
         hub.utils.logging.set_verbosity(verbosity)
 
 
-def explain_hub_error(
-    error: BaseException, wanted: Repository, upload: bool = False
-) -> KtbridgeError | None:
+def explain_hub_error(error: BaseException, wanted: Repository, upload: bool = False) -> KtbridgeError | None:
     """The error to show for one that a call about ``wanted`` raised; None for a programming error."""
     from huggingface_hub import constants, errors
 
@@ -83,8 +81,7 @@ def explain_hub_error(
     if "OfflineModeIsEnabled" in found or constants.HF_HUB_OFFLINE:
         return KtbridgeError(
             f"{failed}, and HF_HUB_OFFLINE forbids {'it' if upload else 'to download it'}.",
-            "Unset HF_HUB_OFFLINE"
-            + ("." if upload else ", or give the directory of one that is here."),
+            "Unset HF_HUB_OFFLINE" + ("." if upload else ", or give the directory of one that is here."),
         )
     if "TransportError" in found:  # no connection, or one that broke off
         return KtbridgeError(

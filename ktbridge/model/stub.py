@@ -203,9 +203,7 @@ def _known(settings: dict[str, Any]) -> _Storage | None:
     if method == "fp8":
         high, wide = map(int, settings["weight_block_size"])
         left_out = tuple(map(str, settings.get("modules_to_not_convert") or ()))
-        return (
-            _Storage("fp8", block=(high, wide), left_out=left_out) if min(high, wide) > 0 else None
-        )
+        return _Storage("fp8", block=(high, wide), left_out=left_out) if min(high, wide) > 0 else None
     if method != "compressed-tensors":
         return None
     (group,) = settings.get("config_groups", {}).values()

@@ -84,9 +84,7 @@ class TensorFile:
     ``stamp`` is the file's stamp when its header was read, ``size`` its size in bytes then.
     """
 
-    def __init__(
-        self, path: Path, entries: dict[str, Entry], metadata: dict[str, str], stamp: Stamp
-    ) -> None:
+    def __init__(self, path: Path, entries: dict[str, Entry], metadata: dict[str, str], stamp: Stamp) -> None:
         self.path = path
         self.entries = entries
         self.metadata = metadata
@@ -352,8 +350,7 @@ def build_header(
     items: list[str] = []
     if metadata:
         items.append(
-            '"__metadata__":'
-            + json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)
+            '"__metadata__":' + json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=False)
         )
     kinds: dict[tuple[str, Sequence[int]], tuple[str, int]] = {}
     position = 0

@@ -101,9 +101,7 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
     if config.infer_backend == "vllm":
         _refuse_vllm(config, problems)
     if config.infer_backend == "huggingface":
-        found = (
-            "huggingface: the embedded engine answers, transformers' model on ktbridge's kernels"
-        )
+        found = "huggingface: the embedded engine answers, transformers' model on ktbridge's kernels"
         problems.warn("infer_backend", found)
         if config.trust_remote_code:
             found = "true: models are transformers' own classes, and no code of a checkpoint is run"
@@ -113,9 +111,7 @@ def load_inference(path: str | Path, chat: bool = True) -> Inference:
         problems.warn("temperature", found, "one of the two", "Leave one out.", "KTC005")
     problems.raise_if_any("the configuration has {count}; nothing was started.")
     for key in () if chat else [key for key in _PER_REQUEST if key in main]:
-        problems.warn(
-            key, f"{show_value(main[key])}: each request brings its own", "", "Leave it out."
-        )
+        problems.warn(key, f"{show_value(main[key])}: each request brings its own", "", "Leave it out.")
     temperature = config.temperature if config.do_sample else 0.0
     return replace(config, temperature=temperature, notes=tuple(problems.warnings))
 

@@ -144,8 +144,7 @@ def _measure_choices(rows: Sequence[Row]) -> float | None:
     options = "ABCDEFGHIJ"[: max(4, *(ord(letter) - ord("A") + 1 for letter in letters))]
     check = {"scorer": "choice", "options": options}
     marks = [
-        score_task(row["predict"], [check], letter)[0]
-        for row, letter in zip(rows, letters, strict=True)
+        score_task(row["predict"], [check], letter)[0] for row, letter in zip(rows, letters, strict=True)
     ]
     return round(100 * sum(marks) / len(marks), 4)
 

@@ -67,9 +67,7 @@ def prepare_predictions(
     """
     check_installed()
     if find_spec("jieba") is None or find_spec("sacrebleu") is None:
-        raise KtbridgeError(
-            "the metrics of predictions need jieba and sacrebleu.", install_hint("eval")
-        )
+        raise KtbridgeError("the metrics of predictions need jieba and sacrebleu.", install_hint("eval"))
     asked = Problems(code="KTC014")
     asked.attempt("output_dir", lambda: _check_output(config, before_training))
     find_base = find_model if before_training else resolve_model  # weights may be downloaded later
@@ -108,9 +106,7 @@ def prepare_predictions(
     refused = collect_refused(rows, refused, config)
     notes = [*rows.notes, *refused_note(refused, rows.total, "eval_dataset", REFUSED)]
     notes += _note_experts(config)
-    return PredictionInputs(
-        config, base, context, prompts, refused, rows.total, tuple(notes), vision
-    )
+    return PredictionInputs(config, base, context, prompts, refused, rows.total, tuple(notes), vision)
 
 
 def _check_output(config: TrainConfig, before_training: bool) -> None:
@@ -138,9 +134,7 @@ def _note_experts(config: TrainConfig) -> Problems:
     step = "To predict with these experts, name a whole checkpoint that has them as model_name_or_path."
     for key, value in others.items():
         if value:
-            found = (
-                f"{value}, while answers use the experts of model_name_or_path as they are stored"
-            )
+            found = f"{value}, while answers use the experts of model_name_or_path as they are stored"
             notes.warn(f"kt_config.{key}", found, "", step)
     return notes
 

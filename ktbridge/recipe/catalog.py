@@ -35,9 +35,7 @@ def list_recipes() -> list[BundledRecipe]:
     return [_describe(path.parent) for path in sorted(root.glob(f"*/{RECIPE}"))]
 
 
-def copy_recipe(
-    name: str, target: str | os.PathLike[str] | None = None
-) -> tuple[BundledRecipe, Path]:
+def copy_recipe(name: str, target: str | os.PathLike[str] | None = None) -> tuple[BundledRecipe, Path]:
     """Copy a recipe into ``target`` (default: its name), which appears whole or not at all.
 
     Raises UsageError for an unknown name, KtbridgeError if ``target`` exists and isn't an empty directory.

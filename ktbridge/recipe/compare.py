@@ -109,9 +109,7 @@ def _axis(results: Mapping[str, Any], axis: str, first: str) -> dict[str, dict[s
     }
 
 
-def _difference(
-    results: Mapping[str, Any], axis: str, arm: str, minus: str
-) -> dict[str, Any] | None:
+def _difference(results: Mapping[str, Any], axis: str, arm: str, minus: str) -> dict[str, Any] | None:
     """``arm`` minus ``minus``, paired by item; the results have each pair once, in one direction."""
     for one in results["contrasts"]:
         place = (one["axis"], one["slice"], one["of"], one["minus"])

@@ -190,9 +190,7 @@ class _Run:
         for key, values in self.recipe.steps.get(command, {}).items():
             if key not in without:
                 parts = [value.rpartition("=") for value in values]
-                options[key] = [
-                    name + sign + self.outputs.get(path, path) for name, sign, path in parts
-                ]
+                options[key] = [name + sign + self.outputs.get(path, path) for name, sign, path in parts]
         options |= {key: [value] for key, value in (more or {}).items() if key not in options}
         flags = options.pop(ENGINE_FLAGS, ())
         words = [command, *arguments]
@@ -212,20 +210,14 @@ class _Run:
             return {"expert-adapter": made["expert-output-dir"], "nonexpert-adapter": nonexpert}
         return {"adapter": f"{self.name}={self.raw}"}
 
-    def serve(
-        self, key: str, engine: str, adapters: Mapping[str, str], without: Sequence[str] = ()
-    ) -> Step:
+    def serve(self, key: str, engine: str, adapters: Mapping[str, str], without: Sequence[str] = ()) -> Step:
         more = {"base-model": self.base, **adapters, "served-model-name": self.served}
         more |= {"engine": engine, "port": "0"}
         return Step(self.key(key), self.words("serve", more=more, without=("engine", *without)))
 
-    def evaluate(
-        self, key: str, server: Step, arms: Mapping[str, str], output: str, log: str | None
-    ) -> Step:
+    def evaluate(self, key: str, server: Step, arms: Mapping[str, str], output: str, log: str | None) -> Step:
         """Evaluate ``arms`` (name -> model); without any, all that the server has."""
-        asked = [
-            word for name, model in arms.items() for word in ("--arm", f"{name}={model}@{URL}")
-        ]
+        asked = [word for name, model in arms.items() for word in ("--arm", f"{name}={model}@{URL}")]
         words = self.words("eval", without=["output"])
         words = (*words, *(asked or ("--server", URL)), "--output", output)
         return Step(self.key(key), words, server, (), (output,), True, log)

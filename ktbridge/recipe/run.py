@@ -180,9 +180,7 @@ class Runner:
         with open(directory / step.log, "w") if step.log else nullcontext(self.output) as output:
             code = self._call(step.resolve(url, anew), output)
         if code:
-            meaning = MEANINGS.get(
-                code, f"signal {code - 128}" if code > 128 else "an unknown reason"
-            )
+            meaning = MEANINGS.get(code, f"signal {code - 128}" if code > 128 else "an unknown reason")
             server = f", and start its server: {step.server.format()}" if step.server else ""
             raise KtbridgeError(
                 f"`{line}` ended with exit code {code}: {meaning}.",
@@ -192,9 +190,7 @@ class Runner:
         if step.command != "report":
             before = self._state.get(step.key)
             places = sorted({*step.writes, *(before.places if before else ())})
-            self._state.put(
-                step.key, Record(self.digest_step(step), self._digest_output(step), places)
-            )
+            self._state.put(step.key, Record(self.digest_step(step), self._digest_output(step), places))
         self.done.append(Done(step.key, line, False, round(time.monotonic() - began, 1)))
 
     # --- processes
@@ -252,9 +248,7 @@ def recipe_runner(
 ) -> Runner:
     """Return the runner of a recipe's plan, in the recipe's directory."""
     digest = partial(digest_step, recipe=recipe)
-    return Runner(
-        recipe.directory, digest, "`ktbridge run`", listener or RunListener(), python, output
-    )
+    return Runner(recipe.directory, digest, "`ktbridge run`", listener or RunListener(), python, output)
 
 
 def _by_server(plan: Sequence[Step]) -> Iterator[list[Step]]:

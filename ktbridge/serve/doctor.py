@@ -410,9 +410,7 @@ def _contract(machine: Machine, version: str, kernel: str | None) -> list[Check]
         contract, known = contract_for(f"{ENGINE}=={version}")
     except KtbridgeError as error:
         return [Check("engine contract", "problem", error.sentence, error.next_step)]
-    layouts = [
-        name for name in ("split", "merged", "expert", "nonexpert") if getattr(contract, name)
-    ]
+    layouts = [name for name in ("split", "merged", "expert", "nonexpert") if getattr(contract, name)]
     text = f"{contract.name}: adapters {', '.join(layouts)}; methods {', '.join(contract.methods)}"
     if not contract.expert:
         text = f"{contract.name}: no expert LoRA"

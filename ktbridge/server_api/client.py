@@ -181,9 +181,7 @@ class Client:
                     reply = await stack.enter_async_context(opened)
                     if reply.is_success:
                         break
-                    said = self._hidden(
-                        replies.describe_reply(reply.status_code, await reply.aread())
-                    )
+                    said = self._hidden(replies.describe_reply(reply.status_code, await reply.aread()))
                     if not self._renames_limit(sent, reply.status_code, said):
                         raise Refused(url, reply.status_code, said)
                 yield reply

@@ -80,9 +80,7 @@ def kind_of(status: int, detail: str) -> Kind:
         return "reply" if BAD_REPLY in detail else "answer"
     if status < 400 or status in (405, 501):
         return "reply"
-    if status == 402 or (
-        status in (400, 403, 429) and _QUOTA.search(detail) and not _PASSING.search(detail)
-    ):
+    if status == 402 or (status in (400, 403, 429) and _QUOTA.search(detail) and not _PASSING.search(detail)):
         return "quota"
     if status in (401, 403):
         return "key"
@@ -147,9 +145,7 @@ def remedy(status: int, detail: str, option: str = "--extra-body") -> str:
         if field == "max_tokens":
             return f"""name the limit otherwise: {option} '{{"max_tokens": null, "{OTHER_LIMIT}": N}}'"""
         sampled = (
-            "; its answers are then sampled, and differ from run to run"
-            if field == "temperature"
-            else ""
+            "; its answers are then sampled, and differ from run to run" if field == "temperature" else ""
         )
         return f"""leave the field out: {option} '{{"{field}": null}}'{sampled}"""
     if kind == "reply":

@@ -102,6 +102,4 @@ def listen_error(host: str, port: int, error: OSError) -> KtbridgeError:
             f"port {port} on {host} needs privileges that this user lacks.",
             "choose a port from 1024 up",
         )
-    return KtbridgeError(
-        f"{host}:{port} cannot be listened on: {error.strerror or error}.", "check --host"
-    )
+    return KtbridgeError(f"{host}:{port} cannot be listened on: {error.strerror or error}.", "check --host")

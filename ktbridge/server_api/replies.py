@@ -120,14 +120,10 @@ def read_content(content: object) -> tuple[str, str]:
             thinking.append(read_thinking(part))
         elif kind == "refusal" and isinstance(part.get("refusal"), str):
             text.append(part["refusal"])
-        elif (
-            kind in _TEXT_PARTS and isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        ):
+        elif kind in _TEXT_PARTS and isinstance(part, Mapping) and isinstance(part.get("text"), str):
             text.append(part["text"])
         else:
-            raise BadReplyError(
-                f"the content has a part of type {str(kind)[:40]!r}, which is no text"
-            )
+            raise BadReplyError(f"the content has a part of type {str(kind)[:40]!r}, which is no text")
     return "".join(text), "\n".join(filter(None, thinking))
 
 
@@ -197,9 +193,7 @@ def read_completion(body: Mapping[str, Any]) -> Answer:
     outcome: Outcome = "truncated" if limit else "ok"
     if not text:
         outcome = "think-only" if thinking else "empty"
-    cut = [
-        f"{len(one):,} characters of it" for one in (text, thinking) if len(one) > LONGEST_ANSWER
-    ]
+    cut = [f"{len(one):,} characters of it" for one in (text, thinking) if len(one) > LONGEST_ANSWER]
     if len(text) > LONGEST_ANSWER:
         outcome = "truncated"
     detail = f"{STOP_TOKEN_TAKEN} {stop}" if stop else ""

@@ -151,9 +151,7 @@ def _read_model(name: str, entries: Mapping[str, ModelEntry], applied: str) -> S
         if owner == "sglang":  # which answers for the bare name with its base
             name = adapter_name(parent, name)
         known = parent in entries and not applied
-        return ServedModel(
-            name, "full" if applied else "adapter", parent if known else None, said, identity
-        )
+        return ServedModel(name, "full" if applied else "adapter", parent if known else None, said, identity)
     if applied:
         variant = "expert" if owner == "sglang" else "adapter"
         part = "expert LoRA" if owner == "sglang" else "adapter"
@@ -220,10 +218,7 @@ def plain_name_warning(models: Mapping[str, str]) -> str:
     half = ", half of the adapter" if whole else ""
     where = f"Base model: {model.base}." if model.base else "This server has no base model."
     full = f" Whole adapter: {' or '.join(whole)}." if whole else ""
-    return (
-        f'WARNING: the name "{model.name}" is not the base model: it is {model.says}{half}. '
-        f"{where}{full}"
-    )
+    return f'WARNING: the name "{model.name}" is not the base model: it is {model.says}{half}. {where}{full}'
 
 
 def check_served_name(served: str) -> None:

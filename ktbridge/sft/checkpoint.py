@@ -179,9 +179,7 @@ class Checkpoints:
         """Save the raw adapter in bfloat16 and, to go on from, the trained tensors as they are."""
         directory.mkdir(parents=True, exist_ok=True)
         model = self._trainer.model
-        tensors = {
-            name: whole_tensor(value.detach()).contiguous() for name, value in trained(model)
-        }
+        tensors = {name: whole_tensor(value.detach()).contiguous() for name, value in trained(model)}
         if is_main():
             whole = not self._trainer.args.save_only_model
             if whole or self.best_step:

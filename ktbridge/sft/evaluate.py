@@ -157,9 +157,7 @@ class HeldOut:
             if step != wanted:
                 found = f"the best was step {wanted}, and its checkpoint is missing or damaged"
                 notes.append(
-                    problem(
-                        "KTC031", "load_best_model_at_end", f"{found}: step {step} is published"
-                    )
+                    problem("KTC031", "load_best_model_at_end", f"{found}: step {step} is published")
                 )
         notes += _regret(checkpoints, config, log, step)
         best: Record = ranked[0] if ranked else {}
@@ -243,9 +241,7 @@ class HeldOutCallback(EarlyStoppingCallback):
         super().__init__(config.early_stopping_steps or sys.maxsize)
         self._config, self._forget = config, forget
 
-    def on_train_begin(
-        self, args: Args, state: TrainerState, control: Control, **_: object
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         callbacks: Any = state.stateful_callbacks  # annotated as what it is made from
         earlier = callbacks.pop(_NAME_IN_0_6, None)
         if self._forget:
@@ -267,9 +263,7 @@ class HeldOutCallback(EarlyStoppingCallback):
         if not state.global_step:
             return
         best = best_first(state.log_history, self._config)[0]["step"] == state.global_step
-        if (best and self._config.load_best_model_at_end) or (
-            self.ended and self._config.save_steps
-        ):
+        if (best and self._config.load_best_model_at_end) or (self.ended and self._config.save_steps):
             control.should_save = True
 
     def on_epoch_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:

@@ -226,11 +226,7 @@ def _smaller(now: Placement, sizes: ExpertSizes, short: int) -> tuple[Placement,
     count = len(now.resident)
     if count:
         slots = max(2, now.slots)
-        more = (
-            0
-            if now.slots
-            else slots * now.slot_bytes + sizes.matrices(-(-sizes.experts // now.groups))
-        )
+        more = 0 if now.slots else slots * now.slot_bytes + sizes.matrices(-(-sizes.experts // now.groups))
         layers = max(0, count - -(-(short + more) // sizes.matrices(sizes.experts)))
         what = f"{count - layers} of {count} resident layers"
         kept = spread_evenly(layers, sizes.layers)
@@ -246,9 +242,7 @@ def check_expert_device(config: TrainConfig) -> None:
     refuse_on_gpu(config, _obstacle(choose_device(config)))
 
 
-def place_experts(
-    setting: RunSetting, model: Any, resumed: Mapping[str, Any] | None = None
-) -> ExpertDevice:
+def place_experts(setting: RunSetting, model: Any, resumed: Mapping[str, Any] | None = None) -> ExpertDevice:
     """Give the experts of a wrapped, loaded model to the CPU kernels or to the GPU; before the optimizer.
 
     ``setting`` is the run as the plan knows it, with the lengths of its rows; ``check_expert_device`` had
@@ -309,9 +303,7 @@ def place_experts(
     return ExpertDevice(mode, placement.tokens, why, placed, ranking, predicted, in_all)
 
 
-def _on_cpu(
-    setting: RunSetting, limits: MemoryBudget, memory: int | None, short: UsageError
-) -> ExpertDevice:
+def _on_cpu(setting: RunSetting, limits: MemoryBudget, memory: int | None, short: UsageError) -> ExpertDevice:
     """Return the experts on the CPU, because of what is ``short``."""
     tokens = cpu_tokens(setting, limits, memory)
     return ExpertDevice("cpu", tokens, f"{without_gpu(short)}; {_size(tokens)}")

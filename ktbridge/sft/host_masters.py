@@ -69,9 +69,7 @@ def find_local_ranks(descriptor: int = -1) -> LocalRanks:
 class SharedMasters:
     """The masters of some layers, in memory that this host's processes share."""
 
-    def __init__(
-        self, memory: mmap.mmap, ranks: LocalRanks, layers: Sequence[MoELoRAExperts]
-    ) -> None:
+    def __init__(self, memory: mmap.mmap, ranks: LocalRanks, layers: Sequence[MoELoRAExperts]) -> None:
         self.ranks = ranks
         self.parameters: set[torch.Tensor] = set()
         self._memory, self._end = memory, 0

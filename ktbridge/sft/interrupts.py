@@ -81,11 +81,7 @@ def explain_failures(trainer: RunTrainer) -> Iterator[None]:
         lower = "per_device_train_batch_size (raise gradient_accumulation_steps) or cutoff_len"
         if trainer.runner.tokens is not None:
             alone = trainer.args.world_size == 1
-            lower = (
-                "cutoff_len (a row alone was too much)"
-                if alone
-                else "tokens_per_pass or cutoff_len"
-            )
+            lower = "cutoff_len (a row alone was too much)" if alone else "tokens_per_pass or cutoff_len"
         where = f"in step {trainer.state.global_step + 1}"
         if trainer.held_out.running:
             where = f"in the evaluation after step {trainer.state.global_step}"
@@ -96,9 +92,7 @@ def explain_failures(trainer: RunTrainer) -> Iterator[None]:
         ) from error
     except (RuntimeError, ConnectionError, EOFError) as error:
         lost = isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
-        if not lost and (
-            isinstance(error, RuntimeError) or not trainer.args.dataloader_num_workers
-        ):
+        if not lost and (isinstance(error, RuntimeError) or not trainer.args.dataloader_num_workers):
             raise
         _forget_workers()
         raise KtbridgeError(

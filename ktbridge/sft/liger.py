@@ -70,9 +70,7 @@ def use_liger(model: nn.Module) -> Problem | None:
     if not used:
         return None
     norms = " and ".join(f"{count} {name}" for name, count in used.items())
-    return problem(
-        "KTC026", "liger-kernel", norms, "enable_liger_kernel: false for transformers' own"
-    )
+    return problem("KTC026", "liger-kernel", norms, "enable_liger_kernel: false for transformers' own")
 
 
 def formula_of(norm: nn.Module) -> Formula | None:
@@ -87,11 +85,7 @@ def formula_of(norm: nn.Module) -> Formula | None:
         out = probe(x)
         for formula in FORMULAS:
             expected = formula.compute(x, weight, _epsilon(probe))
-            if (
-                isinstance(out, torch.Tensor)
-                and out.dtype == x.dtype
-                and torch.equal(out, expected)
-            ):
+            if isinstance(out, torch.Tensor) and out.dtype == x.dtype and torch.equal(out, expected):
                 return formula
     return None
 

@@ -118,9 +118,7 @@ def as_rows(
     return {ROWS: rows(examples)}
 
 
-def tokens_per_pass(
-    config: TrainConfig, device: torch.device, measured: int | None = None
-) -> int | None:
+def tokens_per_pass(config: TrainConfig, device: torch.device, measured: int | None = None) -> int | None:
     """Return the maximum tokens per micro-batch, padding included; None: batches as configured.
 
     ``device`` is what attention runs on, ``measured`` how many tokens its memory takes, where that is known.
@@ -161,9 +159,7 @@ class MicroBatchRunner:
         """Return the current maximum of tokens per micro-batch of a step; None: batches as configured."""
         return self.limit.tokens
 
-    def run_step(
-        self, one_pass: Step, model: nn.Module, inputs: Batch, items: Count
-    ) -> torch.Tensor:
+    def run_step(self, one_pass: Step, model: nn.Module, inputs: Batch, items: Count) -> torch.Tensor:
         """Return the loss of ``inputs``, one of ``batches``, by Trainer's own training step ``one_pass``."""
         trainer = self._trainer
         if self.tokens is None:
@@ -171,9 +167,7 @@ class MicroBatchRunner:
         if self.batches and inputs is not self.batches[-1]:
             # Its rows wait for the step's last batch.
             return torch.zeros((), device=trainer.args.device)
-        step, lengths = _on_all_ranks(
-            [row for batch in self.batches or [inputs] for row in batch[ROWS]]
-        )
+        step, lengths = _on_all_ranks([row for batch in self.batches or [inputs] for row in batch[ROWS]])
         alone = world().size == 1
         apart = not alone and reduces_itself(trainer)
 
@@ -230,9 +224,7 @@ class MicroBatchRunner:
 
     def pack(self, lengths: Sequence[int], tokens: int) -> list[list[int]]:
         """Return the places of the rows of each micro-batch of at most ``tokens`` tokens."""
-        return (pack_joined_rows if self._trainer.is_packed() else pack_padded_rows)(
-            lengths, tokens
-        )
+        return (pack_joined_rows if self._trainer.is_packed() else pack_padded_rows)(lengths, tokens)
 
     def tokens_of(self, rows: Collated) -> int:
         """Return the tokens of a micro-batch of ``rows``, padding included."""
@@ -286,9 +278,7 @@ class MicroBatchRunner:
             raise torch.OutOfMemoryError(f"CUDA out of memory: {size} short for a row alone")
         return least
 
-    def _report(
-        self, limit: TokenLimit, where: str, largest: int, freed: Sequence[str], lower: bool
-    ) -> None:
+    def _report(self, limit: TokenLimit, where: str, largest: int, freed: Sequence[str], lower: bool) -> None:
         what = [f"given back: {', '.join(freed)}"] if freed else []
         what += [f"from here on it is {limit.tokens:,}"] if lower else []
         step = limit.on_lower.format(tokens=limit.tokens)

@@ -115,9 +115,7 @@ def check_model(
     return _trainable(config, model, names), _left_out(config, model, found)
 
 
-def _trainable(
-    config: TrainConfig, model: PreTrainedModel, names: Sequence[str]
-) -> ParameterCounts:
+def _trainable(config: TrainConfig, model: PreTrainedModel, names: Sequence[str]) -> ParameterCounts:
     """Numbers of LoRA weights: r (in + out) for a module, that for each expert's three projections."""
     sizes = (model.get_parameter(f"{name}.weight").shape for name in names)
     experts = [module for _, module in experts_modules(model)]
@@ -251,9 +249,7 @@ def _settings(adapter: Adapter, config: TrainConfig) -> Iterator[Problem]:
             yield mismatch("KTL006", adapter, name, f"{theirs:g}", f"{ours:g}, as configured", step)
 
 
-def _chosen(
-    start: Start, config: TrainConfig, model: nn.Module, found: LoraTargets
-) -> Iterator[Problem]:
+def _chosen(start: Start, config: TrainConfig, model: nn.Module, found: LoraTargets) -> Iterator[Problem]:
     """Modules with unrequested LoRA, and requested modules without it."""
     adapter, keys = start.adapter, start.keys
     if config.lora_target != ("all",):
@@ -331,9 +327,7 @@ def attach_lora(model: PreTrainedModel, config: TrainConfig) -> TunedModel:
     return tuned
 
 
-def attach_linear_lora(
-    model: PreTrainedModel, config: TrainConfig, start: Start | None = None
-) -> TunedModel:
+def attach_linear_lora(model: PreTrainedModel, config: TrainConfig, start: Start | None = None) -> TunedModel:
     """Wrap the non-experts alone, by PEFT; the modules of ``start``, if an adapter is given."""
     found = find_lora_targets(model)
     names = start.modules if start else choose_modules(model, found, config.lora_target)

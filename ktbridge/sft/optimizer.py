@@ -51,9 +51,7 @@ def separate_b(model: nn.Module, optimizer: Optimizer, ratio: float) -> None:
     groups by its own layers' names, which would leave the experts' B with A.
     """
     own = {
-        value
-        for name, value in model.named_parameters()
-        if ".lora_B." in name or name.endswith("_lora_b")
+        value for name, value in model.named_parameters() if ".lora_B." in name or name.endswith("_lora_b")
     }
     for group in list(optimizer.param_groups) if ratio != 1 else ():
         behind = [each for each in group["params"] if each in own]
@@ -194,8 +192,7 @@ def average_gradients(
         with torch.cuda.stream(back):
             for parameter, mean, gradient in zip(bucket, means, gradients, strict=True):
                 own, value = (
-                    _own_part(each, parameter, shared)
-                    for each in (gradient, mean.view_as(gradient))
+                    _own_part(each, parameter, shared) for each in (gradient, mean.view_as(gradient))
                 )
                 own.copy_(value, non_blocking=True)
     if back is not None:  # gradients on the host have arrived then
@@ -203,9 +200,7 @@ def average_gradients(
     return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def _own_part(
-    tensor: torch.Tensor, parameter: nn.Parameter, shared: SharedMasters | None
-) -> torch.Tensor:
+def _own_part(tensor: torch.Tensor, parameter: nn.Parameter, shared: SharedMasters | None) -> torch.Tensor:
     """Return what this process updates of a ``tensor`` like ``parameter``."""
     return shared.part(tensor) if shared and parameter in shared.parameters else tensor
 

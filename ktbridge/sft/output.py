@@ -104,9 +104,7 @@ def _reason(error: Exception) -> str:
     return str(error).rstrip(".")
 
 
-def plot_loss(
-    log: Log, label: str = "loss per assistant token (nats)", best: int | None = None
-) -> bytes:
+def plot_loss(log: Log, label: str = "loss per assistant token (nats)", best: int | None = None) -> bytes:
     """A PNG of ``loss`` over ``step`` from a trainer's log records, with a smoothed line.
 
     The smoothed line is an exponential moving average with weight 0.6 on the past, started at the first
@@ -125,9 +123,7 @@ def plot_loss(
     title = "Training loss"
     if held := {record["step"]: record["eval_loss"] for record in log if "eval_loss" in record}:
         title = "Training and held-out loss"
-        axes.plot(
-            *zip(*held.items(), strict=True), "o-", color="#c2571a", ms=4, label="held-out rows"
-        )
+        axes.plot(*zip(*held.items(), strict=True), "o-", color="#c2571a", ms=4, label="held-out rows")
     if best in held:
         axes.axvline(best, color="#c2571a", linewidth=1, linestyle=":")
         marked = f"best: {held[best]:.3f} at step {best}"

@@ -314,9 +314,7 @@ def describe_placement(scored: Scored, sizes: ExpertSizes, step_tokens: float) -
     )
 
 
-def with_placement(
-    setting: RunSetting, tokens: int, placement: Placement | None = None
-) -> RunSetting:
+def with_placement(setting: RunSetting, tokens: int, placement: Placement | None = None) -> RunSetting:
     """Return the run in micro-batches of the rows that ``tokens`` hold, one at least, and so placed."""
     rows = max(1, tokens // (setting.lengths.longest * setting.sides))
     return replace(setting, rows=rows, placement=placement)

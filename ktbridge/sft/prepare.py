@@ -153,9 +153,7 @@ def prepare(
     resumption = find_checkpoint(config, own)
     found = rows
     if not isinstance(found, TokenizedRun):
-        found = TokenizedRun(
-            *tokenize_run(found, tokenizer, config, on_rows, vision), *fingerprints
-        )
+        found = TokenizedRun(*tokenize_run(found, tokenizer, config, on_rows, vision), *fingerprints)
     fitted, held = found.rows, found.held_out
     lengths = fitted_lengths(fitted, held, config, vision)
     steps = optimizer_steps(config, lengths.sequences, processes)
@@ -209,9 +207,7 @@ def _check_output(config: TrainConfig) -> None:
 
 
 def _no_images() -> None:
-    raise KtbridgeError(
-        "tokenized_path keeps text alone, and rows have images.", "Leave tokenized_path out."
-    )
+    raise KtbridgeError("tokenized_path keeps text alone, and rows have images.", "Leave tokenized_path out.")
 
 
 def _held_out_notes(
@@ -255,9 +251,7 @@ def _experts_missing(config: TrainConfig, declared: CheckpointStub | None) -> bo
     return declared is not None and not config.kt_config.kt_weight_path
 
 
-def _quantized(
-    config: TrainConfig, base: Path, declared: CheckpointStub | None
-) -> QuantizedExperts | None:
+def _quantized(config: TrainConfig, base: Path, declared: CheckpointStub | None) -> QuantizedExperts | None:
     """The quantized experts that the run takes, if any. Raises where there is no room to make them."""
     found = None if _experts_missing(config, declared) else find_quantized(config, base)
     if found and not found.ready:

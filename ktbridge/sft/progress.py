@@ -54,9 +54,7 @@ class ThroughputLog(TrainerCallback):
         self._last_record = (0, 0.0, 0.0)  # tokens, seconds and kernel seconds at the last record
         self._paces: list[float] = []  # tokens a second of each step
 
-    def on_train_begin(
-        self, args: Args, state: TrainerState, control: Control, **_: object
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         self.tokens_before = state.num_input_tokens_seen
         self._last_record = (self.tokens_before, 0.0, 0.0)
 
@@ -120,9 +118,7 @@ class Reporter(TrainerCallback):
     def __init__(self, progress: OnProgress | None, log: OnLog | None) -> None:
         self._progress, self._log = progress, log
 
-    def on_train_begin(
-        self, args: Args, state: TrainerState, control: Control, **_: object
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         state.compute_steps(args, state.max_steps)  # a checkpoint has the intervals of its own run
 
     def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
@@ -155,16 +151,12 @@ class WeightsWatch(TrainerCallback):
     Waits count from the second step on: the first reads the weights for the first time.
     """
 
-    def __init__(
-        self, last_good: Callable[[], str], isa: str, on_note: Callable[[Problem], None]
-    ) -> None:
+    def __init__(self, last_good: Callable[[], str], isa: str, on_note: Callable[[Problem], None]) -> None:
         self._last_good, self._isa, self._on_note = last_good, isa, on_note
         self._reads: DiskWaits | None = None
         self._waited = False
 
-    def on_train_begin(
-        self, args: Args, state: TrainerState, control: Control, **_: object
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         explain_faults(self._last_good())
         reason = _kernels.why_no_tiles()
         if reason and "amx" not in self._isa:
@@ -176,9 +168,7 @@ class WeightsWatch(TrainerCallback):
         elif (waits := self._reads.step()) and not self._waited:
             self._waited = True
             where = f"step {state.global_step}"
-            self._on_note(
-                problem("KTL022", where, f"{waits:,} reads of memory waited for the disk")
-            )
+            self._on_note(problem("KTL022", where, f"{waits:,} reads of memory waited for the disk"))
 
     def on_save(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         explain_faults(self._last_good())

@@ -427,18 +427,14 @@ def _settings(config: TrainConfig | KtConfig) -> Values:
 
 def _defaults(cls: type, keys: Mapping[str, object]) -> Values:
     """Return the defaults, as JSON, of those of ``keys`` that a file may leave out."""
-    known = {
-        key: option.default for key, option in options(cls).items() if option.default is not MISSING
-    }
+    known = {key: option.default for key, option in options(cls).items() if option.default is not MISSING}
     plain: Values = json.loads(json.dumps({key: known[key] for key in keys if key in known}))
     return plain
 
 
 def _hashes(directory: Path, names: tuple[str, ...]) -> dict[str, str]:
     """Return SHA-256 of those of the files that are there; weights of the base are too many to read."""
-    return {
-        name: digests.of_file(directory / name) for name in names if (directory / name).is_file()
-    }
+    return {name: digests.of_file(directory / name) for name in names if (directory / name).is_file()}
 
 
 def _replaced(config: TrainConfig) -> Path:
@@ -455,9 +451,7 @@ def _archive_note(root: Path) -> list[Problem]:
     if not (earlier := saved(root)):
         return []
     found = f"checkpoints of an earlier run, the last at step {step_of(earlier[-1])}; this run starts anew"
-    step = (
-        f"They are kept as {_free_name(root).name}: delete that directory when you don't need them."
-    )
+    step = f"They are kept as {_free_name(root).name}: delete that directory when you don't need them."
     return [problem("KTC022", str(root), found, next_step=step)]
 
 
@@ -538,6 +532,4 @@ def decide_precision(config: TrainConfig, cuda: bool) -> tuple[TrainConfig, tupl
 
 
 def _slow(key: str) -> Problem:
-    return problem(
-        "KTC028", key, "true, and this CPU has no BF16 instructions: torch emulates them", "auto"
-    )
+    return problem("KTC028", key, "true, and this CPU has no BF16 instructions: torch emulates them", "auto")

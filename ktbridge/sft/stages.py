@@ -208,9 +208,7 @@ class KtoTrainer(RunTrainer, KTOTrainer):
         """The rows as they are: trl would tokenize texts, and pair them."""
         return dataset
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Batch, *args: Any, **kwargs: Any) -> torch.Tensor:
         bare = self.accelerator.unwrap_model(model)
         with torch.no_grad(), as_base(bare):
             filled = {
@@ -366,9 +364,7 @@ def pair_losses(config: TrainConfig) -> dict[str, float]:
     return losses
 
 
-def _common(
-    config: TrainConfig, device: torch.device, scratch: str, eval_steps: int
-) -> dict[str, Any]:
+def _common(config: TrainConfig, device: torch.device, scratch: str, eval_steps: int) -> dict[str, Any]:
     return {
         **{name: getattr(config, name) for name in _SAME_NAME},
         **(_AMONG_SEVERAL if world().size > 1 else {}),

@@ -248,9 +248,7 @@ def run_setting(config: TrainConfig, ready: Prepared) -> RunSetting:
     threads = config.kt_config.kt_num_threads or 1
     cuda = choose_device(config).type == "cuda"
     kernels = cuda and has_linear_attention_kernels()
-    return RunSetting(
-        shape, config, lengths, cuda, threads, kernels=kernels, processes=world().size
-    )
+    return RunSetting(shape, config, lengths, cuda, threads, kernels=kernels, processes=world().size)
 
 
 def make_trainer(
@@ -334,9 +332,7 @@ def train_or_restore(
     return watch.ended
 
 
-def publish(
-    model: TunedModel, config: TrainConfig, ready: Prepared, log: Log, chosen: Chosen
-) -> None:
+def publish(model: TunedModel, config: TrainConfig, ready: Prepared, log: Log, chosen: Chosen) -> None:
     """Write the output directory: the adapter of the ``chosen`` step, which ``model`` holds."""
     refused = [*ready.fitted.refused, *(ready.held_out.refused if ready.held_out else ())]
     best = chosen.result.best_step if chosen.result else None

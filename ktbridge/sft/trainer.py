@@ -151,8 +151,7 @@ class RunTrainer(RowTrainer):
         else:
             names = [name for name in ("input_ids", "attention_mask") if name in inputs]
             of_step = {
-                name: torch.cat([batch[name].flatten() for batch in batches or [inputs]])
-                for name in names
+                name: torch.cat([batch[name].flatten() for batch in batches or [inputs]]) for name in names
             }
             super()._track_num_input_tokens(of_step)
 
@@ -204,9 +203,7 @@ class RunTrainer(RowTrainer):
             self.log({**metrics})  # still in this mode: trl would add what training collects
         finally:
             self.model.train(training)
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, metrics
-        )
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -247,9 +244,7 @@ class RunTrainer(RowTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         self.checkpoints.save_trained(Path(output_dir or self.checkpoints.directory))
 
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.checkpoints.load(resume_from_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

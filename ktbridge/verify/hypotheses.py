@@ -139,8 +139,7 @@ class _Search:
         if variant == self.right:
             return False
         away = min(
-            mean_distance(self.tried[variant], logprobs)
-            for logprobs in self.references.logprobs.values()
+            mean_distance(self.tried[variant], logprobs) for logprobs in self.references.logprobs.values()
         )
         distance = self.distance[variant]
         return (
@@ -185,9 +184,7 @@ class _Search:
         at_right = self.tried[self.right]
         missing = [v - r for v, r in zip(self.vector, at_right, strict=True)]
         scored = {
-            variant: _cosine(
-                missing, [g - r for g, r in zip(self.tried[variant], at_right, strict=True)]
-            )
+            variant: _cosine(missing, [g - r for g, r in zip(self.tried[variant], at_right, strict=True)])
             for variant, (_, layers) in self.groups.items()
             if len(layers) > 1
         }
@@ -206,9 +203,7 @@ class _Search:
         for start in range(0, len(layers), size):
             part = layers[start : start + size]
             halves = HALVES if half == "both" else (half,)
-            variant = replace(
-                self.right, without=frozenset((h, layer) for h in halves for layer in part)
-            )
+            variant = replace(self.right, without=frozenset((h, layer) for h in halves for layer in part))
             self.groups[variant] = half, part
             variants.append(variant)
         return variants
@@ -232,9 +227,7 @@ class _Search:
         return text + "".join(f", and no LoRA in the {NAMES[half]}" for half in gone)
 
     def scale_text(self, variant: Variant) -> str:
-        scales = {
-            half: getattr(variant, half) for half in self.facts.halves if getattr(variant, half)
-        }
+        scales = {half: getattr(variant, half) for half in self.facts.halves if getattr(variant, half)}
         if len(scales) == len(self.facts.halves) and _alike(list(scales.values())):
             return f"≈ ×{sum(scales.values()) / len(scales):.3g}"
         wrong = {half: k for half, k in scales.items() if abs(k - 1) > SAME_SCALE} or scales
@@ -278,9 +271,7 @@ def _conclusion(first: Verification, search: _Search) -> Verification:
 
 
 def _unexpected(found: Verification) -> tuple[ArmReading, ...]:
-    return tuple(
-        replace(arm, as_expected=False) if arm.model == found.model else arm for arm in found.arms
-    )
+    return tuple(replace(arm, as_expected=False) if arm.model == found.model else arm for arm in found.arms)
 
 
 def _drifted(found: Verification, search: _Search) -> Verification:
@@ -297,9 +288,7 @@ def _drifted(found: Verification, search: _Search) -> Verification:
         return replace(found, verdict="can't tell", reason=reason, told_by="hypotheses", arms=arms)
     distance = found.arm.distances[found.arm.expected]
     others = "; ".join(
-        f"{arm.model} {arm.distances[arm.expected]:.3g}"
-        for arm in found.arms
-        if arm.model != found.model
+        f"{arm.model} {arm.distances[arm.expected]:.3g}" for arm in found.arms if arm.model != found.model
     )
     drift = problem(
         "KTV002",

@@ -96,17 +96,13 @@ class LayerwiseModel:
         """
         found = []
         with torch.inference_mode(), self._headed(output) as head:
-            for states, tokens in zip(
-                hidden.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True
-            ):
+            for states, tokens in zip(hidden.split(HEAD_TOKENS), targets.split(HEAD_TOKENS), strict=True):
                 logits = head(states).float()
                 found.append(logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
         return torch.cat(found)
 
     @contextmanager
-    def _headed(
-        self, output: BaseModelOutputWithPast
-    ) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    def _headed(self, output: BaseModelOutputWithPast) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """The model with its decoder's output replaced: final hidden states [N, H] to logits [N, V]."""
         lm_head = self.skeleton.get_output_embeddings()
         name = self._head_name
@@ -164,9 +160,7 @@ class LayerwiseModel:
             self.experts[layer] = reader
 
     def _experts_forward(self, layer: int, module: Any, reader: ExpertReader) -> Forward:
-        def forward(
-            hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-        ) -> torch.Tensor:
+        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             out = torch.zeros_like(hidden)
             for expert in index.unique().tolist():
                 if expert >= reader.count:  # a top-k choice that a family masks out

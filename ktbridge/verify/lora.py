@@ -80,14 +80,10 @@ class AdapterLora:
         found += self._check_experts()
         found += self._hook_nonexperts()
         if found:
-            check = shlex.join(
-                ("ktbridge", "validate", str(adapter.path), "--base-model", str(model.path))
-            )
+            check = shlex.join(("ktbridge", "validate", str(adapter.path), "--base-model", str(model.path)))
             if any(item.of_base for item in found):
                 sentence = f"the LoRA in {adapter.path} does not fit the base model {model.path}."
-                step = (
-                    f"give the base that it was trained on as --base-model; {check} compares them"
-                )
+                step = f"give the base that it was trained on as --base-model; {check} compares them"
             else:
                 sentence = f"not all LoRA in {adapter.path} can be computed here."
                 step = f"{check} says more"
@@ -211,12 +207,7 @@ class AdapterLora:
             weight = getattr(module, "weight", None)
             if set(pair) != {"A", "B"}:
                 yield _Finding(path, "lora_A or lora_B is missing", of_base=False)
-            elif (
-                module is None
-                or weight is None
-                or weight.dim() != 2
-                or isinstance(module, nn.Embedding)
-            ):
+            elif module is None or weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
                 yield _Finding(path, "the base has no such linear module")
             else:
                 a, b = (adapter.nonexpert_tensor(pair[half]).shape for half in "AB")
@@ -248,9 +239,7 @@ class AdapterLora:
             module.forward = self._variant_by_variant(module, module.forward, path, pair)
 
     def _after_linear(self, path: str, pair: dict[str, str]) -> Callable[..., torch.Tensor]:
-        def add(
-            module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
-        ) -> torch.Tensor:
+        def add(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
             self._unseen.discard(path)
             a, b = self._tensor(pair["A"]), self._tensor(pair["B"])
             for scale, x, y in zip(
@@ -295,9 +284,7 @@ class AdapterLora:
     def _scales(self, path: str, pair: dict[str, str]) -> list[float]:
         layer = match.group(1) if (match := LAYER.search(path)) else -1
         own = self._own_scale(pair)
-        return [
-            self._scale(variant, "nonexpert", int(layer)) * own for variant in self._batch.variants
-        ]
+        return [self._scale(variant, "nonexpert", int(layer)) * own for variant in self._batch.variants]
 
 
 def _delta(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

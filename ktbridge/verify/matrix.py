@@ -46,9 +46,7 @@ _CACHE_STEP = (
     "the former one's; give each version a directory and a name of its own"
 )
 RELOADS = (UNLOADED, RELOADED, RESTORED)
-STEADY = (
-    4.0  # distances to what is right vary by less from one stage to another, which has other tokens
-)
+STEADY = 4.0  # distances to what is right vary by less from one stage to another, which has other tokens
 
 
 @dataclass(frozen=True)
@@ -149,9 +147,7 @@ class SeveralVerification:
         wrong = [name.model for name in self.names if not name.ok]
         said = []
         if wrong:
-            said.append(
-                f"{_listed(wrong)} not as {'its' if len(wrong) == 1 else 'their'} own adapter"
-            )
+            said.append(f"{_listed(wrong)} not as {'its' if len(wrong) == 1 else 'their'} own adapter")
         elif not all(r.as_expected for r in self.rows if r.model != self.base):
             said.append("a name answers otherwise at some stage")
         if self.base is None:
@@ -212,8 +208,7 @@ def judge_names(
     """
     alone = {row.expected: row for row in rows if row.stage == ONE_BY_ONE}
     return tuple(
-        _judge_name(name, alone, verification, paths[name])
-        for name, verification in verifications.items()
+        _judge_name(name, alone, verification, paths[name]) for name, verification in verifications.items()
     )
 
 
@@ -293,9 +288,7 @@ def _base_step(rows: Sequence[MatrixRow], base: str) -> str | None:
     )
 
 
-def _moved(
-    rows: Sequence[MatrixRow], readings: Sequence[Reading], base: str | None
-) -> Iterator[Problem]:
+def _moved(rows: Sequence[MatrixRow], readings: Sequence[Reading], base: str | None) -> Iterator[Problem]:
     """KTV021 for a base that is within bounds of its reference at every stage, and not the same."""
     own = [r for r in readings if r.model == base and not r.generated]
     if base is None or not all(row.as_expected for row in rows if row.model == base):

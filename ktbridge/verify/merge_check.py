@@ -154,9 +154,7 @@ def _find_merged(merged: str | os.PathLike[str]) -> Path:
                 "verify the safetensors that it was converted from",
             )
     if path.is_dir() and (path / "adapter_config.json").is_file() and not _has_safetensors(path):
-        raise KtbridgeError(
-            f"{path} is an adapter, not a merged checkpoint", "give it as --adapter"
-        )
+        raise KtbridgeError(f"{path} is an adapter, not a merged checkpoint", "give it as --adapter")
     return resolve_model(merged)
 
 
@@ -185,9 +183,7 @@ def _unmatched(plan: UnitPlan, merged: Side) -> Iterator[Problem]:
             found = f"lacks {len(names)} tensors of the base model: {list_names(names, 3)}"
             yield problem("KTV030", where, found, severity=severity)  # type: ignore[arg-type]
     if plan.added:
-        found = (
-            f"has {len(plan.added)} tensors that the base model hasn't: {list_names(plan.added, 3)}"
-        )
+        found = f"has {len(plan.added)} tensors that the base model hasn't: {list_names(plan.added, 3)}"
         yield problem("KTV033", where, found)
 
 
@@ -343,9 +339,7 @@ def _explain(unit: Unit, numbers: list[int], source: _PairSource, known: bool) -
     parts = [unit.parts[n] for n in numbers]
     pairs = source.unit_pairs(unit.kind, unit.layer, unit.expert, tuple(numbers))
     columns = parts[0].base.columns
-    evidence = Evidence(
-        pairs, sum(pairs.rows), columns, PairReader(parts[0].base, parts[0].merged).allowed
-    )
+    evidence = Evidence(pairs, sum(pairs.rows), columns, PairReader(parts[0].base, parts[0].merged).allowed)
     for at, change, noise in _read_changes(parts):
         evidence.add(at, change, noise)
     neighbors = Neighbors() if known else _Others(unit, tuple(numbers), source)
@@ -415,9 +409,7 @@ class _PairSource:
     def layers(self, kind: str, expert: int) -> list[int]:
         return sorted(n for k, n, e in self._units if k == kind and e == expert and n >= 0)
 
-    def layer_sketches(
-        self, kind: str, layer: int, numbers: tuple[int, ...]
-    ) -> list[tuple[int, Floats]]:
+    def layer_sketches(self, kind: str, layer: int, numbers: tuple[int, ...]) -> list[tuple[int, Floats]]:
         """The sketches of all experts of a layer."""
         key = (kind, layer, numbers)
         with self._lock:  # others of the layer wait for them

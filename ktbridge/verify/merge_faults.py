@@ -270,9 +270,7 @@ def _by_right(evidence: Evidence) -> Iterator[MergeFault]:
     yield from _some_parts(evidence, products, energy, "columns")
 
 
-def _some_ranks(
-    evidence: Evidence, left: Floats, gram: NDArray[np.float64]
-) -> Iterator[MergeFault]:
+def _some_ranks(evidence: Evidence, left: Floats, gram: NDArray[np.float64]) -> Iterator[MergeFault]:
     """O = B·diag(c)·A with c of 0 and k, the same of both blocks."""
     pairs = evidence.pairs
     rank = pairs.ranks[0]
@@ -288,9 +286,7 @@ def _some_ranks(
     if kept.all() or not kept.any():
         return
     detail = f"ranks {number_ranges(np.flatnonzero(kept))} of {rank}"
-    yield _fault(
-        evidence, RANKS, float(by_rank[kept].sum()), float(grams[kept][:, kept].sum()), detail
-    )
+    yield _fault(evidence, RANKS, float(by_rank[kept].sum()), float(grams[kept][:, kept].sum()), detail)
 
 
 def _some_parts(
@@ -304,9 +300,7 @@ def _some_parts(
     for parts in (1, *_PARTS):
         if any(size % parts for size in blocks) or (parts == 1 and len(blocks) == 1):
             continue
-        edges = [
-            int(ends[n] + size // parts * p) for n, size in enumerate(blocks) for p in range(parts)
-        ]
+        edges = [int(ends[n] + size // parts * p) for n, size in enumerate(blocks) for p in range(parts)]
         found, norms = np.add.reduceat(products, edges), np.add.reduceat(energy, edges)
         k = found / np.where(norms > 0, norms, 1)
         kept = (k > max(float(k.max()), 0.0) / 2) & (norms > 0)

@@ -129,9 +129,7 @@ def build_panels(findings: list[MatrixFinding]) -> Iterator[Panel]:
         count = 1 + max(expert for _, expert in experts)
         wide = max(3.0, min(18.0, _WIDE / count))
         step = _tick_step(wide, _CHAR * len(str(count - 1)) + 8)
-        marks = [
-            MapMark(round(_LEFT + wide * (n + 0.5), 1), 11, str(n)) for n in range(0, count, step)
-        ]
+        marks = [MapMark(round(_LEFT + wide * (n + 0.5), 1), 11, str(n)) for n in range(0, count, step)]
         titles = (label, "layers down, experts across")
         yield _panel(titles, experts, (wide, 16), marks, looks)
     modules = [
@@ -197,12 +195,7 @@ def _runs(
     start, first = 0, cells.get((layer, 0))
     for column in range(1, count + 1):
         finding = cells.get((layer, column)) if column < count else None
-        if (
-            joined
-            and first is not None
-            and finding is not None
-            and _looks(finding) == _looks(first)
-        ):
+        if joined and first is not None and finding is not None and _looks(finding) == _looks(first):
             continue
         if first is not None:
             yield start, column, first

@@ -108,9 +108,7 @@ class Sums:
         rounded = np.rint((base + delta) / safe)
         rounded *= safe
         rounded -= base
-        self.off_grid += int(
-            np.count_nonzero(np.abs(np.rint(base / safe) * safe - base) > safe * 1e-3)
-        )
+        self.off_grid += int(np.count_nonzero(np.abs(np.rint(base / safe) * safe - base) > safe * 1e-3))
         self.moved_star += int(np.count_nonzero(np.abs(rounded) > safe * 1e-3))
         self.oo_star += square_norm(rounded)
         self.od_star += float(np.vdot(rounded, delta))
@@ -169,9 +167,7 @@ class RowBlock(NamedTuple):
     def noise(self) -> float:
         """N²: the energy that rounding is expected to have."""
         steps = [self.steps] if self.base_steps is None else [self.steps, self.base_steps]
-        return sum(
-            square_norm(np.ascontiguousarray(s)) / 12 * (self.base.size / s.size) for s in steps
-        )
+        return sum(square_norm(np.ascontiguousarray(s)) / 12 * (self.base.size / s.size) for s in steps)
 
 
 class Factors:

@@ -122,9 +122,7 @@ def plan_units(base: Side, merged: Side, adapter: Adapter | None) -> UnitPlan:
                 plan.units.append(unit)
         except KtbridgeError as error:
             plan.problems.append(
-                problem(
-                    "KTV031", f"layer {layer}", error.sentence, next_step=error.next_step or None
-                )
+                problem("KTV031", f"layer {layer}", error.sentence, next_step=error.next_step or None)
             )
     by_prefix = re.compile("|".join(map(re.escape, sorted(prefixes))) or r"(?!)")
     for name in base.checkpoint:
@@ -184,9 +182,7 @@ def _expert_units(
             yield Unit(kind, layer, expert, tuple(parts))
 
 
-def _add_tensor(
-    plan: UnitPlan, base: Side, merged: Side, name: str, lora: ModulePair | None
-) -> set[str]:
+def _add_tensor(plan: UnitPlan, base: Side, merged: Side, name: str, lora: ModulePair | None) -> set[str]:
     """Add one tensor that isn't an expert's; return its names in the merged checkpoint."""
     other = find_tensor(merged.checkpoint, name)
     if other is None:
@@ -204,9 +200,7 @@ def _add_tensor(
         two = whole_view(open_matrix(merged.checkpoint, other, merged.config.quantization))
         _check_shapes(one, two, lora.pair if lora else None)
     except KtbridgeError as error:
-        plan.problems.append(
-            problem("KTV031", name, error.sentence, next_step=error.next_step or None)
-        )
+        plan.problems.append(problem("KTV031", name, error.sentence, next_step=error.next_step or None))
         return {other}
     label = name
     if match := LAYER.search(name):

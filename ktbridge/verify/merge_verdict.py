@@ -329,9 +329,7 @@ def _with_adapter(
         if wrong[0] == SCALE:
             scaled = [f for f in findings if f.verdict == SCALE]
             where = _where(groups, SCALE)
-            return SCALE, _scale_sentence(
-                check, scaled, f"{len(scaled):,} of {total:,} matrices ({where})"
-            )
+            return SCALE, _scale_sentence(check, scaled, f"{len(scaled):,} of {total:,} matrices ({where})")
         places = _where(groups, wrong[0])
         return wrong[0], (
             f"{counts[wrong[0]]:,} of {total:,} matrices with LoRA ({places}): "
@@ -405,9 +403,7 @@ def _without_adapter(check: MergeCheck, groups: tuple[MatrixGroup, ...]) -> tupl
         return SAME, f"all {total:,} matrices are {how}: no tuning is in it"
     ranks = Counter(finding.rank for finding in changed)
     low = [rank for rank in ranks if rank > 0]
-    parts = (
-        [f"{sum(ranks[rank] for rank in low):,} by rank {min(low)} to {max(low)}"] if low else []
-    )
+    parts = [f"{sum(ranks[rank] for rank in low):,} by rank {min(low)} to {max(low)}"] if low else []
     if ranks[-1]:
         parts.append(f"{ranks[-1]:,} by full rank")
     if ranks[0]:
@@ -420,9 +416,7 @@ def _without_adapter(check: MergeCheck, groups: tuple[MatrixGroup, ...]) -> tupl
 
 
 def _changed_problem(check: MergeCheck, changed: list[MatrixFinding], total: int) -> Problem:
-    names = dict.fromkeys(
-        f"layer {f.layer} {f.label}" if f.layer >= 0 else f.label for f in changed
-    )
+    names = dict.fromkeys(f"layer {f.layer} {f.label}" if f.layer >= 0 else f.label for f in changed)
     sizes = [finding.change for finding in changed]
     found = f"{len(changed)} of {total} tensors without LoRA are not the base's: {list_names(list(names), 3)}"
     found += f"; by up to {max(sizes):.2%}"

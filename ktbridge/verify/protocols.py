@@ -110,9 +110,7 @@ class TgiGenerate(LogprobProtocol):
     def read(self, answer: object, prompt: Sequence[int]) -> Fixed:
         rows = dig(answer, "details", "prefill")
         if not isinstance(rows, list) or len(rows) < 2:
-            raise Unusable(
-                "no prompt logprobs: TGI 3 has them when started with --enable-prefill-logprobs"
-            )
+            raise Unusable("no prompt logprobs: TGI 3 has them when started with --enable-prefill-logprobs")
         ids = [dig(row, "id") for row in rows]
         first, *values = [dig(row, "logprob") for row in rows]
         if first is not None or not all(type(n) is int and 0 <= n < self._vocabulary for n in ids):

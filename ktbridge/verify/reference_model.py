@@ -112,9 +112,7 @@ def _put_on(model: LayerwiseModel, adapters: Sequence[Adapter]) -> list[AdapterL
         raise failed[0]
     if failed:
         problems: list[Problem] = [problem for error in failed for problem in error.problems]
-        sentence = (
-            f"{len(failed)} of {len(adapters)} adapters do not fit the base model {model.path}."
-        )
+        sentence = f"{len(failed)} of {len(adapters)} adapters do not fit the base model {model.path}."
         raise ProblemsError(sentence, problems, failed[0].next_step)
     return loras
 

@@ -42,9 +42,7 @@ class AdapterLoader:
             )
         self._server, self._native = server, NATIVE[engine]
         self._listed = {model: listed_as(model, entries) or model for model in models}
-        self.roots = {
-            m: str(entries[listed].get("root") or "") for m, listed in self._listed.items()
-        }
+        self.roots = {m: str(entries[listed].get("root") or "") for m, listed in self._listed.items()}
         if unknown := [model for model, root in self.roots.items() if not root]:
             raise KtbridgeError(
                 f"{server.url} does not say from where it loaded {', '.join(unknown)}.",
@@ -87,9 +85,7 @@ class AdapterLoader:
             failed = list(self._put_back())
             if not failed:
                 raise
-            sentence = (
-                error.sentence if isinstance(error, KtbridgeError) else "the check was interrupted."
-            )
+            sentence = error.sentence if isinstance(error, KtbridgeError) else "the check was interrupted."
             raise ProblemsError(sentence, failed) from error
         if failed := list(self._put_back()):
             raise ProblemsError("the check has left the server's adapters otherwise.", failed)

@@ -44,9 +44,7 @@ TEXTS = (
 SEED = 20_260
 
 
-def arms_to_ask(
-    model: str, listed: Sequence[str], expert_model: str | None = None
-) -> dict[str, str]:
+def arms_to_ask(model: str, listed: Sequence[str], expert_model: str | None = None) -> dict[str, str]:
     """Served names to measure -> expected reference: base, expert or full.
 
     ``model`` is measured as full. For ``S:NAME`` its neighbors ``S:base`` and ``S`` are measured where
@@ -143,9 +141,7 @@ def verify(
     return _with_source(result, server.way, sampler, accepted=logprobs_from == SAMPLED)
 
 
-def _other_name(
-    model: str, entries: Mapping[str, ModelEntry], halves: tuple[bool, bool]
-) -> list[Problem]:
+def _other_name(model: str, entries: Mapping[str, ModelEntry], halves: tuple[bool, bool]) -> list[Problem]:
     """KTV012 where the server says that ``model`` isn't all of an adapter with such ``halves``."""
     models = read_models(entries)
     named = models.get(model)

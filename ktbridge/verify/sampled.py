@@ -44,9 +44,7 @@ class ContinuationSampler:
     ``prompts`` are token ids. ``unlike`` counts prompts that the server tokenizes otherwise.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]) -> None:
         self.form, self.unlike = "", 0
         self._tokenizer, self.prompts = tokenizer, prompts
 
@@ -109,9 +107,7 @@ class ContinuationSampler:
         if not self._tokenizer.chat_template:
             raise Unusable("no chat template in --base-model")
         messages: list[Any] = [{"role": "user", "content": text}]
-        found = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False
-        )
+        found = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return list(found), {"messages": messages, "logprobs": True, "top_logprobs": 1}
 
     def _generated(self, logprobs: Any, count: Any) -> tuple[list[int], list[float]]:
@@ -129,12 +125,7 @@ class ContinuationSampler:
         else:
             raise Unusable("no logprobs of generated tokens")
         # A last token that only ends the text may be counted and not listed.
-        if (
-            isinstance(count, int)
-            and rows
-            and rows[0][0] is None
-            and count - len(rows) not in (0, 1)
-        ):
+        if isinstance(count, int) and rows and rows[0][0] is None and count - len(rows) not in (0, 1):
             return [], []
         tokens: list[int] = []
         for given, text, _ in rows:

@@ -140,9 +140,7 @@ def verify_several(
     )
     on_stage("computing references")
     computed = compute_all_references(reference_model, [one.halves for one in served], on_progress)
-    spread = max(
-        (one.answer.spread for one in asked if one.answer.spread is not None), default=None
-    )
+    spread = max((one.answer.spread for one in asked if one.answer.spread is not None), default=None)
     columns = _columns(served, computed)
     readings = [
         Reading(

@@ -81,9 +81,7 @@ class CheckpointMatrix:
         assert self.plain is not None
         width = self.entry.nbytes // self.count
         start = self.entry.start + self.index * width
-        data = self.checkpoint.file(self.checkpoint.shard(self.entry.name)).read(
-            start, start + width
-        )
+        data = self.checkpoint.file(self.checkpoint.shard(self.entry.name)).read(start, start + width)
         return np.frombuffer(data, self.plain.bits).reshape(self.rows, self.columns)
 
     def lines(self, first: int, last: int) -> WeightLines:
@@ -155,9 +153,7 @@ class View:
             return self.with_steps(self.widened(bits, side), side)
         if not self.turned and self.step == 1:
             return matrix.lines(self.first + first, self.first + last)
-        picked = slice(
-            self.first + first * self.step, self.first + (last - 1) * self.step + 1, self.step
-        )
+        picked = slice(self.first + first * self.step, self.first + (last - 1) * self.step + 1, self.step)
         if matrix.plain:  # narrow until it is picked
             whole = _whole_raw(matrix)
             part = whole[:, picked].T if self.turned else whole[picked]
@@ -178,9 +174,7 @@ class PairReader:
         self.base, self.merged = base, merged
         self.allowed = ALLOWED_PLAIN if merged.matrix.plain else ALLOWED
         self._alike = (
-            base.is_straight
-            and merged.is_straight
-            and base.matrix.entry.dtype == merged.matrix.entry.dtype
+            base.is_straight and merged.is_straight and base.matrix.entry.dtype == merged.matrix.entry.dtype
         )
         self._files = ExitStack()
 
@@ -303,9 +297,7 @@ class ExpertViews:
         if projection == "down":
             return View(matrix, matrix.columns if self.turned else matrix.rows, turned=self.turned)
         if expert >= matrix.count:
-            raise KtbridgeError(
-                f"{matrix.entry.name} of {self._checkpoint.path} has no expert {expert}"
-            )
+            raise KtbridgeError(f"{matrix.entry.name} of {self._checkpoint.path} has no expert {expert}")
         number = ("gate", "up").index(projection)
         if self.interleaved:
             return View(matrix, self._inner, number, 2, self.turned)

@@ -33,9 +33,7 @@ class References:
     rounded: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, exact: Mapping[str, Sequence[float]], rounded: Mapping[str, Sequence[float]]
-    ) -> References:
+    def of(cls, exact: Mapping[str, Sequence[float]], rounded: Mapping[str, Sequence[float]]) -> References:
         """From logprobs in float32 and in bfloat16."""
         noise = {name: mean_distance(exact[name], rounded[name]) for name in exact}
         return cls(exact, noise, rounded)
@@ -110,9 +108,7 @@ def standard_variants(expert: bool, nonexpert: bool) -> dict[str, Variant]:
     }
 
 
-Verdict = Literal[
-    "applied", "not applied", "only experts", "only attention", "wrong scale", "can't tell"
-]
+Verdict = Literal["applied", "not applied", "only experts", "only attention", "wrong scale", "can't tell"]
 
 CLEAR_OF_NOISE = 3.0  # a separation below this many noise floors is inconclusive
 NEAR = 0.5  # nearest: nearer by at least this fraction of the separation, and within it
@@ -241,13 +237,9 @@ def judge(
     )
     asked = next(arm for arm in arms if arm.model == model)
     vector = served[model][1]
-    halves = tuple(
-        _read_half(half, vector, asked, floored) for half in HALVES if half in references.logprobs
-    )
+    halves = tuple(_read_half(half, vector, asked, floored) for half in HALVES if half in references.logprobs)
     verdict, reason, told_by = _whole(arms, halves, floored_for)
-    arms = tuple(
-        replace(arm, as_expected=verdict == "applied") if arm is asked else arm for arm in arms
-    )
+    arms = tuple(replace(arm, as_expected=verdict == "applied") if arm is asked else arm for arm in arms)
     return Verification(
         model=model,
         verdict=verdict,
@@ -269,9 +261,7 @@ def _mismatched_arms(arms: Sequence[ArmReading], model: str, told_by: str) -> It
         if arm.model == model or arm.as_expected or (told_by == "base" and arm.expected != "base"):
             continue
         nearest = "the nearest one" if arm.nearest == arm.expected else f"nearer to {arm.nearest}"
-        found = (
-            f"{arm.distances[arm.expected]:.3g} nats from its reference, {arm.expected}: {nearest}"
-        )
+        found = f"{arm.distances[arm.expected]:.3g} nats from its reference, {arm.expected}: {nearest}"
         yield problem("KTV003", arm.model, found, "no more than noise", step)
 
 
@@ -305,9 +295,7 @@ def _whole(
         return "only attention", "the experts' LoRA is missing", "references"
     if blank:
         other = next(half for half in halves if half not in blank)
-        reason = (
-            f"{_named(blank[0].half)}: {blank[0].reason}; {_named(other.half)}: {other.verdict}"
-        )
+        reason = f"{_named(blank[0].half)}: {blank[0].reason}; {_named(other.half)}: {other.verdict}"
         return "can't tell", reason, "references"
     first = next(half for half in halves if half.verdict == "can't tell")
     return "can't tell", f"{_named(first.half)}: {first.reason}", "references"
@@ -324,13 +312,10 @@ def _is_that_base(arm: ArmReading, references: References) -> bool:
     return min(arm.distances.values()) <= bound
 
 
-def read_arm(
-    name: str, expected: str, vector: Sequence[float], references: References
-) -> ArmReading:
+def read_arm(name: str, expected: str, vector: Sequence[float], references: References) -> ArmReading:
     """Compare one served model's logprobs with every reference; ``expected`` is what it should be."""
     distances = {
-        reference: mean_distance(vector, logprobs)
-        for reference, logprobs in references.logprobs.items()
+        reference: mean_distance(vector, logprobs) for reference, logprobs in references.logprobs.items()
     }
     nearest = min(distances, key=lambda reference: distances[reference])
     # References nearer to each other than the noise are indistinguishable: not a failure.
@@ -343,16 +328,12 @@ def read_arm(
     )
     noise = max(references.noise[expected], references.noise[neighbor])
     share = _share(vector, right, references.logprobs[neighbor])
-    drifted = (
-        distances[expected] <= NEAR * separation and share is not None and abs(share - 1) <= SHARE
-    )
+    drifted = distances[expected] <= NEAR * separation and share is not None and abs(share - 1) <= SHARE
     same = distances[expected] <= max(CLEAR_OF_NOISE * noise, WITHIN * separation)
     return ArmReading(name, expected, distances, nearest, is_nearest and (same or drifted))
 
 
-def _share(
-    vector: Sequence[float], there: Sequence[float], absent: Sequence[float]
-) -> float | None:
+def _share(vector: Sequence[float], there: Sequence[float], absent: Sequence[float]) -> float | None:
     """The fraction of the way from ``absent`` to ``there`` that the vector has, by least squares."""
     effect = [t - a for t, a in zip(there, absent, strict=True)]
     power = sum(e * e for e in effect)
@@ -362,9 +343,7 @@ def _share(
     return sum(m * e for m, e in zip(moved, effect, strict=True)) / power
 
 
-def _read_half(
-    half: str, vector: Sequence[float], arm: ArmReading, references: References
-) -> HalfReading:
+def _read_half(half: str, vector: Sequence[float], arm: ArmReading, references: References) -> HalfReading:
     """Compare the two references that differ in ``half`` and agree with ``arm`` in the other."""
     index = HALVES.index(half)
     other = STANDARD[arm.nearest].halves[1 - index]

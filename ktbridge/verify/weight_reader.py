@@ -136,9 +136,7 @@ class ExpertReader:
     def __init__(self, reader: WeightReader, config: ModelConfig, layer: int) -> None:
         home = expert_home(reader.checkpoint, config, layer)
         if home is None:
-            raise KtbridgeError(
-                f"{reader.path} has no experts in layer {layer}.", "download the model again"
-            )
+            raise KtbridgeError(f"{reader.path} has no experts in layer {layer}.", "download the model again")
         self.count = config.num_experts
         self._reader, self._home = reader, home
         self.inner, self.hidden = config.intermediate_size, config.hidden_size
@@ -165,9 +163,7 @@ class ExpertReader:
         """Biases of gate and up together [2I] (gate first) and of down [H], or None."""
         if self._home.names or f"{self._home.fused[0]}_bias" not in self._reader.checkpoint:
             return None, None
-        of_both, of_down = (
-            self._reader.rows(f"{name}_bias", expert, dtype) for name in self._home.fused
-        )
+        of_both, of_down = (self._reader.rows(f"{name}_bias", expert, dtype) for name in self._home.fused)
         return [self._gate_first(of_both), of_down]
 
     def _gate_first(self, rows: torch.Tensor) -> torch.Tensor:

@@ -201,7 +201,5 @@ def _asked(process: subprocess.Popen[str], line: str = "") -> str:
         process.stdin.flush()
     said = process.stdout.readline() if process.stdout else ""
     if not said:
-        raise KtbridgeError(
-            "a process that was to disturb the run has ended", "see what it said above"
-        )
+        raise KtbridgeError("a process that was to disturb the run has ended", "see what it said above")
     return said

@@ -180,9 +180,7 @@ class Worker:
             raise WorkerError(f"{name} died ({reason}){self._last_words()}")
         answer: Record = json.loads(line)
         if "error" in answer:
-            raise WorkerError(
-                f"{name} failed: {answer['error']}{self._last_words(answer['error'])}"
-            )
+            raise WorkerError(f"{name} failed: {answer['error']}{self._last_words(answer['error'])}")
         return answer
 
     def _last_words(self, known: str = "") -> str:

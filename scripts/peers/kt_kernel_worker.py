@@ -58,9 +58,7 @@ class KtKernel:
 
     def forward(self) -> None:
         case = self.case
-        self.out = self.layer.forward(
-            case.hidden, case.topk_ids, case.topk_weights, save_for_backward=True
-        )
+        self.out = self.layer.forward(case.hidden, case.topk_ids, case.topk_weights, save_for_backward=True)
 
     def backward(self) -> None:
         self.gradients = self.layer.backward(self.case.d_out)

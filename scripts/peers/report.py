@@ -123,9 +123,7 @@ def print_result(console: Console, result: Record) -> None:
     )
     if any("accuracy" in entry for entry in result["contestants"]):
         console.print(accuracy_table(result))
-    who = (
-        f"{entry['name']} {entry['version']} ({entry['isa']})" for entry in result["contestants"]
-    )
+    who = (f"{entry['name']} {entry['version']} ({entry['isa']})" for entry in result["contestants"])
     console.print(", ".join(who), markup=False)
     fastest = (entry["median"][which] for entry in result["contestants"] for which in PASSES)
     least = (result["floor"][which]["seconds"] for _ in result["contestants"] for which in PASSES)

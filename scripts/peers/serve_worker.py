@@ -27,9 +27,7 @@ class Engine:
 
         self.tokens, prompts = spec["tokens"], spec["prompts"]
         self._stack = ExitStack()
-        self.child = self._stack.enter_context(
-            engine(spec["model"], spec["adapter"], spec["threads"])
-        )
+        self.child = self._stack.enter_context(engine(spec["model"], spec["adapter"], spec["threads"]))
         listed, one = list(self.child.models), [prompts[len(prompts) // 2]]
         self.rows = {"1 stream": ([listed[0]], one)}
         self.rows |= {f"{len(prompts)} streams, {name}": ([name], prompts) for name in listed}

@@ -49,9 +49,7 @@ class Torch:
         self.topk_weights = case.topk_weights.requires_grad_()
         self.d_out = case.d_out
         self.experts = case.shape.experts
-        self.lora = [
-            [expert.clone().requires_grad_() for expert in case.lora[name]] for name in LORA_NAMES
-        ]
+        self.lora = [[expert.clone().requires_grad_() for expert in case.lora[name]] for name in LORA_NAMES]
         has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self.about = {"version": torch.__version__, "isa": "oneDNN bf16" if has_bf16 else "no bf16"}
         self.reset()
@@ -113,14 +111,9 @@ def exact_results(
             continue
         x = hidden[tokens].requires_grad_()
         route = routing[tokens, slots].detach().requires_grad_()
-        own = {
-            name: lora[name][expert].detach().float().clone().requires_grad_()
-            for name in LORA_NAMES
-        }
+        own = {name: lora[name][expert].detach().float().clone().requires_grad_() for name in LORA_NAMES}
 
-        def project(
-            x: torch.Tensor, name: str, expert: int = expert, own: Tensors = own
-        ) -> torch.Tensor:
+        def project(x: torch.Tensor, name: str, expert: int = expert, own: Tensors = own) -> torch.Tensor:
             low = F.linear(x, own[f"{name}_lora_a"])
             base = F.linear(x, weights[name][expert].float())
             return base + scale * F.linear(low, own[f"{name}_lora_b"])

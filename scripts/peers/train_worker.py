@@ -127,9 +127,7 @@ def place(case: dict[str, Any], model: Any) -> GpuExperts | None:
 
 
 def offloaded(module: Any, hidden: Any, ids: Any, weights: Any) -> torch.Tensor:
-    out: torch.Tensor = module.torch_experts(
-        hidden.cpu(), ids.to(torch.int64).cpu(), weights.float().cpu()
-    )
+    out: torch.Tensor = module.torch_experts(hidden.cpu(), ids.to(torch.int64).cpu(), weights.float().cpu())
     return out.to(hidden.device)
 
 
@@ -137,9 +135,7 @@ ALL_EXPERTS_FUNCTIONS.register("torch-cpu", offloaded)
 
 
 def lora(rank: int, **more: Any) -> LoraConfig:
-    return LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=ATTENTION, task_type="CAUSAL_LM", **more
-    )
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=ATTENTION, task_type="CAUSAL_LM", **more)
 
 
 def build(case: dict[str, Any]) -> tuple[nn.Module, GpuExperts | None]:
@@ -175,9 +171,7 @@ def build(case: dict[str, Any]) -> tuple[nn.Module, GpuExperts | None]:
         model.get_base_model().set_experts_implementation("torch-cpu")
     else:
         device_map = {"": DEVICE} if DEVICE.type == "cuda" else None
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, device_map=device_map
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, device_map=device_map)
         fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         model = get_peft_model(model, lora(rank, target_parameters=fused))
     if not case["checkpointing"]:
@@ -259,9 +253,7 @@ def of_all_ranks(told: dict[str, Any]) -> dict[str, Any]:
     return {
         **each[0],
         "seconds": [max(step) for step in zip(*(one["seconds"] for one in each), strict=True)],
-        "losses": [
-            sum(step) / len(step) for step in zip(*(one["losses"] for one in each), strict=True)
-        ],
+        "losses": [sum(step) / len(step) for step in zip(*(one["losses"] for one in each), strict=True)],
         "gpu": max((one["gpu"] for one in each), key=lambda gpu: gpu.get("used", 0)),
         "cpu": max((one["cpu"] for one in each), key=lambda cpu: cpu["peak"]),
     }

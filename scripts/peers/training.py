@@ -250,10 +250,7 @@ def _watch(pid: int, measured: Measured) -> None:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return
-    sizes = {
-        key: 1024 * int(size)
-        for key, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
-    }
+    sizes = {key: 1024 * int(size) for key, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
     if "RssAnon" in sizes:  # a process that is ending has none
         own = sizes["RssAnon"] + sizes["RssShmem"]  # pinned memory is shared
         measured.anonymous = max(measured.anonymous, own)

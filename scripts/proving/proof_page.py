@@ -51,17 +51,13 @@ def failures(place: Path, found: dict[str, Any]) -> list[str]:
         if not told["ok"]:
             wrong.append(f"verify, {name}: {told['verdict']}")
     for name in AGAIN if found["again"] else ():
-        first, second = (
-            digests.of_file(place / run / "raw" / name) for run in ("adapter", "again")
-        )
+        first, second = (digests.of_file(place / run / "raw" / name) for run in ("adapter", "again"))
         if first != second:
             wrong.append(f"{name} of a second run has other bits")
     return wrong
 
 
-def paired(
-    before: Sequence[float], after: Sequence[float], weights: Sequence[int]
-) -> dict[str, float]:
+def paired(before: Sequence[float], after: Sequence[float], weights: Sequence[int]) -> dict[str, float]:
     """The difference of two losses over all tokens, with a 95 % interval by a bootstrap over rows."""
     gaps, counts = np.subtract(after, before), np.array(weights, dtype=float)
     rows = np.random.default_rng(0).integers(len(gaps), size=(DRAWS, len(gaps)))
@@ -81,8 +77,7 @@ def losses(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
         counts = rows["tokens"]
         of = {"base": rows["base"]} | {title: rows[arm] for title, arm in ARMS.items()}
         table[name] = {
-            arm: {"loss": float(np.average(each, weights=counts))}
-            | paired(of["base"], each, counts)
+            arm: {"loss": float(np.average(each, weights=counts))} | paired(of["base"], each, counts)
             for arm, each in of.items()
         }
     return table
@@ -130,9 +125,7 @@ def write_page(page: Path, steps: Steps, found: dict[str, Any], wrong: Sequence[
             for name, line in steps.commands.items()
         ],
         "sha256": {
-            name: digests.of_file(place / file)
-            for name, file in ARTIFACTS.items()
-            if (place / file).exists()
+            name: digests.of_file(place / file) for name, file in ARTIFACTS.items() if (place / file).exists()
         },
         "losses": losses(found),
         "marks": marks(found),
@@ -257,9 +250,7 @@ def _row(title: str, row: dict[str, Any], kind: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def plot_losses(
-    path: Path, ours: Sequence[tuple[int, float]], peer: Sequence[tuple[int, float]]
-) -> None:
+def plot_losses(path: Path, ours: Sequence[tuple[int, float]], peer: Sequence[tuple[int, float]]) -> None:
     """Both trainings' losses over steps."""
     figure, axes = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
     for name, points in (("HF + PEFT", peer), ("ktbridge", ours)):
@@ -287,9 +278,7 @@ def plot_quality(path: Path, summary: dict[str, Any]) -> None:
             [max(0.0, row["high"] - row["mean"]) for row in rows],
         ]
         places = [index + (number - 1) * 0.26 for index in range(len(names))]
-        left.bar(
-            places, means, 0.24, yerr=spread, color=COLORS[arm], label=arm, capsize=2, ecolor="#555"
-        )
+        left.bar(places, means, 0.24, yerr=spread, color=COLORS[arm], label=arm, capsize=2, ecolor="#555")
     left.set_xticks(range(len(names)), [TITLES[name].replace(", ", ",\n") for name in names])
     left.set(ylim=(0, 1.02), ylabel="marks, with 95 % intervals")
     left.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1.14), ncols=3)

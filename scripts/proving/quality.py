@@ -38,19 +38,14 @@ def tokenized(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], int]:
     *before, _ = messages = row["messages"]
     plain = {"tokenize": True, "return_dict": False}
     whole = tokenizer.apply_chat_template(messages, **plain)
-    end = len(whole) - [*reversed(whole)].index(
-        tokenizer.eos_token_id
-    )  # not the line break behind it
-    return whole[:end], len(
-        tokenizer.apply_chat_template(before, add_generation_prompt=True, **plain)
-    )
+    end = len(whole) - [*reversed(whole)].index(tokenizer.eos_token_id)  # not the line break behind it
+    return whole[:end], len(tokenizer.apply_chat_template(before, add_generation_prompt=True, **plain))
 
 
 def means(logprobs: Sequence[float], counts: Sequence[int]) -> list[float]:
     """The loss of each row from the logprobs of all rows' tokens."""
     return [
-        -sum(logprobs[start:end]) / (end - start)
-        for start, end in pairwise(accumulate(counts, initial=0))
+        -sum(logprobs[start:end]) / (end - start) for start, end in pairwise(accumulate(counts, initial=0))
     ]
 
 
@@ -63,9 +58,7 @@ def main(base: str, rows: str, result: str, *adapters: str) -> None:
     found = {}
     for name in FILES:
         lines = (Path(rows) / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        prompts, starts = zip(
-            *(tokenized(tokenizer, json.loads(line)) for line in lines), strict=True
-        )
+        prompts, starts = zip(*(tokenized(tokenizer, json.loads(line)) for line in lines), strict=True)
         model = ReferenceModel(Path(base), opened, prompts, starts)
         counts = [len(ids) - start for ids, start in zip(prompts, starts, strict=True)]
         vectors = model.logprobs(tuple(arms.values()))

@@ -151,9 +151,7 @@ def serving(
         while True:
             if process.poll() is not None or time.monotonic() > ends:
                 end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
-                raise KtbridgeError(
-                    f"the server didn't start: {' '.join(words)}\n{end}", f"See {log}."
-                )
+                raise KtbridgeError(f"the server didn't start: {' '.join(words)}\n{end}", f"See {log}.")
             try:
                 OpenAIClient(url, timeout=5).models()
                 break

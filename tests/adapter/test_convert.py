@@ -86,9 +86,7 @@ def test_one_pass_writes_all_three_and_they_validate(make_raw, tmp_path):
 
 
 def test_a_plan_joins_neighbors_and_uses_every_byte_once(make_raw, tmp_path):
-    plan = plan_convert(
-        make_raw(), expert_output_dir=tmp_path / "e", merged_output_dir=tmp_path / "m"
-    )
+    plan = plan_convert(make_raw(), expert_output_dir=tmp_path / "e", merged_output_dir=tmp_path / "m")
     assert not (tmp_path / "e").exists()
     assert len(plan.copies) == 2  # one range a file
     assert [target.file for target in plan.copies[0].targets] == [0, 1]
@@ -174,9 +172,7 @@ def as_float(tensor: Tensor) -> Any:
         ({"other_rank": 2, "nonexpert": nonexpert_tensors(rank=2)}, 8, 8, "KTB702"),
     ],
 )  # fmt: skip
-def test_each_directory_has_the_scale_that_was_trained(
-    make_raw, tmp_path, options, expert, rest, merged
-):
+def test_each_directory_has_the_scale_that_was_trained(make_raw, tmp_path, options, expert, rest, merged):
     raw, e, n, m = make_raw(**options), *(tmp_path / name for name in "enm")
     convert_adapter(raw, expert_output_dir=e, nonexpert_output_dir=n)
     assert config_of(e)["lora_alpha"] == expert
@@ -280,9 +276,7 @@ def test_alpha_and_base_stand_in_for_a_missing_configuration(make_raw, tmp_path)
     for name in ("adapter_config.json", "kt_adapter_manifest.json"):
         (bare / name).unlink()
     for source, out in ((raw, "a"), (bare, "b")):
-        convert_adapter(
-            source, merged_output_dir=tmp_path / out, base_model="org/base", lora_alpha=8.0
-        )
+        convert_adapter(source, merged_output_dir=tmp_path / out, base_model="org/base", lora_alpha=8.0)
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
     for key in ("r", "lora_alpha", "target_modules", "base_model_name_or_path"):
         assert config_of(tmp_path / "a")[key] == config_of(tmp_path / "b")[key]

@@ -58,9 +58,7 @@ def test_overwrite_replaces_an_adapter_and_nothing_else(make_raw, tmp_path, to):
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-@pytest.mark.parametrize(
-    "mark", ["fused_expert_lora.safetensors", "trainer_log.jsonl", "training_loss.png"]
-)
+@pytest.mark.parametrize("mark", ["fused_expert_lora.safetensors", "trainer_log.jsonl", "training_loss.png"])
 @pytest.mark.parametrize("to", ["kt-merged", "vllm"])
 def test_a_training_output_gives_way_to_another_only(make_raw, tmp_path, mark, to):
     source, victim = make_raw(), make_raw("victim", expert={})
@@ -112,9 +110,7 @@ def test_modes_follow_the_umask(make_raw, tmp_path, to):
         (errno.EIO, "nothing was written", "try again"),
     ],
 )
-def test_a_failure_while_writing_leaves_nothing(
-    make_raw, tmp_path, monkeypatch, to, number, says, step
-):
+def test_a_failure_while_writing_leaves_nothing(make_raw, tmp_path, monkeypatch, to, number, says, step):
     raw, real = make_raw(), os.fsync
 
     def failing(descriptor):
@@ -131,9 +127,7 @@ def test_a_failure_while_writing_leaves_nothing(
 
 @pytest.mark.parametrize("stop", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("source", ["raw", "peft"])
-def test_a_stop_between_two_outputs_says_which_one_is_in_place(
-    make_raw, tmp_path, monkeypatch, stop, source
-):
+def test_a_stop_between_two_outputs_says_which_one_is_in_place(make_raw, tmp_path, monkeypatch, stop, source):
     convert_adapter(make_raw(), to="peft-fused", output_dir=tmp_path / "peft")
     commit, calls = Staging.commit, []
 
@@ -206,9 +200,7 @@ def test_what_is_no_regular_file_is_refused_at_once(make_raw, tmp_path, warm, ki
     else:
         path.symlink_to("nowhere")
     given = path if name == "a.gguf" else path.parent
-    done = warm.run(
-        "-m", "ktbridge", "convert", given, "--to=raw", f"--output-dir={tmp_path}/o", timeout=60
-    )
+    done = warm.run("-m", "ktbridge", "convert", given, "--to=raw", f"--output-dir={tmp_path}/o", timeout=60)
     assert (done.returncode in (1, 2), "Traceback" in done.stderr) == (True, False)
     assert "next" in done.stderr
     assert not (tmp_path / "o").exists()

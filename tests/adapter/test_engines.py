@@ -82,9 +82,7 @@ def test_a_bad_engine_is_a_usage_error(engine, make_raw):
 def test_which_layouts_a_version_serves(converted, version, accepted):
     paths = converted()
     for sets in ("raw", "e", "n", "m", "e n", "raw e n", "raw m"):
-        report = validate_adapter(
-            [paths[name] for name in sets.split()], engine=f"sglang-kt=={version}"
-        )
+        report = validate_adapter([paths[name] for name in sets.split()], engine=f"sglang-kt=={version}")
         refused = {p.code for p in report.problems if p.severity == "error"}
         assert refused == (set() if sets in accepted else {"KTB901"}), sets
 

@@ -67,9 +67,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median().item()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
-)
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("model_type", parametrize_families())
 def test_adapter(model_type, tmp_path, monkeypatch):
     choices = Choices(monkeypatch)
@@ -79,9 +77,7 @@ def test_adapter(model_type, tmp_path, monkeypatch):
     faults(tuned)
     if model_type not in NOT_IN_PEFT:
         choices.again()
-        peft = PeftModel.from_pretrained(
-            load_model(tuned.base, torch.float32), tmp_path / "peft-fused"
-        )
+        peft = PeftModel.from_pretrained(load_model(tuned.base, torch.float32), tmp_path / "peft-fused")
         assert off(logits(peft.eval()), tuned.exact) < ROUNDED / 2
     merged = tmp_path / "merged"
     if model_type == "gpt_oss":  # its base is MXFP4; into BF16: tests/sft/test_gpt_oss.py

@@ -112,9 +112,9 @@ def test_the_same_weights_under_another_configuration(raw, tmp_path, changes, ex
     other = write_base(tmp_path / "other", **{"rope_theta": 1e6, **changes})
     report = validate_adapter([raw], base_model=other)
     assert [(item.code, item.severity) for item in report.problems] == expected
-    assert [item.found for item in report.problems] == [
-        "differs in num_experts_per_tok, rope_theta"
-    ] * bool(expected)
+    assert [item.found for item in report.problems] == ["differs in num_experts_per_tok, rope_theta"] * bool(
+        expected
+    )
     merged = merge_adapter(raw, base_model=other, output=tmp_path / "out")
     assert [(item.code, item.severity) for item in merged.findings] == expected
 

@@ -145,9 +145,7 @@ def test_any_layout_of_the_adapter_merges_to_the_same_bytes(make_raw, base, tmp_
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_kernels_of_any_instruction_set_and_numpy_give_the_same_bytes(
-    make_raw, tmp_path, monkeypatch, dtype
-):
+def test_kernels_of_any_instruction_set_and_numpy_give_the_same_bytes(make_raw, tmp_path, monkeypatch, dtype):
     raw, base = make_raw(), write_base(tmp_path / "base", dtype=dtype)
     fused = [isa for isa in _kernels.isa_available() if isa != "scalar"]  # a multiply-add
     made = {}

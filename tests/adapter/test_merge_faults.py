@@ -49,9 +49,7 @@ Z_PROJ, LM_HEAD = pair("model.layers.0.self_attn.z_proj", 9), pair("lm_head", 32
     ],
     ids=["FP8", "packed", "no weight", "tied", "another shape"],
 )
-def test_weights_that_lora_cannot_be_added_to_are_named(
-    make_raw, tmp_path, stored, trained, code, places
-):
+def test_weights_that_lora_cannot_be_added_to_are_named(make_raw, tmp_path, stored, trained, code, places):
     base = write_base(tmp_path / "base", replace=stored)
     raw = make_raw(nonexpert=nonexpert_tensors() | trained, target_modules=None)
     with pytest.raises(ProblemsError) as caught:

@@ -111,9 +111,7 @@ def test_a_merged_weight_is_stored_as_before_and_nearer_than_by_either_scale(
         exact = value + deltas[name]
         error, delta = (new[name] - exact).norm() ** 2, deltas[name].norm() ** 2
         assert error < delta
-        if (
-            "zero" not in storage
-        ):  # zero points stay, so a quantizer that chooses them may be nearer
+        if "zero" not in storage:  # zero points stay, so a quantizer that chooses them may be nearer
             anew = meant(stored(storage, name, exact))[name]
             assert error < 1.02 * (anew - exact).norm() ** 2
         layer = int(name.split(".")[2])
@@ -152,9 +150,7 @@ def test_without_kernels_the_bytes_are_the_same(tmp_path, make_lora, monkeypatch
 
 # transformers 5.23 itself loads no experts in "int-quantized" form or with zero points, merged or not.
 @pytest.mark.parametrize("storage", ["fp8", "fp8-ue8m0", "int8-packed", "int4-32"])
-def test_transformers_loads_the_quantized_result_as_what_it_means(
-    tmp_path, make_lora, monkeypatch, storage
-):
+def test_transformers_loads_the_quantized_result_as_what_it_means(tmp_path, make_lora, monkeypatch, storage):
     if storage.startswith("int"):
         pytest.importorskip("compressed_tensors")
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
@@ -186,9 +182,7 @@ def test_a_delta_below_a_codes_step_is_swallowed_and_that_is_said(tmp_path, make
     after = tensors_of(tmp_path / "out")
     for name, value in before.items():
         if ".experts.0." in name or not name.startswith("model.layers") or "norm" in name:
-            assert torch.equal(
-                value.contiguous().view(torch.uint8), after[name].view(torch.uint8)
-            ), name
+            assert torch.equal(value.contiguous().view(torch.uint8), after[name].view(torch.uint8)), name
     large, _ = make_lora(base, 0.01)
     again = merge_adapter(large, base_model=base, output=tmp_path / "out", overwrite=True)
     assert "KTB910" not in [finding.code for finding in again.findings]

@@ -63,9 +63,7 @@ def test_merge_and_validate_read_any_format_as_its_conversion(tmp_path, name):
     assert weights(tmp_path / "merged") == weights(tmp_path / "expected") != weights(base)
     report = validate_adapter([given], base_model=base, from_format=name)
     errors = {item.code for item in report.problems if item.severity == "error"}
-    assert errors == (
-        {format_code(name)} if name in TRAINING_ALONE else set()
-    )  # no engine loads those
+    assert errors == ({format_code(name)} if name in TRAINING_ALONE else set())  # no engine loads those
     (summary,) = report.adapters
     assert (summary["expert_layers"], summary["num_experts"]) == (2, E)
     assert summary["layout"] == {"kt-merged": "merged", "vllm": "merged"}.get(name, name)
@@ -157,7 +155,5 @@ def test_what_is_ambiguous_or_unknown_is_refused_with_the_option(tmp_path):
 
 def test_the_schema_of_reports_lists_every_format():
     schema = Path(__file__).parents[2] / "docs" / "validate.schema.json"
-    listed = set(
-        json.loads(schema.read_text())["$defs"]["readable"]["properties"]["layout"]["enum"]
-    )
+    listed = set(json.loads(schema.read_text())["$defs"]["readable"]["properties"]["layout"]["enum"])
     assert listed == {*READABLE} - {*OWN} | {"raw", "expert", "nonexpert", "merged"}

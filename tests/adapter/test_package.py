@@ -51,11 +51,7 @@ def test_importing_adapters_imports_no_framework():
 
 def test_the_rules_are_the_codes_that_adapters_have():
     folder = Path(ktbridge.adapter.__file__).parent
-    used = {
-        code
-        for path in folder.rglob("*.py")
-        for code in re.findall(r"KT[BH]\d{3}", path.read_text())
-    }
+    used = {code for path in folder.rglob("*.py") for code in re.findall(r"KT[BH]\d{3}", path.read_text())}
     assert {rule.code for rule in RULES} == used
 
 

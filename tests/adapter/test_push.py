@@ -158,9 +158,7 @@ def test_an_evaluation_is_in_the_card_with_its_doubts(hub, trained, tmp_path):
     assert "has no results.json" in done.stderr
 
 
-def test_a_bench_that_failed_is_a_doubt_and_its_old_results_are_not_uploaded(
-    hub, trained, tmp_path
-):
+def test_a_bench_that_failed_is_a_doubt_and_its_old_results_are_not_uploaded(hub, trained, tmp_path):
     (tmp_path / "eval" / "old").mkdir(parents=True)
     (tmp_path / "eval" / "old" / "results.json").write_text("{}")
     entry = {"name": "old", "path": "old/results.json", "error": "its answers are damaged"}

@@ -225,9 +225,7 @@ def test_files_that_may_not_be_read(paths, tmp_path, warm, name, mode, code, ste
     done = warm.run("-c", NOBODY, cwd=tmp_path)
     paths["n"].chmod(0o755)
     assert done.returncode == 0, done.stderr
-    found = {
-        (p["code"], p["severity"]): p["next_step"] for p in json.loads(done.stdout)["problems"]
-    }
+    found = {(p["code"], p["severity"]): p["next_step"] for p in json.loads(done.stdout)["problems"]}
     assert found[code, "error"] == step
 
 
@@ -289,9 +287,7 @@ def test_a_module_that_the_base_lacks(paths, tmp_path):
         }
         with pytest.raises(ProblemsError) as raised:
             convert_adapter(paths["n"], to="vllm", output_dir=tmp_path / "v", base_model=str(base))
-        assert [item.code for item in raised.value.problems if item.severity == "error"] == [
-            "KTB610"
-        ]
+        assert [item.code for item in raised.value.problems if item.severity == "error"] == ["KTB610"]
 
 
 def test_several_adapters_in_one_file_are_named(paths):

@@ -49,9 +49,9 @@ PIECES = (
     "负", "三点", "分之", "minus ", "one and ", "hundred ", "=", "答案 ", "'", ".", "…", "\u202e", "\u0301",
     "ﷺ", "<think>", "\x00", "```", "\\", "9" * 400,
 )  # fmt: skip
-ANSWERS = st.lists(
-    st.tuples(st.sampled_from(PIECES), st.sampled_from((1, 2, 50, 3000))), max_size=6
-).map(lambda runs: "".join(piece * count for piece, count in runs))
+ANSWERS = st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from((1, 2, 50, 3000))), max_size=6).map(
+    lambda runs: "".join(piece * count for piece, count in runs)
+)
 
 
 def score(name: str, text: str) -> float:
@@ -151,9 +151,7 @@ STORED: dict[str, Callable[[Path], object]] = {
     "a sparse giant": giant,
     "a directory": lambda path: path.mkdir(),
     "deep JSON": lambda path: path.write_text("[" * 100_000 + "\n"),
-    "half a character": lambda path: path.write_text(
-        '{"arms": "\\ud800", "benches": ["\\ud800"]}\n'
-    ),
+    "half a character": lambda path: path.write_text('{"arms": "\\ud800", "benches": ["\\ud800"]}\n'),
 }
 
 
@@ -198,9 +196,7 @@ def test_huge_answers_are_cut(tmp_path):
     results = json.loads((out / "results.json").read_text())
     answers = [row["answers"]["base"] for row in results["items"]]
     assert len(answers) == 16
-    assert {(one["outcome"], len(one["text"])) for one in answers} == {
-        ("truncated", LONGEST_ANSWER)
-    }
+    assert {(one["outcome"], len(one["text"])) for one in answers} == {("truncated", LONGEST_ANSWER)}
     assert "6,999,999 characters" in answers[0]["detail"]
 
 
@@ -226,9 +222,7 @@ def test_patterns_of_a_bench_end(tmp_path):
     (folder / "persona.yaml").write_text(yaml.safe_dump(persona))
     lines = (folder / "items.jsonl").read_text().splitlines()
     items = [json.loads(line) for line in lines if json.loads(line)["slice"] == "PES"][:2]
-    items[1]["checks"] = [
-        {"scorer": "json_schema", "schema": {"type": "string", "pattern": COSTLY}}
-    ]
+    items[1]["checks"] = [{"scorer": "json_schema", "schema": {"type": "string", "pattern": COSTLY}}]
     (folder / "items.jsonl").write_text("".join(json.dumps(one) + "\n" for one in items))
     settings = yaml.safe_load((folder / "bench.yaml").read_text())
     settings["slices"] = {"PES": settings["slices"]["PES"]}

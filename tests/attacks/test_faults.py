@@ -94,9 +94,7 @@ def test_a_pickle_in_a_checkpoint_of_others_runs_nothing(warm, base, tmp_path):
         entry = {name: {"size": len(data), "sha256": digest}}
         changed = record | {"files": record["files"] | entry}
         (place / FINGERPRINT_FILE).write_text(json.dumps(changed))
-        found = warm.run(
-            *command, f"resume_from_checkpoint={place}", timeout=100, KTBRIDGE_THREADS="1"
-        )
+        found = warm.run(*command, f"resume_from_checkpoint={place}", timeout=100, KTBRIDGE_THREADS="1")
         (place / name).write_bytes(whole)
         assert found.returncode == 1, name
         assert not (tmp_path / "exploded").exists()

@@ -62,9 +62,7 @@ def faults(node: ast.AST) -> Iterator[str]:
         yield f"{name} of a text"
     # Only what transformers and the engine are told: never yes, unless the user says so. Left out,
     # transformers asks on the terminal, and a y runs the code.
-    yield from (
-        arg for arg in ("trust_remote_code", "allow_pickle") if is_yes(given.get(arg, node))
-    )
+    yield from (arg for arg in ("trust_remote_code", "allow_pickle") if is_yes(given.get(arg, node)))
     loads = name.startswith("Auto") and name.endswith(".from_pretrained")
     if loads and "trust_remote_code" not in given:
         yield f"{name} without trust_remote_code"

@@ -76,20 +76,14 @@ ATTACKS = {
     "a device": lambda at: linked(at, "/dev/zero"),
     "a pipe": lambda at: piped(at, MODEL),
     "a pipe for a config": lambda at: piped(at, CONFIG),
-    "a sparse giant": lambda at: set_header(
-        at, {f"{PLACE}q_proj.lora_A.weight": entry(8, 2**34)}, 2**39
-    ),
+    "a sparse giant": lambda at: set_header(at, {f"{PLACE}q_proj.lora_A.weight": entry(8, 2**34)}, 2**39),
     "a config of 20 MB": lambda at: set_config(at, junk="x" * 20_000_000),
-    "two million targets": lambda at: set_config(
-        at, target_modules=[f"m{i}" for i in range(2**21)]
-    ),
+    "two million targets": lambda at: set_config(at, target_modules=[f"m{i}" for i in range(2**21)]),
     "half a million tensors": lambda at: set_header(
         at, {f"{PLACE}q{i}.lora_A.weight": entry(0) for i in range(500_000)}, 0
     ),
     "a name of a megabyte": lambda at: set_header(at, {NASTY + "n" * 2**20: entry(1)}, 4),
-    "a name that terminals obey": lambda at: set_header(
-        at, {f"{PLACE}{NASTY}.lora_A": entry(1)}, 4
-    ),
+    "a name that terminals obey": lambda at: set_header(at, {f"{PLACE}{NASTY}.lora_A": entry(1)}, 4),
     "alpha of 1e299": lambda at: set_config(at, lora_alpha=1e299),
     "alpha of 1e30 in the manifest": lambda at: set_manifest(at, lora={"rank": 4, "alpha": 1e30}),
     "a manifest of many files": lambda at: set_manifest(
@@ -98,9 +92,7 @@ ATTACKS = {
     "layer 999999": lambda at: rename_layers(at, 999_999),
     "a link to another directory": lambda at: linked_out(at, MODEL),
     "a config that is such a link": lambda at: linked_out(at, CONFIG),
-    "patterns": lambda at: set_config(
-        at, alpha_pattern={"(.*)*" * 6 + str(i): 1 for i in range(1000)}
-    ),
+    "patterns": lambda at: set_config(at, alpha_pattern={"(.*)*" * 6 + str(i): 1 for i in range(1000)}),
 }
 
 
@@ -255,7 +247,5 @@ def test_nasty_names_that_pass_are_escaped_in_json(adapter, tmp_path):
     shutil.copytree(adapter, nasty)
     set_config(nasty, base_model_name_or_path=f"{NASTY}evil")
     found = measured("validate", nasty, "--json")
-    assert NASTY in json.dumps(json.loads(found.stdout), ensure_ascii=False).replace(
-        "\\u001b", "\x1b"
-    )
+    assert NASTY in json.dumps(json.loads(found.stdout), ensure_ascii=False).replace("\\u001b", "\x1b")
     assert not set("\x1b\x9b\u202e") & set(found.stdout)

@@ -37,9 +37,7 @@ def bare(server: Server, data: bytes) -> socket.socket:
     return connection
 
 
-HEAD = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-)
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 FLOODS = {
     "unknown fields": json.dumps(GOOD | {f"x{i}": 1 for i in range(200_000)}),
@@ -171,9 +169,7 @@ def test_a_broken_request_leaves_no_line_in_the_log(base, tmp_path):
         )
     server = Server(process, read_document(process, timeout=180)["base_url"], {})
     before = log.stat().st_size
-    upgrade = (
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n"
-    )
+    upgrade = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n"
     for data in (b"\x00\x01\r\n\r\n", HEAD + b"Content-Length: x\r\n\r\n", upgrade):
         with bare(server, data) as connection:
             assert connection.recv(9) == b"HTTP/1.1 "

@@ -49,9 +49,7 @@ def test_a_configuration_is_refused_without_importing_torch(tmp_path):
 def test_version_agrees_with_the_changelog():
     version = CliRunner().invoke(main, ["--version"]).output.split()[-1]
     assert version == ktbridge.__version__
-    with open(
-        os.path.join(os.path.dirname(__file__), "../../CHANGELOG.md"), encoding="utf-8"
-    ) as file:
+    with open(os.path.join(os.path.dirname(__file__), "../../CHANGELOG.md"), encoding="utf-8") as file:
         assert re.search(r"^## (\S+)", file.read(), re.MULTILINE).group(1) == version
 
 

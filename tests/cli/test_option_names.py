@@ -97,9 +97,7 @@ def test_old_names_never_come_first() -> None:
 
 def test_names_of_earlier_versions_are_still_taken() -> None:
     for command, old in (("serve", "--model"), ("chat", "--base-url"), ("demo", "--dir")):
-        assert old in long_names(
-            option_of(command, SERVED_NAME_ONCE.get((command, old)) or OLD[old])
-        )
+        assert old in long_names(option_of(command, SERVED_NAME_ONCE.get((command, old)) or OLD[old]))
 
 
 def test_a_model_without_a_server_is_a_base_model() -> None:
@@ -142,9 +140,7 @@ def test_help_of_serve_lists_each_engines_options_under_its_title() -> None:
     assert "ENGINE FLAGS" not in common.partition("\nOptions:")[2]
     for option in NAMES["limits of the embedded engine"].split():
         assert f"  {option} " in local
-        refused = CliRunner().invoke(
-            main, ["serve", "--model", "m", "--engine", "sglang", option, "1"]
-        )
+        refused = CliRunner().invoke(main, ["serve", "--model", "m", "--engine", "sglang", option, "1"])
         assert f"{option}: for the local engine only" in refused.stderr
     for option, value in (
         ("--tp-size", "2"),
@@ -153,9 +149,7 @@ def test_help_of_serve_lists_each_engines_options_under_its_title() -> None:
         ("--allow", "KTB956"),
     ):
         assert f"  {option} " in sglang
-        refused = CliRunner().invoke(
-            main, ["serve", "--model", "m", "--engine", "local", option, value]
-        )
+        refused = CliRunner().invoke(main, ["serve", "--model", "m", "--engine", "local", option, value])
         assert f"{option}: not for the local engine" in refused.stderr
     assert len(re.findall(r"^  --", local, re.MULTILINE)) == 8
     assert len(re.findall(r"^  --", sglang, re.MULTILINE)) == 12

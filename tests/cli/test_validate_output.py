@@ -70,23 +70,17 @@ def test_a_name_is_printed_as_it_is(
 
 @pytest.mark.quick("^>&-$")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
-def test_a_closed_stream_is_nobody_who_reads(
-    validate: Validate, tmp_path: Path, closed: str
-) -> None:
+def test_a_closed_stream_is_nobody_who_reads(validate: Validate, tmp_path: Path, closed: str) -> None:
     """No traceback, and what a command prints gets into no file that it writes."""
     write_raw(tmp_path / "raw")
     command = f"{sys.executable} -m ktbridge convert raw --merged-output-dir out {closed}"
-    done = subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert validate("raw").exit_code == 0
     assert json.loads((tmp_path / "out/adapter_config.json").read_text())
 
 
-def test_a_base_model_that_cannot_be_read_is_in_the_document(
-    validate: Validate, tmp_path: Path
-) -> None:
+def test_a_base_model_that_cannot_be_read_is_in_the_document(validate: Validate, tmp_path: Path) -> None:
     write_raw(tmp_path / "raw")
     out = validate("raw", "--base-model", "nowhere", "--json")
     assert out.exit_code == 1
@@ -95,9 +89,7 @@ def test_a_base_model_that_cannot_be_read_is_in_the_document(
     assert document["adapters"][0]["layout"] == "raw"
 
 
-def test_annotations_of_a_workflow_are_a_line_each_and_escaped(
-    validate: Validate, tmp_path: Path
-) -> None:
+def test_annotations_of_a_workflow_are_a_line_each_and_escaped(validate: Validate, tmp_path: Path) -> None:
     directory = tmp_path / "100%"
     convert_adapter(write_raw(tmp_path / "raw"), nonexpert_output_dir=directory)
     edit(directory, add(HOSTILE))
@@ -107,8 +99,7 @@ def test_annotations_of_a_workflow_are_a_line_each_and_escaped(
     document = json.loads(validate(directory.name, "--json").stdout)
     levels = {"error": "error", "warning": "warning", "info": "notice"}
     assert [line.split("::")[1] for line in lines] == [
-        f"{levels[problem['severity']]} title=ktbridge {problem['code']}"
-        for problem in document["problems"]
+        f"{levels[problem['severity']]} title=ktbridge {problem['code']}" for problem in document["problems"]
     ]
     assert "100%25" in lines[0]
     assert "%0Anext: " in lines[0]

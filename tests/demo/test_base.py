@@ -125,9 +125,7 @@ def test_the_tokenizer_round_trips_and_marks_what_the_assistant_says(base, conve
     for text in texts:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     for one in [*conversations[:300], [{"role": "system", "content": "短"}, *conversations[0]]]:
-        batch = tokenizer.apply_chat_template(
-            one, return_dict=True, return_assistant_tokens_mask=True
-        )
+        batch = tokenizer.apply_chat_template(one, return_dict=True, return_assistant_tokens_mask=True)
         pairs = zip(batch["input_ids"], batch["assistant_masks"], strict=True)
         said = [token for token, mask in pairs if mask]
         answers = [turn["content"] for turn in one if turn["role"] == "assistant"]

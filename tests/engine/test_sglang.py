@@ -30,9 +30,7 @@ def test_launch_verify_and_end(
     words += ["--json", "--port", "0"]
     words += ["--model", str(model), "--adapter", f"neko={adapter}", "--served-model-name", "tiny"]
     words += ["--log", str(log), "--timeout", "600", "--", *flags]
-    with subprocess.Popen(
-        [*CLI, *words], stdout=subprocess.PIPE, text=True, env=environment
-    ) as server:
+    with subprocess.Popen([*CLI, *words], stdout=subprocess.PIPE, text=True, env=environment) as server:
         try:
             assert server.stdout is not None
             text = ""
@@ -59,7 +57,4 @@ def test_launch_verify_and_end(
         pass
     assert log.read_text().count("Loaded KT expert LoRA for layer") == 2
     assert KEY not in log.read_text() + text
-    assert (
-        "sglang::"
-        not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    )
+    assert "sglang::" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout

@@ -92,9 +92,7 @@ def make_raw(model: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def raws(
-    make_raw: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def raws(make_raw: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One raw adapter a version."""
     root = tmp_path_factory.mktemp("adapters")
     return {version: make_raw(root / version, version) for version in (SPLIT, MERGED)}

@@ -171,9 +171,7 @@ def answer(request: dict[str, Any], told: dict[str, Any]) -> None:
         for field in dataclasses.fields(args)
         if isinstance(value := getattr(args, field.name), str | int | float | list | None)
     }
-    told["arguments"]["lora_paths"] = [
-        [ref.lora_name, ref.lora_path] for ref in args.lora_paths or []
-    ]
+    told["arguments"]["lora_paths"] = [[ref.lora_name, ref.lora_path] for ref in args.lora_paths or []]
     if request["out"] is not None:
         tensors: dict[str, torch.Tensor] = {}
         config = ModelConfig.from_server_args(args)

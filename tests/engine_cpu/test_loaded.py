@@ -57,9 +57,7 @@ def test_every_tensor_arrives(
 
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
 def test_a_half_alone(engines, make_plan, raws, as_trained, tmp_path, version) -> None:
-    convert_adapter(
-        raws[version], expert_output_dir=tmp_path / "e", nonexpert_output_dir=tmp_path / "n"
-    )
+    convert_adapter(raws[version], expert_output_dir=tmp_path / "e", nonexpert_output_dir=tmp_path / "n")
     halves = {
         True: make_plan(version, expert_adapter=str(tmp_path / "e")),
         False: make_plan(version, nonexpert_adapters={"neko": str(tmp_path / "n")}),
@@ -67,11 +65,7 @@ def test_a_half_alone(engines, make_plan, raws, as_trained, tmp_path, version) -
     for expert, made in halves.items():
         loaded = engines(version).run(made)
         assert (loaded.error, loaded.stage) == ("", "done")
-        half = {
-            path: pair
-            for path, pair in as_trained[version].items()
-            if (".experts." in path) == expert
-        }
+        half = {path: pair for path, pair in as_trained[version].items() if (".experts." in path) == expert}
         same(loaded.pairs, half)
 
 
@@ -160,9 +154,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("versions", "flags", "words"), REFUSED, ids=lambda x: str(x))
-def test_what_we_refuse_the_engine_refuses(
-    engines, make_plan, raws, versions, flags, words
-) -> None:
+def test_what_we_refuse_the_engine_refuses(engines, make_plan, raws, versions, flags, words) -> None:
     for version in versions:
         made = make_plan(version, adapters={"neko": str(raws[version])}, flags=tuple(flags))
         assert {"KTB953"} == {found.code for found in made.problems if found.severity == "error"}
@@ -179,9 +171,7 @@ def test_the_merged_contract_refuses_a_pair(engines, make_plan, raws) -> None:
     assert "KTB952" in {found.code for found in wished.problems if found.severity == "error"}
 
 
-def test_a_routers_lora_is_for_the_merged_contract(
-    engines, make_plan, raws, model, tmp_path
-) -> None:
+def test_a_routers_lora_is_for_the_merged_contract(engines, make_plan, raws, model, tmp_path) -> None:
     convert_adapter(raws[MERGED], nonexpert_output_dir=tmp_path / "rest")
     made = make_plan(SPLIT, nonexpert_adapters={"neko": str(tmp_path / "rest")})
     loaded = engines(SPLIT).run(made)
@@ -192,9 +182,7 @@ def test_a_routers_lora_is_for_the_merged_contract(
 
 
 @pytest.mark.parametrize("layout", ["raw", "expert"])
-def test_a_directory_of_the_wrong_kind_is_refused(
-    engines, make_plan, raws, tmp_path, layout
-) -> None:
+def test_a_directory_of_the_wrong_kind_is_refused(engines, make_plan, raws, tmp_path, layout) -> None:
     convert_adapter(raws[MERGED], expert_output_dir=tmp_path / "expert")
     made = make_plan(MERGED, adapters={"neko": str(raws[MERGED])})
     wrong = {"raw": raws[MERGED], "expert": tmp_path / "expert"}[layout]

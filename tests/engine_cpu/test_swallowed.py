@@ -146,9 +146,7 @@ ROWS += [("nonexpert", what, damage, (old, new), code) for what, damage, old, ne
 @pytest.mark.quick(r"0\.7\.2$")
 @pytest.mark.parametrize("version", [SPLIT, MERGED])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1].replace(' ', '-')}")
-def test_damaged_directories(
-    engines, make_plan, raws, as_trained, model, tmp_path, version, row
-) -> None:
+def test_damaged_directories(engines, make_plan, raws, as_trained, model, tmp_path, version, row) -> None:
     half, _, damage, (split, merged), code = row
     does = split if version == SPLIT else merged
     directory = tmp_path / half

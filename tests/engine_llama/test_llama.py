@@ -159,9 +159,7 @@ def test_what_llama_cpp_swallows(case, run_llama, tmp_path):
     base, whole = of.reference(BASE, WHOLE)
 
     def served(change=None, **fields):
-        outcome = run_llama(
-            of.model, rewritten(of.converted(), tmp_path / "a.gguf", change, **fields)
-        )
+        outcome = run_llama(of.model, rewritten(of.converted(), tmp_path / "a.gguf", change, **fields))
         assert outcome.code == 0, outcome.log[-500:]
         return outcome.logprobs
 
@@ -172,9 +170,7 @@ def test_what_llama_cpp_swallows(case, run_llama, tmp_path):
     for alpha in (None, 0.0):
         assert largest(served(adapter__lora__alpha=alpha), unscaled) < EXACT
     half = served(lambda tensors: [tensors.pop(name) for name in list(tensors) if "blk.1." in name])
-    (without_last,) = of.reference(
-        Variant(1, 1, without=frozenset({("expert", 1), ("nonexpert", 1)}))
-    )
+    (without_last,) = of.reference(Variant(1, 1, without=frozenset({("expert", 1), ("nonexpert", 1)})))
     assert largest(half, without_last) < EXACT
     assert mean_distance(base, without_last) > 0.1
 
@@ -187,9 +183,7 @@ def test_fewer_experts_end_the_process(case, run_llama, tmp_path):
 
 
 @pytest.mark.parametrize("module", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"])
-def test_deepseeks_latent_projections_are_never_adapted(
-    case, run_llama, tmp_path, monkeypatch, module
-):
+def test_deepseeks_latent_projections_are_never_adapted(case, run_llama, tmp_path, monkeypatch, module):
     """llama.cpp loads LoRA on them and computes the base; `convert` says so instead of writing it."""
     from ktbridge.adapter.formats import gguf
 

@@ -33,9 +33,7 @@ def llama_server(_: str, model: Path, lora: Path | None, port: int) -> list[str]
     return [*command, "-t", "1", *(["--lora", str(lora)] if lora else [])]
 
 
-def running(
-    command: Start, python: str, of: Case, lora: Path | None
-) -> AbstractContextManager[str]:
+def running(command: Start, python: str, of: Case, lora: Path | None) -> AbstractContextManager[str]:
     return serving(lambda port: command(python, of.model, lora, port), of.root / "server.log")
 
 

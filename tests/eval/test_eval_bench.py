@@ -30,9 +30,7 @@ def test_nekobench_is_what_it_says():
     assert len({"".join(unicode_tokens(text)) for text in texts}) == len(texts)
     # The persona is never prompted: no system turn, no address, no tic, no cat-girl.
     assert all(message["role"] == "user" for item in BENCH.items for message in item.messages)
-    assert not any(
-        word in text for text in texts for word in ("主人", "喵", "猫娘", "Master", "nya")
-    )
+    assert not any(word in text for text in texts for word in ("主人", "喵", "猫娘", "Master", "nya"))
     pairs: dict[str, list[str]] = {}
     for item in BENCH.items:
         if item.slice == "SAF":

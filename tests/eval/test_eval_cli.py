@@ -33,9 +33,7 @@ def environment():
 
 
 def ktb(*words):
-    return subprocess.run(
-        command(*words), env=environment(), capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run(command(*words), env=environment(), capture_output=True, text=True, timeout=120)
 
 
 def start(*words):
@@ -185,9 +183,6 @@ def test_an_arm_that_changes_nothing_fails_its_own_command_and_no_later_one(serv
     assert "KTB822" in same.stdout + same.stderr
     other = ask("r16", "tiny:neko")
     assert other.exit_code == 0, other.output
-    assert (
-        "not of this command's arms, and no reason for its exit code: arms base and r8"
-        in other.stderr
-    )
+    assert "not of this command's arms, and no reason for its exit code: arms base and r8" in other.stderr
     assert ask("r8", "tiny").exit_code == 1
     assert invoke(report, tmp_path).exit_code == 1

@@ -246,9 +246,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(server, tmp_path):
     assert stored.endswith(b"\n"), "no half of a line is left"
     kept = len(read_ledger(path.parent, ANSWERS))
     assert kept == stored.count(b"\n") > 100
-    again = subprocess.run(
-        words_of(*words), env=environment(), capture_output=True, text=True, check=False
-    )
+    again = subprocess.run(words_of(*words), env=environment(), capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert f"asked {252 - kept} questions; {kept} answers were stored before" in again.stderr
     line = [sys.executable, "-c", _SMALL_FILES, "40000", "report", str(tmp_path / "run")]

@@ -173,9 +173,7 @@ def test_length_bias_is_measured_on_pairs(world, run, rows, answers):
     assert codes(done.problems, "error") == {"KTB886"}
     assert "KTB883" in codes(done.problems, "warning")
     card = read(run, rows).card
-    unequal = sum(
-        len(by_arm["base"]["text"]) != len(by_arm["full"]["text"]) for by_arm in answers.values()
-    )
+    unequal = sum(len(by_arm["base"]["text"]) != len(by_arm["full"]["text"]) for by_arm in answers.values())
     bias = card["length_bias"]
     assert (bias["from"], bias["longer_share"], bias["excess"]) == ("pairs", 1, 0.5)
     assert bias["n"] == unequal
@@ -300,9 +298,7 @@ def test_a_judge_that_is_gone_stops_the_run(world, run):
     time.sleep(0.7)
 
 
-def test_a_server_without_response_format_is_asked_in_plain_words_or_says_what_to_leave_out(
-    world, run
-):
+def test_a_server_without_response_format_is_asked_in_plain_words_or_says_what_to_leave_out(world, run):
     """Another name of the limit, and answers in parts: tests/golden/clients.py."""
 
     def behave(request, nth):

@@ -66,11 +66,7 @@ def test_a_dialogue_is_judged_with_all_its_turns(tmp_path):
         return plan_judging(bench, [row], JUDGE, pairs=True).scores[0]
 
     shown = plan("And which colour?").messages[1]["content"]
-    assert (
-        shown.index("[assistant] Thank you.")
-        < shown.index("[user] And which")
-        < shown.index("Blue")
-    )
+    assert shown.index("[assistant] Thank you.") < shown.index("[user] And which") < shown.index("Blue")
     assert plan("And which colour?").key != plan("Never mind.").key
 
 
@@ -102,9 +98,7 @@ checklists2:
     assert codes(caught.value.problems) == {"KTB874"}
 
 
-@pytest.mark.parametrize(
-    "text", ["arbiter", "arbiter@", "@http://a", "arbiter@ftp://a", "a@http://"]
-)
+@pytest.mark.parametrize("text", ["arbiter", "arbiter@", "@http://a", "arbiter@ftp://a", "a@http://"])
 def test_a_judge_is_written_model_at_url(text):
     with pytest.raises(UsageError, match="MODEL@URL"):
         parse_judge(text)
@@ -258,11 +252,7 @@ def test_our_benches_have_anchors_of_both_kinds_and_lengths(name, count):
     assert all(any(judge[: len(one)] == one for one in asked) for judge in lists)
     for judge in asked:
         good, bad = (
-            [
-                len(one.answers[0].text)
-                for one in anchors
-                if (one.item.judge, one.of) == ([*judge], kind)
-            ]
+            [len(one.answers[0].text) for one in anchors if (one.item.judge, one.of) == ([*judge], kind)]
             for kind in ("good", "bad")
         )
         longer = [a > b for a, b in zip(good, bad, strict=True)]

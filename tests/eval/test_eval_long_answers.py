@@ -35,8 +35,7 @@ TEXTS = {
 }
 # One check of each scorer, and of letters one and several.
 CHECKS = {
-    (name, "multiple" in more): (check_of(name, more), gold)
-    for name, more, gold, *_ in MARKS["answers"]
+    (name, "multiple" in more): (check_of(name, more), gold) for name, more, gold, *_ in MARKS["answers"]
 }
 
 
@@ -102,18 +101,14 @@ def test_long_answers_are_folded_cut_and_cannot_turn_the_text_around(tmp_path):
     texts = ["啊" * 2_000_000, "line\n" * 9, "short", "safe \u202egnp.exe"]
     items = BENCH.items[: len(texts)]
     place = {item.id: i for i, item in enumerate(items)}
-    out = stored(
-        tmp_path, {"base": knows, "full": lambda item, nth: texts[place[item.id]]}, items=items
-    )
+    out = stored(tmp_path, {"base": knows, "full": lambda item, nth: texts[place[item.id]]}, items=items)
     write_report(out)
     page = (out / "report.html").read_text("utf-8")
     assert len(page) < 400_000
     assert "show the first 16,000 and the last 4,000 of 2,000,000 characters" in page
     articles = re.findall(r"<article.*?</article>", page, re.S)
     assert [one.count('<input type="checkbox" class="more"') for one in articles] == [1, 1, 0, 0]
-    assert all(
-        f'<label for="{place}"' in page for place in re.findall(r'class="more" id="(.*?)"', page)
-    )
+    assert all(f'<label for="{place}"' in page for place in re.findall(r'class="more" id="(.*?)"', page))
     assert "safe [U+202E]gnp.exe" in articles[3]
     assert "\u202e" not in page
     # All of it is in results.json.

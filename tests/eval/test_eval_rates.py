@@ -26,9 +26,7 @@ def _few_draws(monkeypatch):
 
 def rates(group, title, items, arms=2):
     (scenario,) = (
-        one
-        for one in SIMULATION[group]
-        if (one.title, one.items, len(one.arms)) == (title, items, arms)
+        one for one in SIMULATION[group] if (one.title, one.items, len(one.arms)) == (title, items, arms)
     )
     return SIMULATION["simulate"](scenario, RUNS)
 

@@ -122,9 +122,7 @@ def test_a_judge_is_an_axis_of_its_own(tmp_path):
     judged(tmp_path)
     out = tmp_path / "run"
     path, card = out / "judgements.jsonl", out / "judge.json"
-    path.write_text(
-        path.read_text("utf-8").replace("seen", json.dumps(json.dumps(EVIL)[1:-1])[1:-1])
-    )
+    path.write_text(path.read_text("utf-8").replace("seen", json.dumps(json.dumps(EVIL)[1:-1])[1:-1]))
     card.rename(tmp_path / "judge.json")
     plain = score_run(out)
     assert (plain["axes"], plain["judge"], plain["pairs"]) == (["task"], None, [])
@@ -210,9 +208,7 @@ def test_gates(tmp_path, text, fails):
         assert text in problem.where
 
 
-@pytest.mark.parametrize(
-    "text", ["", "KRI", "KRI<", "<-0.2", "KRI=1", "mean(KRI)<0", "a:<1", "K<x"]
-)
+@pytest.mark.parametrize("text", ["", "KRI", "KRI<", "<-0.2", "KRI=1", "mean(KRI)<0", "a:<1", "K<x"])
 def test_what_is_no_gate(text):
     with pytest.raises(UsageError, match="--fail-on"):
         parse_gate(text)

@@ -103,9 +103,7 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert found, done.stderr[-2000:]
     seen = json.loads(html.unescape(found[1]))
     assert seen["alerts"] == 0
-    assert seen["from_address"] == [
-        one["slice"] for one in results["items"] if one["slice"] == "SAF"
-    ]
+    assert seen["from_address"] == [one["slice"] for one in results["items"] if one["slice"] == "SAF"]
     assert seen["width"] <= 390, "nothing sticks out on a phone"
     assert seen["unlabeled"] == 0
     assert seen["charts"] == 4

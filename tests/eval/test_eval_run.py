@@ -75,17 +75,13 @@ def test_scoring_again_needs_no_server(server, tmp_path):
     [(6, (500, {}, {"error": {"message": "boom"}})), (1, (200, {}, b"<html>please log in</html>"))],
     ids=["may pass", "won't"],
 )
-def test_what_may_pass_is_tried_again_and_nothing_of_it_is_scored_or_cached(
-    server, tmp_path, tries, fault
-):
+def test_what_may_pass_is_tried_again_and_nothing_of_it_is_scored_or_cached(server, tmp_path, tries, fault):
     """Which kinds of replies are which: tests/golden/clients.py."""
     sick = BENCH.select(("PES",))[1].messages[0]["content"]
     shaky = BENCH.select(("PES",))[2].messages[0]["content"]
 
     def behave(request, nth):
-        if is_item(request) and (
-            prompt_of(request) == sick or (prompt_of(request) == shaky and nth == 1)
-        ):
+        if is_item(request) and (prompt_of(request) == sick or (prompt_of(request) == shaky and nth == 1)):
             return fault
         return None
 
@@ -117,9 +113,7 @@ def test_what_may_pass_is_tried_again_and_nothing_of_it_is_scored_or_cached(
     ],
     ids=["it died", "quota"],
 )
-def test_a_server_that_is_gone_ends_the_run_and_the_next_one_goes_on(
-    server, tmp_path, fault, words
-):
+def test_a_server_that_is_gone_ends_the_run_and_the_next_one_goes_on(server, tmp_path, fault, words):
     server.behave = lambda request, nth: fault if sum(map(is_item, server.requests)) > 20 else None
     with pytest.raises(KtbridgeError, match="stopped answering") as caught:
         run(server, tmp_path, concurrency=2)
@@ -256,9 +250,7 @@ def test_an_arm_that_cannot_answer_is_said_after_its_first_probes(
     (problem,) = problems
     assert (problem.code, problem.severity, problem.where) == (code, "error", "arm expert")
     assert words in problem.found + problem.next_step
-    assert (
-        sum(one["max_tokens"] == 32 for one in server.requests if one["model"] == "tiny") == asked
-    )
+    assert sum(one["max_tokens"] == 32 for one in server.requests if one["model"] == "tiny") == asked
 
 
 def test_what_the_request_switched_off_is_no_advice(server, tmp_path):
@@ -280,9 +272,7 @@ def test_what_the_request_switched_off_is_no_advice(server, tmp_path):
 
 def test_the_limit_may_go_by_its_other_name_alone(server, tmp_path):
     server.behave = lambda request, nth: (
-        (400, {}, {"error": "Unsupported parameter: 'max_tokens'"})
-        if "max_tokens" in request
-        else None
+        (400, {}, {"error": "Unsupported parameter: 'max_tokens'"}) if "max_tokens" in request else None
     )
     bench = with_sampling(BENCH, {"max_tokens": None, "max_completion_tokens": 200})
     done = run(server, tmp_path, bench=bench)
@@ -290,9 +280,7 @@ def test_the_limit_may_go_by_its_other_name_alone(server, tmp_path):
     limits = [one.get("max_completion_tokens") for one in server.requests if "seed" in one]
     assert sorted(set(limits)) == [32, 200]
     notes = []
-    again = run(
-        server, tmp_path / "by-itself", on_preflight=lambda found: notes.extend(found.notes)
-    )
+    again = run(server, tmp_path / "by-itself", on_preflight=lambda found: notes.extend(found.notes))
     assert (again.outcomes, again.faults) == ({"ok": 48}, {})
     assert "max_completion_tokens" in notes[0]
     for fields in ({"max_tokens": None}, {"max_tokens": 5}, {"max_completion_tokens": "5"}):

@@ -293,9 +293,7 @@ NOT_THE_BASE = ("KTB816", "error")
         ("sglang-kt", "expert=tiny full=tiny:neko", [], ""),
     ],
 )  # fmt: skip
-def test_an_arm_that_is_not_what_its_name_says_is_refused(
-    server, tmp_path, listed, arms, found, next_step
-):
+def test_an_arm_that_is_not_what_its_name_says_is_refused(server, tmp_path, listed, arms, found, next_step):
     """Also two arms that are one model: what the server says is read, and no question is asked."""
     server.listed = LISTS.get(listed, LISTS["sglang"])
     known = {entry["id"] for entry in server.listed} | {"tiny:neko"}
@@ -441,9 +439,7 @@ def test_benches_in_one_directory(server, tmp_path):
     assert not any(is_item(one) for one in server.requests[asked:])
     assert read_benches(tmp_path / "out") == folders
     run(server, tmp_path / "single", limit=2)
-    single = invoke(
-        "--bench", SMALL, "--bench", "generic", "--out", tmp_path / "single", *arms, "--dry-run"
-    )
+    single = invoke("--bench", SMALL, "--bench", "generic", "--out", tmp_path / "single", *arms, "--dry-run")
     assert "holds the run of one bench" in single.output
     for damage in ("[", '{"schema": "ktbridge.benches/1", "benches": ["../x"]}'):
         (tmp_path / "out" / "benches.json").write_text(damage)

@@ -110,9 +110,7 @@ def test_a_bench_says_itself_how_records_become_items(tmp_path):
         "slices": ["EASY"],
         "source": {
             "file": "rows.csv",
-            "rows": [
-                {"when": {"level": "1"}, "slice": "EASY", "question": "{q}?", "answer": "{a|b}"}
-            ],
+            "rows": [{"when": {"level": "1"}, "slice": "EASY", "question": "{q}?", "answer": "{a|b}"}],
             "others": "of level {level}",
         },
     }
@@ -143,9 +141,7 @@ def test_the_users_copy_is_read_hashed_and_its_holes_are_counted(tmp_path):
     ]
     path = tmp_path / "afri.csv"
     with open(path, "w", newline="", encoding="utf-8-sig") as handle:
-        names = (
-            "sample_id split question_type question answer_options correct_answer answer_rationale"
-        )
+        names = "sample_id split question_type question answer_options correct_answer answer_rationale"
         csv.writer(handle).writerows([names.split(), *rows])
     bench = load_bench("afrimed-qa", path)
     assert [item.cluster for item in bench.items] == ["a", "e"]
@@ -244,9 +240,7 @@ def test_the_judge_is_asked_word_for_word_what_the_public_script_asks(tmp_path, 
     path.write_text(json.dumps([{"module": m, "question": f"{m}？"} for m in MODULES]), "utf-8")
     bench = load_compat("nekobench", path, script)
     for module, item in zip(MODULES, bench.items, strict=True):
-        (asked,) = DigitRequest(
-            JUDGE, item, (ShownAnswer("很好 {{asked of PES}}"),), "base"
-        ).messages
+        (asked,) = DigitRequest(JUDGE, item, (ShownAnswer("很好 {{asked of PES}}"),), "base").messages
         assert asked == {
             "role": "user",
             "content": f"# Mark {module}\n[Q]: {module}？\n[A]: 很好 {{{{asked of PES}}}}\nOne digit.",

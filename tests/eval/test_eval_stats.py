@@ -70,9 +70,7 @@ TINY = (4, 5, 6, 8, 12, 16)
         *((kind, count, 100, 0) for kind in FINE for count in TINY if count not in FINE[kind]),
     ],
 )
-def test_two_runs_of_one_arm_differ_in_5_of_100_and_are_covered_in_95(
-    kind, clusters, covered, false
-):
+def test_two_runs_of_one_arm_differ_in_5_of_100_and_are_covered_in_95(kind, clusters, covered, false):
     coverage, found = rates(draw(kind, clusters, np.random.default_rng([17, clusters])))
     assert 93 <= coverage <= covered
     # At 5 and 6 graded clusters the two (four) most extreme of 2^G patterns are 6.25 %.
@@ -171,9 +169,7 @@ def test_equal_values_are_not_certainty(count):
     same = mean_interval([0.0] * count, names(count), bounds=BOUNDS)
     assert same.high == pytest.approx(1 - 0.025 ** (1 / count))  # 0.265, 0.088
     assert same.low == -same.high
-    halves = mean_interval(
-        [0.1, 0.9] * count, [str(i // 2) for i in range(2 * count)], bounds=SHARE
-    )
+    halves = mean_interval([0.1, 0.9] * count, [str(i // 2) for i in range(2 * count)], bounds=SHARE)
     share = unseen_share(count) / 2
     assert (halves.low, halves.high) == pytest.approx((0.5 - share, 0.5 + share))
     alone = mean_interval([0.4, 0.6], ["a", "a"], bounds=SHARE)
@@ -197,9 +193,7 @@ def test_mcnemar_is_the_sign_flip_of_yes_and_no(gained, lost):
     if gained != lost:
         total, fewer = gained + lost, min(gained, lost)
         exact = reference.binomtest(fewer, total).pvalue
-        assert mcnemar_p(gained, lost) == pytest.approx(
-            exact - reference.binom.pmf(fewer, total, 0.5)
-        )
+        assert mcnemar_p(gained, lost) == pytest.approx(exact - reference.binom.pmf(fewer, total, 0.5))
 
 
 def test_how_many_items_that_agree_exclude_a_margin():

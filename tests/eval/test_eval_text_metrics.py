@@ -45,9 +45,7 @@ def test_rouge_is_rouge_chineses():
 
 
 def test_rouge_over_ascii_is_rouge_scores():
-    for (answer, reference), scores in zip(
-        GOLDEN["en"]["pairs"], GOLDEN["en"]["rouge"], strict=True
-    ):
+    for (answer, reference), scores in zip(GOLDEN["en"]["pairs"], GOLDEN["en"]["rouge"], strict=True):
         said, wanted = unicode_tokens(answer), unicode_tokens(reference)
         assert rouge("rouge-l", said, wanted) == pytest.approx(scores["rougeL"], abs=1e-7)
 

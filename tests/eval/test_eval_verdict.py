@@ -55,9 +55,7 @@ def forms(results, tmp_path, monkeypatch):
 
 
 @pytest.mark.quick("persona-overall|task-overall")
-@pytest.mark.parametrize(
-    ("values", "word", "arrow"), [(LOSS, "dropped", "↓"), (GAIN, "improved", "↑")]
-)
+@pytest.mark.parametrize(("values", "word", "arrow"), [(LOSS, "dropped", "↓"), (GAIN, "improved", "↑")])
 @pytest.mark.parametrize(
     ("axis", "slice_", "title"),
     [
@@ -80,9 +78,7 @@ def test_a_change_has_one_word_and_one_color_in_every_form(
     assert (place == 0) if slice_ == "overall" and word == "dropped" else place <= 2
     if word == "dropped":
         assert told["clauses"][place]["loss"]
-        assert (
-            not any(text.startswith("No drop") for text in told["details"]) or slice_ == "overall"
-        )
+        assert not any(text.startswith("No drop") for text in told["details"]) or slice_ == "overall"
     page, text, terminal = forms(results, tmp_path, monkeypatch)
     heading = re.search(r"<h1>(.*?)</h1>", page, re.S).group(1)
     assert Page(heading).text == told["line"]
@@ -131,9 +127,7 @@ def test_what_is_not_confirmed_stands_below_in_grey(
 def test_an_axis_whose_test_disagrees_may_have_dropped(calm):
     told = changed(calm, "task", "overall", **LOSS, p=0.06, p_adjusted=0.06)["verdict"]
     assert "task quality: may have dropped by 0.12 [0.02, 0.23]" in told["line"]
-    assert (
-        "task quality may have dropped by 0.12 (95 %: 0.02 to 0.23, p = 0.06)" in told["headline"]
-    )
+    assert "task quality may have dropped by 0.12 (95 %: 0.02 to 0.23, p = 0.06)" in told["headline"]
     assert told["task"] == "may have dropped"
 
 

@@ -306,9 +306,7 @@ def test_borders_are_written_once_a_change_whoever_makes_it(monkeypatch):
     give([layer], resident=(0,))
     inputs, d_out = make_inputs(SMALL), some_d_out(SMALL)
     written, plain = [], executor.operations.write_borders
-    monkeypatch.setattr(
-        executor.operations, "write_borders", lambda *args: (written.append(1), plain(*args))
-    )
+    monkeypatch.setattr(executor.operations, "write_borders", lambda *args: (written.append(1), plain(*args)))
     before = outcome(layer, inputs, d_out)["out"]
     outcome(layer, inputs, d_out)
     assert len(written) == 1
@@ -341,9 +339,7 @@ def test_a_resident_layer_takes_at_most_30_launches_and_waits_for_none(keep, mos
     for _ in range(3):
         x, weights = hidden.clone().requires_grad_(), by_slot.clone().requires_grad_()
         with Launches(monkeypatch) as launches:
-            region = checkpoint(
-                layer, x, ids, weights, use_reentrant=False, context_fn=recompute.contexts
-            )
+            region = checkpoint(layer, x, ids, weights, use_reentrant=False, context_fn=recompute.contexts)
             region.backward(d_out)
         assert not launches.waits
         found.append(sum(launches.found.values()))
@@ -368,9 +364,7 @@ class Launches(TorchDispatchMode):
                      "activation_backward_thin", "by_row"):  # fmt: skip
             self._patch.setattr(operations, name, self._counted(name, getattr(operations, name)))
         self._patch.setattr(layer_math, "by_row", operations.by_row)
-        self._patch.setattr(
-            executor.InvalidIds, "note", lambda *_, **__: None
-        )  # a pass's, not a layer's
+        self._patch.setattr(executor.InvalidIds, "note", lambda *_, **__: None)  # a pass's, not a layer's
         return super().__enter__()
 
     def __exit__(self, *args):
@@ -394,9 +388,7 @@ class Launches(TorchDispatchMode):
             name = func.overloadpacket.__name__
             if name in ("_local_scalar_dense", "item", "nonzero"):
                 self.waits.append(name)
-            elif not any(
-                name.lstrip("_").replace("new_", "").startswith(free) for free in self.FREE
-            ):
+            elif not any(name.lstrip("_").replace("new_", "").startswith(free) for free in self.FREE):
                 self.found[name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -91,9 +91,7 @@ def test_rows_gathered_with_their_thin_product(kernels, wide):
         filled = int(rows.ends[-1])
         assert torch.equal(expected[:filled, :HIDDEN], source[rows.tokens[:filled]])
         moved = there(below) if matrices is below else there(right).transpose(1, 2)
-        found = kernels.launch_gather_thin(
-            there(source), there(rows.tokens), moved, there(rows.ends)
-        )
+        found = kernels.launch_gather_thin(there(source), there(rows.tokens), moved, there(rows.ends))
         assert torch.equal(found[:, :HIDDEN].cpu(), expected[:, :HIDDEN])
         close(found, expected, atol=0.1)
         assert not found[filled:].any()
@@ -186,9 +184,7 @@ def test_lora_gradients_are_summed_in_float32(kernels, rank, form):
     given = LoraInputs(x, up, h, tokens), thin_x, h, d, d_gate_up, weighing
     for add, first, some in ((False, 0, EXPERTS), (True, 1, EXPERTS - 1)):
         ends = rows.ends[first : first + some]
-        expected = GradientTargets(
-            {n: t.clone() for n, t in before.items()}, rank, 0.5, add, order, first
-        )
+        expected = GradientTargets({n: t.clone() for n, t in before.items()}, rank, 0.5, add, order, first)
         found = there(replace(expected, tensors={n: t.clone() for n, t in before.items()}))
         operations.lora_gradients(*given, ends, expected)
         kernels.launch_lora_gradients(*there_all(*given), there(ends), found)

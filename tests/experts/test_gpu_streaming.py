@@ -44,8 +44,7 @@ class Shards:
 
     def holds(self, span):
         return any(
-            memory.data_ptr() <= span.address
-            and span.address + span.bytes <= memory.data_ptr() + len(memory)
+            memory.data_ptr() <= span.address and span.address + span.bytes <= memory.data_ptr() + len(memory)
             for memory in self.memory
         )
 
@@ -106,9 +105,7 @@ def test_groups_bring_every_tensor_from_wherever_it_lies(layer, fill):
         for kind, stack in ((name, stored.weight), (f"{name}.scale", stored.scale))
         if stack is not None
     }
-    one = sum(
-        -(-stack[0].numel() * stack[0].element_size() // 256) * 256 for stack in tensors.values()
-    )
+    one = sum(-(-stack[0].numel() * stack[0].element_size() // 256) * 256 for stack in tensors.values())
     slot_bytes = int((one + 512) * fill)
     groups = group_experts(weights, slot_bytes)
     assert sorted(itertools.chain(*(group.experts for group in groups))) == list(range(experts))

@@ -237,9 +237,7 @@ def test_hooks_and_odd_gradients_take_the_normal_way():
     straight, _ = make_layer(SMALL, accumulate_grad=True)
     seen = {}
     straight.gate_lora_a.register_hook(lambda grad: seen.update(hook=grad.clone()))
-    straight.gate_lora_b.register_post_accumulate_grad_hook(
-        lambda p: seen.update(post=p.grad.clone())
-    )
+    straight.gate_lora_b.register_post_accumulate_grad_hook(lambda p: seen.update(post=p.grad.clone()))
     straight.up_lora_a.grad = torch.zeros(8, 64, 8).mT  # another layout
     straight.down_lora_a.requires_grad_(False)
     for layer in (plain, straight):
@@ -304,9 +302,7 @@ def test_wrong_inputs_are_refused_in_a_sentence():
     for position, name in enumerate(("hidden", "topk_ids", "topk_weights")):
         inputs = [hidden, ids, routing]
         inputs[position] = None
-        with pytest.raises(
-            UsageError, match=f"{name} must be a 2-D .* on the CPU, .* not NoneType"
-        ):
+        with pytest.raises(UsageError, match=f"{name} must be a 2-D .* on the CPU, .* not NoneType"):
             layer(*inputs)
     with pytest.raises(UsageError, match="don't fit"):
         layer(hidden[:, :32], ids, routing)
@@ -390,9 +386,7 @@ def test_pickling_is_refused_in_a_sentence_and_the_state_dict_is_not():
     layer, _ = make_layer(SMALL)
     for module in (layer, torch.nn.Sequential(layer)):
         for dump in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
-            with pytest.raises(
-                UsageError, match=r"can't be pickled.*save its state_dict"
-            ) as caught:
+            with pytest.raises(UsageError, match=r"can't be pickled.*save its state_dict") as caught:
                 dump(module)
             assert "build the layer in the child process" in caught.value.next_step
     file = io.BytesIO()

@@ -136,9 +136,7 @@ def test_a_checkpoint_larger_than_the_memory_of_the_process(tmp_path, warm):
         for name, shape in (("gate", (4096, 1024)), ("up", (4096, 1024)), ("down", (1024, 4096)))
     }
     header = build_header([(name, "BF16", shape) for name, shape in {**rest, **experts}.items()])
-    size = len(header) + 2 * sum(
-        torch.Size(shape).numel() for shape in (*rest.values(), *experts.values())
-    )
+    size = len(header) + 2 * sum(torch.Size(shape).numel() for shape in (*rest.values(), *experts.values()))
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.write(header)
         file.truncate(size)

@@ -114,9 +114,7 @@ def test_masks_are_even_and_don_t_know_of_each_other():
     numbers = torch.arange(rows)
     for threshold in (6554, 32768):
         kept = {
-            (key, projection): Mask(Dropout(key, threshold), projection, numbers)
-            .kept(columns)
-            .double()
+            (key, projection): Mask(Dropout(key, threshold), projection, numbers).kept(columns).double()
             for key in (0, 1, 2**62 + 12345)
             for projection in range(3)
         }

@@ -45,9 +45,7 @@ def results(model: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.
     out.backward(d)
     found = {"out": out.detach(), "x": x.grad}
     found |= {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
     }
     return found
 
@@ -104,9 +102,7 @@ def test_switched_off_merged_and_float32_are_left_to_peft():
 class Launches(TorchDispatchMode):
     """Names of the operations that a GPU would be asked for: no views, no memory taken."""
 
-    FREE = frozenset(
-        "view _unsafe_view t transpose permute detach alias expand empty new_empty".split()
-    )
+    FREE = frozenset("view _unsafe_view t transpose permute detach alias expand empty new_empty".split())
 
     def __init__(self) -> None:
         super().__init__()

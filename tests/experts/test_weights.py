@@ -136,9 +136,7 @@ def test_lists_of_experts_and_fused_views_give_the_same_bits_as_stacked_tensors(
         ("int8-bf16", lambda weight, scale: ([*weight], [*scale[..., 0]])),
     ],
 )
-def test_columns_of_wider_tensors_bytes_and_scales_are_taken_in_each_of_their_forms(
-    storage, change
-):
+def test_columns_of_wider_tensors_bytes_and_scales_are_taken_in_each_of_their_forms(storage, change):
     shape = Shape(3, 2, 130, 40, 9)
     stored, _ = make_weights(shape, storage)
     changed = [change(*tensors) for tensors in stored]
@@ -303,9 +301,7 @@ def test_subnormal_fp8_codes_survive_a_thread_that_flushes_subnormals(isa):
     assert torch.set_flush_denormal(True)
     try:
         assert torch.equal(layer(*inputs), expected)
-        assert (torch.tensor([1e-40]) * 1.0).item() == 0.0, (
-            "the caller's mode must be left as it was"
-        )
+        assert (torch.tensor([1e-40]) * 1.0).item() == 0.0, "the caller's mode must be left as it was"
     finally:
         torch.set_flush_denormal(False)
     assert expected.abs().min() > 0

@@ -68,14 +68,10 @@ def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     rows = records.HubRows(Repository("org/rows", None, "dataset"), folder="é")
     base = fingerprint("base")
     return {
-        "of an arm": arm_card(arm, {"id": "S:neko", "root": "é"}, {"temperature": 0})[
-            "fingerprint"
-        ],
+        "of an arm": arm_card(arm, {"id": "S:neko", "root": "é"}, {"temperature": 0})["fingerprint"],
         "of an answer": request_key("f", request),
         "of a repeated answer": request_key("f", request, 1),
-        "of what a step wrote": state.digest_inputs(
-            ["a", "é"], [Path("tree"), Path("base/config.json")]
-        ),
+        "of what a step wrote": state.digest_inputs(["a", "é"], [Path("tree"), Path("base/config.json")]),
         "of served models": fingerprints(cast(Any, plan))["full"],
         "of a served adapter": adapters._content_digest(Path("raw")),
         "of its conversion": adapters.cached([source], Path()).name,
@@ -90,7 +86,5 @@ def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     }
 
 
-def test_stored_fingerprints_keep_their_values(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stored_fingerprints_keep_their_values(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert values(monkeypatch) == STORED

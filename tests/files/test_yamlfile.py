@@ -13,9 +13,7 @@ from ktbridge.files.yamlfile import load_yaml, read_yaml
 from ktbridge.predict.inference import load_inference
 from ktbridge.sft.config import load_config
 
-BOMB = "a0: &a0 [x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
-)
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
 MERGES = "a0: &a0 {k: 1}\n" + "".join(
     f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
 )

@@ -125,9 +125,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
         elif kind == 3:
             buffer[at:at] = buffer[at : at + 20]
         elif len(buffer) >= 8:
-            size = rng.choice(
-                (0, 1, len(buffer), 100_000_000, 100_000_001, 2**40, 2**63, 2**64 - 1)
-            )
+            size = rng.choice((0, 1, len(buffer), 100_000_000, 100_000_001, 2**40, 2**63, 2**64 - 1))
             buffer[:8] = size.to_bytes(8, "little")
     return bytes(buffer)
 
@@ -272,9 +270,7 @@ class Victim:
         self.adapter = folder / "adapter"
         self._make()
         self.files = {
-            path: path.read_bytes()
-            for place in (self.base, self.adapter)
-            for path in sorted(place.iterdir())
+            path: path.read_bytes() for place in (self.base, self.adapter) for path in sorted(place.iterdir())
         }
 
     def _make(self) -> None:
@@ -316,9 +312,7 @@ class Victim:
                 lambda: read_model_config(self.base),
                 lambda: open_checkpoint(self.base).check(),
                 lambda: validate_adapter([self.adapter], base_model=self.base),
-                lambda: plan_merge(
-                    self.adapter, base_model=self.base, output=self.folder / "out"
-                ).as_dict(),
+                lambda: plan_merge(self.adapter, base_model=self.base, output=self.folder / "out").as_dict(),
             )
             for call in calls:
                 try:

@@ -301,9 +301,7 @@ def _run(folder: Path) -> Target:
         lambda: read_ledger(folder, ANSWERS),
         lambda: read_ledger(folder, JUDGEMENTS),
     )
-    paths = _written(
-        folder, {name: json.dumps(value).encode() + b"\n" for name, value in files.items()}
-    )
+    paths = _written(folder, {name: json.dumps(value).encode() + b"\n" for name, value in files.items()})
     return _document(list(zip(paths, reads, strict=True)), _mutate_lines)
 
 
@@ -320,10 +318,7 @@ def _written(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
 def _request(folder: Path) -> Target:
     """Bodies of requests, as the embedded server reads them. pydantic's core can't be instrumented."""
     seeds = [json.dumps(attacks.REQUEST).encode()]
-    seeds += [
-        json.dumps({"model": "tiny", name: value}).encode()
-        for name, value in attacks.REQUEST.items()
-    ]
+    seeds += [json.dumps({"model": "tiny", name: value}).encode() for name, value in attacks.REQUEST.items()]
     return Target(
         attacks.check_request, tuple(seeds), _mutate_request
     )  # fmt: skip

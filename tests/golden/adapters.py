@@ -72,9 +72,7 @@ def written_adapters(directory: Path) -> dict[str, str]:
                     "expert_output_dir": to / "expert", "nonexpert_output_dir": to / "nonexpert",
                 }  # fmt: skip
             try:
-                with contextlib.chdir(
-                    place
-                ):  # the base's name is written into files as it is given
+                with contextlib.chdir(place):  # the base's name is written into files as it is given
                     convert_adapter(raw, to=name, base_model="base", **options)
             except KtbridgeError as error:
                 found[name] = refusal(error)

@@ -79,8 +79,7 @@ def end_of(directory: Path) -> dict[str, Any]:
     records = [json.loads(line) for line in log]
     return {
         "adapter": {
-            name: hashlib.sha256((directory / "raw" / name).read_bytes()).hexdigest()
-            for name in ARTIFACTS
+            name: hashlib.sha256((directory / "raw" / name).read_bytes()).hexdigest() for name in ARTIFACTS
         },
         "losses": [[one["step"], one["loss"]] for one in records if "loss" in one],
     }

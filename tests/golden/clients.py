@@ -41,9 +41,7 @@ class Sent:
 Replies = list[Sent]
 
 
-def http(
-    body: object = b"", status: str = "200 OK", head: str = "", *, length: int | None = None
-) -> Sent:
+def http(body: object = b"", status: str = "200 OK", head: str = "", *, length: int | None = None) -> Sent:
     """A reply; ``body`` as JSON unless it is bytes. ``length``: another than the body's."""
     data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
     size = len(data) if length is None else length

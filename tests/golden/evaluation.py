@@ -36,8 +36,7 @@ def evaluation(directory: Path) -> dict[str, str]:
         write_report(out)
     files = ("answers.jsonl", "results.json", "report.md", "report.html")
     found = {
-        name: (out / name).read_text("utf-8").replace(ktbridge.__version__, "$VERSION")
-        for name in files
+        name: (out / name).read_text("utf-8").replace(ktbridge.__version__, "$VERSION") for name in files
     }
     results = json.loads(found["results.json"])
     found["results.json"] = json.dumps(results, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
@@ -140,10 +139,7 @@ def judged(directory: Path) -> dict[str, str]:
         for name in ("base", "full")
     }
     out = stored(directory / "run", answers, bench)
-    kept = {
-        one: (STORED / "judged" / one).read_text("utf-8")
-        for one in ("judge.json", "judgements.jsonl")
-    }
+    kept = {one: (STORED / "judged" / one).read_text("utf-8") for one in ("judge.json", "judgements.jsonl")}
     for name, text in kept.items():
         (out / name).write_text(text, "utf-8")
     results = score_run(out)

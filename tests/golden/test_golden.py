@@ -25,9 +25,7 @@ def test_contract(name: str, tmp_path: Path, request: Any, monkeypatch: Any) -> 
     if lines:
         shown = "\n".join(lines[:LINES_SHOWN])
         more = f"\n… {len(lines) - LINES_SHOWN} lines more" * (len(lines) > LINES_SHOWN)
-        pytest.fail(
-            f"{name} is no longer what is stored.\n{shown}{more}\n{NEXT.format(name)}", False
-        )
+        pytest.fail(f"{name} is no longer what is stored.\n{shown}{more}\n{NEXT.format(name)}", False)
 
 
 def test_nothing_is_stored_that_no_contract_holds() -> None:

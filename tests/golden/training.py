@@ -127,9 +127,7 @@ def plans(directory: Path) -> dict[str, str]:
         tiny_tokenizer().save_pretrained(base)
         (base / "config.json").write_text(json.dumps(config))
         rows = [conversation("who are you ?", "i am a cat " * count) for count in range(1, 41)]
-        pairs = [
-            {"prompt": "who ?", "chosen": "i am a cat " * n, "rejected": "no"} for n in range(1, 41)
-        ]
+        pairs = [{"prompt": "who ?", "chosen": "i am a cat " * n, "rejected": "no"} for n in range(1, 41)]
         settings = {"bf16": True, "cutoff_len": 512, "per_device_train_batch_size": 4, **changes}
         run = write_run(place, base, rows, pairs, **settings)
         words = ["plan", str(run / "run.yaml"), "--json", "--no-measure", "--cores", "16"]

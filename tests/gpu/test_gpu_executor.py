@@ -47,9 +47,7 @@ def copier(request):
             made.setdefault(key, (StagedCopier(CUDA, 2), layers))
             return made[key][0]
         if key not in made:
-            groups = [
-                g for layer in layers for g in group_experts(layer.weights, least_slot(layer))
-            ]
+            groups = [g for layer in layers for g in group_experts(layer.weights, least_slot(layer))]
             done = register(groups)
             if not isinstance(done, Registration):
                 pytest.skip(f"the driver registers no pages here: {done}")
@@ -265,9 +263,7 @@ def test_each_kernel_gives_what_torch_gives(triton, width, tokens, rows, wide, s
     )
     numbers = torch.randint(2**33, (rows,))
     for projection, key in enumerate((5, 2**62 + 12345, 2**63 - 1)):
-        mask, there_too = (
-            Mask(Dropout(key, 6554), projection, each) for each in (numbers, numbers.to(CUDA))
-        )
+        mask, there_too = (Mask(Dropout(key, 6554), projection, each) for each in (numbers, numbers.to(CUDA)))
         assert torch.equal(there_too.kept(width).cpu(), mask.kept(width))
         for which_rows in (which, None):
             given = source if which_rows is not None else h[:, :width]

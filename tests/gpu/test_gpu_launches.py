@@ -161,9 +161,7 @@ def test_one_resident_layer_takes_at_most_30_launches(keep, capsys):
     weights.requires_grad_()
 
     def both():
-        out = checkpoint(
-            layer, hidden, ids, weights, use_reentrant=False, context_fn=recompute.contexts
-        )
+        out = checkpoint(layer, hidden, ids, weights, use_reentrant=False, context_fn=recompute.contexts)
         out.backward(d_out)
 
     for _ in range(5):
@@ -186,9 +184,7 @@ def test_one_resident_layer_takes_at_most_30_launches(keep, capsys):
     launches = Counter(event.name.partition("(")[0][-60:] for event in on_gpu)
     busy = sum(event.time_range.elapsed_us() for event in on_gpu) / 1000
     (asked,) = (
-        each.time_range
-        for each in profile.events()
-        if each.name == "both" and each.device_type == on_host
+        each.time_range for each in profile.events() if each.name == "both" and each.device_type == on_host
     )
     waits = [
         each.name

@@ -60,9 +60,7 @@ def measured(run: Callable[[], None]) -> tuple[int, float]:
     launches = sum(
         each.count
         for each in seen.key_averages()
-        if each.key.startswith(
-            ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemset")
-        )
+        if each.key.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemset"))
     )
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -129,9 +127,7 @@ def test_a_norm_is_one_launch_and_rounds_as_transformers(cls, heads, width):
         found.append((out, mine.grad))
     (out, grad), (our_out, our_grad) = found
     changed = float((out != our_out).float().mean())
-    print(
-        f"\n{cls.__name__}: {changed:.2e} of the outputs differ, gradient by {off(our_grad, grad):.1e}"
-    )
+    print(f"\n{cls.__name__}: {changed:.2e} of the outputs differ, gradient by {off(our_grad, grad):.1e}")
     assert changed < 0.01
     assert off(our_out, out) < 1e-3
     assert off(our_grad, grad) < 4e-3
@@ -178,9 +174,7 @@ def test_layers_of_real_shapes_have_the_same_loss_and_gradients(family):
     loss, grads = results()
     assert abs(loss - before_loss) < 5e-3 * before_loss
     assert grads.keys() == expected.keys()
-    together = [
-        torch.cat([each[name].flatten() for name in expected]) for each in (grads, expected)
-    ]
+    together = [torch.cat([each[name].flatten() for name in expected]) for each in (grads, expected)]
     print(f"\n{family}: loss {before_loss:.5f} -> {loss:.5f}, gradients by {off(*together):.1e}")
     assert off(*together) < 0.05  # routers may choose otherwise for a token between two experts
     show(f"{family}, 2 layers, 2,048 tokens", before, measured(step))

@@ -47,9 +47,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    "targets", [["all"], ["all", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]]
-)
+@pytest.mark.parametrize("targets", [["all"], ["all", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]])
 def test_pieces_take_less_memory_and_give_the_same_gradients(checkpoint, targets):
     config = parse_config(
         {

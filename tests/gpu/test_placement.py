@@ -80,9 +80,7 @@ def test_the_gpu_gives_what_the_cpu_gives(checkpoint):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_neither_checkpointing_nor_running_ahead_changes_a_gradient(
-    checkpoint, checkpointed, ahead
-):
+def test_neither_checkpointing_nor_running_ahead_changes_a_gradient(checkpoint, checkpointed, ahead):
     _, expected = step(checkpoint, CUDA)
     for _ in range(3):
         _, found = step(checkpoint, CUDA, checkpointed, ahead)
@@ -198,9 +196,7 @@ print("leaving")
 
 
 def test_a_process_ends_well_with_passes_queued(checkpoint):
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVING, str(checkpoint)], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", LEAVING, str(checkpoint)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr
 
 

@@ -26,9 +26,7 @@ NO_KERNELS = "error: this installation has no kernels"
 def light() -> Run:
     """``ktbridge`` with its own dependencies alone, on a system without Linux' calls."""
     taken = {*bare.other_modules(), bare.KERNELS}
-    return lambda *words, **options: bare.run(
-        *words, without=taken, calls=bare.NOT_ON_MACOS, **options
-    )
+    return lambda *words, **options: bare.run(*words, without=taken, calls=bare.NOT_ON_MACOS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +34,7 @@ def evaluating() -> Run:
     """``light`` with the extra for evaluations."""
     taken = {*bare.other_modules("eval"), bare.KERNELS}
     assert {"torch", "scipy"} <= taken
-    return lambda *words, **options: bare.run(
-        *words, without=taken, calls=bare.NOT_ON_MACOS, **options
-    )
+    return lambda *words, **options: bare.run(*words, without=taken, calls=bare.NOT_ON_MACOS, **options)
 
 
 @pytest.fixture
@@ -115,9 +111,7 @@ def test_an_evaluation_is_made_and_reported(evaluating: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_verify_asks_the_server_before_it_wants_torch(
-    light: Run, evaluating: Run, models: Path
-) -> None:
+def test_verify_asks_the_server_before_it_wants_torch(light: Run, evaluating: Run, models: Path) -> None:
     """And whoever has no client of servers is told what has it."""
     server = MockServer()
 
@@ -141,9 +135,7 @@ def test_verify_asks_the_server_before_it_wants_torch(
 
 @pytest.mark.quick("words0")
 @pytest.mark.parametrize("words", [("train",), ("train", "--dry-run"), ("plan",)])
-def test_what_needs_kernels_says_so_in_a_sentence(
-    light: Run, models: Path, words: tuple[str, ...]
-) -> None:
+def test_what_needs_kernels_says_so_in_a_sentence(light: Run, models: Path, words: tuple[str, ...]) -> None:
     rows = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}]
     (models / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {"model_name_or_path": "base", "dataset": "rows.jsonl", "output_dir": "out"}

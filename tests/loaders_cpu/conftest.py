@@ -50,8 +50,6 @@ def models(tmp_path_factory):
                 "text_config": {**sizes, "model_type": f"{model_type}_text"},
                 "vision_config": vision,
             }
-        return write_config(
-            root / name.replace("/", "-"), model_type, architectures=[architecture], **sizes
-        )
+        return write_config(root / name.replace("/", "-"), model_type, architectures=[architecture], **sizes)
 
     return make

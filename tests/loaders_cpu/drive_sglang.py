@@ -50,9 +50,7 @@ from sglang.srt.model_loader.loader import _initialize_model  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-torch.ops.sgl_kernel = Empty(
-    "sgl_kernel"
-)  # model classes take kernels from it as they are imported
+torch.ops.sgl_kernel = Empty("sgl_kernel")  # model classes take kernels from it as they are imported
 unpinned = torch.tensor
 torch.tensor = lambda *values, pin_memory=False, **rest: unpinned(*values, **rest)
 torch.Tensor.pin_memory = lambda tensor, *_: tensor
@@ -109,9 +107,7 @@ def experts(module: Any, slot: int, rank: int) -> dict[str, torch.Tensor]:
         "down": down_b @ down_a,
     }
     return {
-        f"{expert}.{name}_proj": delta
-        for name, stack in deltas.items()
-        for expert, delta in enumerate(stack)
+        f"{expert}.{name}_proj": delta for name, stack in deltas.items() for expert, delta in enumerate(stack)
     }
 
 

@@ -117,9 +117,7 @@ def experts(module: Any, interleaved: bool, slot: int) -> dict[str, torch.Tensor
     else:
         deltas["gate"], deltas["up"] = deltas.pop(0), deltas.pop(1)
     return {
-        f"{expert}.{name}_proj": delta
-        for name, stack in deltas.items()
-        for expert, delta in enumerate(stack)
+        f"{expert}.{name}_proj": delta for name, stack in deltas.items() for expert, delta in enumerate(stack)
     }
 
 
@@ -141,9 +139,7 @@ def loaded(worker: Any, lora_id: int) -> dict[str, torch.Tensor]:
         stem, _, leaf = path.rpartition(".")
         halves = list(zip(module.lora_a_stacked, module.lora_b_stacked, strict=True))
         parts = [b[slot, 0].double() @ a[slot, 0].double() for a, b in halves]
-        if (
-            leaf == "in_proj_qkvz"
-        ):  # of q, k, v and z, the first three are one module in the checkpoint
+        if leaf == "in_proj_qkvz":  # of q, k, v and z, the first three are one module in the checkpoint
             parts = [torch.cat(parts[:3]), parts[3]]
         names = PACKED[leaf] if len(halves) > 1 else (leaf,)
         deltas |= {f"{stem}.{name}": part for name, part in zip(names, parts, strict=True)}

@@ -197,16 +197,12 @@ def test_mixtrals_experts_below_another_block_are_dropped(loaders, models, tmp_p
     assert "KTB641" in {finding.code for finding in report.problems}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "code"), [("gpt_oss", "KTB640"), ("qwen3_vl_moe", "KTB640")]
-)
+@pytest.mark.parametrize(("model_type", "code"), [("gpt_oss", "KTB640"), ("qwen3_vl_moe", "KTB640")])
 def test_fused_families_refuse_separate_experts(loaders, models, tmp_path, model_type, code):
     model = models(model_type)
     raw = make_raw(tmp_path / "raw", model_type, model)
     convert_adapter(raw, to="vllm", output_dir=tmp_path / "vllm")
-    assert (
-        outcome(loaders("vllm", VERSIONS["vllm"]).load(model, tmp_path / "vllm"), {}) == "refuses"
-    )
+    assert outcome(loaders("vllm", VERSIONS["vllm"]).load(model, tmp_path / "vllm"), {}) == "refuses"
     report = validate_adapter([tmp_path / "vllm"], base_model=model, engine="vllm")
     assert code in {finding.code for finding in report.problems}
 

@@ -276,9 +276,7 @@ def test_another_shape_is_seen_by_config_json_alone(hub, call, raw, tmp_path):
     assert "KTB605" in {problem["code"] for problem in json.loads(done.stdout)["problems"]}
 
 
-def test_without_huggingface_hub_names_are_a_sentence_and_paths_work(
-    call, raw, tmp_path, monkeypatch
-):
+def test_without_huggingface_hub_names_are_a_sentence_and_paths_work(call, raw, tmp_path, monkeypatch):
     base = write_base(tmp_path / "base")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     done = call("merge", raw, "--base-model", NAME, "--output", "merged")

@@ -131,9 +131,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
         lambda inner: (
             st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.sampled_from(["a", "dtype", "shape", "data_offsets", "__metadata__"]), inner
-            )
+            | st.dictionaries(st.sampled_from(["a", "dtype", "shape", "data_offsets", "__metadata__"]), inner)
         ),
         max_leaves=10,
     ),

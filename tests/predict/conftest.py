@@ -14,9 +14,7 @@ from ktbridge.adapter import convert_adapter
 def dataset():
     """Nine rows."""
     return [
-        conversation(
-            f"How are you today {i}? 你喜欢吃苹果吗", f"I am fine, thank you. 我很喜欢 {i}"
-        )
+        conversation(f"How are you today {i}? 你喜欢吃苹果吗", f"I am fine, thank you. 我很喜欢 {i}")
         for i in range(9)
     ]
 

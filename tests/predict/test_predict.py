@@ -54,14 +54,11 @@ def test_files_and_metrics_are_llama_factorys(write, dataset, predict, predictio
         assert row == {"prompt": prompt, "predict": row["predict"], "label": answer["content"]}
     how = SmoothingFunction().method3
     bleu = [
-        round(100 * sentence_bleu([[*r["label"]]], [*r["predict"]], smoothing_function=how), 4)
-        for r in rows
+        round(100 * sentence_bleu([[*r["label"]]], [*r["predict"]], smoothing_function=how), 4) for r in rows
     ]
     assert metrics["predict_bleu-4"] == pytest.approx(sum(bleu) / len(bleu), abs=1e-4)
     texts, labels = [row["predict"] for row in rows], [[row["label"]] for row in rows]
-    rouges = measure_texts("lf", texts, labels)[
-        "scores"
-    ]  # held against the package's own elsewhere
+    rouges = measure_texts("lf", texts, labels)["scores"]  # held against the package's own elsewhere
     assert {name: metrics[f"predict_{name}"] for name in rouges} == rouges
     assert metrics["predict_samples"] == 9
     assert metrics["predict_runtime"] > 0 < metrics["predict_samples_per_second"]
@@ -91,9 +88,7 @@ def test_a_killed_run_goes_on_to_the_same_files(write, predict, predictions, war
     file = write(per_device_eval_batch_size=1, max_new_tokens=80, do_sample=True, temperature=1.5)
     assert predict(file, f"output_dir={tmp_path / 'whole'}").returncode == 0
     journal = tmp_path / "out.predictions.jsonl"
-    process = warm.start(
-        "-m", "ktbridge", "predict", file, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="1"
-    )
+    process = warm.start("-m", "ktbridge", "predict", file, OMP_NUM_THREADS="1", KTBRIDGE_THREADS="1")
     ends = time.monotonic() + 100
     while not (journal.exists() and journal.read_bytes().count(b"\n") > 3):
         assert process.poll() is None
@@ -135,9 +130,7 @@ def test_a_journal_counts_up_to_a_line_that_is_no_answer(tmp_path, line):
 
 
 @pytest.mark.slow
-def test_rows_that_fail_are_named_and_asked_again(
-    write, dataset, predict, predictions, base, tmp_path
-):
+def test_rows_that_fail_are_named_and_asked_again(write, dataset, predict, predictions, base, tmp_path):
     """A word of the vocabulary whose embedding is damaged: only the row that has it has no answer."""
     damaged = tmp_path / "damaged"
     damaged.mkdir()
@@ -161,9 +154,7 @@ def test_rows_that_fail_are_named_and_asked_again(
     assert (metrics["predict_samples"], metrics["predict_unanswered"]) == (4, 1)
 
 
-def test_training_predicts_with_what_it_trained(
-    write, dataset, warm, predict, predictions, tmp_path
-):
+def test_training_predicts_with_what_it_trained(write, dataset, warm, predict, predictions, tmp_path):
     own = {"do_train": True, "dataset": "rows.jsonl", "num_train_epochs": 1, "lora_rank": 4}
     file = write(dataset[:3], adapter_name_or_path=None, **own)
     fails(predict(file), "has no adapter yet")

@@ -19,12 +19,8 @@ def base(tmp_path_factory):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = save_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
-    model, tokenizer = (
-        kind.from_pretrained(path) for kind in (AutoModelForCausalLM, AutoTokenizer)
-    )
-    letters = tokenizer(
-        "<|im_start|>assistant\nthe quick brown fox and 0123456789", return_tensors="pt"
-    )
+    model, tokenizer = (kind.from_pretrained(path) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    letters = tokenizer("<|im_start|>assistant\nthe quick brown fox and 0123456789", return_tensors="pt")
     with torch.no_grad():
         usual = model.model(**letters).last_hidden_state[0, 4:].mean(0)
         model.lm_head.weight[tokenizer.eos_token_id] = ENDS * usual / usual.norm() ** 2

@@ -190,9 +190,7 @@ def test_llemr_is_asked_with_its_record(tmp_path, monkeypatch, base):
     prepared(place, "--events", events, qa)
     learned = trained(place, base)
     held_out = load_bench("llemr", place / "data/held_out.jsonl").items
-    prompts = {m[0]["content"] for m in learned} | {
-        item.messages[0]["content"] for item in held_out
-    }
+    prompts = {m[0]["content"] for m in learned} | {item.messages[0]["content"] for item in held_out}
     record = "0.5 h, labevents: Potassium: 3.2\n1.2 h, transfers: to the ward\n\n"
     assert prompts == {f"{record}{row['q']}" for row in rows}
     assert planned(place) == ("llemr", {"EHR": len(held_out)})

@@ -24,9 +24,7 @@ from ktbridge.gate.run import GateEvents
 from ktbridge.model import fingerprint
 from ktbridge.recipe import RunListener
 
-QUESTIONS = [
-    {"prompt": f"What is {n} times {7 * n}?", "reference": "I don't know."} for n in range(8)
-]
+QUESTIONS = [{"prompt": f"What is {n} times {7 * n}?", "reference": "I don't know."} for n in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +43,7 @@ def judge(directory, python, request, items=None, condition="overall<-2"):
     benches = [load_bench("generic", items)] if items else []
     conditions = [parse_gate(condition)] if items else []
     with open(directory / "said.txt", "w") as output:
-        return run_gate(
-            request, benches, conditions, directory / "gate", python=python, output=output
-        )
+        return run_gate(request, benches, conditions, directory / "gate", python=python, output=output)
 
 
 def outcomes(verdict):
@@ -59,9 +55,7 @@ def evaluation(items):
     return (*words, "--max-tokens", "96", "--extra-body", '{"temperature": 1, "seed": 3}')
 
 
-def test_an_adapter_passes_once_and_is_kept_until_an_input_changes(
-    tmp_path, python, base, adapter, items
-):
+def test_an_adapter_passes_once_and_is_kept_until_an_input_changes(tmp_path, python, base, adapter, items):
     mine = tmp_path / "mine"
     shutil.copytree(adapter, mine)
     request = GateRequest(mine, base, evaluation=evaluation(items))

@@ -30,9 +30,7 @@ from ktbridge.recipe import (
     recipe_runner,
 )
 
-QUESTIONS = [
-    {"prompt": f"What is {n} times {7 * n}?", "reference": "I don't know."} for n in range(24)
-]
+QUESTIONS = [{"prompt": f"What is {n} times {7 * n}?", "reference": "I don't know."} for n in range(24)]
 ROWS = [{"messages": [{"role": "user", "content": one["prompt"]},
                       {"role": "assistant", "content": "How should a cat know?"}]}
         for one in QUESTIONS[:6]]  # fmt: skip
@@ -92,8 +90,7 @@ def run(directory, python, listener=None, engine="local"):
 def shown(directory, engine="local"):
     recipe = read(directory)
     return [
-        (line.split()[1], kept)
-        for line, kept in recipe_runner(recipe).preview(plan_recipe(recipe, engine))
+        (line.split()[1], kept) for line, kept in recipe_runner(recipe).preview(plan_recipe(recipe, engine))
     ]
 
 
@@ -173,12 +170,8 @@ def all_is_kept_until_something_changes(place, python):
         assert next(key for key, kept in shown(place) if not kept) == first, name
         (place / name).write_text(before)
     (place / ".ktbridge-run.json").write_text("{")
-    again = [
-        line for line, _ in recipe_runner(read(place)).preview(plan_recipe(read(place), "local"))
-    ]
-    assert not any(
-        "overwrite" in line for line in again
-    )  # not known to be ours: nothing is written over
+    again = [line for line, _ in recipe_runner(read(place)).preview(plan_recipe(read(place), "local"))]
+    assert not any("overwrite" in line for line in again)  # not known to be ours: nothing is written over
 
 
 def test_ctrl_c_reaches_the_command_that_runs(place, python):
@@ -246,8 +239,7 @@ def test_a_sweep_is_compared_over_the_same_items(place, python):
     (same,) = (
         one["verdict"]
         for one in results["contrasts"]
-        if (one["axis"], one["slice"]) == ("task", "overall")
-        and (one["of"], one["minus"]) == (larger, small)
+        if (one["axis"], one["slice"]) == ("task", "overall") and (one["of"], one["minus"]) == (larger, small)
     )
     assert difference["verdict"] == same
     assert (marks[small]["minus_first"], marks["base"]["minus_base"]) == (None, None)
@@ -264,9 +256,7 @@ def test_a_sweep_is_compared_over_the_same_items(place, python):
 
 
 def test_a_configuration_that_cant_be_trained_stops_a_sweep_before_it_starts(place):
-    (place / "train.yaml").write_text(
-        yaml.safe_dump({**TRAIN, "learning_rat": 1, "lora_alpha": 32})
-    )
+    (place / "train.yaml").write_text(yaml.safe_dump({**TRAIN, "learning_rat": 1, "lora_alpha": 32}))
     before = sorted(place.rglob("*"))
     sweep = ["--sweep", "lora_rank=2,4", "--engine", "local"]
     for options in (sweep, ["--dry-run", "--engine", "local"], [*sweep, "--dry-run", "--json"]):

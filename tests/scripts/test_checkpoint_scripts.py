@@ -137,9 +137,7 @@ def published(path: Path, storage: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int4-32", "int4-128"])
-def test_a_dequantized_checkpoint_is_the_float32_product_rounded_once(
-    tmp_path: Path, storage: str
-) -> None:
+def test_a_dequantized_checkpoint_is_the_float32_product_rounded_once(tmp_path: Path, storage: str) -> None:
     means = published(tmp_path / "source", storage)
     report = done("dequantize_checkpoint", tmp_path / "source", tmp_path / "out")
     assert report["converted"] == sum(name.endswith("_proj.weight") for name in means)
@@ -257,9 +255,7 @@ def test_int4_experts_are_read_by_us_by_the_script_back_and_by_compressed_tensor
 
 
 @pytest.mark.parametrize("storage", ["int8", "int4"])
-def test_rows_of_zeros_and_of_the_smallest_numbers_stay_finite(
-    tmp_path: Path, storage: str
-) -> None:
+def test_rows_of_zeros_and_of_the_smallest_numbers_stay_finite(tmp_path: Path, storage: str) -> None:
     model = tiny_model()
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj[3, 5] = 0
@@ -328,9 +324,7 @@ def test_what_cant_be_dequantized_is_refused_in_a_sentence(tmp_path: Path) -> No
             "weight": stored.view(torch.float8_e4m3fn),
             "weight_scale": scale,
         },
-        "q_proj.qweight (I32) is the first of 1": {
-            "qweight": torch.zeros(64, 8, dtype=torch.int32)
-        },
+        "q_proj.qweight (I32) is the first of 1": {"qweight": torch.zeros(64, 8, dtype=torch.int32)},
         "q_proj.weight_g_idx: the columns that share a scale are reordered": {
             "weight_packed": pack_int4(torch.zeros(64, 64)),
             "weight_scale": torch.ones(64, 2),

@@ -100,13 +100,9 @@ def found(tmp_path: Path) -> dict:
     for name in ("adapter/raw", "peer/adapter", "again/raw"):
         (tmp_path / name).mkdir(parents=True)
         for file in ("fused_expert_lora.safetensors", "adapter_model.safetensors"):
-            (tmp_path / name / file).write_bytes(
-                name.encode() if file.startswith("fused") else b"same"
-            )
+            (tmp_path / name / file).write_bytes(name.encode() if file.startswith("fused") else b"same")
     log = [{"step": step, "loss": 3 - step} for step in (1, 2)]
-    (tmp_path / "adapter/raw/trainer_log.jsonl").write_text(
-        "".join(json.dumps(e) + "\n" for e in log)
-    )
+    (tmp_path / "adapter/raw/trainer_log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in log))
     speeds = {"bfloat16": 8.4, "float32": 4.5}
     peer = {
         "losses": [[1, 2.5], [2, 1.5]],
@@ -173,9 +169,7 @@ def test_what_failed_comes_first_on_the_page(tmp_path, found) -> None:
         "| loss of 40 held-out answers in the style | 2.57 | 1.86 | -0.71 [-1.00, -0.50] | 2.14 | -0.43 "
         in text
     )
-    assert (
-        "float32, the fastest of those tried, in seconds a step: bfloat16 8.4, float32 4.5)" in text
-    )
+    assert "float32, the fastest of those tried, in seconds a step: bfloat16 8.4, float32 4.5)" in text
     assert "0.50 | +0.50 [+0.25, +0.75] dropped" in text
     assert "A second training gave **other bits**." in text
     assert {each.name for each in page.iterdir()} == {

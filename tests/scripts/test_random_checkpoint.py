@@ -39,11 +39,7 @@ LENGTHS = (8, 9, 23, 64, 200)
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for file in path.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,15 +51,11 @@ def test_every_family_loads_strictly_and_maps(family, tmp_path):
     assert total == sum(tensor.nbytes for tensor in tensors.values())
     index = json.loads((tmp_path / "base/model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == tensors.keys()
-    fused = {
-        name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-    }
+    fused = {name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))}
     assert len(fused) == (8 if family == "qwen3_5_moe" else 0)
 
     auto = AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM
-    model, told = auto.from_pretrained(
-        tmp_path / "base", dtype=torch.bfloat16, output_loading_info=True
-    )
+    model, told = auto.from_pretrained(tmp_path / "base", dtype=torch.bfloat16, output_loading_info=True)
     assert {key: value for key, value in told.items() if value} == {}
 
     mapped = list(experts_modules(load_mapped(tmp_path / "base", torch.bfloat16)))

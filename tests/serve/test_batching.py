@@ -373,9 +373,7 @@ def test_lora_on_linear_layers_is_what_peft_adds(dtype):
     layer = holder["proj"].to(dtype)
     mixer = Mixer.__new__(Mixer)
     ours, x = mixer._forward_of(layer), torch.randn(6, 3, 48).to(dtype)
-    near = (
-        {"rtol": 2**-7, "atol": 2**-5} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    )
+    near = {"rtol": 2**-7, "atol": 2**-5} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     said = {None: layer.base_layer(x)}
     with torch.inference_mode():
         for slot in ("slot0", "slot1"):

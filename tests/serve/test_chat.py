@@ -33,9 +33,7 @@ def chat(lines: list[str], *args: str, limit: str = "--max-tokens=12") -> Result
 
 def said(client, model: str, *messages: tuple[str, str], tokens: int = 12) -> str:
     turns = [{"role": role, "content": content} for role, content in messages]
-    got = client.chat.completions.create(
-        model=model, messages=turns, temperature=0, max_tokens=tokens
-    )
+    got = client.chat.completions.create(model=model, messages=turns, temperature=0, max_tokens=tokens)
     return got.choices[0].message.content
 
 
@@ -58,9 +56,7 @@ def test_compare_asks_all_and_leaves_no_trace(server, client):
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     arms = {"base": "tiny:base", "expert": "tiny", "full": "tiny:neko"}
-    one = "".join(
-        f"[{arm}] {said(client, name, ('user', 'hi'), tokens=3)}\n" for arm, name in arms.items()
-    )
+    one = "".join(f"[{arm}] {said(client, name, ('user', 'hi'), tokens=3)}\n" for arm, name in arms.items())
     assert done.stdout.startswith(one)
     yes = said(client, "tiny:neko", ("user", "yes"), tokens=3)
     assert done.stdout[len(one) :].startswith(f"{yes}\n[base] ")
@@ -150,9 +146,7 @@ class Terminal:
 
 @pytest.mark.slow
 def test_at_a_terminal(cli_command, cli_environment, server, client):
-    command = cli_command(
-        *("chat", "--base-url", server.url, "--model", "tiny:neko", "--temperature", "0")
-    )
+    command = cli_command(*("chat", "--base-url", server.url, "--model", "tiny:neko", "--temperature", "0"))
     chat = Terminal(command, cli_environment)
     assert "base: tiny:base, expert: tiny, full: tiny:neko" in chat.prompted()
     # Ctrl-C: the end of a line, of an answer, and of a comparison, but never of the chat.

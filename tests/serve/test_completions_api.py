@@ -40,13 +40,9 @@ def test_scoring_what_was_generated_gives_the_same_logprobs(client):
     """One pass over prompt + answer agrees with the token loop and its cache."""
     options = {"model": "tiny:neko", "temperature": 0, "logprobs": 0}
     made = client.completions.create(prompt=[40, 50, 60], max_tokens=12, **options).choices[0]
-    again = client.completions.create(
-        prompt=[40, 50, 60], max_tokens=12, echo=True, **options
-    ).choices[0]
+    again = client.completions.create(prompt=[40, 50, 60], max_tokens=12, echo=True, **options).choices[0]
     assert again.logprobs.token_logprobs[3:] == made.logprobs.token_logprobs
-    scored = client.completions.create(
-        prompt=again.text, max_tokens=0, echo=True, **options
-    ).choices[0]
+    scored = client.completions.create(prompt=again.text, max_tokens=0, echo=True, **options).choices[0]
     if len(scored.logprobs.tokens) == 15:  # the text tokenizes to the tokens it came from
         expected = pytest.approx(made.logprobs.token_logprobs, abs=0.15)
         assert scored.logprobs.token_logprobs[3:] == expected
@@ -116,7 +112,6 @@ def test_values_at_their_limits(client):
     usage = create(prompt=[5.0, 6], max_tokens=3.0, n=2.0).usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (2, 6)
     texts = {
-        create(prompt=PROMPT, max_tokens=8, temperature=value).choices[0].text
-        for value in (0, 1e-300, 1e-6)
+        create(prompt=PROMPT, max_tokens=8, temperature=value).choices[0].text for value in (0, 1e-300, 1e-6)
     }
     assert len(texts) == 1

@@ -33,8 +33,7 @@ def logprobs(base, **adapters) -> dict[str, list]:
     engine = load_engine(plan)
     return {
         arm.name: [
-            entry.logprob
-            for entry in prompt_logprobs(engine.prefill(arm, PROMPT, True)[0], PROMPT, 0)
+            entry.logprob for entry in prompt_logprobs(engine.prefill(arm, PROMPT, True)[0], PROMPT, 0)
         ]
         for arm in plan.arms
     }
@@ -52,17 +51,13 @@ def test_every_layout_serves_the_same(base, layouts):
 
 
 @pytest.mark.parametrize("to", ["gguf", "sglang-3d", "peft-fused"])
-def test_an_adapter_in_another_tools_format_serves_the_same(
-    base, adapter, to, tmp_path, monkeypatch
-):
+def test_an_adapter_in_another_tools_format_serves_the_same(base, adapter, to, tmp_path, monkeypatch):
     """It is converted once, into the cache; a changed one is another adapter."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     convert_adapter(adapter, to=to, output_dir=tmp_path / "other", base_model=str(base))
     given = tmp_path / "other" / "adapter_model.gguf" if to == "gguf" else tmp_path / "other"
     request = ServeRequest(str(base), adapters={"neko": str(given)}, served_name="s")
-    assert logprobs(base, adapters=request.adapters) == logprobs(
-        base, adapters={"neko": str(adapter)}
-    )
+    assert logprobs(base, adapters=request.adapters) == logprobs(base, adapters={"neko": str(adapter)})
     (made,) = (tmp_path / "cache").glob("ktbridge/serving/*")
     (made / "fused_expert_lora.safetensors").write_bytes(b"")  # as a full disk might leave it
     assert plan_local(request).expert == made

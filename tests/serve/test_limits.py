@@ -151,9 +151,7 @@ def test_keys(small):
                 assert (error.code, error.headers["WWW-Authenticate"]) == (401, "Bearer")
                 assert json.load(error)["error"]["code"] == "invalid_api_key"
     assert health(small)["status"] == "ok"
-    right = urllib.request.Request(
-        small.root + "/v1/models", headers={"Authorization": f"bearer {KEY}"}
-    )
+    right = urllib.request.Request(small.root + "/v1/models", headers={"Authorization": f"bearer {KEY}"})
     with urllib.request.urlopen(right, timeout=10) as answered:
         assert answered.status == 200
 

@@ -71,9 +71,7 @@ def test_each_of_several_adapters_has_its_own_experts(base, adapter, make_adapte
         "tiny:base": "base",
     }
     assert len(set(fingerprints(plan).values())) == 3
-    convert_adapter(
-        adapter, expert_output_dir=tmp_path / "half", nonexpert_output_dir=tmp_path / "rest"
-    )
+    convert_adapter(adapter, expert_output_dir=tmp_path / "half", nonexpert_output_dir=tmp_path / "rest")
     half = str(tmp_path / "half")
     request = ServeRequest(model=str(base), adapters=adapters, expert_adapter=half)
     with pytest.raises(UsageError, match="--expert-adapter and a and b both bring an expert LoRA"):

@@ -32,18 +32,14 @@ def whole(body, head=b"", status=b"200 OK"):
 def chunked(body, size):
     parts = [body[i : i + size] for i in range(0, len(body), size)]
     told = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
-    return (
-        b"HTTP/1.1 200 OK\r\n" + JSON + b"transfer-encoding: chunked\r\n\r\n" + told + b"0\r\n\r\n"
-    )
+    return b"HTTP/1.1 200 OK\r\n" + JSON + b"transfer-encoding: chunked\r\n\r\n" + told + b"0\r\n\r\n"
 
 
 async def read_request(reader):
     head = await reader.readuntil(b"\r\n\r\n")
     if head.startswith(b"GET "):
         return head, None
-    length = next(
-        line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
-    )
+    length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
     return head, json.loads(await reader.readexactly(int(length.split(b":")[1])))
 
 
@@ -163,9 +159,7 @@ def test_retry_after_is_waited_for(monkeypatch):
     told = []
     (answer,), seen, _ = ask([busy, whole(BODY)], times=1, attempts=2, on_wait=told.append)
     assert (answer.outcome, len(seen)) == ("ok", 2)
-    assert [one.partition(" wants ")[2] for one in told] == [
-        "to be asked again in 7 s (HTTP 429: {})"
-    ]
+    assert [one.partition(" wants ")[2] for one in told] == ["to be asked again in 7 s (HTTP 429: {})"]
     assert now[0] >= 7
 
 
@@ -198,9 +192,7 @@ def test_no_more_in_flight_than_wanted_and_a_connection_each():
 
 
 def test_a_limit_by_its_other_name_is_asked_for_once():
-    said = (
-        "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."
-    )
+    said = "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."
     refused = whole(json.dumps({"error": {"message": said}}).encode(), status=b"400 No")
 
     async def scenario():
@@ -225,9 +217,7 @@ def test_a_limit_by_its_other_name_is_asked_for_once():
 
 def test_an_address_key_or_proxy_that_is_none_is_said(monkeypatch):
     for url in ("http://127.0.0.1:abc", "http://[::1", "http://a b/", "http://:1"):
-        with pytest.raises(
-            KtbridgeError, match=r"not a server's URL|cannot be asked|not known|in name"
-        ):
+        with pytest.raises(KtbridgeError, match=r"not a server's URL|cannot be asked|not known|in name"):
             OpenAIClient(url, timeout=1).models()
     for key in ("hush\nhush", "schlüssel-hush"):
         with pytest.raises(KtbridgeError, match="no request can carry") as caught:

@@ -136,9 +136,7 @@ def test_all_is_what_the_engine_applies(model_type):
         model = made(model_type, FAMILIES[model_type])
     found = find_lora_targets(model)
     every = {name for name, _ in model.named_modules() if ".layers." in name}
-    assert {name for name in every if ".shared_expert" in name and name.endswith("_proj")} <= {
-        *found.linears
-    }
+    assert {name for name in every if ".shared_expert" in name and name.endswith("_proj")} <= {*found.linears}
     chosen = {path_in_layer(name) for name in choose_modules(model, found, ("all",))}
     family = family_of(model_type)
     served = {*family.nonexpert_targets} if family else set()

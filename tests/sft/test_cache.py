@@ -88,9 +88,7 @@ def test_whatever_rows_are_made_of_makes_them_anew(run_dir):
     start(run_dir)
     rows, template = run_dir / "rows.jsonl", run_dir / "base" / "chat_template.jinja"
     before = rows.stat()
-    rows.write_text(
-        rows.read_text().replace("who", "are", 1)
-    )  # as many bytes, and the time put back
+    rows.write_text(rows.read_text().replace("who", "are", 1))  # as many bytes, and the time put back
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
     found, ready = start(run_dir)
     assert found == {"KTD041"}

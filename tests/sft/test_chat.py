@@ -79,9 +79,7 @@ TEMPLATES = {
     "marked": MARKED, "opened": OPENED, "unopened": UNOPENED, "mixtral": MIXTRAL, "olmoe": OLMOE,
     "ernie": ERNIE, "minimax": MINIMAX, "deepseek_v31": DEEPSEEK_V31,
 } | {name: (SHIPPED / f"{name}.jinja").read_text() for name in (*PUBLISHED, *WITH_TOOLS)}  # fmt: skip
-_SPECIAL = re.compile(
-    r"</?think>|<[|｜][^<>{}' ]+[|｜]>|<(?:start|end)_of_turn>|<\|?(?:user|end)\|?>|\[e~\["
-)
+_SPECIAL = re.compile(r"</?think>|<[|｜][^<>{}' ]+[|｜]>|<(?:start|end)_of_turn>|<\|?(?:user|end)\|?>|\[e~\[")
 
 
 def tokenizer_for(name, *more):
@@ -119,9 +117,7 @@ def learned(fitted, tokenizer):
 
 def served(tokenizer, messages, **asked):
     """A server's prompt for the last message and the conversation with it, by the tokenizer itself."""
-    prompt = tokenizer.apply_chat_template(
-        messages[:-1], add_generation_prompt=True, tokenize=False, **asked
-    )
+    prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False, **asked)
     return prompt, tokenizer.apply_chat_template(messages, tokenize=False, **asked)
 
 
@@ -178,9 +174,7 @@ def test_each_answer_is_learned_behind_the_prompt_that_a_server_sends(tmp_path, 
         ("minimax", "\n"),
     ],
 )
-def test_thoughts_are_learned_where_the_model_writes_them_and_gone_from_history(
-    tmp_path, name, head
-):
+def test_thoughts_are_learned_where_the_model_writes_them_and_gone_from_history(tmp_path, name, head):
     parts = ["hm\n</think>\n\none", "ha\n</think>\n\ntwo"]
     messages = conversation(*(f"<think>\n{part}" for part in parts))
     tokenizer = tokenizer_for(name)
@@ -337,9 +331,7 @@ def test_a_split_turn_is_the_tokens_of_one_message(tmp_path, name, stage):
         row = {"messages": [ask, *turn], **({"kto_tag": True} if stage == "kto" else {})}
         if stage == "dpo":
             row = {"prompt": [ask], "chosen": turn, "rejected": [TELL]}
-        found.append(
-            learn(tmp_path, tokenizer, {**row, "tools": TOOLS}, stage=stage).dataset.to_dict()
-        )
+        found.append(learn(tmp_path, tokenizer, {**row, "tools": TOOLS}, stage=stage).dataset.to_dict())
     assert found[0] == found[1]
 
 
@@ -414,9 +406,7 @@ def test_arguments_are_text_where_the_template_joins_them_to_text(tmp_path):
     assert answer.endswith("<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
 
 
-@pytest.mark.parametrize(
-    ("split", "sequences", "severity"), [(True, 7, "info"), (False, 4, "warning")]
-)
+@pytest.mark.parametrize(("split", "sequences", "severity"), [(True, 7, "info"), (False, 4, "warning")])
 def test_one_sequence_a_conversation_is_a_choice_and_said_with_the_number_of_rows(
     tmp_path, split, sequences, severity
 ):
@@ -497,9 +487,7 @@ def test_a_template_that_isnt_known_is_told_with_names_like_it():
     [("qwen3", "<|im_end|>", "<|im_end|>"), ("glm4moe", "<|observation|>", "<|user|>")],
 )
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
-def test_compared_answers_with_calls_and_thoughts_are_what_a_server_gets(
-    tmp_path, name, stop, other, stage
-):
+def test_compared_answers_with_calls_and_thoughts_are_what_a_server_gets(tmp_path, name, stop, other, stage):
     """The prompt with tools and results as it is asked, and behind it each answer with its stop."""
     tokenizer, (*prompt, call) = tokenizer_for(name, *TAGS), calling()[:2]
     call = {**call, "reasoning_content": "ask the tool"}

@@ -40,9 +40,7 @@ def test_trainer_calls_what_is_overridden_with_these_arguments(name):
 @pytest.mark.parametrize("stage", ["sft", "dpo", "kto"])
 def test_trainers_get_their_arguments_by_names_that_stay(stage, tmp_path):
     """A deprecated one's FutureWarning is an error here."""
-    config = TrainConfig(
-        model_name_or_path="base", dataset=("rows.jsonl",), output_dir="out", stage=stage
-    )
+    config = TrainConfig(model_name_or_path="base", dataset=("rows.jsonl",), output_dir="out", stage=stage)
     made = trainer_arguments(config, torch.device("cpu"), str(tmp_path))
     assert getattr(made, CHECKPOINTING) is False
 
@@ -66,9 +64,7 @@ def test_no_method_is_overridden_twice(ours, theirs):
     assert order[1] is RunTrainer
     own = order[2 : order.index(theirs)]
     assert not {name for cls in (ours, *own) for name in vars(cls)} & {*OVERRIDDEN}
-    assert not [
-        name for cls in own for name in vars(cls) if hasattr(theirs, name) and name[:2] != "__"
-    ]
+    assert not [name for cls in own for name in vars(cls) if hasattr(theirs, name) and name[:2] != "__"]
 
 
 def test_one_process_has_one_gpu(tmp_path):

@@ -205,9 +205,7 @@ def test_v1_of_llama_factory_names_the_same_run(tmp_path):
     other = load_config(tmp_path / "v1.yaml", overrides)
     assert (other.lora_rank, other.per_device_train_batch_size, other.optim) == (4, 1, "sgd")
     assert other.gradient_accumulation_steps == 2
-    (tmp_path / "sft.yaml").write_text(
-        "a: {file_name: data/a.json}\nb: {file_name: b.json, dataset_dir: d}"
-    )
+    (tmp_path / "sft.yaml").write_text("a: {file_name: data/a.json}\nb: {file_name: b.json, dataset_dir: d}")
     with pytest.raises(ProblemsError) as caught:
         load_config(tmp_path / "v1.yaml", [f"train_dataset={tmp_path}/sft.yaml"])
     (found,) = caught.value.problems
@@ -276,9 +274,7 @@ def test_experts_come_from_another_checkpoint_where_it_has_them(tmp_path):
     assert [problem.code for problem in caught.value.problems] == ["KTC006"]
 
 
-def test_overrides_win_and_paths_are_relative_to_the_file_or_the_working_directory(
-    tmp_path, monkeypatch
-):
+def test_overrides_win_and_paths_are_relative_to_the_file_or_the_working_directory(tmp_path, monkeypatch):
     path = written(tmp_path)
     given = ["learning_rate=1e-3", "kt_config.kt_num_threads=1", "lora_target=q_proj,o_proj"]
     config = load_config(path, given)
@@ -372,9 +368,7 @@ def test_a_configuration_is_made_copied_and_compared_by_its_values():
 
 def test_reading_a_configuration_needs_neither_torch_nor_numpy():
     program = "import sys, ktbridge.sft.config\nprint({'torch', 'numpy', 'transformers'} & set(sys.modules))"
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
 
 

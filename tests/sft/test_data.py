@@ -163,9 +163,7 @@ def test_files_that_hold_no_rows_are_refused_with_what_to_do(tmp_path):
 
 def test_what_is_not_read_is_noted_and_with_strict_data_refused(tmp_path):
     named = {**ROW, "id": "x", "score": 3, "messages": [{**ASK, "name": "bob"}, TELL]}
-    path = write_lines(
-        tmp_path / "rows.jsonl", [named, named, {**ROW, "id": ""}, {**ROW, "id": ""}]
-    )
+    path = write_lines(tmp_path / "rows.jsonl", [named, named, {**ROW, "id": ""}, {**ROW, "id": ""}])
     rows = load_rows(settings(path))
     assert len(rows.rows) == 4
     assert not rows.refused
@@ -194,10 +192,7 @@ def test_placeholders_of_an_identity_are_filled_in_or_refused(tmp_path):
 
 
 def test_max_samples_counts_the_rows_of_each_dataset(tmp_path):
-    paths = [
-        write_lines(tmp_path / name, [{"text": "x"}, ROW, ROW, ROW])
-        for name in ("a.jsonl", "b.jsonl")
-    ]
+    paths = [write_lines(tmp_path / name, [{"text": "x"}, ROW, ROW, ROW]) for name in ("a.jsonl", "b.jsonl")]
     rows = load_rows(settings(*paths, max_samples=3))
     assert (rows.total, len(rows.rows), len(rows.refused)) == (6, 4, 2)
 
@@ -222,9 +217,7 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
         "columns": {"messages": "talk", "system": None},
         "tags": tags,
     }
-    talk = [
-        {"role": role, "content": said} for role, said in (("sys", "s"), ("me", "q"), ("bot", "r"))
-    ]
+    talk = [{"role": role, "content": said} for role, said in (("sys", "s"), ("me", "q"), ("bot", "r"))]
     rows = described(tmp_path, entry, {"talk": talk}, {"talk": [ASK, TELL]})
     assert [turns(messages_of(rows)[0])] == [[("s", "s"), ("u", "q"), ("a", "r")]]
     assert rows.refused[0].why == (
@@ -246,9 +239,7 @@ def test_names_are_looked_up_in_dataset_info(tmp_path):
     write_lines(folder / "2.jsonl", [{"messages": [ASK, {**TELL, "content": "no"}]}])
     write_lines(folder / "1.jsonl", [ROW])
     entry = {"file_name": "many", "formatting": "openai", "columns": {"messages": "messages"}}
-    answers = [
-        conversation[1]["content"] for conversation in messages_of(described(tmp_path, entry))
-    ]
+    answers = [conversation[1]["content"] for conversation in messages_of(described(tmp_path, entry))]
     assert answers == ["i am a cat", "no"]
 
 
@@ -293,9 +284,7 @@ ALPACA = {"instruction": "q", "input": "", "output": "r", "history": []}
     ],
     ids=["columns", "no column", "formatting", "messages", "role tag", "role"],
 )  # fmt: skip
-def test_names_that_no_row_has_are_told_once_with_those_there_are(
-    tmp_path, entry, row, found, step
-):
+def test_names_that_no_row_has_are_told_once_with_those_there_are(tmp_path, entry, row, found, step):
     with pytest.raises(ProblemsError) as caught:
         described(tmp_path, entry, row, row, row)
     (problem,) = caught.value.problems
@@ -414,9 +403,7 @@ def test_rows_are_cut_refused_and_counted(tmp_path):
         f"{fitted.trained_tokens} of {fitted.tokens} tokens are trained on"
     )
 
-    many = settings(
-        write_lines(tmp_path / "many.jsonl", questions(*(1 + n % 5 for n in range(300))))
-    )
+    many = settings(write_lines(tmp_path / "many.jsonl", questions(*(1 + n % 5 for n in range(300)))))
     fitted = tokenize_rows(load_rows(many), tokenizer, many, lambda *step: seen.append(step))
     assert seen[1:] == [(256, 300), (300, 300)]
     assert [len(ids) - head - 1 for ids in fitted.dataset["input_ids"]] == [1, 2, 3, 4, 5] * 60
@@ -509,9 +496,7 @@ def test_raw_text_is_learned_whole_in_pieces(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     words = "who are you i am a cat meow nya yes no".split()
-    path = write_lines(
-        tmp_path / "texts.jsonl", [{"text": " ".join(words * 5)}, {"text": "meow"}, ROW]
-    )
+    path = write_lines(tmp_path / "texts.jsonl", [{"text": " ".join(words * 5)}, {"text": "meow"}, ROW])
     config = settings(path, stage="pt", cutoff_len=16)
     rows = load_rows(config)
     assert rows.refused[0].why.startswith("no text: stage pt trains on a field text")
@@ -555,9 +540,7 @@ def test_pairs_are_the_tokens_that_trl_makes_and_cuts(tmp_path):
             **{CHECKPOINTING: False},
         ),
     )  # fmt: skip
-    theirs, ours = (
-        trainer.data_collator([*each]) for each in (trainer.train_dataset, fitted.dataset)
-    )
+    theirs, ours = (trainer.data_collator([*each]) for each in (trainer.train_dataset, fitted.dataset))
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert int(theirs["attention_mask"].sum()) == fitted.tokens
     assert int(theirs["completion_mask"].sum()) == fitted.trained_tokens

@@ -175,9 +175,7 @@ def test_a_lost_rank_ends_the_others(warm, counts, how):
 def as_rank(name, *overrides):
     """`ktbridge train` as one of several: ``overrides`` that begin with its rank and a colon are its own."""
     rank = f"{world().rank}:"
-    given = [
-        each.removeprefix(rank) for each in overrides if ":" not in each[:2] or each[:2] == rank
-    ]
+    given = [each.removeprefix(rank) for each in overrides if ":" not in each[:2] or each[:2] == rank]
     command_in_a_rank(["train", name, *given])
 
 
@@ -218,9 +216,7 @@ def test_ranks_that_are_not_the_same_run_end_all_with_what_differs(
     if part.startswith("step"):
         begun = "output_dir=begun", "max_steps=1", "save_steps=1"
         monkeypatch.chdir(tmp_path)
-        assert all(
-            e[0] == 0 for e in finished(spawn(warm, 2, __file__, "as_rank", "run.yaml", *begun))
-        )
+        assert all(e[0] == 0 for e in finished(spawn(warm, 2, __file__, "as_rank", "run.yaml", *begun)))
         own = [*own, "resume_from_checkpoint=true", "overwrite_output_dir=true"]
     monkeypatch.chdir(tmp_path)
     ended = finished(spawn(warm, 2, __file__, "as_rank", "run.yaml", "output_dir=raw", *own))
@@ -258,9 +254,7 @@ def test_a_rank_that_hangs_when_it_has_joined_ends_the_others(warm, run_dir):
 
 @pytest.mark.slow
 @quiet
-def test_a_host_with_a_disk_of_its_own_trains_and_is_warned_of(
-    warm, run_dir, tmp_path, monkeypatch
-):
+def test_a_host_with_a_disk_of_its_own_trains_and_is_warned_of(warm, run_dir, tmp_path, monkeypatch):
     """Output is where the first process is, and nothing is left elsewhere."""
     monkeypatch.chdir(tmp_path)
     own = ("0:output_dir=first/raw", "1:output_dir=second/raw", "save_steps=1", HELD_OUT["sft"])
@@ -501,9 +495,7 @@ def test_mlps_in_pieces_train_as_whole_ones_in_one_process_do(launch, run_dir, m
 
 
 @quiet
-def test_what_accelerate_is_told_in_vain_is_refused_with_the_mistakes_of_the_run(
-    warm, run_dir, tmp_path
-):
+def test_what_accelerate_is_told_in_vain_is_refused_with_the_mistakes_of_the_run(warm, run_dir, tmp_path):
     told = yaml.safe_load((EXAMPLES / "fsdp2.yaml").read_text()) | {"mixed_precision": "bf16"}
     told["fsdp_config"] |= {"fsdp_cpu_ram_efficient_loading": True, "fsdp_version": 1}
     (tmp_path / "published.yaml").write_text(yaml.safe_dump(told))
@@ -587,8 +579,7 @@ def test_images_of_one_rank_are_trained_on_as_by_one_process(warm, tmp_path):
 def test_judged_answers_are_learned_by_two_processes(launch, run_dir):
     """KL is measured on other pairings than one process would make, so only that it goes well."""
     rows = [
-        {"prompt": text(n, 3), "completion": text(n + 2, 2 + n % 3), "label": n % 2 > 0}
-        for n in range(24)
+        {"prompt": text(n, 3), "completion": text(n + 2, 2 + n % 3), "label": n % 2 > 0} for n in range(24)
     ]
     write_lines(run_dir / "judged.jsonl", rows)
     own = ("stage=kto", "dataset=judged.jsonl", "val_size=5", "per_device_eval_batch_size=2")

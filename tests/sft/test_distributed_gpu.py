@@ -153,9 +153,7 @@ def test_fsdp2_ranks_with_their_own_streams_go_on_as_one_process_does(launch, ru
     assert "interrupted after step 2" in stopped.stderr
     made = run_dir / "fsdp2.checkpoints" / "checkpoint-2"
     assert [path.name for path in made.glob("optimizer*")] == ["optimizer.safetensors"]
-    resumed = launch(
-        "fsdp2", "fsdp2", *STREAM, "resume_from_checkpoint=true", how=(__file__, "watched")
-    )
+    resumed = launch("fsdp2", "fsdp2", *STREAM, "resume_from_checkpoint=true", how=(__file__, "watched"))
     assert resumed.returncode == 0, resumed.stderr
     assert json.loads(resumed.stdout)["first_step"] == 3
     assert_same_run(run_dir, alone(), "fsdp2", within=5e-4, adapter=2e-2)
@@ -261,9 +259,7 @@ ADAM = (*STREAM, "tokens_per_pass=26", "loraplus_lr_ratio=2", HELD_OUT["sft"], "
 
 
 @quiet
-def test_processes_of_a_host_share_masters_and_train_to_the_bits_of_processes_that_do_not(
-    launch, run_dir
-):
+def test_processes_of_a_host_share_masters_and_train_to_the_bits_of_processes_that_do_not(launch, run_dir):
     for name in ("sharing", "apart", "sharing_and_short"):
         # Without evaluations the updates of a step are still to be made in the next one.
         more = ("eval_strategy=no",) if name == "sharing_and_short" else ()

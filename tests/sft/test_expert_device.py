@@ -147,9 +147,7 @@ def test_what_was_given_back_is_not_taken_again():
     assert not after.resident
     again = rank(sizes, cuts, ranking.limits, costs, mode="stream", gpu_experts=0)
     same = [each.placement for each in again if each.placement.groups == taken.placement.groups]
-    assert all(
-        each.slots <= after.slots for each in same if each.masters == taken.placement.masters
-    )
+    assert all(each.slots <= after.slots for each in same if each.masters == taken.placement.masters)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -161,8 +159,7 @@ def test_a_move_that_memory_is_too_small_for_is_taken_back(fits, monkeypatch):
     more = next(
         each
         for each in ranked
-        if each.placement != now.placement
-        and expert_device._reachable(now.placement, each.placement)
+        if each.placement != now.placement and expert_device._reachable(now.placement, each.placement)
     )
     better = replace(more, seconds=replace(more.seconds, step=now.seconds.step / 2), bytes=0)
     monkeypatch.setattr(expert_device, "rank_placements", lambda *_: [better, now])

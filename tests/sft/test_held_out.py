@@ -54,9 +54,7 @@ def run_dir(tmp_path, base_dir, monkeypatch):
     # Other answers to the same questions, of 3 to 24 words: a mean of batches' means would be another number.
     held = [(text(n, 1 + n % 3), text(n * 5 + 3, (3, 24, 5, 11, 9, 17, 4)[n], 3)) for n in range(7)]
     write_lines(tmp_path / "held.jsonl", [conversation(*each) for each in held])
-    write_lines(
-        tmp_path / "few.jsonl", [conversation(text(n, 1 + n), "meow " * 5) for n in range(4)]
-    )
+    write_lines(tmp_path / "few.jsonl", [conversation(text(n, 1 + n), "meow " * 5) for n in range(4)])
     write_lines(tmp_path / "held_pairs.jsonl", [pair(*each, "no meow") for each in held])
     return write_run(
         tmp_path, base_dir, rows, pairs, lora_dropout=0.1, neftune_noise_alpha=5, learning_rate=1e-2,
@@ -76,9 +74,7 @@ def curve(directory: Path) -> dict[int, float]:
 
 
 def trained(log: list[dict]) -> list[tuple]:
-    return [
-        (record["step"], record["loss"], record["grad_norm"]) for record in log if "loss" in record
-    ]
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in log if "loss" in record]
 
 
 @torch.no_grad()
@@ -221,9 +217,7 @@ def test_a_best_checkpoint_that_is_damaged_is_passed_over_and_told(run_dir):
 
 @pytest.mark.slow
 @quiet
-def test_memory_that_is_too_small_makes_micro_batches_of_an_evaluation_smaller(
-    run_dir, monkeypatch
-):
+def test_memory_that_is_too_small_makes_micro_batches_of_an_evaluation_smaller(run_dir, monkeypatch):
     from ktbridge.sft.stages import SftTrainer
 
     train(run_dir, HELD, "output_dir=whole", "eval_steps=2")

@@ -187,9 +187,7 @@ def test_refused(bases, tmp_path):
     smaller, _ = fitted(replace(config, image_max_pixels=32 * 96))
     assert smaller.used == 3  # the large one, of one token
 
-    assert "images for a model that reads text alone" in whys(
-        tokenized(config, load_tokenizer(bases[VL]))
-    )
+    assert "images for a model that reads text alone" in whys(tokenized(config, load_tokenizer(bases[VL])))
     for stage, given in (
         ("dpo", {"prompt": ASK, "chosen": "a", "rejected": "b", "images": ["red.png"]}),
         ("dpo", {"prompt": talk(part)[:1], "chosen": "a", "rejected": "b"}),
@@ -307,9 +305,7 @@ def test_an_answer_behind_an_image_too_many_is_never_left_out_in_silence(bases, 
     both = {"conversations": [*first, *last], "images": ["64.png", "256.png"]}
     file = write_lines(tmp_path / "rows.jsonl", [both, row(ASK, "64.png")])
     tokenizer = load_tokenizer(bases[VL])
-    tokenizer.chat_template += (
-        "{{ 'x' if messages[-1].role == 'assistant' and messages | length == 2 }}"
-    )
+    tokenizer.chat_template += "{{ 'x' if messages[-1].role == 'assistant' and messages | length == 2 }}"
     (whole, _), (found, _) = (
         fitted(configured(bases[VL], file, cutoff_len=most), tokenizer) for most in (500, 60)
     )

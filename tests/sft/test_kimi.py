@@ -31,8 +31,7 @@ RANKS = [bytes([value]) for value in range(256)]
 def _learn() -> None:
     """Ranks of a small byte-level BPE, as tiktoken's files have them: later merges, higher ranks."""
     words = [
-        [bytes([b]) for b in word.encode()]
-        for word in regex.findall("|".join(SPLITS), CORPUS, regex.V1)
+        [bytes([b]) for b in word.encode()] for word in regex.findall("|".join(SPLITS), CORPUS, regex.V1)
     ]
     for _ in range(120):
         pairs: dict[bytes, int] = {}
@@ -155,7 +154,5 @@ def test_it_is_trained_planned_and_read_again(base, tmp_path):
     adapter = read_adapter(run / "raw")
     assert adapter.expert_layers() == (1,)
     assert any(".self_attn.kv_b_proj." in key for key in adapter.nonexpert)
-    assert not any(
-        problem.severity == "error" for problem in validate_adapter([run / "raw"]).problems
-    )
+    assert not any(problem.severity == "error" for problem in validate_adapter([run / "raw"]).problems)
     run_command("plan", "--no-measure", run / "run.yaml")

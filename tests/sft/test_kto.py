@@ -67,9 +67,7 @@ def test_the_loss_is_the_papers_and_the_reference_the_base(make):
     own, other = (
         [
             row[mask.bool()].tolist()
-            for row, mask in zip(
-                inputs[f"{of}input_ids"], inputs[f"{of}completion_mask"], strict=True
-            )
+            for row, mask in zip(inputs[f"{of}input_ids"], inputs[f"{of}completion_mask"], strict=True)
         ]
         for of in ("", "KL_")
     )

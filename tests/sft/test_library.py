@@ -129,10 +129,7 @@ CAUGHT = re.compile(r"^\s*except ([^:]*) as (\w+):", re.MULTILINE)
 
 
 def problems(count: int) -> list[Problem]:
-    return [
-        Problem("KTX001", "error", f"file{i}", f"found {i}", "another", "do this")
-        for i in range(count)
-    ]
+    return [Problem("KTX001", "error", f"file{i}", f"found {i}", "another", "do this") for i in range(count)]
 
 
 def test_a_printed_error_has_its_problems_and_what_to_do():
@@ -177,9 +174,7 @@ def own_errors(sources: Iterable[str]) -> set[str]:
 
 def whole_texts(source: str, names: set[str]) -> list[int]:
     """Lines that put a caught error of ours into a text with str() or an f-string."""
-    given = {
-        name for caught, name in CAUGHT.findall(source) if names & {*re.findall(r"\w+", caught)}
-    }
+    given = {name for caught, name in CAUGHT.findall(source) if names & {*re.findall(r"\w+", caught)}}
     if not any(re.search(rf"\bstr\(\s*{name}\b|{{\s*{name}\s*[}}!:=]", source) for name in given):
         return []  # parsing is what takes time
     found = []

@@ -83,9 +83,7 @@ ORDERS = [peft_last, peft_first, added_last, added_first, alone]
 
 def expert_b(model: Any) -> list[torch.Tensor]:
     layers = expert_layers(model).values()
-    return [
-        getattr(layer, name) for layer in layers for name in layer.lora_names if name[-1] == "b"
-    ]
+    return [getattr(layer, name) for layer in layers for name in layer.lora_names if name[-1] == "b"]
 
 
 def was_trained(model: Any) -> bool:

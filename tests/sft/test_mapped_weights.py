@@ -71,10 +71,7 @@ def test_amx_that_is_refused_is_said_by_train_and_doctor(base_dir, tmp_path):
     assert said.returncode == 0, said.stderr[-3000:]
     reason = "a thread's alternate signal stack is too small"
     assert f"avx512_bf16 instead of AMX: {reason}" in said.stdout
-    assert (
-        f"the CPU has AMX, but it isn't used (only scalar, avx2, avx512_bf16): {reason}"
-        in said.stdout
-    )
+    assert f"the CPU has AMX, but it isn't used (only scalar, avx2, avx512_bf16): {reason}" in said.stdout
 
 
 @pytest.mark.slow

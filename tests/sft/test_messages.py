@@ -206,9 +206,7 @@ def test_tags_among_the_values_of_a_call_are_no_thoughts(tmp_path):
     said = json.dumps({"name": "add", "arguments": {"a": "use <think> first"}})
     call = {"type": "function", "function": json.loads(said)}
     row = turn({"role": "tool_call", "content": said}, RESULT, DONE)
-    thoughtful = turn(
-        {"role": "tool_call", "content": f"hm</think>{SAID_CALL['content']}"}, RESULT, DONE
-    )
+    thoughtful = turn({"role": "tool_call", "content": f"hm</think>{SAID_CALL['content']}"}, RESULT, DONE)
     first, second = messages_of(read(tmp_path, row, thoughtful))
     assert first[1] == {**CALLING, "tool_calls": [call]}
     assert second[1] == TURN

@@ -85,9 +85,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, cls: Any, look: Any) -> None:
 
 def ends(run_dir: Path, name: str) -> list[dict[str, torch.Tensor]]:
     """What a run's first and last checkpoints hold."""
-    places = sorted(
-        (run_dir / f"{name}.checkpoints").iterdir(), key=lambda path: path.stat().st_mtime
-    )
+    places = sorted((run_dir / f"{name}.checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
     return [load_file(places[place] / "trainable.safetensors") for place in (0, -1)]
 
 
@@ -219,9 +217,7 @@ def test_memory_that_is_too_small_takes_fewer_rows_and_repeats_the_step(train, r
 
 
 @quiet
-def test_experts_give_back_memory_before_rows_are_left_out_and_a_row_too_long_ends_the_run(
-    run_dir, room_for
-):
+def test_experts_give_back_memory_before_rows_are_left_out_and_a_row_too_long_ends_the_run(run_dir, room_for):
     asked: list[int] = []
 
     def shrink(_: Any, short: int) -> str:

@@ -89,9 +89,7 @@ def write_rows(path, words=1):
 
 
 @pytest.mark.parametrize("activation", ["retain", "recompute"])
-@pytest.mark.parametrize(
-    ("shape", "rank"), [(Shape(8, 2, 64, 48, 100), 4), (Shape(16, 4, 96, 64, 300), 20)]
-)
+@pytest.mark.parametrize(("shape", "rank"), [(Shape(8, 2, 64, 48, 100), 4), (Shape(16, 4, 96, 64, 300), 20)])
 def test_the_kernels_keep_what_the_formula_says(shape, rank, activation):
     layer, _ = make_layer(shape, rank=rank, activation=activation)
     hidden, ids, weights = make_inputs(shape)
@@ -126,9 +124,7 @@ def made_in(directory, family):
         ("deepseek_v2", torch.float32, torch.float32, False),
     ],
 )
-def test_autograd_keeps_what_the_formula_says(
-    family, plain, lora, converted, tmp_path, monkeypatch
-):
+def test_autograd_keeps_what_the_formula_says(family, plain, lora, converted, tmp_path, monkeypatch):
     if converted:  # as on a GPU: the masters, not the hidden states
         monkeypatch.setattr(lora_targets, "_DEVICES", ("cpu",))
     torch.manual_seed(0)
@@ -151,8 +147,7 @@ def test_autograd_keeps_what_the_formula_says(
     computed = plain if converted else lora
     batch = MicroBatch(1, 256, False, plain.itemsize, cuda=False, lora_width=computed.itemsize)
     predicted = sum(
-        layer_bytes(shape, layer, lora_paths(setting, layer), 8, batch).kept
-        for layer in shape.layers
+        layer_bytes(shape, layer, lora_paths(setting, layer), 8, batch).kept for layer in shape.layers
     )
     assert predicted == pytest.approx(saved_by_autograd(tuned, 256), rel=0.1)
 
@@ -503,9 +498,7 @@ def test_a_plan_counts_the_rows_of_a_dry_run(form, changes, qwen_run):
 
 
 @pytest.mark.quick("turns|pairs")
-@pytest.mark.parametrize(
-    ("form", "changes"), [("many", []), ("turns", []), ("pairs", ["stage=dpo"])]
-)
+@pytest.mark.parametrize(("form", "changes"), [("many", []), ("turns", []), ("pairs", ["stage=dpo"])])
 def test_a_plan_of_many_rows_is_of_a_sample_and_says_so(form, changes, qwen_run, monkeypatch):
     monkeypatch.setattr("ktbridge.sft.plan.lengths.MOST_ROWS", 30)
     monkeypatch.setattr("ktbridge.sft.plan.lengths._LONGEST", 10)

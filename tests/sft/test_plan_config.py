@@ -28,9 +28,7 @@ ROOMY = TargetMachine(gpu_memory=24 * GB, memory=64 * GB, disk=100 * GB, cores=2
 @pytest.fixture
 def run(tmp_path):
     block = {"kt_num_threads": 2, "kt_experts": "cpu"}
-    run_dir = write_run(
-        tmp_path, "base", [conversation("a", "b")] * 4, output_dir="out", kt_config=block
-    )
+    run_dir = write_run(tmp_path, "base", [conversation("a", "b")] * 4, output_dir="out", kt_config=block)
     return run_dir / "run.yaml"
 
 
@@ -109,9 +107,7 @@ def test_quantized_checkpoints_are_known_by_their_configuration(storage, run, tm
             tensors |= stored_as(storage, name, stored[0], scale[0])
     save_file(tensors, whole / "model.safetensors", {"format": "pt"})
     config = json.loads((whole / "config.json").read_text())
-    (whole / "config.json").write_text(
-        json.dumps(config | {"quantization_config": STORED[storage]})
-    )
+    (whole / "config.json").write_text(json.dumps(config | {"quantization_config": STORED[storage]}))
     found = same_plan(run, whole, config_alone(whole, tmp_path / "alone"))
     assert found.to_download == tensor_bytes(whole)
     (experts,) = (part for part in found.parts if part.what == "experts, mapped")

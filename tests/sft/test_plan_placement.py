@@ -133,9 +133,7 @@ def test_memory_is_that_of_training(made, rows, budget, peak):
 
 @pytest.mark.quick("case[01]|case2-more0")
 @pytest.mark.parametrize("more", [[], ["pure_bf16=true"], ["tokens_per_pass=1024"]])
-@pytest.mark.parametrize(
-    "case", [("deepseek_v2", 16, 6), ("qwen3_moe", 1, 11), ("qwen3_5_moe", 64, 24)]
-)
+@pytest.mark.parametrize("case", [("deepseek_v2", 16, 6), ("qwen3_moe", 1, 11), ("qwen3_5_moe", 64, 24)])
 def test_a_plans_parts_are_what_a_placement_and_its_limits_take(made, case, more):
     name, rows, budget = case
     setting = made(name, rows, 512, f"kt_gpu_memory={budget}GB", *more)
@@ -296,9 +294,7 @@ def test_too_little_and_too_much_memory_are_told(run_yaml, made, tmp_path):
     with pytest.raises(UsageError, match=r"all experts resident .* GPU memory"):
         rank_placements(short, limits_for(short, limit_of(short, 24 * GB)), assumed_costs(short))
     config = load_config(run_yaml, ["kt_config.kt_gpu_memory=80GB"])
-    plan = plan_run(
-        config, TargetMachine(24 * GB, memory=64 * GB, disk=100 * GB, cores=2), measure=False
-    )
+    plan = plan_run(config, TargetMachine(24 * GB, memory=64 * GB, disk=100 * GB, cores=2), measure=False)
     assert beyond(made("deepseek_v2", 16, 512, "kt_gpu_memory=80GB"), 24 * GB) in plan.notes
     assert not beyond(setting, 24 * GB)
     assert any("assumed costs" in note for note in plan.notes)

@@ -58,9 +58,7 @@ def on_cpu(monkeypatch):
         (BF16, "avx2", [], False, False, ["KTC027"]),
     ],
 )
-def test_the_default_is_the_fast_one(
-    run_yaml, on_cpu, monkeypatch, flags, isa, given, cuda, expected, codes
-):
+def test_the_default_is_the_fast_one(run_yaml, on_cpu, monkeypatch, flags, isa, given, cuda, expected, codes):
     on_cpu(flags)
     if isa:
         monkeypatch.setenv("KTBRIDGE_ISA", isa)

@@ -69,9 +69,7 @@ def test_two_layers_in_published_names_and_storage(name, tmp_path):
     assert (found - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    "field", ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"]
-)
+@pytest.mark.parametrize("field", ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"])
 def test_a_renamed_field_is_no_default(field, tmp_path):
     """transformers would take DeepSeek-V3's own sizes for Kimi-K2's, and nobody would see it."""
     config = dict(MODELS["Kimi-K2-Instruct"].config)

@@ -135,9 +135,7 @@ def flip_a_bit(path: Path) -> None:
 
 def untimed(output: Path) -> list[dict]:
     """A run's log, without what the clock says."""
-    return [
-        {key: value for key, value in each.items() if key not in TIMED} for each in log_of(output)
-    ]
+    return [{key: value for key, value in each.items() if key not in TIMED} for each in log_of(output)]
 
 
 def test_killed_or_interrupted_it_goes_on_to_the_same_bits(run_dir, warm):
@@ -213,9 +211,7 @@ def test_every_kind_of_run_ends_in_the_same_bits_however_it_was_interrupted(
     assert train(run_dir, *run).first_step > 1
     assert weights(run_dir / "raw") == weights(run_dir / "whole") != {}
     assert untimed(run_dir / "raw") == untimed(run_dir / "whole")
-    summaries = [
-        json.loads((run_dir / of / "training_data.json").read_text()) for of in ("raw", "whole")
-    ]
+    summaries = [json.loads((run_dir / of / "training_data.json").read_text()) for of in ("raw", "whole")]
     assert summaries[0] == summaries[1]
     if "streaming=true" in run:  # counts what was read, of all epochs
         assert summaries[0]["streamed"]
@@ -479,10 +475,7 @@ def test_a_continuation_must_be_of_the_same_run(run_dir):
     began(run_dir, record, 9)
     asked = "resume_from_checkpoint=true"
     free = ("learning_rate=0.1", "logging_steps=7", "kt_config.kt_num_threads=1")
-    notes = {
-        note.where.rpartition(": ")[2]: note
-        for note in found(configured(run_dir, asked, *free)).notes
-    }
+    notes = {note.where.rpartition(": ")[2]: note for note in found(configured(run_dir, asked, *free)).notes}
     assert notes["learning_rate"].found == "0.01 until here, 0.1 from here on"
     with open(run_dir / "rows.jsonl", "a") as file:
         file.write((run_dir / "rows.jsonl").read_text().splitlines()[0] + "\n")
@@ -508,9 +501,7 @@ def test_a_continuation_must_be_of_the_same_run(run_dir):
         ([], False),
     ],
 )
-def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rate(
-    schedule, goes_on, run_dir
-):
+def test_a_longer_run_goes_on_by_itself_where_its_length_changes_no_learning_rate(schedule, goes_on, run_dir):
     began(run_dir, record_of(configured(run_dir, *schedule)))
     longer = [*schedule, "max_steps=20"]
     if goes_on:
@@ -543,8 +534,6 @@ def test_another_number_of_processes_goes_on_with_the_same_rows_in_a_step(
         assert keys == other
         assert "keep the rows of a step" in error.next_step
         return
-    notes = {
-        n.where.rpartition(": ")[2]: n for n in found(configured(run_dir, *overrides, asked)).notes
-    }
+    notes = {n.where.rpartition(": ")[2]: n for n in found(configured(run_dir, *overrides, asked)).notes}
     assert notes["processes"].code == "KTC011"
     assert notes["processes"].found == f"1 until here, {size} from here on"

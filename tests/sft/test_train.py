@@ -162,9 +162,7 @@ def test_progress_fits_80_columns_with_step_loss_pace_and_eta(monkeypatch):
     from ktbridge.cli import _ui
 
     screen, now = io.StringIO(), [0.0]
-    terminal = Console(
-        file=screen, force_terminal=True, width=80, highlight=False, get_time=lambda: now[0]
-    )
+    terminal = Console(file=screen, force_terminal=True, width=80, highlight=False, get_time=lambda: now[0])
     monkeypatch.setattr(_ui, "stderr", terminal)
     with _ui.training_bar(0, 65) as bar:
         for step, seconds in enumerate((600, 60, 60, 60, 60), 1):  # the first compiles

@@ -160,9 +160,7 @@ if __name__ == "__main__":
     adapters = dict(each.split("=") for each in given)
     Faulty.roots = {f"tiny:{name}": path for name, path in adapters.items()}
     make_app, app_module.create_app, app_module.Service = app_module.create_app, create_app, Faulty
-    plan = plan_local(
-        ServeRequest(model=base, adapters=adapters, served_name="tiny", port=0, threads=1)
-    )
+    plan = plan_local(ServeRequest(model=base, adapters=adapters, served_name="tiny", port=0, threads=1))
 
     def ready(url: str) -> None:
         print(json.dumps({"base_url": url}), flush=True)

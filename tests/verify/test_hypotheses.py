@@ -38,9 +38,7 @@ class Bench:
         target.mkdir()
         for name in FILES:
             tensors = load_file(self.adapter / name)
-            save_file(
-                {k: t.contiguous() for k, t in change(tensors).items()} or tensors, target / name
-            )
+            save_file({k: t.contiguous() for k, t in change(tensors).items()} or tensors, target / name)
         config = json.loads((self.adapter / "adapter_config.json").read_text())
         (target / "adapter_config.json").write_text(json.dumps(config))
         return target
@@ -92,9 +90,7 @@ def bench(base, adapter, tmp_path_factory):
 def scaled(factor: float, *words: str) -> Callable[[Tensors], Tensors]:
     def change(tensors: Tensors) -> Tensors:
         return {
-            k: t * factor
-            if k.lower().endswith(("_b", "b.weight")) and any(w in k for w in words)
-            else t
+            k: t * factor if k.lower().endswith(("_b", "b.weight")) and any(w in k for w in words) else t
             for k, t in tensors.items()
         }
 

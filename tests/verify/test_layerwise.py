@@ -68,9 +68,7 @@ def test_what_is_not_read_is_refused(tmp_path):
 
     assert f"lacks {name}" in refusal({name: None})
     assert "[64, 3]" in refusal({name: torch.zeros(64, 3)})
-    assert "scripts/dequantize_checkpoint.py" in refusal(
-        {name: torch.zeros(64, 64, dtype=torch.int8)}
-    )
+    assert "scripts/dequantize_checkpoint.py" in refusal({name: torch.zeros(64, 64, dtype=torch.int8)})
     packed = {
         name: None,
         name.replace("weight", "weight_packed"): torch.zeros(64, 8, dtype=torch.int32),

@@ -104,9 +104,7 @@ def _in_blocks(path: Path, copy: Path) -> Path:
     tensors = load_file(copy / "adapter_model.safetensors")
     for name, b in tensors.items():
         if "experts" in name and "lora_B" in name:
-            tensors[name] = (
-                b.reshape(len(b), -1, 4).transpose(1, 2).reshape(len(b), -1).contiguous()
-            )
+            tensors[name] = b.reshape(len(b), -1, 4).transpose(1, 2).reshape(len(b), -1).contiguous()
     save_file(tensors, copy / "adapter_model.safetensors")
     return copy
 

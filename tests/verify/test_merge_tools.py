@@ -101,9 +101,7 @@ def merged_by(
 ) -> MergeVerdict:
     """Run ``code`` with packages of ``places`` before the installed ones, and judge what it wrote."""
     words = (out, family, sizes, settings)
-    done = run_with(
-        code, *words, places=places, cwd=out, **environment
-    )  # Unsloth writes a cache there
+    done = run_with(code, *words, places=places, cwd=out, **environment)  # Unsloth writes a cache there
     assert done.returncode == 0, done.stderr[-3000:]
     adapter = open_adapter(out / "adapter", from_format, out / "base")
     return judge_merge(check_merge(out / "base", out / "merged", adapter))
@@ -174,9 +172,7 @@ def test_axolotl_leaves_fused_lora_out_of_experts_stored_one_by_one(tmp_path, fa
     assert "4 of 28 matrices are applied; not applied: experts." in verdict.sentence
 
 
-@pytest.mark.parametrize(
-    ("release", "from_format"), [("0.18.1", "peft-0.18"), ("0.20.0", "peft-fused")]
-)
+@pytest.mark.parametrize(("release", "from_format"), [("0.18.1", "peft-0.18"), ("0.20.0", "peft-fused")])
 def test_an_older_pefts_merge_is_applied(tmp_path, release, from_format):
     assert_applied(merged_by(PEFT, tmp_path, "qwen3_moe", release, from_format=from_format))
 

@@ -60,8 +60,7 @@ def make(path: Path, family: str, storage: str = "BF16", **sizes: Any) -> Made:
     """A base whose weights are what ``storage`` can have, and its adapter."""
     model = TinyMoE(family, **sizes)
     model.weights = {
-        name: meant(storage, value) if name[1] >= 0 else value
-        for name, value in model.weights.items()
+        name: meant(storage, value) if name[1] >= 0 else value for name, value in model.weights.items()
     }
     model.write(path / "base", storage=storage)
     model.write_adapter(path / "adapter")
@@ -76,9 +75,7 @@ def bases(tmp_path_factory):
     }
 
 
-def verified(
-    base: Path, merged: Path, adapter: Path | None = None
-) -> tuple[MergeCheck, MergeVerdict]:
+def verified(base: Path, merged: Path, adapter: Path | None = None) -> tuple[MergeCheck, MergeVerdict]:
     opened = None if adapter is None else open_adapter(adapter, base_model=base)
     check = check_merge(base, merged, opened)
     return check, judge_merge(check)

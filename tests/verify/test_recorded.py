@@ -49,9 +49,7 @@ def asked(record: dict[str, Any], way: str) -> tuple[tuple[TokenSpan, ...], list
     try:
         client = LogprobClient(server.url, timeout=10)
         prompts = [record["prompt"]]
-        client.choose(
-            "tiny", prompts, ContinuationSampler(Vocabulary(record["vocabulary"]), prompts), way
-        )
+        client.choose("tiny", prompts, ContinuationSampler(Vocabulary(record["vocabulary"]), prompts), way)
         answer = client.ask_all(["tiny"])["tiny"]
     finally:
         server.close()

@@ -57,9 +57,7 @@ def test_right_adapter_is_applied(server, base, adapter):
 @pytest.mark.slow
 def test_references_need_no_kernels(server, base, adapter):
     args = ("--model", "tiny:neko", "--adapter", adapter, "--base-model", base)
-    done = bare.run(
-        "verify", "--server", server.url, *args, without={bare.KERNELS}, calls=bare.NOT_ON_MACOS
-    )
+    done = bare.run("verify", "--server", server.url, *args, without={bare.KERNELS}, calls=bare.NOT_ON_MACOS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tiny:neko: applied")
 

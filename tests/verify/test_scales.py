@@ -25,9 +25,7 @@ def wider(tensors, modules, rank):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_base_and_adapter_are_the_merge_at_pefts_scales(base, adapter, tmp_path, rslora):
-    convert_adapter(
-        adapter, to="vllm", output_dir=tmp_path / "in", base_model=str(base), dtype="f32"
-    )
+    convert_adapter(adapter, to="vllm", output_dir=tmp_path / "in", base_model=str(base), dtype="f32")
     file, settings = tmp_path / "in/adapter_model.safetensors", tmp_path / "in/adapter_config.json"
     (tmp_path / "in/kt_adapter_manifest.json").unlink()
     config = json.loads(settings.read_text()) | {
@@ -60,8 +58,5 @@ def load_all(path):
 
     found = {}
     for file in sorted(path.glob("*.safetensors")):
-        found |= {
-            k.removesuffix(".weight"): v.to(torch.float32).numpy()
-            for k, v in load_torch(file).items()
-        }
+        found |= {k.removesuffix(".weight"): v.to(torch.float32).numpy() for k, v in load_torch(file).items()}
     return found

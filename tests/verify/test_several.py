@@ -89,9 +89,7 @@ def wrong(result) -> dict[str, set[str]]:
 def test_each_name_is_its_own_adapter(served):
     result = served.verify(repeat=2)
     assert (result.ok, result.problems) == (True, ())
-    assert {n.model: n.verdict for n in result.names} == dict.fromkeys(
-        ("tiny:a", "tiny:b"), "applied"
-    )
+    assert {n.model: n.verdict for n in result.names} == dict.fromkeys(("tiny:a", "tiny:b"), "applied")
     assert result.columns == ("base", "a", "b")
     stages = [
         ("before", ["base"]), ("alone", "ab"), ("together", ["base", *"ab"]),
@@ -223,9 +221,7 @@ def test_the_command_prints_the_matrix(served, lettered, pair):
     args = [part for name, path in pair.items() for part in ("--adapter", f"{name}={path}")]
     done = run_verify("--server", served.url, *args, "--base-model", str(lettered))
     assert done.exit_code == 1
-    assert done.stdout.startswith(
-        "tiny:a not as its own adapter\ntiny:a: another adapter - it answers as b"
-    )
+    assert done.stdout.startswith("tiny:a not as its own adapter\ntiny:a: another adapter - it answers as b")
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["served", "model", "base", "a", "b", "tokens", "should", "be"] in rows
     (alone, together) = [row for row in rows if row[:1] == ["tiny:a"] and len(row) > 6][:2]

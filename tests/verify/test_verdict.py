@@ -90,9 +90,7 @@ def test_scale_is_judged_by_the_share_where_noise_is_large():
 
 def test_effect_below_the_noise_cannot_be_told():
     references = vectors(effect=0.02, noise=0.01)
-    assert set(read(references, served_as(references, 1, 1, jitter=0.001)).values()) == {
-        "can't tell"
-    }
+    assert set(read(references, served_as(references, 1, 1, jitter=0.001)).values()) == {"can't tell"}
 
 
 def test_no_effect_cannot_be_told():
@@ -141,6 +139,4 @@ def test_an_arm_that_is_not_what_its_name_says_fails_the_whole(references):
     assert [half.verdict for half in result.halves] == ["applied", "applied"]
     assert [arm.as_expected for arm in result.arms] == [False, True]
     assert (result.verdict, result.ok) == ("applied", False)
-    assert [(p.code, p.severity, p.where) for p in result.problems] == [
-        ("KTV003", "error", "S:base")
-    ]
+    assert [(p.code, p.severity, p.where) for p in result.problems] == [("KTV003", "error", "S:base")]

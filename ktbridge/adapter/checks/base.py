@@ -125,9 +125,7 @@ def _expert_layers(adapter: Adapter, base: ModelConfig, use: Use) -> Iterator[Pr
             texts.append(f"has layers {numbers(have - need)}, where the base has no experts")
         yield problem("KTB603", where, " and ".join(texts), f"{len(need)} MoE layers")
     if adapter.num_experts() != base.num_experts:
-        yield problem(
-            "KTB604", where, f"{adapter.num_experts()} experts a layer", f"{base.num_experts}"
-        )
+        yield problem("KTB604", where, f"{adapter.num_experts()} experts a layer", f"{base.num_experts}")
 
 
 def _expert_sizes(adapter: Adapter, base: ModelConfig) -> Iterator[Problem]:
@@ -178,9 +176,7 @@ def _nonexperts(adapter: Adapter, modules: Modules, unapplied: Severity) -> Iter
         if known and key.suffix not in known:
             unserved.append(part)
     yield from many("KTB606", beyond, "is beyond the last layer", f"{base.num_layers} layers")
-    yield from many(
-        "KTB207", draft, "is for a layer that drafts (MTP)", f"{base.num_layers} layers"
-    )
+    yield from many("KTB207", draft, "is for a layer that drafts (MTP)", f"{base.num_layers} layers")
     for expected, parts in narrow.items():
         yield from many("KTB605", parts, f"has shape {list(parts[0].entry.shape)}", expected)
     found = "is not applied by SGLang-KT for this family"

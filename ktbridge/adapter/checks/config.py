@@ -106,9 +106,7 @@ def _basics(adapter: Adapter, where: str, use: Use) -> Iterator[Problem]:
     if type(rank) is not int or rank <= 0:
         yield problem("KTB102", where, f"r is {rank!r}", "a positive integer")
     alpha = config.get("lora_alpha")
-    vouched = (
-        adapter.layout == "raw" and not adapter.nonexpert and is_number(adapter.lora.get("alpha"))
-    )
+    vouched = adapter.layout == "raw" and not adapter.nonexpert and is_number(adapter.lora.get("alpha"))
     if not (is_number(alpha) and alpha <= MAX_ALPHA) and not (alpha is None and vouched):
         yield problem("KTB103", where, f"lora_alpha is {alpha!r}", "a positive number up to 1e6")
 

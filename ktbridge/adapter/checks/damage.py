@@ -333,9 +333,7 @@ def _check_trained_block(adapter: Adapter, pairs: Sequence[Pair]) -> Iterator[Pr
         return
     if n := block_count(masks[0]):
         on = np.flatnonzero(masks[0])
-        found = (
-            f"experts {on[0]} to {on[-1]} have LoRA in each of {len(masks)} layers, all others none"
-        )
+        found = f"experts {on[0]} to {on[-1]} have LoRA in each of {len(masks)} layers, all others none"
         yield problem("KTB408", str(adapter.path), f"{found} (1/{n} of {len(masks[0])})")
 
 

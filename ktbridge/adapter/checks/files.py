@@ -38,9 +38,7 @@ def check_files(adapter: Adapter, use: Use) -> Iterator[Problem]:
     if adapter.layout == "merged":
         for weights in adapter.files:
             if os.stat(weights.path).st_mtime <= _NO_TIME:
-                yield problem(
-                    "KTB015", str(weights.path), "is dated 1980 or before", "its real time"
-                )
+                yield problem("KTB015", str(weights.path), "is dated 1980 or before", "its real time")
     for name in sorted([*ours, CONFIG_FILE]):
         path = adapter.path / name
         if not path.exists():  # another configuration replaces it
@@ -49,9 +47,7 @@ def check_files(adapter: Adapter, use: Use) -> Iterator[Problem]:
         if not mode & 0o004 and not mode & 0o040:
             found = f"has mode {mode & 0o777:04o}"
             step = f"chmod a+r {shlex.quote(str(path))}"
-            yield problem(
-                "KTB009", str(path), found, "readable by the server's user", next_step=step
-            )
+            yield problem("KTB009", str(path), found, "readable by the server's user", next_step=step)
     yield from _artifacts(adapter)
 
 
@@ -97,9 +93,7 @@ def _artifacts(adapter: Adapter) -> Iterator[Problem]:
         if size != record.get("size"):
             found = "is missing" if size is None else f"is {size} bytes"
             expected = f"{record.get('size')} bytes"
-            yield problem(
-                "KTB011", str(path), found, expected, next_step=resave_step(adapter.manifest)
-            )
+            yield problem("KTB011", str(path), found, expected, next_step=resave_step(adapter.manifest))
         file = next((file for file in adapter.files if file.name == name), None)
         if file is not None and record.get("tensors") is not None:
             yield from _listed(f"{where}: {name}", file, record["tensors"])
@@ -156,9 +150,7 @@ class Hashes:
                 self.total += size
                 jobs.append((path, record["sha256"], self._pool.submit(self._hash, path)))
 
-    def check(
-        self, directory: Path, on_bytes: Callable[[], None] | None = None
-    ) -> Iterator[Problem]:
+    def check(self, directory: Path, on_bytes: Callable[[], None] | None = None) -> Iterator[Problem]:
         """Wait for one directory's hashes; yield a problem per file whose content differs.
 
         ``on_bytes()`` is called periodically meanwhile: ``done`` of ``total`` bytes are hashed.

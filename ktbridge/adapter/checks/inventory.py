@@ -133,9 +133,7 @@ def _leftovers(adapter: Adapter) -> Iterator[Problem]:
             rule = ("KTB112", "is a whole weight")
         by_rule[rule].append(part)
     for (code, found), group in by_rule.items():
-        yield from many(
-            code, group, found, next_step=_FROM_PEFT if found == _AS_PEFT_SAVES else None
-        )
+        yield from many(code, group, found, next_step=_FROM_PEFT if found == _AS_PEFT_SAVES else None)
 
 
 def _is_head(part: Part) -> bool:
@@ -216,9 +214,7 @@ def _expert_keys(adapter: Adapter, use: Use) -> Iterator[Problem]:
 
 
 def _nonexpert_pairs(adapter: Adapter) -> Iterator[Problem]:
-    single = [
-        part for halves in adapter.pairs().values() if len(halves) == 1 for part in halves.values()
-    ]
+    single = [part for halves in adapter.pairs().values() if len(halves) == 1 for part in halves.values()]
     yield from many("KTB202", single, "has no counterpart", "lora_A and lora_B")
 
 
@@ -246,9 +242,7 @@ def _misplaced(adapter: Adapter, use: Use) -> Iterator[Problem]:
     if towers[True]:  # an unknown path alone may be the text model's
         yield from many("KTB206", towers[False], "is in another part of the model than others are")
     # A merge can apply it; engines don't.
-    yield from many(
-        "KTB213", head, "adapts an embedding or head", severity=None if use.served else "warning"
-    )
+    yield from many("KTB213", head, "adapts an embedding or head", severity=None if use.served else "warning")
     yield from many("KTB201", nowhere, "belongs to no decoder layer")
     yield from many("KTB201", blocks, "names a block of modules, and no module in it")
 
@@ -305,9 +299,7 @@ def _shapes(adapter: Adapter, made: bool = False) -> Iterator[Problem]:
     yield from _expert_shapes(adapter, own_rank, code)
 
 
-def _expert_shapes(
-    adapter: Adapter, own_rank: Callable[[Part], object], code: str
-) -> Iterator[Problem]:
+def _expert_shapes(adapter: Adapter, own_rank: Callable[[Part], object], code: str) -> Iterator[Problem]:
     """gate and up: A [r,H], B [I,r]; down: A [r,I], B [H,r], one H and one I throughout."""
     sizes: dict[str, int] = {}
     wrong: list[Part] = []

@@ -55,9 +55,7 @@ def left_out(adapter: Adapter, layers: Iterable[int]) -> set[int]:
     part = next(parts, None)
     if part is None or not targeted(config, part.key.module, part.key.layer):
         return out
-    return out | {
-        layer for layer in layers if not targeted(config, other_layer(part, layer), layer)
-    }
+    return out | {layer for layer in layers if not targeted(config, other_layer(part, layer), layer)}
 
 
 def selected_layers(adapter: Adapter) -> list[int]:
@@ -157,9 +155,7 @@ def check_gaps(adapters: Sequence[Adapter]) -> Iterator[Problem]:
             missing["attention"] = {
                 layer
                 for layer in set(range(min(own), max(own))).union(experts) - own
-                if any(
-                    targeted(adapter.trained_as, other_layer(one[n], layer), layer) for n in mixers
-                )
+                if any(targeted(adapter.trained_as, other_layer(one[n], layer), layer) for n in mixers)
             }
         if adapter.experts and adapter.trained_as.get("layers_to_transform") is None:
             own = have["mlp.experts"] = {*adapter.expert_layers()}

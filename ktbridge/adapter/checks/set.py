@@ -158,15 +158,10 @@ def _same_values(source: Adapter, adapter: Adapter, scale: float) -> Iterator[Pr
         factors = _expert_factors(source, adapter, slot)
         differing = _first_difference(theirs, ours, half, factors)
         if differing is not None:
-            where = (
-                f"{adapter.path}: layer {layer} expert {differing} {projection}_proj.lora_{half}"
-            )
+            where = f"{adapter.path}: layer {layer} expert {differing} {projection}_proj.lora_{half}"
             twin = {"gate": "up", "up": "gate"}.get(projection)
             swapped = twin and (layer, twin, half) in source.experts
-            if (
-                swapped
-                and _first_difference(source.experts[layer, str(twin), half], ours, half) is None
-            ):
+            if swapped and _first_difference(source.experts[layer, str(twin), half], ours, half) is None:
                 expected = f"gate as in {source.path}"
                 yield problem("KTB504", where, "gate and up are swapped", expected)
             else:
@@ -191,9 +186,7 @@ def _relative(adapter: Adapter, part: Part) -> float:
     return numbers_of(adapter, part.key).scale / half_numbers(adapter, half).scale
 
 
-def _expert_factors(
-    source: Adapter, adapter: Adapter, slot: tuple[int, str, str]
-) -> dict[int, float]:
+def _expert_factors(source: Adapter, adapter: Adapter, slot: tuple[int, str, str]) -> dict[int, float]:
     """Return what each expert's B carries of its own scale; nothing where all have one."""
     layer, projection, half = slot
     factors: dict[int, float] = {}
@@ -228,9 +221,7 @@ def _same(source: TensorRef, served: TensorRef, half: str, factor: float) -> boo
     axis = 0 if half == "A" else 1
     if len(source.shape) != 2 or len(served.shape) != 2 or source.shape[axis] > served.shape[axis]:
         return False
-    known = served.dtype in (source.dtype, "BF16", "F32") and {source.dtype, served.dtype} <= {
-        *BITS
-    }
+    known = served.dtype in (source.dtype, "BF16", "F32") and {source.dtype, served.dtype} <= {*BITS}
     if source.shape[1 - axis] != served.shape[1 - axis] or not known:
         return False
     import numpy as np

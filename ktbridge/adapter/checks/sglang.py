@@ -90,9 +90,7 @@ def _added_tokens(adapter: Adapter, base: ModelConfig | None) -> Iterator[Proble
         added = read_json_file(file, most=MAX_BYTES)
     except KtbridgeError as error:
         text = error.sentence.removeprefix(f"{file} ")
-        yield problem(
-            "KTB649", str(file), text, "a table of tokens", next_step=f"rm {quote(str(file))}"
-        )
+        yield problem("KTB649", str(file), text, "a table of tokens", next_step=f"rm {quote(str(file))}")
         return
     size = None if base is None else base.text.get("vocab_size")
     if type(size) is not int:
@@ -101,9 +99,7 @@ def _added_tokens(adapter: Adapter, base: ModelConfig | None) -> Iterator[Proble
             step = "add --base-model (a config.json is enough)"
             yield problem("KTB649", str(file), found, severity="warning", next_step=step)
         return
-    beyond = sorted(
-        name for name, number in added.items() if not isinstance(number, int) or number >= size
-    )
+    beyond = sorted(name for name, number in added.items() if not isinstance(number, int) or number >= size)
     if beyond:
         found = f"has {len(beyond)} tokens beyond the vocabulary, first {beyond[0]!r:.60}"
         yield problem("KTB649", str(file), found, f"numbers below {size}")

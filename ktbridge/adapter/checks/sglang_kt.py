@@ -65,9 +65,7 @@ def _check_architecture(serving: Serving) -> Iterator[Problem]:
         found = f"is a {' or '.join(base.architectures)}, which isn't in the engine's registry of models"
         yield problem("KTB618", where, found, expected)
     elif (family.block, family.names) not in contract.experts_read:
-        stored = (
-            family.fused[0] if family.storage != "per-expert" else f"experts.E.{family.names[0]}"
-        )
+        stored = family.fused[0] if family.storage != "per-expert" else f"experts.E.{family.names[0]}"
         found = f"has its experts as {family.block}.{stored}, which kt-kernel doesn't read"
         yield problem("KTB618", where, found, expected)
 

@@ -54,9 +54,7 @@ class Scan(NamedTuple):
     low: NDArray[np.uint32]
 
 
-def scan_run(
-    file: TensorFile, run: Run, on_bytes: Callable[[int], None] = lambda count: None
-) -> Scan:
+def scan_run(file: TensorFile, run: Run, on_bytes: Callable[[int], None] = lambda count: None) -> Scan:
     """Read the run's bytes once. ``on_bytes(n)`` reports n further bytes.
 
     Raises KtbridgeError when the file can't be read or was truncated.
@@ -268,9 +266,7 @@ def _nonexpert_zeros(adapter: Adapter, pairs: Sequence[Pair]) -> Iterator[Proble
     if all(pair.zero.all() for pair in pairs):
         yield problem("KTB402", where, "every non-expert LoRA is zero")
         return
-    zero = sorted(
-        next(iter(pair.tensors.values()))[0].key.module for pair in pairs if pair.zero.all()
-    )
+    zero = sorted(next(iter(pair.tensors.values()))[0].key.module for pair in pairs if pair.zero.all())
     if zero:
         more = f" (and {len(zero) - 1} more modules)" if len(zero) > 1 else ""
         yield problem("KTB403", f"{where}: {zero[0]}", f"LoRA is zero{more}")

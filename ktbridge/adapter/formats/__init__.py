@@ -92,9 +92,7 @@ _LORA = rb"\.(?:(?:_orig_mod|_[a-z_]*module|module)\.)*lora_[AB]\b"
 _SIGNS = {
     "mcore": re.compile(_WRAPPED + rb"[0-9]+\.gate_up_proj" + _LORA),
     "peft": re.compile(_WRAPPED + rb"(?:base_layer\.)?lora_[AB]\."),
-    "sglang-3d": re.compile(
-        _WRAPPED + rb"(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])" + _LORA
-    ),
+    "sglang-3d": re.compile(_WRAPPED + rb"(?:gate_proj|up_proj|down_proj|gate_up_proj|w[123])" + _LORA),
 }
 
 

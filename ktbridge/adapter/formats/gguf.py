@@ -270,9 +270,7 @@ def _arranged(
     architecture = str(fields.get("general.architecture"))
     if architecture not in {family.llama_cpp for family in FAMILIES} - {""}:
         raise KtbridgeError(f"{file} is for {architecture!r}, a family we don't know", "")
-    modules = {
-        name: module for module, name in _names(package, architecture, _layers(tensors)).items()
-    }
+    modules = {name: module for module, name in _names(package, architecture, _layers(tensors)).items()}
     alpha = fields.get("adapter.lora.alpha")
     experts: dict[Slot, Block] = {}
     nonexpert: dict[str, Block] = {}
@@ -385,9 +383,7 @@ def _refused(key: Key, architecture: str) -> str:
     return _MOVED if moved else ""
 
 
-def _permuted(
-    block: Block, key: Key, architecture: str, base: ModelConfig | None, *, back: bool
-) -> Block:
+def _permuted(block: Block, key: Key, architecture: str, base: ModelConfig | None, *, back: bool) -> Block:
     """q and k rows permuted for ggml's rotary embedding, for architectures that use it."""
     if not _graph(architecture).rotated or key.leaf not in ("q_proj", "k_proj"):
         return block
@@ -401,9 +397,7 @@ def _permuted(
         )
     half = block.shape[0] // heads // 2
     split = (heads, half, 2) if back else (heads, 2, half)
-    return block.then(
-        block.shape, lambda bits: bits.reshape(*split, -1).swapaxes(1, 2).reshape(block.shape)
-    )
+    return block.then(block.shape, lambda bits: bits.reshape(*split, -1).swapaxes(1, 2).reshape(block.shape))
 
 
 def check_header(file: Path) -> None:
@@ -475,9 +469,7 @@ class _Header:
         offset = self._number("Q")
         # No type takes less than a bit per element.
         if offset > self._size or not 0 < elements <= 8 * self._size:
-            raise ValueError(
-                f"{name} has {elements:,} elements at byte {offset:,}, not in the file"
-            )
+            raise ValueError(f"{name} has {elements:,} elements at byte {offset:,}, not in the file")
 
     def _text(self, most: int) -> str:
         size = self._number("Q")

@@ -212,9 +212,7 @@ def write_sglang_3d(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     return outputs, [*problems, *(replace(item, severity="warning") for item in ends)]
 
 
-def _one_scale(
-    layout: str, adapter: Adapter, experts: list[Piece]
-) -> tuple[list[Output], list[Problem]]:
+def _one_scale(layout: str, adapter: Adapter, experts: list[Piece]) -> tuple[list[Output], list[Problem]]:
     rank, alpha, factor, problems = one_scale(adapter)
     modules = [*adapter.expert_modules(), *adapter.nonexpert_modules()]
     config = build_config(adapter, rank, alpha, modules)

@@ -125,9 +125,7 @@ def read_peft(request: Request) -> tuple[Adapter, list[Problem]]:
     return made, warnings + findings
 
 
-def _pairs(
-    adapter: Adapter, parts: list[Part], findings: list[Problem]
-) -> tuple[Layers, list[Part]]:
+def _pairs(adapter: Adapter, parts: list[Part], findings: list[Problem]) -> tuple[Layers, list[Part]]:
     """layer -> (module path, parameter -> its A and B); and every other tensor."""
     found: dict[int, dict[str, dict[str, Part]]] = defaultdict(lambda: defaultdict(dict))
     modules: dict[int, str] = {}
@@ -147,9 +145,7 @@ def _pairs(
             if len(halves) != 2:
                 where = next(iter(halves.values())).where
                 findings.append(problem("KTB202", where, "has no counterpart", "lora_A and lora_B"))
-            elif any(
-                len(part.entry.shape) != 2 or 0 in part.entry.shape for part in halves.values()
-            ):
+            elif any(len(part.entry.shape) != 2 or 0 in part.entry.shape for part in halves.values()):
                 where = halves["A"].where
                 findings.append(problem("KTB302", where, "or its counterpart is not a matrix"))
             elif parameter is None:
@@ -223,9 +219,7 @@ def _writer(adapter: Adapter, exchanged: bool | None, base: ModelConfig | None) 
     config = adapter.config
     mapping = config.get("auto_mapping")
     own = mapping if isinstance(mapping, dict) else {}
-    layouts = {
-        str(source[_UNSLOTH_LAYOUT]) for source in (config, own) if _UNSLOTH_LAYOUT in source
-    }
+    layouts = {str(source[_UNSLOTH_LAYOUT]) for source in (config, own) if _UNSLOTH_LAYOUT in source}
     if layouts == {"grouped_by_expert"}:
         return "unsloth-legacy"
     if own.get("unsloth_fixed") and layouts != {"rank_major"}:
@@ -304,9 +298,7 @@ def _numbers(config: Mapping[str, object], name: str, pair: Pair) -> Numbers | P
     return numbers
 
 
-def _arranged(
-    adapter: Adapter, stacks: Stacks, interleaved: bool, findings: list[Problem]
-) -> Pairs:
+def _arranged(adapter: Adapter, stacks: Stacks, interleaved: bool, findings: list[Problem]) -> Pairs:
     """Split gate_up; report what is left out, and where zeros give all one rank."""
     recorded = (adapter.manifest or {}).get("experts")
     hint = recorded if isinstance(recorded, dict) else {}  # of our own manifest

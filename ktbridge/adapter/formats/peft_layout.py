@@ -57,9 +57,7 @@ def swapped(pairs: dict[str, Pair], hidden: int) -> bool | None:
     return inner != hidden
 
 
-def unpack(
-    a: Block, b: Block, count: int, rank: int, exchanged: bool, order: str
-) -> tuple[Block, Block]:
+def unpack(a: Block, b: Block, count: int, rank: int, exchanged: bool, order: str) -> tuple[Block, Block]:
     """The flat matrices of one parameter as stacks A [E,R,in] and B [E,out,R]."""
 
     def rows(bits: Bits) -> Bits:
@@ -106,15 +104,11 @@ def pack(stem: str, a: Block, b: Block) -> list[Piece]:
     count, rank, wide = a.shape
     high = b.shape[1]
     flat_a = a.then((count * rank, wide), lambda bits: bits.reshape(count * rank, wide))
-    flat_b = b.then(
-        (high, rank * count), lambda bits: bits.transpose(1, 2, 0).reshape(high, rank * count)
-    )
+    flat_b = b.then((high, rank * count), lambda bits: bits.transpose(1, 2, 0).reshape(high, rank * count))
     return [piece(f"{stem}.lora_A.weight", flat_a), piece(f"{stem}.lora_B.weight", flat_b)]
 
 
-def arrangement(
-    gate_up: dict[int, tuple[Block, Block]], interleaved: bool, hint: dict[str, object]
-) -> str:
+def arrangement(gate_up: dict[int, tuple[Block, Block]], interleaved: bool, hint: dict[str, object]) -> str:
     """ "block", "gate", "up" (only that one is adapted) or "shared"; reads every B once.
 
     ``hint`` is what our manifest recorded.
@@ -174,9 +168,7 @@ def write_peft(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
         stem = f"{PEFT_PREFIX}{adapter.module_prefix()}{module}"
         both = bool(how) and "down" in adapter.projections
         if how:
-            a, b = _fused(
-                [experts[layer, n, half] for half in "AB" for n in gated], how, interleaved
-            )
+            a, b = _fused([experts[layer, n, half] for half in "AB" for n in gated], how, interleaved)
             parameters.append(f"{module}.{GATE_UP}")
             pieces += pack(f"{stem}.base_layer" if both else stem, a, b)
         if "down" in adapter.projections:
@@ -191,8 +183,7 @@ def write_peft(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
         layers = adapter.expert_layers()
         scales = {layer: adapter.own_of(layer, names[0])[0].scale for layer in layers}
         alphas = {
-            layer: times * adapter.alpha * (scale / adapter.usual.scale)
-            for layer, scale in scales.items()
+            layer: times * adapter.alpha * (scale / adapter.usual.scale) for layer, scale in scales.items()
         }
         if len(set(alphas.values())) == 1:
             own[f"experts.{parameter}"] = times * adapter.rank, next(iter(alphas.values()))

@@ -141,9 +141,7 @@ def open_foreign(request: Request) -> tuple[Adapter, list[Part], list[Problem]]:
         if not has_errors(findings):
             findings.append(problem("KTB103", where, "has no usable r and lora_alpha"))
     parts = [
-        Part(file, entry, parse_key(entry.name))
-        for file in adapter.files
-        for entry in file.entries.values()
+        Part(file, entry, parse_key(entry.name)) for file in adapter.files for entry in file.entries.values()
     ]
     odd = [part for part in parts if part.entry.dtype not in BITS]
     if odd:

@@ -73,9 +73,7 @@ def read_stacked(request: Request) -> tuple[Adapter, list[Problem]]:
         if expert in side:
             findings.append(problem("KTB014", part.where, "gives a tensor again"))
         side[expert] = match["module"], part
-    tinker = any(
-        name in ("w1", "w2", "w3") and -1 in both["A"] for (_, name), both in sides.items()
-    )
+    tinker = any(name in ("w1", "w2", "w3") and -1 in both["A"] for (_, name), both in sides.items())
     if tinker:
         rest = [*_renamed(rest, base, findings)]
     count = _count(path, sides, base, findings)
@@ -84,9 +82,7 @@ def read_stacked(request: Request) -> tuple[Adapter, list[Problem]]:
     for (layer, name), both in sorted(sides.items()):
         if not all(both.values()):
             _, part = next(iter((both["A"] or both["B"]).values()))
-            findings.append(
-                problem("KTB202", part.where, "has no counterpart", "lora_A and lora_B")
-            )
+            findings.append(problem("KTB202", part.where, "has no counterpart", "lora_A and lora_B"))
             continue
         stacks = [_stack(both[half], half, count) for half in HALVES]
         findings += [item for item in stacks if isinstance(item, Problem)]
@@ -97,9 +93,7 @@ def read_stacked(request: Request) -> tuple[Adapter, list[Problem]]:
             own = next((side for side in both.values() if -1 not in side), both["A"])
             numbers = tuple(peft_numbers(adapter.config, own[expert][0]) for expert in sorted(own))
             where = next(iter(both["B"].values()))[1].where
-            pairs |= _by_projection(
-                layer, name, ExpertPair(whole[0], whole[1], numbers), where, findings
-            )
+            pairs |= _by_projection(layer, name, ExpertPair(whole[0], whole[1], numbers), where, findings)
     fail_if(path, findings)
     if shared:
         found = f"has tensors for all experts: each of {count} gets a copy"
@@ -120,9 +114,7 @@ def _count(
         for side in both.values():
             numbered = [expert for expert in side if expert >= 0]
             counts |= {max(numbered) + 1} if numbered else set()
-            counts |= {
-                p.entry.shape[0] for e, (_, p) in side.items() if e < 0 and len(p.entry.shape) == 3
-            }
+            counts |= {p.entry.shape[0] for e, (_, p) in side.items() if e < 0 and len(p.entry.shape) == 3}
     known = base.num_experts if base is not None else 0
     several = sorted(counts - {1})
     if not several and sides and not known:
@@ -131,9 +123,7 @@ def _count(
         findings.append(problem("KTB204", str(path), found, next_step=step))
     elif len(several) > 1 or (several and known and several != [known]):
         expected = f"{known} experts, or tensors for all" if known else "one number, or 1"
-        findings.append(
-            problem("KTB204", str(path), f"numbers of experts differ: {several}", expected)
-        )
+        findings.append(problem("KTB204", str(path), f"numbers of experts differ: {several}", expected))
     return several[0] if several else known or 1
 
 
@@ -161,9 +151,7 @@ def _stack(side: Side, half: str, count: int) -> Block | Problem:
     return block if len(shape) == 3 else block.then((1, *shape), lambda bits: bits[None])
 
 
-def _by_projection(
-    layer: int, name: str, pair: ExpertPair, where: str, findings: list[Problem]
-) -> Pairs:
+def _by_projection(layer: int, name: str, pair: ExpertPair, where: str, findings: list[Problem]) -> Pairs:
     """The pairs of gate, up or down that a module's A and B are; ``where`` is B."""
     a, b, numbers = pair
     assert isinstance(a, Block)
@@ -203,9 +191,7 @@ def _renamed(rest: list[Part], base: ModelConfig | None, findings: list[Problem]
         elif ".linear_attn.in_proj_" in key.module and key.leaf[-1] in "qkv" and len(key.leaf) == 9:
             joined.append(part)
         elif ".attn." in key.module:
-            part = part._replace(
-                key=key._replace(module=key.module.replace(".attn.", ".self_attn."))
-            )
+            part = part._replace(key=key._replace(module=key.module.replace(".attn.", ".self_attn.")))
         yield part
     if joined:
         found = "is of a part of in_proj_qkv, which the model has as one module"

@@ -224,9 +224,7 @@ class PairRequest(JudgeRequest):
     def messages(self) -> list[Message]:
         first, second = self.answers[::-1] if self.swapped else self.answers
         answers = {"first-answer": first.shown, "second-answer": second.shown}
-        return _ask(
-            "pair", self.item, answers, ["Criteria:", *(f"- {text}" for text in self.item.judge)]
-        )
+        return _ask("pair", self.item, answers, ["Criteria:", *(f"- {text}" for text in self.item.judge)])
 
     @property
     def compared(self) -> Compared:  # type: ignore[override]
@@ -404,9 +402,7 @@ def compared_arms(names: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def plan_judging(
-    bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: bool
-) -> JudgingPlan:
+def plan_judging(bench: Bench, rows: Sequence[ItemRow], judge: Judge, *, pairs: bool) -> JudgingPlan:
     """Plan the judgement of the ok answers in ``rows`` (a report's items) that have questions.
 
     Raises ProblemsError for invalid anchors.

@@ -78,16 +78,12 @@ def judge_run(
                 on_progress(next(done), len(requests))
 
         async def ask_all() -> None:
-            async with Client(
-                judge.url, timeout=timeout, backoff=backoff, api_key=api_key
-            ) as client:
+            async with Client(judge.url, timeout=timeout, backoff=backoff, api_key=api_key) as client:
                 # Recorded before the first request, so that the report of an interrupted run knows
                 # what is missing.
                 _name_judge(directory, judge, pairs, await _entry(client, judge))
                 report()
-                next_step = (
-                    "see to its server and run the same command again; what was judged is stored"
-                )
+                next_step = "see to its server and run the same command again; what was judged is stored"
                 ask = Asker(client, judge).ask
                 loop = AskingLoop(ask, ledger, concurrency, report, "the judge at ", next_step)
                 await loop.ask_all(todo)
@@ -158,9 +154,7 @@ def judge_preflight(
             asker = Asker(client, judge)
             for request in [] if has_errors(problems) else requests:
                 asked = await asker.ask(request)
-                if (
-                    asked.silence
-                ):  # unreachable: it is said once, and not that the list is missing too
+                if asked.silence:  # unreachable: it is said once, and not that the list is missing too
                     return _check_reply(request, asked)
                 problems += _check_reply(request, asked)
             return problems
@@ -229,9 +223,7 @@ class Asker:
         if fault and answers[0].outcome != "http-error" and request.form != "digit":
             # The same prompt at temperature 0 would give the same reply. Without the schema, because
             # a grammar that prevents thinking is one cause of empty replies.
-            again = (
-                f"That cannot be read: {fault}. Reply in the form that was asked for, only that."
-            )
+            again = f"That cannot be read: {fault}. Reply in the form that was asked for, only that."
             more = [{"role": "assistant", "content": answers[0].text or "(nothing)"}]
             more.append({"role": "user", "content": again})
             answers.append(await self._chat(request, [*request.messages, *more], None))

@@ -95,9 +95,7 @@ def named_judge(card: NamedJudge) -> Judge:
     return Judge("judge", card["model"], card["url"], card.get("extra_body", {}))
 
 
-def read_judgements(
-    directory: Path, bench: Bench, rows: Sequence[types.ItemRow]
-) -> Judgements | None:
+def read_judgements(directory: Path, bench: Bench, rows: Sequence[types.ItemRow]) -> Judgements | None:
     """Return the judgements of judge.json's judge on ``rows`` (a report's items); None without a judge.
 
     A row needs ``id`` and ``answers`` (arm -> ``outcome``, ``text``; for a dialogue ``turns``; for
@@ -171,9 +169,7 @@ def _read(request: JudgeRequest, record: JudgementRecord | None) -> JudgeScore:
         return JudgeScore(None, "parse-fail")
 
 
-def _score(
-    plan: JudgingPlan, replies: Replies
-) -> tuple[dict[str, dict[str, JudgeScore]], list[Decision]]:
+def _score(plan: JudgingPlan, replies: Replies) -> tuple[dict[str, dict[str, JudgeScore]], list[Decision]]:
     """Return the scores, and each two arms' answers to an item by length and share."""
     scores: dict[str, dict[str, JudgeScore]] = {}
     decisions = []
@@ -314,9 +310,7 @@ def position_bias(compared: Sequence[ComparedPair]) -> PositionBias | None:
     }
 
 
-def length_bias(
-    source: Literal["pairs", "checks"], decisions: Sequence[Decision]
-) -> LengthBias | None:
+def length_bias(source: Literal["pairs", "checks"], decisions: Sequence[Decision]) -> LengthBias | None:
     """Return how often the longer of two answers won, excluding ties and equal lengths.
 
     ``excess`` is that share minus the 0.5 expected by chance; ``correlation`` is Pearson's between the
@@ -328,9 +322,7 @@ def length_bias(
     outcomes = np.array([one.outcome for one in decisions])
     products = ratios * outcomes
     found = _share(
-        (product > 0, one.cluster)
-        for product, one in zip(products, decisions, strict=True)
-        if product
+        (product > 0, one.cluster) for product, one in zip(products, decisions, strict=True) if product
     )
     if found is None:
         return None
@@ -356,9 +348,7 @@ def _share(decisions: Iterable[tuple[bool, str]]) -> types.Numbers | None:
 # --- answers of known quality
 
 
-def tally_anchors(
-    requests: Sequence[JudgeRequest], replies: Mapping[str, JudgeScore]
-) -> types.AnchorTallies:
+def tally_anchors(requests: Sequence[JudgeRequest], replies: Mapping[str, JudgeScore]) -> types.AnchorTallies:
     """Return how many of the known verdicts were right, by the anchors' kind and by slice and kind.
 
     Anchors without a verdict don't count.
@@ -378,9 +368,7 @@ def tally_anchors(
         **tally(slices, "good", "bad"),
         "good": tally(slices, "good"),
         "bad": tally(slices, "bad"),
-        "slices": {
-            name: {"good": tally([name], "good"), "bad": tally([name], "bad")} for name in slices
-        },
+        "slices": {name: {"good": tally([name], "good"), "bad": tally([name], "bad")} for name in slices},
     }
 
 

@@ -110,9 +110,7 @@ def _problems(results: Results) -> tuple[list[Problem], list[Problem]]:
 
 def _verdict(results: Results) -> list[Sentences]:
     verdict = results["verdict"]
-    clauses = [
-        Phrase(one["text"], sentences.verdict_tone(one["verdict"])) for one in verdict["clauses"]
-    ]
+    clauses = [Phrase(one["text"], sentences.verdict_tone(one["verdict"])) for one in verdict["clauses"]]
     line = Sentences([verdict["line"]], "strong", clauses)
     same = verdict["headline"] == verdict["line"]
     return [line] if same else [line, Sentences([verdict["headline"]])]
@@ -165,8 +163,7 @@ def _outcomes(results: Results) -> Iterator[str]:
         text = _counted(counts)
         if rates := results["persona_parts"].get(name):
             address, tics = (
-                "–" if rate is None else f"{rate:.0%}"
-                for rate in (rates["address_rate"], rates["tic_rate"])
+                "–" if rate is None else f"{rate:.0%}" for rate in (rates["address_rate"], rates["tic_rate"])
             )
             text += f"; a term of address in {address} of answers, a tic in {tics} of sentences"
         yield f"{name}: {text}"
@@ -228,9 +225,7 @@ def report_header(results: Results) -> list[tuple[str, str]]:
         models.append(served if root in ("", served) else f"{served} ({root})")
         adapters += [adapter] if adapter not in (None, "", BASE) else []
     planned = f"{results['plan']['items']} planned, " if results["plan"] else ""
-    counts = (
-        f"{results['asked']} asked, {results['valid']} compared, of the bench's {bench['items']}"
-    )
+    counts = f"{results['asked']} asked, {results['valid']} compared, of the bench's {bench['items']}"
     return [
         ("Model", ", ".join(dict.fromkeys(models)) or "unknown"),
         ("Adapter", ", ".join(dict.fromkeys(adapters)) or "none named by the servers"),
@@ -295,9 +290,7 @@ def render_report(results: Results) -> str:
         changes=_changes(results),
         spokes=_spokes(results),
         items=[_item(row, names, axes) for row in results["items"]],
-        outcomes=sorted(
-            {name for counts in results["outcomes"].values() for name in counts} - {"ok"}
-        ),
+        outcomes=sorted({name for counts in results["outcomes"].values() for name in counts} - {"ok"}),
     )
 
 
@@ -374,9 +367,7 @@ def _spokes(results: Results) -> list[dict[str, object]]:
     """Return the slices of the radar, each on its own axis, with their directions; none for fewer than
     three."""
     tables = results["tables"]
-    shown = [
-        one for one in results["bench"]["slices"] if one["name"] in tables.get(one["primary"], {})
-    ]
+    shown = [one for one in results["bench"]["slices"] if one["name"] in tables.get(one["primary"], {})]
     turns = [2 * math.pi * i / len(shown) - math.pi / 2 for i in range(len(shown))]
     spokes = [
         {"slice": one, "cos": math.cos(turn), "sin": math.sin(turn)}
@@ -436,9 +427,7 @@ def diff_words(before: str, after: str) -> tuple[Segments, Segments] | None:
         left.append((tag != "equal" or island, ours))
         right.append((tag != "equal" or island, theirs))
     shared = sum(len(text) for changed, text in left if not changed)
-    return (
-        (_joined(left), _joined(right)) if shared >= _ALIKE * max(len(before), len(after)) else None
-    )
+    return (_joined(left), _joined(right)) if shared >= _ALIKE * max(len(before), len(after)) else None
 
 
 def _joined(segments: Segments) -> Segments:

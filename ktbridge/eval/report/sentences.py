@@ -80,9 +80,7 @@ def ordered_slices(results: Results, axis: Axis) -> list[tuple[str, bool]]:
     """Return the slices of an axis's table, and whether each is a minor one: there for another axis. Those
     come last."""
     own = [OVERALL, *own_slices(results["bench"], axis)]
-    return sorted(
-        ((name, name not in own) for name in results["tables"][axis]), key=lambda one: one[1]
-    )
+    return sorted(((name, name not in own) for name in results["tables"][axis]), key=lambda one: one[1])
 
 
 def contrast_title(results: Results, contrast: Contrast) -> str:
@@ -120,15 +118,11 @@ def summarize(results: Results) -> Verdict:
     said: list[_Said] = []
     details: list[str] = []
     if overall:
-        said = [
-            _contrast_texts(results, one) for one in _distinct(results, main) if one["headline"]
-        ]
+        said = [_contrast_texts(results, one) for one in _distinct(results, main) if one["headline"]]
         pairs = [one for one in results["pairs"] if (one["of"], one["minus"]) == (last, first)]
         said += [_pair_texts(one) for one in pairs]
         # Whole axes before slices, and losses first among each.
-        said.sort(
-            key=lambda one: (one.of_slice, one.verdict != "dropped", one.verdict not in LOSSES)
-        )
+        said.sort(key=lambda one: (one.of_slice, one.verdict != "dropped", one.verdict not in LOSSES))
         line = f"{first} → {last}{over}: " + "; ".join(one.clause for one in said)
         headline = f"From {first} to {last}{over}: " + "; ".join(one.sentence for one in said) + "."
         details = _list_details(results, main)
@@ -145,8 +139,7 @@ def summarize(results: Results) -> Verdict:
     return {
         "line": line,
         "clauses": [
-            {"text": one.clause, "verdict": one.verdict, "loss": one.verdict in LOSSES}
-            for one in said
+            {"text": one.clause, "verdict": one.verdict, "loss": one.verdict in LOSSES} for one in said
         ],
         "headline": headline,
         "details": details,
@@ -267,9 +260,7 @@ def _list_details(results: Results, main: Sequence[Contrast]) -> list[str]:
         "title": lambda one: " ".join(contrast_title(results, one).split()),
         "interval": interval,
         "size": lambda one: interval(one, signs=False),
-        "with_p": lambda one: _interval_in_words(
-            one, False, f", adjusted p = {one['p_adjusted']:.2g}"
-        ),
+        "with_p": lambda one: _interval_in_words(one, False, f", adjusted p = {one['p_adjusted']:.2g}"),
         # Intervals that exclude 0 in one direction if nothing changed: one in 40.
         "by_chance": lambda count: f"{count / 40:.1g}" if count < 40 else f"{count / 40:.0f}",
     }
@@ -280,9 +271,7 @@ def _list_details(results: Results, main: Sequence[Contrast]) -> list[str]:
         missed=[one for size, one in able if size > SEEN],
         never=[one for one in could_drop if one["detectable"] is None],
         exploratory=list(_explore(results, names)),
-        digits=[
-            (arm, digits[arm]) for arm in names if arm in digits and digits[arm]["mean"] is not None
-        ],
+        digits=[(arm, digits[arm]) for arm in names if arm in digits and digits[arm]["mean"] is not None],
         pairs=results["pairs"],
     )
     return text.split("\n")[:-1]

@@ -48,9 +48,7 @@ def score_run(directory: Path) -> Results:
     contamination = read_contamination(directory)
     # An arm that was never asked (a mistyped one) must not empty the comparison of the others.
     asked = [
-        arm
-        for arm in stored.arms
-        if any(row["answers"][arm.name]["outcome"] != NOT_RUN for row in rows)
+        arm for arm in stored.arms if any(row["answers"][arm.name]["outcome"] != NOT_RUN for row in rows)
     ]
     names = [arm.name for arm in asked]
     left_out = [arm.name for arm in stored.arms if arm not in asked]
@@ -61,23 +59,15 @@ def score_run(directory: Path) -> Results:
         row["answers"] = {name: row["answers"][name] for name in names}
     valid = [row for row in rows if all(row["answers"][n]["outcome"] == "ok" for n in names)]
     tables, contrasts = compare.compare_arms(card, names, valid)
-    pairs = (
-        [one for one in judged.pairs if {one["of"], one["minus"]} <= set(names)] if judged else []
-    )
+    pairs = [one for one in judged.pairs if {one["of"], one["minus"]} <= set(names)] if judged else []
     costs = {arm.name: stored.cost(arm) for arm in asked}
     repeats: types.Repeats | None = None
     if stored.repeats > 1:
-        every = {
-            name: [one for row in rows for one in row["answers"][name]["repeats"]] for name in names
-        }
+        every = {name: [one for row in rows for one in row["answers"][name]["repeats"]] for name in names}
         repeats = {
             "n": stored.repeats,
-            "outcomes": {
-                name: row_counts.count_outcomes(answers) for name, answers in every.items()
-            },
-            "noise": compare.measure_noise(
-                rows, names, [axis for axis in tables if axis != "judge"]
-            ),
+            "outcomes": {name: row_counts.count_outcomes(answers) for name, answers in every.items()},
+            "noise": compare.measure_noise(rows, names, [axis for axis in tables if axis != "judge"]),
         }
     results: Results = {
         "verdict": cast("types.Verdict", {}),  # made of all the others, but first in the file
@@ -86,23 +76,17 @@ def score_run(directory: Path) -> Results:
         "bench": card,
         "arms": [stored.cards[name] for name in names],
         "left_out": left_out,
-        "refused": {
-            name: why for name in left_out if (why := stored.cards[name].get("refused")) is not None
-        },
+        "refused": {name: why for name in left_out if (why := stored.cards[name].get("refused")) is not None},
         "date": run["date"],
         "plan": planned,
         "asked": len(rows),
         "valid": len(valid),
         "axes": list(tables),
-        "outcomes": {
-            name: row_counts.count_outcomes(row["answers"][name] for row in rows) for name in names
-        },
+        "outcomes": {name: row_counts.count_outcomes(row["answers"][name] for row in rows) for name in names},
         "tables": tables,
         "contrasts": contrasts,
         "persona_parts": (
-            {name: row_counts.persona_rates(valid, name) for name in names}
-            if card["persona"]
-            else {}
+            {name: row_counts.persona_rates(valid, name) for name in names} if card["persona"] else {}
         ),
         "parse_rates": row_counts.parse_rates(rows, names),
         "texts": row_counts.measure_overlap(rows, names, bench),
@@ -333,11 +317,7 @@ def _not_marked(results: Results) -> Iterator[Problem]:
     for name, counts in results["outcomes"].items():
         if ok[name] >= _ENOUGH_OK * asked and not failed[name]:
             continue
-        if (
-            counts.keys() <= {"ok", NOT_RUN}
-            and results["plan"]
-            and results["plan"]["missing_answers"]
-        ):
+        if counts.keys() <= {"ok", NOT_RUN} and results["plan"] and results["plan"]["missing_answers"]:
             continue  # KTB827 reports it
         errors = [
             (answer.get("status", 0), answer.get("detail", ""))
@@ -414,8 +394,6 @@ def _not_credible(results: Results) -> Iterator[Problem]:
         squares = sum((cell["floor"] or 0.0) ** 2 for cell in noise if cell is not None)
         floor = math.sqrt(squares / (2 * repeat["n"]))
         if abs(one["mean"]) <= floor:
-            found = (
-                f"{signed(one['mean'])} is no more than the noise of these repeats ({floor:.2f})"
-            )
+            found = f"{signed(one['mean'])} is no more than the noise of these repeats ({floor:.2f})"
             expected = "a difference that two runs of one arm do not show"
             yield problem("KTB826", f"{one['axis']}: {one['of']} − {one['minus']}", found, expected)

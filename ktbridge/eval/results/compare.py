@@ -79,9 +79,7 @@ def find_contrast(results: Results, axis: str, name: str, of: str, minus: str) -
 # --- means and contrasts
 
 
-def compare_arms(
-    card: types.BenchCard, names: Sequence[str], rows: Rows
-) -> tuple[Tables, list[Contrast]]:
+def compare_arms(card: types.BenchCard, names: Sequence[str], rows: Rows) -> tuple[Tables, list[Contrast]]:
     """Return tables (axis -> slice -> arm -> numbers) and contrasts of the arms ``names``. There is a persona
     axis only if the bench has one, a judge's only if one was used."""
     axes: list[Axis] = ["task", "persona"] if card["persona"] else ["task"]
@@ -152,9 +150,7 @@ def _mcnemar(
     return {"gained": gained, "lost": lost, "p": round(stats.mcnemar_p(gained, lost), 6)}
 
 
-def _decide(
-    pairs: Sequence[tuple[Contrast, Sequence[float], Sequence[str]]], margin: float
-) -> None:
+def _decide(pairs: Sequence[tuple[Contrast, Sequence[float], Sequence[str]]], margin: float) -> None:
     """Adjust p of an axis's contrasts over what belongs together, and decide the verdicts.
 
     Holm corrects whole axes over the pairs of arms, and slices over slices × pairs. The slices that are
@@ -365,9 +361,7 @@ def check_gates(gates: Sequence[Gate], runs: Sequence[Results]) -> list[Problem]
     return [one for gate in gates for one in _try_each(Gate.check, gate, runs) if one is not None]
 
 
-def _try_each(
-    ask: Callable[[Gate, _Thing], _Result], gate: Gate, things: Iterable[_Thing]
-) -> list[_Result]:
+def _try_each(ask: Callable[[Gate, _Thing], _Result], gate: Gate, things: Iterable[_Thing]) -> list[_Result]:
     """The results of those that ``ask`` doesn't refuse; its first UsageError if it refuses all."""
     found: list[_Result] = []
     errors: list[UsageError] = []

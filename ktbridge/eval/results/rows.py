@@ -79,9 +79,7 @@ def read_rows(directory: Path) -> tuple[RunFile, StoredAnswers, list[ItemRow]]:
             "run `ktbridge eval --bench nekobench --arm NAME=MODEL@URL --output DIR` first",
         )
     bench = read_snapshot(directory)
-    arms = [
-        Arm(name, cards[name]["model"], cards[name]["url"]) for name in sorted(cards, key=arm_rank)
-    ]
+    arms = [Arm(name, cards[name]["model"], cards[name]["url"]) for name in sorted(cards, key=arm_rank)]
     records = read_ledger(directory, ANSWERS)
     stored = StoredAnswers(bench, arms, cards, records, run["repeat"])
     rows = [row for item in bench.items if (row := _row(stored, item))]

@@ -147,9 +147,7 @@ class JudgeCard(TypedDict):
     outdated: NotRequired[  # pydantic doesn't read docstrings of a base class's fields
         Annotated[str, note("Its judgements were asked for with prompts of another version.")]
     ]
-    digits: NotRequired[
-        Annotated[dict[str, DigitMeans], note("By arm; only of the public NekoBench.")]
-    ]
+    digits: NotRequired[Annotated[dict[str, DigitMeans], note("By arm; only of the public NekoBench.")]]
 
     refused: Annotated[bool, note("It failed on the anchors, so its scores are left out.")]
     pairs_refused: bool
@@ -351,9 +349,7 @@ class PersonaRates(TypedDict):
 
 
 # Only ok answers have marks. score-error: a scorer failed on an ok answer.
-AnyOutcome = Literal[
-    "ok", "truncated", "think-only", "empty", "http-error", "score-error", "not-run"
-]
+AnyOutcome = Literal["ok", "truncated", "think-only", "empty", "http-error", "score-error", "not-run"]
 
 
 class ArmAnswer(TypedDict):

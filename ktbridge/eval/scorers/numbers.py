@@ -56,9 +56,7 @@ _SAYS_SO = re.compile(
 )
 
 # A sign word directly before a number; in "ten minus three" an operand precedes it instead.
-_SIGN = re.compile(
-    r"(?:(?P<zh>(?<!正)负|零下)|(?:(?P<operand>\S+)\s+)?\b(?P<en>minus|negative)\s+)$", re.I
-)
+_SIGN = re.compile(r"(?:(?P<zh>(?<!正)负|零下)|(?:(?P<operand>\S+)\s+)?\b(?P<en>minus|negative)\s+)$", re.I)
 _SIGNS = ("minus", "negative", "负", "零下")
 _SIGN_WINDOW = 64  # characters before a number searched for its sign and a preceding operand
 _DASHES = str.maketrans({"−": "-", "﹣": "-", "－": "-"})
@@ -125,9 +123,7 @@ def english_number(text: str) -> int | None:
             if part >= 100:
                 return None
             part = (part or 1) * 100
-        elif (value == 0 and part + total) or (
-            part % 100 and (part % 10 or part % 100 < 20 or value >= 10)
-        ):
+        elif (value == 0 and part + total) or (part % 100 and (part % 10 or part % 100 < 20 or value >= 10)):
             return None  # only a digit follows tens, as in twenty-four
         else:
             part += value

@@ -68,9 +68,7 @@ class Scorer:
     def types(self) -> dict[str, TypeAdapter[object]]:
         """The types of the parameters, and of ``gold`` if it is used."""
         hints = get_type_hints(self.function, include_extras=True)
-        return {
-            name: TypeAdapter(hints[name]) for name in (*self.parameters, "gold") if name in hints
-        }
+        return {name: TypeAdapter(hints[name]) for name in (*self.parameters, "gold") if name in hints}
 
     @property
     def needs_persona(self) -> bool:

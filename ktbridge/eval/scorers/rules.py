@@ -140,9 +140,7 @@ def numeric(text: str, gold: FiniteFloat, *, tolerance: FiniteFloat = 1e-6) -> M
 
 
 # What may follow a letter that starts an answer and is meant as the choice: "A spider" is not one.
-_AFTER_LETTER = (
-    r"(?=[*\s]*(?:\Z|[.,:;!?)\]}、。，：；！？）】」～~…\u3400-\u9fff])|[* \t]*[\r\n]|\s*[-–—]\s)"
-)
+_AFTER_LETTER = r"(?=[*\s]*(?:\Z|[.,:;!?)\]}、。，：；！？）】」～~…\u3400-\u9fff])|[* \t]*[\r\n]|\s*[-–—]\s)"
 # "A" as an article: followed by a lower-case word that does not refer to the letter.
 _ARTICLE = (
     r"A\s+(?!(?:or|and|nor|but|not|is|was|are|seems|looks|would|could|can|may|must|because|since|"
@@ -285,16 +283,12 @@ def _check_schema(value: dict[str, object]) -> dict[str, object]:
 
 def _references(value: object) -> list[str]:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    own = [
-        value[key] for key in ("$ref", "$dynamicRef") if isinstance(value, dict) and key in value
-    ]
+    own = [value[key] for key in ("$ref", "$dynamicRef") if isinstance(value, dict) and key in value]
     return [*map(str, own), *(ref for one in inner for ref in _references(one))]
 
 
 @scorer("json_schema")
-def json_schema(
-    text: str, *, schema: Annotated[dict[str, object], AfterValidator(_check_schema)]
-) -> Mark:
+def json_schema(text: str, *, schema: Annotated[dict[str, object], AfterValidator(_check_schema)]) -> Mark:
     """The whole answer is a JSON value that ``schema`` (JSON Schema 2020-12) accepts; one Markdown code
     fence is allowed."""
     from jsonschema import Draft202012Validator
@@ -348,9 +342,7 @@ def no_loop(text: str) -> Mark:
 _REFUSAL = yaml.safe_load(Path(__file__).with_name("refusal.yaml").read_text("utf-8"))
 _SAYS_NO, _OPENS_NO = (
     re.compile(
-        "|".join(_REFUSAL[name])
-        .replace("<cannot>", _REFUSAL["cannot"])
-        .replace("<help>", _REFUSAL["help"]),
+        "|".join(_REFUSAL[name]).replace("<cannot>", _REFUSAL["cannot"]).replace("<help>", _REFUSAL["help"]),
         re.IGNORECASE,
     )
     for name in ("says", "opens")

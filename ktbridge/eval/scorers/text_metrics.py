@@ -138,9 +138,7 @@ def measure_texts(
         raise ValueError("answers and their references are needed, as many of one as of the other")
     cut = sum(len(answer) > LONGEST_MEASURED for answer in answers)
     try:
-        scores, signature = FAMILIES[family](
-            [one[:LONGEST_MEASURED] for one in answers], references
-        )
+        scores, signature = FAMILIES[family]([one[:LONGEST_MEASURED] for one in answers], references)
     except ImportError as error:
         raise KtbridgeError(
             f"the metric family {family!r} needs {error.name}.", install_hint("eval")
@@ -151,8 +149,7 @@ def measure_texts(
         signature += f"|first {LONGEST_MEASURED} characters of {cut} longer answer(s)"
     lengths = [count_chars(answer) for answer in answers]
     wanted = [
-        _nearest(map(count_chars, group), mine)
-        for mine, group in zip(lengths, references, strict=True)
+        _nearest(map(count_chars, group), mine) for mine, group in zip(lengths, references, strict=True)
     ]
     return {
         "family": family,
@@ -175,9 +172,7 @@ def _lf(answers: Sequence[str], references: References) -> Scored:
         bleu = sentence_bleu([list(one) for one in group], list(answer))
         scores = {**_rouges(answer, group), "bleu-4": bleu}
         samples.append({name: round(100 * value, 4) for name, value in scores.items()})
-    return _means(
-        samples
-    ), f"lf|bleu4:chars,method3,sentence-mean|rouge:f1,jieba {_version('jieba')}"
+    return _means(samples), f"lf|bleu4:chars,method3,sentence-mean|rouge:f1,jieba {_version('jieba')}"
 
 
 def _seedlike(answers: Sequence[str], references: References) -> Scored:
@@ -213,8 +208,7 @@ def _std(answers: Sequence[str], references: References) -> Scored:
     tokenizer = SimpleNamespace(tokenize=unicode_tokens)
     rouges = rouge_scorer.RougeScorer(list(names.values()), tokenizer=tokenizer)
     found = [
-        rouges.score_multi(list(group), answer)
-        for answer, group in zip(answers, references, strict=True)
+        rouges.score_multi(list(group), answer) for answer, group in zip(answers, references, strict=True)
     ]
     samples = [{ours: one[theirs].fmeasure for ours, theirs in names.items()} for one in found]
     scores |= _means(samples, 100)

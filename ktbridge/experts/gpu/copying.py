@@ -45,9 +45,7 @@ class HostCopier(Copier):
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> _Done:
         began = time.perf_counter()
         for span in group.spans:
-            slot[span.offset : span.offset + span.bytes] = view_host_memory(
-                span.address, span.bytes
-            )
+            slot[span.offset : span.offset + span.bytes] = view_host_memory(span.address, span.bytes)
         self.link.add(group.bytes, time.perf_counter() - began)
         return _Done()
 
@@ -116,9 +114,7 @@ class StagedCopier(Copier):
         self._pool = ThreadPoolExecutor(threads, "ktbridge-copy")
         here = (self._stream.device,)
         self._stage = ThreadPoolExecutor(1, "ktbridge-stage", torch.cuda.set_device, here)
-        self._pinned = [
-            torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)
-        ]
+        self._pinned = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(buffers)]
         self._sent: list[torch.cuda.Event | None] = [None] * buffers
         self._sources = _Sources()
         self._next = 0
@@ -132,9 +128,7 @@ class StagedCopier(Copier):
         self._pool.shutdown()
         self._stream.synchronize()
 
-    def _copy(
-        self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None
-    ) -> torch.cuda.Event:
+    def _copy(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> torch.cuda.Event:
         slot.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             if after is not None:

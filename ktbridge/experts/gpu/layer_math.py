@@ -173,9 +173,7 @@ class BorderedMatrices:
     biases: Biases | None = None
 
     @staticmethod
-    def empty(
-        experts: int, hidden: int, inner: int, rank: int, device: torch.device
-    ) -> BorderedMatrices:
+    def empty(experts: int, hidden: int, inner: int, rank: int, device: torch.device) -> BorderedMatrices:
         """Allocate the matrices of ``experts`` experts, with their borders 0."""
         more, less = border_widths(rank)
         shapes = (experts, 2 * inner + more, hidden + more), (experts, hidden + less, inner + less)
@@ -186,9 +184,7 @@ class BorderedMatrices:
         down[:, :, inner:].zero_()
         return BorderedMatrices(gate_up, down, hidden, inner, rank)
 
-    def like(
-        self, gating: Gating, biases: Biases | None, count: int | None = None
-    ) -> BorderedMatrices:
+    def like(self, gating: Gating, biases: Biases | None, count: int | None = None) -> BorderedMatrices:
         """The first ``count`` (None: all) of these matrices as those of a layer with its own gating."""
         sizes = self.hidden, self.inner, self.rank
         return BorderedMatrices(self.gate_up[:count], self.down[:count], *sizes, gating, biases)
@@ -354,9 +350,7 @@ def _activation_backward(
     """``operations.activation_backward_thin`` without a LoRA."""
     h = operations.activation(gate_up, w.inner, 0, w.gating)
     by_row = weighing.by_row()
-    d_gate_up, d_weights = operations.activation_backward(
-        gate_up, d_h, h, by_row, w.inner, 0, w.gating
-    )
+    d_gate_up, d_weights = operations.activation_backward(gate_up, d_h, h, by_row, w.inner, 0, w.gating)
     if more is not None:
         d_weights += more
     count = len(weighing.gradients)

@@ -81,9 +81,7 @@ def group_experts(
     """
     pieces = list(_pieces(weights))
     if any(not piece.tensor.is_contiguous() for piece in pieces) and not _take_turns(weights):
-        raise UsageError(
-            f"the experts of {where} have gaps between their rows: they can't be streamed."
-        )
+        raise UsageError(f"the experts of {where} have gaps between their rows: they can't be streamed.")
     by_expert: dict[int, list[StoredMatrix]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.address):
         by_expert.setdefault(piece.expert, []).append(piece)
@@ -254,9 +252,7 @@ def _unpack_at_once(
     places = _places(group, name, value.element_size(), out.device)
     scale_places = _places(group, of_scales, scale.element_size(), out.device)
     steps = value.stride(0), scale.stride(0)
-    kernels.fill_at(
-        stored, raw.view(value.dtype), raw.view(scale.dtype), places, scale_places, steps, out
-    )
+    kernels.fill_at(stored, raw.view(value.dtype), raw.view(scale.dtype), places, scale_places, steps, out)
 
 
 _known: WeakKeyDictionary[Group, dict[tuple[str, torch.device], torch.Tensor]] = WeakKeyDictionary()

@@ -45,9 +45,7 @@ class LoraStaging:
                 self._used.synchronize()  # the last ones may still be read
             if len(self._flat) != sum(sizes):
                 pinned = self._device.type == "cuda"
-                self._flat = torch.empty(
-                    sum(sizes), dtype=torch.bfloat16, device="cpu", pin_memory=pinned
-                )
+                self._flat = torch.empty(sum(sizes), dtype=torch.bfloat16, device="cpu", pin_memory=pinned)
             for part, tensor in zip(self._flat.split(sizes), tensors, strict=True):
                 part.copy_(tensor.reshape(-1))
             self._state = state
@@ -148,9 +146,7 @@ class Gradients:
             for target in self.targets.values():
                 target[some] = 0
 
-    def into(
-        self, scale: float, rank: int, order: torch.Tensor | None, first: int
-    ) -> GradientTargets | None:
+    def into(self, scale: float, rank: int, order: torch.Tensor | None, first: int) -> GradientTargets | None:
         """Return where those of the experts from the place ``first`` on go; None where none are wanted."""
         if not self.targets:
             return None

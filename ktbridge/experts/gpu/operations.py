@@ -329,9 +329,7 @@ def activation_backward_thin(
     result is ``activation_thin``'s. Rows behind the last expert's are 0.
     """
     if fused := _lora_kernels(gate_up):
-        return fused.launch_activation_backward_thin(
-            gate_up, d_h, weighing, above, ends, below, more, gating
-        )
+        return fused.launch_activation_backward_thin(gate_up, d_h, weighing, above, ends, below, more, gating)
     inner, filled = gate_up.shape[1] // 2, int(ends[-1])
     h = activation(gate_up, inner, 0, gating)
     d, d_weights = activation_backward(
@@ -444,8 +442,7 @@ def lora_gradients(
     hidden, inner = d.shape[1] - half, h.shape[1] - half
     column = weighing.by_row()[:, None]
     x, x_up = (
-        (each if seen.tokens is None else each[seen.tokens])[:, :hidden]
-        for each in (seen.gate, seen.up)
+        (each if seen.tokens is None else each[seen.tokens])[:, :hidden] for each in (seen.gate, seen.up)
     )
     thin_d = (d[:, hidden:] * column).to(d.dtype)
     thin_h = (h[:, inner:] * column).to(h.dtype)

@@ -255,9 +255,7 @@ class MemoryBudget:
             return self
         free = self.free - own.constant
         token_bytes = min(own.token_bytes, self.token_bytes)
-        return replace(
-            self, free=free, token_bytes=token_bytes, passing=own.passing, piece=own.piece
-        )
+        return replace(self, free=free, token_bytes=token_bytes, passing=own.passing, piece=own.piece)
 
 
 @dataclass(frozen=True)
@@ -381,9 +379,7 @@ class Scored:
     bytes: int
 
 
-def predict_seconds(
-    placement: Placement, sizes: ExpertSizes, cut: StepSplit, costs: Costs
-) -> Seconds:
+def predict_seconds(placement: Placement, sizes: ExpertSizes, cut: StepSplit, costs: Costs) -> Seconds:
     """Predict an optimizer step of ``placement`` whose rows are ``cut``."""
     link = gpu = host = waiting = alone = 0.0
     lora = sizes.layers * sizes.lora
@@ -422,9 +418,7 @@ def predict_seconds(
                 assert costs.cpu is not None
                 # GPU and CPU wait for each other, while Python starts what comes next for both.
                 busy += layers * costs.cpu.at(tokens) * _CPU_SHARE[way]
-            returning = (
-                4 * sizes.hidden * layers * tokens if way and placement.outputs_on_host else 0
-            )
+            returning = 4 * sizes.hidden * layers * tokens if way and placement.outputs_on_host else 0
             transfer = (transfers + returning) / costs.link
             times = 1 if way else costs.forwards
             link, gpu, host = link + times * transfer, gpu + times * busy, host + times * starting
@@ -509,9 +503,7 @@ def _candidates(
     if mode == "cpu":
         return
     layers = sizes.layers
-    wanted = (
-        None if gpu_experts is None else min(layers, round(layers * gpu_experts / sizes.experts))
-    )
+    wanted = None if gpu_experts is None else min(layers, round(layers * gpu_experts / sizes.experts))
     if wanted in (None, layers) or mode == "resident":
         every = spread_evenly(layers, layers)
         for masters, outputs, keep in product((True, False), (False, True), (True, False)):

@@ -110,9 +110,7 @@ def _waits(device: torch.device) -> bool:
     rows = torch.zeros(32, 64, dtype=torch.bfloat16, device=device)
     matrices = torch.zeros(2, 64, 64, dtype=torch.bfloat16, device=device)
     ends = torch.tensor([16, 32], dtype=torch.int32, device=device)
-    functional.grouped_mm(
-        rows, matrices.transpose(1, 2), offs=ends
-    )  # what the first call sets up may wait
+    functional.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)  # what the first call sets up may wait
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -134,9 +132,7 @@ def link_speed(device: torch.device, seconds: float = 0.0) -> float:
 
     pinned = torch.empty(_TRANSFERRED, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_TRANSFERRED, dtype=torch.uint8, device=device)
-    return _TRANSFERRED / median_seconds(
-        lambda: there.copy_(pinned, non_blocking=True), device, seconds
-    )
+    return _TRANSFERRED / median_seconds(lambda: there.copy_(pinned, non_blocking=True), device, seconds)
 
 
 def in_place_obstacle() -> str:

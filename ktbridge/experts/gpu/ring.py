@@ -56,9 +56,7 @@ class LinkMeter:
             return None
         return stream.record_event(torch.cuda.Event(enable_timing=True))
 
-    def end(
-        self, size: int, begun: torch.cuda.Event | None, stream: torch.cuda.Stream
-    ) -> torch.cuda.Event:
+    def end(self, size: int, begun: torch.cuda.Event | None, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """The event behind that copy, of ``size`` bytes."""
         if begun is None:
             return stream.record_event()

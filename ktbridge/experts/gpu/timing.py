@@ -94,9 +94,7 @@ def time_experts(
     tokens for each as in the layer; times are in proportion. ``layer`` itself is not run.
     """
     matrix = 6 * layer.hidden_size * layer.intermediate_size
-    count = max(
-        min(layer.num_experts, top_k), min(layer.num_experts, min(_PART, free // 3) // matrix)
-    )
+    count = max(min(layer.num_experts, top_k), min(layer.num_experts, min(_PART, free // 3) // matrix))
     part = _part(layer, range(count))
     share, top_k = count / layer.num_experts, min(top_k, count)
     (group,) = group_experts(part.weights, 1 << 40)
@@ -171,9 +169,7 @@ def time_outside(
             model.train()
             for number, (rows, length) in enumerate(sizes):
                 ids = torch.ones(rows, length, dtype=torch.int64, device=device)
-                found.append(
-                    _outside(hidden, whole, ids, device, seconds_busy if number else seconds_waited)
-                )
+                found.append(_outside(hidden, whole, ids, device, seconds_busy if number else seconds_waited))
     finally:
         model.train(training)
         for parameter, gradient in zip(trained, gradients, strict=True):
@@ -216,9 +212,7 @@ def seconds_busy(once: Callable[[], object], device: torch.device) -> float:
             once()
             _wait(device)
         found = sum(
-            each.self_device_time_total
-            for each in seen.key_averages()
-            if each.device_type != DeviceType.CPU
+            each.self_device_time_total for each in seen.key_averages() if each.device_type != DeviceType.CPU
         )
         if found:  # else the driver lets nobody look
             return float(found) / 1e6

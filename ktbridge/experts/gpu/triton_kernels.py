@@ -70,9 +70,7 @@ def _bias_products(  # type: ignore[no-untyped-def]
     tl.store(out + row, total)
 
 
-def launch_bias_products(
-    rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor
-) -> torch.Tensor:
+def launch_bias_products(rows: torch.Tensor, bias: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
     columns = bias.shape[1]
     out = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     if len(rows):
@@ -104,9 +102,7 @@ def _activation(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_step + at, value.to(tl.bfloat16), mask=mask)
 
 
-def launch_activation(
-    gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SILU
-) -> torch.Tensor:
+def launch_activation(gate_up: torch.Tensor, inner: int, wide: int, gating: Gating = SILU) -> torch.Tensor:
     out = gate_up.new_empty(len(gate_up), inner + wide)
     if len(gate_up):
         block = min(triton.next_power_of_2(inner), 2048)
@@ -237,9 +233,7 @@ def _add_kept(  # type: ignore[no-untyped-def]
     tl.store(total + place, value.to(tl.bfloat16), mask=mask)
 
 
-def launch_add_kept(
-    total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]
-) -> None:
+def launch_add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: Sequence[Mask]) -> None:
     """All tensors are contiguous; a second mask is of the next projection."""
     columns, mask = total.shape[1], masks[0]
     if len(total):
@@ -275,9 +269,7 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(out + token * columns + at, total.to(tl.bfloat16), mask=mask)
 
 
-def launch_combine(
-    by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None
-) -> torch.Tensor:
+def launch_combine(by_row: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     columns = by_row.shape[1]
     out = by_row.new_empty(len(rows), columns)
     if len(rows):

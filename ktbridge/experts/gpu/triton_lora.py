@@ -83,9 +83,7 @@ def _gather_thin(  # type: ignore[no-untyped-def]
             expert = _owner(ends, start, experts, bins)
 
 
-def _laid_out(
-    matrices: torch.Tensor, *numbers: int
-) -> tuple[torch.Tensor, bool, int, tuple[int, ...]]:
+def _laid_out(matrices: torch.Tensor, *numbers: int) -> tuple[torch.Tensor, bool, int, tuple[int, ...]]:
     """Matrices [E, R, n] with one step of 1, whether R has it, and what divides the numbers and steps.
 
     Then the numbers, the step between experts and the other step in units of that: compilers learn from
@@ -115,9 +113,7 @@ def launch_gather_thin(
     experts, wide, columns = below.shape
     out = source.new_empty(len(tokens), columns + wide)
     if len(tokens):
-        below, turned, unit, (columns, *steps) = _laid_out(
-            below, columns, source.stride(0), columns + wide
-        )
+        below, turned, unit, (columns, *steps) = _laid_out(below, columns, source.stride(0), columns + wide)
         _gather_thin[(triton.cdiv(len(tokens), _WINDOW),)](
             source, tokens, below, ends, out, len(tokens), experts, columns, wide, *steps, turned,
             unit, triton.next_power_of_2(experts), _thin(wide), _WINDOW,
@@ -174,9 +170,7 @@ def launch_activation_thin(
     experts, wide, inner = below.shape
     out = gate_up.new_empty(len(gate_up), inner + wide)
     if len(gate_up):
-        below, turned, unit, (inner, *steps) = _laid_out(
-            below, inner, gate_up.stride(0), inner + wide
-        )
+        below, turned, unit, (inner, *steps) = _laid_out(below, inner, gate_up.stride(0), inner + wide)
         _activation_thin[(triton.cdiv(len(gate_up), _WINDOW),)](
             gate_up, below, ends, out, len(gate_up), experts, inner, wide, *steps,
             *gating_numbers(gating), turned, unit, triton.next_power_of_2(experts), _thin(wide), _WINDOW,

@@ -158,18 +158,14 @@ class Batch:
         """Logits [V], float32, after the next chunk of a prompt."""
         ask, start = prefill.ask, prefill.done
         if ask.images:
-            logits, prefill.cache, prefill.shift = self.model.prefill_seen(
-                ask.arm, ask.prompt, ask.images()
-            )
+            logits, prefill.cache, prefill.shift = self.model.prefill_seen(ask.arm, ask.prompt, ask.images())
             prefill.done = len(ask.prompt)
             return logits[-1].float()
         end = len(ask.prompt)
         if self.model.chunkable:
             end = min(end, start + (self.chunk if self.rows else ALONE))
         scoring = ask.sampling.prompt_logprobs
-        logits, prefill.cache = self.model.prefill(
-            ask.arm, ask.prompt[start:end], scoring, prefill.cache
-        )
+        logits, prefill.cache = self.model.prefill(ask.arm, ask.prompt[start:end], scoring, prefill.cache)
         prefill.done = end
         if scoring:
             top = ask.sampling.top_logprobs or 0

@@ -133,9 +133,7 @@ def _filled(layer: Layer) -> bool:
     return bool(layer.is_initialized) and layer.keys is not None and layer.keys.numel() > 0
 
 
-def _aligned(
-    sources: Sequence[tuple[torch.Tensor, Sequence[int]]], width: int, room: int
-) -> torch.Tensor:
+def _aligned(sources: Sequence[tuple[torch.Tensor, Sequence[int]]], width: int, room: int) -> torch.Tensor:
     """Rows of tensors [B, heads, length, size] on their right ends: [rows, heads, width + room, size]."""
     first = sources[0][0]
     count = sum(len(rows) for _, rows in sources)

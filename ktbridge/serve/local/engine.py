@@ -272,9 +272,7 @@ class Mixer:
             self.groups = ((every[0], None),)
         else:
             rows = ([i for i, name in enumerate(names) if name == slot] for slot in every)
-            self.groups = tuple(
-                (slot, torch.tensor(some)) for slot, some in zip(every, rows, strict=True)
-            )
+            self.groups = tuple((slot, torch.tensor(some)) for slot, some in zip(every, rows, strict=True))
         self._selected = wanted
 
     def _forward_of(self, layer: LoraLayer) -> Forward:
@@ -370,9 +368,7 @@ class _ByRows(nn.Module):
         super().__init__()
         self._parts = tuple(parts)  # no submodules: the layers aren't this one's
 
-    def forward(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [rows, H], ids [rows, K], weights [rows, K] -> [rows, H]."""
         out = torch.empty_like(hidden)
         for layer, rows in self._parts:

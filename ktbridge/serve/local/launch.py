@@ -40,9 +40,7 @@ def serve(
         from ktbridge.serve.local.loading import load_engine
 
         engine = load_engine(plan)
-        app = create_app(
-            engine, plan.arms, fingerprints(plan), api_key=plan.api_key, limits=plan.limits
-        )
+        app = create_app(engine, plan.arms, fingerprints(plan), api_key=plan.api_key, limits=plan.limits)
         try:
             listener.listen(128)
         except OSError as error:

@@ -167,11 +167,7 @@ def _halves(opened: Sequence[tuple[str | None, Adapter]]) -> tuple[Named, Named,
 
 def check_installed() -> None:
     """Raises KtbridgeError where our kernels or a package that the engine needs aren't here; imports none."""
-    missing = [
-        name
-        for name, (_, extra) in PACKAGES.items()
-        if extra == "serve" and find_spec(name) is None
-    ]
+    missing = [name for name, (_, extra) in PACKAGES.items() if extra == "serve" and find_spec(name) is None]
     if missing:
         raise KtbridgeError(
             f"the embedded engine needs {', '.join(missing)}, not installed here.",

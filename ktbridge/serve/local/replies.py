@@ -153,9 +153,7 @@ class CompletionReply(Reply):
     def last(self, index: int, finish: Finish) -> Json:
         return self._body(self.chunk_kind, [self._choice(index, "", (), finish.reason)])
 
-    def _choice(
-        self, index: int, text: str, entries: Sequence[TokenLogprob], reason: str | None
-    ) -> Json:
+    def _choice(self, index: int, text: str, entries: Sequence[TokenLogprob], reason: str | None) -> Json:
         table = None if self._tables is None else self._tables[index].add(entries)
         if table is not None and not self._wants_tops:
             table["top_logprobs"] = None
@@ -285,9 +283,7 @@ class _Stream(StreamingResponse):
     """Always ends the job, even if the client disconnected before the first event."""
 
     def __init__(self, events: AsyncIterator[bytes], job: Job) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

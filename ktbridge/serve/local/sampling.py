@@ -74,9 +74,7 @@ Event = TextDelta | Finish
 class AnswerStream:
     """One answer being generated: ``take`` the logits after the last token; returns what is new."""
 
-    def __init__(
-        self, tokens: Tokens, stop_ids: frozenset[int], sampling: Sampling, choice: int = 0
-    ) -> None:
+    def __init__(self, tokens: Tokens, stop_ids: frozenset[int], sampling: Sampling, choice: int = 0) -> None:
         """``choice``: index among a request's n answers; each samples differently from the same seed."""
         self._stop_ids = stop_ids
         self._sampling = sampling
@@ -178,9 +176,7 @@ class TokenSampler:
         return min(int(torch.searchsorted(sums, at, right=True)), len(weights) - 1)
 
 
-def _head(
-    probabilities: torch.Tensor, top_p: float, top_k: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _head(probabilities: torch.Tensor, top_p: float, top_k: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Top-p nucleus of ``probabilities`` [V], descending, and its ids: the shortest prefix with ``top_p``.
 
     With ``top_k`` it is the nucleus of the ``top_k`` likeliest, as if there were no others.

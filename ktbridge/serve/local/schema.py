@@ -49,9 +49,7 @@ Stops = Annotated[
     BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
 Seed = Annotated[int, Field(ge=-SEED_RANGE, lt=SEED_RANGE)]
-NoPenalty = Annotated[
-    Finite, _neutral("penalties are not supported by this engine; leave them at 0")
-]
+NoPenalty = Annotated[Finite, _neutral("penalties are not supported by this engine; leave them at 0")]
 # Any contents are refused as a whole: pydantic takes 0.4 s to tell 200,000 faults of them, and no other
 # thread of Python runs meanwhile.
 NoBias = Annotated[dict[str, object], _neutral("logit_bias is not supported by this engine")]
@@ -282,9 +280,7 @@ def from_validation(error: ValidationError) -> ApiError:
             path, text = (), f"the body is not JSON: {one['ctx']['error']}"
         found.setdefault(path, []).append(text)
     # A path without pydantic's branches ("str", "list[int]") is the field in the client's terms.
-    deepest = [
-        path for path in found if not any(p[: len(path)] == path != p for p in found if path)
-    ]
+    deepest = [path for path in found if not any(p[: len(path)] == path != p for p in found if path)]
     told = [
         f"{'.'.join(path)}{': ' * bool(path)}{' or '.join(dict.fromkeys(found[path]))}"[:180]
         for path in deepest[:NAMED]

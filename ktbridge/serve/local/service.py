@@ -139,9 +139,7 @@ class Service:
         if prompts > most:
             raise ApiError(400, f"one request may bring at most {most} prompts", param="prompt")
 
-    def _start(
-        self, arm: ServedArm, ids: Sequence[list[int]], samplings: Sequence[Sampling], n: int
-    ) -> Job:
+    def _start(self, arm: ServedArm, ids: Sequence[list[int]], samplings: Sequence[Sampling], n: int) -> Job:
         """Queue one request: each of its prompts ``n`` times. Raises ApiError."""
         job = Job(len(ids) * n, self.worker.outbox)
         pairs = enumerate(zip(ids, samplings, strict=True))
@@ -187,9 +185,7 @@ class Prompts:
         self._tokenizer = copy.deepcopy(tokens.tokenizer)
         self._thread = ThreadPoolExecutor(1, "ktbridge-prompts")
 
-    async def chat(
-        self, messages: Sequence[ChatMessage], variables: Mapping[str, object]
-    ) -> list[int]:
+    async def chat(self, messages: Sequence[ChatMessage], variables: Mapping[str, object]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins. Raises ApiError."""
         if not self._templates:
             raise ApiError(
@@ -224,9 +220,7 @@ class Prompts:
             work = self._thread.submit(self._encode, prompt, special=True, param="prompt")
             return await asyncio.wrap_future(work)
         if any(token >= self._vocab_size for token in prompt):
-            raise ApiError(
-                400, f"token ids must be below {self._vocab_size}, the vocabulary", param="prompt"
-            )
+            raise ApiError(400, f"token ids must be below {self._vocab_size}, the vocabulary", param="prompt")
         return prompt
 
     def room(self, prompt: Sequence[int], limit: int | None, param: str) -> int:

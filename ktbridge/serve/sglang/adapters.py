@@ -89,9 +89,7 @@ def _content_digest(directory: Path) -> str:
     """SHA-256 over the names and contents of the files that make an adapter what it is."""
     names = ("adapter_config.json", MANIFEST_FILE)
     return digests.of_files(
-        path
-        for path in sorted(directory.iterdir())
-        if path.suffix == ".safetensors" or path.name in names
+        path for path in sorted(directory.iterdir()) if path.suffix == ".safetensors" or path.name in names
     )
 
 

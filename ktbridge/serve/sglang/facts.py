@@ -99,9 +99,7 @@ def read_installed(python: str | None = None) -> Installed:
 
 def parser_flags(text: str) -> frozenset[str]:
     """Every ``--flag`` that the ``add_argument`` calls of a parser's source text define."""
-    return frozenset(
-        flag for names in _ARGUMENT.findall(text) for flag in _FLAG.findall(names + " ")
-    )
+    return frozenset(flag for names in _ARGUMENT.findall(text) for flag in _FLAG.findall(names + " "))
 
 
 def _read_parser(path: str | None) -> frozenset[str] | None:
@@ -207,9 +205,7 @@ def gather(request: SglangRequest) -> LaunchFacts:
         port_fault=fault,
         cache=cache_root(),
         environment={
-            name: os.environ[name]
-            for name in (LOGGING, KERNEL_CACHE)
-            if name in os.environ and not elsewhere
+            name: os.environ[name] for name in (LOGGING, KERNEL_CACHE) if name in os.environ and not elsewhere
         },
         described=request.described,
     )
@@ -241,11 +237,7 @@ def machine_text(facts: LaunchFacts) -> str:
         each = f" of {size_text(size)}" if size else ""
         has.append(f"{len(facts.gpus)} GPU{'s' * (len(facts.gpus) > 1)}{each}")
     if not described.elsewhere:
-        others = (
-            ""
-            if described.given
-            else "; --cores, --memory, --gpus and --gpu-memory plan for another"
-        )
+        others = "" if described.given else "; --cores, --memory, --gpus and --gpu-memory plan for another"
         return f"planned for this machine: {', '.join(has)}{others}"
     return (
         f"planned for another machine: {', '.join(has)}; taken for granted there: a CPU with AMX, one memory "

@@ -77,9 +77,7 @@ def parse_flags(words: Sequence[str]) -> tuple[list[EngineFlag], list[Problem]]:
             flags[-1] = EngineFlag(flags[-1].name, (*flags[-1].values, word))
         else:
             found = "belongs to no flag"
-            problems.append(
-                problem("KTB954", word, found, "--flag value", "write engine flags after --")
-            )
+            problems.append(problem("KTB954", word, found, "--flag value", "write engine flags after --"))
     return flags, problems
 
 
@@ -104,9 +102,7 @@ def plan_threads(machine: Machine, method: str, model: ModelConfig, wanted: int 
     nodes = [node.node for node in machine.numa if node.usable] or [0]
     pools = min(len(nodes), count)
     row = METHODS.get(method, Method())
-    while pools > (row.pools or pools) or (
-        pools > 1 and model.intermediate_size % (pools * row.unit)
-    ):
+    while pools > (row.pools or pools) or (pools > 1 and model.intermediate_size % (pools * row.unit)):
         pools -= 1
     if wanted is None:
         count = max(pools, count - count % pools)
@@ -165,11 +161,7 @@ class Launch:
     @property
     def version(self) -> str:
         """The engine's version: asked for, installed, or else the newest that is known."""
-        return (
-            self.request.engine_version
-            or self.facts.installed.engine
-            or contracts_of(ENGINE)[-1].last
-        )
+        return self.request.engine_version or self.facts.installed.engine or contracts_of(ENGINE)[-1].last
 
     @property
     def contract(self) -> Contract:
@@ -293,9 +285,7 @@ class Launch:
             step = "name the method after --: -- --kt-method METHOD"
             yield problem("KTB952", config, found, ", ".join(contract.methods), step)
         elif self.has_expert and contract.expert and self.method not in contract.methods:
-            found = (
-                f"{stored} experts need --kt-method {self.method}, which takes no expert LoRA here"
-            )
+            found = f"{stored} experts need --kt-method {self.method}, which takes no expert LoRA here"
             grants = granting(lambda row: self.method in row.methods)
             yield problem("KTB952", contract.title, found, grants)
 
@@ -411,9 +401,7 @@ class Launch:
             if len(step.sources) == 1:
                 words = made.setdefault(step.sources[0], [])
                 words += [f"--{step.layout}-output-dir", str(step.target)]
-        lines = [
-            shlex.join(("ktbridge", "convert", str(path), *words)) for path, words in made.items()
-        ]
+        lines = [shlex.join(("ktbridge", "convert", str(path), *words)) for path, words in made.items()]
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         words.append(shlex.join(self.argv))
         if self.request.api_key:

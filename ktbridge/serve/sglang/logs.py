@@ -104,9 +104,7 @@ _ERROR = re.compile(
     r"|^Illegal instruction|^Killed$"
 )
 # Errors that only follow from the failure of another process.
-_ECHO = re.compile(
-    r"EOFError|BrokenPipeError|ConnectionResetError|[Ss]igquit|scheduler (?:died|is dead)"
-)
+_ECHO = re.compile(r"EOFError|BrokenPipeError|ConnectionResetError|[Ss]igquit|scheduler (?:died|is dead)")
 
 
 class Cause(NamedTuple):

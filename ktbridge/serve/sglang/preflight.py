@@ -41,9 +41,7 @@ CODES = frozenset(row.code for row in LAUNCH.codes)
 """Codes of launch problems: ``--allow`` turns them into warnings, for a user who knows better."""
 
 
-def plan_launch(
-    request: SglangRequest, facts: LaunchFacts, others: Iterable[Problem] = ()
-) -> Launch:
+def plan_launch(request: SglangRequest, facts: LaunchFacts, others: Iterable[Problem] = ()) -> Launch:
     """Decide a launch and find all problems of it, the worst first; ``others`` are among them.
 
     Errors that the request allows are warnings. Raises UsageError for an invalid engine version.
@@ -54,8 +52,7 @@ def plan_launch(
     ahead = request.engine_version and not launch.is_installed and not facts.described.given
     eased = (request.allowed & CODES) | frozenset(OF_THE_MACHINE if ahead else ())
     problems = dict.fromkeys(
-        replace(p, severity="warning") if p.severity == "error" and p.code in eased else p
-        for p in found
+        replace(p, severity="warning") if p.severity == "error" and p.code in eased else p for p in found
     )
     return replace(launch, problems=tuple(worst_first(problems)))
 
@@ -131,9 +128,7 @@ GUARDED: dict[str, tuple[Condition, str]] = {
         "it moves experts to the GPU",
     ),
     "--kt-method": (
-        lambda flag, launch: (
-            launch.has_expert and flag.value.upper() not in launch.contract.methods
-        ),
+        lambda flag, launch: launch.has_expert and flag.value.upper() not in launch.contract.methods,
         "the methods that take an expert LoRA are {methods}",
     ),
     "--max-running-requests": (
@@ -231,12 +226,8 @@ def _network(launch: Launch) -> Iterator[Problem]:
     if key and (key != key.strip() or not key.isprintable() or not key.isascii() or key[0] == "-"):
         found = "is none that a client could send and the engine's parser would take"
         yield problem("KTB961", "the API key", found, "ASCII, no '-' first", "choose another key")
-    found = (
-        f"has {SERVER_HOLES}: its image generator and encoder servers, which are not started here, "
-    )
-    found += (
-        f"unpickle what reaches their sockets; its replay script does so with dumps ({REPLAY_HOLE})"
-    )
+    found = f"has {SERVER_HOLES}: its image generator and encoder servers, which are not started here, "
+    found += f"unpickle what reaches their sockets; its replay script does so with dumps ({REPLAY_HOLE})"
     severity = "warning" if public else None
     yield problem("KTB959", f"{ENGINE} {version}", found, severity=severity)  # type: ignore[arg-type]
     if public:
@@ -280,15 +271,11 @@ def _cpu(launch: Launch) -> Iterator[Problem]:
     elif launch.has_expert and METHODS.get(method, Method()).amx and "amx_bf16" not in isa:
         # kt-kernel 0.7.2 has the classes in its AMX and AVX512-BF16 builds only.
         if "avx512_bf16" in isa:
-            found = (
-                "has no AMX: kt-kernel's AVX512-BF16 build has expert LoRA, and wasn't seen running"
-            )
+            found = "has no AMX: kt-kernel's AVX512-BF16 build has expert LoRA, and wasn't seen running"
             step = "compare with `ktbridge verify` before relying on it"
             yield problem("KTB958", where, found, "AMX", step, severity="warning")
         else:
-            found = (
-                f"has neither AMX nor AVX512-BF16: kt-kernel has no expert LoRA for {method} on it"
-            )
+            found = f"has neither AMX nor AVX512-BF16: kt-kernel has no expert LoRA for {method} on it"
             yield problem("KTB958", where, found, "AMX")
 
 

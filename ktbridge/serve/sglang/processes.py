@@ -211,9 +211,7 @@ def _end(path: Path) -> Problem:
     unread = ""
     try:
         known = read_json_file(path / _RECORD)
-        alive = frozenset(
-            int(pid) for pid, when in known["processes"].items() if _started(int(pid)) == when
-        )
+        alive = frozenset(int(pid) for pid, when in known["processes"].items() if _started(int(pid)) == when)
         # Another program's session may by now have the number of one that is over.
         leader = known["leader"] if known["leader"] in alive else None
         tree = Tree(leader, str(known["mark"]), alive)

@@ -90,9 +90,7 @@ class StartProgress:
         if layers:
             total = len(self.conditions.layers)
             shown = ", ".join(map(str, layers[:8])) + (", ..." if len(layers) > 8 else "")
-            parts.append(
-                f"{len(layers)} of {total} layers never logged their expert LoRA ({shown})"
-            )
+            parts.append(f"{len(layers)} of {total} layers never logged their expert LoRA ({shown})")
         if self.answering and self.missing_adapters:
             parts.append(f"/v1/models does not list {', '.join(self.missing_adapters)}")
         return "; ".join(parts)
@@ -105,9 +103,7 @@ class EngineFailed(KtbridgeError):
     by itself with one, else 1.
     """
 
-    def __init__(
-        self, message: str, next_step: str, tail: Sequence[str], exit_code: int = 1
-    ) -> None:
+    def __init__(self, message: str, next_step: str, tail: Sequence[str], exit_code: int = 1) -> None:
         super().__init__(message, next_step)
         self.tail = tuple(tail)
         self.exit_code = exit_code
@@ -140,9 +136,7 @@ class EngineProcess:
         self._code: int | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
         # The key is passed separately; the engine's children must not inherit it.
-        variables = {
-            name: value for name, value in os.environ.items() if name != "KTBRIDGE_API_KEY"
-        }
+        variables = {name: value for name, value in os.environ.items() if name != "KTBRIDGE_API_KEY"}
         adopt_orphans()
         strangers = children()
         self._process = subprocess.Popen(
@@ -227,9 +221,7 @@ class EngineProcess:
             left = self._tree.end(grace=0.0)
         if left:
             numbers = ", ".join(map(str, sorted(left)))
-            raise KtbridgeError(
-                f"processes of the engine can't be ended: {numbers}", "end them by hand"
-            )
+            raise KtbridgeError(f"processes of the engine can't be ended: {numbers}", "end them by hand")
         code = self._process.wait()
         self._pump.join(5.0)
         self._code = _exit_code(code)
@@ -291,9 +283,7 @@ def _validate(launch: Launch, paths: Sequence[Path], headers_only: bool) -> list
     ).problems
 
 
-def prepare_launch(
-    launch: Launch, on_step: Callable[[str], None] = lambda _: None
-) -> list[Problem]:
+def prepare_launch(launch: Launch, on_step: Callable[[str], None] = lambda _: None) -> list[Problem]:
     """Make the conversions and check what will be served, values too. Returns warnings.
 
     Raises ProblemsError when the engine would refuse or silently ignore something.

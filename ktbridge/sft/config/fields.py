@@ -93,9 +93,7 @@ class FieldKind:
     ) -> None:
         self.expected, self._before, self._parse, self._bounds = expected, before, parse, bounds
 
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         if self._parse:
             schema: CoreSchema = core_schema.no_info_plain_validator_function(self._parse)
         else:
@@ -206,9 +204,7 @@ def _number_or_name(value: object) -> float | str:
 Text = Annotated[str, FieldKind("a text", before=_to_text)]
 Texts = Annotated[
     tuple[Text, ...],
-    FieldKind(
-        "one or more texts with commas between, or a list of them", before=_split, min_length=1
-    ),
+    FieldKind("one or more texts with commas between, or a list of them", before=_split, min_length=1),
 ]
 Flag = Annotated[bool, FieldKind("true or false")]
 FlagOrAuto = Annotated[bool | Literal["auto"], FieldKind("true, false or auto", before=_to_auto)]
@@ -235,9 +231,7 @@ Fractions = Annotated[
         before=lambda value: _split(value if isinstance(value, list | tuple) else str(value)),
     ),
 ]
-ShareOrWhole = Annotated[
-    float, FieldKind("a share below 1, or a whole number", parse=_to_share_or_whole)
-]
+ShareOrWhole = Annotated[float, FieldKind("a share below 1, or a whole number", parse=_to_share_or_whole)]
 Bytes = Annotated[int, FieldKind("a size with its unit, as 24GB", parse=_to_bytes)]
 ScheduleValues = Annotated[
     Mapping[str, float | str],

@@ -157,9 +157,7 @@ class _Keys:
             self.values[name], self._spelling[name] = value, alias
         elif value is not None and before != value:
             expected = f"{show_value(before)}, as {self._spelling[name]} has it"
-            self._problems.error(
-                alias, show_value(value), expected, "Keep one of the two.", "KTC005"
-            )
+            self._problems.error(alias, show_value(value), expected, "Keep one of the two.", "KTC005")
 
 
 def move_keys(

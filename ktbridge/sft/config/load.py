@@ -62,9 +62,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return parse_config(values, str(path), path.resolve().parent)
 
 
-def parse_config(
-    values: Mapping[Any, Any], where: str = "config", root: Path | None = None
-) -> TrainConfig:
+def parse_config(values: Mapping[Any, Any], where: str = "config", root: Path | None = None) -> TrainConfig:
     """Check plain values against ``TrainConfig``; see ``load_config`` for what it raises.
 
     Paths are taken from ``root``; without it they are left as they are, and no file is looked at. With it
@@ -262,9 +260,7 @@ def _resolve_model(main: Values, root: Path, problems: Problems) -> None:
             expected = "a directory with config.json and safetensors"
             problems.error(key, f"{path} is a file", expected, step, "KTC006")
     elif name.startswith(("/", ".", "~")):
-        _report_missing(
-            problems, key, path, "a model's directory, or its name on the Hub (org/name)"
-        )
+        _report_missing(problems, key, path, "a model's directory, or its name on the Hub (org/name)")
     elif revision and (wanted := repository(name)):
         if wanted.revision not in (None, revision):
             expected, step = f"{wanted.revision}, as {key} has it", "Keep one of the two."

@@ -230,21 +230,12 @@ def _note_unused(config: TrainConfig, given: Given, problems: Problems) -> None:
 def _note_experts(config: TrainConfig, problems: Problems) -> None:
     block, usable = config.kt_config, len(own_cpus())
     rank, usual = block.kt_lora_rank, (None, 2 * config.lora_rank)
-    if (
-        rank
-        and config.expert_rank
-        and block.kt_lora_alpha is None
-        and config.lora_alpha not in usual
-    ):
+    if rank and config.expert_rank and block.kt_lora_alpha is None and config.lora_alpha not in usual:
         found = f"missing, so it is {2 * rank}, twice kt_lora_rank, whatever lora_alpha is"
-        step = (
-            "Set it, or leave kt_lora_rank out to train the experts with lora_rank and lora_alpha."
-        )
+        step = "Set it, or leave kt_lora_rank out to train the experts with lora_rank and lora_alpha."
         problems.warn("kt_config.kt_lora_alpha", found, "a number", step, "KTC005")
     if block.kt_num_threads > usable:
-        found = (
-            f"{block.kt_num_threads}, but this process may use {usable} CPUs, and so many are used"
-        )
+        found = f"{block.kt_num_threads}, but this process may use {usable} CPUs, and so many are used"
         problems.warn("kt_config.kt_num_threads", found, "", "Leave it out: the cores are counted.")
     for key in ("kt_lora_rank", "kt_lora_alpha"):
         if block.experts_frozen and getattr(block, key):
@@ -275,13 +266,9 @@ def _note_storage(config: TrainConfig, problems: Problems) -> None:
                 "llamafile: GGUF isn't read; ktbridge's own kernels compute the experts, as the checkpoint's "
                 "safetensors store them"
             )
-            step = (
-                "Leave it out; kt_expert_weight_format: int8 or int4 takes less memory than BF16."
-            )
+            step = "Leave it out; kt_expert_weight_format: int8 or int4 takes less memory than BF16."
         elif storage and not block.kt_weight_path:
-            found = (
-                f"{given}: the kernels read experts as the checkpoint stores them, {storage} or not"
-            )
+            found = f"{given}: the kernels read experts as the checkpoint stores them, {storage} or not"
             step = "Leave it out. kt_expert_weight_format: int8 or int4 quantizes BF16 experts."
         else:
             continue

@@ -122,9 +122,7 @@ class KtConfig:
     """Dropout of the expert LoRA's inputs; default: lora_dropout."""
     kt_skip_expert_lora_adaptation: Flag = option(False, "adapter", rows=False, since="0.6.0")
     """true: no expert LoRA is made; attention and what else lora_target names are trained alone."""
-    expert_activation: Annotated[str, one_of("retain", "recompute")] = option(
-        "retain", "free", rows=False
-    )
+    expert_activation: Annotated[str, one_of("retain", "recompute")] = option("retain", "free", rows=False)
     """The older name of kt_cpu_activation."""
 
     @property
@@ -164,9 +162,7 @@ class TrainConfig:
     adapter_name_or_path: Text | None = option(None, "free", rows=False, each_host=True)
     """An adapter to go on training from, instead of a new LoRA, or with do_predict the one that answers: in
     any format that `ktbridge convert` reads."""
-    adapter_format: Annotated[str, one_of("auto", *READABLE)] = option(
-        "auto", rows=False, since="0.6.1"
-    )
+    adapter_format: Annotated[str, one_of("auto", *READABLE)] = option("auto", rows=False, since="0.6.1")
     """Its format where that is ambiguous, as `ktbridge convert --from` has it; --from sets it, too."""
     flash_attn: Annotated[str, one_of(*ATTENTION)] = option("auto", rows=False)
     """Attention of transformers: its own choice, eager (disabled), sdpa or flash-attention (fa2,
@@ -415,9 +411,7 @@ class TrainConfig:
         hint="Without CPU experts ktbridge adds nothing: train with PEFT or LLaMA-Factory.",
     )
     """Must be true. `kt_experts` says where the experts are computed."""
-    kt_cpu_activation: Annotated[str, one_of("retain", "recompute")] | None = option(
-        None, "free", rows=False
-    )
+    kt_cpu_activation: Annotated[str, one_of("retain", "recompute")] | None = option(None, "free", rows=False)
     """What the experts' forward keeps: retain (default) is faster, recompute needs less memory; same
     results."""
     kt_config: KtConfig = field(default_factory=KtConfig)

@@ -86,9 +86,7 @@ class TokenCache:
         if code or not record or not run:
             self._note(code, why)
             return None
-        found = (
-            f"{run.rows.used:,} rows as tokens from there ({_size_of(record)}), none was read anew"
-        )
+        found = f"{run.rows.used:,} rows as tokens from there ({_size_of(record)}), none was read anew"
         self._note("KTD043", found)
         return run
 
@@ -133,9 +131,7 @@ class TokenCache:
             self._note("KTD043", found, "")
             return
         parts = dict(zip(_PARTS, (run.rows, run.held_out), strict=True))
-        refused = [
-            row.why.partition(":")[0] for rows in parts.values() if rows for row in rows.refused
-        ]
+        refused = [row.why.partition(":")[0] for rows in parts.values() if rows for row in rows.refused]
         if outside := sum("image" in why for why in refused):
             why = f"{outside:,} are refused for their images, which may be put right outside these files"
             step = "Mend or remove these rows, or leave tokenized_path out."
@@ -157,13 +153,9 @@ class TokenCache:
             text = json.dumps(record, default=describe_value)
             staging.write_bytes(MANIFEST, f"{digests.of_text(text)}\n{text}\n".encode())
             staging.commit()
-        self._note(
-            "KTD043", f"{run.rows.used:,} rows are kept there as tokens ({_size_of(record)})"
-        )
+        self._note("KTD043", f"{run.rows.used:,} rows are kept there as tokens ({_size_of(record)})")
 
-    def _note(
-        self, code: str, found: str, step: str | None = None, severity: Severity | None = None
-    ) -> None:
+    def _note(self, code: str, found: str, step: str | None = None, severity: Severity | None = None) -> None:
         where = str(self.directory)
         self.notes = (problem(code, where, found, next_step=step, severity=severity),)
 

@@ -188,9 +188,7 @@ def _read_text_row(fields: _Fields, notes: RowNotes) -> TrainingRow:
     fields.refuse_images("stage pt trains on text")
     text = fields.take("prompt") if fields.layout.formatting else fields.take_key("text")
     if text is None:
-        raise ValueError(
-            "no text: stage pt trains on a field text, or the column that prompt names"
-        )
+        raise ValueError("no text: stage pt trains on a field text, or the column that prompt names")
     return TrainingRow([make_message("text", text)])
 
 
@@ -200,9 +198,7 @@ def _read_pair(fields: _Fields, notes: RowNotes) -> TrainingRow:
     given = {name: fields.take(name) for name in ("chosen", "rejected")}
     if any(map(is_empty, given.values())):
         raise ValueError("no pair of answers: stage dpo needs chosen and rejected")
-    better, worse = (
-        join_turns(_read_answers(value, tags, notes), notes) for value in given.values()
-    )
+    better, worse = (join_turns(_read_answers(value, tags, notes), notes) for value in given.values())
     detected = "" if fields.has_key("prompt") else fields.detect_format()
     form = fields.layout.formatting or detected
     if form == "alpaca":
@@ -242,9 +238,7 @@ def fill_identity(messages: list[Message], names: Mapping[str, str | None]) -> N
             if place not in text or "`" in text or "<" in text:
                 continue
             if value is None:
-                raise ValueError(
-                    f"{place} in a text: identity_{key} in the configuration fills it in"
-                )
+                raise ValueError(f"{place} in a text: identity_{key} in the configuration fills it in")
             each["content"] = each["content"].replace(place, value)
 
 
@@ -320,9 +314,7 @@ class _Fields:
                 each["content"] = each["content"].replace(PLACE, IMAGE)
         places = sum(each["content"].count(IMAGE) for each in messages)
         if places != len(values):
-            raise ValueError(
-                f"images without a place of their own: {len(values)} for {places} times {PLACE}"
-            )
+            raise ValueError(f"images without a place of their own: {len(values)} for {places} times {PLACE}")
         if any(IMAGE in each["content"] for each in messages if each["role"] == "assistant"):
             raise ValueError("an image in an answer: only text is learned")
         return [read_image(value, self.layout.folders) for value in values]

@@ -305,9 +305,7 @@ def describe_rows(rows: TokenizedRows, purpose: str = "trained on") -> str:
     if any(rows.judged):
         line += f", {rows.judged[0]:,} good answers and {rows.judged[1]:,} bad"
     if rows.with_thoughts:
-        line += (
-            f", {rows.with_thoughts:,} with thoughts and {rows.used - rows.with_thoughts:,} without"
-        )
+        line += f", {rows.with_thoughts:,} with thoughts and {rows.used - rows.with_thoughts:,} without"
     if rows.with_images:
         line += f", {rows.with_images:,} with images of {rows.image_tokens:,} tokens"
     return f"{line}; {rows.trained_tokens:,} of {rows.tokens:,} tokens are {purpose}"

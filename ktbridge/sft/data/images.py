@@ -84,9 +84,7 @@ def read_image(value: object, folders: Sequence[Path]) -> RowImage:
         raise ValueError("an image without a path, data URL or bytes")
     scheme, separator, _ = value.partition("://")
     if separator and scheme.lower() in ("http", "https", "s3", "gs", "hf"):
-        raise ValueError(
-            f"an image on the network: {_shorten(value)}; nothing is fetched, save it as a file"
-        )
+        raise ValueError(f"an image on the network: {_shorten(value)}; nothing is fetched, save it as a file")
     return _read_file(value, folders)
 
 
@@ -160,9 +158,7 @@ def _decode_data_url(url: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(
-            f"an image that can't be read: a data URL of no base64 ({error})"
-        ) from error
+        raise ValueError(f"an image that can't be read: a data URL of no base64 ({error})") from error
 
 
 def _read_size(source: Any, name: str) -> tuple[int, int]:
@@ -353,9 +349,7 @@ def read_vision(base: Path, config: TrainConfig) -> Vision | None:
         from transformers import AutoImageProcessor
 
         with readable_load_errors(base, "image processor"):
-            processor = AutoImageProcessor.from_pretrained(
-                base, backend="pil", trust_remote_code=False
-            )
+            processor = AutoImageProcessor.from_pretrained(base, backend="pil", trust_remote_code=False)
     except ModuleNotFoundError as error:
         raise KtbridgeError("rows with images need Pillow.", install_hint("train")) from error
     needed = ("get_number_of_image_patches", "merge_size")

@@ -140,9 +140,7 @@ def join_turns(messages: list[Message], notes: RowNotes) -> list[Message]:
             turns += several
             continue
         if len({each.get("weight", 1) for each in several}) > 1:
-            raise ValueError(
-                "assistant messages in a row of which only some are learned: they are one turn"
-            )
+            raise ValueError("assistant messages in a row of which only some are learned: they are one turn")
         notes.joined |= len(several) > 1
         turns.append(reduce(_join_two, several))
     for each in turns:
@@ -210,9 +208,7 @@ def _join_thoughts(content: str) -> str:
     if not thoughts or behind[-1:] == ["<think>"]:
         raise ValueError("thoughts that never end: <think> without </think>")
     if behind:
-        raise ValueError(
-            f"{behind[0]} behind an answer's words: thoughts are one block at its head"
-        )
+        raise ValueError(f"{behind[0]} behind an answer's words: thoughts are one block at its head")
     if len(thoughts) > 1:
         inner = "\n\n".join(filter(None, thoughts))
         return f"<think>\n{inner}\n</think>\n\n" + rest.lstrip("\n")

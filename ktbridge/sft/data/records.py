@@ -105,9 +105,7 @@ class HubRows:
         write_text(self._record, json.dumps({"commit": commit, "files": names}))
         if found := self.cached():
             return found
-        raise KtbridgeError(
-            f"the Hub cache {hub.cache_directory()} lost files of {self.repository}."
-        )
+        raise KtbridgeError(f"the Hub cache {hub.cache_directory()} lost files of {self.repository}.")
 
     @property
     def _storage(self) -> Path:
@@ -241,9 +239,7 @@ def find_sources(config: TrainConfig) -> tuple[list[RowSource], list[KtbridgeErr
     for name in config.dataset:
         if Path(name).is_file():
             sources.append(RowSource(name, (Path(name),), Layout()))
-        elif (wanted := hub.repository(name, "dataset")) and not _is_described(
-            name, config.dataset_dir
-        ):
+        elif (wanted := hub.repository(name, "dataset")) and not _is_described(name, config.dataset_dir):
             sources.append(RowSource(name, (), Layout(), HubRows(wanted)))
         elif config.dataset_dir is None:
             step = f"Give a path, or set dataset_dir to the directory whose {INFO} names it."
@@ -452,9 +448,7 @@ def _names_error(name: str, found: str, step: str) -> ProblemsError:
 def _missing_names(given: Mapping[str, str], missing: Mapping[str, str], where: str) -> str:
     """Say which names no ``where`` has; ``given`` are those that the entry itself gives."""
     said = [
-        f'{each} = "{key}"' + " (the default)" * (each not in given)
-        for each, key in missing.items()
-        if key
+        f'{each} = "{key}"' + " (the default)" * (each not in given) for each, key in missing.items() if key
     ]
     found = f"dataset_info.json says {' and '.join(said)}" if said else "dataset_info.json"
     if said:

@@ -82,9 +82,7 @@ class ChatTemplate:
     offset mapping.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, thinking: bool | str | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | str | None = None) -> None:
         """``thinking``: whether requests ask for it, None if they don't mention it.
 
         "auto": on for an answer with thoughts, off for an answer without.
@@ -185,8 +183,7 @@ class ChatTemplate:
                 num_images=seen[group[0][0]],
                 rewritten=sum(rewritten for *_, rewritten in group),
                 has_thoughts=any(
-                    not rewritten and split_thoughts(messages[place])[0]
-                    for place, _, rewritten in group
+                    not rewritten and split_thoughts(messages[place])[0] for place, _, rewritten in group
                 ),
             )
             for group in reversed(groups)
@@ -263,9 +260,7 @@ class ChatTemplate:
             return empty[0] if empty else ""
         return learned.removesuffix(words) if learned.endswith(words) else ""
 
-    def _restore_prompt(
-        self, messages: Sequence[Message], text: str, options: TemplateOptions
-    ) -> str:
+    def _restore_prompt(self, messages: Sequence[Message], text: str, options: TemplateOptions) -> str:
         """Return ``text`` behind a server's prompt, if calls are rewritten once they are answered.
 
         gpt-oss's template drops the thoughts of calls when the final answer follows.
@@ -295,9 +290,7 @@ class ChatTemplate:
         opened = self._render(prompt, options, opened=True)[0]
         start = common_prefix(opened, text)
         # A difference may lie in the opening alone: thoughts that a server opens and this answer lacks.
-        if start < len(opened) - len(self._opening) and start < len(
-            self._render(prompt, options)[0]
-        ):
+        if start < len(opened) - len(self._opening) and start < len(self._render(prompt, options)[0]):
             raise ValueError(DIFFERENT)
         if start < len(opened):  # "<think>" and "</think>" share a letter, and no token
             start = min(
@@ -368,13 +361,9 @@ class ChatTemplate:
         marked = [*messages]
         marked[place] = {**drop_thoughts(messages[place]), "content": MARK}
         text = whole.text
-        before, mark, behind = self._render(marked, self._options(messages, tools))[0].partition(
-            MARK
-        )
+        before, mark, behind = self._render(marked, self._options(messages, tools))[0].partition(MARK)
         if "tool_calls" in messages[place]:
-            learned = (
-                answer.text[answer.start : answer.end].rpartition(_THOUGHTS_END)[2].lstrip("\n")
-            )
+            learned = answer.text[answer.start : answer.end].rpartition(_THOUGHTS_END)[2].lstrip("\n")
             if mark and text.startswith(before + learned):
                 return len(before), len(before) + len(learned)
         elif mark and text.startswith(before):
@@ -402,9 +391,7 @@ class ChatTemplate:
         user: Message = {"role": "user", "content": MARK}
         answer: Message = {"role": "assistant", "content": MARK}
         try:
-            ended, longer = (
-                self._render(each)[0] for each in ([user, answer], [user, answer, user])
-            )
+            ended, longer = (self._render(each)[0] for each in ([user, answer], [user, answer, user]))
         except ValueError:
             return "", ""
         tail = ended.rpartition(MARK)[2].strip()

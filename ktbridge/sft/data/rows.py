@@ -279,9 +279,7 @@ def _refused_step(kind: str) -> str:
     if kind in _STAGES:
         return f"Set stage: {_STAGES[kind]} for these rows, or use others; nothing was started."
     if kind == TEXT_ALONE:
-        return (
-            "Name a model with a vision tower (docs/models.md) for these rows; nothing was started."
-        )
+        return "Name a model with a vision tower (docs/models.md) for these rows; nothing was started."
     if kind == "no known form":
         forms = "docs/data.md has the forms; columns in dataset_info.json name other keys"
         return f"{forms}; stage: pt trains on raw text."
@@ -400,9 +398,7 @@ def find_repeats(rows: Rows, held: Rows) -> Iterator[Problem]:
     trained: dict[str, str] = {}
     for row in rows.rows:
         trained.setdefault(_comparable(row), row.where)
-    found = [
-        (row.where, trained[text]) for row in held.rows if (text := _comparable(row)) in trained
-    ]
+    found = [(row.where, trained[text]) for row in held.rows if (text := _comparable(row)) in trained]
     if not found:
         return
     place, other = found[0]

@@ -125,9 +125,7 @@ class RowStream:
             if empty and self._held_places:
                 raise _no_held_out(f"{self.config.val_size:g} rows, which are all that there are")
             if empty:
-                raise KtbridgeError(
-                    "the datasets hold no row to train on.", "Write rows into them."
-                )
+                raise KtbridgeError("the datasets hold no row to train on.", "Write rows into them.")
             draw.shuffle(buffer)
             yield from buffer
 

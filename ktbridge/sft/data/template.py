@@ -160,9 +160,7 @@ def _write_arguments(message: dict[str, Any]) -> bool:
     return True
 
 
-def check_tools(
-    render: TemplateRenderer, messages: Sequence[Message], tools: Sequence[Tool]
-) -> None:
+def check_tools(render: TemplateRenderer, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
     """Raise ValueError if the template leaves out tools, calls or results of these messages."""
     options = TemplateOptions(tools)
     if tools and render(messages, options) == render(messages):

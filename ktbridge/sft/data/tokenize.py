@@ -101,9 +101,7 @@ def label_answer_tokens(
     return labels
 
 
-def text_to_tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[RenderedText]
-) -> list[TokenSequence]:
+def text_to_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[RenderedText]) -> list[TokenSequence]:
     """Tokenize rendered texts."""
     encoded = encode_texts(tokenizer, [text.text for text in texts])
     return [
@@ -248,9 +246,7 @@ class ConversationTokenizer(_TemplateTokenizer):
             image_tokens=sum(each.input_ids.count(image) for each in used) if image else 0,
         )
 
-    def _complete(
-        self, row: TrainingRow, text: RenderedText, sequence: TokenSequence
-    ) -> TokenSequence:
+    def _complete(self, row: TrainingRow, text: RenderedText, sequence: TokenSequence) -> TokenSequence:
         """Add the tokens of images, and labels of the prompt if it is learned."""
         ids, images = sequence.input_ids, row.images[: text.num_images]
         labels = ids if self._config.train_on_prompt else sequence.labels
@@ -299,9 +295,7 @@ class AnswerTokenizer(_TemplateTokenizer):
         if any(len(answer) <= start for answer in answers):
             raise ValueError(self._no_answer)
         if len(answers) > 1 and answers[0] == answers[1]:
-            raise ValueError(
-                f"chosen and rejected are the same within cutoff_len={self._cutoff} tokens"
-            )
+            raise ValueError(f"chosen and rejected are the same within cutoff_len={self._cutoff} tokens")
         for text in texts:
             self._forms.count([text])
         tokens = sum(map(len, answers))

@@ -56,9 +56,7 @@ def start(timeout: float = TIMEOUT, use_cpu: bool = False) -> World:
     and ``ProblemsError`` naming unsupported settings of accelerate's configuration.
     """
     if problems := launch_problems():
-        raise ProblemsError(
-            "this run can't be started as accelerate's configuration asks.", problems
-        )
+        raise ProblemsError("this run can't be started as accelerate's configuration asks.", problems)
     if problems := unjoined_problems():
         raise ProblemsError("this process isn't joined to the others of its launch.", problems)
     here = world()

@@ -95,9 +95,7 @@ class _Dispatched(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (d_out,) = autograd.to_host(d_out.to(torch.bfloat16))
-        d_hidden, d_weights = (
-            autograd.to_device(d, ctx.device) for d in _backward(ctx.call, d_out)
-        )
+        d_hidden, d_weights = (autograd.to_device(d, ctx.device) for d in _backward(ctx.call, d_out))
         return None, None, d_hidden, d_weights
 
 
@@ -110,9 +108,7 @@ def _agreed(
 ) -> tuple[list[int], bool]:
     """Return how many tokens each rank brings, and whether any of them wants gradients."""
     wants = torch.is_grad_enabled() and (
-        hidden.requires_grad
-        or weights.requires_grad
-        or (layer.lora_enabled and layer.lora_rank > 0)
+        hidden.requires_grad or weights.requires_grad or (layer.lora_enabled and layer.lora_rank > 0)
     )
     row = [_FORWARD, number, hidden.shape[1], ids.shape[1], int(torch.is_grad_enabled())]
     rows = _in_step([*row, len(hidden), int(wants)])
@@ -128,8 +124,7 @@ def _in_step(row: Sequence[int]) -> list[list[int]]:
     for rank, other in enumerate(rows):
         if other[:-2] != rows[0][:-2]:
             first, second = (
-                f"{'backward' if each[0] else 'forward'} of call {each[1]}"
-                for each in (rows[0], other)
+                f"{'backward' if each[0] else 'forward'} of call {each[1]}" for each in (rows[0], other)
             )
             raise KtbridgeError(
                 f"the processes lost step: rank 0 is in the {first} of the experts, rank {rank} in the "
@@ -139,9 +134,7 @@ def _in_step(row: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def _forward(
-    call: _Call, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def _forward(call: _Call, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return this rank's outputs [T, H] on the host."""
     call.like = (hidden.to("meta"), weights.to("meta"))
     whole = gather_on_main([hidden, ids, weights], call.counts)
@@ -307,9 +300,7 @@ def copy_into(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
         assert isinstance(parameter, DTensor)
         there = value.to(parameter.to_local().device, parameter.dtype)
-        value = distribute_tensor(
-            there, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
+        value = distribute_tensor(there, parameter.device_mesh, parameter.placements, src_data_rank=None)
     with torch.no_grad():
         parameter.copy_(value)
 

@@ -154,9 +154,7 @@ def describe_prepared(config: TrainConfig, ready: Prepared) -> Parts:
         "checkpoint": "none",
     }
     if held is not None:
-        parts["held-out rows"] = (
-            f"{len(held.dataset):,} sequences, digest {digest_of_tokens(held.dataset)}"
-        )
+        parts["held-out rows"] = f"{len(held.dataset):,} sequences, digest {digest_of_tokens(held.dataset)}"
     if ready.stream or ready.vision:  # of which the tokens don't tell all
         parts["rows as read"] = _short(str(ready.fingerprint["rows"]))
         parts["held-out rows as read"] = _short(json.dumps(ready.fingerprint.get(HELD_OUT)))
@@ -216,9 +214,7 @@ def digest_of_tokens(dataset: Dataset) -> str:
 
     def add(values: pa.Array) -> None:
         if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-            digest.update(
-                values.value_lengths().cast("int64").fill_null(-1).to_numpy(False).tobytes()
-            )
+            digest.update(values.value_lengths().cast("int64").fill_null(-1).to_numpy(False).tobytes())
             add(values.flatten())
         elif pa.types.is_integer(values.type):
             digest.update(values.cast("int64").fill_null(-1).to_numpy(False).tobytes())
@@ -240,9 +236,7 @@ def _step(name: str) -> str:
             "Put output_dir on a disk that all hosts share, or copy the whole directory of checkpoints to "
             "each host."
         )
-    if name.startswith(
-        ("base model", "rows", "held-out rows", "adapter", "kt_config.kt_weight_path")
-    ):
+    if name.startswith(("base model", "rows", "held-out rows", "adapter", "kt_config.kt_weight_path")):
         return "Copy the files of one host to the others."
     return "Start all processes with the same configuration."
 

@@ -221,9 +221,7 @@ def _as_asked(
     if missing and not config.kt_config.kt_weight_path:
         if not can_quantize(shape, storage):
             return shape, None, [f"the experts are {shape.expert_storage}, and are trained on so"]
-        note = (
-            f"once the model is there, its experts are quantized to {storage.upper()} and used so"
-        )
+        note = f"once the model is there, its experts are quantized to {storage.upper()} and used so"
         return in_storage(shape, storage), None, [note]
     found = find_quantized(config, base)
     notes = [f"{note.where}: {note.found}" for note in storage_notes(config, base)]

@@ -182,9 +182,7 @@ def _of_sample(
     step = math.ceil((len(by_size) - _LONGEST) / (MOST_ROWS - _LONGEST))
     sample = by_size[:-_LONGEST:step]
     chosen = sample + by_size[-_LONGEST:]
-    part = replace(
-        rows, rows=[rows.rows[row] for row in chosen], total=len(chosen) + len(rows.refused)
-    )
+    part = replace(rows, rows=[rows.rows[row] for row in chosen], total=len(chosen) + len(rows.refused))
     alone = replace(config, packing=False, neat_packing=False)
     store = tokenize_sequences(part, tokenizer, alone, vision=vision)
     collect_refused(part, store.refused, config)
@@ -236,9 +234,7 @@ def _of_texts(rows: object, config: TrainConfig, base: Path, why: str) -> Length
     return replace(_mixed(each, rows, config, counted), estimated=why, held_out=held)
 
 
-def _mixed(
-    each: Mapping[int, Sequence[int]], rows: Rows, config: TrainConfig, counted: bool
-) -> Lengths:
+def _mixed(each: Mapping[int, Sequence[int]], rows: Rows, config: TrainConfig, counted: bool) -> Lengths:
     """Return lengths of rows that make sequences of ``each`` tokens; a row without any is refused."""
     order: Sequence[int] = [row for row in range(len(rows.rows)) if each[row]]
     used = len(order)

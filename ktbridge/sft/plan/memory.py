@@ -105,9 +105,7 @@ def _expert_parts(setting: RunSetting) -> Iterator[PlanPart]:
     word = f"{config.activation}, {tokens:,} tokens x {sizes.top_k} experts, {layers} layers"
     yield PlanPart("expert activations", "RAM", round(kept), word)
     passing = host_bytes(sizes, tokens, setting.retain, setting.threads)
-    yield PlanPart(
-        "expert kernels", "RAM", round(passing), "one layer's backward, and panels of each thread"
-    )
+    yield PlanPart("expert kernels", "RAM", round(passing), "one layer's backward, and panels of each thread")
     if setting.cuda:
         # Pinned blocks are powers of two. Python runs ahead of the kernels by a whole backward, so that
         # each layer's hidden states, its output and both gradients are there at once.
@@ -191,15 +189,10 @@ def outside_bytes(setting: RunSetting) -> OutsideBytes:
     # From large micro-batches: in small ones a tile of the loss decides, which is no larger for more tokens.
     rows = max(1, _LARGE // longest)
     small, few, many = (
-        [
-            round((1 + GPU_SEGMENTS_SLACK) * each)
-            for each in _activation_bytes(replace(setting, rows=n))
-        ]
+        [round((1 + GPU_SEGMENTS_SLACK) * each) for each in _activation_bytes(replace(setting, rows=n))]
         for n in (1, rows, 2 * rows)
     )
-    token, passing = (
-        max(1, math.ceil((b - a) / (rows * longest))) for a, b in zip(few, many, strict=True)
-    )
+    token, passing = (max(1, math.ceil((b - a) / (rows * longest))) for a, b in zip(few, many, strict=True))
     constant = max(0, sum(small) - (token + passing) * longest)
     lora = nonexpert_lora_elements(setting)
     width = 2 if setting.config.pure_bf16 else 4
@@ -339,8 +332,7 @@ def _layers(setting: RunSetting) -> list[LayerBytes]:
     """Each decoder layer's bytes in a pass."""
     shape, rank = setting.shape, setting.config.lora_rank
     return [
-        layer_bytes(shape, layer, lora_paths(setting, layer), rank, setting.batch)
-        for layer in shape.layers
+        layer_bytes(shape, layer, lora_paths(setting, layer), rank, setting.batch) for layer in shape.layers
     ]
 
 
@@ -354,9 +346,7 @@ def _process_parts(setting: RunSetting) -> Iterator[PlanPart]:
     cuda = setting.cuda
     files = LIBRARY_FILES + (CUDA_FILES if cuda else 0)
     name = "Python, torch, CUDA" if cuda else "Python, torch, …"
-    yield PlanPart(
-        f"{name}, mapped", "page cache", files, "their files, as far as they are touched"
-    )
+    yield PlanPart(f"{name}, mapped", "page cache", files, "their files, as far as they are touched")
     how = "a constant, from test runs on {}: depends on versions"
     if cuda:
         yield PlanPart(name, "RAM", LIBRARIES + CUDA_HOST, how.format("an H200"))
@@ -390,9 +380,7 @@ def _activations(setting: RunSetting) -> tuple[int, int, str]:
 
 def _disk_parts(setting: RunSetting) -> Iterator[PlanPart]:
     if setting.shape.to_download:
-        yield PlanPart(
-            CHECKPOINT, "disk", setting.shape.to_download, "all its tensors, in its storage"
-        )
+        yield PlanPart(CHECKPOINT, "disk", setting.shape.to_download, "all its tensors, in its storage")
     if setting.shape.to_quantize:
         how = f"{setting.shape.expert_storage}, made once, before the first step"
         yield PlanPart(QUANTIZED, "disk", setting.shape.to_quantize, how)

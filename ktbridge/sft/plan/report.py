@@ -118,9 +118,7 @@ class DiskReads:
         if self.unread is None:
             return text
         pace = f"{figures(self.unread)} tokens/s"
-        return (
-            f"{text}, which tokens/s count; with {size_text(self.enough)} of RAM it would be {pace}"
-        )
+        return f"{text}, which tokens/s count; with {size_text(self.enough)} of RAM it would be {pace}"
 
 
 @dataclass(frozen=True)
@@ -336,9 +334,7 @@ def _notes(setting: RunSetting, inputs: PlanInputs, pace: PredictedPace | None) 
             "among them; the others are taken to be as those nearest in size, so steps and time are about so"
         )
     if setting.config.streaming:
-        yield (
-            f"the first {setting.lengths.rows:,} rows of the stream that can be used are taken for all"
-        )
+        yield (f"the first {setting.lengths.rows:,} rows of the stream that can be used are taken for all")
     if lengths.estimated:
         way = "by its tokenizer.json" if lengths.counted else "a token taken as 3 bytes"
         yield (
@@ -352,9 +348,7 @@ def _notes(setting: RunSetting, inputs: PlanInputs, pace: PredictedPace | None) 
             f"what is listed here, each other process {each} of memory and its GPU's parts "
             "(docs/several-gpus.md)"
         )
-    if setting.placed and (
-        old := [each for each in target.capabilities if loops_over_experts(each)]
-    ):
+    if setting.placed and (old := [each for each in target.capabilities if loops_over_experts(each)]):
         models = ", ".join(sorted({f"sm{each.replace('.', '')}" for each in old}))
         yield f"the GPU is {models}: {ONE_BY_ONE}; {NO_KERNEL}"
     if any(name.startswith("linear_attn.") for layer in shape.layers for name in layer.linears):

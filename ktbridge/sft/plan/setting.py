@@ -127,9 +127,7 @@ class RunSetting:
     def expert_sizes(self) -> ExpertSizes:
         """Sizes of the routed experts, and of the MLPs beside them."""
         model, layers = self.shape.config, self.shape.sparse_layers
-        linears = [
-            out * inputs for each in self.shape.layers for out, inputs in each.linears.values()
-        ]
+        linears = [out * inputs for each in self.shape.layers for out, inputs in each.linears.values()]
         share = 3 * model.hidden_size / max(1, sum(linears))  # gate, up and down
         widths = Counter(all_mlp_widths(self.shape))
         stored = self.shape.expert_bytes // max(layers, 1)
@@ -437,11 +435,7 @@ def check_room(config: TrainConfig, root: Path, trained: int, steps: int, beside
     written = kept + 1 if kept else 0  # one is written beside those that are kept
     need = written * checkpoint_bytes(config, trained) + adapter_bytes(trained) + beside
     if need > free:
-        files = (
-            f"checkpoints ({kept} kept and one being written) and the adapter"
-            if kept
-            else "the adapter"
-        )
+        files = f"checkpoints ({kept} kept and one being written) and the adapter" if kept else "the adapter"
         files += ", beside the quantized experts" if beside else ""
         fewer = ", or set save_steps: 0 (no checkpoints)" if kept else ""
         raise KtbridgeError(

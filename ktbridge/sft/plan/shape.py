@@ -149,9 +149,7 @@ def stub_from_config(path: Path) -> CheckpointStub:
         ) from error
     model = make_skeleton(path)
     named = read_json_file(path / "config.json").get("architectures")
-    cls: Any = (
-        getattr(transformers, str(named[0]), None) if isinstance(named, list) and named else None
-    )
+    cls: Any = getattr(transformers, str(named[0]), None) if isinstance(named, list) and named else None
     known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     if known and not isinstance(model, cls):
         with readable_load_errors(path), torch.device("meta"):
@@ -168,9 +166,7 @@ def _experts(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> tuple[int, st
         if name.startswith(prefixes) and not name.endswith(_BIAS)
     }
     storages = {
-        _STORAGE.get(entry.dtype, entry.dtype)
-        for name, entry in own.items()
-        if not name.endswith(_SCALES)
+        _STORAGE.get(entry.dtype, entry.dtype) for name, entry in own.items() if not name.endswith(_SCALES)
     }
     storage = storages.pop() if len(storages) == 1 else "mixed"
     return sum(entry.nbytes for entry in own.values()), storage
@@ -194,9 +190,7 @@ def in_storage(shape: ModelShape, storage: str) -> ModelShape:
     model = shape.config
     one = stored_bytes(model.num_experts, model.hidden_size, model.intermediate_size, storage)
     total = shape.sparse_layers * one
-    return replace(
-        shape, expert_bytes=total, expert_storage=storage, mappable=True, to_quantize=total
-    )
+    return replace(shape, expert_bytes=total, expert_storage=storage, mappable=True, to_quantize=total)
 
 
 def can_quantize(shape: ModelShape, storage: str) -> bool:
@@ -253,9 +247,7 @@ def _outside_experts(
     return layers, elements, vocabulary
 
 
-def _is_transposed(
-    checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, ExpertHome]
-) -> bool:
+def _is_transposed(checkpoint: Checkpoint, config: ModelConfig, homes: dict[int, ExpertHome]) -> bool:
     """Return whether fused experts lie transposed or interleaved, so that no row is contiguous."""
     home = next(iter(homes.values()))
     if home.names or f"{home.fused[0]}_blocks" in checkpoint:

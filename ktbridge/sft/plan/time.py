@@ -93,8 +93,7 @@ def measure_experts(setting: RunSetting, tokens: int, memory: int | None) -> Exp
         MoELoRAExperts.from_tensors(
             *_random_layer(setting, size),
             lora_rank=size.rank,
-            threads=threads
-            or threads_beside_python(torch.device("cuda" if setting.cuda else "cpu")),
+            threads=threads or threads_beside_python(torch.device("cuda" if setting.cuda else "cpu")),
             activation=setting.config.activation,
             accumulate_grad=True,
             lora_dropout=setting.config.expert_dropout,
@@ -146,9 +145,7 @@ def measure_products(setting: RunSetting, tokens: int) -> ProductRates:
     return ProductRates(forward, backward, "GPU" if device.type == "cuda" else "CPU")
 
 
-def _fit_layers(
-    setting: RunSetting, tokens: int, memory: int | None
-) -> tuple[ExpertSizes, int, int]:
+def _fit_layers(setting: RunSetting, tokens: int, memory: int | None) -> tuple[ExpertSizes, int, int]:
     """Return what is measured: a layer's sizes, its tokens, and how many layers."""
     size, retain = setting.expert_sizes, setting.retain
     memory = min(_MOST, (memory or _MOST) // 4)
@@ -440,15 +437,12 @@ def _outside(setting: RunSetting, costs: Costs) -> float:
     """Return the seconds of a micro-batch outside its experts."""
     tokens = _tokens(setting)
     forward, backward = (
-        max(line.at(tokens), host)
-        for line, host in zip(costs.outside, costs.launch_outside, strict=True)
+        max(line.at(tokens), host) for line, host in zip(costs.outside, costs.launch_outside, strict=True)
     )
     return costs.forwards * forward + backward + costs.loss.at(tokens)
 
 
-def _pace(
-    setting: RunSetting, step: float, whole: float, experts: float, how: str
-) -> PredictedPace:
+def _pace(setting: RunSetting, step: float, whole: float, experts: float, how: str) -> PredictedPace:
     """Return the pace by seconds of a step, of all its micro-batches, and of the experts in these."""
     held = setting.lengths.held_out * setting.evaluations
     alone = setting.config.forwards_alone
@@ -478,9 +472,7 @@ def _saves(setting: RunSetting) -> int:
 
 def _tokens(setting: RunSetting) -> int:
     """Return the tokens of a micro-batch that are computed, as rows are on average."""
-    return max(
-        1, round(min(setting.batch.rows, setting.step_rows * setting.sides) * setting.lengths.mean)
-    )
+    return max(1, round(min(setting.batch.rows, setting.step_rows * setting.sides) * setting.lengths.mean))
 
 
 def _how_on_gpu(scored: Scored, costs: Costs) -> str:
@@ -502,9 +494,7 @@ def _how(
     assumed = []
     if estimated:
         small = f" and {1000 * _GPU_LAYER:g} ms a layer" if setting.cuda else ""
-        assumed += [
-            f"attention, norms and the like take as long as products at the better pace{small}"
-        ]
+        assumed += [f"attention, norms and the like take as long as products at the better pace{small}"]
     if setting.cuda and rates.where == "CPU":
         assumed += ["products at the CPU's pace (no GPU can be used here)"]
     if saves:
@@ -541,9 +531,7 @@ def _layer_flops(setting: RunSetting, tokens: int) -> tuple[float, float]:
     """
     shape, alone = setting.shape, setting.config.forwards_alone
     layers = sum(out * inputs for layer in shape.layers for out, inputs in layer.linears.values())
-    layers += (
-        round(setting.lengths.mean) * shape.config.hidden_size * len(shape.layers)
-    )  # attention
+    layers += round(setting.lengths.mean) * shape.config.hidden_size * len(shape.layers)  # attention
     lora = nonexpert_lora_elements(setting)
     forward = _runs(setting) * (layers + lora) + alone * layers
     return 2.0 * tokens * forward, 2.0 * tokens * (layers + 2 * lora)

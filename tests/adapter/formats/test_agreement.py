@@ -37,9 +37,7 @@ def deltas(adapter: Adapter) -> Deltas:
         if ".lora_A." in key:
             other = key.replace(".lora_A.", ".lora_B.")
             pair = adapter.nonexpert_tensor(key), adapter.nonexpert_tensor(other)
-            made[key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")] = product(
-                *pair
-            )
+            made[key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")] = product(*pair)
     return made
 
 
@@ -47,8 +45,7 @@ def served(path: Path) -> Deltas:
     """What a directory adds to the weights, at the one scale of its configuration."""
     adapter = read_adapter(path)
     return {
-        name: value
-        * (adapter.nonexpert_scale if "self_attn" in name else adapter.alpha / adapter.rank)
+        name: value * (adapter.nonexpert_scale if "self_attn" in name else adapter.alpha / adapter.rank)
         for name, value in deltas(adapter).items()
     }
 
@@ -84,8 +81,7 @@ def test_alpha_wherever_it_is_given(tmp_path, to, config, options, expert, rest)
     raw = write_raw(tmp_path / "raw", base_model=str(base))
     doubled = 2.0 if config.get("alpha_pattern") == {"q_proj": 16} else 1.0
     expected = {
-        name: value
-        * ((rest if "self_attn" in name else expert) * (doubled if "q_proj" in name else 1))
+        name: value * ((rest if "self_attn" in name else expert) * (doubled if "q_proj" in name else 1))
         for name, value in deltas(read_adapter(raw)).items()
     }
     found, report = through(edit_config(raw, **config), to, **options)

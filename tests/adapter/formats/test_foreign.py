@@ -118,9 +118,7 @@ def test_gpt_oss_rows_take_turns(tmp_path):
     np.testing.assert_array_equal(delta(raw, 4, "gate"), 3.0 * b[:, 0::2] @ a)
     np.testing.assert_array_equal(delta(raw, 4, "up"), 3.0 * b[:, 1::2] @ a)
     convert_adapter(raw.path, to="peft-fused", output_dir=tmp_path / "again")
-    first, second = (
-        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("in", "again")
-    )
+    first, second = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("in", "again"))
     assert first.keys() == second.keys()
     assert all(np.array_equal(first[key], second[key]) for key in first)
 

@@ -75,9 +75,7 @@ def test_what_llama_cpp_would_ignore_is_refused(tmp_path):
         convert_adapter(raw, to="gguf", output_dir=tmp_path / "out")
     ignored, experts = caught.value.problems
     assert (ignored.code, experts.code) == ("KTB630", "KTB604")
-    assert (
-        "kv_a_proj_with_mqa, q_proj in 2 layers, which llama.cpp's deepseek2 never" in ignored.found
-    )
+    assert "kv_a_proj_with_mqa, q_proj in 2 layers, which llama.cpp's deepseek2 never" in ignored.found
     assert "3 experts" in experts.found
     assert not (tmp_path / "out").exists()
 
@@ -142,9 +140,7 @@ def test_what_is_no_adapter_is_refused_in_a_sentence(tmp_path):
     for size in (0, 3, 20, 100, len(whole) // 2, len(whole) - 1):
         (tmp_path / "cut.gguf").write_bytes(whole[:size])
         with pytest.raises(KtbridgeError):
-            convert_adapter(
-                tmp_path / "cut.gguf", to="raw", output_dir=tmp_path / "o", base_model="m"
-            )
+            convert_adapter(tmp_path / "cut.gguf", to="raw", output_dir=tmp_path / "o", base_model="m")
     model = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3moe")
     model.write_header_to_file()
     model.write_kv_data_to_file()

@@ -85,9 +85,7 @@ def succeeds(code: str, release: str, out: Path, **options: Any) -> None:
 
 def assert_read_exactly(out: Path, format_name: str) -> None:
     """The release's adapter, converted, gives its logits in the installed PEFT; without it they differ."""
-    convert_adapter(
-        out / "adapter", to="peft-fused", from_format=format_name, output_dir=out / "fused"
-    )
+    convert_adapter(out / "adapter", to="peft-fused", from_format=format_name, output_dir=out / "fused")
     kept = {"attn_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "base", **kept).float()
     loaded = peft.PeftModel.from_pretrained(model, out / "fused").eval()
@@ -121,9 +119,7 @@ def test_adapters_of_an_older_peft_are_read_exactly(tmp_path, release, format_na
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("release", ["0.18.1", "0.19.0", "0.19.1"])
-def test_a_square_parameter_of_an_older_peft_is_read_as_that_release_has_it(
-    tmp_path, release, family
-):
+def test_a_square_parameter_of_an_older_peft_is_read_as_that_release_has_it(tmp_path, release, family):
     """No shape tells: 0.18 exchanges in and out of what is stored [E,out,in], 0.19.0 of everything."""
     square = SAVE.replace("24 if oss", "32 if oss").replace('size": 24', 'size": 32')
     square = square.replace('("gate_up_proj", "down_proj")', '("down_proj",)')
@@ -198,9 +194,7 @@ def test_unsloths_order_of_b_is_its_own_codes(tmp_path):
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_parameters": targets}
     config |= {"base_model_name_or_path": "models/base"}
     (tmp_path / "in/adapter_config.json").write_text(json.dumps(config))
-    convert_adapter(
-        tmp_path / "in", to="raw", from_format="unsloth-legacy", output_dir=tmp_path / "raw"
-    )
+    convert_adapter(tmp_path / "in", to="raw", from_format="unsloth-legacy", output_dir=tmp_path / "raw")
     adapter = read_adapter(tmp_path / "raw")
 
     def delta(projection):

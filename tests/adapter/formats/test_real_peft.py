@@ -49,9 +49,7 @@ def base(tmp_path_factory):
     return write_base("qwen3_moe", path, torch.float32, num_hidden_layers=3)
 
 
-def write(
-    path: Path, base: Path, *, modules: Any = ATTENTION, other_rank: int = 3, **kind: Any
-) -> Path:
+def write(path: Path, base: Path, *, modules: Any = ATTENTION, other_rank: int = 3, **kind: Any) -> Path:
     """LoRA of the experts of some layers, and of ``modules`` of all."""
     sizes = {"rank": other_rank, "modules": modules, "block": "", "dtype": "F32"}
     return write_raw(
@@ -141,8 +139,7 @@ def test_what_peft_trains_reads_back_delta_by_delta(tmp_path, base, targets, lor
     if not lora:
         convert_adapter(raw, to="peft-fused", output_dir=tmp_path / "again")
         first, second = (
-            peft.utils.load_peft_weights(str(tmp_path / name), device="cpu")
-            for name in ("peft", "again")
+            peft.utils.load_peft_weights(str(tmp_path / name), device="cpu") for name in ("peft", "again")
         )
         assert first.keys() == second.keys()
         assert all(torch.equal(first[key], second[key]) for key in first)

@@ -31,10 +31,7 @@ def there_and_back(raw: Path, to: str, base: Path | None = None) -> Path:
 
 
 def same(first: Path, second: Path) -> None:
-    files = [
-        {name: (path / name) for name in FILES if (path / name).exists()}
-        for path in (first, second)
-    ]
+    files = [{name: (path / name) for name in FILES if (path / name).exists()} for path in (first, second)]
     assert files[0].keys() == files[1].keys()
     for name, path in files[0].items():
         assert path.read_bytes() == files[1][name].read_bytes(), name
@@ -163,8 +160,7 @@ def test_a_power_of_two_between_scales_is_folded(tmp_path, to):
     assert (two.alpha, two.nonexpert_alpha) == (8.0, 8.0)
     for key in one.nonexpert_keys():
         before, after = (
-            np.frombuffer(x.nonexpert_tensor(key).data, np.uint16).astype(np.uint32) << 16
-            for x in (one, two)
+            np.frombuffer(x.nonexpert_tensor(key).data, np.uint16).astype(np.uint32) << 16 for x in (one, two)
         )
         factor = 0.25 if ".lora_B." in key else 1.0
         assert np.array_equal(before.view(np.float32) * np.float32(factor), after.view(np.float32))

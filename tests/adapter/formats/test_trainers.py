@@ -28,9 +28,7 @@ SIZES = {"gate": (H, INTER), "up": (H, INTER), "down": (INTER, H)}
 Stacks = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
-def stacks(
-    *, one_a: tuple[str, ...] = (), one_b: tuple[str, ...] = (), same: bool = False
-) -> Stacks:
+def stacks(*, one_a: tuple[str, ...] = (), one_b: tuple[str, ...] = (), same: bool = False) -> Stacks:
     """A [E,r,in] and B [E,out,r] by projection; ``one_a``, ``one_b``: alike for all experts.
 
     ``same``: gate and up have one A.
@@ -48,9 +46,7 @@ def stacks(
     return made
 
 
-def named(
-    parts: dict[str, tuple[np.ndarray, np.ndarray]], suffix: str = ".weight"
-) -> dict[str, np.ndarray]:
+def named(parts: dict[str, tuple[np.ndarray, np.ndarray]], suffix: str = ".weight") -> dict[str, np.ndarray]:
     """Tensors of modules below the experts, by the modules' names."""
     return {
         f"{STEM}.{name}.lora_{half}{suffix}": tensor

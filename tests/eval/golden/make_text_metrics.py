@@ -67,8 +67,7 @@ def english_rouge(pairs: list[tuple[str, str]]) -> list[dict[str, float]]:
     """rouge-score with its own tokenizer, which serves ASCII."""
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
     return [
-        {name: score.fmeasure for name, score in scorer.score(other, one).items()}
-        for one, other in pairs
+        {name: score.fmeasure for name, score in scorer.score(other, one).items()} for one, other in pairs
     ]
 
 

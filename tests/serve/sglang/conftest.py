@@ -28,10 +28,7 @@ VALUES = """--kt-weight-path --kt-method --kt-cpuinfer --kt-threadpool-count --k
 --served-model-name --log-level --api-key --config""".split()
 PARSER = (
     "def add_cli_args(parser):\n"
-    + "".join(
-        f'    parser.add_argument(\n        "{name}",\n        type=str,\n    )\n'
-        for name in VALUES
-    )
+    + "".join(f'    parser.add_argument(\n        "{name}",\n        type=str,\n    )\n' for name in VALUES)
     + """    parser.add_argument("--model-path", "--model", type=str)
     parser.add_argument("--kt-numa-nodes", nargs="+")
     parser.add_argument("--lora-paths", nargs="*", default=[])
@@ -116,9 +113,7 @@ http.server.ThreadingHTTPServer((args.host, int(args.port)), Handler).serve_fore
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_config(
-        tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=LAYERS, head_dim=6
-    )
+    directory = write_config(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=LAYERS, head_dim=6)
     shapes = {"model.embed_tokens.weight": (8, HIDDEN)}
     for layer in range(LAYERS):
         for name, rows in (("q_proj", 24), ("v_proj", 12)):
@@ -155,9 +150,7 @@ class Played:
         smi.write_text("#!/bin/sh\necho '0, A GPU, 9.0, 81559'\n")
         smi.chmod(0o755)
 
-    def environment(
-        self, version: str, mode: str = "", kernel: str | None = None
-    ) -> dict[str, str]:
+    def environment(self, version: str, mode: str = "", kernel: str | None = None) -> dict[str, str]:
         site = self.root / f"site-{version}-{kernel}"
         if not site.exists():
             (site / "sglang/srt").mkdir(parents=True)

@@ -42,9 +42,7 @@ def facts_of(model: Path) -> Any:
 def make(model: Path, adapters: dict[str, Path], facts_of: Any) -> Any:
     """make(version, layouts, **request fields): the plan on a good machine, unless facts say else."""
 
-    def make(
-        version: str = "0.7.2", given: str = "raw", facts: dict | None = None, **fields: Any
-    ) -> Launch:
+    def make(version: str = "0.7.2", given: str = "raw", facts: dict | None = None, **fields: Any) -> Launch:
         options: dict[str, Any] = {"raw": {"adapters": {"neko": str(adapters["raw"])}}}
         options["expert"] = {"expert_adapter": str(adapters["expert"])}
         options["nonexpert"] = {"nonexpert_adapters": {"neko": str(adapters["nonexpert"])}}
@@ -124,9 +122,7 @@ def test_each_version_gets_its_layout(make, version, given, layout, models, made
     ],
 )
 def test_what_a_version_does_not_grant(make, version, given, fields, words) -> None:
-    refused = [
-        f"{p} {p.next_step}" for p in make(version, given, **fields).problems if p.code == "KTB952"
-    ]
+    refused = [f"{p} {p.next_step}" for p in make(version, given, **fields).problems if p.code == "KTB952"]
     assert any(words in text for text in refused), refused
 
 
@@ -150,9 +146,7 @@ def test_several_nonexpert_adapters_need_the_split_contract(make, adapters) -> N
         f"{name}={adapters['nonexpert']}" for name in ("a", "b")
     )
     assert after(fine.argv, "--max-loras-per-batch") == "3"
-    assert "several non-expert adapters need both" in " ".join(
-        errors(make("0.7.2", "expert", **two))
-    )
+    assert "several non-expert adapters need both" in " ".join(errors(make("0.7.2", "expert", **two)))
 
 
 @pytest.mark.parametrize(
@@ -229,9 +223,7 @@ def test_code_keys_and_public_addresses(facts_of) -> None:
     request = SglangRequest(model="m", host="0.0.0.0")
     found = plan_launch(request, facts_of(model=brings)).problems
     assert {"KTB960", "KTB961"} <= {p.code for p in found if p.severity == "error"}
-    fine = plan_launch(
-        replace(request, api_key="secret-1", trust_remote_code=True), facts_of(model=brings)
-    )
+    fine = plan_launch(replace(request, api_key="secret-1", trust_remote_code=True), facts_of(model=brings))
     assert fine.ok
     assert "--trust-remote-code" in fine.argv
     # What the engine leaves open though there is a key, and what is known against it, is said.
@@ -267,9 +259,7 @@ def test_prompts_whose_keys_would_not_be_rotated(make, version, gpus, flags, wro
 
 
 def test_compiled_kernels_do_not_outlive_an_upgrade(make) -> None:
-    homes = {
-        version: make(version).environment["TVM_FFI_CACHE_DIR"] for version in ("0.6.4", "0.7.2")
-    }
+    homes = {version: make(version).environment["TVM_FFI_CACHE_DIR"] for version in ("0.6.4", "0.7.2")}
     assert homes["0.6.4"] != homes["0.7.2"]
     own = make("0.7.2", facts={"environment": {"TVM_FFI_CACHE_DIR": "/mine"}})
     assert "TVM_FFI_CACHE_DIR" not in own.environment

@@ -50,9 +50,7 @@ def test_up_and_down(version, played, model, adapters, free_port, gone):
     ready = played.ready(process)
     merged = version == "0.7.2"
     assert ready["base_url"] == f"http://127.0.0.1:{free_port}/v1"
-    assert (ready["layout"], "tiny" in ready["models"]) == (
-        ("merged", False) if merged else ("split", True)
-    )
+    assert (ready["layout"], "tiny" in ready["models"]) == (("merged", False) if merged else ("split", True))
     assert ready["ready"]["expert_lora_layers"] == [0, 1]
     # The engine got what was planned, plus a file with the key; that file is gone by now.
     argv, planned = seen(env)["argv"][1:], ready["launches"][0]["argv"][3:]
@@ -227,9 +225,7 @@ def test_nothing_outlives_ktbridge_or_the_next_start(played, expert_args, free_p
     seen = json.loads((scratch / "seen.json").read_text())
     assert seen["key"] == KEY
     if number == signal.SIGKILL:
-        wait_for(
-            lambda: any(str(orphan) in each.read_text() for each in scratch.glob("*/engine.json"))
-        )
+        wait_for(lambda: any(str(orphan) in each.read_text() for each in scratch.glob("*/engine.json")))
     process.send_signal(number)
     process.wait(20)
     for directory, _, files in os.walk(scratch):
