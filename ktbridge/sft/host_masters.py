@@ -198,11 +198,13 @@ class _Update:
     @torch.no_grad()
     def make(self, shared: SharedMasters | None) -> None:
         """Make it, of ``shared`` tensors this process's part."""
-        states = ([state[name] for state in self.states] for name in _STATES)
-        tensors = self.parameters, self.gradients, *states
-        parts = [[*map(shared.part, each)] for each in tensors] if shared else tensors
+        averages, squares = ([state[name] for state in self.states] for name in _STATES)
+        tensors = [self.parameters, self.gradients, averages, squares]
+        if shared:
+            tensors = [[*map(shared.part, each)] for each in tensors]
+        parameters, gradients, averages, squares = tensors
         steps = [state["step"] for state in self.states]
-        adamw(*parts, [], steps, fused=True, amsgrad=False, **self.options)
+        adamw(parameters, gradients, averages, squares, [], steps, fused=True, amsgrad=False, **self.options)
 
 
 class DeferredAdam:
