@@ -273,7 +273,7 @@ def place_experts(setting: RunSetting, model: Any, resumed: Mapping[str, Any] | 
         return _on_cpu(setting, limits, memory, short)
     costs, token_bytes = made_by_main(lambda: _measure(setting, model, sizes, limits, device))
     if wanted != "cpu":
-        costs = _together(costs, device)
+        costs = _together(costs, setting, sizes, device)
     if token_bytes:  # kernels such as flash-linear-attention's take less than what is counted
         limits = replace(limits, token_bytes=min(limits.token_bytes, token_bytes))
     try:
@@ -343,16 +343,19 @@ def _measure(
     return costs, round((1 + GPU_SEGMENTS_SLACK) * (outside.token_bytes or 0))
 
 
-def _together(costs: Costs, device: torch.device) -> Costs:
+def _together(costs: Costs, setting: RunSetting, sizes: ExpertSizes, device: torch.device) -> Costs:
     """Return rank 0's ``costs`` with what several processes do at once: GPUs may share a link."""
     if world().size == 1 or device.type != "cuda":
         return costs
     barrier()
     link = min(costs.link, -agree(-round(link_speed(device, _AT_ONCE))))
-    ranks_here = -agree(-len(find_local_ranks().processes))  # each updates a part of the masters
-    clip, adam = (agree(round(1e18 * each)) / 1e18 / ranks_here for each in time_update(_CPU))
-    update = costs.update[0], clip + adam
-    costs = replace(costs, link=link, update=update, deferred=adam, average=time_average(device))
+    clip, adam = (agree(round(1e18 * each)) / 1e18 for each in time_update(_CPU))
+    parts = -agree(-len(find_local_ranks().processes))  # each updates a part of the masters
+    if parts > sizes.experts or setting.config.optim != "adamw_torch_fused":
+        parts = 1
+    update = costs.update[0], (clip + adam) / parts
+    costs = replace(costs, link=link, update=update, deferred=adam / parts, add=adam)
+    costs = replace(costs, average=time_average(device))
     torch.cuda.empty_cache()
     return costs
 

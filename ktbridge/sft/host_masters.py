@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
 from ktbridge.experts.layer import MoELoRAExperts
+from ktbridge.machine import libc_function
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.distributed import agree, barrier, exchange, explain_lost_rank, wait_limit
 from ktbridge.sft.launch import world
@@ -38,6 +41,9 @@ _OPTIONS = ("lr", "weight_decay", "eps", "maximize")
 _STATES = ("exp_avg", "exp_avg_sq")
 _ALIGNED = 64  # bytes: tensors begin at a line of the CPU's caches
 _LOOK = 0.1  # seconds of waiting after which it is looked whether the other processes are alive
+_PAUSE = 3e-5  # seconds between two looks at what the others have done
+_TOKEN = 8  # bytes by which memory is known
+_CLOSED_ON_EXEC = 1  # MFD_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class LocalRanks:
 
     processes: tuple[int, ...]
     descriptors: tuple[int, ...]
+    tokens: tuple[int, ...]
     place: int
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,15 +62,18 @@ class LocalRanks:
         return tensor[first:end]
 
 
-def find_local_ranks(descriptor: int = -1) -> LocalRanks:
-    """Find the ranks that see each other's processes; all ranks call it, each with what it offers."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    where = boot + os.readlink("/proc/self/ns/pid").encode()
+def find_local_ranks(descriptor: int = -1, token: int = 0) -> LocalRanks:
+    """Find the ranks that see each other's processes; all ranks call it, each with the memory it offers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        where = boot + os.readlink("/proc/self/ns/pid").encode()
+    except OSError:  # then it is alone
+        where = secrets.token_bytes(16)
     host = int.from_bytes(hashlib.sha256(where).digest()[:7], "big")
-    rows = exchange([host, os.getpid(), descriptor])
+    rows = exchange([host, os.getpid(), descriptor, token])
     here = [row[1:] for row in rows if row[0] == host]
-    processes, descriptors = zip(*here, strict=True)
-    return LocalRanks(processes, descriptors, processes.index(os.getpid()))
+    processes, descriptors, tokens = zip(*here, strict=True)
+    return LocalRanks(processes, descriptors, tokens, processes.index(os.getpid()))
 
 
 class SharedMasters:
@@ -72,7 +82,7 @@ class SharedMasters:
     def __init__(self, memory: mmap.mmap, ranks: LocalRanks, layers: Sequence[MoELoRAExperts]) -> None:
         self.ranks = ranks
         self.parameters: set[torch.Tensor] = set()
-        self._memory, self._end = memory, 0
+        self._memory, self._end = memory, _ALIGNED
         self._numbers = {layer: number for number, layer in enumerate(layers)}
         flat = self.take((len(ranks.processes), len(layers)), torch.int64).numpy()
         self._done: np.ndarray[tuple[int, int], np.dtype[np.int64]] = flat
@@ -102,7 +112,7 @@ class SharedMasters:
         wanted, began = done[self.ranks.place], time.monotonic()
         look = began + _LOOK
         while done.min() < wanted:
-            time.sleep(0)
+            time.sleep(_PAUSE)
             if time.monotonic() > look:
                 look += _LOOK
                 with explain_lost_rank():
@@ -110,7 +120,7 @@ class SharedMasters:
 
     def _look(self, waited: float) -> None:
         for process in self.ranks.processes:
-            if not Path(f"/proc/{process}").exists():
+            if _has_ended(process):
                 raise RuntimeError(f"process {process} has ended before its part of an update")
         if waited > wait_limit():
             raise RuntimeError("no update of the expert LoRA")
@@ -121,16 +131,17 @@ def share_masters(
 ) -> SharedMasters | None:
     """Move the masters of ``layers``, by parameter, with Adam's states into memory that the host's share.
 
-    All ranks call it, with the same values; ``optimizer`` has states for each. None, and nothing is moved,
-    where no host has several processes, or memory can't be shared.
+    All ranks call it, with the same values, before a first step: states that ``optimizer`` hasn't got yet are
+    zeros that take no memory before they are written. None, and nothing is moved, where no host has several
+    processes, or memory can't be shared.
     """
     size = sum(_padded(4 * each.numel()) * (1 + len(_STATES)) for each in layers)
     own = [*dict.fromkeys(layers.values())]
-    descriptor = _offer()
+    descriptor, token = _offer()
     try:
-        ranks = find_local_ranks(descriptor)
+        ranks = find_local_ranks(descriptor, token)
         count = len(ranks.processes)
-        memory = _map(ranks, size + _padded(8 * count * len(own)))
+        memory = _map(ranks, _ALIGNED + size + _padded(8 * count * len(own)))
         fit = all(len(each) >= count and each.dtype == torch.float32 for each in layers)
         if agree(memory is None or not fit) or agree(count) == 1:
             return None
@@ -140,27 +151,39 @@ def share_masters(
     assert memory is not None
     shared = SharedMasters(memory, ranks, own)
     for layer in own:
-        moved = []
-        for parameter in (each for each, of in layers.items() if of is layer):
-            state = optimizer.state[parameter]
-            for value in (parameter.detach(), *(state[name] for name in _STATES)):
-                moved.append(shared.take(value.shape, torch.float32))
-                ranks.part(moved[-1]).copy_(ranks.part(value))
-            shared.parameters.add(parameter)
-        barrier()  # all parts are there
-        for parameter in (each for each, of in layers.items() if of is layer):
-            parameter.data = moved.pop(0)
-            for name in _STATES:
-                optimizer.state[parameter][name] = moved.pop(0)
+        _move(shared, optimizer, [each for each, of in layers.items() if of is layer])
+        if trim := libc_function("malloc_trim"):  # glibc would keep what was there before
+            trim(0)
     return shared
 
 
-def _offer() -> int:
-    """Make memory for others to map; its descriptor, -1 where the system has none to give."""
-    try:
-        return os.memfd_create("ktbridge-masters")
-    except OSError:
-        return -1
+def _move(
+    shared: SharedMasters, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> None:
+    moved = []
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        for value in (parameter.detach(), *map(state.get, _STATES)):
+            moved.append(shared.take(parameter.shape, torch.float32))
+            if value is not None:
+                shared.part(moved[-1]).copy_(shared.part(value))
+    barrier()  # all parts are there
+    for parameter in parameters:
+        parameter.data = moved.pop(0)
+        state = optimizer.state[parameter]
+        state.setdefault("step", torch.zeros(()))
+        state.update((name, moved.pop(0)) for name in _STATES)
+    shared.parameters.update(parameters)
+
+
+def _offer() -> tuple[int, int]:
+    """Make memory for others to map; its descriptor, -1 where the system has none to give, and its token."""
+    create = libc_function("memfd_create")  # which some Pythons' own ``os`` lacks
+    descriptor = create(b"ktbridge-masters", _CLOSED_ON_EXEC) if create else -1
+    token = secrets.randbits(62)
+    if descriptor >= 0:
+        os.write(descriptor, token.to_bytes(_TOKEN, "little"))
+    return descriptor, token
 
 
 def _map(ranks: LocalRanks, size: int) -> mmap.mmap | None:
@@ -171,6 +194,8 @@ def _map(ranks: LocalRanks, size: int) -> mmap.mmap | None:
     except OSError:
         return None
     try:
+        if os.pread(descriptor, _TOKEN, 0) != ranks.tokens[0].to_bytes(_TOKEN, "little"):
+            return None  # another process has this number where /proc is from
         os.ftruncate(descriptor, size)
         made = mmap.mmap(descriptor, size)
     except OSError:
@@ -180,6 +205,13 @@ def _map(ranks: LocalRanks, size: int) -> mmap.mmap | None:
     with suppress(OSError):
         made.madvise(mmap.MADV_HUGEPAGE)
     return made
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _padded(size: int) -> int:
@@ -216,8 +248,7 @@ class DeferredAdam:
 
     def __init__(self, optimizer: torch.optim.Optimizer, layers: Iterable[MoELoRAExperts]) -> None:
         self.shared: SharedMasters | None = None
-        """The masters, if this host's processes share them; from the first step on."""
-        self._begun = False
+        """The masters, if this host's processes share them."""
         self._pending: dict[MoELoRAExperts, list[_Update]] = {}
         self._layers: dict[torch.Tensor, MoELoRAExperts] = {}
         if type(optimizer) is not torch.optim.AdamW:
@@ -225,13 +256,22 @@ class DeferredAdam:
         for layer in layers:
             if layer.gpu is None:  # of another rank, it has no parameters here
                 continue
-            own = [each for each in layer.lora_parameters() if each.device.type == "cpu"]
+            trained = (each for each in layer.lora_parameters() if each.requires_grad)
+            own = [each for each in trained if each.device.type == "cpu"]
             if own:
                 self._layers |= dict.fromkeys(own, layer)
                 layer.register_forward_pre_hook(self._finish_layer)
         if self._layers:
             optimizer.register_step_pre_hook(self._take)
             optimizer.register_state_dict_pre_hook(self._finish_all)
+
+    def share(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have this host's processes share the masters, of several; all ranks call it before a first step."""
+        groups = optimizer.param_groups
+        own = [each for each in groups if not self._layers.keys().isdisjoint(each["params"])]
+        fused = all(each["fused"] and not each["amsgrad"] for each in own)
+        if own and fused and world().size > 1:
+            self.shared = share_masters(optimizer, self._layers)
 
     def finish(self) -> None:
         """Make all updates that are still to be made, this process's parts before it waits for others."""
@@ -263,12 +303,6 @@ class DeferredAdam:
     def _take(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.finish()  # of layers that nobody called since
         make_adam_states(optimizer)
-        if not self._begun and world().size > 1:
-            groups = optimizer.param_groups
-            own = [each for each in groups if not self._layers.keys().isdisjoint(each["params"])]
-            if all(each["fused"] and not each["amsgrad"] for each in own):
-                self.shared = share_masters(optimizer, self._layers)
-        self._begun = True
         for group in optimizer.param_groups:
             if not group["fused"] or group["amsgrad"]:
                 continue
