@@ -229,7 +229,10 @@ class RunTrainer(RowTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         leave_experts_whole(self)
-        return super()._prepare_for_training(*args, **kwargs)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.deferred is not None:  # before Adam's states are made, or a worker is forked
+            self.deferred.share(getattr(self.optimizer, "optimizer", self.optimizer))
+        return prepared
 
     # Checkpoints: Trainer saves and restores schedule, random numbers and its place in the data.
 
@@ -255,15 +258,14 @@ class RunTrainer(RowTrainer):
             save_optimizer(self, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            with _without_code(checkpoint):
-                if world().size == 1 and Path(checkpoint, "optimizer.pt").is_file():
-                    super()._load_optimizer_and_scheduler(checkpoint)
-                else:
-                    load_optimizer(self, checkpoint)
-            set_learning_rate(self.lr_scheduler, self.args.learning_rate)
-        if self.deferred is not None:  # before Adam's states are made, or a worker is forked
-            self.deferred.share(getattr(self.optimizer, "optimizer", self.optimizer))
+        if checkpoint is None:
+            return
+        with _without_code(checkpoint):
+            if world().size == 1 and Path(checkpoint, "optimizer.pt").is_file():
+                super()._load_optimizer_and_scheduler(checkpoint)
+            else:
+                load_optimizer(self, checkpoint)
+        set_learning_rate(self.lr_scheduler, self.args.learning_rate)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         processes = len([*Path(checkpoint).glob("rng_state*.pth")]) if checkpoint else 0
