@@ -202,7 +202,7 @@ def _map(ranks: LocalRanks, size: int) -> mmap.mmap | None:
         return None
     finally:
         os.close(descriptor)
-    with suppress(OSError):
+    with suppress(OSError):  # most systems say no: Adam takes 1.1 to 1.3 times as long on pages of 4 KB
         made.madvise(mmap.MADV_HUGEPAGE)
     return made
 
