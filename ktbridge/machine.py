@@ -145,6 +145,24 @@ def libc_function(name: str) -> Callable[..., int] | None:
     return found
 
 
+def make_memory_file(name: str) -> int:
+    """Return the descriptor of a file in memory, closed on exec. Raises OSError where the system has none.
+
+    Not by ``os.memfd_create``, which some builds of Python lack on systems that have it.
+    """
+    create = libc_function("memfd_create")
+    descriptor = create(name.encode(), 1) if create else -1  # 1: MFD_CLOEXEC
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "no memory file can be made")
+    return descriptor
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system, which glibc would keep."""
+    if trim := libc_function("malloc_trim"):
+        trim(0)
+
+
 _PR_SET_PDEATHSIG = 1
 # Loaded here: nothing may be loaded between fork and exec.
 _PRCTL = libc_function("prctl")

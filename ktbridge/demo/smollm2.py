@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ktbridge.files import digests
 from ktbridge.files.publish import OnProgress
-from ktbridge.machine import libc_function
+from ktbridge.machine import release_memory
 
 from .base import is_made, publish_base
 from .package import GGUF, PACKAGE, SHA256, full_disk, read_license, require_room
@@ -72,7 +72,7 @@ def make_mixture(
     require_room(target, ROOM, "the base model")
     with _explained(target):
         publish_base(target, recipe.digest(), lambda work: _build(work, recipe, wheel, on_progress))
-    _release_memory()
+    release_memory()  # 2 GB of weights, while the demo's commands run
 
 
 def read_dense(gguf: Path) -> LlamaForCausalLM:
@@ -167,12 +167,6 @@ def _build(work: Path, recipe: Copying, wheel: Path, on_progress: OnProgress | N
         "layers": mixture.config.num_hidden_layers,
         "seconds": round(time.perf_counter() - started, 1),
     }
-
-
-def _release_memory() -> None:
-    """Give 2 GB of freed weights back to the system: glibc would keep them while the demo's commands run."""
-    if trim := libc_function("malloc_trim"):
-        trim(0)
 
 
 @contextmanager

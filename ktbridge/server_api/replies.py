@@ -219,7 +219,7 @@ def _take_stops(text: str) -> tuple[str, str]:
 
 def read_json(body: bytes) -> object:
     """The JSON value of a reply's body. Raises BadReplyError if it is none."""
-    if _has_more(body, b"[{", _MOST_PARTS):
+    if _has_too_many_parts(body):
         raise BadReplyError(f"JSON of more than {_MOST_PARTS} parts")
     try:
         return json.loads(body)
@@ -315,20 +315,20 @@ def shorten(text: str, most: int) -> str:
     return (head[:cut] if cut > 0 else head).rstrip() + " …"
 
 
-def _has_more(body: bytes, marks: bytes, most: int) -> bool:
-    """Return whether more than ``most`` of the bytes ``marks`` stand in JSON outside its texts.
+def _has_too_many_parts(body: bytes) -> bool:
+    """Return whether JSON has more than ``_MOST_PARTS`` lists and objects outside its texts.
 
     Counted before it is parsed: C code that parses it keeps every thread waiting until it is done, and makes
     of a few bytes an object of many times their size. What stands in the texts doesn't count: one may be
     brackets and commas without end.
     """
-    if _count(body, marks) <= most:
+    if _count_openings(body) <= _MOST_PARTS:
         return False
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') > 4 * most:
+    if plain.count(b'"') > 4 * _MOST_PARTS:
         return True
-    return sum(_count(part, marks) for part in plain.split(b'"')[::2]) > most
+    return sum(map(_count_openings, plain.split(b'"')[::2])) > _MOST_PARTS
 
 
-def _count(body: bytes, marks: bytes) -> int:
-    return sum(body.count(mark) for mark in marks)
+def _count_openings(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{")

@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from ktbridge.experts.layer import MoELoRAExperts
-from ktbridge.machine import libc_function
+from ktbridge.machine import make_memory_file, release_memory
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.distributed import agree, barrier, exchange, explain_lost_rank, wait_limit
 from ktbridge.sft.launch import world
@@ -43,7 +43,6 @@ _ALIGNED = 64  # bytes: tensors begin at a line of the CPU's caches
 _LOOK = 0.1  # seconds of waiting after which it is looked whether the other processes are alive
 _PAUSE = 3e-5  # seconds between two looks at what the others have done
 _TOKEN = 8  # bytes by which memory is known
-_CLOSED_ON_EXEC = 1  # MFD_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,6 @@ class LocalRanks:
     descriptors: tuple[int, ...]
     tokens: tuple[int, ...]
     place: int
-
-    def part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The rows of ``tensor`` [E, ...] that this process updates."""
-        count = len(self.processes)
-        first, end = (len(tensor) * n // count for n in (self.place, self.place + 1))
-        return tensor[first:end]
 
 
 def find_local_ranks(descriptor: int = -1, token: int = 0) -> LocalRanks:
@@ -84,13 +77,13 @@ class SharedMasters:
         self.parameters: set[torch.Tensor] = set()
         self._memory, self._end = memory, _ALIGNED
         self._numbers = {layer: number for number, layer in enumerate(layers)}
-        flat = self.take((len(ranks.processes), len(layers)), torch.int64).numpy()
-        self._done: np.ndarray[tuple[int, int], np.dtype[np.int64]] = flat
+        self._done = self.take((len(ranks.processes), len(layers)), torch.int64).numpy()
         """How often each process has updated its part of each layer."""
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of ``tensor`` [E, ...], a master or like one, that this process updates."""
-        return self.ranks.part(tensor)
+        count, place = len(self.ranks.processes), self.ranks.place
+        return tensor[len(tensor) * place // count : len(tensor) * (place + 1) // count]
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The next tensor of the memory, the same one in each process that asks in the same order."""
@@ -116,14 +109,10 @@ class SharedMasters:
             if time.monotonic() > look:
                 look += _LOOK
                 with explain_lost_rank():
-                    self._look(time.monotonic() - began)
-
-    def _look(self, waited: float) -> None:
-        for process in self.ranks.processes:
-            if _has_ended(process):
-                raise RuntimeError(f"process {process} has ended before its part of an update")
-        if waited > wait_limit():
-            raise RuntimeError("no update of the expert LoRA")
+                    if ended := [*filter(_has_ended, self.ranks.processes)]:
+                        raise RuntimeError(f"process {ended[0]} has ended before its part of an update")
+                    if time.monotonic() - began > wait_limit():
+                        raise RuntimeError("no update of the expert LoRA")
 
 
 def share_masters(
@@ -136,7 +125,9 @@ def share_masters(
     processes, or memory can't be shared.
     """
     size = sum(_padded(4 * each.numel()) * (1 + len(_STATES)) for each in layers)
-    own = [*dict.fromkeys(layers.values())]
+    own: dict[MoELoRAExperts, list[torch.Tensor]] = {}
+    for parameter, layer in layers.items():
+        own.setdefault(layer, []).append(parameter)
     descriptor, token = _offer()
     try:
         ranks = find_local_ranks(descriptor, token)
@@ -149,11 +140,10 @@ def share_masters(
         if descriptor >= 0:
             os.close(descriptor)
     assert memory is not None
-    shared = SharedMasters(memory, ranks, own)
-    for layer in own:
-        _move(shared, optimizer, [each for each, of in layers.items() if of is layer])
-        if trim := libc_function("malloc_trim"):  # glibc would keep what was there before
-            trim(0)
+    shared = SharedMasters(memory, ranks, [*own])
+    for parameters in own.values():
+        _move(shared, optimizer, parameters)
+        release_memory()
     return shared
 
 
@@ -170,19 +160,19 @@ def _move(
     barrier()  # all parts are there
     for parameter in parameters:
         parameter.data = moved.pop(0)
-        state = optimizer.state[parameter]
-        state.setdefault("step", torch.zeros(()))
-        state.update((name, moved.pop(0)) for name in _STATES)
+        optimizer.state[parameter].setdefault("step", torch.zeros(()))
+        optimizer.state[parameter].update((name, moved.pop(0)) for name in _STATES)
     shared.parameters.update(parameters)
 
 
 def _offer() -> tuple[int, int]:
     """Make memory for others to map; its descriptor, -1 where the system has none to give, and its token."""
-    create = libc_function("memfd_create")  # which some Pythons' own ``os`` lacks
-    descriptor = create(b"ktbridge-masters", _CLOSED_ON_EXEC) if create else -1
     token = secrets.randbits(62)
-    if descriptor >= 0:
+    try:
+        descriptor = make_memory_file("ktbridge-masters")
         os.write(descriptor, token.to_bytes(_TOKEN, "little"))
+    except OSError:
+        return -1, token
     return descriptor, token
 
 
@@ -267,8 +257,8 @@ class DeferredAdam:
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         """Have this host's processes share the masters, of several; all ranks call it before a first step."""
-        groups = optimizer.param_groups
-        own = [each for each in groups if not self._layers.keys().isdisjoint(each["params"])]
+        known = self._layers.keys()
+        own = [each for each in optimizer.param_groups if not known.isdisjoint(each["params"])]
         fused = all(each["fused"] and not each["amsgrad"] for each in own)
         if own and fused and world().size > 1:
             self.shared = share_masters(optimizer, self._layers)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.gpu.masters import gradients_norm
+from ktbridge.experts.gpu.masters import gradients_norm, return_stream
 from ktbridge.sft.compat import WholeTrainer, set_logged_rates
 from ktbridge.sft.distributed import agree, barrier, explain_lost_rank, from_main
 from ktbridge.sft.distributed.dispatch import expert_parameter_names, replicated_lora, whole_tensor
@@ -125,9 +125,9 @@ def clip_gradients(
     model: nn.Module,
     experts: set[nn.Parameter],
     largest: float,
-    known: float = 0.0,
-    averaged: Collection[nn.Parameter] = (),
-    shared: SharedMasters | None = None,
+    known: float,
+    averaged: Collection[nn.Parameter],
+    shared: SharedMasters | None,
 ) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most ``largest``; returns the norm before, float32.
 
@@ -171,7 +171,7 @@ def average_gradients(
     """
     if world().size == 1:
         return 0.0
-    back = torch.cuda.Stream(device) if device.type == "cuda" else None
+    back = return_stream(device) if device.type == "cuda" else None
     norms = [torch.zeros((), device=device)]
     for bucket in _buckets(parameters):
         for parameter in bucket:
@@ -191,10 +191,8 @@ def average_gradients(
             flat.record_stream(back)
         with torch.cuda.stream(back):
             for parameter, mean, gradient in zip(bucket, means, gradients, strict=True):
-                own, value = (
-                    _own_part(each, parameter, shared) for each in (gradient, mean.view_as(gradient))
-                )
-                own.copy_(value, non_blocking=True)
+                value = _own_part(mean.view_as(gradient), parameter, shared)
+                _own_part(gradient, parameter, shared).copy_(value, non_blocking=True)
     if back is not None:  # gradients on the host have arrived then
         back.synchronize()
     return float(torch.linalg.vector_norm(torch.stack(norms)))

@@ -169,7 +169,7 @@ class Gradients:
         pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=cuda)
         arrived = None
         if cuda:
-            way = _way_home(flat.device)
+            way = return_stream(flat.device)
             way.wait_stream(torch.cuda.current_stream(flat.device))
             with torch.cuda.stream(way):
                 pinned.copy_(flat, non_blocking=True)
@@ -217,7 +217,7 @@ def clip_to_norm(parameters: Sequence[nn.Parameter], largest: float) -> torch.Te
 
 
 @functools.cache
-def _way_home(device: torch.device) -> torch.cuda.Stream:
+def return_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream that gradients leave ``device`` in, beside what is computed."""
     return torch.cuda.Stream(device)
 

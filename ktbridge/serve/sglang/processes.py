@@ -28,7 +28,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files.locks import lock_open
 from ktbridge.files.publish import write_text
-from ktbridge.machine import libc_function
+from ktbridge.machine import libc_function, make_memory_file
 from ktbridge.model.jsonfile import read_json_file
 
 MARK = "KTBRIDGE_ENGINE"
@@ -153,7 +153,7 @@ class Place:
         if not api_key:
             yield ()
             return
-        memory = os.memfd_create("engine.yaml")
+        memory = make_memory_file("engine.yaml")
         link = self.path / "engine.yaml"
         try:
             os.write(memory, f"api-key: {json.dumps(api_key)}\n".encode())
