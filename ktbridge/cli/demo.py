@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -190,14 +191,18 @@ def _show_answers(url: str, demo: Demo) -> None:
     table = Table(title="The same questions, without and with the adapter", title_justify="left")
     for heading in ("prompt", *headings.values()):
         table.add_column(heading, overflow="fold")
-    for prompt in SAMPLES[demo.served]:
-        answers = []
-        for arm in headings:
-            ends: list[str] = []
-            messages = [{"role": "user", "content": prompt}]
-            pieces = client.chat(demo.arms[arm], messages, ends.append, max_tokens=48, temperature=0)
-            answers.append("".join(pieces) + " …" * ("length" in ends))
-        table.add_row(prompt, *map(shown, answers))
+
+    def ask(prompt: str, arm: str) -> str:
+        ends: list[str] = []
+        messages = [{"role": "user", "content": prompt}]
+        pieces = client.chat(demo.arms[arm], messages, ends.append, max_tokens=48, temperature=0)
+        return shown("".join(pieces) + " …" * ("length" in ends))
+
+    prompts = SAMPLES[demo.served]
+    with ThreadPoolExecutor(len(prompts) * len(headings)) as pool:  # the server computes answers together
+        columns = [pool.map(ask, prompts, [arm] * len(prompts)) for arm in headings]
+        for row in zip(prompts, *columns, strict=True):
+            table.add_row(*row)
     console.print(table)
     console.print(
         "The evaluation below asks a third arm too: expert LoRA alone, half an adapter, whose answers"
