@@ -191,7 +191,9 @@ def _structures(
         if served is not adapter:  # the engine reads the configuration that lies there
             yield from check_config(served, use)
             yield from check_files(served, use)
-        if adapter.layout == "raw" or (adapter is source and _trained(adapter)):
+        # Manifests that convert writes have a layout, and training's have none.
+        trained = adapter.manifest is not None and "layout" not in adapter.manifest
+        if adapter.layout == "raw" or (adapter is source and trained):
             use = Use.INPUT
             yield from check_folding(adapter)
         for item in check_structure(adapter, use, modules):
@@ -259,11 +261,6 @@ def _of_engine(problems: list[Problem], contract: Contract | None) -> list[Probl
         for item in problems
         if item.code not in contract.honors
     ]
-
-
-def _trained(adapter: Adapter) -> bool:
-    """Return whether training wrote the directory: manifests written by convert have a layout."""
-    return adapter.manifest is not None and "layout" not in adapter.manifest
 
 
 def _values(adapters: Sequence[Adapter], hashes: Hashes, on_progress: OnProgress | None) -> Iterator[Problem]:

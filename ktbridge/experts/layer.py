@@ -455,10 +455,9 @@ class MoELoRAExperts(nn.Module, PeftLayer):
     def extra_repr(self) -> str:
         targets = "" if self.lora_targets == PROJECTIONS else f" on {'+'.join(self.lora_targets)}"
         return (
-            f"experts={self.num_experts}, hidden={self.hidden_size}, "
-            f"intermediate={self.intermediate_size}, storage={self.storage}, "
-            f"rank={self.lora_rank}{targets}, alpha={self.lora_alpha:g}, isa={self.isa}, "
-            f"threads={self.threads}, activation={self.activation}, "
+            f"experts={self.num_experts}, hidden={self.hidden_size}, intermediate={self.intermediate_size}, "
+            f"storage={self.storage}, rank={self.lora_rank}{targets}, alpha={self.lora_alpha:g}, "
+            f"isa={self.isa}, threads={self.threads}, activation={self.activation}, "
             f"saved={self.saved_bytes / 2**20:.1f} MiB"
         )
 

@@ -227,7 +227,7 @@ def _moe_layers(text: dict[str, object], num_layers: int) -> tuple[int, ...]:
         flags = text.get(name)
         if isinstance(flags, list) and len(flags) == num_layers:
             return tuple(layer for layer, sparse in enumerate(flags) if sparse)
-    dense = set(_integers(text.get("mlp_only_layers")))
+    dense = {item for item in _list(text.get("mlp_only_layers")) if type(item) is int}
     step = _positive(text.get("decoder_sparse_step"), 1)
     first = _positive(text.get("first_k_dense_replace") or text.get("num_dense_layers"), 0)
     every = _positive(text.get("moe_layer_freq"), 1)
@@ -256,10 +256,6 @@ def _layer_types(text: dict[str, object], num_layers: int) -> tuple[str, ...] | 
             for layer in range(num_layers)
         )
     return None
-
-
-def _integers(value: object) -> list[int]:
-    return [item for item in _list(value) if type(item) is int]
 
 
 def _list(value: object) -> list[object]:

@@ -2,8 +2,8 @@
 
 The GPU waits while the host updates masters: 93 ms of a step of 2 s with 48 layers of 128 experts. A layer
 needs its new LoRA when it next computes, and by then the GPU still has the layers before it to do. So the
-optimizer's step takes the gradients away, and each layer updates its own masters first when it is called
-(``DeferredAdam``): the same products in the same order, so the same bits.
+optimizer's step hands the gradients to a thread, which updates layer by layer, and a layer waits for its own
+update when it is called (``DeferredAdam``): the same products in the same order, so the same bits.
 
 With experts on the GPU each of several processes trains all of the expert LoRA. A copy of masters and Adam's
 states for each would take as many times the RAM, and updates of the same numbers the bandwidth of memory that
@@ -19,7 +19,8 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,12 +211,13 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Update:
-    """A step of some parameters [E, ...], with their gradients and the options of their group then."""
+    """A step of some parameters [E, ...], with gradients yet to be scaled, and their group's options."""
 
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     states: list[dict[str, torch.Tensor]]
     options: dict[str, Any]
+    scale: float
 
     @torch.no_grad()
     def make(self, shared: SharedMasters | None) -> None:
@@ -225,12 +227,14 @@ class _Update:
         if shared:
             tensors = [[*map(shared.part, each)] for each in tensors]
         parameters, gradients, averages, squares = tensors
+        for gradient in gradients if self.scale != 1 else ():
+            gradient.mul_(self.scale)
         steps = [state["step"] for state in self.states]
         adamw(parameters, gradients, averages, squares, [], steps, fused=True, amsgrad=False, **self.options)
 
 
 class DeferredAdam:
-    """Updates masters on the host when their layer is called next: of ``layers`` that a GPU computes.
+    """Updates masters on the host beside the next step: of ``layers`` that a GPU computes, by a thread.
 
     Whoever reads trained weights calls ``finish`` first; a layer's forward, the optimizer's ``step`` and its
     ``state_dict`` do so by themselves. Does nothing with another optimizer than fused AdamW.
@@ -239,8 +243,11 @@ class DeferredAdam:
     def __init__(self, optimizer: torch.optim.Optimizer, layers: Iterable[MoELoRAExperts]) -> None:
         self.shared: SharedMasters | None = None
         """The masters, if this host's processes share them."""
-        self._pending: dict[MoELoRAExperts, list[_Update]] = {}
+        fewer = max(1, torch.get_num_threads() - 1)  # Python starts the GPU's work meanwhile
+        self._thread = ThreadPoolExecutor(1, "masters", torch.set_num_threads, (fewer,))
+        self._pending: dict[MoELoRAExperts, Future[None]] = {}
         self._layers: dict[torch.Tensor, MoELoRAExperts] = {}
+        self._scale = 1.0
         if type(optimizer) is not torch.optim.AdamW:
             return
         for layer in layers:
@@ -253,7 +260,7 @@ class DeferredAdam:
                 layer.register_forward_pre_hook(self._finish_layer)
         if self._layers:
             optimizer.register_step_pre_hook(self._take)
-            optimizer.register_state_dict_pre_hook(self._finish_all)
+            optimizer.register_state_dict_pre_hook(lambda _: self.finish())
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         """Have this host's processes share the masters, of several; all ranks call it before a first step."""
@@ -263,39 +270,34 @@ class DeferredAdam:
         if own and fused and world().size > 1:
             self.shared = share_masters(optimizer, self._layers)
 
-    def finish(self) -> None:
-        """Make all updates that are still to be made, this process's parts before it waits for others."""
-        layers = list(self._pending)
-        for layer in layers:
-            self._update(layer)
-        for layer in layers:
-            self._wait(layer)
+    def scale(self, factor: float) -> Collection[torch.Tensor]:
+        """Scale gradients of the next step within their updates; returns the parameters whose they are."""
+        self._scale = factor
+        return self._layers.keys()
 
-    def _finish_all(self, *_: object) -> None:
-        self.finish()
+    def finish(self) -> None:
+        """Wait for all updates, other processes' too."""
+        for layer in list(self._pending):
+            self._finish_layer(layer)
 
     def _finish_layer(self, layer: nn.Module, *_: object) -> None:
         assert isinstance(layer, MoELoRAExperts)
         if layer in self._pending:
-            self._update(layer)
-            self._wait(layer)
+            self._pending.pop(layer).result()
+            if self.shared:
+                self.shared.wait(layer)
 
-    def _update(self, layer: MoELoRAExperts) -> None:
-        for update in self._pending.pop(layer):
+    def _update(self, layer: MoELoRAExperts, updates: Sequence[_Update]) -> None:
+        for update in updates:
             update.make(self.shared)
         if self.shared:
             self.shared.updated(layer)
 
-    def _wait(self, layer: MoELoRAExperts) -> None:
-        if self.shared:
-            self.shared.wait(layer)
-
     def _take(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.finish()  # of layers that nobody called since
         make_adam_states(optimizer)
+        taken: dict[MoELoRAExperts, list[_Update]] = {}
         for group in optimizer.param_groups:
-            if not group["fused"] or group["amsgrad"]:
-                continue
             options = {name: group[name] for name in _OPTIONS}
             options["beta1"], options["beta2"] = group["betas"]
             updates: dict[MoELoRAExperts, _Update] = {}
@@ -303,10 +305,16 @@ class DeferredAdam:
                 layer = self._layers.get(parameter)
                 if layer is None or parameter.grad is None:
                     continue
-                update = updates.setdefault(layer, _Update([], [], [], options))
+                if not group["fused"] or group["amsgrad"]:
+                    parameter.grad.mul_(self._scale)
+                    continue
+                update = updates.setdefault(layer, _Update([], [], [], options, self._scale))
                 update.parameters.append(parameter)
                 update.gradients.append(parameter.grad)
                 update.states.append(optimizer.state[parameter])
                 parameter.grad = None
             for layer, update in updates.items():
-                self._pending.setdefault(layer, []).append(update)
+                taken.setdefault(layer, []).append(update)
+        for layer, several in taken.items():
+            self._pending[layer] = self._thread.submit(self._update, layer, several)
+        self._scale = 1.0

@@ -89,9 +89,6 @@ class RowTrainer(WholeTrainer):
         """Return the fraction of one of the stage's ``METRICS`` that ``rows`` contribute."""
         return self.loss_weight(rows, step)
 
-    def finish_updates(self) -> None:
-        """Make the updates of trained weights that were put off."""
-
     def scaled_for_microbatch(self, rows: Collated, step: Collated) -> AbstractContextManager[None]:
         """Context: the loss of ``rows`` is their term in the loss of all rows of ``step``."""
         return nullcontext()
@@ -206,7 +203,6 @@ class MicroBatchRunner:
                 if not may_repeat:
                     raise
                 short, failed = bytes_asked_for(error), self.current
-                self._trainer.finish_updates()  # the other processes wait for this one's parts
             if may_repeat:
                 short = agree(short)
             if not short:

@@ -26,7 +26,7 @@ from ktbridge.experts.gpu.masters import gradients_norm, return_stream
 from ktbridge.sft.compat import WholeTrainer, set_logged_rates
 from ktbridge.sft.distributed import agree, barrier, explain_lost_rank, from_main
 from ktbridge.sft.distributed.dispatch import expert_parameter_names, replicated_lora, whole_tensor
-from ktbridge.sft.host_masters import SharedMasters
+from ktbridge.sft.host_masters import DeferredAdam, SharedMasters
 from ktbridge.sft.launch import world
 
 State = dict[str, Any]
@@ -100,15 +100,15 @@ def set_learning_rate(scheduler: LambdaLR, highest: float) -> None:
 
 
 def average_and_clip(
-    trainer: WholeTrainer, model: nn.Module, largest: float, shared: SharedMasters | None
+    trainer: WholeTrainer, model: nn.Module, largest: float, deferred: DeferredAdam
 ) -> torch.Tensor:
     """Once in each step, before the optimizer's: the norm of all ranks' gradients, as ``clip_gradients``."""
     own = trainer.accelerator.unwrap_model(trainer.model)
     lora = replicated_lora(own)
     if reduces_itself(trainer):
         lora = [parameter for parameter in own.parameters() if parameter.requires_grad]
-    norm = average_gradients(lora, trainer.args.device, shared)
-    return clip_gradients(model, _expert_parameters(trainer), largest, norm, set(lora), shared)
+    norm = average_gradients(lora, trainer.args.device, deferred.shared)
+    return clip_gradients(model, _expert_parameters(trainer), largest, norm, set(lora), deferred)
 
 
 def reduces_itself(trainer: WholeTrainer) -> bool:
@@ -127,7 +127,7 @@ def clip_gradients(
     largest: float,
     known: float,
     averaged: Collection[nn.Parameter],
-    shared: SharedMasters | None,
+    deferred: DeferredAdam,
 ) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most ``largest``; returns the norm before, float32.
 
@@ -138,24 +138,20 @@ def clip_gradients(
     """
     everywhere: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
-    scaled: list[torch.Tensor] = []
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            continue
-        scaled.append(_own_part(parameter.grad, parameter, shared))
-        if parameter not in averaged:
+    with_gradient = [each for each in model.parameters() if each.grad is not None]
+    for parameter in with_gradient:
+        if parameter not in averaged and parameter.grad is not None:
             (own if parameter in experts else everywhere).append(parameter.grad)
     squares = from_main(float(gradients_norm(own)) ** 2 + known**2)
     if everywhere:
         with explain_lost_rank():
             squares += float(whole_tensor(nn.utils.get_total_norm(everywhere))) ** 2
     norm = squares**0.5
-    if largest < float("inf"):
-        scale = min(1.0, largest / (norm + 1e-6))
-        if scale < 1:
-            with torch.no_grad():
-                for grad in scaled:
-                    grad.mul_(scale)
+    if (scale := largest / (norm + 1e-6)) < 1:
+        later = deferred.scale(scale)
+        for parameter in with_gradient:
+            if parameter.grad is not None and parameter not in later:
+                parameter.grad.mul_(scale)
     return torch.tensor(norm)
 
 

@@ -89,12 +89,9 @@ class RunTrainer(RowTrainer):
 
     def check_trained(self) -> None:
         """Raise ``Diverged`` if a trained tensor holds NaN or infinity."""
-        self.finish_updates()
-        self._finite.check_trained(self.model, self.state.global_step)
-
-    def finish_updates(self) -> None:
         if self.deferred is not None:
             self.deferred.finish()
+        self._finite.check_trained(self.model, self.state.global_step)
 
     # A step.
 
@@ -159,12 +156,12 @@ class RunTrainer(RowTrainer):
         return self._clip(model, self.args.max_grad_norm)
 
     def _clip(self, model: nn.Module, largest: float) -> torch.Tensor:
+        assert self.deferred is not None
         if world().size > 1:
-            shared = self.deferred.shared if self.deferred else None
-            return average_and_clip(self, model, largest, shared)
+            return average_and_clip(self, model, largest, self.deferred)
         trained = [each for each in model.parameters() if each.grad is not None]
         if len({each.device for each in trained}) > 1:  # masters of expert LoRA in host memory
-            return clip_to_norm(trained, largest)
+            return clip_to_norm(trained, largest, self.deferred.scale)
         return self.accelerator.clip_grad_norm_(trained, largest)
 
     def _get_grad_norm(

@@ -228,7 +228,8 @@ class _Search:
 
     def scale_text(self, variant: Variant) -> str:
         scales = {half: getattr(variant, half) for half in self.facts.halves if getattr(variant, half)}
-        if len(scales) == len(self.facts.halves) and _alike(list(scales.values())):
+        alike = scales and max(scales.values()) * (1 - SAME_SCALE) <= min(scales.values())
+        if alike and len(scales) == len(self.facts.halves):
             return f"≈ ×{sum(scales.values()) / len(scales):.3g}"
         wrong = {half: k for half, k in scales.items() if abs(k - 1) > SAME_SCALE} or scales
         return ", ".join(f"{NAMES[half]} ≈ ×{k:.3g}" for half, k in wrong.items())
@@ -306,10 +307,6 @@ def _kind(variant: Variant) -> str:
     if variant.shift:
         return f"shift {variant.shift}"
     return f"without {sorted(variant.without)}" if variant.without else "scale"
-
-
-def _alike(scales: Sequence[float]) -> bool:
-    return max(scales) - min(scales) <= SAME_SCALE * max(scales)
 
 
 def _cosine(left: Vector, right: Vector) -> float:

@@ -75,13 +75,19 @@ def launch(warm, run_dir):
 def watched(*arguments, stop=0):
     """`ktbridge` in one of several processes, which looks after each step at what all ranks have."""
     allow_on_cpu()
-    made = []
+    made, updating = [], set()
 
     def counted(*given):
         made.append(given)
         return average_gradients(*given)
 
+    def seen(deferred, *given):
+        updating.add(deferred)
+        take(deferred, *given)
+
     def look(model):
+        for deferred in updating:
+            deferred.finish()
         expert = [value for name, value in model.named_parameters() if ".experts.kt." in name]
         assert expert
         assert not any(map(is_sharded, expert))
@@ -91,6 +97,7 @@ def watched(*arguments, stop=0):
         made.clear()
 
     optimizer.average_gradients = counted
+    take, DeferredAdam._take = DeferredAdam._take, seen
     command_in_a_rank(arguments, look, stop)
 
 
@@ -227,9 +234,9 @@ def sharing_and_short(*arguments):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
         return compute_loss(self, *given, **named)
 
-    def late(self, layer):
+    def late(self, *given):
         time.sleep(0.1 * world().rank)
-        update(self, layer)
+        update(self, *given)
 
     SftTrainer.compute_loss = once
     update, DeferredAdam._update = DeferredAdam._update, late
@@ -240,11 +247,12 @@ def sharing_and_lost(*arguments):
     """As ``sharing``; the second rank is killed before its second update."""
     update, made = DeferredAdam._update, []
 
-    def once(self, layer):
+    def once(self, layer, updates):
         made.append(layer)
         if world().rank == 1 and made.count(layer) == 2:
+            time.sleep(2)  # until the other process waits for it
             os.kill(os.getpid(), signal.SIGKILL)
-        update(self, layer)
+        update(self, layer, updates)
 
     DeferredAdam._update = once
     sharing(*arguments)

@@ -8,7 +8,7 @@ gradients come back in float32 and are added before the backward pass returns.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -199,18 +199,22 @@ def gradients_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
-def clip_to_norm(parameters: Sequence[nn.Parameter], largest: float) -> torch.Tensor:
+def clip_to_norm(
+    parameters: Sequence[nn.Parameter],
+    largest: float,
+    scale_later: Callable[[float], Collection[torch.Tensor]] = lambda _: (),
+) -> torch.Tensor:
     """Scale the gradients of ``parameters`` to a common norm of at most ``largest``; return the norm before.
 
     As ``torch.nn.utils.clip_grad_norm_``, which multiplies by one where nothing is to be scaled, and scales
-    what is on the host by one thread.
+    what is on the host by one thread. ``scale_later`` returns the parameters of which it takes care.
     """
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    norm = gradients_norm(gradients)
+    norm = gradients_norm([each.grad for each in parameters if each.grad is not None])
     if (scale := float(largest / (norm + 1e-6))) < 1:
-        for each in gradients:
-            if each.device.type == "cpu":
-                each.mul_(scale)
+        later = scale_later(scale)
+        for each in parameters:
+            if each.grad is not None and each.device.type == "cpu" and each not in later:
+                each.grad.mul_(scale)
         there = [each for each in parameters if each.device.type != "cpu"]
         nn.utils.clip_grads_with_norm_(there, largest, norm)
     return norm

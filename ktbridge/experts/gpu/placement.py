@@ -320,7 +320,7 @@ class Costs:
     update: tuple[float, float] = (0.0, 0.0)
     """Optimizer and clipping for a LoRA weight, on the GPU and on the host."""
     deferred: float = 0.0
-    """Of the host's, what is done layer by layer in the next forward, where the GPU computes."""
+    """Of the host's, what a thread does beside the next forward, where the GPU computes."""
     average: float = 0.0
     """To average gradients on the host over several processes, for a weight."""
     add: float = 0.0
@@ -413,7 +413,7 @@ def predict_seconds(placement: Placement, sizes: ExpertSizes, cut: StepSplit, co
                 if way and number:
                     starting += costs.add * lora
                 if not way and not number:
-                    starting += costs.deferred * lora
+                    starting = max(starting, costs.deferred * lora)  # a thread's
             if not placement.on_gpu:
                 assert costs.cpu is not None
                 # GPU and CPU wait for each other, while Python starts what comes next for both.

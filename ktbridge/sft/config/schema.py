@@ -165,8 +165,7 @@ class TrainConfig:
     adapter_format: Annotated[str, one_of("auto", *READABLE)] = option("auto", rows=False, since="0.6.1")
     """Its format where that is ambiguous, as `ktbridge convert --from` has it; --from sets it, too."""
     flash_attn: Annotated[str, one_of(*ATTENTION)] = option("auto", rows=False)
-    """Attention of transformers: its own choice, eager (disabled), sdpa or flash-attention (fa2,
-    fa3)."""
+    """Attention of transformers: its own choice, eager (disabled), sdpa or flash-attention (fa2, fa3)."""
 
     # method
     stage: Annotated[str, one_of("sft", "pt", "dpo", "kto")] = option(
