@@ -17,7 +17,6 @@ from ktbridge.experts.layer import expert_layers
 from ktbridge.experts.lora_targets import find_lora_targets, inject_lora
 from ktbridge.serve.local.batch import Ask, Batch, Job, QueueFull, ServerStopping, Worker
 from ktbridge.serve.local.engine import LocalEngine, Mixer
-from ktbridge.serve.local.loading import pack_linears, worth_packing
 from ktbridge.serve.local.sampling import HEAD, Finish, Sampling, TokenSampler
 from ktbridge.server_api.served_names import ServedArm
 
@@ -248,28 +247,6 @@ def test_a_seed_draws_the_same_wherever_it_is_answered(engine):
             assert below - 0.03 <= number <= its[token] + 0.03
     # A number of its own for every token, and other ones for another seed.
     assert len(set(said[0])) > 5
-
-
-def test_packed_linears_compute_the_same():
-    """Each row is what float32 makes of it, and doesn't depend on who is beside it."""
-    if not worth_packing():
-        pytest.skip("this CPU has bfloat16 products of its own")
-    torch.manual_seed(0)
-    big, small = torch.nn.Linear(512, 300).bfloat16(), torch.nn.Linear(16, 16).bfloat16()
-    huge = torch.nn.Linear(512, 300).bfloat16()
-    with torch.no_grad():
-        huge.weight[0, 0] = 1e5  # more than float16 holds
-    assert pack_linears(torch.nn.ModuleList([big, small, huge])) == big.weight.nbytes
-    rows = torch.randn(2, 8, 512).bfloat16()
-    with torch.inference_mode():
-        exact = torch.nn.functional.linear(rows.float(), big.weight.float(), big.bias.float())
-        got = big(rows)
-        assert got.dtype == torch.bfloat16
-        assert torch.allclose(got.float(), exact, rtol=2**-8, atol=1e-5)
-        assert torch.equal(big(rows[1, 3:6]), big(rows[1])[3:6])
-        assert torch.equal(
-            huge(rows), torch.nn.functional.linear(rows, huge.weight, huge.bias)
-        )  # left as it was
 
 
 @pytest.mark.slow
