@@ -42,10 +42,9 @@ CPP_FILES = $(shell find kernels -name '*.cpp' -o -name '*.h')
 CPU := $(if $(shell command -v nvidia-smi 2>/dev/null),,constraints-cpu.txt)
 TESTED := constraints-tested.txt
 # For what is built from source, older pips take PIP_CONSTRAINT and newer ones PIP_BUILD_CONSTRAINT.
-# Python compiles a module when it is first imported; pip would compile all of them, for half a minute.
 PIP_INSTALL := PIP_CONSTRAINT="$(TESTED) $(CPU)" PIP_BUILD_CONSTRAINT="$(TESTED)" \
-  $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
-PIP_OTHER := python -m pip install --disable-pip-version-check --quiet --no-compile $(CPU:%=-c %)
+  $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP_OTHER := python -m pip install --disable-pip-version-check --quiet $(CPU:%=-c %)
 
 .PHONY: wheel check-clang demo proof test test-all tested-kernels test-oldest test-newest lock test-peft test-gpu test-engine test-loaders test-llama test-vllm test-clients check format clean help test-kernels sanitize
 
