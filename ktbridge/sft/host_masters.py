@@ -264,8 +264,7 @@ class DeferredAdam:
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         """Have this host's processes share the masters, of several; all ranks call it before a first step."""
-        known = self._layers.keys()
-        own = [each for each in optimizer.param_groups if not known.isdisjoint(each["params"])]
+        own = [each for each in optimizer.param_groups if not self._layers.keys().isdisjoint(each["params"])]
         fused = all(each["fused"] and not each["amsgrad"] for each in own)
         if own and fused and world().size > 1:
             self.shared = share_masters(optimizer, self._layers)

@@ -138,10 +138,10 @@ def clip_gradients(
     """
     everywhere: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
-    with_gradient = [each for each in model.parameters() if each.grad is not None]
-    for parameter in with_gradient:
-        if parameter not in averaged and parameter.grad is not None:
-            (own if parameter in experts else everywhere).append(parameter.grad)
+    gradients = {each: each.grad for each in model.parameters() if each.grad is not None}
+    for parameter, gradient in gradients.items():
+        if parameter not in averaged:
+            (own if parameter in experts else everywhere).append(gradient)
     squares = from_main(float(gradients_norm(own)) ** 2 + known**2)
     if everywhere:
         with explain_lost_rank():
@@ -149,9 +149,9 @@ def clip_gradients(
     norm = squares**0.5
     if (scale := largest / (norm + 1e-6)) < 1:
         later = deferred.scale(scale)
-        for parameter in with_gradient:
-            if parameter.grad is not None and parameter not in later:
-                parameter.grad.mul_(scale)
+        for parameter, gradient in gradients.items():
+            if parameter not in later:
+                gradient.mul_(scale)
     return torch.tensor(norm)
 
 

@@ -228,8 +228,8 @@ class _Search:
 
     def scale_text(self, variant: Variant) -> str:
         scales = {half: getattr(variant, half) for half in self.facts.halves if getattr(variant, half)}
-        alike = scales and max(scales.values()) * (1 - SAME_SCALE) <= min(scales.values())
-        if alike and len(scales) == len(self.facts.halves):
+        sizes = scales.values()
+        if len(sizes) == len(self.facts.halves) and max(sizes) - min(sizes) <= SAME_SCALE * max(sizes):
             return f"≈ ×{sum(scales.values()) / len(scales):.3g}"
         wrong = {half: k for half, k in scales.items() if abs(k - 1) > SAME_SCALE} or scales
         return ", ".join(f"{NAMES[half]} ≈ ×{k:.3g}" for half, k in wrong.items())

@@ -209,12 +209,13 @@ def clip_to_norm(
     As ``torch.nn.utils.clip_grad_norm_``, which multiplies by one where nothing is to be scaled, and scales
     what is on the host by one thread. ``scale_later`` returns the parameters of which it takes care.
     """
-    norm = gradients_norm([each.grad for each in parameters if each.grad is not None])
+    gradients = {each: each.grad for each in parameters if each.grad is not None}
+    norm = gradients_norm([*gradients.values()])
     if (scale := float(largest / (norm + 1e-6))) < 1:
         later = scale_later(scale)
-        for each in parameters:
-            if each.grad is not None and each.device.type == "cpu" and each not in later:
-                each.grad.mul_(scale)
+        for parameter, gradient in gradients.items():
+            if gradient.device.type == "cpu" and parameter not in later:
+                gradient.mul_(scale)
         there = [each for each in parameters if each.device.type != "cpu"]
         nn.utils.clip_grads_with_norm_(there, largest, norm)
     return norm
