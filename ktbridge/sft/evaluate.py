@@ -35,8 +35,6 @@ from ktbridge.sft.microbatch import CollatedRow, MicroBatchRunner, RowTrainer, T
 
 Record = Mapping[str, float]
 """A record of the log."""
-_NAME_IN_0_6 = "WatchHeldOut"
-"""The name of ``HeldOutCallback`` in a trainer_state.json up to 0.6.0."""
 _NOTED = 0.01
 """How much worse than the best the published step must be for a warning, in proportion."""
 
@@ -243,13 +241,11 @@ class HeldOutCallback(EarlyStoppingCallback):
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
         callbacks: Any = state.stateful_callbacks  # annotated as what it is made from
-        earlier = callbacks.pop(_NAME_IN_0_6, None)
         if self._forget:
             forget_evaluations(state)
             callbacks.pop(type(self).__name__, None)
-            earlier = None
         # Trainer restores callbacks only together with its own control, which may say "stop".
-        kept = callbacks.setdefault(type(self).__name__, earlier or self.state())
+        kept = callbacks.setdefault(type(self).__name__, self.state())
         self.early_stopping_patience_counter = _evaluations_without_best(kept)
 
     def on_step_end(self, args: Args, state: TrainerState, control: Control, **_: object) -> None:
@@ -299,7 +295,7 @@ def ended_early(checkpoint: Path, config: TrainConfig) -> bool:
         return False
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     callbacks: Any = state.stateful_callbacks
-    kept = callbacks.get(HeldOutCallback.__name__) or callbacks.get(_NAME_IN_0_6)
+    kept = callbacks.get(HeldOutCallback.__name__)
     return bool(kept) and _evaluations_without_best(kept) >= config.early_stopping_steps
 
 

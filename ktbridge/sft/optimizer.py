@@ -267,36 +267,28 @@ def save_names(trainer: WholeTrainer, directory: str) -> None:
 def load_optimizer(trainer: WholeTrainer, checkpoint: str) -> None:
     """Load the state that ``save_optimizer`` or a run of one process saved, by any number of processes.
 
-    A checkpoint of 0.6.0 has a file for each rank, for as many ranks. Raises KtbridgeError if this rank's is
-    missing, or the optimizer.pt of 0.6.0 is to be loaded by several.
+    Raises KtbridgeError for one that 0.6.0 saved for its own number of processes.
     """
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     found = _by_name(Path(checkpoint))
     if found is None:
-        rank = world().rank
-        path = Path(checkpoint) / (f"optimizer_{rank}.safetensors" if rank else _MAIN_STATE)
-        if not path.is_file() or (world().size == 1 and path.with_name("rng_state_1.pth").exists()):
-            raise KtbridgeError(
-                f"{path.parent} has no optimizer state for rank {world().rank} of {world().size}: "
-                "0.6.0 saved it for one number of processes.",
-                "Go on with as many processes as the checkpoint's run had.",
-            )
-        state, scheduler = _with_experts(path, len(inner.param_groups))
-        inner.load_state_dict(_sharded(state, inner))
-    else:
-        moments, groups, scheduler = found
-        names, own = _names(trainer), inner.state_dict()
-        group_of = {name: group for group in groups for name in group["params"]}
-        state = {"state": {}, "param_groups": []}
-        for group, mine in zip(inner.param_groups, own["param_groups"], strict=True):
-            options = group_of[names[group["params"][0]]] if group["params"] else mine
-            state["param_groups"].append({**options, "params": mine["params"]})
-            for parameter, place in zip(group["params"], mine["params"], strict=True):
-                if values := moments.get(names[parameter]):
-                    state["state"][place] = {
-                        moment: _as_sharded(value, parameter) for moment, value in values.items()
-                    }
-        inner.load_state_dict(state)
+        raise KtbridgeError(
+            f"{checkpoint} has an optimizer state of 0.6.0, which only 0.6.0 reads, with as many processes.",
+            "Finish the run with 0.6.0, or start anew with resume_from_checkpoint=false.",
+        )
+    moments, groups, scheduler = found
+    names, own = _names(trainer), inner.state_dict()
+    group_of = {name: group for group in groups for name in group["params"]}
+    state: State = {"state": {}, "param_groups": []}
+    for group, mine in zip(inner.param_groups, own["param_groups"], strict=True):
+        options = group_of[names[group["params"][0]]] if group["params"] else mine
+        state["param_groups"].append({**options, "params": mine["params"]})
+        for parameter, place in zip(group["params"], mine["params"], strict=True):
+            if values := moments.get(names[parameter]):
+                state["state"][place] = {
+                    moment: _as_sharded(value, parameter) for moment, value in values.items()
+                }
+    inner.load_state_dict(state)
     # What it has for each group is set by ``set_learning_rate``: groups depend on the number of processes.
     single = {key: value for key, value in scheduler.items() if not isinstance(value, list)}
     trainer.lr_scheduler.load_state_dict({**trainer.lr_scheduler.state_dict(), **single})
@@ -342,53 +334,3 @@ def _as_sharded(value: Any, parameter: nn.Parameter) -> Any:
         return value
     here = value.to(parameter.to_local().device)
     return distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def _read_state(path: Path) -> tuple[State, State]:
-    """Return the optimizer's and the scheduler's state in a rank's file of 0.6.0."""
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    with safe_open(path, "pt") as file:
-        for key in file.keys():  # noqa: SIM118  not a mapping
-            place, _, name = key.partition(".")
-            state.setdefault(int(place), {})[name] = file.get_tensor(key)
-        plain = {key: json.loads(value) for key, value in file.metadata().items()}
-    return {"state": state, "param_groups": plain["param_groups"]}, plain["scheduler"]
-
-
-def _with_experts(path: Path, groups: int) -> tuple[State, State]:
-    """The states in a rank's file for ``groups`` groups, of which the last are the expert LoRA's.
-
-    These are in rank 0's file alone, under the same places, for each rank that has any now: where experts are
-    computed may have changed since.
-    """
-    state, scheduler = _read_state(path)
-    own = state["param_groups"]
-    if len(own) < groups:
-        theirs, scheduler = _read_state(path.with_name(_MAIN_STATE))
-        own += theirs["param_groups"][len(own) :]
-        state["state"] = {**theirs["state"], **state["state"]}
-    lists = {key: value[:groups] for key, value in scheduler.items() if isinstance(value, list)}
-    return state, {**scheduler, **lists}
-
-
-def _sharded(state: State, optimizer: torch.optim.Optimizer) -> State:
-    """An optimizer's saved state whose shards are sharded tensors again, like their parameters."""
-    from torch.distributed.tensor import DTensor
-
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    places = [place for group in state["param_groups"] for place in group["params"]]
-    for place, parameter in zip(places, parameters, strict=True):
-        if not isinstance(parameter, DTensor):
-            continue
-        moments = state["state"].get(place, {})
-        for name, value in moments.items():
-            if torch.is_tensor(value) and value.dim():
-                moments[name] = DTensor.from_local(
-                    value.to(parameter.to_local().device),
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-    return state

@@ -9,11 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import (
-    is_flash_attn_2_available,
-    is_flash_attn_3_available,
-    is_kernels_available,
-)
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
 from ktbridge.codes import Problems, problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, UsageError, has_errors
@@ -25,7 +21,7 @@ from ktbridge.sft.config import TrainConfig, check_output_dir
 from ktbridge.sft.data.cache import TokenCache, TokenizedRun
 from ktbridge.sft.data.dataset import TokenizedRows
 from ktbridge.sft.data.images import Vision, read_vision
-from ktbridge.sft.data.rows import Rows, fingerprint_rows
+from ktbridge.sft.data.rows import Rows
 from ktbridge.sft.data.stream import RowStream, fingerprint_datasets, open_rows, tokenize_run
 from ktbridge.sft.data.template import template_notes
 from ktbridge.sft.expert_device import check_expert_device
@@ -38,7 +34,6 @@ from ktbridge.sft.quantized import QuantizedExperts, find_quantized, storage_not
 from ktbridge.sft.resume import (
     Resumption,
     RunFingerprint,
-    began_with,
     check_length,
     check_start,
     checkpoints_dir,
@@ -143,8 +138,6 @@ def prepare(
     trainable, model_notes = checked
 
     # 2. The run as tokens, and the checkpoint that it goes on from.
-    if isinstance(rows, Rows) and rows.before and began_with(config, fingerprint_rows(rows.before)):
-        rows, cache = rows.before, None  # a run of 0.6.0, which held out rows with copies
     if isinstance(rows, TokenizedRun):
         fingerprints = rows.fingerprint, rows.held_fingerprint
     else:

@@ -128,11 +128,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def fingerprint_run(
-    config: TrainConfig,
-    base: Path,
-    digest: str,
-    held_digest: str | None = None,
-    images: bool = False,
+    config: TrainConfig, base: Path, digest: str, held_digest: str | None = None, images: bool = False
 ) -> RunFingerprint:
     """Return the fingerprint of a run on rows with these digests; ``images``: rows have some."""
     settings = _settings(config)
@@ -161,11 +157,6 @@ def fingerprint_run(
     if held_digest and config.evaluates:
         settings[HELD_OUT] = [held_digest, config.metric, config.greater]
     return RunFingerprint(json.loads(json.dumps(settings)))
-
-
-def began_with(config: TrainConfig, digest: str) -> bool:
-    """Return whether the checkpoint that the run would go on from is of a run on rows with this digest."""
-    return next_record(config).get("rows") == digest
 
 
 def next_record(config: TrainConfig) -> Mapping[str, object]:
@@ -369,9 +360,7 @@ def _undamaged(candidates: list[Path]) -> tuple[Path, tuple[Problem, ...]]:
     sound = next((each for each in reversed(others) if not damage(each)), None)
     named = f"name resume_from_checkpoint={sound}, " if sound else ""
     raise ProblemsError(
-        "the checkpoint is damaged; nothing was started.",
-        problems,
-        f"Copy it again, {named}or {_ANEW}.",
+        "the checkpoint is damaged; nothing was started.", problems, f"Copy it again, {named}or {_ANEW}."
     )
 
 
@@ -396,10 +385,7 @@ def damage(place: Path) -> list[Problem]:
         elif (size := there[name].stat().st_size) != expected.get("size"):
             found, wanted = f"{size} bytes", f"{expected.get('size')} bytes"
         elif (digest := expected.get("sha256")) not in (None, hashes[name]):
-            found, wanted = (
-                f"SHA-256 {hashes[name][:12]}…",
-                f"{str(digest)[:12]}…, as it was written",
-            )
+            found, wanted = (f"SHA-256 {hashes[name][:12]}…", f"{str(digest)[:12]}…, as it was written")
         else:
             continue
         problems.append(problem("KTC019", str(place / name), found, wanted, next_step=""))

@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ktbridge.adapter import read_adapter, validate_adapter
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.sft.config import load_config
-from ktbridge.sft.data import fingerprint_rows, load_rows
-from ktbridge.sft.resume import FINGERPRINT_FILE, began_with
+from ktbridge.sft.data import load_rows
 
 HELD, HELD_PAIRS = "eval_dataset=held.jsonl", "eval_dataset=held_pairs.jsonl"
 BEST = "load_best_model_at_end=true"
@@ -291,28 +290,17 @@ def test_a_held_out_row_that_is_trained_on_is_named(run_dir):
         load_rows(load_config(run_dir / "run.yaml", ["eval_dataset=nowhere"]))
 
 
-def test_val_size_takes_rows_without_copies_and_a_run_of_before_goes_on(run_dir):
+def test_val_size_takes_rows_without_copies(run_dir):
     lines = [json.loads(line) for line in (run_dir / "rows.jsonl").read_text().splitlines()][:10]
     write_lines(run_dir / "rows.jsonl", lines + lines[:6])
     config = load_config(run_dir / "run.yaml", ["val_size=4"])
     rows: Any = load_rows(config)
-    assert len(rows.held_out.rows) == len(rows.before.held_out.rows) == 4
-    assert (rows.notes, [note.code for note in rows.before.notes]) == ([], ["KTD010"])
+    assert len(rows.held_out.rows) == 4
+    assert rows.notes == []
     told = [{json.dumps(row.messages) for row in each.rows} for each in (rows, rows.held_out)]
     assert not told[0] & told[1]
     again: Any = load_rows(config)
     assert again.held_out.rows == rows.held_out.rows
-
-    now, before = fingerprint_rows(rows), fingerprint_rows(rows.before)
-    place = run_dir / "raw.checkpoints/checkpoint-2"
-    place.mkdir(parents=True)
-    assert not began_with(config, before)
-    (place / FINGERPRINT_FILE).write_text(json.dumps({"rows": before}))
-    assert (began_with(config, before), began_with(config, now)) == (True, False)
-    assert not began_with(replace(config, resume_from_checkpoint=False), before)
-
-    write_lines(run_dir / "rows.jsonl", lines)  # no copies: as ever
-    assert load_rows(config).before is None
     write_lines(run_dir / "rows.jsonl", lines[:2] * 4)  # nothing but copies
     assert [note.code for note in load_rows(replace(config, val_size=3)).notes] == ["KTD010"]
 

@@ -78,9 +78,6 @@ class Rows:
     trained on, too."""
     held_out: Rows | None = None
     """Rows that are evaluated and not trained on."""
-    before: Rows | None = None
-    """The same rows with the held-out rows of ktbridge 0.6.0, if these are others: a run that 0.6.0 began
-    goes on with them."""
 
     @property
     def with_images(self) -> bool:
@@ -348,8 +345,7 @@ def hold_out(rows: Rows, size: float, seed: int) -> Rows:
     """Take ``size`` rows (below 1: that share of them) out of ``rows``, chosen by ``seed``.
 
     A chosen row of which a copy would be trained on is exchanged for a row without copies, while there are
-    some; ``rows.before`` then has the rows without such exchanges. Raises ProblemsError if no row would be
-    left.
+    some. Raises ProblemsError if no row would be left.
     """
     given = len(rows.rows)
     count = math.ceil(size * given) if size < 1 else int(size)
@@ -361,13 +357,7 @@ def hold_out(rows: Rows, size: float, seed: int) -> Rows:
         )
     draw = random.Random(seed)
     chosen = set(draw.sample(range(given), count))
-    exchanged = _without_copies(rows, chosen, draw)
-    if exchanged != chosen:
-        before = replace(rows, rows=[*rows.rows])
-        before.held_out = _take(before, chosen)
-        before.notes = [*rows.notes, *find_repeats(before, before.held_out)]
-        rows.before = before
-    return _take(rows, exchanged)
+    return _take(rows, _without_copies(rows, chosen, draw))
 
 
 def _without_copies(rows: Rows, chosen: set[int], draw: random.Random) -> set[int]:
@@ -409,9 +399,7 @@ def find_repeats(rows: Rows, held: Rows) -> Iterator[Problem]:
     hidden = len(found) - _LISTED_REPEATS
     more = f"; and {hidden:,} more" if hidden > 0 else ""
     yield problem(
-        "KTD010",
-        held.name,
-        f"{len(found):,} held-out rows are also in the training rows: {pairs}{more}",
+        "KTD010", held.name, f"{len(found):,} held-out rows are also in the training rows: {pairs}{more}"
     )
 
 

@@ -55,8 +55,6 @@ _STATE_FILE, _REFUSED_FILE = "stream.json", "stream_refused.jsonl"
 _WHOLE_REFUSED = 10_000
 """Refused rows that are kept whole; of more there are the place and the reason."""
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
-_0_6_0_NAMES = {"trained": "trained_tokens"}
-"""Names of counts in checkpoints of 0.6.0 -> names of today."""
 SourceRow = tuple[RowSource, FileRow]
 
 
@@ -267,7 +265,7 @@ class RowStream:
     def load_state(self, checkpoint: Path) -> None:
         """Resume from a checkpoint of the same stream."""
         state = json.loads((checkpoint / _STATE_FILE).read_text())
-        counts = {_0_6_0_NAMES.get(name, name): value for name, value in state["before"].items()}
+        counts = state["before"]
         before = RowCounts(**{**counts, "judged": tuple(counts["judged"])})
         lines = (checkpoint / _REFUSED_FILE).read_bytes().splitlines()
         refused = [RefusedRow(**json.loads(line)) for line in lines]
