@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from ktbridge.experts.compat import parameter_state
 from ktbridge.experts.layer import MoELoRAExperts
 from ktbridge.machine import make_memory_file, release_memory
 from ktbridge.sft.compat import make_adam_states
@@ -281,16 +282,18 @@ class DeferredAdam:
 
     def _finish_layer(self, layer: nn.Module, *_: object) -> None:
         assert isinstance(layer, MoELoRAExperts)
-        if layer in self._pending:
+        if layer.gpu is not None and layer in self._pending:
             self._pending.pop(layer).result()
-            if self.shared:
-                self.shared.wait(layer)
+            layer.gpu.staging.rounded(parameter_state(layer.lora_parameters()))
 
     def _update(self, layer: MoELoRAExperts, updates: Sequence[_Update]) -> None:
         for update in updates:
             update.make(self.shared)
         if self.shared:
             self.shared.updated(layer)
+            self.shared.wait(layer)
+        assert layer.gpu is not None
+        layer.gpu.staging.round(layer.lora_parameters())
 
     def _take(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.finish()  # of layers that nobody called since

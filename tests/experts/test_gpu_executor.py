@@ -418,7 +418,7 @@ def test_masters_elsewhere_cross_as_bfloat16_once_a_change_and_gradients_come_ho
     for resident in ((), (0,)):
         experts = give([layer], groups=2, resident=resident)
         assert same_bits([expected, outcome(layer, inputs, d_out)])
-        staging = experts._staging[0]
+        staging = experts.staging[0]
         assert staging._flat.dtype == torch.bfloat16
         staging._flat.zero_()  # it isn't made again
         found = layer(*inputs)

@@ -171,7 +171,7 @@ class GpuExperts:
             for index, each in weights.items()
         }
         self._outside = InvalidIds(self._experts)
-        self._staging = {index: LoraStaging(self.device) for index in self._layers}
+        self.staging = {index: LoraStaging(self.device) for index in self._layers}
         self._copier = copier
         self._borders: dict[int, tuple[object, ...]] = {}
         """What the borders of resident layers are made of."""
@@ -335,7 +335,7 @@ class GpuExperts:
         return w
 
     def _write_borders(self, index: int, w: BorderedMatrices, lora: Masters, first: int) -> None:
-        staging = self._staging[index]
+        staging = self.staging[index]
         there = lora.on(self.device, staging)
         operations.write_borders(
             w.gate_up, w.down, there, self.rank, lora.scale, self._layers[index].order, first
@@ -451,6 +451,11 @@ class GpuBinding:
     experts: GpuExperts
     index: int
 
+    @property
+    def staging(self) -> LoraStaging:
+        """The way of the layer's LoRA to the device, if its masters are elsewhere."""
+        return self.experts.staging[self.index]
+
 
 @dataclass(slots=True)
 class GpuCall:
@@ -519,13 +524,7 @@ class GpuFunction(torch.autograd.Function):
             call.experts.device,
         )
         d_hidden, d_weights = call.experts.backward(
-            call.index,
-            hidden,
-            weights,
-            left,
-            d_out.to(torch.bfloat16).contiguous(),
-            masters,
-            gradients,
+            call.index, hidden, weights, left, d_out.to(torch.bfloat16).contiguous(), masters, gradients
         )
         if last:
             left.kept = None  # what recorded it may live on

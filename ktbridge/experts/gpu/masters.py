@@ -39,21 +39,29 @@ class LoraStaging:
 
         Kernels read pinned memory by themselves: a copy would wait for those of the weights before it.
         """
-        sizes = [tensor.numel() for tensor in tensors]
         if state != self._state:
-            if self._used is not None:
-                self._used.synchronize()  # the last ones may still be read
-            if len(self._flat) != sum(sizes):
-                pinned = self._device.type == "cuda"
-                self._flat = torch.empty(sum(sizes), dtype=torch.bfloat16, device="cpu", pin_memory=pinned)
-            for part, tensor in zip(self._flat.split(sizes), tensors, strict=True):
-                part.copy_(tensor.reshape(-1))
+            self.round(tensors)
             self._state = state
         flat = self._flat
         if operations.triton_on(self._device) is None:
             flat = flat.to(self._device, non_blocking=True)
-        parts = zip(flat.split(sizes), tensors, strict=True)
+        parts = zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
         return [part.view(tensor.shape) for part, tensor in parts]
+
+    def round(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Round ``tensors`` into pinned memory, once it isn't read any more; not beside ``values``."""
+        sizes = [tensor.numel() for tensor in tensors]
+        if self._used is not None:
+            self._used.synchronize()
+        if len(self._flat) != sum(sizes):
+            pinned = self._device.type == "cuda"
+            self._flat = torch.empty(sum(sizes), dtype=torch.bfloat16, device="cpu", pin_memory=pinned)
+        for part, tensor in zip(self._flat.split(sizes), tensors, strict=True):
+            part.copy_(tensor.detach().reshape(-1))
+
+    def rounded(self, state: tuple[int, ...]) -> None:
+        """Note that what ``round`` was given last has this ``state``."""
+        self._state = state
 
     def used(self) -> None:
         """Note that the current stream has been asked to read them for the last time."""
@@ -167,35 +175,41 @@ class Gradients:
         parameters = list(self._home.values())
         cuda = flat.device.type == "cuda"
         pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=cuda)
-        arrived = None
-        if cuda:
-            way = return_stream(flat.device)
+        sizes = [each.numel() for each in parameters]
+        way = return_stream(flat.device) if cuda else None
+        if way is not None:
             way.wait_stream(torch.cuda.current_stream(flat.device))
-            with torch.cuda.stream(way):
-                pinned.copy_(flat, non_blocking=True)
-                flat.record_stream(way)
-            arrived = way.record_event()
-        else:
-            pinned.copy_(flat)
+            flat.record_stream(way)
+        with torch.cuda.stream(way):
+            pinned.copy_(flat, non_blocking=True)
+            norms = [torch.linalg.vector_norm(part) for part in flat.split(sizes)]
+        arrived = way.record_event() if way is not None else None
         if compat.after_backward("LoRA gradients", _add_coming):
             _coming.clear()  # of a pass that raised half-way
-        parts = pinned.split([each.numel() for each in parameters])
-        shaped = [part.view(each.shape) for part, each in zip(parts, parameters, strict=True)]
-        _coming.append((parameters, shaped, arrived))
+        shaped = [part.view(each.shape) for part, each in zip(pinned.split(sizes), parameters, strict=True)]
+        _coming.append((parameters, shaped, norms, arrived))
 
 
 def gradients_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the Euclidean norm of all ``gradients`` together, a float32 on the host.
 
-    Those on the host by rows: torch sums up a whole tensor there by one thread, 142 ms for the LoRA of 48
-    layers with 128 experts.
+    Of those that have come to the host from a GPU it was computed there. Others' on the host by rows: torch
+    sums up a whole tensor there by one thread, 142 ms for the LoRA of 48 layers with 128 experts.
     """
     there = [each for each in gradients if each.device.type != "cpu"]
-    norms = [nn.utils.get_total_norm(there).cpu()] if there else []
+    on_device = [nn.utils.get_total_norm(there)] if there else []
+    norms = []
     for each in gradients:
-        if each.device.type == "cpu":
+        if each.device.type != "cpu":
+            continue
+        known, version = vars(each).get(_NORM, (None, None))
+        if known is not None and version == each._version:
+            on_device.append(known)
+        else:
             rows = torch.linalg.vector_norm(each.flatten(1), dim=1) if each.ndim > 1 else each
             norms.append(torch.linalg.vector_norm(rows))
+    if on_device:
+        norms.append(torch.linalg.vector_norm(torch.stack(on_device)).cpu())
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
@@ -227,17 +241,20 @@ def return_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-_coming: list[tuple[list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]] = []
-"""Masters on the host, their gradients of the running backward pass, the event of arrival."""
+_coming: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]] = []
+"""Masters on the host, their gradients of the running backward pass and these's norms, event of arrival."""
+_NORM = "norm_there"
+"""Attribute of a gradient that has arrived: its norm on the device, and its version then."""
 
 
 def _add_coming() -> None:
-    for parameters, gradients, arrived in _coming:
+    for parameters, gradients, norms, arrived in _coming:
         if arrived is not None:
             arrived.synchronize()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient, norm in zip(parameters, gradients, norms, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
+                vars(gradient)[_NORM] = norm, gradient._version
             else:
                 parameter.grad += gradient
     _coming.clear()

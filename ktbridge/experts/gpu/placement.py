@@ -25,6 +25,9 @@ ON_WAY = 3
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
 STEP_SECONDS = 0.015
 """Seconds a step of clipping, optimizer and log, for all but the experts."""
+_HOME = 0.0003  # seconds in which Python sends a layer's gradients to the host
+DEFERRED = 2.0
+"""An update by the host's thread, in AdamW's seconds: it scales gradients and rounds masters, too."""
 MICRO_BATCH_SECONDS = 0.005
 """Seconds to make a micro-batch's tensors."""
 PIECE = 1 << 23
@@ -320,7 +323,7 @@ class Costs:
     update: tuple[float, float] = (0.0, 0.0)
     """Optimizer and clipping for a LoRA weight, on the GPU and on the host."""
     deferred: float = 0.0
-    """Of the host's, what a thread does beside the next forward, where the GPU computes."""
+    """The thread's on the host beside the next forward where the GPU computes, for a weight."""
     average: float = 0.0
     """To average gradients on the host over several processes, for a weight."""
     add: float = 0.0
@@ -338,7 +341,7 @@ class Costs:
         """Return the seconds of an optimizer step for a LoRA weight beside which nothing else is done."""
         if placement.masters:
             return self.update[0]
-        return self.update[1] + self.average - (self.deferred if placement.on_gpu else 0.0)
+        return self.average if placement.on_gpu else self.update[1]
 
     def scaled(self, factor: float, link: float | None = None) -> Costs:
         """Return costs ``factor`` times as high, but for the ``link`` where that was measured."""
@@ -410,6 +413,7 @@ def predict_seconds(placement: Placement, sizes: ExpertSizes, cut: StepSplit, co
                 # A piece is started as a quarter of what a layer has outside the experts.
                 starting += further * sum(costs.launch_outside) / layers / 4
             if placement.on_gpu and not placement.masters:
+                starting += way * layers * _HOME
                 if way and number:
                     starting += costs.add * lora
                 if not way and not number:
