@@ -18,13 +18,15 @@ from typing import NamedTuple
 from ktbridge.errors import KtbridgeError, UsageError
 
 _NAME = "ktbridge"
-LINEAR_ATTENTION = ("flash-linear-attention", "fla-core", "causal-conv1d", "triton", "tilelang")
+LINEAR_ATTENTION = ("flash-linear-attention", "fla-core", "triton", "tilelang")
 """Packages that decide how linear attention is computed; fla-core is the first one's other name."""
 _KERNELS = ("flash-linear-attention", "fla-core")
+_COMPLETE = (0, 6)  # the first release whose convolution and gated norm are taken, too
 _NEEDS_KERNELS = "train, plan, predict and serving without SGLang-KT"
 _IN_EXTRAS = {
     "hub": "huggingface_hub tqdm",
     "gguf": "gguf",
+    "fla": "fla",
     "liger": "liger_kernel",
     "eval": "aiohttp anyio httpx2 jieba jinja2 jsonschema markupsafe openai regex rouge_score sacrebleu",
     "serve": "accelerate aiohttp anyio h11 httpx2 huggingface_hub jinja2 openai peft "
@@ -138,14 +140,14 @@ class Gap(NamedTuple):
 
 @functools.cache
 def import_error(package: str) -> str | None:
-    """The error of importing an installed package of ``LINEAR_ATTENTION``; None if it imports or isn't there.
+    """The error of importing flash-linear-attention, installed as ``package``; None if there is none.
 
     transformers imports it too, and computes with torch where that fails, in silence.
     """
     if not version_of(package):
         return None
     try:
-        importlib.import_module("causal_conv1d" if package == "causal-conv1d" else "fla")
+        importlib.import_module("fla")
     except Exception as error:  # whatever a package's own start raises
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return None
@@ -153,13 +155,7 @@ def import_error(package: str) -> str | None:
 
 def has_linear_attention_kernels() -> bool:
     """Return whether transformers can take flash-linear-attention's GPU kernels: it is here, and imports."""
-    name = _installed_kernels()
-    return bool(name) and import_error(name) is None
-
-
-def _installed_kernels() -> str:
-    """The name under which flash-linear-attention is installed; "" if it isn't."""
-    return next((name for name in _KERNELS if version_of(name)), "")
+    return any(version_of(name) and import_error(name) is None for name in _KERNELS)
 
 
 def linear_attention_gaps(
@@ -175,19 +171,14 @@ def linear_attention_gaps(
     """
     if versions is None:
         versions = {name: version_of(name) for name in LINEAR_ATTENTION}
-        if errors is None and capabilities:
-            names = [name for name in (_installed_kernels(), "causal-conv1d") if name]
-            errors = {name: error for name in names if (error := import_error(name))}
-    errors = errors or {}
-    kernels = versions.get("flash-linear-attention") or versions.get("fla-core")
-    missing = [] if kernels else ["flash-linear-attention"]
-    if not versions.get("causal-conv1d"):
-        missing.append("causal-conv1d")
+        if errors is None and capabilities:  # both names are of one module
+            errors = dict([(name, error) for name in _KERNELS if (error := import_error(name))][:1])
+    name = next((name for name in _KERNELS if versions.get(name)), "")
+    kernels = versions.get(name)
     if not capabilities:
-        if not missing:
-            return []
-        found = f"without a GPU torch computes it, slowly ({' and '.join(missing)} not installed)"
-        return [Gap(found, f"on a machine with a GPU, pip install {' '.join(missing)}")]
+        found = "without a GPU torch computes it, slowly (flash-linear-attention not installed)"
+        step = "on a machine with a GPU, pip install flash-linear-attention"
+        return [] if kernels else [Gap(found, step)]
     gaps = []
     triton, (first, fixed) = versions.get("triton"), _WRONG_TRITON
     wrong = (
@@ -196,12 +187,14 @@ def linear_attention_gaps(
         and not versions.get("tilelang")
         and first <= release_of(triton) < fixed
     )
-    if missing:
-        # Without tilelang what is installed would refuse to run.
-        wanted = [*missing, "tilelang"] if wrong and not kernels else missing
-        found = f"without {' and '.join(missing)} torch computes it, many times slower than kernels"
-        gaps.append(Gap(found, f"pip install {' '.join(wanted)}"))
-    for name, error in errors.items():
+    if not kernels:
+        found = "without flash-linear-attention torch computes it, many times slower than kernels"
+        # Without tilelang it would refuse to run.
+        gaps.append(Gap(found, f"pip install flash-linear-attention{' tilelang' if wrong else ''}"))
+    elif release_of(kernels) < _COMPLETE:
+        found = f"{name} {kernels} has no convolution for it: torch computes that, slowly"
+        gaps.append(Gap(found, f"pip install --upgrade {name}"))
+    for name, error in (errors or {}).items():
         found = f"{name} is installed, but fails to import, so torch computes it, many times slower: {error}"
         gaps.append(Gap(found, f"pip install --upgrade {name}, with what it needs"))
     if kernels and wrong:

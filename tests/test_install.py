@@ -97,7 +97,11 @@ def test_a_missing_package_names_the_smallest_extra(module, of_command, step):
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 BASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml"}  # whose name isn't the module's
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "fla": "flash-linear-attention",
+}  # whose name isn't the module's
 NOT_DECLARED = {
     "triton": "comes with torch on a machine with a GPU",
     "typing_extensions": "for type checkers; comes with pydantic",
@@ -144,7 +148,7 @@ ROOMS = {
     "model": "hub serve",  # Tensor.torch is for who has torch
     "adapter": "gguf",
     "experts": "serve train",
-    "sft": "train liger",
+    "sft": "train liger fla",
     "serve": "serve",
     "server_api": "eval serve",
     "verify": "serve eval",  # --html is made as reports are
@@ -253,7 +257,7 @@ def test_a_librarys_words_about_itself_stay_off_the_terminal(options, environmen
     assert {text for text in said if text in done.stderr} == heard, done.stderr
 
 
-ALL = {"flash-linear-attention": "0.5.2", "causal-conv1d": "1.6.0", "triton": "3.7.1"}
+ALL = {"flash-linear-attention": "0.6.0", "triton": "3.7.1"}
 
 
 @pytest.mark.parametrize(
@@ -268,13 +272,12 @@ ALL = {"flash-linear-attention": "0.5.2", "causal-conv1d": "1.6.0", "triton": "3
         (["9.0"], ALL | {"triton": "3.3.1"}, []),
         (["10.0"], ALL | {"triton": "3.6.0"}, []),
         (["9.0"], ALL, []),
-        (["9.0"], ALL | {"causal-conv1d": None}, [("causal-conv1d", "causal-conv1d", False)]),
         (
             [""],
             {"fla-core": "0.5.2", "triton": "3.6.0"},
-            [("causal-conv1d", "causal-conv1d", False)],
+            [("fla-core 0.5.2 has", "--upgrade fla-core", False)],
         ),
-        ([], {}, [("without a GPU", "flash-linear-attention causal-conv1d", False)]),
+        ([], {}, [("without a GPU", "flash-linear-attention", False)]),
     ],
 )
 def test_what_keeps_linear_attention_from_its_kernels(gpus, versions, told):

@@ -41,8 +41,8 @@ RUN = Subject("Starting and continuing a run", "sft", (
          " tokens in a pass", "Set tokens_per_pass to the number that it gives."),
     Code("KTC024", "info", "kt_experts chose where the routed experts are computed",
          "Nothing; kt_experts and kt_gpu_memory choose otherwise."),
-    Code("KTC026", "info", "liger-kernel computes the model's norms on the GPU",
-         "Nothing; enable_liger_kernel: false takes transformers' own."),
+    Code("KTC026", "info", "another library computes norms or convolutions on the GPU",
+         "Nothing; enable_liger_kernel: false takes transformers' own norms."),
     Code("KTC027", "info", "what isn't a routed expert is computed in float32: this CPU has no BF16"
          " instructions",
          "Nothing; bf16: true takes less memory and several times the time there."),

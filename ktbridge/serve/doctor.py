@@ -232,7 +232,7 @@ def check_linear_attention() -> list[Check]:
     gaps = linear_attention_gaps([gpu.capability for gpu in read_gpus()], errors={})
     topic = "linear attention"
     if not gaps:
-        return [Check(topic, "ok", "flash-linear-attention and causal-conv1d are installed")]
+        return [Check(topic, "ok", "flash-linear-attention is installed")]
     models = "(Qwen3-Next, Qwen3.5, Kimi Linear)"
     return [
         Check(topic, "problem" if gap.wrong else "missing", f"{gap.found} {models}", gap.remedy)
@@ -276,12 +276,7 @@ def _run_probe() -> tuple[list[dict[str, Any]], str]:
     """Return the probe's answers, torch's CUDA and each GPU's facts, and how it ended if that was badly."""
     try:
         done = subprocess.run(
-            _PROBE,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PROBE_SECONDS,
-            check=False,
+            _PROBE, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS, check=False
         )
         output, failure = done.stdout, ""
         if done.returncode:

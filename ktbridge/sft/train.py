@@ -43,9 +43,9 @@ from ktbridge.sft.evaluate import (
     forget_evaluations,
 )
 from ktbridge.sft.expert_device import ExpertDevice, WatchPlacement, place_experts
+from ktbridge.sft.gpu_kernels import use_kernels
 from ktbridge.sft.interrupts import Interrupts, StopOnSignal, explain_failures, interrupted
 from ktbridge.sft.launch import is_main, world
-from ktbridge.sft.liger import use_liger
 from ktbridge.sft.microbatch import MicroBatchRunner, OnNote, tokens_per_pass
 from ktbridge.sft.model import choose_device, load_trainable
 from ktbridge.sft.output import Log, files_beside, write_output
@@ -164,8 +164,7 @@ def train(
         # 2. The base model, with LoRA on experts and non-experts.
         score_labels_only(LABELS in ready.fingerprint)
         model = load_trainable(config, ready.base, ready.vision is not None)
-        uses_liger = config.enable_liger_kernel and choose_device(config).type == "cuda"
-        norms = use_liger(model) if uses_liger else None
+        kernels = use_kernels(model, config)
 
         # 3. Where the experts are computed: the decision that `ktbridge plan` predicts.
         placed = ExpertDevice("cpu", None)
@@ -173,7 +172,7 @@ def train(
             before = read_placement(ready.resumption.checkpoint)
             placed = place_experts(run_setting(config, ready), model, before)
         assign_experts(model)
-        events.note(*filter(None, (norms, placed.note)))
+        events.note(*kernels, *filter(None, (placed.note,)))
 
         # 4. All optimizer steps. The Trainer insists on a directory of its own.
         with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:

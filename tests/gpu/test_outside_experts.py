@@ -16,11 +16,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen35
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from ktbridge.experts.lora_targets import convert_masters, find_lora_targets, inject_lora
-from ktbridge.sft import liger
+from ktbridge.sft import gpu_kernels
 
 TOKENS = 8192
 SHAPES: dict[str, dict[str, Any]] = {
@@ -116,7 +117,7 @@ def test_a_norm_is_one_launch_and_rounds_as_transformers(cls, heads, width):
     norm = cls(width).to("cuda", torch.bfloat16).requires_grad_(False)
     norm.weight.copy_(torch.randn(width))
     replaced = copy.deepcopy(norm)
-    assert liger.use_liger(nn.ModuleList([replaced])) is not None
+    assert gpu_kernels.use_liger(nn.ModuleList([replaced])) is not None
     x = torch.randn(TOKENS, heads, width, device="cuda", dtype=torch.bfloat16)
     d = torch.randn_like(x)
     found = []
@@ -135,6 +136,42 @@ def test_a_norm_is_one_launch_and_rounds_as_transformers(cls, heads, width):
     before, after = (measured(passes(each, x, d)) for each in (norm, replaced))
     show(f"{cls.__name__}, {TOKENS} tokens of {heads} x {width}", before, after)
     assert after[0] <= 5
+
+
+def test_gated_norm_and_convolution_of_linear_attention_agree_with_transformers(monkeypatch):
+    pytest.importorskip("fla")
+    torch.manual_seed(0)
+    norm = qwen35.Qwen3_5MoeRMSNormGated(128).to("cuda", torch.bfloat16).requires_grad_(False)
+    norm.weight.copy_(torch.randn(128))
+    config = qwen35.Qwen3_5MoeTextConfig(hidden_size=64)
+    layer = qwen35.Qwen3_5MoeGatedDeltaNet(config, 0).to("cuda", torch.bfloat16).requires_grad_(False)
+    monkeypatch.setattr(qwen35, "causal_conv1d_fn", qwen35.causal_conv1d_fn)
+    x, gate, d = (torch.randn(16, 512, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def norms() -> list[torch.Tensor]:
+        mine = [each.clone().requires_grad_() for each in (x, gate)]
+        out = norm(*mine)
+        out.backward(d)
+        return [out, *(each.grad for each in mine)]
+
+    states, back = (torch.randn(16, 512, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(8192, 4, device="cuda", dtype=torch.bfloat16)
+
+    def convolutions() -> list[torch.Tensor]:
+        mine = states.clone().requires_grad_()
+        out = qwen35.causal_conv1d_fn(mine.transpose(1, 2), weight, None, activation="silu").transpose(1, 2)
+        out.backward(back)
+        return [out, mine.grad]
+
+    parts = {"gated norm": norms, "convolution": convolutions}
+    before = {name: (part(), measured(part)) for name, part in parts.items()}
+    assert gpu_kernels.use_fla(nn.ModuleList([norm, layer])) is not None
+    for name, part in parts.items():
+        expected, launches = before[name]
+        for found, value in zip(part(), expected, strict=True):
+            assert off(found, value) < 5e-3  # torch's are rounded to bfloat16 in between
+        show(f"{name}, {TOKENS} tokens", launches, measured(part))
+        assert all(torch.equal(*pair) for pair in zip(part(), part(), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's advice
@@ -169,8 +206,8 @@ def test_layers_of_real_shapes_have_the_same_loss_and_gradients(family):
     before_loss, expected = results()
     before = measured(step)
     convert_masters(model)
-    note = liger.use_liger(model)
-    assert (note is None) != liger.is_installed()
+    note = gpu_kernels.use_liger(model)
+    assert (note is None) != gpu_kernels.is_installed("liger_kernel")
     loss, grads = results()
     assert abs(loss - before_loss) < 5e-3 * before_loss
     assert grads.keys() == expected.keys()

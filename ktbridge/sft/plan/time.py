@@ -40,6 +40,7 @@ from ktbridge.experts.lora_targets import TunedModel
 from ktbridge.experts.modules import experts_modules
 from ktbridge.experts.weights import ExpertWeights
 from ktbridge.sft.compat import set_attention
+from ktbridge.sft.gpu_kernels import use_kernels
 from ktbridge.sft.model import attach_linear_lora, threads_beside_python
 from ktbridge.sft.placement import MOST_TOKENS, probe_tokens, times_cpu
 from ktbridge.sft.plan.inputs import CpuTimes, ExpertTimes, ProductRates
@@ -138,10 +139,7 @@ def measure_products(setting: RunSetting, tokens: int) -> ProductRates:
 
         return times * 2 * rows * hidden**2 / median_seconds(once, device, _SECONDS / 4)
 
-    forward, backward = (
-        rate(lambda: nn.functional.linear(states, weight)),
-        rate(lambda: states @ weight),
-    )
+    forward, backward = (rate(lambda: nn.functional.linear(states, weight)), rate(lambda: states @ weight))
     return ProductRates(forward, backward, "GPU" if device.type == "cuda" else "CPU")
 
 
@@ -395,6 +393,7 @@ def _first_layers(setting: RunSetting, layers: int, device: torch.device) -> Tun
         else:
             tensor.zero_()
     tuned = attach_linear_lora(model, config)
+    use_kernels(tuned, config)
     if not config.disable_gradient_checkpointing:
         recompute.enable(tuned)
     return tuned.train()
@@ -484,12 +483,7 @@ def _how_on_gpu(scored: Scored, costs: Costs) -> str:
 
 
 def _how(
-    setting: RunSetting,
-    times: ExpertTimes,
-    rates: ProductRates,
-    updates: float,
-    saves: int,
-    estimated: bool,
+    setting: RunSetting, times: ExpertTimes, rates: ProductRates, updates: float, saves: int, estimated: bool
 ) -> str:
     assumed = []
     if estimated:
