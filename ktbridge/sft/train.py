@@ -56,7 +56,7 @@ from ktbridge.sft.progress import OnLog, Reporter, WeightsWatch, is_record, repo
 from ktbridge.sft.quantized import experts_path, find_quantized
 from ktbridge.sft.resume import LABELS, archive_checkpoints, checkpoints_dir, delete_archived, saved
 from ktbridge.sft.stages import LOSSES, STAGES, trainer_arguments
-from ktbridge.sft.trainer import RunTrainer
+from ktbridge.sft.trainer import RunTrainer, without_walks
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def train_or_restore(
         if other:
             forget_evaluations(trainer.state)
         return early
-    with explain_failures(trainer):
+    with explain_failures(trainer), without_walks(trainer):
         trainer.train(resume_from_checkpoint=str(start) if start else None)
     return watch.ended
 

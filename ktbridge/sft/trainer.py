@@ -7,6 +7,7 @@ Names that begin with "_" are private to transformers; tests/sft/test_compat.py 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -159,7 +160,9 @@ class RunTrainer(RowTrainer):
         assert self.deferred is not None
         if world().size > 1:
             return average_and_clip(self, model, largest, self.deferred)
-        trained = [each for each in model.parameters() if each.grad is not None]
+        # A walk through the modules of 48 layers takes 6 ms, for which a GPU waits.
+        own = [each for group in self.optimizer.param_groups for each in group["params"]]
+        trained = [each for each in own if each.grad is not None]
         if len({each.device for each in trained}) > 1:  # masters of expert LoRA in host memory
             return clip_to_norm(trained, largest, self.deferred.scale)
         return self.accelerator.clip_grad_norm_(trained, largest)
@@ -271,6 +274,35 @@ class RunTrainer(RowTrainer):
             return
         with _without_code(checkpoint or ""):
             super()._load_rng_state(checkpoint)
+
+
+@contextmanager
+def without_walks(trainer: RunTrainer) -> Iterator[None]:
+    """Context: what Trainer calls in each step doesn't go through all modules, nor garbage collection.
+
+    A GPU waits for both, 15 ms a step with 48 layers and 0.3 s now and then. Who has a gradient the optimizer
+    knows.
+    """
+    model, walk = trainer.model, trainer.model.train
+    last: list[bool] = []
+
+    def train(mode: bool = True) -> nn.Module:
+        if last != [mode]:
+            walk(mode)
+            last[:] = [mode]
+        return model
+
+    def zero_grad(set_to_none: bool = True) -> None:  # not accelerate's, which leaves it out within a step
+        getattr(trainer.optimizer, "optimizer", trainer.optimizer).zero_grad(set_to_none)
+
+    vars(model).update(train=train, zero_grad=zero_grad)
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        del model.train, model.zero_grad
 
 
 @contextmanager

@@ -87,6 +87,7 @@ def test_a_page_cache_that_does_not_keep_the_experts_is_told_once(tmp_path):
         import gc
         import mmap
 
+        gc.unfreeze()  # else what was there before the first step isn't listed
         for file in [each for each in gc.get_objects() if type(each).__name__ == "TensorFile"]:
             if file._map is not None:
                 file._map.madvise(mmap.MADV_RANDOM)  # no reading ahead: this file is small

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +23,7 @@ from ktbridge.errors import KtbridgeError
 from ktbridge.sft import expert_device, stages
 from ktbridge.sft.placement import pack_joined_rows, pack_padded_rows
 from ktbridge.sft.progress import Diverged
+from ktbridge.sft.trainer import without_walks
 
 ROWS = 10
 """Of which a step takes 4, so that the last of an epoch is smaller."""
@@ -321,3 +324,30 @@ def test_a_fill_keeps_the_limit_and_leaves_no_two_passes_half_empty(lengths, mos
     sizes = [sum(lengths[row] for row in each) for each in found]
     assert all(size <= most or len(each) == 1 for size, each in zip(sizes, found, strict=True))
     assert sum(2 * size <= most for size in sizes) <= 1
+
+
+def test_modes_and_gradients_of_a_run_are_set_without_a_walk_in_each_step():
+    class Within:
+        """accelerate's optimizer between two steps: it leaves gradients."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    wrapped = SimpleNamespace(model=model, optimizer=Within(torch.optim.SGD(model.parameters())))
+    frozen = gc.get_freeze_count()
+    with without_walks(wrapped):
+        assert gc.get_freeze_count() > frozen
+        for mode in (True, False, True):
+            model.train() if mode else model.eval()
+            assert {each.training for each in model.modules()} == {mode}
+        model[1].eval()
+        assert not model.train()[1].training  # nobody walked
+        model(torch.ones(1, 2)).sum().backward()
+        model.zero_grad(set_to_none=True)
+        assert all(each.grad is None for each in model.parameters())
+    assert model.train()[1].training
+    assert gc.get_freeze_count() == 0
