@@ -42,6 +42,15 @@ from_option = click.option(
 )
 
 
+base_model_option = click.option(
+    "--base-model", required=True, metavar="DIR", help="The base model: a directory, or org/name on the Hub."
+)
+fail_on_option = click.option(
+    "--fail-on",
+    multiple=True,
+    metavar="CONDITION",
+    help='Exit with 1 where it holds, e.g. "KRI<-0.2" or "low(task:overall)<-0.1"; repeat it.',
+)
 ENGINES = click.Choice(["auto", "sglang", "local"])
 """Values of --engine where a server is started."""
 
@@ -116,11 +125,7 @@ class Command(click.Command):
         return ["-h", "--help"]
 
     def make_context(
-        self,
-        info_name: str | None,
-        args: list[str],
-        parent: click.Context | None = None,
-        **extra: Any,
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         own = args[: args.index("--")] if "--" in args else args
         debug = "--debug" in own or os.environ.get("KTBRIDGE_DEBUG", "") not in ("", "0")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ktbridge.cli._app import Command
+from ktbridge.cli._app import Command, fail_on_option
 
 if TYPE_CHECKING:
     from ktbridge.errors import KtbridgeError, Problem
@@ -97,18 +97,9 @@ if TYPE_CHECKING:
 @click.option(
     "--judge-may-be-remote", is_flag=True, help="Private data may go to a judge on another machine."
 )
+@fail_on_option
 @click.option(
-    "--fail-on",
-    multiple=True,
-    metavar="CONDITION",
-    help='Exit with 1 where it holds, e.g. "KRI<-0.2"; see `ktbridge report --help`.',
-)
-@click.option(
-    "--concurrency",
-    type=click.IntRange(1, 1024),
-    default=4,
-    show_default=True,
-    help="Requests in flight.",
+    "--concurrency", type=click.IntRange(1, 1024), default=4, show_default=True, help="Requests in flight."
 )
 @click.option(
     "--timeout",
@@ -121,12 +112,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Say what would be asked, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON on stdout.")
 def command(
-    train_data: Path | None,
-    no_judge: bool,
-    resume: bool,
-    dry_run: bool,
-    as_json: bool,
-    **given: Any,
+    train_data: Path | None, no_judge: bool, resume: bool, dry_run: bool, as_json: bool, **given: Any
 ) -> None:
     """Ask a bench's questions of each arm, store the answers, and report.
 
@@ -159,8 +145,7 @@ def command(
     requests, gates = read_requests(EvalOptions(**given), os.environ.get("KTBRIDGE_API_KEY"))
     if resume and not any((one.directory / RUN).is_file() for one in requests):
         raise UsageError(
-            f"--resume: there is no run in {str(out)!r}.",
-            "see whether --output is the one you mean",
+            f"--resume: there is no run in {str(out)!r}.", "see whether --output is the one you mean"
         )
     if dry_run:
         _show_plan(requests, as_json)
@@ -305,11 +290,7 @@ def si_count(count: int) -> str:
 
 def _compare_training(request: EvalRequest, train_data: Path) -> None:
     from ktbridge.cli._ui import print_problems
-    from ktbridge.eval.contamination import (
-        find_contamination,
-        overlap_problems,
-        write_contamination,
-    )
+    from ktbridge.eval.contamination import find_contamination, overlap_problems, write_contamination
 
     found = find_contamination(request.bench, train_data)
     print_problems(overlap_problems(found))

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from ktbridge.cli._app import Command, dry_run_option, from_option, json_option
+from ktbridge.cli._app import (
+    Command,
+    base_model_option,
+    dry_run_option,
+    fail_on_option,
+    from_option,
+    json_option,
+)
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._recipe import StepPrinter, print_commands, resumable
 from ktbridge.cli._ui import console, emit_json, print_blocks, progress_bar, stderr
@@ -25,12 +32,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.option("--adapter", required=True, metavar="DIR", help="The adapter, in any format.")
-@click.option(
-    "--base-model",
-    required=True,
-    metavar="DIR",
-    help="The base model: a directory, or org/name on the Hub.",
-)
+@base_model_option
 @click.option("--merged", metavar="DIR", help="Verify this merged checkpoint in place of a server's answers.")
 @click.option(
     "--server",
@@ -46,12 +48,7 @@ if TYPE_CHECKING:
 )
 @click.option("--items", multiple=True, metavar="FILE", help="The bench's data: FILE or BENCH=FILE.")
 @click.option("--limit", type=click.IntRange(1), help="At most this many items of a bench.")
-@click.option(
-    "--fail-on",
-    multiple=True,
-    metavar="CONDITION",
-    help='Fail where it holds, e.g. "KRI<-0.2"; see `ktbridge report --help`.',
-)
+@fail_on_option
 @click.option(
     "--output",
     "output",

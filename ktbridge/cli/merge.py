@@ -11,17 +11,16 @@ from rich.table import Table
 
 from ktbridge.adapter import open_adapter
 from ktbridge.adapter.merge import execute_merge, plan_merge
-from ktbridge.cli._app import Command, dry_run_option, from_option, json_option, output_option
-from ktbridge.cli._hub import ensure_model
-from ktbridge.cli._ui import (
-    console,
-    emit_json,
-    print_problems,
-    print_readings,
-    progress_bar,
-    shown,
-    stderr,
+from ktbridge.cli._app import (
+    Command,
+    base_model_option,
+    dry_run_option,
+    from_option,
+    json_option,
+    output_option,
 )
+from ktbridge.cli._hub import ensure_model
+from ktbridge.cli._ui import console, emit_json, print_problems, print_readings, progress_bar, shown, stderr
 from ktbridge.errors import KtbridgeError
 from ktbridge.files.sizes import size_text
 from ktbridge.model import resolve_model
@@ -37,12 +36,7 @@ _LATER = "repeat the command with --measure only where ktbridge[train] and memor
 @click.command(cls=Command, extra="serve")
 @click.argument("raw_dir", type=click.Path(), metavar="DIR")
 @from_option
-@click.option(
-    "--base-model",
-    required=True,
-    metavar="DIR",
-    help="The model the adapter was trained on: a directory, or org/name on the Hub.",
-)
+@base_model_option
 @output_option("output", "Write the merged checkpoint here.", required=True)
 @click.option("--overwrite", is_flag=True, help="Replace the output if it is an earlier merge.")
 @click.option("--allow-other-base", is_flag=True, help="Merge into a model other than the one trained on.")

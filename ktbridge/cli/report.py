@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktbridge.cli._app import Command, json_option
+from ktbridge.cli._app import Command, fail_on_option, json_option
 
 if TYPE_CHECKING:
     from ktbridge.eval.results.compare import Gate
@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, extra="eval")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option(
-    "--fail-on",
-    multiple=True,
-    metavar="CONDITION",
-    help='Exit with 1 where it holds, e.g. "KRI-K<-0.2" or "low(task:overall)<-0.1"; repeat it.',
-)
+@fail_on_option
 @click.option("--markdown", is_flag=True, help="Print the report as Markdown on stdout.")
 @json_option("Print the results as JSON on stdout.")
 def command(directory: Path, fail_on: tuple[str, ...], markdown: bool, as_json: bool) -> None:

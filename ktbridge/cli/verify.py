@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 from click.core import ParameterSource
 
-from ktbridge.cli._app import Command, from_option, json_option
+from ktbridge.cli._app import Command, base_model_option, from_option, json_option
 from ktbridge.verify.logprobs import SAMPLED, WAYS
 
 if TYPE_CHECKING:
@@ -33,11 +33,7 @@ _OPTIONS_OF_FORMS = (
 
 @click.command(cls=Command, extra="serve")
 @click.option(
-    "--server",
-    "--base-url",
-    "server",
-    metavar="URL",
-    help="The running server, as http://HOST:PORT.",
+    "--server", "--base-url", "server", metavar="URL", help="The running server, as http://HOST:PORT."
 )
 @click.option(
     "--merged",
@@ -54,12 +50,7 @@ _OPTIONS_OF_FORMS = (
     "NAME=DIR: the adapter that NAME or S:NAME should be; may be repeated.",
 )
 @from_option
-@click.option(
-    "--base-model",
-    required=True,
-    metavar="DIR",
-    help="The base model: a directory, or org/name on the Hub.",
-)
+@base_model_option
 @click.option("--expert-model", metavar="NAME", help="The served name with the expert LoRA alone.")
 @click.option(
     "--reload",
