@@ -159,13 +159,14 @@ def _epsilon(module: nn.Module) -> float:
 def _replace(module: nn.Module, formula: Formula, kernel: Kernel) -> None:
     own = type(module).forward
 
-    def forward(self: nn.Module, hidden_states: torch.Tensor, *gate: torch.Tensor) -> torch.Tensor:
+    def forward(self: nn.Module, hidden_states: torch.Tensor, gate: object = None) -> torch.Tensor:
+        given = () if gate is None else (gate,)
         weight: torch.Tensor = self.get_parameter("weight")
         here = (hidden_states.dtype, hidden_states.device) == (weight.dtype, weight.device)
         if not here or weight.dtype not in _HALF or weight.device.type not in _DEVICES:
-            out: torch.Tensor = own(self, hidden_states, *gate)
+            out: torch.Tensor = own(self, hidden_states, *given)
             return out
-        return kernel(self, formula, hidden_states, weight, *gate)
+        return kernel(self, formula, hidden_states, weight, *given)
 
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
@@ -204,11 +205,10 @@ def _raised(norm: nn.Module, weight: torch.Tensor, offset: float) -> torch.Tenso
 def _convolves(cls: type[nn.Module]) -> bool:
     """Return whether forward of a class calls transformers' causal convolution of [B, D, T]."""
     function = vars(sys.modules[cls.__module__]).get(_CONVOLVE)
-    names = getattr(inspect.unwrap(cls.forward), "__code__", None)
-    if function is None or names is None or _CONVOLVE not in names.co_names:
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if function is None or code is None or _CONVOLVE not in code.co_names:
         return False
-    arguments = [*inspect.signature(function).parameters]
-    return arguments[:4] == ["hidden_states", "weight", "bias", "activation"]
+    return [*inspect.signature(function).parameters][:4] == ["hidden_states", "weight", "bias", "activation"]
 
 
 def _replace_convolution(scope: dict[str, Any]) -> None:

@@ -430,6 +430,20 @@ def test_masters_elsewhere_cross_as_bfloat16_once_a_change_and_gradients_come_ho
             assert torch.equal(parameter.grad, 2 * expected[name])
 
 
+def test_the_norm_of_gradients_that_came_home_is_known_until_they_change(monkeypatch):
+    layer, _ = make_layer(SMALL, accumulate_grad=True)
+    give([layer], groups=2)
+    monkeypatch.setattr(masters, "is_there", lambda *_: False)
+    layer(*make_inputs(SMALL)).backward(some_d_out(SMALL))
+    gradients = [each.grad for each in layer.parameters()]
+    norm = float(masters.gradients_norm(gradients))
+    assert norm == pytest.approx(float(torch.cat([each.flatten() for each in gradients]).norm()))
+    gradients[0].data.zero_()  # unseen, so it isn't computed again
+    assert float(masters.gradients_norm(gradients)) == norm
+    gradients[0].mul_(1)
+    assert float(masters.gradients_norm(gradients)) < norm
+
+
 def test_a_copy_of_a_layer_shares_the_executor():
     layer, _ = make_layer(SMALL)
     give([layer], groups=2)
