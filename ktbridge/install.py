@@ -169,11 +169,12 @@ def linear_attention_gaps(
     of ``LINEAR_ATTENTION``, by default those that are installed, and then ``errors`` of importing them.
     transformers takes these packages where they can be imported and else computes with torch, in silence.
     """
+    imports = versions is None and errors is None and capabilities
     if versions is None:
         versions = {name: version_of(name) for name in LINEAR_ATTENTION}
-        if errors is None and capabilities:  # both names are of one module
-            errors = dict([(name, error) for name in _KERNELS if (error := import_error(name))][:1])
     name = next((name for name in _KERNELS if versions.get(name)), "")
+    if imports and name and (error := import_error(name)):
+        errors = {name: error}
     kernels = versions.get(name)
     if not capabilities:
         found = "without a GPU torch computes it, slowly (flash-linear-attention not installed)"

@@ -42,14 +42,11 @@ from_option = click.option(
 )
 
 
-base_model_option = click.option(
-    "--base-model", required=True, metavar="DIR", help="The base model: a directory, or org/name on the Hub."
-)
 fail_on_option = click.option(
     "--fail-on",
     multiple=True,
     metavar="CONDITION",
-    help='Exit with 1 where it holds, e.g. "KRI<-0.2" or "low(task:overall)<-0.1"; repeat it.',
+    help='Exit with 1 where it holds, e.g. "KRI<-0.2"; repeat it; `ktbridge report --help` tells more.',
 )
 ENGINES = click.Choice(["auto", "sglang", "local"])
 """Values of --engine where a server is started."""
@@ -59,6 +56,12 @@ def output_option(parameter: str, text: str, **more: Any) -> Callable[[_Function
     """Add --output, by all its names, of a command that writes one directory."""
     names = ("--output", "--output-dir", "--out", parameter)
     return click.option(*names, metavar="DIR", help=text, **more)
+
+
+def base_model_option(text: str = "The base model") -> Callable[[_Function], _Function]:
+    """Add --base-model, which has to be given."""
+    text += ": a directory, or org/name on the Hub."
+    return click.option("--base-model", required=True, metavar="DIR", help=text)
 
 
 def json_option(text: str = "Print JSON instead of text.") -> Callable[[_Function], _Function]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.option("--adapter", required=True, metavar="DIR", help="The adapter, in any format.")
-@base_model_option
+@base_model_option()
 @click.option("--merged", metavar="DIR", help="Verify this merged checkpoint in place of a server's answers.")
 @click.option(
     "--server",

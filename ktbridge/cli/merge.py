@@ -36,7 +36,7 @@ _LATER = "repeat the command with --measure only where ktbridge[train] and memor
 @click.command(cls=Command, extra="serve")
 @click.argument("raw_dir", type=click.Path(), metavar="DIR")
 @from_option
-@base_model_option
+@base_model_option("The model the adapter was trained on")
 @output_option("output", "Write the merged checkpoint here.", required=True)
 @click.option("--overwrite", is_flag=True, help="Replace the output if it is an earlier merge.")
 @click.option("--allow-other-base", is_flag=True, help="Merge into a model other than the one trained on.")

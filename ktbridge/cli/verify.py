@@ -50,7 +50,7 @@ _OPTIONS_OF_FORMS = (
     "NAME=DIR: the adapter that NAME or S:NAME should be; may be repeated.",
 )
 @from_option
-@base_model_option
+@base_model_option()
 @click.option("--expert-model", metavar="NAME", help="The served name with the expert LoRA alone.")
 @click.option(
     "--reload",

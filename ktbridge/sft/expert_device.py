@@ -19,7 +19,6 @@ from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.gpu.operations import has_tensor_cores
 from ktbridge.experts.gpu.placement import (
-    DEFERRED,
     Costs,
     ExpertSizes,
     MemoryBudget,
@@ -355,7 +354,7 @@ def _together(costs: Costs, setting: RunSetting, sizes: ExpertSizes, device: tor
     if parts > sizes.experts or setting.config.optim != "adamw_torch_fused":
         parts = 1
     update = costs.update[0], (clip + adam) / parts
-    costs = replace(costs, link=link, update=update, deferred=DEFERRED * adam / parts, add=adam)
+    costs = replace(costs, link=link, update=update, deferred=adam / parts, add=adam)
     costs = replace(costs, average=time_average(device))
     torch.cuda.empty_cache()
     return costs

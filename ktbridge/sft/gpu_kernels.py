@@ -95,9 +95,10 @@ def use_fla(model: nn.Module) -> Problem | None:
     except Exception:  # older than 0.6; or its own start raises, which KTC092 says
         return None
     used = _replace_norms(model, (GATED,), _fla_norm)
-    for cls, count in Counter(filter(_convolves, map(type, model.modules()))).items():
-        _replace_convolution(vars(sys.modules[cls.__module__]))
-        used[f"{_CONVOLVE} of {cls.__name__}"] = count
+    for cls, count in Counter(map(type, model.modules())).items():
+        if _convolves(cls):
+            _replace_convolution(vars(sys.modules[cls.__module__]))
+            used[f"{_CONVOLVE} of {cls.__name__}"] = count
     return _note(used, "flash-linear-attention", "")
 
 

@@ -267,14 +267,16 @@ def save_names(trainer: WholeTrainer, directory: str) -> None:
 def load_optimizer(trainer: WholeTrainer, checkpoint: str) -> None:
     """Load the state that ``save_optimizer`` or a run of one process saved, by any number of processes.
 
-    Raises KtbridgeError for one that 0.6.0 saved for its own number of processes.
+    Raises KtbridgeError for one that 0.6.0 saved: for as many, or for one.
     """
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     found = _by_name(Path(checkpoint))
     if found is None:
+        alone = (Path(checkpoint) / "optimizer.pt").is_file()
+        step = "Go on with one process" if alone else "Finish the run with 0.6.0"
         raise KtbridgeError(
-            f"{checkpoint} has an optimizer state of 0.6.0, which only 0.6.0 reads, with as many processes.",
-            "Finish the run with 0.6.0, or start anew with resume_from_checkpoint=false.",
+            f"{checkpoint} has an optimizer state of 0.6.0, for its own number of processes.",
+            f"{step}, or start anew with resume_from_checkpoint=false.",
         )
     moments, groups, scheduler = found
     names, own = _names(trainer), inner.state_dict()

@@ -16,7 +16,6 @@ import numpy as np
 
 from ktbridge.errors import UsageError
 from ktbridge.experts.gpu.placement import (
-    DEFERRED,
     MICRO_BATCH_SECONDS,
     STEP_SECONDS,
     Costs,
@@ -466,7 +465,7 @@ def assumed_costs(setting: RunSetting) -> Costs:
         launch_outside=(layers * _OUTSIDE[0], layers * _OUTSIDE[1]),
         loss=Line(0.0, head),
         update=_UPDATE,
-        deferred=DEFERRED * _ADAM,
+        deferred=_ADAM,
         add=_ADAM,
         others=STEP_SECONDS,
         micro_batch=MICRO_BATCH_SECONDS,

@@ -172,7 +172,7 @@ def train(
             before = read_placement(ready.resumption.checkpoint)
             placed = place_experts(run_setting(config, ready), model, before)
         assign_experts(model)
-        events.note(*kernels, *filter(None, (placed.note,)))
+        events.note(*filter(None, (*kernels, placed.note)))
 
         # 4. All optimizer steps. The Trainer insists on a directory of its own.
         with placed, tempfile.TemporaryDirectory() as scratch, Interrupts() as interrupts:

@@ -182,7 +182,8 @@ class Gradients:
             flat.record_stream(way)
         with torch.cuda.stream(way):
             pinned.copy_(flat, non_blocking=True)
-            norms = [torch.linalg.vector_norm(part) for part in flat.split(sizes)]
+            alone = all(each.grad is None for each in parameters)  # else the sum's norm is asked for
+            norms = [torch.linalg.vector_norm(part) if alone else None for part in flat.split(sizes)]
         arrived = way.record_event() if way is not None else None
         if compat.after_backward("LoRA gradients", _add_coming):
             _coming.clear()  # of a pass that raised half-way
@@ -241,7 +242,8 @@ def return_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-_coming: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], torch.cuda.Event | None]] = []
+_Tensors = list[torch.Tensor]
+_coming: list[tuple[_Tensors, _Tensors, list[torch.Tensor | None], torch.cuda.Event | None]] = []
 """Masters on the host, their gradients of the running backward pass and these's norms, event of arrival."""
 _NORM = "norm_there"
 """Attribute of a gradient that has arrived: its norm on the device, and its version then."""

@@ -25,9 +25,8 @@ ON_WAY = 3
 _MASTERS = 16  # bytes a LoRA weight with gradient and two Adam states in float32
 STEP_SECONDS = 0.015
 """Seconds a step of clipping, optimizer and log, for all but the experts."""
-_HOME = 0.0003  # seconds in which Python sends a layer's gradients to the host
-DEFERRED = 2.0
-"""An update by the host's thread, in AdamW's seconds: it scales gradients and rounds masters, too."""
+_HOME = 0.0003  # seconds in which Python sends a layer's gradients to the host; 0.5 by samples of a slow host
+_THREAD = 2.0  # times AdamW's seconds: the host's thread scales gradients and rounds masters, too
 MICRO_BATCH_SECONDS = 0.005
 """Seconds to make a micro-batch's tensors."""
 PIECE = 1 << 23
@@ -323,7 +322,7 @@ class Costs:
     update: tuple[float, float] = (0.0, 0.0)
     """Optimizer and clipping for a LoRA weight, on the GPU and on the host."""
     deferred: float = 0.0
-    """The thread's on the host beside the next forward where the GPU computes, for a weight."""
+    """AdamW's by the host's thread, beside the next forward where the GPU computes, for a weight."""
     average: float = 0.0
     """To average gradients on the host over several processes, for a weight."""
     add: float = 0.0
@@ -417,7 +416,7 @@ def predict_seconds(placement: Placement, sizes: ExpertSizes, cut: StepSplit, co
                 if way and number:
                     starting += costs.add * lora
                 if not way and not number:
-                    starting = max(starting, costs.deferred * lora)  # a thread's
+                    starting = max(starting, _THREAD * costs.deferred * lora)
             if not placement.on_gpu:
                 assert costs.cpu is not None
                 # GPU and CPU wait for each other, while Python starts what comes next for both.

@@ -24,7 +24,7 @@ from ktbridge.experts.gpu.executor import GpuBinding, GpuExperts
 from ktbridge.experts.gpu.layer_math import BorderedMatrices
 from ktbridge.experts.gpu.layout import Group, group_experts, unpack_group
 from ktbridge.experts.gpu.masters import clip_to_norm
-from ktbridge.experts.gpu.placement import DEFERRED, MICRO_BATCH_SECONDS, STEP_SECONDS, Costs, Line, Placement
+from ktbridge.experts.gpu.placement import MICRO_BATCH_SECONDS, STEP_SECONDS, Costs, Line, Placement
 from ktbridge.experts.gpu.ring import Copier
 from ktbridge.experts.layer import MoELoRAExperts, expert_layers
 
@@ -71,7 +71,7 @@ def combine_costs(
         launch_outside=outside.launch,
         loss=outside.loss.scaled((2 + forwards) / 3),
         update=(sum(update[0]), sum(update[1])),
-        deferred=DEFERRED * update[1][1],
+        deferred=update[1][1],
         add=update[1][1],
         others=STEP_SECONDS,
         micro_batch=MICRO_BATCH_SECONDS,

@@ -356,8 +356,12 @@ def hold_out(rows: Rows, size: float, seed: int) -> Rows:
             [problem("KTD011", "val_size", found, f"less than {given:,}")],
         )
     draw = random.Random(seed)
-    chosen = set(draw.sample(range(given), count))
-    return _take(rows, _without_copies(rows, chosen, draw))
+    chosen = _without_copies(rows, set(draw.sample(range(given), count)), draw)
+    held = Rows("val_size", total=len(chosen), datasets=rows.datasets)
+    held.rows = [row for place, row in enumerate(rows.rows) if place in chosen]
+    rows.rows = [row for place, row in enumerate(rows.rows) if place not in chosen]
+    rows.total -= len(chosen)
+    return held
 
 
 def _without_copies(rows: Rows, chosen: set[int], draw: random.Random) -> set[int]:
@@ -372,15 +376,6 @@ def _without_copies(rows: Rows, chosen: set[int], draw: random.Random) -> set[in
     single = [place for place in places if counts[texts[place]] == 1 and place not in chosen]
     others = draw.sample(single, min(len(copied), len(single)))
     return (chosen - {*copied[: len(others)]}) | {*others}
-
-
-def _take(rows: Rows, chosen: set[int]) -> Rows:
-    """Move the rows at ``chosen`` places out of ``rows``."""
-    held = Rows("val_size", total=len(chosen), datasets=rows.datasets)
-    held.rows = [row for place, row in enumerate(rows.rows) if place in chosen]
-    rows.rows = [row for place, row in enumerate(rows.rows) if place not in chosen]
-    rows.total -= len(chosen)
-    return held
 
 
 def find_repeats(rows: Rows, held: Rows) -> Iterator[Problem]:
