@@ -133,18 +133,12 @@ class Merger:
             entry, scale, count = delta.entry, delta.storage.scale, len(delta.matrices)
             size = entry.nbytes // count
             if scale is None:
-                yield (
-                    entry,
-                    [Task(0, size, partial(self._merge, file, delta, m)) for m in delta.matrices],
-                )
+                yield (entry, [Task(0, size, partial(self._merge, file, delta, m)) for m in delta.matrices])
                 continue
             together = self._checkpoint.shard(scale.name) == shard
             size += together * scale.nbytes // count
             parts = ("codes", "scales") if together else ("codes",)
-            yield (
-                entry,
-                [Task(0, size, partial(self._requantize, delta, n, parts)) for n in range(count)],
-            )
+            yield (entry, [Task(0, size, partial(self._requantize, delta, n, parts)) for n in range(count)])
             if together:
                 yield scale, []
         for delta in self._elsewhere.get(shard, []):
@@ -344,10 +338,7 @@ def requantized(checkpoint: Checkpoint, delta: Delta, number: int) -> Iterator[B
             raise not_finite(delta)
         rows, new = storage.encode(exact, before)
         yield Band(
-            (
-                storage.place_of_codes(first, last)[0],
-                np.ascontiguousarray(rows.codes).data.cast("B"),
-            ),
+            (storage.place_of_codes(first, last)[0], np.ascontiguousarray(rows.codes).data.cast("B")),
             (storage.place_of_scales(first, last)[0], storage.scale_bytes(rows.scales)),
             _change(old, exact, new),
         )

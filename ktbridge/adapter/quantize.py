@@ -31,14 +31,7 @@ from ktbridge.adapter.requantize import Part, Plan, array, copied, make_plan
 from ktbridge.adapter.storage import NUMPY_TYPES
 from ktbridge.errors import KtbridgeError
 from ktbridge.kernel_choice import choose_isa
-from ktbridge.model import (
-    Checkpoint,
-    Entry,
-    Family,
-    ModelConfig,
-    open_checkpoint,
-    read_model_config,
-)
+from ktbridge.model import Checkpoint, Entry, Family, ModelConfig, open_checkpoint, read_model_config
 from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.locate import ExpertHome, expert_home
 from ktbridge.model.tensorfile import DTYPE_BITS
@@ -129,11 +122,7 @@ def stored_bytes(count: int, hidden: int, inner: int, storage: str) -> int:
 
 
 def _layer(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    home: ExpertHome,
-    counts: dict[str, int],
-    storage: str,
+    checkpoint: Checkpoint, config: ModelConfig, home: ExpertHome, counts: dict[str, int], storage: str
 ) -> Iterator[tuple[str, list[Part]]]:
     """Yield what becomes of each tensor of a layer's experts, by its name."""
     hidden = config.hidden_size
@@ -143,11 +132,7 @@ def _layer(
                 _floats(checkpoint, f"{home.stem(projection, expert)}.weight") for projection in PROJECTIONS
             )
             inner = gate.shape[0] if gate.shape else 0
-            for entry, wanted in (
-                (gate, (inner, hidden)),
-                (up, (inner, hidden)),
-                (down, (hidden, inner)),
-            ):
+            for entry, wanted in ((gate, (inner, hidden)), (up, (inner, hidden)), (down, (hidden, inner))):
                 if entry.shape != wanted:
                     raise _misshapen(checkpoint, entry, wanted)
                 stem = entry.name.removesuffix(".weight")
@@ -161,11 +146,7 @@ def _layer(
     if home.interleaved or not (straight or turned):
         raise _misshapen(checkpoint, both, (count, 2 * inner, hidden))
     named = ExpertHome(home.base, config.family.names if config.family else Family.names)
-    places = {
-        "gate": (both, slice(inner)),
-        "up": (both, slice(inner, None)),
-        "down": (down, slice(None)),
-    }
+    places = {"gate": (both, slice(inner)), "up": (both, slice(inner, None)), "down": (down, slice(None))}
     for entry in (both, down):
         yield (
             entry.name,

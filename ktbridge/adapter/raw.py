@@ -12,14 +12,7 @@ from ktbridge.adapter.adapter import FUSED_FILE, MODEL_FILE
 from ktbridge.adapter.blocks import block_in_memory
 from ktbridge.adapter.keys import parse_key
 from ktbridge.adapter.manifest import WEIGHT_FORMATS
-from ktbridge.adapter.outputs import (
-    Output,
-    OutputDirectory,
-    Piece,
-    piece,
-    plan_copies,
-    stage_adapter,
-)
+from ktbridge.adapter.outputs import Output, OutputDirectory, Piece, piece, plan_copies, stage_adapter
 from ktbridge.adapter.writer import write_steps
 from ktbridge.errors import KtbridgeError, UsageError
 from ktbridge.model import Fingerprint, Tensor, find_model
@@ -76,10 +69,7 @@ def write_raw_adapter(
     output = Output("raw", settings, files, rank, alpha, weight_format=stored)
     trained_on = _taken(base_model) if fingerprint is True else fingerprint or None
     copies = plan_copies([output])
-    with (
-        stage_adapter(directory, overwrite=overwrite) as staging,
-        OutputDirectory(staging, output) as target,
-    ):
+    with stage_adapter(directory, overwrite=overwrite) as staging, OutputDirectory(staging, output) as target:
         write_steps(copies, [*target.files.values()])
         for name, data in (extra_files or {}).items():
             staging.write_bytes(name, data)

@@ -10,26 +10,14 @@ from typing import NoReturn
 
 
 def run_merged(
-    merged: str,
-    base_model: str,
-    adapter_dir: str | None,
-    from_format: str,
-    html: str | None,
-    as_json: bool,
+    merged: str, base_model: str, adapter_dir: str | None, from_format: str, html: str | None, as_json: bool
 ) -> NoReturn:
     """Print what was found, write the page, and exit: with 0 only if the verdict is right."""
     # Each worker multiplies by itself: BLAS with threads of its own would only get in its way.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ktbridge.adapter import open_adapter
     from ktbridge.cli._hub import ensure_model
-    from ktbridge.cli._ui import (
-        emit_json,
-        print_blocks,
-        print_problems,
-        print_readings,
-        progress_bar,
-        stderr,
-    )
+    from ktbridge.cli._ui import emit_json, print_blocks, print_problems, print_readings, progress_bar, stderr
     from ktbridge.errors import KtbridgeError
     from ktbridge.files.publish import write_text
     from ktbridge.verify.merge_check import check_merge

@@ -8,14 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ktbridge.cli._app import (
-    ENGINES,
-    Command,
-    dry_run_option,
-    from_option,
-    json_option,
-    named_directories,
-)
+from ktbridge.cli._app import ENGINES, Command, dry_run_option, from_option, json_option, named_directories
 from ktbridge.cli._hub import ensure_model
 from ktbridge.cli._inference import for_serve, from_file, inference_argument
 from ktbridge.cli._serve_local import embedded_options, refuse_embedded_options, serve_embedded
@@ -95,11 +88,7 @@ class _Serve(Command):
 @click.option("--served-model-name", "served_name", metavar="NAME", help="Default: the directory's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="To bind to.")
 @click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    show_default=True,
-    help="0 takes any free one.",
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one."
 )
 @click.option(
     "--api-key",

@@ -23,24 +23,9 @@ from typing import Any
 import yaml
 
 from ktbridge.codes import problem
-from ktbridge.errors import (
-    Problem,
-    ProblemsError,
-    UsageError,
-    did_you_mean,
-    did_you_mean_path,
-    list_names,
-)
+from ktbridge.errors import Problem, ProblemsError, UsageError, did_you_mean, did_you_mean_path, list_names
 from ktbridge.eval.results.types import Json
-from ktbridge.eval.schema import (
-    OURS,
-    BenchFile,
-    Item,
-    check_keys,
-    check_row,
-    list_questions,
-    list_slices,
-)
+from ktbridge.eval.schema import OURS, BenchFile, Item, check_keys, check_row, list_questions, list_slices
 from ktbridge.eval.scorers import SCORERS, Persona, check_faults
 from ktbridge.eval.scorers.text_metrics import language_of
 from ktbridge.eval.sources import benches_root, last_text, read_source
@@ -124,8 +109,7 @@ class Bench(BenchFile):
         if self.private and not is_loopback_url(url):
             host = urllib.parse.urlsplit(url).hostname or ""
             raise UsageError(
-                f"the data of {self.name!r} is private and the {role} {host!r} is another machine.",
-                step,
+                f"the data of {self.name!r} is private and the {role} {host!r} is another machine.", step
             )
 
 

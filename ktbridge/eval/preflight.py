@@ -15,37 +15,15 @@ from dataclasses import dataclass, field
 
 from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem, ProblemsError, Severity, has_errors
-from ktbridge.eval.arms import (
-    Arm,
-    Listing,
-    arm_card,
-    arm_rank,
-    check_roles,
-    check_same,
-    list_models,
-)
+from ktbridge.eval.arms import Arm, Listing, arm_card, arm_rank, check_roles, check_same, list_models
 from ktbridge.eval.bench import Bench
 from ktbridge.eval.request import EvalRequest, build_request
 from ktbridge.eval.results.types import ArmCard, Identical
 from ktbridge.files import digests
 from ktbridge.server_api.client import Client
-from ktbridge.server_api.failures import (
-    TRANSIENT,
-    WHOLE,
-    Kind,
-    kind_of,
-    remedies,
-    remedy,
-    think_only_remedy,
-)
+from ktbridge.server_api.failures import TRANSIENT, WHOLE, Kind, kind_of, remedies, remedy, think_only_remedy
 from ktbridge.server_api.replies import OTHER_LIMIT, Answer
-from ktbridge.server_api.served_names import (
-    BASE,
-    adapter_name,
-    bare_adapter,
-    names_adapter,
-    whole_name,
-)
+from ktbridge.server_api.served_names import BASE, adapter_name, bare_adapter, names_adapter, whole_name
 
 PROBES = 8
 PROBE_TOKENS = 32
@@ -68,9 +46,7 @@ class Preflight:
 
 
 async def check_arms(
-    request: EvalRequest,
-    clients: Mapping[str, Client],
-    known_probes: Mapping[str, Mapping[str, str]],
+    request: EvalRequest, clients: Mapping[str, Client], known_probes: Mapping[str, Mapping[str, str]]
 ) -> Preflight:
     """Run every check and return the results. Raises ProblemsError if any is an error.
 

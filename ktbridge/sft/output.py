@@ -19,11 +19,7 @@ from transformers import TrainingArguments as Args
 from ktbridge.adapter.outputs import LOG_FILE, PLOT_FILE, REFUSED_FILE, why_not_writable
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.layer import find_layers
-from ktbridge.experts.save_adapter import (
-    find_unsaved_parameters,
-    required_base_model,
-    save_raw_adapter,
-)
+from ktbridge.experts.save_adapter import find_unsaved_parameters, required_base_model, save_raw_adapter
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.data import RefusedRow, format_refused
 
@@ -35,11 +31,7 @@ Log = Sequence[Mapping[str, float]]
 
 
 def files_beside(
-    config: TrainConfig,
-    log: Log,
-    loss_label: str,
-    refused: Sequence[RefusedRow],
-    best: int | None = None,
+    config: TrainConfig, log: Log, loss_label: str, refused: Sequence[RefusedRow], best: int | None = None
 ) -> dict[str, bytes]:
     """The files that appear with the adapter: the log, the loss plot, the rows that were refused.
 
@@ -156,10 +148,7 @@ class RawAdapterCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        base_model: str | None = None,
-        directory: str | Path | None = None,
-        overwrite: bool = False,
+        self, base_model: str | None = None, directory: str | Path | None = None, overwrite: bool = False
     ) -> None:
         self.base_model, self.directory, self.overwrite = base_model, directory, overwrite
 

@@ -14,13 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, has_errors
 from ktbridge.server_api.served_names import BASE
-from ktbridge.verify.verdict import (
-    CLEAR_OF_NOISE,
-    References,
-    Verification,
-    mean_distance,
-    read_arm,
-)
+from ktbridge.verify.verdict import CLEAR_OF_NOISE, References, Verification, mean_distance, read_arm
 
 BEFORE = "before"
 ONE_BY_ONE = "alone"
@@ -235,10 +229,7 @@ def _judge_name(
 
 
 def find_problems(
-    names: Sequence[NameVerdict],
-    rows: Sequence[MatrixRow],
-    readings: Sequence[Reading],
-    base: str | None,
+    names: Sequence[NameVerdict], rows: Sequence[MatrixRow], readings: Sequence[Reading], base: str | None
 ) -> Iterator[Problem]:
     """Everything that the rows say against the server, and what they can't tell."""
     for name in names:

@@ -18,14 +18,7 @@ from ktbridge.codes import problem
 from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.model import Checkpoint, ModelConfig
 from ktbridge.model.locate import expert_home
-from ktbridge.verify.stored_weights import (
-    SIDE,
-    ExpertViews,
-    View,
-    find_tensor,
-    open_matrix,
-    whole_view,
-)
+from ktbridge.verify.stored_weights import SIDE, ExpertViews, View, find_tensor, open_matrix, whole_view
 
 _FLOATS = {"BF16", "F16", "F32"}
 _BUFFERS = re.compile(r"\.(?:inv_freq|rotary_emb\.\w+)$")  # computed anew on loading
@@ -151,12 +144,7 @@ def _other_sizes(base: Side, merged: Side) -> Iterator[Problem]:
 
 
 def _expert_units(
-    base: Side,
-    merged: Side,
-    adapter: Adapter | None,
-    layer: int,
-    prefixes: set[str],
-    there: set[str],
+    base: Side, merged: Side, adapter: Adapter | None, layer: int, prefixes: set[str], there: set[str]
 ) -> Iterator[Unit]:
     """The routed experts of one layer; adds what their tensors' names begin with, in both checkpoints."""
     home = expert_home(base.checkpoint, base.config, layer)

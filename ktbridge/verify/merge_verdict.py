@@ -183,15 +183,7 @@ def build_blocks(check: MergeCheck, verdict: MergeVerdict) -> list[Block]:
         rows.append(TableRow(cells))
     same = sum(g.matrices for g in verdict.groups if g.verdict == SAME and not g.has_lora)
     if same:
-        others: list[str | Phrase] = [
-            "all others",
-            "",
-            "",
-            "",
-            f"{same:,}",
-            Phrase(SAME, "calm"),
-            *[""] * 4,
-        ]
+        others: list[str | Phrase] = ["all others", "", "", "", f"{same:,}", Phrase(SAME, "calm"), *[""] * 4]
         rows.append(TableRow(others, minor=True))
     head = ("module", "layers", "experts", "in", "count", "verdict", "k", "change", "left", "how")
     found = f"{verdict.verdict}: {verdict.sentence}"
@@ -320,10 +312,7 @@ def _with_adapter(
         return only, f"all {total:,} matrices with LoRA: {MEANINGS[only]}{_how(groups, only)}"
     if kinds <= {APPLIED, ROUNDED, *_PARTIAL}:
         right = counts[APPLIED] + counts[ROUNDED]
-        return (
-            IN_PART,
-            f"{right:,} of {total:,} matrices are applied; {_places(groups, kinds - {APPLIED})}",
-        )
+        return (IN_PART, f"{right:,} of {total:,} matrices are applied; {_places(groups, kinds - {APPLIED})}")
     wrong = [kind for kind, _ in counts.most_common() if kind not in (APPLIED, ROUNDED)]
     if len(wrong) == 1:
         if wrong[0] == SCALE:

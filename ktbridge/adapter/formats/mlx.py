@@ -18,14 +18,7 @@ import re
 from ktbridge.adapter.adapter import CONFIG_FILE, MLX_FILE, Adapter, is_number
 from ktbridge.adapter.blocks import Block, block_of
 from ktbridge.adapter.checks.inventory import check_tensors
-from ktbridge.adapter.formats.raw_form import (
-    ExpertPair,
-    Pairs,
-    Request,
-    fail_if,
-    raw_form,
-    stack_experts,
-)
+from ktbridge.adapter.formats.raw_form import ExpertPair, Pairs, Request, fail_if, raw_form, stack_experts
 from ktbridge.adapter.keys import CANONICAL, HALVES, is_expert_like, peft_key, plain_name
 from ktbridge.adapter.numbers import Numbers, whole
 from ktbridge.codes import problem
@@ -107,10 +100,7 @@ def _numbers(where: str, kind: object, rank: object, scale: object) -> list[Prob
 
 
 def _pairs(
-    where: str,
-    experts: dict[tuple[int, str], dict[str, Block]],
-    numbers: Numbers,
-    findings: list[Problem],
+    where: str, experts: dict[tuple[int, str], dict[str, Block]], numbers: Numbers, findings: list[Problem]
 ) -> Pairs:
     """A [E,r,in] and B [E,out,r] of each projection; mlx-lm once had A flat."""
     pairs: Pairs = {}

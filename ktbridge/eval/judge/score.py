@@ -25,14 +25,7 @@ from ktbridge.eval.judge.prompts import Judge, JudgeRequest, JudgeScore, Judging
 from ktbridge.eval.results import types
 from ktbridge.eval.results.compare import round_interval
 from ktbridge.eval.results.types import Json, JudgeCard, LengthBias, PositionBias, Tally
-from ktbridge.eval.store import (
-    JUDGE,
-    JUDGEMENTS,
-    JudgementRecord,
-    read_document,
-    read_ledger,
-    read_run,
-)
+from ktbridge.eval.store import JUDGE, JUDGEMENTS, JudgementRecord, read_document, read_ledger, read_run
 from ktbridge.schemas import fits
 from ktbridge.server_api.served_names import split_name
 
@@ -302,12 +295,7 @@ def position_bias(compared: Sequence[ComparedPair]) -> PositionBias | None:
     found = _share((verdict == "first", cluster) for verdict, cluster in shown if verdict != "tie")
     if found is None:
         return None
-    return {
-        "first_share": found["mean"],
-        "low": found["low"],
-        "high": found["high"],
-        "n": found["n"],
-    }
+    return {"first_share": found["mean"], "low": found["low"], "high": found["high"], "n": found["n"]}
 
 
 def length_bias(source: Literal["pairs", "checks"], decisions: Sequence[Decision]) -> LengthBias | None:

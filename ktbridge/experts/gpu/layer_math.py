@@ -23,13 +23,7 @@ from itertools import pairwise
 import torch
 
 from ktbridge.experts.gpu import operations
-from ktbridge.experts.gpu.operations import (
-    GradientTargets,
-    LoraInputs,
-    RoutedRows,
-    RowWeights,
-    by_row,
-)
+from ktbridge.experts.gpu.operations import GradientTargets, LoraInputs, RoutedRows, RowWeights, by_row
 from ktbridge.experts.gpu.placement import border_widths
 from ktbridge.experts.lora import Dropout, Mask
 from ktbridge.experts.weights import SILU, Gating
@@ -320,14 +314,7 @@ def backward(
         return by_row(d_gate_up, w.gate_up_left, ends, part.bounds)
     own = _activated(w, gate_up, part, masks) if masks else None  # its z isn't that of all of h
     d_gate_up, h = operations.activation_backward_thin(
-        gate_up,
-        d_h,
-        weighing,
-        w.gate_up_right,
-        ends,
-        w.down_below if own is None else None,
-        more,
-        w.gating,
+        gate_up, d_h, weighing, w.gate_up_right, ends, w.down_below if own is None else None, more, w.gating
     )
     del d_h, gate_up, kept
     if into is not None:

@@ -31,10 +31,7 @@ IN_TORCH = hasattr(functional, "grouped_mm")
 
 
 def by_row(
-    rows: torch.Tensor,
-    matrices: torch.Tensor,
-    ends: torch.Tensor,
-    bounds: Sequence[int] | None = None,
+    rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, bounds: Sequence[int] | None = None
 ) -> torch.Tensor:
     """[R, in] rows and [E, out, in] matrices -> [R, out]: row r times its expert's matrix, transposed.
 
@@ -333,13 +330,7 @@ def activation_backward_thin(
     inner, filled = gate_up.shape[1] // 2, int(ends[-1])
     h = activation(gate_up, inner, 0, gating)
     d, d_weights = activation_backward(
-        gate_up[:filled],
-        d_h[:filled],
-        h[:filled],
-        weighing.by_row()[:filled],
-        inner,
-        above.shape[1],
-        gating,
+        gate_up[:filled], d_h[:filled], h[:filled], weighing.by_row()[:filled], inner, above.shape[1], gating
     )
     out = d.new_zeros(len(gate_up), d.shape[1])
     out[:filled] = d

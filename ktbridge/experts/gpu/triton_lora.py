@@ -188,12 +188,7 @@ def _activation_backward_thin(  # type: ignore[no-untyped-def]
     bins: tl.constexpr, thin: tl.constexpr, h_thin: tl.constexpr,
     tall: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    inner, row_step, d_step, out_step = (
-        inner * unit,
-        row_step * unit,
-        d_step * unit,
-        out_step * unit,
-    )
+    inner, row_step, d_step, out_step = (inner * unit, row_step * unit, d_step * unit, out_step * unit)
     h_step, expert_step, lead = h_step * unit, expert_step * unit, lead * unit
     h_expert_step, h_lead = h_expert_step * h_unit, h_lead * h_unit
     first = tl.program_id(0) * tall
@@ -394,12 +389,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     ``out`` has the first ``rank`` of the sums; ``other`` those from ``half`` on, or, ``side_by_side``, those
     of the thin from ``half`` on with the wide behind ``columns``.
     """
-    half, columns, thin_step, wide_step = (
-        half * 8,
-        columns * unit,
-        thin_step * unit,
-        wide_step * unit,
-    )
+    half, columns, thin_step, wide_step = (half * 8, columns * unit, thin_step * unit, wide_step * unit)
     expert = tl.program_id(0)
     blocks = tl.cdiv(columns, block)
     part = tl.program_id(1) // blocks

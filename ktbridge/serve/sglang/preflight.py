@@ -11,14 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from ktbridge.adapter.engines import (
-    ENGINE,
-    METHODS,
-    REPLAY_HOLE,
-    SERVER_HOLES,
-    Method,
-    install_engine,
-)
+from ktbridge.adapter.engines import ENGINE, METHODS, REPLAY_HOLE, SERVER_HOLES, Method, install_engine
 from ktbridge.codes import problem
 from ktbridge.codes.serving import LAUNCH
 from ktbridge.errors import KtbridgeError, Problem, UsageError, worst_first
@@ -362,10 +355,7 @@ def _attention(launch: Launch) -> Iterator[Problem]:
         # The engine's default: fa3 on Hopper, others elsewhere.
         if facts.gpus and all(gpu.capability.startswith(_HOPPER) for gpu in facts.gpus):
             return
-        where, found = (
-            "--attention-backend",
-            "is left to the engine, which takes fa3 on Hopper alone",
-        )
+        where, found = ("--attention-backend", "is left to the engine, which takes fa3 on Hopper alone")
     elif given.value in _READS_THE_CACHE:
         return
     else:

@@ -31,13 +31,7 @@ from ktbridge.sft.placement import compare_placements, limit_of, limits_for
 from ktbridge.sft.plan.lengths import read_lengths
 from ktbridge.sft.plan.memory import PlanPart, mapped_bytes, predict_parts, total
 from ktbridge.sft.plan.setting import RunSetting, existing
-from ktbridge.sft.plan.shape import (
-    ModelShape,
-    can_quantize,
-    in_storage,
-    read_shape,
-    stub_from_config,
-)
+from ktbridge.sft.plan.shape import ModelShape, can_quantize, in_storage, read_shape, stub_from_config
 from ktbridge.sft.quantized import QuantizedExperts, find_quantized, storage_notes
 from ktbridge.sft.resume import decide_precision
 
@@ -132,10 +126,7 @@ class PlanInputs:
 
 
 def read_plan_inputs(
-    config: TrainConfig,
-    target: TargetMachine,
-    measure: bool = True,
-    stub: CheckpointStub | None = None,
+    config: TrainConfig, target: TargetMachine, measure: bool = True, stub: CheckpointStub | None = None
 ) -> PlanInputs:
     """Read what a plan of ``config`` for ``target`` depends on.
 

@@ -340,11 +340,7 @@ def _linear_attention(text: Mapping[str, Any], width: int, kernels: bool) -> tup
 
 
 def saved_bytes(
-    sizes: ExpertSizes,
-    tokens: int,
-    retain: bool,
-    strips: float | None = None,
-    doubles: float | None = None,
+    sizes: ExpertSizes, tokens: int, retain: bool, strips: float | None = None, doubles: float | None = None
 ) -> int:
     """Return what ``MoELoRAExperts.saved_bytes`` will be, for ``strips`` and ``doubles`` of tokens.
 
@@ -379,11 +375,7 @@ def blocks(sizes: ExpertSizes, tokens: int, width: int) -> float:
 
 
 def _memory(
-    sizes: ExpertSizes,
-    tokens: int,
-    retain: bool,
-    strips: float | None = None,
-    doubles: float | None = None,
+    sizes: ExpertSizes, tokens: int, retain: bool, strips: float | None = None, doubles: float | None = None
 ) -> _kernels.Memory:
     strips = blocks(sizes, tokens, _kernels.STRIP) if strips is None else strips
     doubles = blocks(sizes, tokens, _kernels.DOUBLE) if doubles is None else doubles
