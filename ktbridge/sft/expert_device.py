@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
+from ktbridge.experts.gpu.copying import StagedCopier
 from ktbridge.experts.gpu.operations import has_tensor_cores
 from ktbridge.experts.gpu.placement import (
     Costs,
@@ -34,10 +35,10 @@ from ktbridge.machine import read_machine
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed import agree, barrier, made_by_main
+from ktbridge.sft.distributed.dispatch import gather_speed
 from ktbridge.sft.host_masters import find_local_ranks
-from ktbridge.sft.launch import world
+from ktbridge.sft.launch import shards_parameters, world
 from ktbridge.sft.model import choose_device
-from ktbridge.sft.optimizer import time_average
 from ktbridge.sft.placement import (
     NO_GPU,
     OF_ALL,
@@ -60,6 +61,8 @@ from ktbridge.sft.plan.time import outside_times, probe_sizes
 _GAIN = 1.1
 """How much faster a placement must be predicted than what was measured, to be moved to."""
 _AT_ONCE = 0.2  # seconds for which all GPUs of a run transfer, to learn what each of them gets
+_SHARED = 1.2
+"""How much faster weights must come where processes share transfers, for them to do so."""
 _CPU = torch.device("cpu")
 _MEASURED = (2, 3)
 """Steps whose seconds correct the costs: nothing is compiled or allocated any more."""
@@ -94,6 +97,8 @@ class ExpertDevice:
     """Seconds of an optimizer step."""
     predicted_gpu: int | None = None
     """Bytes of GPU memory in all, at the peak."""
+    shares: bool = False
+    """True where each of several processes transfers a part of the weights for all."""
 
     @property
     def note(self) -> Problem | None:
@@ -272,8 +277,9 @@ def place_experts(setting: RunSetting, model: Any, resumed: Mapping[str, Any] | 
             raise short
         return _on_cpu(setting, limits, memory, short)
     costs, token_bytes = made_by_main(lambda: _measure(setting, model, sizes, limits, device))
+    shares = False
     if wanted != "cpu":
-        costs = _together(costs, setting, sizes, device)
+        costs, shares = _together(costs, setting, sizes, device)
     if token_bytes:  # kernels such as flash-linear-attention's take less than what is counted
         limits = replace(limits, token_bytes=min(limits.token_bytes, token_bytes))
     try:
@@ -293,14 +299,16 @@ def place_experts(setting: RunSetting, model: Any, resumed: Mapping[str, Any] | 
         return ExpertDevice("cpu", placement.tokens, why, predicted=taken.seconds.step)
     in_all = total(predict_parts(with_placement(setting, placement.tokens, placement)), "GPU")
     placed = give_to_gpu(model, device, placement)
+    shares = shares and not agree(isinstance(placed.copier, StagedCopier))
     if len(placement.resident) < sizes.layers:
         why += f"; weights {placed.how}"
+        why += ", a part by each process for all" if shares else ""
     if device.type == "cuda" and (more := beyond(setting, torch.cuda.mem_get_info(device)[1])):
         why += f"; {more}"
     ranking = Ranking(setting, limits, costs, sizes, taken)
     predicted = taken.seconds.step
     mode = placement.mode(sizes)
-    return ExpertDevice(mode, placement.tokens, why, placed, ranking, predicted, in_all)
+    return ExpertDevice(mode, placement.tokens, why, placed, ranking, predicted, in_all, shares)
 
 
 def _on_cpu(setting: RunSetting, limits: MemoryBudget, memory: int | None, short: UsageError) -> ExpertDevice:
@@ -343,21 +351,32 @@ def _measure(
     return costs, round((1 + GPU_SEGMENTS_SLACK) * (outside.token_bytes or 0))
 
 
-def _together(costs: Costs, setting: RunSetting, sizes: ExpertSizes, device: torch.device) -> Costs:
-    """Return rank 0's ``costs`` with what several processes do at once: GPUs may share a link."""
+def _together(
+    costs: Costs, setting: RunSetting, sizes: ExpertSizes, device: torch.device
+) -> tuple[Costs, bool]:
+    """Return rank 0's ``costs`` with what several processes do at once, and whether they share transfers.
+
+    GPUs may share a link. Where all are of this host, and give each other weights faster than it brings
+    them, each transfers a part. Not with FSDP2, whose operations were never seen beside these.
+    """
     if world().size == 1 or device.type != "cuda":
-        return costs
+        return costs, False
     barrier()
     link = min(costs.link, -agree(-round(link_speed(device, _AT_ONCE))))
+    here, unpack, shares = len(find_local_ranks().processes), costs.unpack, False
+    if agree(-here) == -world().size and not shards_parameters():
+        gathered = gather_speed(device)
+        if shares := min(here * link, gathered) > _SHARED * link:
+            link = min(here * link, gathered)
+            unpack += sizes.stored / sizes.matrices(sizes.experts) / gathered  # by the GPU, too
+    torch.cuda.empty_cache()
     clip, adam = (agree(round(1e18 * each)) / 1e18 for each in time_update(_CPU))
-    parts = -agree(-len(find_local_ranks().processes))  # each updates a part of the masters
+    parts = -agree(-here)  # each updates a part of the masters
     if parts > sizes.experts or setting.config.optim != "adamw_torch_fused":
         parts = 1
     update = costs.update[0], (clip + adam) / parts
-    costs = replace(costs, link=link, update=update, deferred=adam / parts, add=adam)
-    costs = replace(costs, average=time_average(device))
-    torch.cuda.empty_cache()
-    return costs
+    costs = replace(costs, link=link, unpack=unpack, update=update, deferred=adam / parts, add=adam / parts)
+    return costs, shares
 
 
 def _obstacle(device: torch.device) -> str:

@@ -29,8 +29,8 @@ from ktbridge.errors import Problem
 from ktbridge.sft.compat import WholeTrainer, trl_metrics, without_gathering
 from ktbridge.sft.config import TrainConfig
 from ktbridge.sft.distributed import add, agree, exchange
+from ktbridge.sft.distributed.dispatch import JointExperts
 from ktbridge.sft.launch import world
-from ktbridge.sft.optimizer import reduces_itself
 from ktbridge.sft.placement import pack_joined_rows, pack_padded_rows
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class MicroBatchRunner:
             "Nothing is lost, the step was made again; tokens_per_pass: {tokens} begins with that.",
         )
         self.placed: ExpertDevice | None = None
+        self.joint: JointExperts | None = None
+        """Experts of several processes."""
         self.batches: Sequence[Batch] = ()
         """The batches of the running step."""
         self.current: Collated = ()
@@ -165,15 +167,15 @@ class MicroBatchRunner:
             # Its rows wait for the step's last batch.
             return torch.zeros((), device=trainer.args.device)
         step, lengths = _on_all_ranks([row for batch in self.batches or [inputs] for row in batch[ROWS]])
-        alone = world().size == 1
-        apart = not alone and reduces_itself(trainer)
+        apart = self.joint is not None and self.joint.reduces_itself
 
         def accumulate() -> torch.Tensor:
             return self._accumulate(one_pass, model, step, lengths, items, apart)
 
         where = f"step {trainer.state.global_step + 1}"
         give_back = self.placed.shrink if self.placed else None
-        loss = self.repeat_until_it_fits(accumulate, self.limit, where, alone or apart, give_back)
+        may_repeat = world().size == 1 or apart
+        loss = self.repeat_until_it_fits(accumulate, self.limit, where, may_repeat, give_back, self.joint)
         if apart:
             self._average_metrics(step)
         return loss
@@ -185,11 +187,13 @@ class MicroBatchRunner:
         where: str,
         may_repeat: bool,
         give_back: Callable[[int], str] | None = None,
+        joint: JointExperts | None = None,
     ) -> _Result:
         """Return what ``attempt`` does, called again with less to do while a rank runs out of memory.
 
         ``attempt`` keeps ``current`` up to date, and micro-batches within ``limit``, which is lowered here.
-        ``may_repeat``: no process waits for another within an attempt. ``give_back(bytes)`` frees GPU memory
+        ``may_repeat``: no process waits for another within an attempt, but in ``joint``, where one that has
+        failed takes part to the end. ``give_back(bytes)`` frees GPU memory
         and says what, or "". Raises ``torch.OutOfMemoryError`` where a single row is too large, or the
         attempt may not be repeated.
         """
@@ -203,8 +207,13 @@ class MicroBatchRunner:
                 if not may_repeat:
                     raise
                 short, failed = bytes_asked_for(error), self.current
+            if short and joint:
+                self._discard()
+                joint.give_up()
             if may_repeat:
                 short = agree(short)
+            if joint:
+                joint.end(not short)
             if not short:
                 break
             # Only here the exception is gone, and with it the tensors that its frames kept alive.
@@ -236,10 +245,12 @@ class MicroBatchRunner:
         items: Count,
         apart: bool,
     ) -> torch.Tensor:
-        """Return the step's loss; its gradients are added up. ``apart``: no rank waits for another."""
+        """Return the step's loss; its gradients are added up. ``apart``: DDP has nothing to do."""
         assert self.tokens is not None
         trainer, losses = self._trainer, []
         batches = [[step[place] for place in each] for each in self.pack(lengths, self.tokens)]
+        if self.joint:
+            self.joint.begin(len(batches))
         own = without_gathering(trainer.accelerator) if apart else nullcontext()
         weights = [trainer.loss_weight(rows, step) for rows in batches]
         with own, self._metrics_as_one(weights):

@@ -9,8 +9,7 @@ Not by torch.distributed.checkpoint: its ``.metadata`` is a pickle, which readin
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ktbridge.errors import KtbridgeError
-from ktbridge.experts.gpu.masters import gradients_norm, return_stream
+from ktbridge.experts.gpu.masters import gradients_norm, scale_to_norm
 from ktbridge.sft.compat import WholeTrainer, set_logged_rates
-from ktbridge.sft.distributed import agree, barrier, explain_lost_rank, from_main
-from ktbridge.sft.distributed.dispatch import expert_parameter_names, replicated_lora, whole_tensor
-from ktbridge.sft.host_masters import DeferredAdam, SharedMasters
-from ktbridge.sft.launch import world
+from ktbridge.sft.distributed import add, explain_lost_rank
+from ktbridge.sft.distributed.dispatch import JointExperts, expert_parameters, whole_tensor
+from ktbridge.sft.host_masters import DeferredAdam
+from ktbridge.sft.launch import is_main, world
 
 State = dict[str, Any]
 """A ``state_dict`` of torch's."""
@@ -67,19 +66,14 @@ def separate_experts(trainer: WholeTrainer, optimizer: torch.optim.Optimizer) ->
 
     One step over a group takes sharded tensors or whole ones, not both.
     """
-    experts = _expert_parameters(trainer) if world().size > 1 else set()
+    own = trainer.accelerator.unwrap_model(trainer.model)
+    experts = expert_parameters(own) if world().size > 1 else set()
     for group in list(optimizer.param_groups):
         own = [parameter for parameter in group["params"] if parameter in experts]
         if own and len(own) < len(group["params"]):
             group["params"] = [each for each in group["params"] if each not in experts]
             options = {key: value for key, value in group.items() if key != "params"}
             optimizer.add_param_group({**options, "params": own})
-
-
-def _expert_parameters(trainer: WholeTrainer) -> set[nn.Parameter]:
-    own = trainer.accelerator.unwrap_model(trainer.model)
-    names = expert_parameter_names(own)
-    return {value for name, value in own.named_parameters() if name in names}
 
 
 def set_learning_rate(scheduler: LambdaLR, highest: float) -> None:
@@ -100,74 +94,45 @@ def set_learning_rate(scheduler: LambdaLR, highest: float) -> None:
 
 
 def average_and_clip(
-    trainer: WholeTrainer, model: nn.Module, largest: float, deferred: DeferredAdam
+    joint: JointExperts, device: torch.device, largest: float, deferred: DeferredAdam
 ) -> torch.Tensor:
-    """Once in each step, before the optimizer's: the norm of all ranks' gradients, as ``clip_gradients``."""
-    own = trainer.accelerator.unwrap_model(trainer.model)
-    lora = replicated_lora(own)
-    if reduces_itself(trainer):
-        lora = [parameter for parameter in own.parameters() if parameter.requires_grad]
-    norm = average_gradients(lora, trainer.args.device, deferred.shared)
-    return clip_gradients(model, _expert_parameters(trainer), largest, norm, set(lora), deferred)
+    """Once in each step, before the optimizer's: scale all gradients to a norm of at most ``largest``.
 
-
-def reduces_itself(trainer: WholeTrainer) -> bool:
-    """Return whether a step averages all gradients at its end, and no process waits for another before.
-
-    So it is with experts on the GPU, whose LoRA is averaged here anyway, but for FSDP2, which gathers weights
-    in each layer. DDP never sees a micro-batch that it should reduce.
+    Returns the norm before, float32, on every rank the same. As ``torch.nn.utils.clip_grad_norm_``, which
+    does not take sharded and whole tensors together.
     """
-    own = trainer.accelerator.unwrap_model(trainer.model)
-    return bool(replicated_lora(own)) and not trainer.is_fsdp_enabled
-
-
-def clip_gradients(
-    model: nn.Module,
-    experts: set[nn.Parameter],
-    largest: float,
-    known: float,
-    averaged: Collection[nn.Parameter],
-    deferred: DeferredAdam,
-) -> torch.Tensor:
-    """Scale all gradients so that their common norm is at most ``largest``; returns the norm before, float32.
-
-    ``known`` is the norm of those of ``averaged``, as ``average_gradients`` returned it. Of others
-    ``experts`` are rank 0's own parameters (none elsewhere), or the same on all ranks; what is left is
-    sharded by FSDP2, or averaged by DDP. Every rank gets the same norm. As
-    ``torch.nn.utils.clip_grad_norm_``, which does not take sharded and whole tensors together.
-    """
-    everywhere: list[torch.Tensor] = []
-    own: list[torch.Tensor] = []
-    gradients = {each: each.grad for each in model.parameters() if each.grad is not None}
-    for parameter, gradient in gradients.items():
-        if parameter not in averaged:
-            (own if parameter in experts else everywhere).append(gradient)
-    squares = from_main(float(gradients_norm(own)) ** 2 + known**2)
+    squares, shared = average_gradients(joint.averaged, device) ** 2, deferred.shared
+    everywhere: list[torch.Tensor] = []  # sharded by FSDP2, or averaged by DDP
+    own: list[torch.Tensor] = []  # rank 0's alone, or the same on all ranks
+    parts: list[torch.Tensor] = []  # each rank's part
+    averaged = set(joint.averaged)
+    for parameter in joint.trained:
+        if parameter.grad is not None and parameter not in averaged:
+            of_part = shared is not None and parameter in shared.parameters
+            of_experts = parameter in joint.experts
+            (parts if of_part else own if of_experts else everywhere).append(parameter.grad)
+    mine = float(gradients_norm(own)) ** 2 + squares if is_main() else 0.0
+    if shared is not None:
+        mine += float(gradients_norm(parts, shared.part)) ** 2
+    (squares,) = add([mine])
     if everywhere:
         with explain_lost_rank():
             squares += float(whole_tensor(nn.utils.get_total_norm(everywhere))) ** 2
-    norm = squares**0.5
-    if (scale := largest / (norm + 1e-6)) < 1:
-        later = deferred.scale(scale)
-        for parameter, gradient in gradients.items():
-            if parameter not in later:
-                gradient.mul_(scale)
-    return torch.tensor(norm)
+    norm = torch.tensor(squares**0.5)
+    scale_to_norm(joint.trained, largest, norm, deferred.scale)
+    return norm
 
 
-def average_gradients(
-    parameters: Sequence[nn.Parameter], device: torch.device, shared: SharedMasters | None = None
-) -> float:
+def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) -> float:
     """Put the mean over all ranks in the place of each float32 ``.grad``; return the means' common norm.
 
     As DDP and FSDP2 do of theirs. All ranks give the same parameters in the same order; a missing gradient
-    counts as 0. They meet on ``device``, wherever they are themselves: NCCL on a GPU, gloo on the CPU. Of
-    masters that are ``shared`` only what this process updates comes back. Between a whole backward pass and
-    clipping. Does nothing for a process that is alone. Raises ``KtbridgeError`` when a rank is lost.
+    counts as 0. They meet on ``device``, wherever they are themselves: NCCL on a GPU, gloo on the CPU.
+    Between a whole backward pass and clipping. Does nothing for a process that is alone. Raises
+    ``KtbridgeError`` when a rank is lost.
     """
     if world().size == 1:
         return 0.0
-    back = return_stream(device) if device.type == "cuda" else None
     norms = [torch.zeros((), device=device)]
     for bucket in _buckets(parameters):
         for parameter in bucket:
@@ -175,44 +140,17 @@ def average_gradients(
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [each.grad for each in bucket if each.grad is not None]
         flat = torch.empty(sum(map(torch.numel, gradients)), dtype=torch.float32, device=device)
-        means = flat.split([gradient.numel() for gradient in gradients])
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        means = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
         for mean, gradient in zip(means, gradients, strict=True):
-            mean.copy_(gradient.flatten(), non_blocking=True)
+            mean.copy_(gradient)
         with explain_lost_rank():
             distributed.all_reduce(flat)
         flat /= world().size
         norms.append(torch.linalg.vector_norm(flat))
-        if back is not None:  # beside what the next bucket brings
-            back.wait_stream(torch.cuda.current_stream(device))
-            flat.record_stream(back)
-        with torch.cuda.stream(back):
-            for parameter, mean, gradient in zip(bucket, means, gradients, strict=True):
-                value = _own_part(mean.view_as(gradient), parameter, shared)
-                _own_part(gradient, parameter, shared).copy_(value, non_blocking=True)
-    if back is not None:  # gradients on the host have arrived then
-        back.synchronize()
+        for mean, gradient in zip(means, gradients, strict=True):
+            gradient.copy_(mean)
     return float(torch.linalg.vector_norm(torch.stack(norms)))
-
-
-def _own_part(tensor: torch.Tensor, parameter: nn.Parameter, shared: SharedMasters | None) -> torch.Tensor:
-    """Return what this process updates of a ``tensor`` like ``parameter``."""
-    return shared.part(tensor) if shared and parameter in shared.parameters else tensor
-
-
-def time_average(device: torch.device) -> float:
-    """Return the seconds that averaging takes for a weight with its gradient on the host.
-
-    All ranks call it; the slowest one counts. Gradients are pinned, as those that come from a GPU are.
-    """
-    parameters = [nn.Parameter(torch.empty(_BUCKET // 4)) for _ in range(4)]
-    for each in parameters:
-        each.grad = torch.zeros(_BUCKET // 4, pin_memory=device.type == "cuda")
-    average_gradients(parameters, device)  # NCCL's buffers are made
-    barrier()
-    began = time.perf_counter()
-    average_gradients(parameters, device)
-    took = agree(round(1e9 * (time.perf_counter() - began))) / 1e9
-    return took / sum(each.numel() for each in parameters)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

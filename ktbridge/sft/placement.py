@@ -59,8 +59,6 @@ ASSUMED = (
     "the placement is chosen by assumed costs (H100 or H200, 55 GB/s from host memory), for no GPU was timed "
     "here; train measures its own and may choose another, and the pace has no tokens/s of the GPU"
 )
-AVERAGE_SECONDS = 2 * 4 / 40e9
-"""To the GPU and back for a float32 gradient in pinned memory; assumed where processes haven't timed it."""
 _TYPICAL = 64  # rows of a step by whose lengths it is cut; of more, as many stand for all
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -216,8 +214,6 @@ def rank_placements(
     """
     config, known = setting.config, setting.expert_sizes
     sizes = replace(sizes or known, mlps=known.mlps)
-    if setting.processes > 1 and not costs.average:
-        costs = replace(costs, average=AVERAGE_SECONDS)
     limits = replace(limits, cpu_tokens=cpu_tokens(setting, limits, memory))
     wanted = config.kt_config.kt_experts
     kept = config.kt_config.kt_num_gpu_experts

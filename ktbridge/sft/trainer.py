@@ -27,7 +27,7 @@ from ktbridge.sft.checkpoint import Checkpoints
 from ktbridge.sft.data import RowStream
 from ktbridge.sft.data.images import Vision
 from ktbridge.sft.distributed import add
-from ktbridge.sft.distributed.dispatch import leave_experts_whole, shard_on_the_cpu
+from ktbridge.sft.distributed.dispatch import JointExperts, leave_experts_whole, shard_on_the_cpu
 from ktbridge.sft.evaluate import HeldOut
 from ktbridge.sft.host_masters import DeferredAdam
 from ktbridge.sft.launch import world
@@ -159,7 +159,8 @@ class RunTrainer(RowTrainer):
     def _clip(self, model: nn.Module, largest: float) -> torch.Tensor:
         assert self.deferred is not None
         if world().size > 1:
-            return average_and_clip(self, model, largest, self.deferred)
+            assert self.runner.joint is not None
+            return average_and_clip(self.runner.joint, self.args.device, largest, self.deferred)
         groups = self.optimizer.param_groups  # to walk through 48 layers' modules takes 6 ms
         trained = [each for group in groups for each in group["params"] if each.grad is not None]
         if len({each.device for each in trained}) > 1:  # masters of expert LoRA in host memory
@@ -231,6 +232,9 @@ class RunTrainer(RowTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         if self.deferred is not None:  # before Adam's states are made, or a worker is forked
             self.deferred.share(getattr(self.optimizer, "optimizer", self.optimizer))
+            if world().size > 1:
+                share = self.runner.placed is not None and self.runner.placed.shares
+                self.runner.joint = JointExperts(self, self.deferred.shared, share)
         return prepared
 
     # Checkpoints: Trainer saves and restores schedule, random numbers and its place in the data.

@@ -21,7 +21,7 @@ from ktbridge.experts.gpu.copying import (
 )
 from ktbridge.experts.gpu.layer_math import BorderedMatrices
 from ktbridge.experts.gpu.layout import CopySpan, Group, dequantize, group_experts, unpack_group
-from ktbridge.experts.gpu.ring import Ring
+from ktbridge.experts.gpu.ring import Processes, Ring
 from ktbridge.experts.weights import PROJECTIONS, ExpertWeights
 
 HIDDEN, INNER = 40, 24
@@ -249,10 +249,47 @@ def test_what_is_registered_already_is_left_out(wanted, there):
     assert sum(size for _, size in left) == len(numbers(left))
 
 
+class Sharing(Processes):
+    """One of several processes, whose parts are put together by the test."""
+
+    sharing = True
+
+    def __init__(self, place, count):
+        self.place, self.count = place, count
+
+    def gather(self, parts):
+        self.parts = parts
+
+
+@given(layer=layers(), count=st.integers(2, 5))
+def test_processes_that_share_bring_together_what_one_brings(layer, count):
+    weights, _, _ = layer
+    for group in group_experts(weights, 1 << 20):
+        size = -(-group.bytes // 256) * 256
+
+        def bring(processes, group=group, size=size):
+            copier, slot = HostCopier(), torch.full((size,), 0x77, dtype=torch.uint8)
+            copier.processes = processes
+            copier.start(group, slot, None)
+            return slot
+
+        whole, together = bring(Processes()), torch.zeros(size, dtype=torch.uint8)
+        for place in range(count):
+            process = Sharing(place, count)
+            slot, share = bring(process), len(process.parts) // count
+            own = slice(place * share, (place + 1) * share)
+            together[own] = slot[own]
+            others = [each for each in range(count) if each != place]
+            assert (process.parts.view(count, -1)[others] == 0x77).all()
+            together[count * share :] = slot[count * share :]  # what is left is everyone's
+        assert size - count * share < 256 * (count + 1)
+        assert torch.equal(together, whole)
+
+
 def test_copies_end_where_registrations_meet():
     memory = torch.arange(100, dtype=torch.uint8)
     group = Group((0,), (CopySpan(memory.data_ptr() + 10, 7, 80),), {}, 256, (memory,))
-    found = copying._Sources([memory.data_ptr() + at for at in (0, 30, 31, 90, 95)]).of(group)
+    found = copying._Sources([memory.data_ptr() + at for at in (0, 30, 31, 90, 95)]).of(group, None)
     assert [(at, len(source)) for source, at in found] == [(7, 20), (27, 1), (28, 59)]
     assert torch.equal(torch.cat([source for source, _ in found]), memory[10:90])
 

@@ -17,7 +17,6 @@ from ktbridge.experts.gpu.placement import Line, Placement, predict_seconds, spr
 from ktbridge.sft import expert_device
 from ktbridge.sft.config import load_config
 from ktbridge.sft.placement import (
-    AVERAGE_SECONDS,
     assumed_costs,
     beyond,
     choose_placement,
@@ -247,20 +246,6 @@ def test_six_gigabytes_take_one_micro_batch_where_mlps_are_in_pieces(made, stora
     assert taken < 6 * GB < needed
     off = made("deepseek_v2", 16, 512, *more, "disable_gradient_checkpointing=true")
     assert limits_for(off, limit_of(off, 85 * GB)).in_pieces == ()
-
-
-def test_masters_on_the_host_cost_several_processes_their_average(made):
-    setting = made("qwen3_moe", 16, 512, "kt_gpu_memory=24GB")
-    limits, found = limits_for(setting, limit_of(setting, 85 * GB)), {}
-    for processes in (1, 2):
-        run = replace(setting, processes=processes)
-        for each in rank_placements(run, limits, assumed_costs(run)):
-            found.setdefault(each.placement, []).append(each.seconds.step)
-    assert {placement.masters for placement in found} == {True, False}
-    lora = setting.expert_sizes.layers * setting.expert_sizes.lora
-    for placement, (alone, beside) in found.items():
-        more = 0 if placement.masters else lora * AVERAGE_SECONDS
-        assert beside - alone == pytest.approx(more, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "qwen3_moe", "qwen3_5_moe"])

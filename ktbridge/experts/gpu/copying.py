@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ktbridge.experts.gpu.layout import CopySpan, Group
-from ktbridge.experts.gpu.ring import Arrival, Copier, LinkMeter
+from ktbridge.experts.gpu.layout import ALIGNED, CopySpan, Group
+from ktbridge.experts.gpu.ring import Arrival, Copier, LinkMeter, Processes
 from ktbridge.files.sizes import size_text
 from ktbridge.machine import read_machine
 
@@ -43,11 +43,17 @@ class _Done:
 class HostCopier(Copier):
     """Copies at once, for a device that is the CPU."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._sources = _Sources()
+
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> _Done:
         began = time.perf_counter()
-        for span in group.spans:
-            slot[span.offset : span.offset + span.bytes] = view_host_memory(span.address, span.bytes)
+        for source, offset in self._sources.of(group, self.processes):
+            slot[offset : offset + len(source)] = source
         self.link.add(group.bytes, time.perf_counter() - began)
+        if self.processes.sharing:
+            self.processes.gather(_parts(group, slot, self.processes))
         return _Done()
 
 
@@ -59,23 +65,31 @@ class DirectCopier(Copier):
 
     def __init__(self, device: torch.device, registration: Registration | None = None) -> None:
         super().__init__()
-        self._stream = torch.cuda.Stream(device)
+        self._stream, self._gathering = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._registration = registration
         self._sources = _Sources(piece=_DIRECT)
         self._refused: WeakSet[Group] = WeakSet()
         self._staged: StagedCopier | None = None
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
-        if group in self._refused and self._staged is not None:
+        processes = self.processes
+        if group in self._refused and self._staged is not None and not processes.sharing:
             return self._staged.start(group, slot, after)
         slot.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
             begun = self.link.begin(self._stream)
-            for source, offset in self._sources.of(group):
+            for source, offset in self._sources.of(group, processes):
                 slot[offset : offset + len(source)].copy_(source, non_blocking=True)
-            return self.link.end(group.bytes, begun, self._stream)
+            ended = self.link.end(group.bytes, begun, self._stream)
+        if not processes.sharing:
+            return ended
+        slot.record_stream(self._gathering)
+        with torch.cuda.stream(self._gathering):  # the link goes on with the next group meanwhile
+            self._gathering.wait_event(ended)
+            processes.gather(_parts(group, slot, processes))
+            return self._gathering.record_event()
 
     def extend(self, groups: Iterable[Group]) -> None:
         """Register ``groups``, too, or copy them through pinned memory."""
@@ -135,7 +149,7 @@ class StagedCopier(Copier):
             if after is not None:
                 self._stream.wait_event(after)
             begun = self.link.begin(self._stream)
-            for source, offset in self._sources.of(group):
+            for source, offset in self._sources.of(group, None):
                 which = self._next = (self._next + 1) % len(self._pinned)
                 if (before := self._sent[which]) is not None:
                     before.synchronize()
@@ -169,6 +183,29 @@ class _Staging:
         self._recorded.result().wait()
 
 
+def _share(group: Group, processes: Processes) -> int:
+    """Bytes of ``group`` that each of the processes transfers for all; the few behind them are everyone's."""
+    return group.bytes // (ALIGNED * processes.count) * ALIGNED
+
+
+def _parts(group: Group, slot: torch.Tensor, processes: Processes) -> torch.Tensor:
+    """The parts of ``group`` in its ``slot``, in the order of the processes."""
+    return slot[: _share(group, processes) * processes.count]
+
+
+def _own(
+    pieces: Iterable[tuple[torch.Tensor, int]], group: Group, processes: Processes
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield this process's part of ``pieces`` of the group, and what is in nobody's."""
+    share = _share(group, processes)
+    own = (share * processes.place, share * (processes.place + 1)), (share * processes.count, group.bytes)
+    for source, offset in pieces:
+        for first, last in own:
+            begin, end = max(first, offset), min(last, offset + len(source))
+            if begin < end:
+                yield source[begin - offset : end - offset], begin
+
+
 class _Sources:
     """Groups' host bytes and their place in the slot, in pieces of ``piece`` bytes at most.
 
@@ -177,16 +214,24 @@ class _Sources:
 
     def __init__(self, cuts: Iterable[int] = (), piece: int = _PIECE) -> None:
         self._cuts, self._piece = sorted(set(cuts)), piece
-        self._known: WeakKeyDictionary[Group, list[tuple[torch.Tensor, int]]] = WeakKeyDictionary()
+        self._known: dict[bool, WeakKeyDictionary[Group, list[tuple[torch.Tensor, int]]]] = {
+            False: WeakKeyDictionary(),
+            True: WeakKeyDictionary(),
+        }
 
-    def of(self, group: Group) -> list[tuple[torch.Tensor, int]]:
-        found = self._known.get(group)
+    def of(self, group: Group, processes: Processes | None) -> list[tuple[torch.Tensor, int]]:
+        """Return what this process transfers: all, or its part where they share."""
+        sharing = processes is not None and processes.sharing
+        found = self._known[sharing].get(group)
         if found is None:
-            found = self._known[group] = [
+            found = [
                 (view_host_memory(span.address + start, end - start), span.offset + start)
                 for span in group.spans
                 for start, end in pairwise(self._edges(span))
             ]
+            if sharing and processes is not None:
+                found = [*_own(found, group, processes)]
+            self._known[sharing][group] = found
         return found
 
     def _edges(self, span: CopySpan) -> list[int]:

@@ -30,7 +30,7 @@ from ktbridge.experts.gpu.layout import ALIGNED, Group, Layer, lay_out, unpack_g
 from ktbridge.experts.gpu.masters import Gradients, LoraStaging, Masters
 from ktbridge.experts.gpu.operations import RowWeights
 from ktbridge.experts.gpu.placement import Placement
-from ktbridge.experts.gpu.ring import Copier, Ring
+from ktbridge.experts.gpu.ring import Copier, Processes, Ring
 from ktbridge.experts.lora import LoraUse
 from ktbridge.experts.recompute import HiddenStates, HostStreams, LayerInputs, SavedOutputs
 from ktbridge.experts.weights import Triple
@@ -233,6 +233,10 @@ class GpuExperts:
         self.outputs = SavedOutputs(streams)
         if self._inputs is not None:
             self._inputs.streams = streams
+
+    def join(self, processes: Processes) -> None:
+        """Compute beside other processes from now on."""
+        self._copier.processes = processes
 
     def watch_link(self) -> None:
         """Begin to time the link for ``link``."""
@@ -522,6 +526,7 @@ class GpuFunction(torch.autograd.Function):
             ctx.needs_input_grad[4:],
             call.accumulate,
             call.experts.device,
+            call.experts.ring.copier.processes,
         )
         d_hidden, d_weights = call.experts.backward(
             call.index, hidden, weights, left, d_out.to(torch.bfloat16).contiguous(), masters, gradients

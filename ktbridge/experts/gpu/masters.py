@@ -2,13 +2,13 @@
 
 Masters on the executor's device are read and their gradients written where they are. Those on the host are
 sent as bfloat16, which is what the products take anyway: rounded in pinned memory once a change. Their
-gradients come back in float32 and are added before the backward pass returns.
+gradients come back in float32, of several processes the mean, and are added before the backward returns.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ktbridge.experts import compat
 from ktbridge.experts.compat import parameter_state
 from ktbridge.experts.gpu import operations
 from ktbridge.experts.gpu.operations import GradientTargets
+from ktbridge.experts.gpu.ring import Processes
 from ktbridge.experts.lora import Dropout, LoraUse, accumulates
 
 
@@ -106,11 +107,12 @@ class Gradients:
         wanted: Sequence[bool],
         accumulate: bool,
         device: torch.device,
+        processes: Processes,
     ) -> None:
         """``accumulate``: into the ``.grad`` of those parameters that have no hooks; else to be returned."""
         self.targets: dict[str, torch.Tensor] = {}
         self.add = False
-        self._device = device
+        self._device, self._processes = device, processes
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []  # the first of a step
         self._returned: list[str | None] = []
         straight: dict[str, torch.Tensor] = {}
@@ -175,24 +177,31 @@ class Gradients:
         parameters = list(self._home.values())
         cuda = flat.device.type == "cuda"
         pinned = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=cuda)
-        sizes = [each.numel() for each in parameters]
+        sizes, processes = [each.numel() for each in parameters], self._processes
+        here, shaped = (
+            [part.view(each.shape) for part, each in zip(whole.split(sizes), parameters, strict=True)]
+            for whole in (flat, pinned)
+        )
         way = return_stream(flat.device) if cuda else None
         if way is not None:
             way.wait_stream(torch.cuda.current_stream(flat.device))
             flat.record_stream(way)
         with torch.cuda.stream(way):
-            pinned.copy_(flat, non_blocking=True)
-            alone = all(each.grad is None for each in parameters)  # else the sum's norm is asked for
-            norms = [torch.linalg.vector_norm(part) if alone else None for part in flat.split(sizes)]
+            processes.average(flat)
+            for to, part in [(pinned, flat)] if processes.count == 1 else zip(shaped, here, strict=True):
+                processes.part(to).copy_(processes.part(part), non_blocking=True)
+            first = all(each.grad is None for each in parameters)  # else the sum's norm is asked for
+            norms = [torch.linalg.vector_norm(processes.part(part)) if first else None for part in here]
         arrived = way.record_event() if way is not None else None
         if compat.after_backward("LoRA gradients", _add_coming):
             _coming.clear()  # of a pass that raised half-way
-        shaped = [part.view(each.shape) for part, each in zip(pinned.split(sizes), parameters, strict=True)]
-        _coming.append((parameters, shaped, norms, arrived))
+        _coming.append((parameters, shaped, norms, arrived, processes))
 
 
-def gradients_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm of all ``gradients`` together, a float32 on the host.
+def gradients_norm(
+    gradients: Sequence[torch.Tensor], part: Callable[[torch.Tensor], torch.Tensor] = lambda whole: whole
+) -> torch.Tensor:
+    """Return the Euclidean norm of all ``gradients`` together, of each its ``part``; a float32 on the host.
 
     Of those that have come to the host from a GPU it was computed there. Others' on the host by rows: torch
     sums up a whole tensor there by one thread, 142 ms for the LoRA of 48 layers with 128 experts.
@@ -207,7 +216,8 @@ def gradients_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         if known is not None and version == each._version:
             on_device.append(known)
         else:
-            rows = torch.linalg.vector_norm(each.flatten(1), dim=1) if each.ndim > 1 else each
+            own = part(each)
+            rows = torch.linalg.vector_norm(own.flatten(1), dim=1) if own.ndim > 1 else own
             norms.append(torch.linalg.vector_norm(rows))
     if on_device:
         norms.append(torch.linalg.vector_norm(torch.stack(on_device)).cpu())
@@ -224,16 +234,28 @@ def clip_to_norm(
     As ``torch.nn.utils.clip_grad_norm_``, which multiplies by one where nothing is to be scaled, and scales
     what is on the host by one thread. ``scale_later`` returns the parameters of which it takes care.
     """
-    gradients = {each: each.grad for each in parameters if each.grad is not None}
-    norm = gradients_norm([*gradients.values()])
-    if (scale := float(largest / (norm + 1e-6))) < 1:
-        later = scale_later(scale)
-        for parameter, gradient in gradients.items():
-            if gradient.device.type == "cpu" and parameter not in later:
-                gradient.mul_(scale)
-        there = [each for each in parameters if each.device.type != "cpu"]
-        nn.utils.clip_grads_with_norm_(there, largest, norm)
+    norm = gradients_norm([each.grad for each in parameters if each.grad is not None])
+    scale_to_norm(parameters, largest, norm, scale_later)
     return norm
+
+
+def scale_to_norm(
+    parameters: Iterable[nn.Parameter],
+    largest: float,
+    norm: torch.Tensor,
+    scale_later: Callable[[float], Collection[torch.Tensor]],
+) -> None:
+    """Scale gradients whose common norm is ``norm`` to one of at most ``largest``, see ``clip_to_norm``."""
+    if (scale := float(largest / (norm + 1e-6))) < 1:
+        later, there = scale_later(scale), []
+        for each in parameters:
+            if each.grad is None or each in later:
+                continue
+            if each.device.type == "cpu" or hasattr(each, "to_local"):  # torch doesn't mix shards with others
+                each.grad.mul_(scale)
+            else:
+                there.append(each)
+        nn.utils.clip_grads_with_norm_(there, largest, norm)
 
 
 @functools.cache
@@ -243,14 +265,14 @@ def return_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 _Tensors = list[torch.Tensor]
-_coming: list[tuple[_Tensors, _Tensors, list[torch.Tensor | None], torch.cuda.Event | None]] = []
-"""Masters on the host, their gradients of the running backward pass and these's norms, event of arrival."""
+_coming: list[tuple[_Tensors, _Tensors, list[torch.Tensor | None], torch.cuda.Event | None, Processes]] = []
+"""Masters on the host, their gradients of the running backward pass, these's norms, event of arrival."""
 _NORM = "norm_there"
 """Attribute of a gradient that has arrived: its norm on the device, and its version then."""
 
 
 def _add_coming() -> None:
-    for parameters, gradients, norms, arrived in _coming:
+    for parameters, gradients, norms, arrived, processes in _coming:
         if arrived is not None:
             arrived.synchronize()
         for parameter, gradient, norm in zip(parameters, gradients, norms, strict=True):
@@ -258,5 +280,5 @@ def _add_coming() -> None:
                 parameter.grad = gradient
                 vars(gradient)[_NORM] = norm, gradient._version
             else:
-                parameter.grad += gradient
+                processes.part(parameter.grad).add_(processes.part(gradient))
     _coming.clear()

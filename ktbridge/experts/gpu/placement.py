@@ -323,8 +323,6 @@ class Costs:
     """Optimizer and clipping for a LoRA weight, on the GPU and on the host."""
     deferred: float = 0.0
     """AdamW's by the host's thread, beside the next forward where the GPU computes, for a weight."""
-    average: float = 0.0
-    """To average gradients on the host over several processes, for a weight."""
     add: float = 0.0
     """The host's, to add a gradient that arrives to one that is there, for a weight."""
     others: float = 0.0
@@ -338,9 +336,9 @@ class Costs:
 
     def alone_in_update(self, placement: Placement) -> float:
         """Return the seconds of an optimizer step for a LoRA weight beside which nothing else is done."""
-        if placement.masters:
-            return self.update[0]
-        return self.average if placement.on_gpu else self.update[1]
+        if placement.on_gpu:
+            return self.update[0] if placement.masters else 0.0
+        return self.update[1]
 
     def scaled(self, factor: float, link: float | None = None) -> Costs:
         """Return costs ``factor`` times as high, but for the ``link`` where that was measured."""

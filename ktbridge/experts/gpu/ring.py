@@ -28,6 +28,27 @@ class Arrival(Protocol):
         """Have the current stream wait for it."""
 
 
+class Processes:
+    """The processes that compute the same layers, each for its own rows: here this one alone."""
+
+    place, count = 0, 1
+    sharing = False
+    """True while all of them transfer the same groups: each a part, which it gives to the others."""
+
+    def took(self, index: int, forward: bool, turns: bool) -> None:
+        """Note that ``Ring.take`` was called."""
+
+    def gather(self, parts: torch.Tensor) -> None:
+        """Fill ``parts`` [n] uint8, of which this process has its own, from others, in the current stream."""
+
+    def average(self, gradient: torch.Tensor) -> None:
+        """Put the mean over the processes, all of them in the same backward, in the place of a gradient."""
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of ``tensor`` [E, ...], a gradient, that this process needs."""
+        return tensor
+
+
 class LinkMeter:
     """Bytes transferred, and seconds that the link was busy with them, from ``watch`` to ``transferred``."""
 
@@ -71,10 +92,11 @@ class LinkMeter:
 
 
 class Copier:
-    """Moves a group's bytes to the device."""
+    """Moves a group's bytes to the device, or this one's part of them where ``processes`` share."""
 
     def __init__(self, link: LinkMeter | None = None) -> None:
         self.link = link or LinkMeter()
+        self.processes = Processes()
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
         """Begin to copy into ``slot``, once the event ``after`` (or None) has come; return its end.
@@ -103,6 +125,8 @@ class _Slot:
     """The event after which they have been used."""
     busy: bool = False
     """True between ``take`` and ``give_back``."""
+    used: bool = True
+    """False from the start of a copy until its bytes are taken."""
 
 
 @dataclass
@@ -139,6 +163,7 @@ class Ring:
 
         Raises what the copy raised; the group is transferred again when it is asked for again.
         """
+        self.copier.processes.took(index, forward, turns)
         slot = self._there.get(index)
         if slot is None:
             slot = self._load(index, _NOW, self._order(index, forward, turns))
@@ -146,6 +171,7 @@ class Ring:
         slot.busy = True
         try:
             self._ahead(index, forward, turns)
+            slot.used = True
             if slot.ready is not None:
                 slot.ready.wait()
         except BaseException:
@@ -160,6 +186,11 @@ class Ring:
         slot.busy = False
         slot.free = self._event()
         self._ahead(index, forward, turns)
+
+    def forget(self) -> None:
+        """Transfer each group anew when it is asked for."""
+        for slot in self._slots:
+            self._forget(slot)
 
     def empty(self) -> None:
         """Let go of all slots, once what is being copied into them has come; no group is there any more."""
@@ -195,7 +226,7 @@ class Ring:
             return None
         self._forget(latest)  # until the copy has begun
         latest.ready = self.copier.start(self.groups[coming], latest.buffer, latest.free)
-        latest.holds = coming
+        latest.holds, latest.used = coming, False
         self._there[coming] = latest
         self.transfers += 1
         return latest
@@ -204,6 +235,10 @@ class Ring:
         if slot.holds is not None:
             del self._there[slot.holds]
         slot.holds = None
+        if not slot.used and slot.ready is not None:  # it may be still coming, in several streams
+            with suppress(Exception):
+                slot.ready.wait()
+            slot.free, slot.used = self._event(), True
 
     def _order(self, now: int, forward: bool, turns: bool) -> dict[int, int]:
         """Return in how many steps after ``now`` each group is needed, soonest first."""

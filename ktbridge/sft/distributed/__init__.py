@@ -38,11 +38,13 @@ TIMEOUT = 1800
 """Default seconds to wait for another process (``ddp_timeout``)."""
 ANSWER_SECONDS = 60
 """For what needs no work: a process that has joined and gives no answer in this time hangs."""
+_CTAS = 8  # of a GPU's 100 and more multiprocessors, for weights from others: some 150 GB/s on NVLink
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class _State:
     group: distributed.ProcessGroup | None = None
+    weights: distributed.ProcessGroup | None = None
     quick: distributed.ProcessGroup | None = None
     """The same processes, which wait for each other ``ANSWER_SECONDS`` at most."""
     timeout: float = TIMEOUT
@@ -147,7 +149,7 @@ def _reachable(name: str) -> bool:
 def finish() -> None:
     """Leave the group at the end of a successful run. Without ``start`` it does nothing."""
     if _State.group is not None:
-        _State.group = _State.quick = None
+        _State.group = _State.quick = _State.weights = None
         distributed.destroy_process_group()
 
 
@@ -160,7 +162,7 @@ def _leave() -> None:
     for each in (_State.group, _State.quick):
         if each is not None:
             distributed.destroy_process_group(each)
-    _State.group = _State.quick = None
+    _State.group = _State.quick = _State.weights = None
 
 
 def group() -> distributed.ProcessGroup:
@@ -171,6 +173,21 @@ def group() -> distributed.ProcessGroup:
             "Call ktbridge.sft.distributed.start() first.",
         )
     return _State.group
+
+
+def weights_group(device: torch.device) -> distributed.ProcessGroup:
+    """The group of weights that ranks give each other on their ``device``; all of them call it.
+
+    It is one of its own, because operations of a group wait for those before: gradients would for weights.
+    """
+    if _State.weights is None:
+        limit, backend, options = timedelta(seconds=_State.timeout), "gloo", None
+        if device.type == "cuda":
+            backend, options = "nccl", distributed.ProcessGroupNCCL.Options()
+            options.config.max_ctas = _CTAS
+        with explain_lost_rank():
+            _State.weights = distributed.new_group(timeout=limit, backend=backend, pg_options=options)
+    return _State.weights
 
 
 def wait_limit() -> float:

@@ -25,13 +25,28 @@ from torch.autograd.graph import saved_tensors_hooks
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts import autograd, recompute
 from ktbridge.experts.compat import graph_is_kept
+from ktbridge.experts.gpu.executor import GpuExperts
+from ktbridge.experts.gpu.masters import is_there
+from ktbridge.experts.gpu.ring import Processes
+from ktbridge.experts.gpu.timing import median_seconds
 from ktbridge.experts.layer import MoELoRAExperts, expert_layers
 from ktbridge.experts.modules import experts_modules, vision_towers
 from ktbridge.sft.compat import WholeTrainer, leave_out_of_ddp
-from ktbridge.sft.distributed import distribute, exchange, explain_lost_rank, gather_on_main, group
+from ktbridge.sft.distributed import (
+    agree,
+    distribute,
+    exchange,
+    explain_lost_rank,
+    gather_on_main,
+    group,
+    weights_group,
+)
+from ktbridge.sft.host_masters import SharedMasters
 from ktbridge.sft.launch import is_main, shards_parameters, world
 
 _FORWARD, _BACKWARD = 0, 1
+_GATHERED = 256 << 20  # bytes: some 2 ms over NVLink
+_Meeting = tuple[int, bool, bool] | None
 
 
 class _Calls:
@@ -194,7 +209,7 @@ def assign_experts(model: nn.Module) -> None:
     if world().size == 1:
         return
     experts = expert_parameter_names(model)
-    everywhere = bool(_on_gpu(model))
+    everywhere = bool(on_gpu(model))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (everywhere or name not in experts):
             _broadcast(parameter)
@@ -220,6 +235,112 @@ def _give_to_main(model: nn.Module) -> None:
             del module._parameters[name]
 
 
+class JointExperts(Processes):
+    """Several ranks' model in a step, and their experts on GPUs: same layers, each rank its own rows.
+
+    Two things meet in a micro-batch, beside what the GPUs compute: gradients of expert LoRA whose masters
+    are on the host, for their mean, and where ``share``, the weights of streamed layers. Each rank transfers
+    a part of a group over its own link and gets the others' parts from them.
+
+    A rank that runs out of memory takes part in what is left of a step (``give_up``), for the others wait.
+    So the order of groups must be known: a step in which it isn't yet shares nothing.
+
+    With FSDP2, whose own operations would be between these, nothing meets before a step's end.
+    """
+
+    def __init__(self, trainer: WholeTrainer, shared: SharedMasters | None, share: bool) -> None:
+        """All ranks call this, once their models are prepared for training. Experts may be rank 0's, too."""
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        self.place, self.count = world().rank, world().size
+        self.trained = [each for each in model.parameters() if each.requires_grad]
+        self.experts = expert_parameters(model)
+        layers = on_gpu(model)
+        lora = {each for layer in layers for each in layer.parameters()}
+        self.reduces_itself = bool(layers) and not trainer.is_fsdp_enabled
+        """True where ranks meet here and at a step's end alone: DDP never sees what it should reduce."""
+        self._shared, self._share = shared, share
+        self._passes, self._layers, self._size = 0, 0, 0
+        self._experts: GpuExperts | None = None
+        self._pass: list[_Meeting] | None = None
+        """What meets in a micro-batch: groups as ``Ring.take`` wants them, None for a mean."""
+        self._met: list[_Meeting] = []
+        self._apart = False
+        """True where a group was transferred outside a step, which other ranks need not have done."""
+        everywhere = self.trained if self.reduces_itself else [each for each in self.trained if each in lora]
+        coming: set[torch.Tensor] = set()
+        for layer in layers if self.reduces_itself else ():
+            assert layer.gpu is not None
+            self._experts = layer.gpu.experts
+            self._experts.join(self)
+            trained = [each for each in layer.lora_parameters() if each.requires_grad]
+            if own := [each for each in trained if not is_there(each, self._experts.device)]:
+                coming.update(own)
+                self._layers += 1
+                self._size = sum(each.numel() for each in own)  # an executor's layers are alike
+        self.averaged = [each for each in everywhere if each not in coming]
+        """Those of which no gradient is a mean yet when a step has been computed."""
+        self._group = weights_group(self._experts.device) if share and self._experts else None
+
+    def begin(self, passes: int) -> None:
+        """Begin a step of so many micro-batches."""
+        self._met, self._passes = [], passes
+        if self._share and self._experts is not None:
+            if agree(self._apart):
+                self._experts.ring.forget()
+            self._apart, self.sharing = False, self._pass is not None
+
+    def end(self, made: bool) -> None:
+        """End a step, or one that some rank has not ``made``."""
+        self.sharing, self._apart = False, not made
+        if made and self._met.count(None) != self._passes * self._layers:
+            raise RuntimeError(
+                "gradients of the expert LoRA were not averaged: do its parameters have hooks?"
+            )
+        self._pass = self._met[: len(self._met) // self._passes] if made else None
+        self._passes = 0
+
+    def give_up(self) -> None:
+        """Take part in what is left of the step, without rows."""
+        experts, seen = self._experts, len(self._met)
+        assert experts is not None
+        means: list[_Meeting] = [None] * (self._passes * self._layers - self._met.count(None))
+        for meeting in means if self._pass is None else (self._pass * self._passes)[seen:]:
+            if meeting is None:
+                self.average(torch.zeros(self._size, device=experts.device))
+            else:
+                experts.ring.take(*meeting)
+                experts.ring.give_back(*meeting)
+
+    def took(self, index: int, forward: bool, turns: bool) -> None:
+        if self._passes:
+            self._met.append((index, forward, turns))
+        else:
+            self._apart = True
+
+    def gather(self, parts: torch.Tensor) -> None:
+        own = parts.view(self.count, -1)[self.place]
+        with explain_lost_rank():
+            distributed.all_gather_into_tensor(parts, own, self._group)
+
+    def average(self, gradient: torch.Tensor) -> None:
+        self._met.append(None)
+        with explain_lost_rank():
+            distributed.all_reduce(gradient)
+        gradient /= self.count
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._shared.part(tensor) if self._shared else tensor
+
+
+def gather_speed(device: torch.device) -> float:
+    """Return the bytes a second of what ranks give each other on ``device``, of the slowest; all call it."""
+    whole = torch.zeros(_GATHERED // world().size * world().size, dtype=torch.uint8, device=device)
+    own, ranks = whole.chunk(world().size)[world().rank], weights_group(device)
+    distributed.all_gather_into_tensor(whole, own, ranks)  # makes NCCL's buffers
+    seconds = median_seconds(lambda: distributed.all_gather_into_tensor(whole, own, ranks), device)
+    return _GATHERED / (agree(round(1e9 * seconds)) / 1e9)
+
+
 def leave_experts_whole(trainer: WholeTrainer) -> None:
     """Have FSDP2 leave the experts alone, and a vision tower, which some ranks' rows don't need.
 
@@ -242,13 +363,7 @@ def shard_on_the_cpu(trainer: WholeTrainer) -> None:
         trainer.is_fsdp_enabled = True
 
 
-def replicated_lora(model: nn.Module) -> list[nn.Parameter]:
-    """Return the expert LoRA that each rank trains, in the same order on all: experts on the GPU."""
-    lora = (parameter for layer in _on_gpu(model) for parameter in layer.parameters())
-    return [parameter for parameter in lora if parameter.requires_grad]
-
-
-def _on_gpu(model: nn.Module) -> list[MoELoRAExperts]:
+def on_gpu(model: nn.Module) -> list[MoELoRAExperts]:
     """Return the expert layers that were given to the GPU."""
     return [layer for layer in expert_layers(model).values() if layer.gpu is not None]
 
@@ -260,6 +375,12 @@ def expert_parameter_names(model: nn.Module) -> set[str]:
         for name, module in experts_modules(model)
         for parameter, _ in module.named_parameters()
     }
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of ``expert_parameter_names``."""
+    names = expert_parameter_names(model)
+    return {value for name, value in model.named_parameters() if name in names}
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
