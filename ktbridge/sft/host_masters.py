@@ -244,7 +244,7 @@ class DeferredAdam:
     def __init__(self, optimizer: torch.optim.Optimizer, layers: Iterable[MoELoRAExperts]) -> None:
         self.shared: SharedMasters | None = None
         """The masters, if this host's processes share them."""
-        fewer = max(1, torch.get_num_threads() - 1)  # Python starts the GPU's work meanwhile
+        fewer = max(1, torch.get_num_threads() // 2)  # more cost Python, which starts the GPU's work, a tenth
         self._thread = ThreadPoolExecutor(1, "masters", torch.set_num_threads, (fewer,))
         self._pending: dict[MoELoRAExperts, Future[None]] = {}
         self._layers: dict[torch.Tensor, MoELoRAExperts] = {}
