@@ -28,7 +28,7 @@ from manyranks import (
     write_run,
 )
 from torch import nn
-from trainrun import log_of, losses, quiet, train
+from trainrun import DPO, log_of, losses, quiet, train
 
 from ktbridge.experts.gpu import masters
 from ktbridge.experts.gpu.placement import Costs, Line
@@ -282,8 +282,7 @@ def apart(*arguments):
     host_masters.share_masters = lambda *_: None
     allow_on_cpu()
     keep_masters_home()
-    command_in_a_rank(arguments)
-    assert not shared_spans()
+    command_in_a_rank(arguments, lambda _: pytest.fail("shared") if shared_spans() else None)
 
 
 def sharing_and_short(*arguments):
@@ -334,16 +333,28 @@ UNCLIPPED = "max_grad_norm=0"  # processes that share masters add up the norms o
 
 @quiet
 def test_processes_of_a_host_share_masters_and_train_to_the_bits_of_processes_that_do_not(launch, run_dir):
-    for name in ("sharing", "apart", "sharing_and_short"):
+    for name in ("sharing", "apart", "sharing_and_short", "together"):
         # Without evaluations the updates of a step are still to be made in the next one.
         more = ("eval_strategy=no",) if name == "sharing_and_short" else ()
         done = launch(name, "ddp", *ADAM, UNCLIPPED, *more, how=(__file__, name))
         assert done.returncode == 0, done.stderr
     assert bits(run_dir, "sharing") == bits(run_dir, "apart") == bits(run_dir, "sharing_and_short")
-    assert losses(run_dir / "sharing") == losses(run_dir / "apart")
+    assert bits(run_dir, "sharing") == bits(run_dir, "together")  # evaluations are in between
+    assert losses(run_dir / "sharing") == losses(run_dir / "apart") == losses(run_dir / "together")
     logs = (log_of(run_dir / name) for name in ("sharing", "apart"))
     shared, own = ([each["grad_norm"] for each in log if "loss" in each] for log in logs)
     assert shared == pytest.approx(own, rel=1e-6)
+
+
+@pytest.mark.slow
+@quiet
+def test_pairs_train_to_the_same_bits_whoever_transfers_weights(launch, run_dir):
+    """A step of theirs has a forward of the reference, too."""
+    more = (*STREAM, *DPO, "max_steps=4", HELD_OUT["dpo"], "eval_steps=2", "tokens_per_pass=60", UNCLIPPED)
+    for name in ("sharing", "together"):
+        done = launch(f"pairs-{name}", "ddp", *more, how=(__file__, name))
+        assert done.returncode == 0, done.stderr
+    assert bits(run_dir, "pairs-sharing") == bits(run_dir, "pairs-together")
 
 
 @pytest.mark.slow
