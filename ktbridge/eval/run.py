@@ -26,15 +26,7 @@ from ktbridge.eval.request import (
 )
 from ktbridge.eval.results.types import ArmCard, Identical, Message
 from ktbridge.eval.schema import Item
-from ktbridge.eval.store import (
-    ANSWERS,
-    AnswerRecord,
-    JudgementRecord,
-    Ledger,
-    RunFile,
-    read_run,
-    write_run,
-)
+from ktbridge.eval.store import ANSWERS, AnswerRecord, JudgementRecord, Ledger, RunFile, read_run, write_run
 from ktbridge.server_api.client import Client
 from ktbridge.server_api.failures import WHOLE, is_refusal, kind_of, remedy
 from ktbridge.server_api.replies import Answer, Outcome

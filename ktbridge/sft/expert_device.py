@@ -17,7 +17,6 @@ from transformers import TrainerCallback
 
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
-from ktbridge.experts.gpu.copying import StagedCopier
 from ktbridge.experts.gpu.operations import has_tensor_cores
 from ktbridge.experts.gpu.placement import (
     Costs,
@@ -34,7 +33,7 @@ from ktbridge.experts.layer import expert_layers
 from ktbridge.machine import read_machine
 from ktbridge.sft.compat import make_adam_states
 from ktbridge.sft.config import TrainConfig
-from ktbridge.sft.distributed import agree, barrier, made_by_main
+from ktbridge.sft.distributed import agree, barrier, exchange, made_by_main
 from ktbridge.sft.distributed.dispatch import gather_speed
 from ktbridge.sft.host_masters import find_local_ranks
 from ktbridge.sft.launch import shards_parameters, world
@@ -107,9 +106,12 @@ class ExpertDevice:
     def __enter__(self) -> ExpertDevice:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.placed is not None:
-            self.placed.copier.close()
+            if kind is not None and world().size > 1:
+                self.placed.copier.abandon()
+            else:
+                self.placed.copier.close()
 
     def shrink(self, short: int | None = None) -> str:
         """Give back GPU memory, about ``short`` bytes where that is known; what was given back, in words.
@@ -299,10 +301,13 @@ def place_experts(setting: RunSetting, model: Any, resumed: Mapping[str, Any] | 
         return ExpertDevice("cpu", placement.tokens, why, predicted=taken.seconds.step)
     in_all = total(predict_parts(with_placement(setting, placement.tokens, placement)), "GPU")
     placed = give_to_gpu(model, device, placement)
-    shares = shares and not agree(isinstance(placed.copier, StagedCopier))
+    how = placed.how
+    if shares:
+        of_all = exchange([placed.experts.can_share, placed.experts.layout()])
+        shares = of_all == [[True, of_all[0][1]]] * len(of_all)
+        how += ", a part by each process for all" if shares else ", all by each process: their pages differ"
     if len(placement.resident) < sizes.layers:
-        why += f"; weights {placed.how}"
-        why += ", a part by each process for all" if shares else ""
+        why += f"; weights {how}"
     if device.type == "cuda" and (more := beyond(setting, torch.cuda.mem_get_info(device)[1])):
         why += f"; {more}"
     ranking = Ranking(setting, limits, costs, sizes, taken)
@@ -357,14 +362,15 @@ def _together(
     """Return rank 0's ``costs`` with what several processes do at once, and whether they share transfers.
 
     GPUs may share a link. Where all are of this host, and give each other weights faster than it brings
-    them, each transfers a part. Not with FSDP2, whose operations were never seen beside these.
+    them, each transfers a part. Not with FSDP2, whose operations were never seen beside these, and for kto,
+    whose steps aren't made of micro-batches.
     """
     if world().size == 1 or device.type != "cuda":
         return costs, False
     barrier()
     link = min(costs.link, -agree(-round(link_speed(device, _AT_ONCE))))
     here, unpack, shares = len(find_local_ranks().processes), costs.unpack, False
-    if agree(-here) == -world().size and not shards_parameters():
+    if here == world().size and not shards_parameters() and setting.config.stage != "kto":
         gathered = gather_speed(device)
         if shares := min(here * link, gathered) > _SHARED * link:
             link = min(here * link, gathered)

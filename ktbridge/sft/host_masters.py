@@ -19,7 +19,7 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,6 +55,23 @@ class LocalRanks:
     descriptors: tuple[int, ...]
     tokens: tuple[int, ...]
     place: int
+
+    def wait_for(self, done: Callable[[], bool], what: str) -> None:
+        """Wait until ``done()``.
+
+        Raises ``KtbridgeError`` where one of them has ended, or after ``ddp_timeout`` seconds.
+        """
+        began = time.monotonic()
+        look = began + _LOOK
+        while not done():
+            time.sleep(_PAUSE)
+            if time.monotonic() > look:
+                look += _LOOK
+                with explain_lost_rank():
+                    if ended := [*filter(_has_ended, self.processes)]:
+                        raise RuntimeError(f"process {ended[0]} has ended before {what}")
+                    if time.monotonic() - began > wait_limit():
+                        raise RuntimeError(f"nothing came of {what}")
 
 
 def find_local_ranks(descriptor: int = -1, token: int = 0) -> LocalRanks:
@@ -99,22 +116,10 @@ class SharedMasters:
         self._done[self.ranks.place, self._numbers[layer]] += 1
 
     def wait(self, layer: MoELoRAExperts) -> None:
-        """Wait until all have updated ``layer`` as often as this process.
-
-        Raises ``KtbridgeError`` where one of them has ended, or doesn't come within ``ddp_timeout`` seconds.
-        """
+        """Wait, as ``LocalRanks.wait_for``, until all have updated ``layer`` as often as this process."""
         done = self._done[:, self._numbers[layer]]
-        wanted, began = done[self.ranks.place], time.monotonic()
-        look = began + _LOOK
-        while done.min() < wanted:
-            time.sleep(_PAUSE)
-            if time.monotonic() > look:
-                look += _LOOK
-                with explain_lost_rank():
-                    if ended := [*filter(_has_ended, self.ranks.processes)]:
-                        raise RuntimeError(f"process {ended[0]} has ended before its part of an update")
-                    if time.monotonic() - began > wait_limit():
-                        raise RuntimeError("no update of the expert LoRA")
+        wanted = done[self.ranks.place]
+        self.ranks.wait_for(lambda: bool(done.min() >= wanted), "its part of an update")
 
 
 def share_masters(

@@ -10,14 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ktbridge.document import (
-    FactList,
-    PagePart,
-    ProblemList,
-    page_environment,
-    render_page,
-    show_direction,
-)
+from ktbridge.document import FactList, PagePart, ProblemList, page_environment, render_page, show_direction
 from ktbridge.verify.merge_check import MatrixFinding, MergeCheck
 from ktbridge.verify.merge_faults import FURTHER, NOT_APPLIED, RANKS, SCALE, SLICE
 from ktbridge.verify.merge_sums import APPLIED, CHANGED, DIFFERS, ROUNDED, SAME

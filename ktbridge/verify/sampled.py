@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktbridge.server_api.client import Refused
 from ktbridge.verify.logprobs import ENOUGH, LogprobClient
-from ktbridge.verify.protocols import (
-    SpanLogprobs,
-    TokenSpan,
-    Unusable,
-    dig,
-    finite_floats,
-    shorten_refusal,
-)
+from ktbridge.verify.protocols import SpanLogprobs, TokenSpan, Unusable, dig, finite_floats, shorten_refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

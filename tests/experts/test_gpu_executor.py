@@ -32,7 +32,7 @@ from ktbridge.experts.gpu import executor, layer_math, masters, operations
 from ktbridge.experts.gpu.copying import HostCopier
 from ktbridge.experts.gpu.placement import Placement
 from ktbridge.experts.gpu.ring import Ring
-from ktbridge.experts.weights import SILU
+from ktbridge.experts.weights import SILU, ExpertWeights
 
 TOLERANCE = 0.008  # as the CPU kernels'
 SHAPES = [
@@ -442,6 +442,20 @@ def test_the_norm_of_gradients_that_came_home_is_known_until_they_change(monkeyp
     assert float(masters.gradients_norm(gradients)) == norm
     gradients[0].mul_(1)
     assert float(masters.gradients_norm(gradients)) < norm
+
+
+def test_a_layout_tells_in_which_order_experts_lie_in_memory():
+    layer, _ = make_layer(SMALL)
+    whole, halves = (give([layer], groups=groups).layout() for groups in (1, 2))
+    assert whole != halves == give([layer], groups=2).layout()
+    found = []
+    for order in ((0, 1, 2), (2, 1, 0), (0, 1, 2)):
+        memory = torch.cat([layer.weights[place].weight.flatten() for place in order])
+        parts = memory.split([layer.weights[place].weight.numel() for place in order])
+        views = {p: part.view(layer.weights[p].weight.shape) for p, part in zip(order, parts, strict=True)}
+        layer.weights = tuple(ExpertWeights.bf16(views[place]) for place in range(3))
+        found.append(give([layer], groups=2).layout())
+    assert found[0] == found[2] != found[1]
 
 
 def test_a_copy_of_a_layer_shares_the_executor():

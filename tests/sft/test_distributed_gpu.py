@@ -31,6 +31,7 @@ from torch import nn
 from trainrun import DPO, log_of, losses, quiet, train
 
 from ktbridge.experts.gpu import masters
+from ktbridge.experts.gpu.executor import GpuExperts
 from ktbridge.experts.gpu.placement import Costs, Line
 from ktbridge.experts.gpu.timing import OutsideTimes
 from ktbridge.sft import expert_device, host_masters, optimizer
@@ -154,6 +155,24 @@ def owned(*arguments):
 
 
 # --- whole runs ----------------------------------------------------------------------------------------
+
+
+def unlike(*arguments):
+    """A rank whose experts lie otherwise in memory than the others'."""
+    got = share_transfers()
+    GpuExperts.layout = lambda _: world().rank
+    allow_on_cpu()
+    command_in_a_rank(arguments, lambda _: pytest.fail("shared") if got else None)
+
+
+@pytest.mark.slow
+@quiet
+def test_ranks_whose_experts_lie_in_another_order_share_nothing(launch, run_dir, alone):
+    done = launch("unlike", "ddp", *STREAM, *SGD, "tokens_per_pass=26", how=(__file__, "unlike"))
+    assert done.returncode == 0, done.stderr
+    (note,) = (note for note in json.loads(done.stdout)["notes"] if note["code"] == "KTC024")
+    assert "all by each process" in note["found"]
+    assert_same_run(run_dir, alone(*SGD), "unlike", within=5e-4)
 
 
 @quiet

@@ -269,12 +269,7 @@ def _verdict_schema(name: str, *words: str) -> JsonSchema:
 
 def _object_schema(properties: JsonSchema) -> JsonSchema:
     names = list(properties)
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": names,
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
 def _ask(form: str, item: Item, answers: dict[str, str], questions: list[str]) -> list[Message]:
@@ -289,10 +284,7 @@ def _ask(form: str, item: Item, answers: dict[str, str], questions: list[str]) -
         parts["reference-answer"] = "\n\n".join(texts)
     reply = _TEXTS[f"{form}_form"].format(count=len(item.judge))
     user = "\n".join([delimit_untrusted(parts | answers), "", *questions, "", reply])
-    return [
-        {"role": "system", "content": _TEXTS[form].format_map(_TEXTS)},
-        {"role": "user", "content": user},
-    ]
+    return [{"role": "system", "content": _TEXTS[form].format_map(_TEXTS)}, {"role": "user", "content": user}]
 
 
 def _transcript(messages: Sequence[Message]) -> str:

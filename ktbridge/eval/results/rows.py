@@ -21,15 +21,7 @@ from ktbridge.eval.results.types import ArmAnswer, ArmCard, ItemRow, ParseCell, 
 from ktbridge.eval.schema import Item
 from ktbridge.eval.scorers import FAMILIES, ScorerError, measure_texts, score_task
 from ktbridge.eval.scorers.registry import time_limit
-from ktbridge.eval.store import (
-    ANSWERS,
-    NOT_RUN,
-    AnswerRecord,
-    RunFile,
-    read_ledger,
-    read_run,
-    read_snapshot,
-)
+from ktbridge.eval.store import ANSWERS, NOT_RUN, AnswerRecord, RunFile, read_ledger, read_run, read_snapshot
 from ktbridge.server_api.replies import OUTCOMES
 
 SCORE_ERROR: Final = "score-error"  # the answer exists, but one of our scorers failed on it

@@ -73,7 +73,7 @@ class DirectCopier(Copier):
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
         processes = self.processes
-        if group in self._refused and self._staged is not None and not processes.sharing:
+        if group in self._refused and self._staged is not None:
             return self._staged.start(group, slot, after)
         slot.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
@@ -111,6 +111,13 @@ class DirectCopier(Copier):
             self._staged.close()
         self.release_pages()
 
+    @property
+    def can_share(self) -> bool:
+        return not self._refused
+
+    def abandon(self) -> None:
+        self._registration = None
+
     def release_pages(self) -> None:
         if self._registration is not None:
             with torch.cuda.device(self._stream.device):  # garbage is collected in any thread
@@ -136,6 +143,10 @@ class StagedCopier(Copier):
 
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> _Staging:
         return _Staging(self._stage.submit(self._copy, group, slot, after))
+
+    @property
+    def can_share(self) -> bool:
+        return False
 
     def close(self) -> None:
         """End the threads, once what was started has been copied. Nothing may be started after it."""

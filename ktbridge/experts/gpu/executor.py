@@ -11,6 +11,7 @@ rows each part has.
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -237,6 +238,20 @@ class GpuExperts:
     def join(self, processes: Processes) -> None:
         """Compute beside other processes from now on."""
         self._copier.processes = processes
+
+    @property
+    def can_share(self) -> bool:
+        """Return whether processes whose ``layout`` is the same may share transfers."""
+        return self._copier.can_share
+
+    def layout(self) -> int:
+        """Digest of each group's bytes in a slot: they are in the order of this process's addresses."""
+        layout = [
+            (group.experts, group.bytes, [*group.places.items()], [(s.offset, s.bytes) for s in group.spans])
+            for layer in self._layers.values()
+            for group in layer.groups
+        ]
+        return int.from_bytes(hashlib.sha256(repr(layout).encode()).digest()[:7], "big")
 
     def watch_link(self) -> None:
         """Begin to time the link for ``link``."""

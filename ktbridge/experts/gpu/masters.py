@@ -274,7 +274,7 @@ _NORM = "norm_there"
 def _add_coming() -> None:
     for parameters, gradients, norms, arrived, processes in _coming:
         if arrived is not None:
-            arrived.synchronize()
+            processes.wait(arrived)
         for parameter, gradient, norm in zip(parameters, gradients, norms, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient

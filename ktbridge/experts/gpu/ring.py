@@ -41,6 +41,10 @@ class Processes:
     def gather(self, parts: torch.Tensor) -> None:
         """Fill ``parts`` [n] uint8, of which this process has its own, from others, in the current stream."""
 
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait for what this process's GPU does with the others'."""
+        event.synchronize()
+
     def average(self, gradient: torch.Tensor) -> None:
         """Put the mean over the processes, all of them in the same backward, in the place of a gradient."""
 
@@ -98,6 +102,11 @@ class Copier:
         self.link = link or LinkMeter()
         self.processes = Processes()
 
+    @property
+    def can_share(self) -> bool:
+        """Return whether it may transfer parts, in the order of calls."""
+        return True
+
     def start(self, group: Group, slot: torch.Tensor, after: torch.cuda.Event | None) -> Arrival:
         """Begin to copy into ``slot``, once the event ``after`` (or None) has come; return its end.
 
@@ -110,6 +119,9 @@ class Copier:
 
     def close(self) -> None:
         """Let go of threads and registered pages, once what was started has been copied. Again: nothing."""
+
+    def abandon(self) -> None:
+        """Leave everything as it is: the process ends, and the device may wait for others that don't come."""
 
     def release_pages(self) -> None:
         """Let go of registered pages alone, if there are any; waits for no thread. Again: nothing."""

@@ -15,11 +15,4 @@ names of keys and the keys of other tools, rules.py contradictions between keys;
 from ktbridge.sft.config.load import check_output_dir, check_writable, load_config, parse_config
 from ktbridge.sft.config.schema import KtConfig, TrainConfig
 
-__all__ = [
-    "KtConfig",
-    "TrainConfig",
-    "check_output_dir",
-    "check_writable",
-    "load_config",
-    "parse_config",
-]
+__all__ = ["KtConfig", "TrainConfig", "check_output_dir", "check_writable", "load_config", "parse_config"]

@@ -41,7 +41,7 @@ from ktbridge.sft.distributed import (
     group,
     weights_group,
 )
-from ktbridge.sft.host_masters import SharedMasters
+from ktbridge.sft.host_masters import SharedMasters, find_local_ranks
 from ktbridge.sft.launch import is_main, shards_parameters, world
 
 _FORWARD, _BACKWARD = 0, 1
@@ -245,7 +245,8 @@ class JointExperts(Processes):
     A rank that runs out of memory takes part in what is left of a step (``give_up``), for the others wait.
     So the order of groups must be known: a step in which it isn't yet shares nothing.
 
-    With FSDP2, whose own operations would be between these, nothing meets before a step's end.
+    With FSDP2, whose own operations would be between these, and where not all ranks are of one host, nothing
+    meets before a step's end.
     """
 
     def __init__(self, trainer: WholeTrainer, shared: SharedMasters | None, share: bool) -> None:
@@ -254,7 +255,7 @@ class JointExperts(Processes):
         self.place, self.count = world().rank, world().size
         self.trained = [each for each in model.parameters() if each.requires_grad]
         self.experts = expert_parameters(model)
-        layers = on_gpu(model)
+        layers, self._ranks = on_gpu(model), find_local_ranks()
         lora = {each for layer in layers for each in layer.parameters()}
         self.reduces_itself = bool(layers) and not trainer.is_fsdp_enabled
         """True where ranks meet here and at a step's end alone: DDP never sees what it should reduce."""
@@ -268,7 +269,8 @@ class JointExperts(Processes):
         """True where a group was transferred outside a step, which other ranks need not have done."""
         everywhere = self.trained if self.reduces_itself else [each for each in self.trained if each in lora]
         coming: set[torch.Tensor] = set()
-        for layer in layers if self.reduces_itself else ():
+        joined = self.reduces_itself and len(self._ranks.processes) == self.count
+        for layer in layers if joined else ():
             assert layer.gpu is not None
             self._experts = layer.gpu.experts
             self._experts.join(self)
@@ -285,9 +287,11 @@ class JointExperts(Processes):
         """Begin a step of so many micro-batches."""
         self._met, self._passes = [], passes
         if self._share and self._experts is not None:
-            if agree(self._apart):
+            apart, refused = map(any, zip(*exchange([self._apart, not self._experts.can_share]), strict=True))
+            if apart:
                 self._experts.ring.forget()
-            self._apart, self.sharing = False, self._pass is not None
+            self._apart, self._share = False, not refused
+            self.sharing = self._share and self._pass is not None
 
     def end(self, made: bool) -> None:
         """End a step, or one that some rank has not ``made``."""
@@ -304,7 +308,8 @@ class JointExperts(Processes):
         experts, seen = self._experts, len(self._met)
         assert experts is not None
         means: list[_Meeting] = [None] * (self._passes * self._layers - self._met.count(None))
-        for meeting in means if self._pass is None else (self._pass * self._passes)[seen:]:
+        program = self._pass if self.sharing else None
+        for meeting in means if program is None else (program * self._passes)[seen:]:
             if meeting is None:
                 self.average(torch.zeros(self._size, device=experts.device))
             else:
@@ -322,8 +327,12 @@ class JointExperts(Processes):
         with explain_lost_rank():
             distributed.all_gather_into_tensor(parts, own, self._group)
 
+    def wait(self, event: torch.cuda.Event) -> None:
+        self._ranks.wait_for(event.query, "the end of a backward pass")
+
     def average(self, gradient: torch.Tensor) -> None:
-        self._met.append(None)
+        if self._passes:
+            self._met.append(None)
         with explain_lost_rank():
             distributed.all_reduce(gradient)
         gradient /= self.count

@@ -108,10 +108,7 @@ def read_lengths(config: TrainConfig, base: Path) -> Lengths:
 
 
 def fitted_lengths(
-    fitted: TokenizedRows,
-    held: TokenizedRows | None,
-    config: TrainConfig,
-    vision: Vision | None = None,
+    fitted: TokenizedRows, held: TokenizedRows | None, config: TrainConfig, vision: Vision | None = None
 ) -> Lengths:
     """Return the lengths of tokenized rows; ``held`` are the held-out ones."""
     dataset = fitted.dataset
@@ -206,12 +203,7 @@ def _of_texts(rows: object, config: TrainConfig, base: Path, why: str) -> Length
     """Return lengths by the text alone, where there is no chat template to write rows with."""
     if not isinstance(rows, Rows):  # its first rows stand for all
         rows = open_rows(
-            replace(
-                config,
-                streaming=False,
-                max_samples=min(config.max_samples or 256, 256),
-                val_size=0.0,
-            )
+            replace(config, streaming=False, max_samples=min(config.max_samples or 256, 256), val_size=0.0)
         )
     assert isinstance(rows, Rows)
     if rows.with_images:
