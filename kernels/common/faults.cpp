@@ -15,6 +15,7 @@ namespace {
 
 // A handler may neither lock nor allocate. Words are never freed: another thread's may be writing them.
 std::atomic<const char*> words_before{nullptr}, words_behind{nullptr};
+std::atomic_flag told;
 struct sigaction previous;
 
 void write_all(const char* text) {
@@ -53,6 +54,7 @@ void on_fault(int, siginfo_t* info, void*) {
   const int file = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
   while (file >= 0 && next_line(file, line, sizeof line))
     if (const char* path = path_of(reinterpret_cast<std::uintptr_t>(info->si_addr), line)) {
+      while (told.test_and_set()) pause();  // the words of another thread, which end the process
       write_all(words_before);
       write_all(path);
       write_all(words_behind);

@@ -402,22 +402,23 @@ def cached_copies(masters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[t
 
     Then all that have changed are, in one go: a model's LoRA changes together, once in an optimizer step.
     """
-    if not all(_is_current(master, dtype) for master in masters):
-        with torch.inference_mode(False), torch.no_grad():  # may be kept for a later backward
-            _renew()
-            for master in masters:
-                if not _is_current(master, dtype):
-                    made = master.detach().to(dtype, copy=True)
-                    _copies[master] = parameter_state([master]), made
-    return [master.detach() if master.dtype == dtype else _copies[master][1] for master in masters]
+    found = [each for master in masters if (each := _current(master, dtype)) is not None]
+    if len(found) == len(masters):
+        return found
+    with torch.inference_mode(False), torch.no_grad():  # may be kept for a later backward
+        _renew()
+        for master in masters:
+            if _current(master, dtype) is None:
+                _copies[master] = parameter_state([master]), master.detach().to(dtype, copy=True)
+    return cached_copies(masters, dtype)
 
 
-def _is_current(master: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether there is a copy of what ``master`` is now, or no need of one."""
+def _current(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return what ``master`` is now in ``dtype``, if there is a copy or it needs none."""
     if master.dtype == dtype:
-        return True
+        return master.detach()
     state, copied = _copies.get(master, ((), master))
-    return copied.dtype == dtype and state == parameter_state([master])
+    return copied if copied.dtype == dtype and state == parameter_state([master]) else None
 
 
 def _renew() -> None:
