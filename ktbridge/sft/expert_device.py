@@ -18,14 +18,7 @@ from transformers import TrainerCallback
 from ktbridge.codes import problem
 from ktbridge.errors import Problem, UsageError
 from ktbridge.experts.gpu.operations import has_tensor_cores
-from ktbridge.experts.gpu.placement import (
-    Costs,
-    ExpertSizes,
-    MemoryBudget,
-    Placement,
-    Scored,
-    spread_evenly,
-)
+from ktbridge.experts.gpu.placement import Costs, ExpertSizes, MemoryBudget, Placement, Scored, spread_evenly
 from ktbridge.experts.gpu.probe import link_speed
 from ktbridge.experts.gpu.timing import combine_costs, time_experts, time_update
 from ktbridge.experts.inject import PlacedExperts, give_to_gpu, read_sizes
@@ -107,11 +100,12 @@ class ExpertDevice:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.placed is not None:
-            if kind is not None and world().size > 1:
-                self.placed.copier.abandon()
-            else:
-                self.placed.copier.close()
+        if self.placed is None:
+            return
+        if kind is not None and world().size > 1:
+            self.placed.copier.abandon()
+        else:
+            self.placed.copier.close()
 
     def shrink(self, short: int | None = None) -> str:
         """Give back GPU memory, about ``short`` bytes where that is known; what was given back, in words.
@@ -303,7 +297,7 @@ def place_experts(setting: RunSetting, model: Any, resumed: Mapping[str, Any] | 
     placed = give_to_gpu(model, device, placement)
     how = placed.how
     if shares:
-        of_all = exchange([placed.experts.can_share, placed.experts.layout()])
+        of_all = exchange([placed.copier.can_share, placed.experts.layout()])
         shares = of_all == [[True, of_all[0][1]]] * len(of_all)
         how += ", a part by each process for all" if shares else ", all by each process: their pages differ"
     if len(placement.resident) < sizes.layers:

@@ -9,21 +9,21 @@ Not by torch.distributed.checkpoint: its ``.metadata`` is a pickle, which readin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import distributed, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ktbridge.errors import KtbridgeError
 from ktbridge.experts.gpu.masters import gradients_norm, scale_to_norm
 from ktbridge.sft.compat import WholeTrainer, set_logged_rates
-from ktbridge.sft.distributed import add, explain_lost_rank
+from ktbridge.sft.distributed import add, explain_lost_rank, put_mean
 from ktbridge.sft.distributed.dispatch import JointExperts, expert_parameters, whole_tensor
 from ktbridge.sft.host_masters import DeferredAdam
 from ktbridge.sft.launch import is_main, world
@@ -66,8 +66,8 @@ def separate_experts(trainer: WholeTrainer, optimizer: torch.optim.Optimizer) ->
 
     One step over a group takes sharded tensors or whole ones, not both.
     """
-    own = trainer.accelerator.unwrap_model(trainer.model)
-    experts = expert_parameters(own) if world().size > 1 else set()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    experts = expert_parameters(model) if world().size > 1 else set()
     for group in list(optimizer.param_groups):
         own = [parameter for parameter in group["params"] if parameter in experts]
         if own and len(own) < len(group["params"]):
@@ -101,26 +101,19 @@ def average_and_clip(
     Returns the norm before, float32, on every rank the same. As ``torch.nn.utils.clip_grad_norm_``, which
     does not take sharded and whole tensors together.
     """
-    squares, shared = average_gradients(joint.averaged, device) ** 2, deferred.shared
-    everywhere: list[torch.Tensor] = []  # sharded by FSDP2, or averaged by DDP
-    own: list[torch.Tensor] = []  # rank 0's alone, or the same on all ranks
-    parts: list[torch.Tensor] = []  # each rank's part
-    averaged = set(joint.averaged)
-    for parameter in joint.trained:
-        if parameter.grad is not None and parameter not in averaged:
-            of_part = shared is not None and parameter in shared.parameters
-            of_experts = parameter in joint.experts
-            (parts if of_part else own if of_experts else everywhere).append(parameter.grad)
-    mine = float(gradients_norm(own)) ** 2 + squares if is_main() else 0.0
-    if shared is not None:
-        mine += float(gradients_norm(parts, shared.part)) ** 2
-    (squares,) = add([mine])
-    if everywhere:
+    averaged = average_gradients(joint.averaged, device) ** 2
+    mine = float(gradients_norm(_gradients(joint.own))) ** 2 + averaged if is_main() else 0.0
+    (squares,) = add([mine + float(gradients_norm(_gradients(joint.parts), joint.part)) ** 2])
+    if elsewhere := _gradients(joint.elsewhere):
         with explain_lost_rank():
-            squares += float(whole_tensor(nn.utils.get_total_norm(everywhere))) ** 2
+            squares += float(whole_tensor(nn.utils.get_total_norm(elsewhere))) ** 2
     norm = torch.tensor(squares**0.5)
     scale_to_norm(joint.trained, largest, norm, deferred.scale)
     return norm
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    return [each.grad for each in parameters if each.grad is not None]
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) -> float:
@@ -138,15 +131,13 @@ def average_gradients(parameters: Sequence[nn.Parameter], device: torch.device) 
         for parameter in bucket:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [each.grad for each in bucket if each.grad is not None]
+        gradients = _gradients(bucket)
         flat = torch.empty(sum(map(torch.numel, gradients)), dtype=torch.float32, device=device)
         parts = flat.split([gradient.numel() for gradient in gradients])
         means = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
         for mean, gradient in zip(means, gradients, strict=True):
-            mean.copy_(gradient)
-        with explain_lost_rank():
-            distributed.all_reduce(flat)
-        flat /= world().size
+            mean.copy_(gradient, non_blocking=True)
+        put_mean(flat)
         norms.append(torch.linalg.vector_norm(flat))
         for mean, gradient in zip(means, gradients, strict=True):
             gradient.copy_(mean)

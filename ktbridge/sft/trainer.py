@@ -154,9 +154,9 @@ class RunTrainer(RowTrainer):
             super()._track_num_input_tokens(of_step)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
-        return self._clip(model, self.args.max_grad_norm)
+        return self._clip(self.args.max_grad_norm)
 
-    def _clip(self, model: nn.Module, largest: float) -> torch.Tensor:
+    def _clip(self, largest: float) -> torch.Tensor:
         assert self.deferred is not None
         if world().size > 1:
             assert self.runner.joint is not None
@@ -171,7 +171,7 @@ class RunTrainer(RowTrainer):
         self, model: nn.Module, grad_norm: torch.Tensor | float | None = None
     ) -> torch.Tensor | float | None:
         if grad_norm is None:  # a step in which nothing is clipped
-            grad_norm = self._clip(model, float("inf"))
+            grad_norm = self._clip(float("inf"))
         # Before the optimizer's step, so that the weights are still those of the step before. The norm waits
         # for the GPU anyway; a look at each batch's loss would, too.
         step, norm = self.state.global_step + 1, float(grad_norm)

@@ -289,7 +289,7 @@ def test_processes_that_share_bring_together_what_one_brings(layer, count):
 def test_copies_end_where_registrations_meet():
     memory = torch.arange(100, dtype=torch.uint8)
     group = Group((0,), (CopySpan(memory.data_ptr() + 10, 7, 80),), {}, 256, (memory,))
-    found = copying._Sources([memory.data_ptr() + at for at in (0, 30, 31, 90, 95)]).of(group, None)
+    found = copying._Sources([memory.data_ptr() + at for at in (0, 30, 31, 90, 95)]).of(group, Processes())
     assert [(at, len(source)) for source, at in found] == [(7, 20), (27, 1), (28, 59)]
     assert torch.equal(torch.cat([source for source, _ in found]), memory[10:90])
 

@@ -160,7 +160,7 @@ class StagedCopier(Copier):
             if after is not None:
                 self._stream.wait_event(after)
             begun = self.link.begin(self._stream)
-            for source, offset in self._sources.of(group, None):
+            for source, offset in self._sources.of(group, self.processes):
                 which = self._next = (self._next + 1) % len(self._pinned)
                 if (before := self._sent[which]) is not None:
                     before.synchronize()
@@ -230,19 +230,17 @@ class _Sources:
             True: WeakKeyDictionary(),
         }
 
-    def of(self, group: Group, processes: Processes | None) -> list[tuple[torch.Tensor, int]]:
+    def of(self, group: Group, processes: Processes) -> list[tuple[torch.Tensor, int]]:
         """Return what this process transfers: all, or its part where they share."""
-        sharing = processes is not None and processes.sharing
-        found = self._known[sharing].get(group)
+        known = self._known[processes.sharing]
+        found = known.get(group)
         if found is None:
             found = [
                 (view_host_memory(span.address + start, end - start), span.offset + start)
                 for span in group.spans
                 for start, end in pairwise(self._edges(span))
             ]
-            if sharing and processes is not None:
-                found = [*_own(found, group, processes)]
-            self._known[sharing][group] = found
+            known[group] = found = [*_own(found, group, processes)] if processes.sharing else found
         return found
 
     def _edges(self, span: CopySpan) -> list[int]:

@@ -239,13 +239,11 @@ class GpuExperts:
         """Compute beside other processes from now on."""
         self._copier.processes = processes
 
-    @property
-    def can_share(self) -> bool:
-        """Return whether processes whose ``layout`` is the same may share transfers."""
-        return self._copier.can_share
-
     def layout(self) -> int:
-        """Digest of each group's bytes in a slot: they are in the order of this process's addresses."""
+        """Digest of each group's bytes in a slot: they are in the order of this process's addresses.
+
+        Processes may share transfers if it is the same, and all their copiers can.
+        """
         layout = [
             (group.experts, group.bytes, [*group.places.items()], [(s.offset, s.bytes) for s in group.spans])
             for layer in self._layers.values()

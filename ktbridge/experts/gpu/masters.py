@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -182,7 +183,7 @@ class Gradients:
             [part.view(each.shape) for part, each in zip(whole.split(sizes), parameters, strict=True)]
             for whole in (flat, pinned)
         )
-        way = return_stream(flat.device) if cuda else None
+        way = _return_stream(flat.device) if cuda else None
         if way is not None:
             way.wait_stream(torch.cuda.current_stream(flat.device))
             flat.record_stream(way)
@@ -195,7 +196,7 @@ class Gradients:
         arrived = way.record_event() if way is not None else None
         if compat.after_backward("LoRA gradients", _add_coming):
             _coming.clear()  # of a pass that raised half-way
-        _coming.append((parameters, shaped, norms, arrived, processes))
+        _coming.append(_Coming(parameters, shaped, norms, arrived, processes))
 
 
 def gradients_norm(
@@ -259,26 +260,37 @@ def scale_to_norm(
 
 
 @functools.cache
-def return_stream(device: torch.device) -> torch.cuda.Stream:
+def _return_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream that gradients leave ``device`` in, beside what is computed."""
     return torch.cuda.Stream(device)
 
 
-_Tensors = list[torch.Tensor]
-_coming: list[tuple[_Tensors, _Tensors, list[torch.Tensor | None], torch.cuda.Event | None, Processes]] = []
-"""Masters on the host, their gradients of the running backward pass, these's norms, event of arrival."""
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """Gradients of a layer's masters that are on their way to the host."""
+
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    norms: list[torch.Tensor | None]
+    arrived: torch.cuda.Event | None
+    processes: Processes
+
+
+_coming: list[_Coming] = []
+"""Of the running backward pass."""
 _NORM = "norm_there"
 """Attribute of a gradient that has arrived: its norm on the device, and its version then."""
 
 
 def _add_coming() -> None:
-    for parameters, gradients, norms, arrived, processes in _coming:
-        if arrived is not None:
-            processes.wait(arrived)
-        for parameter, gradient, norm in zip(parameters, gradients, norms, strict=True):
+    for each in _coming:
+        part = each.processes.part
+        if each.arrived is not None:
+            each.processes.wait(each.arrived)
+        for parameter, gradient, norm in zip(each.parameters, each.gradients, each.norms, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
                 vars(gradient)[_NORM] = norm, gradient._version
             else:
-                processes.part(parameter.grad).add_(processes.part(gradient))
+                part(parameter.grad).add_(part(gradient))
     _coming.clear()

@@ -282,6 +282,16 @@ def add(values: Sequence[float]) -> list[float]:
     return [math.fsum(each) for each in zip(*(row.tolist() for row in rows), strict=True)]
 
 
+def put_mean(tensor: torch.Tensor) -> None:
+    """Put the mean over all ranks in the place of ``tensor``, which all of them must give alike.
+
+    By torch's default group: NCCL for a tensor on a GPU.
+    """
+    with explain_lost_rank():
+        distributed.all_reduce(tensor)
+    tensor /= world().size
+
+
 def gather_on_main(tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
     """Gather the rows of all ranks, concatenated, on rank 0; the others get nothing.
 

@@ -39,6 +39,7 @@ from ktbridge.sft.distributed import (
     explain_lost_rank,
     gather_on_main,
     group,
+    put_mean,
     weights_group,
 )
 from ktbridge.sft.host_masters import SharedMasters, find_local_ranks
@@ -115,11 +116,7 @@ class _Dispatched(torch.autograd.Function):
 
 
 def _agreed(
-    layer: MoELoRAExperts,
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    number: int,
+    layer: MoELoRAExperts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int
 ) -> tuple[list[int], bool]:
     """Return how many tokens each rank brings, and whether any of them wants gradients."""
     wants = torch.is_grad_enabled() and (
@@ -254,7 +251,6 @@ class JointExperts(Processes):
         model = trainer.accelerator.unwrap_model(trainer.model)
         self.place, self.count = world().rank, world().size
         self.trained = [each for each in model.parameters() if each.requires_grad]
-        self.experts = expert_parameters(model)
         layers, self._ranks = on_gpu(model), find_local_ranks()
         lora = {each for layer in layers for each in layer.parameters()}
         self.reduces_itself = bool(layers) and not trainer.is_fsdp_enabled
@@ -267,7 +263,6 @@ class JointExperts(Processes):
         self._met: list[_Meeting] = []
         self._apart = False
         """True where a group was transferred outside a step, which other ranks need not have done."""
-        everywhere = self.trained if self.reduces_itself else [each for each in self.trained if each in lora]
         coming: set[torch.Tensor] = set()
         joined = self.reduces_itself and len(self._ranks.processes) == self.count
         for layer in layers if joined else ():
@@ -279,15 +274,23 @@ class JointExperts(Processes):
                 coming.update(own)
                 self._layers += 1
                 self._size = sum(each.numel() for each in own)  # an executor's layers are alike
-        self.averaged = [each for each in everywhere if each not in coming]
+        self.averaged = [p for p in self.trained if (self.reduces_itself or p in lora) and p not in coming]
         """Those of which no gradient is a mean yet when a step has been computed."""
+        self.parts = [each for each in self.trained if shared and each in coming]
+        """Those of which each rank has a part of the mean."""
+        experts, others = expert_parameters(model), {*self.trained}.difference(self.averaged, self.parts)
+        self.own = [each for each in self.trained if each in others and each in experts]
+        """Those of rank 0 alone, or with the same gradients on all ranks."""
+        self.elsewhere = [each for each in self.trained if each in others and each not in experts]
+        """Those that DDP averages, or FSDP2 shards."""
         self._group = weights_group(self._experts.device) if share and self._experts else None
 
     def begin(self, passes: int) -> None:
         """Begin a step of so many micro-batches."""
         self._met, self._passes = [], passes
         if self._share and self._experts is not None:
-            apart, refused = map(any, zip(*exchange([self._apart, not self._experts.can_share]), strict=True))
+            can_share = self._experts.ring.copier.can_share
+            apart, refused = map(any, zip(*exchange([self._apart, not can_share]), strict=True))
             if apart:
                 self._experts.ring.forget()
             self._apart, self._share = False, not refused
@@ -333,9 +336,7 @@ class JointExperts(Processes):
     def average(self, gradient: torch.Tensor) -> None:
         if self._passes:
             self._met.append(None)
-        with explain_lost_rank():
-            distributed.all_reduce(gradient)
-        gradient /= self.count
+        put_mean(gradient)
 
     def part(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._shared.part(tensor) if self._shared else tensor
