@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from statistics import median
 from threading import Thread
 from typing import Any
 
+import psutil
 from peers.driver import SCRIPTS
 
 from ktbridge.adapter.outputs import LOG_FILE
@@ -158,7 +158,7 @@ def train(
     if timeline is not None:
         start = [str(SCRIPTS / "timeline.py"), "record", str(timeline), "--"]
     start = [sys.executable, *(["-m", *launch] if gpus > 1 else []), *start]
-    # In a group of its own, so that a launcher's processes end with it.
+    # In a session of its own: Ctrl-C is for this script, which ends what it started.
     process = subprocess.Popen(
         [*start, "train", str(config), "--json"],
         stdout=subprocess.PIPE,
@@ -240,8 +240,12 @@ def _paces(log: Path) -> list[float]:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """End a run, and what a launcher started for it: each in a session of its own."""
+    with suppress(psutil.NoSuchProcess):
+        launched = psutil.Process(process.pid).children(recursive=True)
+        for each in (psutil.Process(process.pid), *launched):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
     process.wait()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import pytest
 from click.testing import CliRunner
+from waiting import is_alive, wait_for
 
 
 def run(mode, pace, gpus=1, status=0, **others):
@@ -116,3 +118,28 @@ def test_gpu_memory_is_what_a_run_adds(tmp_path, monkeypatch):
         while memory.peak != 4500 << 20 and time.monotonic() < began + 20:
             time.sleep(0.01)
     assert memory.peak == 4500 << 20
+
+
+def test_a_run_that_is_late_ends_with_what_its_launcher_started(tmp_path, monkeypatch):
+    """Ranks are in sessions of their own, and went on beside the next run."""
+    from peers import training
+
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import subprocess, sys, pathlib\n"
+        "rank = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"pathlib.Path({str(tmp_path / 'rank')!r}).write_text(str(rank.pid))\n"
+        "rank.wait()\n"
+    )
+    monkeypatch.setattr(training, "_KTBRIDGE", (sys.executable, str(launcher)))
+    number = tmp_path / "rank"
+
+    class Until(float):
+        """A time that has come once the rank is there."""
+
+        def __lt__(self, now: object) -> bool:
+            return number.exists() and number.read_text() != ""
+
+    measured = training.train(tmp_path / "run.yaml", tmp_path / "log", until=Until())
+    assert measured.late
+    wait_for(lambda: not is_alive(int(number.read_text())))
