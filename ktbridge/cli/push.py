@@ -8,14 +8,7 @@ import click
 
 from ktbridge.adapter.push import execute_push, plan_push
 from ktbridge.cli._app import Command, dry_run_option, from_option, json_option
-from ktbridge.cli._ui import (
-    console,
-    emit_json,
-    print_problems,
-    print_readings,
-    progress_bar,
-    stderr,
-)
+from ktbridge.cli._ui import console, emit_json, print_problems, print_readings, progress_bar, stderr
 from ktbridge.files.sizes import size_text
 
 

@@ -277,6 +277,8 @@ class MasterLinear(Linear):
     """
 
     keeps_copies = True
+    _copied: tuple[object, list[torch.Tensor]] = (None, [])
+    """The state of A and B when they were copied last, and the copies."""
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Compute as PEFT does, but for rounding; by PEFT's own method for whatever isn't plain LoRA."""
@@ -286,7 +288,10 @@ class MasterLinear(Linear):
             return result
         name, weight, bias, masters = plain
         if self.keeps_copies:
-            copies = cached_copies(masters, x.dtype)
+            state = x.dtype, parameter_state(masters)
+            if self._copied[0] != state:
+                self._copied = state, cached_copies(masters, x.dtype)
+            copies = self._copied[1]
         else:
             copies = [master.detach().to(x.dtype) for master in masters]
         dropout = self.lora_dropout[name]
@@ -350,7 +355,9 @@ class _LoraProduct(torch.autograd.Function):
         thin = _scaled_product(rows, a.t(), scale)
         out = functional.linear(x, weight, bias)
         out.view(-1, out.shape[-1]).addmm_(thin, b.t())
-        ctx.save_for_backward(rows, weight, a, b, thin)
+        ctx.save_for_backward(rows, thin)
+        # Not saved: a checkpoint around it would run hooks, in Python, for what is there anyway.
+        ctx.frozen, ctx.versions = (weight, a, b), _versions(weight, a, b)
         ctx.scale, ctx.shape, ctx.same = scale, x.shape, dropped is x
         ctx.dtypes = [master.dtype for master in masters]
         return out
@@ -358,7 +365,10 @@ class _LoraProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, a, b, thin = ctx.saved_tensors
+        rows, thin = ctx.saved_tensors
+        weight, a, b = ctx.frozen
+        if ctx.versions != _versions(weight, a, b):  # as autograd refuses what it saves
+            raise RuntimeError("weight or LoRA has been modified by an inplace operation since this forward.")
         d = d.reshape(-1, d.shape[-1])
         of_x, of_dropped = ctx.needs_input_grad[:2]
         of_a, of_b = ctx.needs_input_grad[-2:]
@@ -376,6 +386,10 @@ class _LoraProduct(torch.autograd.Function):
             d_b = _product_in(ctx.dtypes[1], d.t(), thin)
         whole = None if d_x is None else d_x.view(ctx.shape)
         return whole, d_dropped, None, None, None, None, d_a, d_b
+
+
+def _versions(*tensors: torch.Tensor) -> list[int]:
+    return [each._version for each in tensors]
 
 
 def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:

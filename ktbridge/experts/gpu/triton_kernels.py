@@ -247,14 +247,7 @@ def launch_add_kept(total: torch.Tensor, parts: Sequence[torch.Tensor], masks: S
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    by_row,
-    rows,
-    weights,
-    out,
-    columns,
-    slots: tl.constexpr,
-    weighted: tl.constexpr,
-    block: tl.constexpr,
+    by_row, rows, weights, out, columns, slots: tl.constexpr, weighted: tl.constexpr, block: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
