@@ -203,3 +203,18 @@ def test_two_adapters_at_once_are_left_to_peft():
     ours.proj.set_adapter("other")
     peft.proj.set_adapter("other")
     assert torch.allclose(ours.proj(x).float(), peft.proj(x).float(), atol=0.05)
+
+
+def test_hooks_of_a_checkpoint_see_what_is_computed_alone_and_changes_are_refused():
+    model, packed = adapted(), []
+    convert_masters(model)
+    x = torch.randn(3, 64).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: packed.append(each) or each, lambda each: each
+    ):
+        out = model.proj(x)
+    assert sorted(each.shape for each in packed) == [(3, 8), (3, 64)]
+    with torch.no_grad():
+        model.proj.base_layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
