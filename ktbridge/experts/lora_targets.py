@@ -294,7 +294,7 @@ class MasterLinear(Linear):
             copies = self._copied[1]
         else:
             copies = [master.detach().to(x.dtype) for master in masters]
-        dropout = self.lora_dropout[name]
+        dropout = vars(self)["_modules"]["lora_dropout"]._modules[name]
         dropped = x if type(dropout) is nn.Identity else dropout(x)
         out: torch.Tensor = _LoraProduct.apply(x, dropped, weight, bias, self.scaling[name], copies, *masters)
         return out
@@ -304,11 +304,12 @@ class MasterLinear(Linear):
         dtype, device = x.dtype, x.device
         if dtype not in _HALF or device.type not in _DEVICES or self.disable_adapters or self.merged:
             return None
-        below, above, base = self.lora_A, self.lora_B, self.base_layer
+        # Not by attribute: that takes microseconds, hundreds of times a step.
+        parts = vars(self)["_modules"]
+        below, above, base = parts["lora_A"]._modules, parts["lora_B"]._modules, parts["base_layer"]
         names = [name for name in self.active_adapters if name in below]
         if len(names) != 1 or names[0] in self.lora_variant or not _is_plain(base):
             return None
-        # Not by attribute: that takes microseconds, hundreds of times a step.
         own, a, b = (each._parameters for each in (base, below[names[0]], above[names[0]]))
         weight, masters = own["weight"], (a["weight"], b["weight"])
         if weight is None or masters[0] is None or masters[1] is None or b["bias"] is not None:
