@@ -277,8 +277,6 @@ class MasterLinear(Linear):
     """
 
     keeps_copies = True
-    _copied: tuple[object, list[torch.Tensor]] = (None, [])
-    """The state of A and B when they were copied last, and the copies."""
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         """Compute as PEFT does, but for rounding; by PEFT's own method for whatever isn't plain LoRA."""
@@ -286,17 +284,13 @@ class MasterLinear(Linear):
         if plain is None:
             result: torch.Tensor = super().forward(x, *args, **kwargs)
             return result
-        name, weight, bias, masters = plain
+        weight, bias, scale, dropout, masters = plain
         if self.keeps_copies:
-            state = x.dtype, parameter_state(masters)
-            if self._copied[0] != state:
-                self._copied = state, cached_copies(masters, x.dtype)
-            copies = self._copied[1]
+            copies = cached_copies(masters, x.dtype)
         else:
             copies = [master.detach().to(x.dtype) for master in masters]
-        dropout = vars(self)["_modules"]["lora_dropout"]._modules[name]
         dropped = x if type(dropout) is nn.Identity else dropout(x)
-        out: torch.Tensor = _LoraProduct.apply(x, dropped, weight, bias, self.scaling[name], copies, *masters)
+        out: torch.Tensor = _LoraProduct.apply(x, dropped, weight, bias, scale, copies, *masters)
         return out
 
     def _plain(self, x: torch.Tensor) -> _Plain | None:
@@ -310,18 +304,20 @@ class MasterLinear(Linear):
         names = [name for name in self.active_adapters if name in below]
         if len(names) != 1 or names[0] in self.lora_variant or not _is_plain(base):
             return None
-        own, a, b = (each._parameters for each in (base, below[names[0]], above[names[0]]))
+        (name,) = names
+        own, a, b = (each._parameters for each in (base, below[name], above[name]))
         weight, masters = own["weight"], (a["weight"], b["weight"])
         if weight is None or masters[0] is None or masters[1] is None or b["bias"] is not None:
             return None
         right = weight.dtype == dtype and weight.device == device and not weight.requires_grad
         if not right or masters[0].dtype not in (dtype, torch.float32):
             return None
-        return names[0], weight, own["bias"], (masters[0], masters[1])
+        dropout = parts["lora_dropout"]._modules[name]
+        return weight, own["bias"], self.scaling[name], dropout, (masters[0], masters[1])
 
 
-_Plain = tuple[str, torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]
-"""An adapter's name, the frozen weight and bias, A and B."""
+_Plain = tuple[torch.Tensor, torch.Tensor | None, float, nn.Module, tuple[torch.Tensor, torch.Tensor]]
+"""The frozen weight and bias, and of the adapter its scale, dropout, A and B."""
 
 
 def _is_plain(base: nn.Module) -> bool:

@@ -242,8 +242,8 @@ def _paces(log: Path) -> list[float]:
 def _kill(process: subprocess.Popen[str]) -> None:
     """End a run, and what a launcher started for it: each in a session of its own."""
     with suppress(psutil.NoSuchProcess):
-        launched = psutil.Process(process.pid).children(recursive=True)
-        for each in (psutil.Process(process.pid), *launched):
+        run = psutil.Process(process.pid)
+        for each in (run, *run.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
     process.wait()
