@@ -56,6 +56,7 @@ _AT_ONCE = 0.2  # seconds for which all GPUs of a run transfer, to learn what ea
 _SHARED = 1.2
 """How much faster weights must come where processes share transfers, for them to do so."""
 _COUPLED = 1.12  # times one process's seconds: all wait for the slowest; 0.95 to 1.25 in seven runs
+_COUPLED_FSDP2 = 1.38  # 1.35 and 1.43 in two runs: its hooks are Python's, too
 _CPU = torch.device("cpu")
 _MEASURED = (2, 3)
 """Steps whose seconds correct the costs: nothing is compiled or allocated any more."""
@@ -357,15 +358,14 @@ def _together(
     """Return rank 0's ``costs`` with what several processes do at once, and whether they share transfers.
 
     GPUs may share a link. Where all are of this host, and give each other weights faster than it brings
-    them, each transfers a part. Not with FSDP2, whose operations were never seen beside these, and for kto,
-    whose steps aren't made of micro-batches.
+    them, each transfers a part; not for kto, whose steps aren't made of micro-batches.
     """
     if world().size == 1 or device.type != "cuda":
         return costs, False
     barrier()
     link = min(costs.link, -agree(-round(link_speed(device, _AT_ONCE))))
     here, unpack, shares = len(find_local_ranks().processes), costs.unpack, False
-    if here == world().size and not shards_parameters() and setting.config.stage != "kto":
+    if here == world().size and setting.config.stage != "kto":
         gathered = gather_speed(device)
         if shares := min(here * link, gathered) > _SHARED * link:
             link = min(here * link, gathered)
@@ -377,7 +377,7 @@ def _together(
         parts = 1
     update = costs.update[0], (clip + adam) / parts
     costs = replace(costs, link=link, unpack=unpack, update=update, deferred=adam / parts, add=adam / parts)
-    return costs.scaled(_COUPLED), shares
+    return costs.scaled(_COUPLED_FSDP2 if shards_parameters() else _COUPLED), shares
 
 
 def _obstacle(device: torch.device) -> str:

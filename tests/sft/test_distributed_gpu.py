@@ -176,16 +176,24 @@ def test_ranks_whose_experts_lie_in_another_order_share_nothing(launch, run_dir,
 
 
 @quiet
-@pytest.mark.parametrize("how", ["watched", "home", "together"])
-def test_ddp_ranks_with_their_own_streams_train_as_one_process_does(how, launch, run_dir, alone):
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        ("ddp", "watched"),
+        ("ddp", "home"),
+        ("ddp", "together"),
+        pytest.param("fsdp2", "together", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_with_their_own_streams_train_as_one_process_does(method, how, launch, run_dir, alone):
     own = (*STREAM, *SGD, "tokens_per_pass=26")
-    done = launch(f"ddp-{how}", "ddp", *own, how=(__file__, how))
+    done = launch(f"{method}-{how}", method, *own, how=(__file__, how))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["experts"] == "stream"
     (note,) = (note for note in told["notes"] if note["code"] == "KTC024")
     assert "streamed to the GPU" in note["found"]
-    assert_same_run(run_dir, alone(*SGD), f"ddp-{how}", within=5e-4)
+    assert_same_run(run_dir, alone(*SGD), f"{method}-{how}", within=5e-4)
 
 
 def short(*arguments):

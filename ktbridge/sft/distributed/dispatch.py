@@ -242,8 +242,7 @@ class JointExperts(Processes):
     A rank that runs out of memory takes part in what is left of a step (``give_up``), for the others wait.
     So the order of groups must be known: a step in which it isn't yet shares nothing.
 
-    With FSDP2, whose own operations would be between these, and where not all ranks are of one host, nothing
-    meets before a step's end.
+    Where not all ranks are of one host nothing meets before a step's end.
     """
 
     def __init__(self, trainer: WholeTrainer, shared: SharedMasters | None, share: bool) -> None:
@@ -264,8 +263,7 @@ class JointExperts(Processes):
         self._apart = False
         """True where a group was transferred outside a step, which other ranks need not have done."""
         coming: set[torch.Tensor] = set()
-        joined = self.reduces_itself and len(self._ranks.processes) == self.count
-        for layer in layers if joined else ():
+        for layer in layers if len(self._ranks.processes) == self.count else ():
             assert layer.gpu is not None
             self._experts = layer.gpu.experts
             self._experts.join(self)
