@@ -375,13 +375,14 @@ def test_processes_of_a_host_share_masters_and_train_to_the_bits_of_processes_th
 
 @pytest.mark.slow
 @quiet
-def test_pairs_train_to_the_same_bits_whoever_transfers_weights(launch, run_dir):
+@pytest.mark.parametrize("method", ["ddp", "fsdp2"])
+def test_pairs_train_to_the_same_bits_whoever_transfers_weights(method, launch, run_dir):
     """A step of theirs has a forward of the reference, too."""
     more = (*STREAM, *DPO, "max_steps=4", HELD_OUT["dpo"], "eval_steps=2", "tokens_per_pass=60", UNCLIPPED)
     for name in ("sharing", "together"):
-        done = launch(f"pairs-{name}", "ddp", *more, how=(__file__, name))
+        done = launch(f"pairs-{method}-{name}", method, *more, how=(__file__, name))
         assert done.returncode == 0, done.stderr
-    assert bits(run_dir, "pairs-sharing") == bits(run_dir, "pairs-together")
+    assert bits(run_dir, f"pairs-{method}-sharing") == bits(run_dir, f"pairs-{method}-together")
 
 
 @pytest.mark.slow
