@@ -224,6 +224,7 @@ def told(row: Row, gpus: int, measured: Measured, log: str) -> Record:
         "anonymous": measured.anonymous,
         "mapped": measured.file,
         "status": measured.status,
+        "late": measured.late,
         "seconds": measured.seconds,
         "notes": notes,
         "result": {key: value for key, value in result.items() if key != "notes"},
@@ -233,9 +234,16 @@ def told(row: Row, gpus: int, measured: Measured, log: str) -> Record:
 
 def _outcome(record: Record) -> str:
     if record["tokens_per_second"] is None or record["status"]:
-        return f"exit code {record['status']}; " + " ".join(record["last_words"])
+        return _ended(record)
     peak = f", GPU {record['gpu'] / 1e9:.2f} GB" if record["gpu"] else ""
     return f"{record['tokens_per_second']:,.0f} tokens/s{peak}, {record['seconds']:.0f} s in all"
+
+
+def _ended(record: Record) -> str:
+    how = f"exit code {record['status']}"
+    if record.get("late"):
+        how = f"ended here after {record['seconds']:.0f} s (--longest, --seconds-left)"
+    return f"{how}; " + " ".join(record["last_words"])
 
 
 def verdict(row: Row, runs: Sequence[Record]) -> dict[str, bool]:
@@ -317,8 +325,7 @@ def show(run: Record, rows: Sequence[Row]) -> bool:
                 where = f"{each['row']} {each['mode']}"
                 console.print(f"{where}: {code} {found}", style="dim", markup=False, soft_wrap=True)
         if each["status"]:
-            words = " ".join(each["last_words"])
-            stderr.print(f"{each['row']} {each['mode']}: {words}", markup=False, soft_wrap=True)
+            stderr.print(f"{each['row']} {each['mode']}: {_ended(each)}", markup=False, soft_wrap=True)
         if each.get("quantised_seconds"):
             took = each["quantised_seconds"]
             console.print(f"{each['row']} {each['mode']}: experts were quantized first, {took:.0f} s")

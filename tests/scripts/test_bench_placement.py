@@ -76,6 +76,19 @@ def test_recorded_runs_are_shown_as_one_table(tmp_path):
     assert CliRunner().invoke(main, paths[:1]).exit_code == 1
 
 
+def test_a_run_that_had_no_time_left_is_told_apart_from_one_that_failed(tmp_path):
+    from bench_placement import main
+
+    for late, told in ((True, "ended here after 20 s"), (False, "exit code -9")):
+        runs = [run("auto", None, status=-9, late=late)]
+        machine = {"cpu": "a CPU", "cores": 16}
+        (tmp_path / "run.json").write_text(json.dumps({"machine": machine, "settings": {}, "runs": runs}))
+        shown = CliRunner().invoke(main, [f"--from-json={tmp_path / 'run.json'}"])
+        assert shown.exit_code == 1
+        assert told in shown.output
+        assert "v2-6: misses ran" in shown.output
+
+
 def test_runs_that_are_there_are_not_made_again(tmp_path, monkeypatch):
     import bench_placement
 
