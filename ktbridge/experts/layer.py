@@ -383,13 +383,7 @@ class MoELoRAExperts(nn.Module, PeftLayer):
                 "Give the layer inputs on that device, or call layer.move_lora(torch.device('cpu')).",
             )
         call = KernelCall(
-            self._layer,
-            self.weights,
-            used,
-            keep,
-            self.accumulate_grad,
-            self.run_ahead,
-            recompute.replayed(),
+            self._layer, self.weights, used, keep, self.accumulate_grad, self.run_ahead, recompute.replayed()
         )
         out = ExpertFunction.apply(call, hidden, topk_ids, topk_weights, *lora)
         if call.replayed is None:

@@ -135,6 +135,23 @@ def test_layers_that_are_given_back_have_their_pages_registered_then(tmp_path):
     copier.close()
 
 
+def test_no_kernel_is_compiled_for_what_a_router_chooses(copier, monkeypatch):
+    from triton import knobs
+
+    layer, _ = make_layer(SHAPE, accumulate_grad=True)
+    give([layer], CUDA, copier=copier, **WAYS["4 groups in parts"])
+    hidden, ids, weights = there(make_inputs(SHAPE))
+    d_out, compiled = some_d_out(SHAPE).to(CUDA), []
+    for _ in range(2):  # the second adds to gradients
+        layer(hidden, ids, weights).backward(d_out)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
+    for first in range(0, 57, 3):  # six experts have half of the rows; with fewer tokens all groups fit
+        ids[: len(ids) // 2] = torch.arange(first, first + 6, device=CUDA)
+        for tokens in (500, 499, 120, 37):
+            layer(hidden[:tokens], ids[:tokens], weights[:tokens]).backward(d_out[:tokens])
+    assert not compiled
+
+
 def test_an_id_outside_is_an_error_by_the_next_step():
     layer, _ = make_layer(SHAPE, accumulate_grad=True)
     experts = give([layer], CUDA, resident=(0,), copier=StagedCopier(CUDA, 1))

@@ -33,13 +33,7 @@ from ktbridge.adapter.formats.raw_form import (
     stack_experts,
 )
 from ktbridge.adapter.keys import HALVES, PEFT_PREFIX, PROJECTIONS, expert_key
-from ktbridge.adapter.lora_config import (
-    apply_alpha,
-    build_config,
-    expert_numbers,
-    numbers_of,
-    pattern_fields,
-)
+from ktbridge.adapter.lora_config import apply_alpha, build_config, expert_numbers, numbers_of, pattern_fields
 from ktbridge.adapter.numbers import Numbers
 from ktbridge.adapter.outputs import Output, Piece, piece
 from ktbridge.adapter.scan import scan_adapter

@@ -133,7 +133,7 @@ class Routing:
             end,
             self.tokens[start:stop],
             self.slots[start:stop],
-            ends - start if start else ends,
+            ends - start if first else ends,
             slice(start, stop),
             tuple(bound - start for bound in bounds[first : end + 1]),
         )

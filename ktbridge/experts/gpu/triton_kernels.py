@@ -437,8 +437,9 @@ def launch_route(
     bins = triton.next_power_of_2(experts + 2)
     long = torch.empty(2 * rows + count, dtype=torch.int64, device=device)
     tokens, slots, rows_of = long.split((rows, rows, count))
+    # Ends first: kernels are compiled anew for an address that isn't a multiple of 16.
     short = torch.empty((experts + 1) * (blocks + 1) + experts, dtype=torch.int32, device=device)
-    counts, totals, ends = short.split(((experts + 1) * blocks, experts + 1, experts))
+    ends, totals, counts = short.split((experts, experts + 1, (experts + 1) * blocks))
     _count[(blocks,)](
         ids, place, counts, tokens, slots, count, experts, blocks, rows, triton.cdiv(rows, blocks),
         bins, _SLOTS,

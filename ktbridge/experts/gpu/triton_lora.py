@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _WINDOW = 32  # rows that a program of the thin products has
 _ROWS = 64  # that LoRA gradients take at a time
 _COLUMNS = 128  # of a program of LoRA gradients
+_BINS = 256  # ends of experts that a program looks at, or more: so parts of any size share what was compiled
 
 
 @triton.jit
@@ -45,7 +46,7 @@ def _thin_part(  # type: ignore[no-untyped-def]
     return tl.load(place, mask=(at < columns)[:, None] & (border < wide)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "experts"])
 def _gather_thin(  # type: ignore[no-untyped-def]
     source, tokens, below, ends, out, rows, experts, columns, wide, source_step, out_step,
     expert_step, lead, turned: tl.constexpr, unit: tl.constexpr,
@@ -107,6 +108,10 @@ def _thin(wide: int) -> int:
     return max(16, triton.next_power_of_2(wide))
 
 
+def _bins(experts: int) -> int:
+    return max(_BINS, triton.next_power_of_2(experts))
+
+
 def launch_gather_thin(
     source: torch.Tensor, tokens: torch.Tensor, below: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor:
@@ -116,13 +121,13 @@ def launch_gather_thin(
         below, turned, unit, (columns, *steps) = _laid_out(below, columns, source.stride(0), columns + wide)
         _gather_thin[(triton.cdiv(len(tokens), _WINDOW),)](
             source, tokens, below, ends, out, len(tokens), experts, columns, wide, *steps, turned,
-            unit, triton.next_power_of_2(experts), _thin(wide), _WINDOW,
+            unit, _bins(experts), _thin(wide), _WINDOW,
             128 if wide <= 64 else 64, num_warps=4 if wide <= 64 else 8, num_stages=3,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "experts"])
 def _activation_thin(  # type: ignore[no-untyped-def]
     gate_up, below, ends, out, rows, experts, inner, wide, row_step, out_step, expert_step,
     lead, limit, alpha, offset, turned: tl.constexpr, unit: tl.constexpr,
@@ -173,13 +178,13 @@ def launch_activation_thin(
         below, turned, unit, (inner, *steps) = _laid_out(below, inner, gate_up.stride(0), inner + wide)
         _activation_thin[(triton.cdiv(len(gate_up), _WINDOW),)](
             gate_up, below, ends, out, len(gate_up), experts, inner, wide, *steps,
-            *gating_numbers(gating), turned, unit, triton.next_power_of_2(experts), _thin(wide), _WINDOW,
+            *gating_numbers(gating), turned, unit, _bins(experts), _thin(wide), _WINDOW,
             64, num_warps=4 if wide <= 64 else 8, num_stages=3,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["rows", "count"])
+@triton.jit(do_not_specialize=["rows", "count", "experts"])
 def _activation_backward_thin(  # type: ignore[no-untyped-def]
     gate_up, d_h, weights, slots, more, above, below, ends, out, h_out, d_weights,
     rows, count, experts, wide, h_wide, inner, row_step, d_step, out_step, h_step,
@@ -288,7 +293,7 @@ def launch_activation_backward_thin(
         _activation_backward_thin[(triton.cdiv(rows, _WINDOW),)](
             gate_up, d_h, weighing.weights, weighing.slots, more, above, below, ends, out, h,
             weighing.gradients, rows, len(weighing.weights), experts, wide, h_wide, *steps, *h_steps,
-            *gating_numbers(gating), turned, unit, h_turned, h_unit, triton.next_power_of_2(experts),
+            *gating_numbers(gating), turned, unit, h_turned, h_unit, _bins(experts),
             _thin(wide), _thin(h_wide), _WINDOW, 64, num_warps=4 if wide <= 64 else 8, num_stages=2,
         )  # fmt: skip
     return out, h
