@@ -37,6 +37,7 @@ _CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and bac
 # Powers of the means that are nearly the larger: the host runs far ahead of the GPU, but weights come just
 # before they are multiplied. Fitted on the runs in docs/placements.md.
 _QUEUED, _TAKEN = 8, 3
+_BESIDE = 1.1  # times the seconds that Python takes in a probe, beside threads that transfer and update
 
 
 def pad_rank(rank: int) -> int:
@@ -402,6 +403,7 @@ def predict_seconds(placement: Placement, sizes: ExpertSizes, cut: StepSplit, co
                 busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
                 starting += layers * costs.launch[way]
                 starting += streamed * (placement.groups - 1) * costs.launch_group
+                starting *= _BESIDE if streamed else 1
             for inner, count, share in sizes.mlps if way and placement.pieces_from else ():
                 if inner < placement.pieces_from:
                     continue
