@@ -8,6 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,21 @@ def test_functions_have_few_parameters() -> None:
 
 def test_any_stands_where_nothing_is_known() -> None:
     assert uses_of_any("eval/") < 50
+
+
+def is_there(module: str, name: str) -> bool:
+    try:
+        return hasattr(import_module(module), name) or find_spec(f"{module}.{name}") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_scripts_import_what_is_there() -> None:
+    """`make test` runs no script, so nobody sees what a benchmark misses before it is measured with."""
+    missing = set()
+    for path in (Path(__file__).parents[1] / "scripts").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ktbridge"):
+                names = (each.name for each in node.names if not is_there(node.module, each.name))
+                missing |= {f"{path.name}: {node.module}.{name}" for name in names}
+    assert not missing

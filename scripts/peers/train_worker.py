@@ -48,7 +48,7 @@ from ktbridge.experts.lora_targets import convert_masters
 from ktbridge.experts.modules import experts_modules
 from ktbridge.sft.config import KtConfig, TrainConfig
 from ktbridge.sft.distributed import finish, group, start
-from ktbridge.sft.distributed.dispatch import assign_experts, replicated_lora
+from ktbridge.sft.distributed.dispatch import assign_experts, on_gpu
 from ktbridge.sft.expert_device import place_experts
 from ktbridge.sft.launch import world
 from ktbridge.sft.model import threads_beside_python
@@ -280,7 +280,7 @@ def main() -> None:
     model.train()
     loss_of = among_ranks(case["who"], model)
     alone = getattr(loss_of, "no_sync", nullcontext)  # DDP's
-    lora = replicated_lora(model)
+    lora = [each for layer in on_gpu(model) for each in layer.lora_parameters() if each.requires_grad]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=case["learning_rate"], fused=True)
     loaded = time.perf_counter() - started
