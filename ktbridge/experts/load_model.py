@@ -259,6 +259,7 @@ def make_skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
 
     Raises KtbridgeError for a model that the installed transformers doesn't know.
     """
+    check_served(read_model_config(base))
     model_type = read_json_file(base / "config.json").get("model_type")
     if transformers_type(str(model_type)) not in CONFIG_MAPPING:
         raise KtbridgeError(
@@ -266,7 +267,6 @@ def make_skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
             "know.",
             "Install a transformers version that has it, or use a model of a family it has.",
         )
-    check_served(read_model_config(base))
     with readable_load_errors(base):
         cls, own = model_class(model_config(base), whole)
         with torch.device("meta"):
