@@ -11,12 +11,12 @@
 
 A row of the table is a model, a GPU memory budget, how experts are stored, and the rows of a step; --rows-of
 names some (--list shows all). Each run is a process of its own, with LoRA of rank 8 on all layers. It counts
-by the median of the steps but the first two. Beside it: what the run predicted of itself, by the function
-that `ktbridge plan` prints, the most GPU memory in use above what was before (nvidia-smi), and the process's
-own memory (/proc/PID/status) beside what `ktbridge plan --json` says. auto passes
-where it reaches the row's target, is at least 0.97 of the best fixed mode, is predicted within 15 %, stays
-within 10 % of the predicted GPU memory and never ran out of it (KTC023). Targets are tokens/s of one H100 or
-H200 with 16 cores and a link of 55 GB/s.
+by the median of the steps but the first two and the one that --timeline records. Beside it: what the run
+predicted of itself, by the function that `ktbridge plan` prints, the most GPU memory in use above what was
+before (nvidia-smi), and the process's own memory (/proc/PID/status) beside what `ktbridge plan --json` says.
+auto passes where it reaches the row's target, is at least 0.97 of the best fixed mode, is predicted within
+15 %, stays within 10 % of the predicted GPU memory and never ran out of it (KTC023). Targets are tokens/s of
+one H100 or H200 with 16 cores and a link of 55 GB/s.
 
 Checkpoints of random weights are made under --checkpoints, and others there removed where the disk is short.
 Pages that are still being written to a disk slow down what runs: give memory-backed disk (/dev/shm) where

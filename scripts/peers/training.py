@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 from peers.driver import SCRIPTS
+from timeline import STEP
 
 from ktbridge.adapter.outputs import LOG_FILE
 
@@ -36,7 +37,7 @@ class Measured:
     """Peaks in bytes, ``gpu`` None without one; ``paces`` in tokens/s, a step each.
 
     ``result`` is the run's own, and ``status`` its exit code: negative for a signal, as subprocess has it.
-    ``late``: it was ended because there was no time left.
+    ``late``: it was ended because there was no time left. ``recorded``: the step that timeline.py slowed.
     """
 
     anonymous: int = 0
@@ -48,11 +49,13 @@ class Measured:
     status: int = 0
     seconds: float = 0.0
     late: bool = False
+    recorded: int | None = None
 
     @property
     def pace(self) -> float | None:
         """The median of the steps that count, in tokens/s."""
-        counted = self.paces[UNCOUNTED:]
+        steps = enumerate(self.paces, 1)
+        counted = [pace for step, pace in steps if step > UNCOUNTED and step != self.recorded]
         return median(counted) if counted else None
 
 
@@ -167,7 +170,8 @@ def train(
         errors="replace",
         start_new_session=True,
     )
-    measured, began, out = Measured(), time.monotonic(), [""]
+    measured = Measured(recorded=None if timeline is None else STEP)
+    began, out = time.monotonic(), [""]
 
     def listen() -> None:
         with open(log, "w") as file:

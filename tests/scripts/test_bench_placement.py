@@ -8,6 +8,7 @@ import time
 
 import pytest
 from click.testing import CliRunner
+from peers.training import Measured
 from waiting import is_alive, wait_for
 
 
@@ -156,3 +157,10 @@ def test_a_run_that_is_late_ends_with_what_its_launcher_started(tmp_path, monkey
     measured = training.train(tmp_path / "run.yaml", tmp_path / "log", until=Until())
     assert measured.late
     wait_for(lambda: not is_alive(int(number.read_text())))
+
+
+def test_a_recorded_step_does_not_count():
+    paces = [1.0, 2.0, 10.0, 11.0, 12.0, 13.0, 3.0, 14.0]
+    assert Measured(paces=paces).pace == 11.5
+    assert Measured(paces=paces, recorded=7).pace == 12.0
+    assert Measured(paces=paces[:2], recorded=7).pace is None
