@@ -257,7 +257,7 @@ def make_skeleton(base: Path, whole: bool = False) -> PreTrainedModel:
 
     ``whole``: with the vision tower around it.
 
-    Raises KtbridgeError for a model that the installed transformers doesn't know.
+    Raises KtbridgeError as ``check_served`` does, and where the installed transformers doesn't know it.
     """
     check_served(read_model_config(base))
     model_type = read_json_file(base / "config.json").get("model_type")

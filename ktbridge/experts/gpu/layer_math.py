@@ -133,7 +133,7 @@ class Routing:
             end,
             self.tokens[start:stop],
             self.slots[start:stop],
-            ends - start if first else ends,
+            ends - start if first else ends,  # not a view in the middle: ``launch_route`` says why
             slice(start, stop),
             tuple(bound - start for bound in bounds[first : end + 1]),
         )

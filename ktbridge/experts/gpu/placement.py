@@ -403,7 +403,7 @@ def predict_seconds(placement: Placement, sizes: ExpertSizes, cut: StepSplit, co
                 busy += streamed * costs.unpack * sizes.matrices(sizes.experts)
                 starting += layers * costs.launch[way]
                 starting += streamed * (placement.groups - 1) * costs.launch_group
-                starting *= _BESIDE if streamed else 1
+                starting *= _BESIDE if transfers else 1
             for inner, count, share in sizes.mlps if way and placement.pieces_from else ():
                 if inner < placement.pieces_from:
                     continue
