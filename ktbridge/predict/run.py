@@ -18,13 +18,7 @@ from ktbridge.errors import KtbridgeError, Problem
 from ktbridge.files import digests
 from ktbridge.files.locks import lock_target
 from ktbridge.files.publish import OnProgress
-from ktbridge.predict.output import (
-    Answered,
-    Fingerprint,
-    Journal,
-    measure_answers,
-    write_predictions,
-)
+from ktbridge.predict.output import Answered, Fingerprint, Journal, measure_answers, write_predictions
 from ktbridge.predict.prompts import PredictionInputs, Prompt
 from ktbridge.serve.local.batch import Ask, Batch
 from ktbridge.serve.local.plan import ServePlan, fingerprints, plan_local

@@ -55,8 +55,8 @@ _GAIN = 1.1
 _AT_ONCE = 0.2  # seconds for which all GPUs of a run transfer, to learn what each of them gets
 _SHARED = 1.2
 """How much faster weights must come where processes share transfers, for them to do so."""
-_COUPLED = 1.12  # times one process's seconds: all wait for the slowest; 0.95 to 1.25 in seven runs
-_COUPLED_FSDP2 = 1.38  # 1.35 and 1.43 in two runs: its hooks are Python's, too
+_COUPLED = 1.12  # times one process's seconds: all wait for the slowest; 0.95 to 1.25 in eight runs
+_FSDP2 = 1.5  # times the host's then: FSDP2's hooks are Python's, too; fitted on runs of 16 and of 64 rows
 _CPU = torch.device("cpu")
 _MEASURED = (2, 3)
 """Steps whose seconds correct the costs: nothing is compiled or allocated any more."""
@@ -377,7 +377,7 @@ def _together(
         parts = 1
     update = costs.update[0], (clip + adam) / parts
     costs = replace(costs, link=link, unpack=unpack, update=update, deferred=adam / parts, add=adam / parts)
-    return costs.scaled(_COUPLED_FSDP2 if shards_parameters() else _COUPLED), shares
+    return costs.scaled(_COUPLED, host=_FSDP2 if shards_parameters() else 1.0), shares
 
 
 def _obstacle(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from ktbridge.experts.gpu.placement import (
     predict_seconds,
     rank,
 )
+from ktbridge.experts.gpu.timing import seconds_waited
 from ktbridge.sft import expert_device, host_masters
 from ktbridge.sft.host_masters import DeferredAdam
 
@@ -222,3 +224,21 @@ def test_no_placement_takes_more_than_there_is(
     more = rank(sizes, cuts, replace(limits, free=free + 10**9), some_costs(), mode=mode)
     if found:
         assert more[0].seconds.step <= 1.002 * found[0].seconds.step
+
+
+def test_several_processes_cost_more_and_python_most():
+    launch = {"launch": (1e-3, 2e-3), "launch_group": 1e-3, "launch_outside": (1e-2, 2e-2)}
+    costs, sizes = replace(some_costs(), **launch), ExpertSizes(8, 16, 2, 32, 64, 4, 16 * 6 * 64 * 32)
+    limits, cuts = MemoryBudget(3_000_000, 100, 0, 64, 128, 500), [StepSplit(128, (128,))]
+    found = rank(sizes, cuts, limits, costs, mode="stream")
+    placement = next(each.placement for each in found if each.placement.masters)  # Python sends none home
+    one, each = (predict_seconds(placement, sizes, *cuts, c) for c in (costs, costs.scaled(1.2, host=1.5)))
+    assert one.link > 0
+    assert (each.link, each.gpu) == pytest.approx((1.2 * one.link, 1.2 * one.gpu))
+    assert each.host == pytest.approx(1.2 * 1.5 * one.host)
+
+
+def test_a_probe_leaves_out_what_is_compiled_and_one_disturbance():
+    seconds = iter((0.2, 0.3, 0.02, 0.2, 0.03))
+    assert 0.03 <= seconds_waited(lambda: time.sleep(next(seconds)), torch.device("cpu")) < 0.15
+    assert next(seconds, None) is None

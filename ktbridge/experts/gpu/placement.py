@@ -37,6 +37,7 @@ _CPU_SHARE = (1 / 3, 2 / 3)  # of the CPU's seconds for experts, forward and bac
 # Powers of the means that are nearly the larger: the host runs far ahead of the GPU, but weights come just
 # before they are multiplied. Fitted on the runs in docs/placements.md.
 _QUEUED, _TAKEN = 8, 3
+_PYTHON = ("launch", "launch_group", "launch_outside", "micro_batch")
 _BESIDE = 1.1  # times the seconds that Python takes in a probe, beside threads that transfer and update
 
 
@@ -341,15 +342,16 @@ class Costs:
             return self.update[0] if placement.masters else 0.0
         return self.update[1]
 
-    def scaled(self, factor: float, link: float | None = None) -> Costs:
-        """Return costs ``factor`` times as high, but for the ``link`` where that was measured."""
+    def scaled(self, factor: float, link: float | None = None, host: float = 1.0) -> Costs:
+        """Return costs ``factor`` times as high, Python's by ``host`` more, but for a ``link`` measured."""
 
-        def scale(value: Any) -> Any:
+        def scale(value: Any, by: float) -> Any:
             if isinstance(value, tuple):
-                return tuple(map(scale, value))
-            return value.scaled(factor) if isinstance(value, Line) else value and value * factor
+                return tuple(scale(each, by) for each in value)
+            return value.scaled(by) if isinstance(value, Line) else value and value * by
 
-        numbers = {each.name: scale(getattr(self, each.name)) for each in fields(self)}
+        own = {each.name: factor * (host if each.name in _PYTHON else 1) for each in fields(self)}
+        numbers = {name: scale(getattr(self, name), by) for name, by in own.items()}
         return Costs(**numbers | {"link": link or self.link / factor, "forwards": self.forwards})
 
 

@@ -189,11 +189,11 @@ def time_update(device: torch.device) -> tuple[float, float]:
 
 
 def seconds_waited(once: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of some runs, the device waited for.
+    """Median seconds of three runs, the device waited for, after two.
 
-    Not of the median: a second backward adds where the first wrote, by kernels that are compiled then.
+    A second backward adds where the first wrote, by kernels that are compiled then.
     """
-    return min(time_runs(once, device, 3))
+    return median(time_runs(once, device, 5)[2:])
 
 
 def seconds_busy(once: Callable[[], object], device: torch.device) -> float:
