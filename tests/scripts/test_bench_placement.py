@@ -164,3 +164,17 @@ def test_a_recorded_step_does_not_count():
     assert Measured(paces=paces).pace == 11.5
     assert Measured(paces=paces, recorded=7).pace == 12.0
     assert Measured(paces=paces[:2], recorded=7).pace is None
+
+
+def test_rows_that_were_made_for_smaller_steps_are_made_again(tmp_path):
+    from bench_placement import LENGTH, V2, Checkpoints
+
+    base = tmp_path / V2.name
+    base.mkdir()
+    (base / "config.json").write_text('{"vocab_size": 400}')
+    (base / "rows.json").write_text("[{}]")
+    for wanted, found in ((3, 3), (2, 3), (5, 5)):
+        assert Checkpoints(tmp_path, {}, wanted).of(V2) == base
+        rows = json.loads((base / "rows.json").read_text())
+        assert len(rows) == found
+        assert all(len(f"{row['instruction']} {row['output']}".split()) > LENGTH // 2 for row in rows)
