@@ -287,7 +287,7 @@ def place_experts(setting: RunSetting, model: Any, resumed: Mapping[str, Any] | 
             raise
         return _on_cpu(setting, limits, memory, error)
     taken = ranked[0]
-    why = describe_placement(taken, sizes, limits.step_tokens)
+    why = describe_placement(taken, sizes, limits.step_tokens * setting.processes)
     others = [each for each in ranked if each.placement.on_gpu != taken.placement.on_gpu]
     if others:
         where = "the GPU" if others[0].placement.on_gpu else "the CPU"

@@ -285,7 +285,7 @@ def times_cpu(setting: RunSetting, limits: MemoryBudget) -> bool:
 
 
 def describe_placement(scored: Scored, sizes: ExpertSizes, step_tokens: float) -> str:
-    """Describe a placement and the reason for it."""
+    """Describe a placement and the reason for it; ``step_tokens`` are those of all processes."""
     placement, seconds = scored.placement, scored.seconds
     tokens = f"{placement.tokens:,} tokens a micro-batch"
     if not placement.on_gpu:
@@ -389,7 +389,7 @@ def choose_placement(
     reason = ""
     try:
         ranked = rank_placements(setting, limits, asked, memory=memory)
-        reason = describe_placement(ranked[0], sizes, limits.step_tokens)
+        reason = describe_placement(ranked[0], sizes, limits.step_tokens * setting.processes)
     except UsageError as error:
         if wanted in ON_GPU:
             raise

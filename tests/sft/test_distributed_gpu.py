@@ -5,6 +5,7 @@ This file is also what those processes run: ``python test_distributed_gpu.py FUN
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -193,6 +194,8 @@ def test_ranks_with_their_own_streams_train_as_one_process_does(method, how, lau
     assert told["experts"] == "stream"
     (note,) = (note for note in told["notes"] if note["code"] == "KTC024")
     assert "streamed to the GPU" in note["found"]
+    pace = float(re.search(r"([\d,]+) tokens/s", note["found"])[1].replace(",", ""))
+    assert pace == pytest.approx(2 * 128 / told["predicted_step_seconds"], abs=1)  # both processes'
     assert_same_run(run_dir, alone(*SGD), f"{method}-{how}", within=5e-4)
 
 
