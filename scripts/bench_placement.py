@@ -42,7 +42,7 @@ from peers.bad_input import show_bad_input
 from peers.driver import Record, console, new_run, stderr, write_run
 from peers.report import plain_table
 from peers.training import Measured, gpu_name, plan, settings, train
-from random_checkpoint import SPECIAL, make_checkpoint, parse_changes, vocabulary, write_rows
+from random_checkpoint import make_checkpoint, parse_changes, write_rows
 from rich.table import Table
 from timeline import STEP
 
@@ -127,12 +127,13 @@ class Checkpoints:
 
     def of(self, model: Model) -> Path:
         """The checkpoint of ``model``, made unless it is there; others go where the disk is short."""
+        from ktbridge.experts.load_model import model_config  # takes seconds
+
         base = self._place / model.name
         lengths = [LENGTH] * self._rows
         if (base / "rows.json").is_file():
             if len(json.loads((base / "rows.json").read_text())) < self._rows:  # made for smaller steps
-                size = json.loads((base / "config.json").read_text())["vocab_size"]
-                write_rows(base / "rows.json", lengths, vocabulary(size)[len(SPECIAL) :])
+                write_rows(base / "rows.json", lengths, model_config(base))
             return base
         changes = {"num_hidden_layers": model.layers, **self._changes}
         began = time.monotonic()

@@ -158,10 +158,9 @@ def make_checkpoint(
         _write_shards(pieces, config, scale, whole, on_bytes)
         index = {"metadata": {"total_size": whole}, "weight_map": where}
         (staging.path / "model.safetensors.index.json").write_text(json.dumps(index))
-        words = vocabulary(config.get_text_config().vocab_size)
-        make_tokenizer(words).save_pretrained(staging.path)
+        make_tokenizer(vocabulary(config)).save_pretrained(staging.path)
         if row_lengths:
-            write_rows(staging.path / "rows.json", row_lengths, words[len(SPECIAL) :])
+            write_rows(staging.path / "rows.json", row_lengths, config)
         staging.commit()  # without a flush: nobody misses random numbers after a power cut
     return whole
 
@@ -303,8 +302,9 @@ def _nbytes(tensor: Tensor) -> int:
     return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
-def vocabulary(size: int) -> list[str]:
-    """The tokenizer's words, by their ids: SPECIAL and as many others as a model of ``size`` has room for."""
+def vocabulary(config: Any) -> list[str]:
+    """The tokenizer's words, by their ids: SPECIAL and as many others as a model has room for."""
+    size = config.get_text_config().vocab_size
     if size <= len(SPECIAL):
         raise UsageError(f"a vocabulary of {size} is too small", f"give it {len(SPECIAL) + 1}")
     return [*SPECIAL, *(f"w{number}" for number in range(min(WORDS, size - len(SPECIAL))))]
@@ -324,11 +324,11 @@ def make_tokenizer(words: Sequence[str]) -> Any:
     return fast
 
 
-def write_rows(path: Path, lengths: Sequence[int], words: Sequence[str]) -> None:
-    """An alpaca file of random ``words``: a row of each length in tokens, which are SHORTEST or more."""
+def write_rows(path: Path, lengths: Sequence[int], config: Any) -> None:
+    """An alpaca file of random words: a row of each length in tokens, which are SHORTEST or more."""
     if min(lengths) < SHORTEST:
         raise UsageError(f"a row of {min(lengths)} tokens is too short", f"{SHORTEST} is the least")
-    draw = random.Random(0)
+    draw, words = random.Random(0), vocabulary(config)[len(SPECIAL) :]
     rows = []
     for length in lengths:
         question = min(16, (length - AROUND) // 2)

@@ -7,7 +7,6 @@ knows of this: memory and the link are taken by processes of their own.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import yaml
 from peers.driver import console
 from peers.training import Measured, gpu_free, settings, train
-from random_checkpoint import SPECIAL, vocabulary, write_rows
+from random_checkpoint import write_rows
 
 from ktbridge.errors import KtbridgeError
 
@@ -153,10 +152,11 @@ def _sentences(measured: Measured, said: str) -> list[str]:
 
 def _run(bad: Bad, base: Path, scratch: Path, until: float) -> tuple[Measured, str, str]:
     """The run, all that it said, and what was seen of those that disturbed it."""
+    from ktbridge.experts.load_model import model_config  # takes seconds
+
     others: dict[str, Any] = {"cutoff_len": 512, **bad.others}
     if bad.lengths:
-        size = json.loads((base / "config.json").read_text())["vocab_size"]
-        write_rows(scratch / "rows.json", bad.lengths, vocabulary(size)[len(SPECIAL) :])
+        write_rows(scratch / "rows.json", bad.lengths, model_config(base))
         others["dataset"] = str(scratch / "rows.json")
     rows = 4
     config = scratch / "run.yaml"

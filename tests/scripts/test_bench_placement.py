@@ -167,14 +167,14 @@ def test_a_recorded_step_does_not_count():
 
 
 def test_rows_that_were_made_for_smaller_steps_are_made_again(tmp_path):
-    from bench_placement import LENGTH, V2, Checkpoints
+    from bench_placement import LENGTH, QWEN35, Checkpoints
+    from transformers import AutoConfig
 
-    base = tmp_path / V2.name
-    base.mkdir()
-    (base / "config.json").write_text('{"vocab_size": 400}')
+    base = tmp_path / QWEN35.name
+    AutoConfig.for_model("qwen3_5_moe", text_config={"vocab_size": 400}).save_pretrained(base)
     (base / "rows.json").write_text("[{}]")
     for wanted, found in ((3, 3), (2, 3), (5, 5)):
-        assert Checkpoints(tmp_path, {}, wanted).of(V2) == base
+        assert Checkpoints(tmp_path, {}, wanted).of(QWEN35) == base
         rows = json.loads((base / "rows.json").read_text())
         assert len(rows) == found
         assert all(len(f"{row['instruction']} {row['output']}".split()) > LENGTH // 2 for row in rows)
