@@ -165,10 +165,9 @@ class ExpertDevice:
                     self._move(now)
                     return ""
                 ranking.taken = scored
-                return (
-                    f"a step took {measured:.2f} s; moved to "
-                    f"{describe_placement(scored, ranking.sizes, ranking.limits.step_tokens)}"
-                )
+                tokens = ranking.limits.step_tokens * ranking.setting.processes
+                moved = describe_placement(scored, ranking.sizes, tokens)
+                return f"a step took {measured:.2f} s; moved to {moved}"
         return ""
 
     def state(self) -> dict[str, Any]:

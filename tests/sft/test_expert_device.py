@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from trainrun import DPO, conversation, log_of, losses, pair, text, weights, wri
 
 from ktbridge.adapter import validate_adapter
 from ktbridge.errors import UsageError
+from ktbridge.experts.gpu import timing
 from ktbridge.experts.gpu.placement import (
     GROUPS,
     ExpertSizes,
@@ -27,7 +27,6 @@ from ktbridge.experts.gpu.placement import (
     predict_seconds,
     rank,
 )
-from ktbridge.experts.gpu.timing import seconds_waited
 from ktbridge.sft import expert_device, host_masters
 from ktbridge.sft.host_masters import DeferredAdam
 
@@ -173,7 +172,7 @@ def test_a_move_that_memory_is_too_small_for_is_taken_back(fits, monkeypatch):
             raise torch.OutOfMemoryError
 
     experts = SimpleNamespace(resize=resize, watch_link=lambda: None, link=lambda: (0, 0.0))
-    setting = SimpleNamespace(cuda=True)
+    setting = SimpleNamespace(cuda=True, processes=1)
     ranking = expert_device.Ranking(setting, limits, some_costs(), sizes, now)
     placed = SimpleNamespace(experts=experts)
     device = expert_device.ExpertDevice("stream", 256, placed=placed, ranking=ranking)
@@ -238,7 +237,9 @@ def test_several_processes_cost_more_and_python_most():
     assert each.host == pytest.approx(1.2 * 1.5 * one.host)
 
 
-def test_a_probe_leaves_out_what_is_compiled_and_one_disturbance():
-    seconds = iter((0.2, 0.3, 0.02, 0.2, 0.03))
-    assert 0.03 <= seconds_waited(lambda: time.sleep(next(seconds)), torch.device("cpu")) < 0.15
+def test_a_probe_leaves_out_what_is_compiled_and_one_disturbance(monkeypatch):
+    clock, seconds = [0.0], iter((0.2, 0.3, 0.02, 0.2, 0.03))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    taken = timing.seconds_waited(lambda: clock.append(clock.pop() + next(seconds)), torch.device("cpu"))
+    assert taken == pytest.approx(0.03)
     assert next(seconds, None) is None
