@@ -142,15 +142,9 @@ def read_sizes(model: nn.Module, top_k: int) -> ExpertSizes:
     layers = expert_layers(model)
     first = next(iter(layers.values()))
     stored = sum(each.stored_bytes for each in first.weights)
-    return ExpertSizes(
-        len(layers),
-        first.num_experts,
-        top_k,
-        first.hidden_size,
-        first.intermediate_size,
-        first.lora_rank,
-        stored,
-    )
+    counts = len(layers), first.num_experts, top_k
+    widths = first.hidden_size, first.intermediate_size, first.lora_rank
+    return ExpertSizes(*counts, *widths, stored, dropout=first.lora_dropout.p > 0)
 
 
 def give_to_gpu(model: nn.Module, device: torch.device, placement: Placement) -> PlacedExperts:

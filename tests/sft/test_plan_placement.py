@@ -114,6 +114,16 @@ def test_memory_is_that_of_recorded_runs(made):
     assert max(errors.values()) < 0.11
 
 
+def test_dropout_of_the_experts_lora_takes_memory(made):
+    """Its inputs are apart then: one more tensor as wide as hidden states for each row."""
+    plain, dropped = (
+        made("qwen3_moe", 16, 512, *more).expert_sizes for more in ((), ("kt_config.kt_lora_dropout=0.1",))
+    )
+    for groups in (1, 3):
+        more = dropped.work(8192, groups) - plain.work(8192, groups)
+        assert more == 2 * plain.hidden * plain.rows_at_once(8192, groups)
+
+
 # V2-Lite by `ktbridge train` of 0.6.1 on an H100, LoRA on all modules: rows, budget, nvidia-smi's peak.
 H100 = [(1, 11, 10093), (4, 11, 9827), (16, None, 36931)]
 

@@ -82,6 +82,8 @@ class ExpertSizes:
     stored: int
     mlps: tuple[tuple[int, int, float], ...] = ()
     """Of MLPs beside them inner states, how many have so many, and all those' part of other products."""
+    dropout: bool = False
+    """Whether inputs of the LoRA are dropped, so that gate's and up's are apart from the rows' own."""
 
     def slot(self, groups: int) -> int:
         """Bytes of a slot, which holds one of a layer's ``groups`` groups."""
@@ -113,11 +115,12 @@ class ExpertSizes:
         """Bytes that a row takes while it is multiplied, in the backward of one layer."""
         more, less = border_widths(self.rank)
         width = 2 * (self.hidden + more) + 2 * (2 * self.inner + more) + 2 * (self.inner + less)
-        return 2 * (width + self.hidden + less + self.inner)
+        return 2 * (width + (1 + self.dropout) * self.hidden + less + self.inner)
 
     def work(self, tokens: int, groups: int) -> int:
         """Bytes that the experts take in one layer's backward."""
-        whole = self.rows(tokens) * (2 * self.hidden + 28)
+        gathered = 2 * self.hidden if groups > 1 else 0  # one group's rows are the layer's
+        whole = self.rows(tokens) * (gathered + 28)
         return self.rows_at_once(tokens, groups) * self.row_bytes + whole
 
     def outputs(self, on_host: bool) -> int:

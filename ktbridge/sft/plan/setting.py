@@ -140,6 +140,7 @@ class RunSetting:
             self.config.expert_rank,
             stored,
             tuple((inner, n, share * n * inner) for inner, n in widths.items()),
+            self.config.expert_dropout > 0,
         )
 
     @property
