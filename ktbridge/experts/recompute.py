@@ -68,7 +68,8 @@ def enable(model: Any) -> None:
 
     Takes effect in training mode. The model's cache is switched off, as transformers asks.
     """
-    options = {"use_reentrant": False, "context_fn": contexts}
+    # The check compares what both forwards saved, tensor by tensor: 4 % of the seconds that Python takes.
+    options = {"use_reentrant": False, "context_fn": contexts, "determinism_check": "none"}
     if hasattr(model, "activation_checkpointing_enable"):  # transformers 5.20 and later
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
