@@ -116,13 +116,13 @@ def time_experts(
         part.gpu = GpuBinding(experts, 0)
         part.move_lora(device)
         large = max(2 * _FEW, round(min(tokens, MOST_TOKENS) * share))
-        found = [
-            _run(part, top_k, size, device, timing)
-            for size, timing in ((_FEW, seconds_waited), (large // 2, seconds_busy), (large, seconds_busy))
-        ]
-        rows = [size * top_k for size in (large // 2, large)]
+        sizes = large // 2, large
+        less, more = (_run(part, top_k, size, device, seconds_busy) for size in sizes)
+        # Behind the profiler, which slows down the run's calls of CUDA, too (docs/kernel-log.md, entry 72).
+        launch = _run(part, top_k, _FEW, device, seconds_waited)
+        rows = [size * top_k for size in sizes]
         # Of as many rows an expert as in the layer; what doesn't grow with them is started once.
-        ways = [_line(rows, (found[1][way], found[2][way])) for way in range(2)]
+        ways = [_line(rows, (less[way], more[way])) for way in range(2)]
         part.gpu = None
         experts.drop()
         link, unpacking = _transfers(part, group, copier, device)
@@ -131,9 +131,9 @@ def time_experts(
             (ways[0], ways[1]),
             again=ways[1].scaled(_AGAIN),
             unpack=unpacking,
-            launch=found[0],
+            launch=launch,
             # A further group starts what a layer in one group does, but for routing and summing up.
-            launch_group=_GROUP * max(found[0]),
+            launch_group=_GROUP * max(launch),
             cpu=on_cpu,
         )
     finally:
