@@ -15,13 +15,7 @@ writes the formats of PEFT, vLLM, SGLang and llama.cpp (``ktbridge.adapter.forma
 
 from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.checks import RULES, Rule
-from ktbridge.adapter.convert import (
-    ConvertPlan,
-    ConvertReport,
-    convert_adapter,
-    execute_plan,
-    plan_convert,
-)
+from ktbridge.adapter.convert import ConvertPlan, ConvertReport, convert_adapter, execute_plan, plan_convert
 from ktbridge.adapter.merge import MergeReport, merge_adapter
 from ktbridge.adapter.opening import open_adapter
 from ktbridge.adapter.raw import write_raw_adapter

@@ -298,10 +298,7 @@ def _override(adapter: Adapter, lora_alpha: float) -> list[Problem]:
 
 def _paths(source: PathLike, to: str, options: ConvertOptions) -> dict[str, Path]:
     """The outputs' real paths by layout; UsageError for directories that don't match the format."""
-    split = {
-        "expert": options.get("expert_output_dir"),
-        "nonexpert": options.get("nonexpert_output_dir"),
-    }
+    split = {"expert": options.get("expert_output_dir"), "nonexpert": options.get("nonexpert_output_dir")}
     merged, whole = options.get("merged_output_dir"), options.get("output_dir")
     if to == "kt-merged" and whole is None:
         merged, whole = None, merged

@@ -29,7 +29,8 @@ MAX_BYTES = 8_000_000  # the names of every expert of the largest models are hal
 
 def dump_json(value: Mapping[str, object]) -> bytes:
     """JSON as every adapter file is written: indented, keys sorted, a newline at the end."""
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return text.encode(errors="replace")  # of a path, what is not UTF-8
 
 
 def fused_tensors(rows: Iterable[tuple[str, str, Sequence[int]]]) -> dict[str, dict[str, object]]:

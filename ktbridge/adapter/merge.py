@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING
 
 from ktbridge.adapter.adapter import Adapter
 from ktbridge.adapter.checks.base import Base, check_identity
-from ktbridge.adapter.checks.files import require_hashes
+from ktbridge.adapter.checks.files import check_tokenizer, require_hashes
 from ktbridge.adapter.merge_plan import Delta, Deltas, plan_deltas
 from ktbridge.adapter.opening import scan_any
 from ktbridge.adapter.outputs import PathLike
 from ktbridge.adapter.rewrite import MERGE_FILE, Rewrite, Shard
 from ktbridge.codes import problem
-from ktbridge.errors import KtbridgeError, Problem, ProblemsError, has_errors
+from ktbridge.errors import KtbridgeError, Problem, ProblemsError, Severity, has_errors
 from ktbridge.files.digests import Stamps, take_stamps
 from ktbridge.files.publish import OnProgress
 from ktbridge.kernel_choice import has_kernels
 from ktbridge.model import open_checkpoint, read_model_config
+from ktbridge.model.jsonfile import read_json_file
 
 if TYPE_CHECKING:
     from ktbridge.adapter.merge_values import Loss
@@ -189,6 +190,7 @@ def plan_merge(
     rewrite = Rewrite(checkpoint, target, MERGE_FILE, "a merged checkpoint", overwrite)
     known = Base(base, str(base), checkpoint)
     findings += check_identity(adapter, known, merging=True, allowed=allow_other_base)
+    findings += [*_merged_before(adapter, base, allow_other_base), *check_tokenizer(adapter, base)]
     deltas = plan_deltas(adapter, checkpoint, config)
     findings += deltas.problems
     if not has_kernels():
@@ -201,6 +203,21 @@ def plan_merge(
     if has_errors(findings):
         raise ProblemsError(f"{raw_dir} can't be merged into {base}", findings)
     return plan
+
+
+def _merged_before(adapter: Adapter, base: Path, allowed: bool) -> Iterator[Problem]:
+    """Yield a problem where ``base`` is itself a merge: an error for this adapter, if not ``allowed``."""
+    try:
+        told = read_json_file(base / MERGE_FILE).get("adapter")
+    except KtbridgeError:  # it is none
+        return
+    merged = told if isinstance(told, dict) else {}
+    path, artifacts = merged.get("path"), merged.get("artifacts")
+    same = isinstance(path, str) and os.path.realpath(path) == os.path.realpath(adapter.path)
+    same = same or (bool(artifacts) and artifacts == (adapter.manifest or {}).get("artifacts"))
+    severity: Severity = ("warning" if allowed else "error") if same else "info"
+    found = f"{'this adapter' if same else path} was merged into it"
+    yield problem("KTB615", str(base), found, "a model without it", severity=severity)
 
 
 def execute_merge(plan: MergePlan, on_progress: OnProgress | None = None) -> MergeReport:
@@ -251,12 +268,9 @@ def _provenance(plan: MergePlan) -> dict[str, object]:
     adapter = plan.adapter
     artifacts = (adapter.manifest or {}).get("artifacts")
     return {
-        "base": {
-            "path": str(plan.rewrite.checkpoint.path),
-            "model_name_or_path": adapter.base_model,
-        },
+        "base": {"path": str(plan.rewrite.checkpoint.path), "model_name_or_path": adapter.base_model},
         "adapter": {
-            "path": str(adapter.path),
+            "path": os.path.abspath(adapter.path),
             "layout": adapter.format or adapter.layout,
             "artifacts": artifacts if isinstance(artifacts, dict) else {},
         },

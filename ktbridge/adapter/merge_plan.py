@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _SHOWN = 20  # maximum of problems of one kind listed by key
 # Errors for serving but not for a merge: different ranks and scales are merged as they are, towers
 # and draft layers have ordinary weights, and no engine is involved.
-_UNTRAINED = "KTB203"  # of another tool's format, whose reader has seen that all layers are alike
 _NO_MATTER = {"KTB108", "KTB109", "KTB206", "KTB207", "KTB209", "KTB210", "KTB602", "KTB608"}
 _MXFP4_STEP = (
     "write it in bfloat16 with scripts/dequantize_checkpoint.py of ktbridge's sources and merge into that "
@@ -134,9 +133,7 @@ def plan_deltas(adapter: Adapter, checkpoint: Checkpoint, config: ModelConfig) -
 def check_pairs(adapter: Adapter, config: ModelConfig) -> list[Problem]:
     """Return what keeps an adapter's LoRA from being added to this model's weights: structure, scales."""
     found = [
-        item
-        for item in check_structure(adapter, Use.INPUT, Modules(config))
-        if item.code not in _NO_MATTER and not (adapter.format and item.code == _UNTRAINED)
+        item for item in check_structure(adapter, Use.MERGED, Modules(config)) if item.code not in _NO_MATTER
     ]
     try:  # every scale, before anything is planned with one
         for part in adapter.tensors():

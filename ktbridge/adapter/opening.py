@@ -29,7 +29,7 @@ from ktbridge.model import resolve_model
 from ktbridge.model.jsonfile import read_json_file
 
 # Part of every key of the cache: bump it when the conversion's output changes, to invalidate old results.
-RECIPE = "2"
+RECIPE = "3"
 _WEIGHTS = (".safetensors", ".gguf")
 
 

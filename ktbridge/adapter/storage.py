@@ -57,11 +57,7 @@ NUMPY_TYPES: Mapping[str, type[np.generic]] = {
 _TINY = np.finfo(np.float32).tiny  # no scale is denormal
 _EXPONENT = np.uint32(0x7F800000)
 # 2 ** -bits of mantissa, and the least distance between two values.
-_PRECISION = {
-    "BF16": (2.0**-7, 2.0**-133),
-    "F16": (2.0**-10, 2.0**-24),
-    "F32": (2.0**-23, 2.0**-149),
-}
+_PRECISION = {"BF16": (2.0**-7, 2.0**-133), "F16": (2.0**-10, 2.0**-24), "F32": (2.0**-23, 2.0**-149)}
 
 
 class Rows(NamedTuple):

@@ -155,9 +155,7 @@ def _copy_range(source: int, target: int, count: int, start: int, place: int) ->
 
 
 def write_steps(
-    steps: Iterable[Copy | Task],
-    files: Sequence[OutputFile],
-    on_bytes: OnBytes = lambda count: None,
+    steps: Iterable[Copy | Task], files: Sequence[OutputFile], on_bytes: OnBytes = lambda count: None
 ) -> None:
     """Take the steps of a plan, in order; their targets are numbers of ``files``.
 

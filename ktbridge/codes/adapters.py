@@ -202,6 +202,8 @@ BASE_MODEL = Subject("Against the base model", "adapter", (
          "use the config.json of training, or check that the difference is meant"),
     Code("KTB614", "warning", "the base model can't be read in all it has: it is not compared with the"
          " one that the adapter was trained on", "download or copy the base model again"),
+    Code("KTB615", "error", "the adapter was merged into the base model before (an info for another adapter)",
+         "merge into the model that it was trained on; if it is meant, pass --allow-other-base"),
     Code("KTB618", "error", "the engine doesn't serve the base model's family", "serve with the embedded"
          " engine, or merge and serve the result where the family is served"),
     Code("KTB630", "error", "the adapter has LoRA that llama.cpp loads and never applies in this"
@@ -211,8 +213,6 @@ BASE_MODEL = Subject("Against the base model", "adapter", (
 
 CONVERSION = Subject("Conversion and merging", "adapter", (
     Code("KTB701", "error", "the output directory can't be written", "choose another directory"),
-    Code("KTB702", "error", "one configuration can't hold two ranks",
-         "write the split layout: --expert-output-dir and --nonexpert-output-dir"),
     Code("KTB703", "error", "one configuration can't hold both scales without rounding",
          "write the split layout: --expert-output-dir and --nonexpert-output-dir"),
     Code("KTB704", "error", "the adapter has nothing for a requested output", "leave that output out"),
@@ -243,6 +243,9 @@ CONVERSION = Subject("Conversion and merging", "adapter", (
          "free space, or choose an output directory on another disk"),
     Code("KTB738", "error", "a rank_pattern or alpha_pattern is more than module names",
          "merge it with PEFT, which has the model in memory"),
+    Code("KTB739", "warning", "the adapter's directory has a chat template or tokens that the base model's"
+         " hasn't: a merged model has the base's", "copy the adapter's tokenizer files into the output, if"
+         " the model was trained with them"),
     Code("KTB910", "warning", "requantizing lost more of the adapter's delta than it kept",
          "serve the adapter beside the quantized base, or merge into the unquantized checkpoint and "
          "quantize that"),

@@ -71,8 +71,7 @@ def lock_directory(directory: Path, who: str) -> Iterator[None]:
     with _holding(os.open(directory, os.O_RDONLY | os.O_DIRECTORY)) as descriptor:
         if not lock_open(descriptor):
             raise KtbridgeError(
-                f"another {who} is at work in {directory}.",
-                "Wait for it, end it, or take another directory.",
+                f"another {who} is at work in {directory}.", "Wait for it, end it, or take another directory."
             )
         yield
 

@@ -14,13 +14,7 @@ from ktbridge.model.config import ModelConfig, check_served, read_model_config
 from ktbridge.model.families import FAMILIES, Family, family_of
 from ktbridge.model.identity import Fingerprint, fingerprint
 from ktbridge.model.tensor import Tensor
-from ktbridge.model.tensorfile import (
-    Entry,
-    TensorFile,
-    TensorFileError,
-    TensorRef,
-    open_tensor_file,
-)
+from ktbridge.model.tensorfile import Entry, TensorFile, TensorFileError, TensorRef, open_tensor_file
 
 __all__ = [
     "FAMILIES",

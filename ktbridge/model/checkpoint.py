@@ -133,8 +133,7 @@ def _read_index(index: Path) -> dict[str, str]:
     table = read_json_file(index, unique=True).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise KtbridgeError(
-            f"{index} is not a checkpoint index: it lists no tensors",
-            "download the checkpoint again",
+            f"{index} is not a checkpoint index: it lists no tensors", "download the checkpoint again"
         )
     for name, shard in table.items():
         if not isinstance(shard, str) or not _SHARD.fullmatch(shard):

@@ -163,10 +163,7 @@ def check_served(config: ModelConfig) -> None:
     lacking = {
         "the number of experts": (_EXPERT_COUNTS, config.num_experts),
         "the experts a token goes to": (_EXPERTS_PER_TOKEN, config.experts_per_token),
-        "the size of an expert": (
-            (config.family.expert_size,),
-            config.text.get(config.family.expert_size),
-        ),
+        "the size of an expert": ((config.family.expert_size,), config.text.get(config.family.expert_size)),
     }
     for what, (names, value) in lacking.items():
         if not value:

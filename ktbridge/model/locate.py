@@ -36,10 +36,7 @@ _RENAMED = tuple(
         (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),  # Laguna
         (r"\.mlp\.e_score_correction_bias$", ".mlp.expert_bias"),  # Hunyuan 3
         (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),  # EXAONE-MoE
-        (
-            r"\.mlp\.gate\.e_score_correction_bias$",
-            ".mlp.experts.e_score_correction_bias",
-        ),  # Laguna
+        (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.experts.e_score_correction_bias"),  # Laguna
         (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.gate.expert_bias"),  # Ling
         (r"\.mlp\.gate\.e_score_correction_bias$", ".moe.router.expert_bias"),  # Kolibri
         (r"\.mlp\.gate\.moe_statics\.", ".mlp.moe_statics."),  # ERNIE 4.5

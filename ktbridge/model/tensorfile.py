@@ -142,8 +142,7 @@ class TensorFile:
     def changed(self) -> TensorFileError:
         """The error for a file that no longer is what its header said."""
         return TensorFileError(
-            f"{self.path} changed while it was being read",
-            "wait until nothing writes to it, then run again",
+            f"{self.path} changed while it was being read", "wait until nothing writes to it, then run again"
         )
 
     def release(self, start: int = 0, end: int | None = None) -> None:

@@ -10,11 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 from findings import codes
-from rawadapter import expert_tensors, nonexpert_tensors
+from rawadapter import expert_tensors, nonexpert_tensors, write_base
 from safetensors import safe_open
 from tensorfiles import write_tensor_file
 
-from ktbridge.adapter import Tensor, convert_adapter, plan_convert, read_adapter, validate_adapter
+from ktbridge.adapter import (
+    Tensor,
+    convert_adapter,
+    merge_adapter,
+    plan_convert,
+    read_adapter,
+    validate_adapter,
+)
 from ktbridge.errors import KtbridgeError, ProblemsError, UsageError
 from ktbridge.model import open_tensor_file
 
@@ -169,7 +176,6 @@ def as_float(tensor: Tensor) -> Any:
         ({"rslora": True, "other_alpha": 4, "rank": 16}, 8, 16, 2.0),
         ({"rslora": True, "rank": 8}, 8, 8 * 8**0.5, "KTB703"),  # only a configuration can carry sqrt(8)
         ({"alpha": 12.0}, 12, 8, "KTB703"),  # no power of two between the scales
-        ({"other_rank": 2, "nonexpert": nonexpert_tensors(rank=2)}, 8, 8, "KTB702"),
     ],
 )  # fmt: skip
 def test_each_directory_has_the_scale_that_was_trained(make_raw, tmp_path, options, expert, rest, merged):
@@ -193,6 +199,23 @@ def test_each_directory_has_the_scale_that_was_trained(make_raw, tmp_path, optio
         expected = as_float(source.nonexpert_tensor(key)) * factor
         np.testing.assert_array_equal(as_float(made.nonexpert_tensor(key)), expected)
     assert validate_adapter([raw, m]).ok
+
+
+@pytest.mark.parametrize("to", ["kt-merged", "vllm", "sglang-3d"])
+@pytest.mark.parametrize("rank", [2, 8])
+def test_of_two_ranks_the_smaller_one_gets_zeros(make_raw, tmp_path, rank, to):
+    base = write_base(tmp_path / "base")
+    raw = make_raw(other_rank=rank, nonexpert=nonexpert_tensors(rank=rank), base_model=str(base))
+    report = convert_adapter(raw, to=to, output_dir=tmp_path / to, base_model=str(base))
+    assert [item.code for item in report.findings if "zeros" in item.found] == ["KTB721"]
+    assert config_of(tmp_path / to)["r"] == max(rank, 4)
+    for path in (raw, tmp_path / to):
+        merge_adapter(path, base_model=base, output=tmp_path / f"{path.name}-merged")
+    weights = [
+        {each.name: each.read_bytes() for each in (tmp_path / f"{name}-merged").glob("*.safetensors")}
+        for name in ("raw", to)
+    ]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("to", ["kt-merged", "peft-fused"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from findings import codes
 from mergedmodels import TinyMoE
 from rawadapter import convert_to, expert_tensors, nonexpert_tensors, write_base
 
@@ -21,6 +23,7 @@ from ktbridge.adapter.merge import MERGE_FILE, plan_merge
 from ktbridge.cli import main
 from ktbridge.errors import KtbridgeError, ProblemsError
 from ktbridge.model import open_checkpoint
+from ktbridge.model.jsonfile import read_json_file
 from ktbridge.model.tensor import as_float32
 
 E, H, I = 3, 16, 8  # noqa: E741
@@ -205,6 +208,50 @@ def test_what_lies_beside_the_shards(make_raw, base, tmp_path):
     for name in copied:
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_an_adapter_is_not_merged_twice(make_raw, base, tmp_path):
+    raw, once = make_raw(), tmp_path / "once"
+    merge_adapter(raw, base_model=base, output=once)
+    copy = shutil.copytree(raw, tmp_path / "copy")  # the manifest's hashes tell
+    for path in (raw, copy):
+        with pytest.raises(ProblemsError) as error:
+            merge_adapter(path, base_model=once, output=tmp_path / "twice")
+        assert "KTB615" in codes(error, "error")
+    report = merge_adapter(raw, base_model=once, output=tmp_path / "twice", allow_other_base=True)
+    assert "KTB615" in {item.code for item in report.findings if item.severity == "warning"}
+    other = make_raw("other", nonexpert=nonexpert_tensors(rng=np.random.default_rng(5)))
+    report = merge_adapter(other, base_model=once, output=tmp_path / "both", allow_other_base=True)
+    assert "KTB615" in {item.code for item in report.findings if item.severity == "info"}
+
+
+def test_a_projection_that_no_layer_has_is_not_missing(make_raw, base, tmp_path):
+    raw = make_raw(projections=("gate", "up"), expert=None, layers=(0, 1))
+    report = merge_adapter(raw, base_model=base, output=tmp_path / "merged")
+    assert report.changed
+    changed = {name for name, data in contents(base).items() if contents(tmp_path / "merged")[name] != data}
+    assert changed
+
+
+def test_what_lies_beside_an_adapter_and_is_not_merged_is_said(make_raw, base, tmp_path):
+    raw = make_raw()
+    config = {"chat_template": "{{ messages }}", "added_tokens_decoder": {"27": {"content": "<tool>"}}}
+    (raw / "tokenizer_config.json").write_text(json.dumps(config))
+    shutil.copy(next(base.glob("*.safetensors")), raw / "new_embeddings.safetensors")
+    report = merge_adapter(raw, base_model=base, output=tmp_path / "merged")
+    said = {item.code: item.found for item in report.findings if item.severity == "warning"}
+    assert "a chat template and a token" in said["KTB739"]
+    assert "<tool>" in said["KTB739"]
+    assert "not merged" in said["KTB007"]
+    (base / "tokenizer_config.json").write_text(json.dumps({**config, "padding_side": "left"}))
+    report = merge_adapter(raw, base_model=base, output=tmp_path / "again")
+    assert "KTB739" not in {item.code for item in report.findings}
+
+
+def test_a_path_that_is_not_utf8_loses_no_merge(make_raw, base, tmp_path):
+    raw = make_raw(os.fsdecode(b"raw\xff"))
+    merge_adapter(raw, base_model=base, output=tmp_path / "merged")
+    assert read_json_file(tmp_path / "merged" / MERGE_FILE)["adapter"]["path"].endswith("raw?")
 
 
 def test_overwrite_replaces_a_merge_and_nothing_else(make_raw, base, tmp_path):

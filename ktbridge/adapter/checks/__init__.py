@@ -29,6 +29,7 @@ class Use(Enum):
     """The use of a directory, which decides what is wrong with it."""
 
     INPUT = "converted or merged first, which resolves rsLoRA, a second alpha and the like"
+    MERGED = "merged, whichever projections were trained"
     SERVED = "served as it is, by any engine"
     SERVED_BY_KT = "served as it is, by SGLang-KT"
     SERVED_BY_SGLANG = "served as it is, by upstream SGLang"
@@ -36,7 +37,7 @@ class Use(Enum):
 
     @property
     def served(self) -> bool:
-        return self is not Use.INPUT
+        return self not in (Use.INPUT, Use.MERGED)
 
 
 @dataclass(frozen=True)

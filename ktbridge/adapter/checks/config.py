@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from shlex import quote
 
-from ktbridge.adapter.adapter import (
-    CONFIG_FILE,
-    MAX_ALPHA,
-    Adapter,
-    convert_step,
-    is_number,
-    last_part,
-)
+from ktbridge.adapter.adapter import CONFIG_FILE, MAX_ALPHA, Adapter, convert_step, is_number, last_part
 from ktbridge.adapter.checks import Use
 from ktbridge.adapter.keys import CANONICAL, is_named
 from ktbridge.adapter.lora_config import (
@@ -201,7 +194,10 @@ def _manifest_agrees(adapter: Adapter, use: Use) -> Iterator[Problem]:
         yield problem("KTB119", where, found, f"{named!r} as in {CONFIG_FILE}")
     alpha, own = adapter.lora.get("alpha"), adapter.config.get("lora_alpha")
     if is_number(alpha) and is_number(own) and float(own) != alpha:
-        found = f"alpha is {alpha:g} here and {own:g} in {CONFIG_FILE}"
+        here = "here"
+        if not (adapter.path / MANIFEST_FILE).exists():  # the reader of another format made it
+            where, here = str(adapter.path), "of the experts"
+        found = f"alpha is {alpha:g} {here} and {own:g} in {CONFIG_FILE}"
         if use.served and not is_foreign(adapter):  # PEFT's layout has the second one as a pattern
             yield problem("KTB104", where, found, "one alpha")
         elif adapter.experts and adapter.nonexpert:

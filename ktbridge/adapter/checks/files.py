@@ -13,6 +13,7 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MODEL_FILE, Adapter, convert_step
@@ -35,6 +36,8 @@ def check_files(adapter: Adapter, use: Use) -> Iterator[Problem]:
     ours = {file.name for file in adapter.files}
     if use.served:
         yield from _loaded(adapter, ours, use)
+    elif use is Use.MERGED:
+        yield from _not_merged(adapter, ours)
     if adapter.layout == "merged":
         for weights in adapter.files:
             if os.stat(weights.path).st_mtime <= _NO_TIME:
@@ -74,6 +77,14 @@ def _loaded(adapter: Adapter, ours: set[str], use: Use) -> Iterator[Problem]:
     if adapter.experts and others:
         where, found = str(adapter.path / others[0]), "holds weights that expert loaders don't read"
         yield problem("KTB017", where, found, MODEL_FILE, next_step=convert_step(adapter))
+
+
+def _not_merged(adapter: Adapter, ours: set[str]) -> Iterator[Problem]:
+    for path in sorted(adapter.path.glob("*.safetensors")):
+        if path.name not in ours and not _OF_A_CHECKPOINT.fullmatch(path.name):
+            step = "merge it by what saved it, if the model needs it"
+            found = "is no part of the adapter, and not merged"
+            yield problem("KTB007", str(path), found, severity="warning", next_step=step)
 
 
 def _artifacts(adapter: Adapter) -> Iterator[Problem]:
@@ -193,6 +204,55 @@ def resave_step(manifest: Mapping[str, object] | None) -> str | None:
     """Next step for a manifest mismatch; None (the rule's step) for files that training saved."""
     converted = (manifest or {}).get("layout")
     return "convert the adapter again from the raw directory" if converted else None
+
+
+def check_tokenizer(adapter: Adapter, base: Path) -> Iterator[Problem]:
+    """Yield a warning where the adapter's directory has a chat template or tokens that ``base`` hasn't.
+
+    Trainers save their tokenizer beside an adapter; a merged model has the base's.
+    """
+    found = []
+    template = _chat_template(adapter.path)
+    if template and template != _chat_template(base):
+        found.append("another chat template" if _chat_template(base) else "a chat template")
+    if more := sorted(_added_tokens(adapter.path) - _added_tokens(base)):
+        count = f"{len(more)} tokens" if len(more) > 1 else "a token"
+        found.append(f"{count} that the base model hasn't, first {more[0][1]!r}")
+    if found:
+        expected = f"the tokenizer of {base}"
+        yield problem("KTB739", str(adapter.path), f"has {' and '.join(found)}"[:300], expected)
+
+
+def _chat_template(path: Path) -> str:
+    """The default chat template of a directory; "" for none."""
+    with suppress(OSError, UnicodeDecodeError):
+        return (path / "chat_template.jinja").read_text("utf-8").strip()
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        told = _read(path / name).get("chat_template")
+        if isinstance(told, list):  # several by name
+            named = {each.get("name"): each.get("template") for each in told if isinstance(each, dict)}
+            told = named.get("default")
+        if isinstance(told, str):
+            return told.strip()
+    return ""
+
+
+def _added_tokens(path: Path) -> set[tuple[int, str]]:
+    """Number and text of the tokens that were added to a directory's vocabulary."""
+    listed = _read(path / "tokenizer.json").get("added_tokens")
+    rows = listed if isinstance(listed, list) else ()
+    found = {(each.get("id"), each.get("content")) for each in rows if isinstance(each, dict)}
+    decoder = _read(path / "tokenizer_config.json").get("added_tokens_decoder")
+    for number, each in decoder.items() if isinstance(decoder, dict) else ():
+        if number.isdigit() and isinstance(each, dict):
+            found.add((int(number), each.get("content")))
+    return {(number, text) for number, text in found if isinstance(number, int) and isinstance(text, str)}
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    with suppress(KtbridgeError):
+        return read_json_file(path)
+    return {}
 
 
 def size_of(path: Path) -> int | None:

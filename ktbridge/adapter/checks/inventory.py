@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ from ktbridge.adapter.keys import (
     FUSED_NAMES,
     HALVES,
     PROJECTIONS,
+    Key,
     is_expert_like,
     plain_name,
 )
@@ -48,6 +49,7 @@ _ELSEWHERE = {
     "vision": ("KTB206", "belongs to a vision or audio tower"),
     "draft": ("KTB207", "belongs to a draft layer"),
 }
+_BESIDE = ("KTB206", "is in another part of the model than others are")
 
 
 def check_inventory(adapter: Adapter, use: Use, base: Modules | None) -> Iterator[Problem]:
@@ -109,6 +111,28 @@ def check_tensors(adapter: Adapter) -> Iterator[Problem]:
     yield from _shapes(adapter, made=True)
 
 
+def check_expert_modules(modules: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield problems of experts outside the text model: their layers' numbers would be taken for its.
+
+    ``modules``: a tensor of each, by the path of the experts' module. For readers that file experts by layer.
+    """
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    paths: dict[str, list[str]] = defaultdict(list)
+    for module, where in modules.items():
+        key = Key("other", module)
+        if key.is_vision or key.is_draft:
+            found[_ELSEWHERE["vision" if key.is_vision else "draft"]].append(where)
+        else:
+            paths[re.split(r"layers\.[0-9]", module, maxsplit=1)[0]].append(where)
+    text = [path for path in paths if TEXT_MODEL.match(f"{path}layers.")]
+    for path in paths:
+        if path != (text or [*paths])[0]:
+            found[_BESIDE] += paths[path]
+    for (code, what), places in found.items():
+        more = f" (and {len(places) - 1} like it)" if len(places) > 1 else ""
+        yield problem(code, places[0], what + more, "experts of the text model alone")
+
+
 def _leftovers(adapter: Adapter) -> Iterator[Problem]:
     by_rule: dict[tuple[str, str], list[Part]] = defaultdict(list)
     heads = {part.key.module for part in adapter.nonexpert.values() if _is_head(part)}
@@ -143,10 +167,11 @@ def _is_head(part: Part) -> bool:
 def _experts(adapter: Adapter, use: Use) -> Iterator[Problem]:
     """Missing halves, projections and experts, reported once per directory, for the first layer.
 
-    KT's engines need all three projections; to upstream SGLang, one that no layer has is not missing.
+    KT's engines need all three projections; to upstream SGLang and a merge, one that no layer has is not
+    missing.
     """
     wanted = {projection for _, projection, _ in adapter.experts}
-    if use is not Use.SERVED_BY_SGLANG:
+    if use not in (Use.SERVED_BY_SGLANG, Use.MERGED):
         wanted |= {*PROJECTIONS}
     counts: dict[int, list[int]] = defaultdict(list)
     lacking: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
@@ -240,9 +265,11 @@ def _misplaced(adapter: Adapter, use: Use) -> Iterator[Problem]:
         code, found = _ELSEWHERE[kind]
         yield from many(code, parts, found)
     if towers[True]:  # an unknown path alone may be the text model's
-        yield from many("KTB206", towers[False], "is in another part of the model than others are")
+        yield from many(_BESIDE[0], towers[False], _BESIDE[1])
     # A merge can apply it; engines don't.
-    yield from many("KTB213", head, "adapts an embedding or head", severity=None if use.served else "warning")
+    level: Severity | None = None if use.served else "info" if use is Use.MERGED else "warning"
+    step = "nothing: it is merged as well" if use is Use.MERGED else None
+    yield from many("KTB213", head, "adapts an embedding or head", severity=level, next_step=step)
     yield from many("KTB201", nowhere, "belongs to no decoder layer")
     yield from many("KTB201", blocks, "names a block of modules, and no module in it")
 

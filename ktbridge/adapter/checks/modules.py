@@ -20,13 +20,7 @@ from ktbridge.model.locate import module_weights
 
 _SPARSE_ONLY = {"mlp.gate", "mlp.shared_expert_gate"}
 _DENSE_ONLY = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
-_UNPACKED = (
-    "BF16",
-    "F16",
-    "F32",
-    "F8_E4M3",
-    "I8",
-)  # dtypes whose tensor has the weight's own shape
+_UNPACKED = ("BF16", "F16", "F32", "F8_E4M3", "I8")  # dtypes whose tensor has the weight's own shape
 # The path to a text model's layers. "base" is what PEFT calls a base model without a head.
 TEXT_MODEL = re.compile(rf"(?:base\.)?(?:{'|'.join(map(re.escape, PREFIXES))})layers\.")
 # Names of modules in transformers' text models; any other may be a slip.

@@ -428,10 +428,7 @@ class _Header:
         if version & 0xFFFF == 0:  # the other byte order
             self._order = ">"
         tensors, fields = self._number("Q"), self._number("Q")
-        for count, most, what in (
-            (tensors, _MAX_TENSORS, "tensors"),
-            (fields, _MAX_FIELDS, "fields"),
-        ):
+        for count, most, what in ((tensors, _MAX_TENSORS, "tensors"), (fields, _MAX_FIELDS, "fields")):
             if count > most:
                 raise ValueError(f"it has {count:,} {what}; an adapter has at most {most:,}")
         for _ in range(fields):

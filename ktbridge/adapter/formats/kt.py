@@ -154,7 +154,7 @@ def write_merged(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     def key(layer: int, expert: int, projection: str, half: str) -> str:
         return PEFT_PREFIX + expert_key(layer, expert, projection, half)
 
-    outputs, problems = _one_scale("merged", adapter, _expert_pieces(adapter, key))
+    outputs, problems = _one_scale("merged", adapter, lambda: _expert_pieces(adapter, key))
     return outputs, [*problems, *_all_projections(adapter)]
 
 
@@ -180,7 +180,7 @@ def write_vllm(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
         leaf = names.get(projection, f"{projection}_proj")
         return f"{PEFT_PREFIX}{prefix}layers.{layer}.{block}.experts.{expert}.{leaf}.lora_{half}.weight"
 
-    outputs, problems = _one_scale("vllm", adapter, _expert_pieces(adapter, key))
+    outputs, problems = _one_scale("vllm", adapter, lambda: _expert_pieces(adapter, key))
     leaves = [names.get(name, f"{name}_proj") for name in adapter.projections]
     for output in outputs:
         output.config["target_modules"] = sorted({*leaves, *adapter.nonexpert_modules()})
@@ -194,10 +194,13 @@ def write_vllm(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
 def write_sglang_3d(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     """One directory with every projection's experts in one tensor."""
     stem = f"{PEFT_PREFIX}{adapter.module_prefix()}layers."
-    pieces = [
-        piece(f"{stem}{layer}.mlp.experts.{projection}_proj.lora_{half}.weight", block)
-        for (layer, projection, half), block in adapter.blocks()[0].items()
-    ]
+
+    def pieces() -> list[Piece]:
+        return [
+            piece(f"{stem}{layer}.mlp.experts.{projection}_proj.lora_{half}.weight", block)
+            for (layer, projection, half), block in adapter.blocks()[0].items()
+        ]
+
     outputs, problems = _one_scale("sglang-3d", adapter, pieces)
     targets = [*adapter.expert_modules(), *adapter.nonexpert_modules()]
     modules = {part.key.module for part in adapter.nonexpert.values()}
@@ -206,11 +209,13 @@ def write_sglang_3d(adapter: Adapter) -> tuple[list[Output], list[Problem]]:
     return outputs, [*problems, *(replace(item, severity="warning") for item in ends)]
 
 
-def _one_scale(layout: str, adapter: Adapter, experts: list[Piece]) -> tuple[list[Output], list[Problem]]:
-    rank, alpha, factor, problems = one_scale(adapter)
+def _one_scale(
+    layout: str, adapter: Adapter, experts: Callable[[], list[Piece]]
+) -> tuple[list[Output], list[Problem]]:
+    rank, alpha, factor, problems = one_scale(adapter)  # first: it may widen the experts
     modules = [*adapter.expert_modules(), *adapter.nonexpert_modules()]
     config = build_config(adapter, rank, alpha, modules)
-    pieces = [*experts, *_rest_pieces(adapter, factor)]
+    pieces = [*experts(), *_rest_pieces(adapter, factor)]
     return [Output(layout, config, {MODEL_FILE: pieces}, rank, alpha)], problems
 
 

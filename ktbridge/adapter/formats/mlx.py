@@ -17,7 +17,7 @@ import re
 
 from ktbridge.adapter.adapter import CONFIG_FILE, MLX_FILE, Adapter, is_number
 from ktbridge.adapter.blocks import Block, block_of
-from ktbridge.adapter.checks.inventory import check_tensors
+from ktbridge.adapter.checks.inventory import check_expert_modules, check_tensors
 from ktbridge.adapter.formats.raw_form import ExpertPair, Pairs, Request, fail_if, raw_form, stack_experts
 from ktbridge.adapter.keys import CANONICAL, HALVES, is_expert_like, peft_key, plain_name
 from ktbridge.adapter.numbers import Numbers, whole
@@ -56,6 +56,7 @@ def read_mlx(request: Request) -> tuple[Adapter, list[Problem]]:
     made.tensors_in = len(file.entries)
     nonexpert: dict[str, Block] = {}
     experts: dict[tuple[int, str], dict[str, Block]] = {}
+    tensors: dict[str, str] = {}
     turned = 0
     for name, entry in file.entries.items():
         where = f"{file.path}: {name}"
@@ -67,6 +68,7 @@ def read_mlx(request: Request) -> tuple[Adapter, list[Problem]]:
         block = block_of(TensorRef.of(file, entry))
         if found := _EXPERTS.fullmatch(module):
             made.prefix = found["prefix"]
+            tensors.setdefault(module, where)
             slot = int(found["layer"]), CANONICAL[found["name"]]
             experts.setdefault(slot, {})[half] = block
         elif is_expert_like(module):
@@ -78,6 +80,7 @@ def read_mlx(request: Request) -> tuple[Adapter, list[Problem]]:
             nonexpert[peft_key(module, half)] = block.then((columns, rows), lambda bits: bits.T)
         else:
             findings.append(problem("KTB302", where, f"has shape {list(block.shape)}", "a matrix"))
+    findings += check_expert_modules(tensors)
     pairs = _pairs(str(path), experts, numbers, findings)
     fail_if(path, findings)
     made.hold(stack_experts(made, pairs, numbers), nonexpert)

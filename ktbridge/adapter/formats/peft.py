@@ -37,7 +37,7 @@ from collections.abc import Collection, Mapping
 
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.blocks import Block
-from ktbridge.adapter.checks.inventory import check_tensors
+from ktbridge.adapter.checks.inventory import check_expert_modules, check_tensors
 from ktbridge.adapter.formats.peft_layout import (
     DOWN,
     GATE_UP,
@@ -129,6 +129,7 @@ def _pairs(adapter: Adapter, parts: list[Part], findings: list[Problem]) -> tupl
     """layer -> (module path, parameter -> its A and B); and every other tensor."""
     found: dict[int, dict[str, dict[str, Part]]] = defaultdict(lambda: defaultdict(dict))
     modules: dict[int, str] = {}
+    tensors: dict[str, str] = {}
     rest: list[Part] = []
     for part in parts:
         if part.key.kind != "peft-fused":
@@ -137,6 +138,8 @@ def _pairs(adapter: Adapter, parts: list[Part], findings: list[Problem]) -> tupl
         inner = part.key.module.endswith(".base_layer")
         found[part.key.layer]["inner" if inner else "outer"][part.key.half] = part
         modules[part.key.layer] = part.key.module.removesuffix(".base_layer")
+        tensors.setdefault(modules[part.key.layer], part.where)
+    findings += check_expert_modules(tensors)
     layers: Layers = {}
     for layer, places in found.items():
         pairs: dict[str, Pair] = {}
@@ -187,8 +190,7 @@ def _orientation(
     verdicts = {swapped(pairs, hidden) for _, pairs in layers.values()} - {None}
     if len(verdicts) > 1:
         fail_if(
-            adapter.path,
-            [problem("KTB302", str(adapter.path), "has in and out exchanged in some layers")],
+            adapter.path, [problem("KTB302", str(adapter.path), "has in and out exchanged in some layers")]
         )
     verdict = verdicts.pop() if verdicts else None
     if format_name == "peft" and (adapter.manifest or {}).get("layout") == "peft-fused":
@@ -202,8 +204,7 @@ def _orientation(
         )
     if format_name in ("peft-0.18", "megatron-packed") and verdict is False:
         raise UsageError(
-            f"{adapter.path} has in and out as PEFT 0.19.1 and later write them",
-            "pass --from peft-fused",
+            f"{adapter.path} has in and out as PEFT 0.19.1 and later write them", "pass --from peft-fused"
         )
     if format_name == "unsloth-legacy":
         return format_name, bool(verdict)

@@ -85,10 +85,7 @@ def stack_experts(made: Adapter, pairs: Pairs, usual: Numbers) -> dict[Slot, Blo
         return {}
     made.common = common_numbers((n for pair in pairs.values() for n in pair.numbers), usual)
     rank = made.common.rank
-    made.manifest = {
-        **(made.manifest or {}),
-        "lora": {"rank": rank, "alpha": whole(made.common.plain_alpha)},
-    }
+    made.manifest = {**(made.manifest or {}), "lora": {"rank": rank, "alpha": whole(made.common.plain_alpha)}}
 
     def widest(block: Block, axis: int, own: Numbers) -> Block:
         # Unless it has another rank than it should, which is told later.
@@ -304,9 +301,10 @@ def _multiply(
 
 
 def one_scale(adapter: Adapter, same_rank: bool = True) -> tuple[int, float, float, list[Problem]]:
-    """Rank and alpha of one configuration for both halves, and the factor for non-expert B.
+    """Rank and alpha of one configuration for both halves, the factor for non-expert B, and problems.
 
-    Without ``same_rank`` the loader divides alpha by each tensor's own rank, so ranks may differ.
+    The half of the smaller rank gets zeros up to the other's. Without ``same_rank`` the loader divides alpha
+    by each tensor's own rank, so ranks may differ.
     """
     rest = adapter.rest
     if not adapter.experts:
@@ -315,14 +313,10 @@ def one_scale(adapter: Adapter, same_rank: bool = True) -> tuple[int, float, flo
     if not adapter.nonexpert:
         return experts.rank, experts.alpha, 1.0, []
     where = str(adapter.path / CONFIG_FILE)
-    step = (
-        "write kt-split, raw or peft-fused, which hold a rank and a scale for either half, or, for the "
-        "scale alone, multiply B in float32 with --dtype f32"
-    )
-    if same_rank and experts.rank != rest.rank:
-        found = f"experts have rank {experts.rank}, everything else has rank {rest.rank}"
-        refused = problem("KTB702", where, found, "one rank", next_step=step)
-        return experts.rank, experts.alpha, 1.0, [refused]
+    step = "write kt-split, raw or peft-fused, which hold a scale for either half, or multiply B in float32 "
+    step += "with --dtype f32"
+    widened = _widen(adapter, experts, rest) if same_rank and experts.rank != rest.rank else []
+    experts, rest = Numbers(adapter.rank, adapter.alpha), adapter.rest
     served = Numbers(rest.rank, experts.alpha)  # alpha/r as the loader makes it of one alpha
     ratio = rest.ratio(served)
     if ratio is None and not adapter.widened:
@@ -334,4 +328,27 @@ def one_scale(adapter: Adapter, same_rank: bool = True) -> tuple[int, float, flo
         refused = problem("KTB703", where, found, expected, next_step=step)
         return experts.rank, experts.alpha, 1.0, [refused]
     factor = rest.scale / served.scale if ratio is None else ratio
-    return experts.rank, experts.alpha, factor, []
+    return experts.rank, experts.alpha, factor, widened
+
+
+def _widen(adapter: Adapter, experts: Numbers, rest: Numbers) -> list[Problem]:
+    """Give the half of the smaller rank zeros up to the other's, and the alpha of the same scale; say so."""
+    rank = max(experts.rank, rest.rank)
+    stacks, tensors = adapter.blocks()
+    if rest.rank < rank:
+        tensors = {
+            key: padded(each, 0 if parse_key(key).half == "A" else 1, rank) for key, each in tensors.items()
+        }
+        alpha = whole(rest.at(rank).plain_alpha)
+        adapter.config = {**adapter.config, "r": rank, "lora_alpha": alpha}
+        if rest.rslora:
+            adapter.config["use_rslora"] = False
+    else:
+        stacks = {slot: padded(each, 1 if slot[2] == "A" else 2, rank) for slot, each in stacks.items()}
+        alpha = whole(experts.at(rank).plain_alpha)
+        adapter.given_alpha = None if adapter.given_alpha is None else alpha
+        adapter.manifest = {**(adapter.manifest or {}), "lora": {"rank": rank, "alpha": alpha}}
+    adapter.hold(stacks, tensors)
+    less, what = (rest.rank, "all but experts") if rest.rank < rank else (experts.rank, "experts")
+    found = f"{what}, of rank {less}, got zeros up to rank {rank}, which change no product"
+    return [problem("KTB721", str(adapter.path), found)]

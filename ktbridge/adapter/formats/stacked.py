@@ -22,7 +22,7 @@ from operator import itemgetter
 
 from ktbridge.adapter.adapter import Adapter, Part
 from ktbridge.adapter.blocks import Block, block_of_stack
-from ktbridge.adapter.checks.inventory import check_tensors
+from ktbridge.adapter.checks.inventory import check_expert_modules, check_tensors
 from ktbridge.adapter.formats.raw_form import (
     ExpertPair,
     Pairs,
@@ -62,17 +62,20 @@ def read_stacked(request: Request) -> tuple[Adapter, list[Problem]]:
     sides: dict[tuple[int, str], dict[str, Side]] = defaultdict(lambda: {"A": {}, "B": {}})
     rest: list[Part] = []
     findings: list[Problem] = []
+    tensors: dict[str, str] = {}
     for part in parts:
         match = _KEY.fullmatch(plain_name(part.entry.name).name)
         if match is None:
             rest.append(part)
             continue
         made.prefix = match["prefix"]
+        tensors.setdefault(match["module"], part.where)
         expert = -1 if match["expert"] is None else int(match["expert"])
         side = sides[int(match["layer"]), match["name"]][match["half"]]
         if expert in side:
             findings.append(problem("KTB014", part.where, "gives a tensor again"))
         side[expert] = match["module"], part
+    findings += check_expert_modules(tensors)
     tinker = any(name in ("w1", "w2", "w3") and -1 in both["A"] for (_, name), both in sides.items())
     if tinker:
         rest = [*_renamed(rest, base, findings)]

@@ -131,6 +131,27 @@ def test_gpt_oss_without_its_config_is_not_guessed(tmp_path):
         convert_adapter(path, to="raw", from_format="peft-fused", output_dir=tmp_path / "out")
 
 
+@pytest.mark.parametrize("form", ["fused", "stacked"])
+@pytest.mark.parametrize(
+    ("other", "code"), [("mtp", "KTB207"), ("visual", "KTB206"), ("talker.model", "KTB206")]
+)
+def test_experts_of_another_part_are_not_taken_for_the_text_models(tmp_path, form, other, code):
+    """Their layers have the same numbers."""
+    if form == "fused":
+        tensors = peft_tensors("peft-fused", two_parts())
+    else:
+        stem = "base_model.model.model.layers.4.mlp.experts.down_proj.lora_"
+        tensors = {f"{stem}A.weight": random(E, R, INTER), f"{stem}B.weight": random(E, H, R)}
+    prefix = "base_model.model.model."
+    assert all(name.startswith(prefix) for name in tensors)
+    more = {f"base_model.model.{other}.{name.removeprefix(prefix)}": each for name, each in tensors.items()}
+    path = save(tmp_path / "in", {**tensors, **more})
+    with pytest.raises(ProblemsError) as error:
+        convert_adapter(path, to="raw", output_dir=tmp_path / "out")
+    assert code in {item.code for item in error.value.problems}
+    assert not (tmp_path / "out").exists()
+
+
 def test_rslora_of_other_tools_reaches_the_experts(tmp_path):
     parts = two_parts()
     path = save(tmp_path / "in", peft_tensors("peft-fused", parts), use_rslora=True)
@@ -141,9 +162,7 @@ def test_rslora_of_other_tools_reaches_the_experts(tmp_path):
 @pytest.mark.parametrize(
     ("to", "options", "says"),
     [
-        ("vllm", {"other_rank": 2}, "experts have rank 4, everything else has rank 2"),
         ("sglang-3d", {"other_alpha": 5.0}, "can't hold both without rounding"),
-        ("kt-merged", {"other_rank": 2}, "rank"),
         ("gguf", {"other_alpha": 5.0}, "can't hold both without rounding"),
         ("vllm", {"rslora": True, "rank": 2}, "can't hold both without rounding"),
         ("gguf", {"modules": {"in_proj_qkv": (4, 16)}, "block": "linear_attn"}, "rearranges"),
