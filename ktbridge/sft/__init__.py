@@ -31,12 +31,7 @@ import ktbridge.experts  # noqa: F401  before torch, whichever name is used firs
 
 if TYPE_CHECKING:
     from ktbridge.experts.guard import freeze_expert_lora
-    from ktbridge.experts.inject import (
-        Trainable,
-        set_expert_lora,
-        trainable_parameters,
-        wrap_experts,
-    )
+    from ktbridge.experts.inject import Trainable, set_expert_lora, trainable_parameters, wrap_experts
     from ktbridge.experts.layer import MoELoRAExperts, expert_layers
     from ktbridge.experts.load_adapter import load_expert_lora, load_raw_adapter
     from ktbridge.experts.load_model import load_for_kernels

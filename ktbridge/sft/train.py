@@ -376,7 +376,7 @@ def _result(
         nonexpert_parameters=sum(n for name, n in sizes.items() if ".kt." not in name),
         files=tuple(sorted(path.name for path in output.iterdir())) if main else (),
         checkpoints=tuple(map(str, saved(checkpoints_dir(config)))) if main else (),
-        warning=str(trainer.checkpoints.last_not_saved or ""),
+        warning=str(trainer.checkpoints.last_not_saved or _why_nothing_changed(config, trainer)),
         experts=placed.mode,
         tokens_per_pass=trainer.runner.tokens,
         predicted_step_seconds=placed.predicted,
@@ -384,6 +384,20 @@ def _result(
         steady_tokens_per_second=pace.steady,
         held_out=chosen.result,
     )
+
+
+def _why_nothing_changed(config: TrainConfig, trainer: RunTrainer) -> str:
+    """Return why the trained adapter changes no answer; "" where it may."""
+    if config.lora_alpha == 0:
+        return "lora_alpha is 0: the adapter changes nothing."
+    ends = "lora_b", "lora_b.default.weight"
+    values = [value.detach() for name, value in trained(trainer.model) if name.lower().endswith(ends)]
+    own = [value.to_local() if hasattr(value, "to_local") else value for value in values]
+    if agree(any(bool(value.any()) for value in own)) or not agree(bool(values)):
+        return ""
+    rates = [record["learning_rate"] for record in trainer.state.log_history if "learning_rate" in record]
+    why = " (its learning rate was 0 in every step: a warm-up of all steps?)" * (not any(rates))
+    return f"every B of the adapter is zero as it was made, so it changes nothing{why}."
 
 
 def show_no_bars_of_libraries() -> None:

@@ -163,6 +163,16 @@ def test_each_answer_is_learned_behind_the_prompt_that_a_server_sends(tmp_path, 
         assert masks == [int(label != -100) for label in fitted.dataset[0]["labels"]]
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507"])
+@pytest.mark.parametrize("end", ["", "\n", " "])
+def test_the_stop_is_learned_behind_an_answer_that_ends_in_a_token(tmp_path, name, end):
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>' + end
+    tokenizer = tokenizer_for(name, "<tool_call>", "</tool_call>")
+    found = [answer for _, answer in answers(tmp_path, tokenizer, {"messages": conversation(call, call)})]
+    assert len(found) == 2
+    assert all(call.strip() in answer and answer.endswith("<|im_end|>") for answer in found)
+
+
 @pytest.mark.parametrize(
     ("name", "head"),
     [

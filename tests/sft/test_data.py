@@ -38,6 +38,14 @@ SAID = [
     [
         ({"messages": [PARTS, TELL]}, [("u", "a"), TOLD]),
         ({"prompt": [ASK], "completion": [TELL]}, [ASKED, TOLD]),
+        # A table has every column in every row.
+        ({"instruction": "q", "output": "r", "conversations": None}, [("u", "q"), ("a", "r")]),
+        (
+            {"instruction": None, "output": None, "messages": None, "conversations": SAID},
+            [("s", "s"), ("u", "q"), ("a", "r")],
+        ),
+        ({"prompt": None, "completion": None, "messages": [ASK, TELL]}, [ASKED, TOLD]),
+        ({"prompt": [ASK], "completion": [TELL], "messages": []}, [ASKED, TOLD]),
         (
             {"instruction": "a\u2028b", "output": "c", "system": "s", "history": [["q", "r"]]},
             [("s", "s"), ("u", "q"), ("a", "r"), ("u", "a\u2028b"), ("a", "c")],
@@ -54,6 +62,14 @@ def test_each_format_becomes_the_same_messages(tmp_path, row, expected):
     rows = load_rows(settings(write_lines(tmp_path / "rows.jsonl", [row])))
     assert [turns(conversation) for conversation in messages_of(rows)] == [expected]
     assert (rows.total, rows.refused, rows.notes) == (1, [], [])
+
+
+def test_a_column_without_a_name_is_noted(tmp_path):
+    """Pandas writes its index so."""
+    (tmp_path / "rows.csv").write_text(",instruction,output\n0,q,r\n1,q,r\n")
+    rows = load_rows(settings(tmp_path / "rows.csv"))
+    assert (rows.total, rows.refused, codes(rows.notes)) == (2, [], {"KTD003"})
+    assert "(no name)" in rows.notes[0].found
 
 
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}

@@ -182,6 +182,15 @@ def test_progress_fits_80_columns_with_step_loss_pace_and_eta(monkeypatch):
 
 
 @quiet
+def test_a_run_that_changes_nothing_says_so(run_dir):
+    for warmup, said in (("0.5", "learning rate was 0 in every step"), ("0", "")):
+        done = train(run_dir, "max_steps=1", f"warmup_ratio={warmup}", "overwrite_output_dir=true")
+        assert done.exit_code == 0, done.stderr
+        told = json.loads(done.stdout)["warning"]
+        assert said in told
+        assert bool(told) == bool(said)
+
+
 def test_a_failed_run_leaves_nothing_behind(run_dir):
     before = sorted(run_dir.iterdir())
     for overrides, words in (

@@ -70,9 +70,7 @@ def file_model(cls: type) -> type[BaseModel]:
     hints = get_type_hints(cls, include_extras=True)
     known: dict[str, Any] = {key: (hints[key], None) for key in options(cls)}
     return create_model(
-        cls.__name__,
-        __config__=ConfigDict(strict=True, extra="forbid", protected_namespaces=()),
-        **known,
+        cls.__name__, __config__=ConfigDict(strict=True, extra="forbid", protected_namespaces=()), **known
     )
 
 

@@ -28,6 +28,7 @@ _SMALL_BATCH = (
 )  # fmt: skip
 _HINTS = {key: option.hint for key, option in options(TrainConfig).items()}
 _OF_STAGES = {
+    "lora_dropout": ("sft", "pt"), "kt_config.kt_lora_dropout": ("sft", "pt"),
     "pref_beta": ("dpo", "kto"), "pref_ftx": ("dpo", "kto"), "pref_loss": ("dpo",),
     "dpo_label_smoothing": ("dpo",), "kto_chosen_weight": ("kto",), "kto_rejected_weight": ("kto",),
 }  # fmt: skip
@@ -151,10 +152,7 @@ def _check_mixing(config: TrainConfig, problems: Problems) -> None:
     found, expected, step = ",".join(f"{each:g}" for each in probs), "", ""
     if config.mix_strategy == "concat":
         found += " with mix_strategy: concat"
-        expected, step = (
-            "interleave_under or interleave_over",
-            "Set mix_strategy, or leave this out.",
-        )
+        expected, step = ("interleave_under or interleave_over", "Set mix_strategy, or leave this out.")
     elif len(probs) != count:
         expected = f"{count}, as many as datasets"
     elif abs(sum(probs) - 1) > 1e-6:
@@ -218,6 +216,8 @@ def _note_unused(config: TrainConfig, given: Given, problems: Problems) -> None:
         unused["buffer_size"] = "it is for streaming: true"
     if config.logging_dir and "tensorboard" not in config.report_to:
         unused["logging_dir"] = "it is for report_to: tensorboard"
+    if config.lr_scheduler_type == "constant":
+        unused |= dict.fromkeys(("warmup_ratio", "warmup_steps"), "only constant_with_warmup has one")
     for key, why in unused.items():
         if key in given:
             problems.warn(key, why, "", _OUT)

@@ -405,9 +405,7 @@ class TrainConfig:
 
     # KTransformers
     use_kt: Flag = option(
-        True,
-        rows=False,
-        hint="Without CPU experts ktbridge adds nothing: train with PEFT or LLaMA-Factory.",
+        True, rows=False, hint="Without CPU experts ktbridge adds nothing: train with PEFT or LLaMA-Factory."
     )
     """Must be true. `kt_experts` says where the experts are computed."""
     kt_cpu_activation: Annotated[str, one_of("retain", "recompute")] | None = option(None, "free", rows=False)

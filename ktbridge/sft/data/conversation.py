@@ -120,11 +120,7 @@ class TrainingRow:
 
 
 def read_row(
-    row: object,
-    layout: Layout,
-    stage: str,
-    notes: RowNotes,
-    identity: Mapping[str, str | None] | None = None,
+    row: object, layout: Layout, stage: str, notes: RowNotes, identity: Mapping[str, str | None] | None = None
 ) -> TrainingRow:
     """Read a raw row for ``stage``; remarks on it are added to ``notes``.
 
@@ -255,9 +251,11 @@ class _Fields:
         if layout.formatting is None:
             for name in ("messages", "chosen", "rejected"):
                 key = name if name == "messages" else f"{name}_messages"
-                self._columns |= {name: key} if key in row else {}
+                # A table has every column in every row.
+                if key in row and (not is_empty(row[key]) or self._columns.get(name) not in row):
+                    self._columns[name] = key
         tag = self._columns.get("kto_tag")
-        for name in (*_MEANINGFUL, *(self._columns.get(name, "") for name in _MEANINGFUL)):
+        for name in (*_MEANINGFUL, *(self._columns[name] for name in _MEANINGFUL if name in self._columns)):
             if not is_empty(row.get(name)) and not (judged and name in ("kto_tag", tag)):
                 kind = name in (*_OTHER_LOSS, tag)
                 why = "every answer counts alike" if kind else "only text and images are trained on"
@@ -278,7 +276,7 @@ class _Fields:
         return self._row.get(self._columns[name]) if name in self._columns else None
 
     def take(self, name: str) -> object:
-        self._taken.add(self._columns.get(name, ""))
+        self._taken.update([self._columns[name]] if name in self._columns else ())
         return self.get(name)
 
     def take_key(self, key: str) -> object:
@@ -325,15 +323,20 @@ class _Fields:
 
     def unread(self) -> set[str]:
         """Return the keys with a value that nothing has taken."""
-        given = {str(key) for key, value in self._row.items() if not is_empty(value)}
+        given = {str(key) or "(no name)" for key, value in self._row.items() if not is_empty(value)}
         return given - {*map(str, self._taken)}
 
     def detect_format(self) -> str:
-        if self.has("messages"):
-            return "messages"
-        if self.has_key("prompt") and self.has_key("completion"):
-            return "completion"
-        return "alpaca" if self.has("prompt") else ""
+        """Return the form whose fields have something, else the one whose fields are there; "" for none."""
+        both = (self._row.get("prompt"), self._row.get("completion"))
+        completion = next((each for each in both if not is_empty(each)), None)
+        forms = {
+            "messages": (self.has("messages"), self.get("messages")),
+            "completion": (self._row.keys() >= {"prompt", "completion"}, completion),
+            "alpaca": (self.has("prompt"), self.get("prompt")),
+        }
+        filled = (form for form, (there, value) in forms.items() if there and not is_empty(value))
+        return next(filled, next((form for form, (there, _) in forms.items() if there), ""))
 
     def unknown_form(self) -> ValueError:
         keys = ", ".join(sorted(map(str, self._row))) or "(none)"

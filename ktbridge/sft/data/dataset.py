@@ -26,13 +26,7 @@ from ktbridge.sft.data.rows import (
     refused_note,
     summarize_reasons,
 )
-from ktbridge.sft.data.tokenize import (
-    IMAGE_NUMBERS,
-    Preview,
-    RowTokenizer,
-    TokenizedRow,
-    row_tokenizer,
-)
+from ktbridge.sft.data.tokenize import IMAGE_NUMBERS, Preview, RowTokenizer, TokenizedRow, row_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -209,7 +209,7 @@ class ChatTemplate:
             if len(spans) < sum(message["role"] == "assistant" for message in messages):
                 raise ValueError("the chat template does not mark every answer as the assistant's")
             start, end = spans[-1]  # marked by the template's author
-            body = self._body_end(text[:end], start)
+            body = self._body_end(text[:end], start, said)
             if thoughts and thoughts not in text[:end]:
                 raise ValueError(_LEFT_OUT)
             self._check_complete(last, text[start:end])
@@ -218,7 +218,7 @@ class ChatTemplate:
             start, unmatched = self._find_start(messages, text, options)
             calls = "tool_calls" in last
             ended = text.rstrip()
-            body = len(ended.removesuffix(self._tail)) if calls else self._body_end(text, start)
+            body = len(ended.removesuffix(self._tail)) if calls else self._body_end(text, start, said)
             lost = thoughts and thoughts not in text[start:body]
             if not self._render.thoughts_key:
                 lost = lost or (_THOUGHTS_END in words and _THOUGHTS_END not in text[start:])
@@ -319,15 +319,18 @@ class ChatTemplate:
         written = head + _THOUGHTS_END + gap
         return written.removeprefix(opener.strip()).lstrip("\n") + visible
 
-    def _body_end(self, text: str, start: int) -> int:
-        """Return the place in ``text``, which ends with an answer, where the stop tokens behind it begin."""
-        end = len(text)
+    def _body_end(self, text: str, start: int, said: str) -> int:
+        """Return the place in ``text``, which ends with an answer, where the stop tokens behind it begin.
+
+        A token with which the words ``said`` end is the answer's own.
+        """
+        end, said = len(text), said.strip()
         while True:
             body = text[start:end].rstrip()
             token = next((token for token in self._added if body.endswith(token)), "")
+            if not token or (said.endswith(token) and body.endswith(said)):
+                return start + len(body)
             end = start + len(body) - len(token)
-            if not token:
-                return end
 
     def _stop_end(self, text: str, body: int) -> int:
         """Return the place behind the stop token that follows an answer's end, or ``body`` if there is none.
