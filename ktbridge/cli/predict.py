@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -48,12 +49,7 @@ PREVIEW = 2000
 @strict_data_option
 @json_option("Print the result as JSON.")
 def command(
-    config: str,
-    overrides: tuple[str, ...],
-    from_format: str,
-    dry_run: bool,
-    strict_data: bool,
-    as_json: bool,
+    config: str, overrides: tuple[str, ...], from_format: str, dry_run: bool, strict_data: bool, as_json: bool
 ) -> None:
     """Answer the rows of `eval_dataset` with the base model and its adapter, and measure the answers.
 
@@ -68,17 +64,18 @@ def command(
     """
     more = ["do_predict=true", *(["strict_data=true"] if strict_data else [])]
     parsed = load_config(config, (*overrides, *told_format(from_format), *more))
-    run(parsed, dry_run=dry_run, as_json=as_json)
+    named = any(each.partition("=")[0].strip() == "adapter_name_or_path" for each in overrides)
+    run(parsed, dry_run=dry_run, as_json=as_json, named=named)
 
 
-def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool) -> None:
-    """Predict, or show what would be predicted."""
+def run(parsed: TrainConfig, *, dry_run: bool, as_json: bool, named: bool = False) -> None:
+    """Predict, or show what would be predicted; ``named``: with the adapter that the command line names."""
     if world().rank:  # the first process alone predicts
         return
     print_notes(parsed.notes)
     ensure_model(parsed.model_name_or_path, weights=not dry_run)
     ensure_rows(parsed)
-    ready = read(parsed)
+    ready = replace(read(parsed), named=named)
     if dry_run:
         _show_plan(ready, as_json)
         return
@@ -115,7 +112,7 @@ def answer(ready: PredictionInputs) -> PredictResult:
     come = 0
 
     def on_loading() -> None:
-        who = choose_adapter(ready.config)
+        who = choose_adapter(ready)
         beside = f"with {who}" if who else "without an adapter"
         stderr.print(f"loading {plan.model} {beside} ...", markup=False, soft_wrap=True)
 
@@ -162,7 +159,7 @@ def _show_plan(ready: PredictionInputs, as_json: bool) -> None:
     document = {
         "base": str(ready.base),
         "arm": plan.arms[0].description,
-        "adapter": choose_adapter(ready.config),
+        "adapter": choose_adapter(ready),
         "rows": ready.total,
         "prompts": len(ready.prompts),
         "prompt_tokens": sum(len(prompt.ids) for prompt in ready.prompts),

@@ -150,10 +150,7 @@ def _measure_choices(rows: Sequence[Row]) -> float | None:
 
 
 def write_predictions(
-    output_dir: Path,
-    rows: Sequence[Row],
-    metrics: Mapping[str, float],
-    refused: Sequence[RefusedRow],
+    output_dir: Path, rows: Sequence[Row], metrics: Mapping[str, float], refused: Sequence[RefusedRow]
 ) -> list[str]:
     """Write the files into ``output_dir``, each whole, the results last; return their names."""
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,8 @@ class PredictionInputs:
     total: int
     notes: tuple[Problem, ...]
     vision: Vision | None = None
+    named: bool = False
+    """Whether the command line names the adapter, which then goes before one in the output directory."""
 
 
 def prepare_predictions(
@@ -140,10 +142,7 @@ def _note_experts(config: TrainConfig) -> Problems:
 
 
 def _write_prompts(
-    rows: Sequence[TrainingRow],
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatTemplate,
-    vision: Vision | None,
+    rows: Sequence[TrainingRow], tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate, vision: Vision | None
 ) -> Iterator[Prompt | str]:
     """Yield each row's prompt, or why it can't be asked."""
     written: list[tuple[str, str] | ValueError] = []

@@ -25,7 +25,6 @@ from ktbridge.serve.local.plan import ServePlan, fingerprints, plan_local
 from ktbridge.serve.local.sampling import SEED_STEP, Event, Finish, Sampling, TextDelta
 from ktbridge.serve.request import ServeRequest
 from ktbridge.server_api.served_names import adapter_name
-from ktbridge.sft.config import TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -56,18 +55,22 @@ class PredictResult:
         return {**asdict(self), "ok": not found, "problems": found}
 
 
-def choose_adapter(config: TrainConfig) -> str | None:
-    """Return the adapter that answers: what ``config`` trains, else the one it names; None: the base.
+def choose_adapter(prepared: PredictionInputs) -> str | None:
+    """Return the adapter that answers: the one of the command line, what the configuration has trained, or
+    the one that it names; None: the base.
 
     Raises KtbridgeError if it is still to be trained.
     """
+    config = prepared.config
+    if prepared.named:
+        return config.adapter_name_or_path
     trained = (Path(config.output_dir) / CONFIG_FILE).is_file()
     if config.do_train and not trained:
         raise KtbridgeError(
             f"{config.output_dir} has no adapter yet.",
-            "Train it first (`ktbridge train CONFIG`), or name one: do_train=false adapter_name_or_path=DIR.",
+            "Train it first (`ktbridge train CONFIG`), or name one: adapter_name_or_path=DIR.",
         )
-    if config.do_train or (trained and not config.adapter_name_or_path):
+    if trained:
         return config.output_dir
     return config.adapter_name_or_path
 
@@ -77,7 +80,7 @@ def plan_engine(prepared: PredictionInputs) -> ServePlan:
 
     Raises as ``plan_local``.
     """
-    config, adapter = prepared.config, choose_adapter(prepared.config)
+    config, adapter = prepared.config, choose_adapter(prepared)
     request = ServeRequest(
         str(prepared.base),
         adapters={ADAPTER: adapter} if adapter else {},
@@ -158,7 +161,7 @@ def predict(
         problems.error("eval_dataset", more, next_step=None)
     return PredictResult(
         output_dir=str(output),
-        adapter=choose_adapter(prepared.config),
+        adapter=choose_adapter(prepared),
         rows=prepared.total,
         answered=len(rows),
         resumed=resumed,

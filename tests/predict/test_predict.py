@@ -13,8 +13,12 @@ from safetensors.torch import load_file, save_file
 from trainrun import conversation, pair
 from transformers import AutoTokenizer
 
+from ktbridge.errors import KtbridgeError
 from ktbridge.eval.scorers import measure_texts
 from ktbridge.predict.output import Answered, Journal, journal_path, measure_answers
+from ktbridge.predict.prompts import PredictionInputs
+from ktbridge.predict.run import choose_adapter
+from ktbridge.sft.config import load_config
 
 jieba.setLogLevel(40)
 
@@ -170,6 +174,24 @@ def test_training_predicts_with_what_it_trained(write, dataset, warm, predict, p
     again = warm.run("-m", "ktbridge", "train", file, "--dry-run")
     fails(again, "`ktbridge predict CONFIG` predicts with the adapter in it", code=2)
     fails(warm.run("-m", "ktbridge", "plan", write()), "trains nothing", code=2)
+
+
+def test_which_adapter_answers(write, adapter, tmp_path):
+    def chosen(named=False, **changes):
+        config = load_config(write(**changes))
+        return choose_adapter(PredictionInputs(config, tmp_path, 0, [], [], 0, (), named=named))
+
+    assert chosen() == str(adapter)
+    assert chosen(adapter_name_or_path=None) is None
+    training = {"do_train": True, "dataset": "rows.jsonl"}
+    with pytest.raises(KtbridgeError, match="no adapter yet"):
+        chosen(**training)
+    assert chosen(named=True, **training) == str(adapter)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    # The one that the file names is the one that its training began with.
+    assert chosen() == chosen(**training) == str(tmp_path / "out")
+    assert chosen(named=True) == str(adapter)
 
 
 @pytest.mark.parametrize(
