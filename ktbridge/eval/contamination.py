@@ -44,8 +44,7 @@ def read_contamination(directory: Path) -> Contamination | None:
         return None
     if not fits(found, Contamination):
         raise KtbridgeError(
-            f"{str(path)!r} is damaged.",
-            "delete it, and run `ktbridge eval` again with --train-data",
+            f"{str(path)!r} is damaged.", "delete it, and run `ktbridge eval` again with --train-data"
         )
     return found
 

@@ -419,8 +419,7 @@ def _load_benches(given: EvalOptions) -> list[Bench]:
     names, items = given.benches, given.items
     if bool(names) == bool(given.compat):
         raise UsageError(
-            "give --bench NAME, or --compat NAME for a public set as it is.",
-            "--bench nekobench is ours",
+            "give --bench NAME, or --compat NAME for a public set as it is.", "--bench nekobench is ours"
         )
     if given.compat:
         scripts = [path for path in map(Path, items) if path.suffix in (".ipynb", ".py")]
@@ -440,8 +439,7 @@ def _load_benches(given: EvalOptions) -> list[Bench]:
         name, equals, file = text.partition("=")
         if not equals or name not in names:
             raise UsageError(
-                f"with several benches --items {text!r} must say whose it is.",
-                f"write it as {names[0]}=FILE",
+                f"with several benches --items {text!r} must say whose it is.", f"write it as {names[0]}=FILE"
             )
         files[name] = Path(file)
     return [load_bench(name, files.get(name)) for name in names]

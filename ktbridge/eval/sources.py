@@ -69,12 +69,7 @@ def read_source(source: object, folder: Path, items: Path | None) -> tuple[list[
     origin = path.name if spec.origin is None else spec.origin
     terms = spec.license if spec.license and items is None else "see the data's own terms"
     rows = [
-        {
-            "origin": origin,
-            "license": terms,
-            "id": f"{str(row['slice']).lower()}-{number:05d}",
-            **row,
-        }
+        {"origin": origin, "license": terms, "id": f"{str(row['slice']).lower()}-{number:05d}", **row}
         for number, row in enumerate(made, 1)
     ]
     card: Row = {"loader": spec.loader, "file": path.name, "sha256": digests.of_file(path)}

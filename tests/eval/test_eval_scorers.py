@@ -10,6 +10,7 @@ import yaml
 from ktbridge.eval import load_bench
 from ktbridge.eval.scorers import SCORERS, check_faults, score_task, scorer
 from ktbridge.eval.scorers.numbers import find_answer_number
+from ktbridge.eval.scorers.rules import Persona
 from ktbridge.eval.scorers.text_metrics import sentences
 
 NEKOBENCH = load_bench("nekobench")
@@ -65,6 +66,19 @@ def test_a_check_that_makes_no_sense_is_refused(check, gold, words):
     ((found, expected),) = check_faults(check, gold)
     assert words in found
     assert expected
+
+
+def test_patterns_of_a_persona_are_each_their_own():
+    made = {
+        "address": {}, "breaks": {}, "max_tics_per_sentence": 1, "name": "x", "target_rate": 1.0,
+        "weights": {"address": 0.5, "tic": 0.5},
+    }  # fmt: skip
+    persona = Persona.model_validate({**made, "tics": {"en": ["(?i)NYA", "meow"]}})
+    assert [persona.score(text)["tic_rate"] for text in ("nya.", "meow.", "MEOW.")] == [1, 1, 0]
+    assert Persona.model_validate({**made, "tics": {"en": [r"(\w)\1{3}"]}}).score("aaaa.")["tic_rate"] == 1
+    for pattern in (r"(\w)\1{3}", "(?P<a>x)"):
+        with pytest.raises(ValueError, match="refers to a group"):
+            Persona.model_validate({**made, "tics": {"en": ["meow", pattern]}})
 
 
 @pytest.mark.parametrize(("text", "value"), MARKS["numbers"])

@@ -72,8 +72,7 @@ def build_report(results: Results) -> Section:
             PagePart("words"),
             PagePart("card"),
             Sentences(
-                [*_outcomes(results), *_noise(results), *_identical(results), _LEGEND],
-                media=("terminal",),
+                [*_outcomes(results), *_noise(results), *_identical(results), _LEGEND], media=("terminal",)
             ),
             _run_card(results),
         ],

@@ -33,11 +33,7 @@ from ktbridge.eval.results.types import (
     VerdictWord,
 )
 
-AXIS_WORDS: Mapping[Axis, str] = {
-    "persona": "persona",
-    "task": "task quality",
-    "judge": "judged quality",
-}
+AXIS_WORDS: Mapping[Axis, str] = {"persona": "persona", "task": "task quality", "judge": "judged quality"}
 # A drop counts as detectable if the smallest detectable effect is at most this (scale 0..1).
 SEEN = 0.25
 
@@ -159,8 +155,7 @@ def main_contrasts(results: Results) -> list[Contrast]:
 def _ranked(results: Results) -> list[Contrast]:
     slices = [OVERALL, *primary_axes(results)]
     return sorted(
-        results["contrasts"],
-        key=lambda one: (slices.index(one["slice"]), AXES_SHOWN.index(one["axis"])),
+        results["contrasts"], key=lambda one: (slices.index(one["slice"]), AXES_SHOWN.index(one["axis"]))
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 _DIGITS = re.compile(
     r"(?:(?<![\w.])-?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)"
     # A fraction, but not a date: 3/4, not 3/4/2024.
-    r"|(?<![\d./])-?\d+/(?P<below>[1-9]\d*)(?![\d./])"
+    r"|(?<![\d./])-?\d+/(?P<below>[1-9]\d*)(?![\d/]|\.\d)"
     r"|(?<![\d.])-?\d+(?:\.\d+)?(?:e[+-]?\d+\b)?)"
     # A scale after the digits (3万, 2 hundred), but not a unit's prefix (5千克, 3千米).
     r"(?P<scale>\s*(?:[万亿]+|百(?!分)|千万|千(?![克米瓦卡]))|\s+(?:hundred|thousand|million)\b)?",
@@ -49,11 +49,16 @@ _ENGLISH = re.compile(
 # Markers directly before the final number: "= 8", "the answer is 8", "一共有8个".
 # Weaker words (有, is, are) are omitted: they introduce the question's numbers just as often.
 _WORD_END = rf"(?![^\W\d负{_NUMERAL[1:-1]}])"  # a number may follow without a space
+_BEFORE = rf"(?:\s|[:：*是为有了下$€£¥\"'“‘(\[{{]|\\[(\[$]|\\boxed|\b(?:is|to|of|only|about){_WORD_END})*"
 _SAYS_SO = re.compile(
-    rf"(?:=|等于|答案|结果|一共|总共|剩|\b(?:equals?|answer|makes?|leaves?|total){_WORD_END})"
-    rf"(?:\s|[:：*是为有了下]|\b(?:is|to|of){_WORD_END})*",
+    rf"(?:(?P<equation>=)|等于|一共|总共|剩|\b(?:equals?|makes?|leaves?|total){_WORD_END}"
+    rf"|\b(?:so|thus|therefore|hence)\b[^.!?\n=]{{0,80}}?\b(?:is|are|has|have|gets?|costs?|pays?){_WORD_END}"
+    rf"){_BEFORE}",
     re.IGNORECASE,
 )
+# As GSM8K ends an answer, and as mathematics is asked for one.
+_FINAL = re.compile(rf"(?:####|\\boxed\s*\{{|答案|结果|\banswer{_WORD_END}){_BEFORE}", re.IGNORECASE)
+_SENTENCE = re.compile(r"[.!?](?!\d)|[。！？\n]")
 
 # A sign word directly before a number; in "ten minus three" an operand precedes it instead.
 _SIGN = re.compile(r"(?:(?P<zh>(?<!正)负|零下)|(?:(?P<operand>\S+)\s+)?\b(?P<en>minus|negative)\s+)$", re.I)
@@ -131,15 +136,27 @@ def english_number(text: str) -> int | None:
 
 
 def find_answer_number(text: str) -> float | None:
-    """Return the final number of ``text``, or None: of the numbers in the first script that has any, the last
-    one that directly follows a word such as "等于", "=" or "is"; otherwise the last one."""
+    """Return the final number of ``text``, or None, of those in the first script that has any.
+
+    The last one behind "answer", ``\\boxed{`` or ``####``; else the last one behind a word such as "等于" or
+    "total", or "=" unless a later sentence has a number; otherwise the last one.
+    """
     text = unicodedata.normalize("NFKC", text.translate(_DASHES))
     text = re.sub(r"(?<=[=:是为])\s*-\s+(?=\d)", "-", text)  # "= - 3"
     for read in (_digits, _chinese, _english):
         if found := read(text):
-            ends = {match.end() for match in _SAYS_SO.finditer(text)}
-            announced = [value for value, start in found if start in ends]
-            return announced[-1] if announced else found[-1][0]
+            final = {match.end() for match in _FINAL.finditer(text)}
+            ends = {match.end(): match["equation"] for match in _SAYS_SO.finditer(text)}
+            announced = [(value, start) for value, start in found if start in ends]
+            if answers := [each for each in found if each[1] in final]:
+                begin = answers[-1][1]  # "the answer is 3 + 5 = 8"
+                behind = [each for each in announced if each[1] > begin]
+                same = [value for value, at in behind if not _SENTENCE.search(text, begin, at)]
+                return [answers[-1][0], *same][-1]
+            last, at = announced[-1] if announced else found[-1]
+            if announced and ends[at] and _SENTENCE.search(text, at, found[-1][1]):
+                return found[-1][0]
+            return last
     return None
 
 

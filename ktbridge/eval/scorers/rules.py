@@ -49,21 +49,26 @@ def _too_long(text: str) -> str:
 _GROUPS = TypeAdapter(dict[object, list[Text]])
 
 
+_FLAGS = re.compile(r"\A\(\?([aimsux]+)\)(.*)\Z", re.DOTALL)
+_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\\[1-9]|\(\?\(")
+
+
 def _compile(groups: object) -> re.Pattern[str]:
     found = _GROUPS.validate_python(groups, strict=True).values()
-    patterns = [pattern for group in found for pattern in group]
+    # Flags of a whole pattern become those of its part.
+    patterns = [_FLAGS.sub(r"(?\1:\2)", pattern) for group in found for pattern in group]
     for pattern in patterns:
         try:
-            re.compile(pattern)
+            compiled = re.compile(pattern)
         except re.error as error:
             raise Refusal(f"{pattern!r}: {error}", "a regular expression") from None
+        if len(patterns) > 1 and (compiled.groupindex or _REFERENCE.search(pattern)):
+            raise Refusal(f"{pattern!r} refers to a group, or names one", "(?:…) beside other patterns")
     return re.compile("|".join(f"(?:{one})" for one in patterns) or r"(?!)")
 
 
 _Patterns = Annotated[
-    re.Pattern[str],
-    BeforeValidator(_compile),
-    Field(description="{language: [regular expression, ...]}"),
+    re.Pattern[str], BeforeValidator(_compile), Field(description="{language: [regular expression, ...]}")
 ]
 
 
